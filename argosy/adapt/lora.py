@@ -1,0 +1,79 @@
+"""Low-rank adapters from outside: y = W x + (alpha / rank) B A x. Hu et al. 2021 (arXiv:2106.09685).
+
+How an adapter splits follows from the equation: A has the summed letters, B the kept ones. Grouped weights get an A and a B
+for each expert, on the same route. B starts at zero, so the model starts unchanged; W is frozen and may be int8 (QLoRA,
+arXiv:2305.14314).
+"""
+
+import math
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from argosy.models.parts.einsum import Contraction, Einsum, Route, contract
+from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
+
+
+class LoRA(Contraction):
+    """A contraction beside an adapter of this rank. Its two factors are descriptions until `fill` draws them."""
+
+    def __init__(self, of: Contraction, rank: int, alpha: float):
+        if rank < 1:
+            raise ValueError(f"rank {rank}")
+        self.eq, self.gain = of.eq, alpha / rank
+        lead, sizes = of.shape[: of.stacked], of.sizes | {"r": rank}
+        outer = "".join(a for a in of.spec if a in of.out)
+        a, b = of.group + of.inner + "r", of.group + "r" + outer
+        between = "".join(letter for letter in of.x if letter not in of.inner) + "r"
+        self.down, self.up = f"{of.x},{a}->{between}", f"{between},{b}->{of.out}"
+        fan_in = math.prod(sizes[letter] for letter in of.inner)
+        self.of = _frozen(of)
+        shape_a, shape_b = ((*lead, *(sizes[letter] for letter in letters)) for letters in (a, b))
+        self.a = weight(shape_a, Meaning(a, of.inner, of.group), Draw("normal", fan_in**-0.5), nnx.LoRAParam)
+        self.b = weight(shape_b, Meaning(b, "r", of.group), Draw("constant", 0.0), nnx.LoRAParam)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of.shape
+
+    def __call__(self, x: Float[Array, "..."], route: Route | None = None) -> Float[Array, "..."]:
+        low = contract(self.down, x, self.a[...], route)
+        return self.of(x, route) + self.gain * contract(self.up, low, self.b[...], route)
+
+    def via(self, eq: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        before, out = eq.split("->")
+        letters = before.split(",")[0]
+        a, b = self.down.split(",")[1].split("->")[0], self.up.split(",")[1].split("->")[0]
+        both = jnp.einsum(
+            f"{letters},{a},{b}->{out}", x, self.a[...].astype(x.dtype), self.b[...].astype(x.dtype), optimize="optimal"
+        )
+        return self.of.via(eq, x) + self.gain * both
+
+    def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+        return self.of.take(ids) + self.gain * self.a[...][ids] @ self.b[...]
+
+    def merged(self) -> Einsum:
+        """One weight again, W + gain A B, in float32.
+
+        Raises:
+            ValueError: W is quantised: merging would round the adapter away.
+        """
+        if not isinstance(self.of, Einsum):
+            raise ValueError(f"{self.eq}: the weight under the adapter is {type(self.of).__name__}, not float")
+        a, b = self.down.split(",")[1].split("->")[0], self.up.split(",")[1].split("->")[0]
+        lead = "L" * self.stacked
+        delta = jnp.einsum(f"{lead}{a},{lead}{b}->{lead}{self.spec}", self.a[...], self.b[...])
+        of = self.of
+        of.w = nnx.Param(of.w[...] + self.gain * delta, **{k: of.w.get_metadata()[k] for k in ("meaning", "draw")})
+        if of.b is not None:
+            of.b = nnx.Param(of.b.get_value(), **{k: of.b.get_metadata()[k] for k in ("meaning", "draw")})
+        return of
+
+
+def _frozen(of: Contraction) -> Contraction:
+    for name in ("w", "b"):
+        v = getattr(of, name, None)
+        if isinstance(v, nnx.Param):
+            setattr(of, name, Frozen(v.get_value(), meaning=v.get_metadata()["meaning"], draw=v.get_metadata()["draw"]))
+    return of

@@ -1,0 +1,226 @@
+"""A run's checkpoints: `checkpoints/<step>/` with weights, optimizer, random streams, data position and settings in one commit.
+
+The door to Orbax (its v1 API, through three functions of it). What it lacks is here: a manifest of hashes written after the
+commit (`manifest`), going back past damage, and retention that can never leave half a checkpoint looking whole.
+
+Saving copies the arrays off the devices, then writes in the background; the next save waits for the one before.
+"""
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from pydantic import Field
+
+from argosy.checkpoint import manifest
+from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.core.settings import Settings
+
+Arrays = dict[str, Any]         # {name: array}
+WEIGHTS, STATE, META = "weights", "state", "meta"
+
+
+class CheckpointSettings(Settings):
+    """When to save, and what to keep."""
+
+    every: int = Field(100, gt=0)
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = Field(3, gt=0)
+    """The newest so many are kept."""
+    keep_every: int | None = Field(None, gt=0)
+    """Those whose step is a multiple of this are kept for good."""
+    keep_best: int = Field(1, ge=0)
+    """So many of the lowest evaluation loss are kept."""
+
+
+class Checkpoints:
+    """The checkpoints under a folder.
+
+    Args:
+        folder: "checkpoints" of a run directory.
+        settings: what to keep; nothing is ever removed where None.
+        warn: told, in words, when damage is found.
+    """
+
+    def __init__(self, folder: str | Path, settings: CheckpointSettings | None = None, warn: Callable[[str], None] = lambda _: None):
+        self.folder, self.settings, self.warn = Path(folder), settings, warn
+        self._writing: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    # ---------------------------------------------------------------- what there is
+
+    def steps(self) -> list[int]:
+        """Committed steps, oldest first. Those that a kill left unfinished are not among them."""
+        if not self.folder.is_dir():
+            return []
+        found = [int(d.name) for d in self.folder.iterdir() if re.fullmatch(r"\d+", d.name) and (d / manifest.NAME).exists()]
+        return sorted(found)
+
+    def path(self, step: int) -> Path:
+        return self.folder / str(step)
+
+    def latest_good(self) -> int | None:
+        """The newest step whose files are what was written. Damaged ones on the way are set aside under another name.
+
+        Raises:
+            Damaged: there are checkpoints, and none of them is good.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                manifest.verify(self.path(step))
+                return step
+            except Damaged as damage:
+                aside = self._set_aside(step)
+                self.warn(f"checkpoint {step} is damaged and was set aside as {aside.name}: {damage.what} ({damage.where})")
+        if steps:
+            raise Damaged(
+                f"none of the {len(steps)} checkpoints is what was written",
+                where=str(self.folder),
+                hint="they are kept there under the name <step>.damaged; start again in another directory with dir=NEW",
+            )
+        return None
+
+    def meta(self, step: int) -> dict[str, Any]:
+        return read_meta(self.path(step))
+
+    # ---------------------------------------------------------------- writing
+
+    def save(self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any]) -> None:
+        """Starts to save; returns when the arrays are copied. `meta` is anything that is JSON.
+
+        Raises:
+            ArgosyError: the save before this one failed.
+        """
+        self.wait()
+        target = self.path(step)
+        if (target / manifest.NAME).exists():
+            return
+        if target.exists():                         # a kill between the files and their manifest
+            shutil.rmtree(target)
+        content = {WEIGHTS: _off_device(weights), STATE: _off_device(state), META: {"json": json.dumps(dict(meta))}}
+        self._writing = threading.Thread(target=self._write, args=(step, target, content), name=f"checkpoint-{step}")
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Until the save under way is committed.
+
+        Raises:
+            ArgosyError: it failed; earlier checkpoints are untouched.
+        """
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise ArgosyError(
+                f"a checkpoint could not be written: {_root(failure)}",
+                where=str(self.folder),
+                hint="earlier checkpoints are untouched; free some space or mend the permissions, and run the same command",
+            ) from failure
+
+    def _write(self, step: int, target: Path, content: dict[str, Any]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            from orbax.checkpoint import v1 as ocp
+
+            ocp.save_checkpointables(target.absolute(), content)
+            manifest.write(target)
+            self._retire(step)
+        except BaseException as failure:
+            self._failure = failure
+
+    def _sweep(self) -> None:
+        """Removes what a kill left: temporary folders of Orbax."""
+        for left in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _retire(self, newest: int) -> None:
+        """Removes what the settings do not keep. The manifest goes first: a half-removed checkpoint is then no checkpoint."""
+        if self.settings is None:
+            return
+        steps = self.steps()
+        keep = set(steps[-self.settings.keep :]) | {newest}
+        if self.settings.keep_every:
+            keep |= {s for s in steps if s % self.settings.keep_every == 0}
+        if self.settings.keep_best:
+            losses = {s: self.meta(s).get("eval_loss") for s in steps}
+            judged = sorted((loss, s) for s, loss in losses.items() if loss is not None)
+            keep |= {s for _, s in judged[: self.settings.keep_best]}
+        for step in set(steps) - keep:
+            (self.path(step) / manifest.NAME).unlink()
+            shutil.rmtree(self.path(step))
+
+    def _set_aside(self, step: int) -> Path:
+        aside = self.folder / f"{step}.damaged"
+        n = 1
+        while aside.exists():
+            n += 1
+            aside = self.folder / f"{step}.damaged-{n}"
+        self.path(step).rename(aside)
+        return aside
+
+
+# ---------------------------------------------------------------- reading one checkpoint
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    return json.loads(str(_load(folder, META)["json"]))
+
+
+def stored_shapes(folder: Path, item: str = WEIGHTS) -> dict[str, jax.ShapeDtypeStruct]:
+    """Names, shapes and types of one item, without reading it."""
+    from orbax.checkpoint import v1 as ocp
+
+    described = _guarded(folder, lambda: ocp.checkpointables_metadata(folder.absolute()).metadata[item])
+    return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in described.items()}
+
+
+def load_weights(folder: Path, shardings: Mapping[str, Any] | None = None, dtype: Any = None) -> Arrays:
+    """The weights alone, onto these shardings; on the host's first device where none are given."""
+    return load_item(folder, WEIGHTS, shardings, dtype)
+
+
+def load_item(folder: Path, item: str, shardings: Mapping[str, Any] | None = None, dtype: Any = None) -> Arrays:
+    here = SingleDeviceSharding(jax.devices()[0])
+    wanted = {
+        name: jax.ShapeDtypeStruct(a.shape, dtype or a.dtype, sharding=shardings[name] if shardings else here)
+        for name, a in stored_shapes(folder, item).items()
+    }
+    return _load(folder, item, wanted)
+
+
+def _load(folder: Path, item: str, wanted: Any = None) -> Any:
+    from orbax.checkpoint import v1 as ocp
+
+    return _guarded(folder, lambda: ocp.load_checkpointables(folder.absolute(), {item: wanted})[item])
+
+
+def _guarded(folder: Path, read: Callable[[], Any]) -> Any:
+    """Orbax hides what is wrong with a file behind a missing key; this says it."""
+    if not folder.is_dir():
+        raise BadInput(f"no checkpoint at {folder}")
+    try:
+        return read()
+    except Exception as failure:
+        raise Damaged(f"cannot be read: {_root(failure)}", where=str(folder)) from failure
+
+
+def _root(failure: BaseException) -> str:
+    """The first line of the innermost cause."""
+    while failure.__cause__ is not None:
+        failure = failure.__cause__
+    return (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
+
+
+def _off_device(arrays: Arrays) -> Arrays:
+    """Copies on the host where the array is whole on this process; the loop may then give its buffers away."""
+    return {name: np.array(a) if getattr(a, "is_fully_addressable", True) else a for name, a in arrays.items()}

@@ -1,0 +1,1 @@
+"""What everything stands on. Nothing here imports jax."""

@@ -1,0 +1,23 @@
+"""The letters of every equation and shape in this project, and the logical axis each names.
+
+A weight's equation, "BTD,DNH->BTNH", therefore fixes its logical axes; `parallel.rules` maps those to a mesh.
+"""
+
+LEGEND: dict[str, str] = {
+    "B": "batch",
+    "T": "time",          # query positions
+    "S": "memory",        # key positions
+    "D": "embed",         # width of the residual stream
+    "F": "ffn",
+    "N": "heads",         # query heads
+    "K": "kv_heads",
+    "G": "group",         # query heads per key head
+    "H": "head",          # head size
+    "U": "value",         # size of a value head, where it differs from H
+    "V": "vocab",
+    "E": "experts",
+    "M": "expert_ffn",
+    "X": "rows",          # tokens sorted by expert
+    "R": "latent",        # latent attention
+    "L": "layers",
+}

@@ -1,0 +1,83 @@
+"""The errors a user can meet, each saying what, where, and the way out.
+
+    ArgosyError                 it failed                                     exit code 1
+    ├── UserError               a mistake found before any work began         exit code 2
+    │   ├── SettingsError       one or many wrong settings, told together
+    │   ├── UnknownName         a name that no registry holds
+    │   └── BadInput            a file, folder or value that cannot be used
+    ├── Damaged                 bytes that are not what was written: truncated, flipped, hostile
+    ├── Unsupported             well-formed, but nothing here can do it
+    └── Busy                    another process holds the run
+
+Printed as `error: WHAT`, the place on an indented line, a blank line, then `hint: FIX`: at most five lines each.
+"""
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+class ArgosyError(Exception):
+    """What went wrong, where (a file, a setting and who set it), and how to mend it."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None):
+        self.what, self.where, self.hint = what, where, hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        where = f"\n  {self.where}" if self.where else ""
+        hint = f"\n\nhint: {self.hint}" if self.hint else ""
+        return f"error: {self.what}{where}{hint}"
+
+
+class UserError(ArgosyError):
+    """The user's mistake, found before work began."""
+
+    exit_code = 2
+
+
+class BadInput(UserError):
+    """A file, folder or value that cannot be used."""
+
+
+class Damaged(ArgosyError):
+    """Bytes that are not what was written."""
+
+
+class Unsupported(ArgosyError):
+    """Well-formed input that nothing here can handle."""
+
+
+class Busy(ArgosyError):
+    """Another process holds what this one needs."""
+
+
+class UnknownName(UserError, KeyError):
+    """A name that no registry holds; the hint gives the nearest that one does."""
+
+    def __init__(self, noun: str, name: str, known: Iterable[str], *, where: str | None = None):
+        self.noun, self.name = noun, name
+        super().__init__(f"unknown {noun} `{name}`", where=where, hint=nearest(name, known))
+
+
+class SettingsError(UserError):
+    """Every mistake in the settings at once."""
+
+    def __init__(self, problems: Sequence[UserError]):
+        self.problems = list(problems)
+        super().__init__(f"{len(self.problems)} wrong settings" if len(self.problems) > 1 else self.problems[0].what)
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.problems))
+
+
+def nearest(name: str, known: Iterable[str], most: int = 8) -> str | None:
+    """A hint with the known name closest to a wrong one, or with the first few where none is close."""
+    known = sorted(known)
+    if close := get_close_matches(name, known, n=1, cutoff=0.6):
+        return f"did you mean `{close[0]}`?"
+    if not known:
+        return None
+    rest = f" and {len(known) - most} more" if len(known) > most else ""
+    return f"known names are {', '.join(known[:most])}{rest}"

@@ -1,0 +1,222 @@
+"""Text out of types: the settings reference, the schema for editors, and who set what in one run.
+
+Knows the types and their documentation, and nothing of any particular setting.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import PydanticUndefined
+
+from argosy.core.errors import UnknownName
+from argosy.core.schema import Choice, Settings, members, shape_of
+from argosy.core.settings import DEFAULT, Reading, dump, flatten
+from argosy.core.words import written
+
+_BOUNDS = (("gt", "> "), ("ge", "≥ "), ("lt", "< "), ("le", "≤ "), ("multiple_of", "multiple of "))
+_HUMAN_NUMBER = r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?([kKMBT]|[KMGT]i)?$"
+
+
+# ---- the reference page
+
+
+def reference(schema: type[Settings]) -> str:
+    """Every key as Markdown: type, default, meaning; a choice lists the classes it may name, with their keys."""
+    return "\n".join(["# Settings", "", *_section(schema, "", "The run itself")]).rstrip() + "\n"
+
+
+def _section(cls: type[Settings], prefix: str, title: str, tag: str | None = None) -> list[str]:
+    lines = [f"## {title}", ""]
+    if tag:
+        lines += [_summary(cls), ""] if _summary(cls) else []
+    rows, below = [], []
+    for name, info in cls.model_fields.items():
+        key, kind = f"{prefix}{name}", shape_of(info)
+        if kind.kind == "leaf":
+            rows.append(f"| `{key}` | {_cell(type_text(info))} | {_cell(_default_text(info))} | {_cell(info.description)} |")
+        elif kind.kind == "group":
+            below += [_section(kind.of, f"{key}.", f"`{key}`: {info.description or _summary(kind.of)}")]
+        elif kind.kind == "choice":
+            below += list(_choice_sections(kind.of, key, info))
+        else:
+            rows.append(f"| `{key}` | {_cell(type_text(info))} | {_cell(_default_text(info))} | {_cell(info.description)} |")
+            below += list(_item_sections(kind.of, key, info))
+    if rows:
+        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
+    return lines + [line for section in below for line in section]
+
+
+def _choice_sections(choice: Choice, key: str, info: FieldInfo) -> Iterator[list[str]]:
+    names = ", ".join(f"`{name}`" for name in choice.registry)
+    about = f"{info.description} " if info.description else ""
+    yield [f"## `{key}`: {choice.registry.noun}", "", f"{about}`{key}.{choice.tag}` is one of {names}; {_started(info)}.", ""]
+    for name in choice.registry:
+        yield _section(choice.pick(name), f"{key}.", f"`{key}.{choice.tag}={name}`", choice.tag)
+
+
+def _item_sections(hint: Any, key: str, info: FieldInfo) -> Iterator[list[str]]:
+    item = FieldInfo.from_annotation(hint)
+    kind = shape_of(item)
+    if kind.kind == "choice":
+        yield from _choice_sections(kind.of, f"{key}.*", info)
+    elif kind.kind == "group":
+        yield _section(kind.of, f"{key}.*.", f"`{key}.*`: each of them")
+
+
+def _started(info: FieldInfo) -> str:
+    default = _default_text(info)
+    return default if default == "required" else f"default {default}"
+
+
+def _summary(cls: type[Settings]) -> str:
+    own = cls.__dict__.get("__doc__") or ""
+    return " ".join(own.strip().split("\n\n")[0].split())
+
+
+def _cell(text: str | None) -> str:
+    return (text or "").replace("|", "\\|").replace("\n", " ")
+
+
+def type_text(info: FieldInfo) -> str:
+    """A key's type as people read it: `float > 0`, `int | none`, `split | fit`."""
+    choice = shape_of(info)
+    if choice.kind == "choice":
+        return " | ".join(choice.of.registry)
+    bounds = [f"{sign}{getattr(mark, name):g}" for mark in info.metadata for name, sign in _BOUNDS if hasattr(mark, name)]
+    return ", ".join([" ".join([_type(info.annotation), *bounds[:1]]), *bounds[1:]])
+
+
+def _type(hint: Any) -> str:
+    if len(members(hint)) > 1:
+        return " | ".join(map(_type, members(hint)))
+    if get_origin(hint) is Annotated:
+        return type_text(FieldInfo.from_annotation(hint))
+    if get_origin(hint) is Literal:
+        return " | ".join(written(option) for option in get_args(hint))
+    if hint is type(None):
+        return "none"
+    args = [_type(arg) for arg in get_args(hint) if arg is not Ellipsis]
+    name = {"str": "text", "Path": "path"}.get(getattr(hint, "__name__", ""), getattr(hint, "__name__", str(hint)))
+    return f"{name}[{', '.join(args)}]" if args else name
+
+
+def _default_text(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required"
+    default = info.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return ""
+    if isinstance(default, Settings):
+        return f"`{written(dump(default))}`"
+    return f"`{written(default if isinstance(default, int | float | str | None | list | tuple | dict) else str(default))}`"
+
+
+# ---- the schema for editors
+
+
+class _HumanNumbers(GenerateJsonSchema):
+    """Lets an editor accept numbers as this project reads them."""
+
+    def int_schema(self, schema: Any) -> dict[str, Any]:
+        return {"anyOf": [super().int_schema(schema), {"type": "string", "pattern": _HUMAN_NUMBER}]}
+
+    def float_schema(self, schema: Any) -> dict[str, Any]:
+        return {"anyOf": [super().float_schema(schema), {"type": "string", "pattern": _HUMAN_NUMBER}]}
+
+
+def json_schema(schema: type[Settings]) -> dict[str, Any]:
+    """JSON Schema (2020-12) for editors: a recipe is valid without the keys that other layers set."""
+    found = schema.model_json_schema(schema_generator=_HumanNumbers)
+    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+    document["properties"] = {"extends": {"type": "string"}, **document.get("properties", {})}
+    return _without_required(document)
+
+
+def _without_required(node: Any) -> Any:
+    """Drops `required`, except of a choice's tag, which tells the options apart."""
+    if isinstance(node, list):
+        return [_without_required(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    tags = {name for name, item in node.get("properties", {}).items() if isinstance(item, dict) and "const" in item}
+    kept = {key: _without_required(item) for key, item in node.items() if key != "required" or not isinstance(item, list)}
+    return kept | ({"required": sorted(tags)} if tags else {})
+
+
+# ---- one run
+
+
+def explain(reading: Reading, key: str) -> str:
+    """One key of a run: its value, type, default and meaning, who set it and what every layer said; of a group, its keys.
+
+    Raises:
+        UnknownName: the run has no such key.
+    """
+    leaves = flatten(reading.value)
+    if key not in leaves:
+        return _explain_group(reading, key, leaves)
+    lines = [f"{key} = {written(leaves[key])}"]
+    info = _field(reading.value, key.split("."))
+    if isinstance(info, Choice):
+        lines.append(f"  {info.registry.noun}: {' | '.join(info.registry)}")
+    elif info is not None:
+        lines.append(f"  {type_text(info)}, {_started(info)}")
+        lines += [f"  {line}" for line in (info.description or "").splitlines()]
+    lines += ["", f"set by {reading.origin[key]}"]
+    tried = reading.tried.get(key, [])
+    if len(tried) > 1:
+        width = max(len(origin) for origin, _ in tried)
+        lines += [f"  {origin:{width}}  {_said(value)}" for origin, value in tried]
+    return "\n".join(lines)
+
+
+def _said(value: Any) -> str:
+    return written(dump(value) if isinstance(value, Settings) else value)
+
+
+def _explain_group(reading: Reading, key: str, leaves: dict[str, Any]) -> str:
+    inside = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
+    if not inside:
+        groups = {leaf[:i] for leaf in leaves for i, letter in enumerate(leaf) if letter == "."}
+        raise UnknownName("setting", key, [*leaves, *groups])
+    width = max(len(leaf) for leaf in inside)
+    return "\n".join(f"{leaf:{width}} = {written(leaves[leaf])}  # {reading.origin[leaf]}" for leaf in inside)
+
+
+def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
+    """The field a dotted key names; the choice, where it is a tag; None inside a plain mapping."""
+    info: FieldInfo | None = None
+    for i, name in enumerate(path):
+        if not isinstance(tree, Settings):
+            tree = tree[int(name) if isinstance(tree, list | tuple) else name] if tree else None
+            continue
+        if name not in type(tree).model_fields:
+            found = shape_of(info) if info else None
+            return found.of if found and found.kind == "choice" and i == len(path) - 1 else None
+        info, tree = type(tree).model_fields[name], getattr(tree, name)
+    return info
+
+
+def annotated(reading: Reading) -> str:
+    """The resolved settings as YAML, each key with who set it: what a run directory keeps as `settings.yml`."""
+    lines = list(_lines(dump(reading.value), "", "", reading.origin))
+    width = min(max((len(line) for line, _ in lines), default=0), 60)
+    return "".join(f"{line:{width}}  # {who}\n" if who else f"{line}\n" for line, who in lines)
+
+
+def _lines(values: Any, key: str, indent: str, origin: dict[str, str]) -> Iterator[tuple[str, str | None]]:
+    for name, value in values.items():
+        path = f"{key}.{name}" if key else name
+        if isinstance(value, dict) and value:
+            yield f"{indent}{written(name)}:", None
+            yield from _lines(value, path, indent + "  ", origin)
+        elif isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
+            yield f"{indent}{written(name)}:", None
+            for i, item in enumerate(value):
+                first, *rest = _lines(item, f"{path}.{i}", indent + "    ", origin)
+                yield f"{indent}  - {first[0].lstrip()}", first[1]
+                yield from rest
+        else:
+            yield f"{indent}{written(name)}: {written(value)}", origin.get(path, DEFAULT)

@@ -1,0 +1,250 @@
+"""What settings are made of: `Settings`, a frozen group of typed keys, and `Choice`, a group whose class is picked by name.
+
+    class AdamW(Settings):
+        learning_rate: float = Field(1e-3, gt=0)
+        "Peak learning rate."                                  # the documentation of the key
+
+    class Run(Settings):
+        optimizer: Annotated[Any, Choice(OPTIMIZERS)] = "adamw"
+
+Notable: `meant` reads a value by the type it is for, so numbers may be written as people write them and nothing else is
+guessed: a switch is never a number, nor a number a switch. Knows nothing of layers; `core.settings` reads those.
+"""
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticKnownError, core_schema
+
+from argosy.core.errors import UnknownName
+from argosy.core.registry import Registry
+from argosy.core.words import number, scalar
+
+_SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off")
+
+
+def _no_text(key: str) -> str | None:
+    return None
+
+
+class Settings(BaseModel):
+    """A frozen group of settings. The string under a field documents it; unknown keys are errors; defaults are checked too."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, protected_namespaces=()
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
+        return meant(cls.model_fields[info.field_name or ""].annotation, value)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Marks a key whose value is a group of the class that its tag names: `Annotated[Any, Choice(OPTIMIZERS)]`.
+
+    Written `{name: muon, ns_steps: 6}`, or `muon` for its defaults; the registered class, a `Settings`, is imported on use.
+    """
+
+    registry: Registry
+    tag: str = "name"
+
+    def name_of(self, value: Settings) -> str:
+        """The first name that the value's class is registered under, importing nothing.
+
+        Raises:
+            ValueError: it is not registered.
+        """
+        cls = type(value)
+        for name, item in self.registry._items.items():
+            if item is cls or item == f"{cls.__module__}:{cls.__qualname__}":
+                return name
+        raise ValueError(f"{cls.__name__} is no registered {self.registry.noun}")
+
+    def pick(self, name: Any) -> type[Settings]:
+        """The class registered under a name.
+
+        Raises:
+            UnknownName: there is none.
+            TypeError: what is registered is not a `Settings`.
+        """
+        if not isinstance(name, str):
+            raise UnknownName(self.registry.noun, str(name), self.registry)
+        cls = self.registry[name]
+        if not (isinstance(cls, type) and issubclass(cls, Settings)):
+            raise TypeError(f"{self.registry.noun} `{name}` is {cls!r}, not a Settings class")
+        return cls
+
+    def build(self, value: Any) -> Settings:
+        """The group that a name, a mapping with the tag, or a built group stands for."""
+        if isinstance(value, Settings):
+            self.name_of(value)
+            return value
+        value = {self.tag: value} if isinstance(value, str) else value
+        if not isinstance(value, Mapping) or self.tag not in value:
+            raise ValueError(f"should be a {self.registry.noun}: a name, or a mapping with `{self.tag}`")
+        try:
+            cls = self.pick(value[self.tag])
+        except UnknownName as error:
+            raise ValueError(f"{error.what}; {error.hint}") from None
+        return cls(**{key: item for key, item in value.items() if key != self.tag})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.build)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        options: list[dict[str, Any]] = [{"enum": list(self.registry)}]
+        for name in self.registry:
+            reference = handler(self.pick(name).__pydantic_core_schema__)
+            group = dict(handler.resolve_ref_schema(reference))
+            group["properties"] = {self.tag: {"const": name}, **group.get("properties", {})}
+            group["required"] = [self.tag, *group.get("required", [])]
+            options.append(group)
+        return {"oneOf": options}
+
+
+# ---- questions about a type
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a key is read: as one leaf, or part by part. `of` is the class, the choice, or the type of the items."""
+
+    kind: Literal["leaf", "group", "choice", "list", "dict"]
+    of: Any = None
+    can_be_none: bool = False
+
+
+def shape_of(info: FieldInfo) -> Shape:
+    """How a field is read; a default of none allows none."""
+    choice = next((mark for mark in info.metadata if isinstance(mark, Choice)), None)
+    found = shape(Annotated[info.annotation, choice] if choice else info.annotation)  # Pydantic keeps the two apart
+    return replace(found, can_be_none=found.can_be_none or info.default is None)
+
+
+def shape(hint: Any) -> Shape:
+    """How a value of this type is read."""
+    can_be_none = hint is None or type(None) in members(hint)
+    choice = next((mark for mark in get_args(hint)[1:] if isinstance(mark, Choice)), None)
+    if get_origin(hint) is Annotated:
+        inner = shape(get_args(hint)[0])
+        return Shape("choice", choice, inner.can_be_none) if choice else inner
+    options = [member for member in members(hint) if member is not type(None)]
+    if len(options) == 1 and options[0] is not hint:
+        inner = shape(options[0])
+        return Shape(inner.kind, inner.of, can_be_none or inner.can_be_none)
+    if isinstance(hint, type) and issubclass(hint, Settings):
+        return Shape("group", hint)
+    kind = {list: "list", tuple: "list", dict: "dict"}.get(get_origin(hint) or hint)
+    item = get_args(hint)[0 if kind == "list" else 1] if kind and get_args(hint) else Any
+    if kind and shape(item).kind != "leaf":
+        return Shape(kind, item, can_be_none)
+    return Shape("leaf", hint, can_be_none)
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The types that a union joins; of anything else, itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+# ---- values, read by their type
+
+
+def meant(hint: Any, value: Any, text_of: Callable[[str], str | None] = _no_text, key: str = "") -> Any:
+    """What a written value means where a value of this type is wanted; unchanged where it means nothing, for Pydantic to refuse.
+
+    Args:
+        hint: the type.
+        value: what a YAML reader makes of the text.
+        text_of: dotted key -> a plain scalar's text as it was written: `no` for False, `007` for 7.
+        key: where the value stands.
+    """
+    if get_origin(hint) is Annotated:
+        return meant(get_args(hint)[0], value, text_of, key)
+    if len(members(hint)) > 1:
+        return _meant_by_one(members(hint), value, text_of, key)
+    if isinstance(value, list | tuple):
+        return _items(hint, value, text_of, key)
+    if isinstance(value, Mapping) and (get_origin(hint) or hint) in (dict, Mapping) and get_args(hint):
+        return {name: meant(get_args(hint)[1], item, text_of, f"{key}.{name}") for name, item in value.items()}
+    text = text_of(key)
+    text = value if text is None else text
+    if hint is bool:
+        return _switch(value)
+    if hint in (int, float):
+        return _number(hint, value)
+    if get_origin(hint) is Literal and value not in get_args(hint) and text in get_args(hint):
+        return text
+    if hint is Path and isinstance(text, str):
+        return Path(text)
+    return text if hint is str else value
+
+
+def _meant_by_one(options: tuple[Any, ...], value: Any, text_of: Callable[[str], str | None], key: str) -> Any:
+    """The first member of a union that takes the value as it is, else the first that gives it a meaning."""
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if takes(option, value):
+            return meant(option, value, text_of, key)
+    if isinstance(value, str) and type(None) in options and scalar(value) is None:
+        return None
+    refused = None
+    for option in options:
+        try:
+            found = meant(option, value, text_of, key)
+        except PydanticKnownError as error:
+            refused = refused or error
+            continue
+        if takes(option, found):
+            return found
+    if refused:
+        raise refused
+    return value
+
+
+def takes(hint: Any, value: Any) -> bool:
+    """Whether a value is of this type as it is, looking no deeper than its own kind."""
+    if get_origin(hint) is Annotated:
+        return takes(get_args(hint)[0], value)
+    if len(members(hint)) > 1:
+        return any(takes(member, value) for member in members(hint))
+    if get_origin(hint) is Literal:
+        return any(value is option or (value == option and type(value) is type(option)) for option in get_args(hint))
+    if hint is Any:
+        return True
+    if hint is float:
+        return type(value) in (int, float)
+    if hint in (list, tuple) or get_origin(hint) in (list, tuple):
+        return isinstance(value, list | tuple)
+    kind = get_origin(hint) or hint
+    return type(value) is kind if kind in (int, bool) else isinstance(kind, type) and isinstance(value, kind)
+
+
+def _items(hint: Any, value: list | tuple, text_of: Callable[[str], str | None], key: str) -> Any:
+    args = [arg for arg in get_args(hint) if arg is not Ellipsis]
+    if get_origin(hint) not in (list, tuple) or not args:
+        return value
+    hints = args if len(args) == len(value) else args[:1] * len(value)
+    return type(value)(meant(h, item, text_of, f"{key}.{i}") for i, (h, item) in enumerate(zip(hints, value)))
+
+
+def _switch(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in _SWITCH_WORDS:
+        return scalar(value)
+    if isinstance(value, bool):
+        return value
+    raise PydanticKnownError("bool_type")  # Pydantic itself would take 0 and 1
+
+
+def _number(hint: type, value: Any) -> Any:
+    if isinstance(value, bool):  # which Python counts among the integers
+        raise PydanticKnownError("int_type" if hint is int else "float_type")
+    found = number(value) if isinstance(value, str) else None
+    return found if isinstance(found, hint) or (hint is float and isinstance(found, int)) else value

@@ -1,0 +1,291 @@
+"""Text to layers: what people write in YAML files and in `key=value` words.
+
+Notable: a plain scalar keeps its text and line beside its value, because only the type of a setting says what it means.
+`lang: no` is text where text is wanted and false where a switch is, `007` stays `007`, and an error can name its line.
+Numbers are the decimal ones people mean: YAML 1.1's octal `010`, its `1:30` (90) and its dates are text here.
+Knows no schema; `core.settings` turns layers into a typed tree.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from argosy.core.errors import BadInput, SettingsError, UserError, nearest
+
+COMMAND_LINE = "command line"
+SELF = "="  # the key of a group's own value, in `optimizer=muon optimizer.ns_steps=6`; YAML 1.1 means the same by it
+MOST_LEVELS = 50
+MOST_NODES = 100_000  # an alias of aliases of aliases: nine lines of YAML can stand for a billion values
+
+_NULLS = {"", "~", "null", "none"}
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_INT = re.compile(r"[-+]?[0-9][0-9_]*")
+_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
+_SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_SUFFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_HUMAN = re.compile(rf"({_FLOAT.pattern})({'|'.join(_SUFFIXES)})?")
+_KEY = re.compile(r"[^\s.=-][^\s.=]*(\.[^\s.=]+)*")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a value was written: its text when it was a plain scalar, and its line in a file, from 1."""
+
+    text: str | None = None
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of settings: where it comes from and what it says."""
+
+    origin: str
+    values: Mapping[str, Any]
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+
+    def where(self, key: str) -> str:
+        """`tiny.yml:12`, or the origin alone where there are no lines."""
+        mark = self.marks.get(key)
+        return f"{self.origin}:{mark.line}" if mark and mark.line else self.origin
+
+    def text(self, key: str) -> str | None:
+        """The text of a plain scalar, as it was written."""
+        mark = self.marks.get(key)
+        return mark.text if mark else None
+
+    def under(self, group: str) -> "Layer":
+        """The same layer one level down: what a preset says of a model, said of a run."""
+        return Layer(self.origin, {group: self.values}, {f"{group}.{key}": mark for key, mark in self.marks.items()})
+
+
+def number(text: str) -> int | float | None:
+    """The number a person means by `4_096`, `1e5`, `3e-4`, `25k`, `1.5B` or `64Ki`; None for anything else."""
+    text = text.strip()
+    match = _HUMAN.fullmatch(text)
+    if match is None or _INT.fullmatch(text):
+        return _whole(text) if match else None
+    suffix = match.groups()[-1]
+    exact = Decimal(match[1].replace("_", "")) * _SUFFIXES.get(suffix, 1)
+    if exact.adjusted() < 30 and exact == exact.to_integral_value():  # 1e999999 must not become a million digits
+        return int(exact)
+    return float(exact)
+
+
+def scalar(text: str) -> Any:
+    """What a plain scalar looks like on its own: none, a switch, a number, or text."""
+    if text.lower() in _NULLS:
+        return None
+    if text.lower() in _SWITCHES:
+        return _SWITCHES[text.lower()]
+    if _INT.fullmatch(text):
+        return _whole(text)
+    if _FLOAT.fullmatch(text):
+        return float(text.replace("_", ""))
+    if _NOT_FINITE.fullmatch(text):
+        return float(text.replace(".", ""))
+    return text
+
+
+def _whole(text: str) -> int | float:
+    digits = text.replace("_", "")
+    return int(digits) if len(digits) <= 4300 else float(digits)  # Python reads no longer integers from text
+
+
+def written(value: Any) -> str:
+    """A plain value as YAML in one line, such that both this module and any YAML reader get it back."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{written(str(k))}: {written(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(written, value)) + "]"
+    text = yaml.safe_dump([value], default_flow_style=True, width=float("inf"), allow_unicode=True).strip()[1:-1]
+    if isinstance(value, str) and text == value and scalar(text) != value:
+        return f'"{text}"'  # `1e5` is text to YAML 1.1 and a number to YAML 1.2, and to us
+    return text
+
+
+# ---- YAML files
+
+
+class _Text(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """Composes nodes and leaves plain scalars as text."""
+
+
+_Text.yaml_implicit_resolvers = {}
+
+
+def yaml_layer(path: str | Path, origin: str | None = None) -> Layer:
+    """Reads one YAML file of settings; `origin` is what errors and provenance call it (default: the file's name).
+
+    Raises:
+        BadInput: no such file, not UTF-8, not YAML.
+        SettingsError: a key twice, a tag, a file that is no mapping; each with its line.
+    """
+    path = Path(path)
+    origin = origin or path.name
+    node = _parse(_read(path), f"in {origin}", lines=True)
+    if node is None:
+        return Layer(origin, {})
+    if not isinstance(node, yaml.MappingNode):
+        raise BadInput("a settings file holds `key: value` lines", where=f"in {origin}:{node.start_mark.line + 1}")
+    reader = _NodeReader(origin, lines=True)
+    values = reader.read(node, "")
+    if reader.problems:
+        raise SettingsError(reader.problems)
+    return Layer(origin, values, reader.marks)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadInput("a settings file is UTF-8 text", where=f"in {path}, byte {error.start}") from None
+    except FileNotFoundError:
+        files = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise BadInput(f"no settings file `{path}`", hint=nearest(path.name, files)) from None
+    except OSError as error:
+        raise BadInput(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
+
+
+def _parse(text: str, where: str, lines: bool) -> yaml.Node | None:
+    try:
+        depth = 0
+        for event in yaml.parse(text, _Text):  # events first: composing nodes recurses in C, and deep ones end the process
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_LEVELS:
+                raise BadInput("settings nested too deeply", where=where)
+        return yaml.compose(text, _Text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark and lines else ""
+        raise BadInput(f"not YAML: {error.problem or error.context}", where=where + line) from None
+    except yaml.YAMLError as error:
+        raise BadInput(f"not YAML: {str(error).splitlines()[0]}", where=where) from None
+
+
+class _NodeReader:
+    """Turns YAML nodes into plain values, marks and problems."""
+
+    def __init__(self, origin: str, lines: bool):
+        self.origin, self.lines = origin, lines
+        self.marks: dict[str, Mark] = {}
+        self.problems: list[UserError] = []
+        self.nodes = 0
+
+    def read(self, node: yaml.Node, key: str, around: tuple[int, ...] = ()) -> Any:
+        """The value of a node that stands at the dotted `key`, inside the nodes `around` it."""
+        self.nodes += 1
+        if id(node) in around or self.nodes > MOST_NODES:
+            raise BadInput("an alias that grows without end", where=self._where(node))
+        around = (*around, id(node))
+        line = node.start_mark.line + 1 if self.lines else None
+        plain = isinstance(node, yaml.ScalarNode) and not node.style
+        if key:
+            self.marks[key] = Mark(node.value if plain else None, line)
+        if not node.tag.startswith("tag:yaml.org,2002:") or node.tag.rpartition(":")[2] not in ("str", "seq", "map"):
+            self._problem(f"a YAML tag, `{node.tag}`", node, "write the plain value; quotes make text of it")
+        if isinstance(node, yaml.ScalarNode):
+            return scalar(node.value) if plain else node.value
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(item, f"{key}.{i}", around) for i, item in enumerate(node.value)]
+        return self._mapping(node, key, around)
+
+    def _mapping(self, node: yaml.Node, key: str, around: tuple[int, ...]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, value in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                self._problem("a key that is no name", name, "a key is a word followed by a colon")
+                continue
+            if name.value in values:
+                self._problem(f"`{_dotted(key, name.value)}` is set twice", name, "keep one of the two")
+            values[name.value] = self.read(value, _dotted(key, name.value), around)
+        return values
+
+    def _where(self, node: yaml.Node) -> str:
+        return f"in {self.origin}:{node.start_mark.line + 1}" if self.lines else f"in {self.origin}"
+
+    def _problem(self, what: str, node: yaml.Node, hint: str) -> None:
+        self.problems.append(BadInput(what, where=self._where(node), hint=hint))
+
+
+def _dotted(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+# ---- words
+
+
+def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> Layer:
+    """`a.b=value` words as one layer. A value is a scalar, or a flow collection: `[1, 2]`, `{name: muon}`; the last of two wins.
+
+    Raises:
+        SettingsError: every word that is not `key=value`.
+    """
+    values: dict[str, Any] = {}
+    marks: dict[str, Mark] = {}
+    problems: list[UserError] = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if problem := _misspelt(word, key, equals, text, origin):
+            problems.append(problem)
+            continue
+        try:
+            value, its_marks = _value(key, text, origin)
+        except SettingsError as error:
+            problems += error.problems
+        except UserError as error:
+            problems.append(error)
+        else:
+            marks |= its_marks
+            _put(values, key.split("."), value)
+    if problems:
+        raise SettingsError(problems)
+    return Layer(origin, values, marks)
+
+
+def _misspelt(word: str, key: str, equals: str, text: str, origin: str) -> UserError | None:
+    where = f"on the {origin}"
+    if key.startswith("-"):
+        bare = key.lstrip("-").replace("-", "_")
+        return BadInput(f"unknown option `{key}`", where=where, hint=f"settings have no dashes: `{bare}={text or 'value'}`")
+    if not equals:
+        return BadInput(f"`{word}` is not a setting", where=where, hint="write `key=value`, such as `steps=100`")
+    if not _KEY.fullmatch(key):
+        return BadInput(f"`{word}` names no setting", where=where, hint="a key is names joined by dots: `optimizer.name=muon`")
+    if not text:
+        return BadInput(f"`{key}=` has no value", where=where, hint=f"write `{key}=none` for none, `{key}=\"''\"` for empty text")
+    return None
+
+
+def _value(key: str, text: str, origin: str) -> tuple[Any, dict[str, Mark]]:
+    """A word's value: YAML where it opens like a collection or a quotation, else a plain scalar, whatever it holds (`a: b`)."""
+    if text[0] not in "[{\"'":
+        return scalar(text), {key: Mark(text)}
+    reader = _NodeReader(f"`{key}` on the {origin}", lines=False)
+    node = _parse(text, f"in {reader.origin}", lines=False)
+    value = reader.read(node, key) if node else None
+    if reader.problems:
+        raise SettingsError(reader.problems)
+    return value, reader.marks
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    """Sets one value; a name and the settings of what it names may come in either order."""
+    *groups, leaf = path
+    for group in groups:
+        inner = tree.setdefault(group, {})
+        if not isinstance(inner, dict):
+            inner = tree[group] = {SELF: inner}
+        tree = inner
+    if isinstance(value, dict) and value and leaf in tree:
+        for name, item in value.items():
+            _put(tree, [leaf, name], item)
+    elif isinstance(tree.get(leaf), dict) and not isinstance(value, dict):
+        tree[leaf][SELF] = value
+    else:
+        tree[leaf] = value

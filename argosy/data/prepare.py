@@ -1,0 +1,383 @@
+"""A corpus as tokens on disk: written once, in bounded memory, then mapped.
+
+    FOLDER/manifest.json             fingerprint, dtype, counts, sizes and sha256 of every file; written last
+    FOLDER/train/tokens.bin          uint16, or uint32 where the vocabulary is larger than 65,536; little-endian
+    FOLDER/train/documents.bin       int64: where each document begins, then the number of tokens
+    FOLDER/train/learn.bin           uint8 a token: 0 where it does not count in the loss; only if there are such tokens
+    FOLDER/held_out/                 the same three
+
+The folder appears under its name in one rename, whole or not at all. A writer that was killed leaves `.NAME.partial` beside
+it, which the next one starts over; two writers at once wait for each other. It does not know rows, batches or seeds: any
+sequence length and either packing reads the same folder.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.data.batch import Fingerprint
+from argosy.data.pack import Corpus, Encoded
+from argosy.data.sources import Document, Source
+
+if TYPE_CHECKING:
+    from argosy.data.tokenize import Tokenizer
+
+FORMAT, VERSION = "argosy corpus", 1
+SPLITS = ("train", "held_out")
+GROUP_BYTES = 1 << 20  # text tokenized at once: enough to keep a parallel tokenizer busy, little enough to forget
+Progress = Callable[[int, int | None], None]  # bytes of text done, and of all (None: unknown)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An open prepared corpus; `train` and `held_out` are mapped, not read."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    train: Corpus
+    held_out: Corpus
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self.manifest["fingerprint"]
+
+    def bytes_per_token(self, split: str) -> float | None:
+        """UTF-8 bytes of text for each token after its document's first, which is never a target."""
+        told = self.manifest["splits"][split]
+        targets = told["tokens"] - told["documents"]
+        return told["bytes"] / targets if targets > 0 and told["bytes"] else None
+
+    def verify(self) -> None:
+        """Reads every file and compares its sha256.
+
+        Raises:
+            Damaged: naming the first file that is not what was written.
+        """
+        for split in SPLITS:
+            for name, told in self.manifest["splits"][split]["files"].items():
+                if sha256(self.folder / split / name) != told["sha256"]:
+                    raise Damaged("a prepared corpus is not what was written", where=str(self.folder / split / name))
+
+
+class HeldOut:
+    """Which documents are kept for evaluation: those whose hash falls below the share, so that equal documents stay together.
+
+    Decided as documents pass, from what came before, so that a stream needs no second reading. A document in pieces is never
+    held out, nor one that would bring the share above twice what was asked for.
+    """
+
+    def __init__(self, share: float):
+        self.share, self.seen, self.held, self.inside = share, 0, 0, False
+
+    def takes(self, document: Document) -> bool:
+        data = document.text.encode() if document.tokens is None else np.asarray(document.tokens, "<i8").tobytes()
+        alone, self.inside = document.ends and not self.inside, not document.ends
+        self.seen += len(data)
+        if not (alone and self.share and self.held + len(data) <= 2 * self.share * self.seen):
+            return False
+        drawn = int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / 2**64
+        self.held += len(data) if drawn < self.share else 0
+        return drawn < self.share
+
+
+class Encoder:
+    """Documents to tokens, with the special tokens that mark where one begins and ends."""
+
+    def __init__(self, tokenizer: "Tokenizer", bos: bool):
+        if bos and tokenizer.bos is None:
+            raise BadInput("the tokenizer has no beginning-of-sequence token", hint="leave `data.bos` off")
+        self.tokenizer, self.inside = tokenizer, False
+        self.dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
+        self.before = [tokenizer.bos] if bos else []
+        self.after = [] if tokenizer.eos is None else [tokenizer.eos]
+
+    def encode(self, documents: list[Document]) -> Iterator[Encoded]:
+        """The documents, or pieces of them, in order; texts are tokenized together."""
+        texts = iter(self.tokenizer.encode_many([d.text for d in documents if d.tokens is None]))
+        for document in documents:
+            begins, self.inside = not self.inside, not document.ends
+            before = self.before if begins else []
+            after = self.after if document.ends else []
+            body = next(texts) if document.tokens is None else document.tokens
+            yield Encoded(self.checked([*before, *body, *after]), spans(document, len(before), len(after)), begins)
+
+    def checked(self, ids: list[int]) -> np.ndarray:
+        tokens = np.array(ids, np.int64)
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.tokenizer.vocab):
+            wrong = tokens[(tokens < 0) | (tokens >= self.tokenizer.vocab)][0]
+            raise BadInput(f"token {wrong} is outside the tokenizer's vocabulary of {self.tokenizer.vocab}")
+        return tokens.astype(self.dtype)
+
+
+def spans(document: Document, before: int, after: int) -> np.ndarray | None:
+    """The document's spans to learn as 0 and 1 for each token; the end counts where the last token does."""
+    if document.learn is None or document.tokens is None:
+        return None
+    learn = np.zeros(before + len(document.tokens) + after, np.uint8)
+    for start, stop in document.learn:
+        if not 0 <= start <= stop <= len(document.tokens):
+            raise BadInput(f"a span to learn, {start} to {stop}, lies outside its document of {len(document.tokens)} tokens")
+        learn[before + start : before + stop + (after if stop == len(document.tokens) else 0)] = 1
+    return learn
+
+
+def prepare(
+    source: Source,
+    tokenizer: "Tokenizer",
+    folder: str | Path,
+    *,
+    held_out: float = 0.01,
+    bos: bool = False,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Tokenizes a source into `folder`, or opens what is there if it was made from the same.
+
+    The evaluation's share is drawn by document (HeldOut). Where that gives less than half of it, as in a corpus of few
+    documents, the rest is the end of the corpus.
+
+    Raises:
+        BadInput: no documents, or the folder holds something else.
+        ArgosyError: the disk is full; what was begun is removed.
+    """
+    folder = Path(folder).expanduser().absolute()
+    fingerprint = fingerprint_of(source, tokenizer, held_out, bos)
+    try:
+        with one_writer(folder) as partial:
+            if is_prepared(folder):
+                return same(open_prepared(folder), fingerprint)
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise BadInput("the folder holds other files", where=str(folder), hint="choose a new or empty folder")
+            write(partial, source, Encoder(tokenizer, bos), held_out, fingerprint, progress)
+            partial.rename(folder)
+            sync(folder.parent)
+    except OSError as e:
+        hint = "free some space, or choose another folder (`data.cache=FOLDER` when training)"
+        raise ArgosyError(f"cannot write the prepared corpus: {e.strerror or e}", where=str(folder), hint=hint) from e
+    return open_prepared(folder)
+
+
+def fingerprint_of(source: Source, tokenizer: "Tokenizer", held_out: float, bos: bool) -> Fingerprint:
+    return source.fingerprint() | {"tokenizer": tokenizer.fingerprint, "bos": bos, "held_out": held_out}
+
+
+def same(prepared: Prepared, fingerprint: Fingerprint) -> Prepared:
+    """The corpus that is already there, if it is the one that was asked for."""
+    was = prepared.fingerprint
+    if keys := [key for key in sorted(was.keys() | fingerprint.keys()) if was.get(key) != fingerprint.get(key)]:
+        what = f"the folder holds another prepared corpus: {', '.join(keys)} differ"
+        raise BadInput(what, where=str(prepared.folder), hint="choose another folder, or remove this one")
+    return prepared
+
+
+def write(
+    partial: Path, source: Source, encoder: Encoder, share: float, fingerprint: Fingerprint, progress: Progress | None
+) -> None:
+    """Fills the partial folder: both splits, then the manifest."""
+    writers = {split: SplitWriter(partial / split, encoder.dtype) for split in SPLITS}
+    chooser, done = HeldOut(share), 0
+    for group in grouped(source.documents()):
+        for document, encoded in zip(group, encoder.encode(group)):
+            size_bytes = len(document.text.encode())
+            writers["held_out" if chooser.takes(document) else "train"].add(encoded, size_bytes)
+            done += size_bytes
+        if progress:
+            progress(done, source.size_bytes)
+    for writer in writers.values():
+        writer.close()
+    train, held_out = writers["train"], writers["held_out"]
+    total = train.tokens + held_out.tokens
+    if not total:
+        raise BadInput("the corpus is empty: no document holds any text", where=str(fingerprint["source"]))
+    wanted = int(share * total) - held_out.tokens
+    if held_out.tokens < share * total / 2 and wanted > 1:  # a lone token has no target
+        held_out.take_tail(train, wanted, encoder)
+    splits = {split: writer.manifest() for split, writer in writers.items()}
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": np.dtype(encoder.dtype).name,
+        "vocab": encoder.tokenizer.vocab,
+        "fingerprint": fingerprint,
+        "splits": splits,
+    }
+    with (partial / "manifest.json").open("w") as file:
+        json.dump(manifest, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(partial)
+
+
+def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents in lists of about GROUP_BYTES."""
+    group: list[Document] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += len(document.text) + 4 * len(document.tokens or ()) + 64  # 64, so that empty documents fill a group too
+        if size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+class SplitWriter:
+    """One split's files, appended to as documents come."""
+
+    def __init__(self, folder: Path, dtype: type):
+        self.folder, self.dtype = folder, np.dtype(dtype).newbyteorder("<")
+        self.tokens = self.documents = self.bytes = 0
+        self.all_learned = True
+        folder.mkdir()
+        self.files = {name: (folder / name).open("wb") for name in ("tokens.bin", "documents.bin", "learn.bin")}
+
+    def add(self, encoded: Encoded, size_bytes: int) -> None:
+        tokens, learn = encoded.tokens, encoded.learn
+        if not len(tokens):
+            return
+        if encoded.begins:
+            self.files["documents.bin"].write(np.array([self.tokens], "<i8").tobytes())
+            self.documents += 1
+        self.put(tokens, np.ones(len(tokens), np.uint8) if learn is None else learn)
+        self.bytes += size_bytes
+
+    def put(self, tokens: np.ndarray, learn: np.ndarray) -> None:
+        self.files["tokens.bin"].write(tokens.astype(self.dtype, copy=False).tobytes())
+        self.files["learn.bin"].write(learn.tobytes())
+        self.all_learned = self.all_learned and bool(learn.all())
+        self.tokens += len(tokens)
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+    def take_tail(self, other: "SplitWriter", count: int, encoder: Encoder) -> None:
+        """Moves the last `count` tokens of another split behind this one's, the document that is cut becoming two."""
+        start = other.tokens - count
+        starts = np.fromfile(other.folder / "documents.bin", "<i8")
+        inside = starts[starts > start] - start + self.tokens
+        head = np.append(starts[starts < start], start)
+        self.files = {name: (self.folder / name).open("ab") for name in self.files}
+        moved_bytes = 0
+        self.files["documents.bin"].write(np.append(self.tokens, inside).astype("<i8").tobytes())
+        for at in range(start, other.tokens, GROUP_BYTES):
+            size = min(GROUP_BYTES, other.tokens - at)
+            tokens = np.fromfile(other.folder / "tokens.bin", self.dtype, size, offset=at * self.dtype.itemsize)
+            self.put(tokens, np.fromfile(other.folder / "learn.bin", np.uint8, size, offset=at))
+            text = [token for token in tokens.tolist() if token not in (*encoder.before, *encoder.after)]
+            moved_bytes += len(encoder.tokenizer.decode(text).encode())
+        self.close()
+        os.truncate(other.folder / "tokens.bin", start * self.dtype.itemsize)
+        os.truncate(other.folder / "learn.bin", start)
+        head[:-1].tofile(other.folder / "documents.bin")
+        self.documents, self.bytes = self.documents + 1 + len(inside), self.bytes + moved_bytes
+        other.tokens, other.documents, other.bytes = start, len(head) - 1, other.bytes - moved_bytes
+
+    def manifest(self) -> dict[str, Any]:
+        """Ends the index, drops a `learn.bin` that says nothing, and describes the files once they are on the disk."""
+        with (self.folder / "documents.bin").open("ab") as file:
+            file.write(np.array([self.tokens], "<i8").tobytes())
+        if self.all_learned:
+            (self.folder / "learn.bin").unlink()
+        paths = sorted(self.folder.iterdir())
+        for path in [*paths, self.folder]:
+            sync(path)
+        files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
+        return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "files": files}
+
+
+def is_prepared(folder: str | Path) -> bool:
+    """Whether a prepared corpus lies there, good or damaged."""
+    return (Path(folder).expanduser() / "manifest.json").is_file()
+
+
+def open_prepared(folder: str | Path, *, verify: bool = False) -> Prepared:
+    """Maps a prepared corpus. Sizes and the index are always checked; sha256 of every file where `verify` asks.
+
+    Raises:
+        BadInput: the folder was not written by `prepare`.
+        Damaged: its files are not what the manifest says.
+    """
+    folder = Path(folder).expanduser()
+    path = folder / "manifest.json"
+    if not is_prepared(folder):
+        raise BadInput("no prepared corpus there", where=str(folder), hint="write one with `argosy data prepare SOURCE FOLDER`")
+    try:
+        manifest = json.loads(path.read_bytes()[: 1 << 20])
+        if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
+            raise BadInput(f"a prepared corpus of version {manifest['version']}, not {VERSION}", where=str(path))
+        dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[manifest["dtype"]]
+        train, held_out = (open_split(folder / split, manifest["splits"][split], dtype) for split in SPLITS)
+        prepared = Prepared(folder, manifest, train, held_out)
+        dict(prepared.fingerprint)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise Damaged("the manifest of a prepared corpus cannot be understood", where=f"{path}: {e}"[:200]) from None
+    if verify:
+        prepared.verify()
+    return prepared
+
+
+def open_split(folder: Path, told: dict[str, Any], dtype: np.dtype) -> Corpus:
+    """One split's corpus, after checks that read only the index."""
+    tokens, documents = int(told["tokens"]), int(told["documents"])
+    sizes = {"tokens.bin": tokens * dtype.itemsize, "documents.bin": (documents + 1) * 8, "learn.bin": tokens}
+    for name in {"tokens.bin", "documents.bin", *told["files"]}:
+        path = folder / name
+        if name not in sizes or not path.is_file() or path.stat().st_size != sizes[name]:
+            found = path.stat().st_size if path.is_file() else "no file"
+            raise Damaged(f"a prepared corpus is incomplete: {sizes.get(name)} bytes expected, {found} found", where=str(path))
+    starts = mapped(folder / "documents.bin", np.dtype("<i8"))
+    if starts[0] != 0 or starts[-1] != tokens or (np.diff(starts) <= 0).any():
+        raise Damaged("the index of a prepared corpus does not ascend", where=str(folder / "documents.bin"))
+    learn = mapped(folder / "learn.bin", np.dtype(np.uint8)) if "learn.bin" in told["files"] else None
+    return Corpus(mapped(folder / "tokens.bin", dtype), starts, learn)
+
+
+def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The file as a plain read-only array over its pages: slices of np.memmap itself cost 5 times as much."""
+    return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
+
+
+@contextmanager
+def one_writer(folder: Path) -> Iterator[Path]:
+    """An empty folder to write in, held by one process at a time; removed if writing fails.
+
+    The lock lies in a file beside the folder and dies with its process. It is removed once the folder stands, when nobody who
+    waited for it has anything left to write.
+    """
+    import fcntl
+
+    partial, lock = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.lock")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            lock.unlink(missing_ok=True)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Forces a file, or a folder's names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

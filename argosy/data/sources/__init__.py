@@ -1,0 +1,147 @@
+"""Where data comes from: every source by name, and what each must do.
+
+    data.source=stdlib            a registered name
+    data.source=corpus.jsonl      a file, folder or glob: the suffix chooses the reader
+    data.source=text:server.log   a reader by name, and what it reads
+
+A source of documents yields the same documents in the same order every time. A source of rows makes any row from its number.
+Neither knows a tokenizer.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from argosy.core.errors import BadInput, nearest
+from argosy.core.registry import Registry
+
+if TYPE_CHECKING:
+    from argosy.data.pack import Rows
+    from argosy.data.settings import DataSettings
+
+SOURCES = Registry("data source", {
+    "text": "argosy.data.sources.text:TextFile",
+    "jsonl": "argosy.data.sources.text:JsonLines",
+    "folder": "argosy.data.sources.text:Folder",
+    "memory": "argosy.data.sources.text:Memory",
+    "stdlib": "argosy.data.sources.stdlib:StandardLibrary",
+    "docstrings": "argosy.data.sources.stdlib:Docstrings",
+    "synthetic": "argosy.data.sources.synthetic:Synthetic",
+})
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text, or tokens where the source already has them.
+
+    learn: half-open spans of `tokens` that count in the loss; None means all of them.
+    ends: False for a piece of a long document; the next Document goes on where this one stops.
+    """
+
+    text: str = ""
+    tokens: Sequence[int] | None = None
+    learn: tuple[tuple[int, int], ...] | None = None
+    ends: bool = True
+
+    def __post_init__(self) -> None:
+        if self.learn is not None and self.tokens is None:
+            raise ValueError("`learn` counts tokens: give the document's tokens too")
+
+
+class Origin(ABC):
+    """Anything that `data.source` can name."""
+
+    @classmethod
+    def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
+        """What `NAME:ARGUMENT` means; the argument is empty where there is none.
+
+        Raises:
+            BadInput: this source takes no argument, or not this one.
+        """
+        if argument:
+            raise BadInput(f"the data source `{settings.source.split(':')[0]}` takes no argument", where=settings.source)
+        return cls()
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the data: `source` (a name) and `source.*`; no paths, so that a corpus may move."""
+
+
+class Source(Origin):
+    """Documents, the same ones in the same order every time."""
+
+    size_bytes: int | None = None  # on disk, where that is known without reading
+
+    @abstractmethod
+    def documents(self) -> Iterator[Document]:
+        """All documents, from the first."""
+
+
+class RowSource(Origin):
+    """Rows of tokens made from their number, with no corpus behind them."""
+
+    @abstractmethod
+    def rows(self, *, sequence: int, vocab: int, seed: int, held_out: bool = False) -> "Rows":
+        """The rows to train on, or others to evaluate on."""
+
+
+class Capped(Source):
+    """The first `max_bytes` bytes of another source's text; the document that crosses the line is cut there."""
+
+    def __init__(self, source: Source, max_bytes: int):
+        self.source, self.max_bytes = source, max_bytes
+        self.size_bytes = max_bytes if source.size_bytes is None else min(source.size_bytes, max_bytes)
+
+    def documents(self) -> Iterator[Document]:
+        left = self.max_bytes
+        for document in self.source.documents():
+            size = len(document.text.encode())
+            if size >= left:
+                yield Document(document.text.encode()[:left].decode(errors="ignore"))
+                return
+            left -= size
+            yield document
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.source.fingerprint() | {"source.max_bytes": self.max_bytes}
+
+
+def find_source(settings: "DataSettings") -> Source | RowSource:
+    """The source that `settings.source` names.
+
+    Raises:
+        BadInput: no such name, file or folder (the nearest is told), or nothing there to read.
+    """
+    name, _, argument = settings.source.partition(":")
+    if name in SOURCES:
+        source = SOURCES[name].from_settings(argument, settings)
+    else:
+        source = SOURCES[reader_of(settings.source)].from_settings(settings.source, settings)
+    if settings.max_bytes is not None and isinstance(source, Source):
+        return Capped(source, settings.max_bytes)
+    return source
+
+
+def reader_of(spec: str) -> str:
+    """Which source reads a path: by what is there, then by suffix; any other file is text."""
+    path = Path(spec).expanduser()
+    if path.is_dir() or (not path.exists() and any(c in spec for c in "*?[")):
+        return "folder"
+    if not path.exists():
+        raise missing(path)
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    return "jsonl" if suffixes and suffixes[-1] in (".jsonl", ".ndjson") else "text"
+
+
+def missing(path: Path) -> BadInput:
+    """The error for a source that is neither a name nor a file, with the nearest of both."""
+    if not path.parent.is_dir():
+        return BadInput(f"no such data source: `{path}`", hint=f"there is no folder `{path.parent}`")
+    beside = [str(path.with_name(child.name)) for child in path.parent.iterdir() if not child.name.startswith(".")]
+    return BadInput(
+        f"no such data source: `{path}`",
+        where="neither a file or folder nor a registered name",
+        hint=nearest(str(path), [*beside, *SOURCES]),
+    )

@@ -1,0 +1,261 @@
+"""Text files, JSON lines, folders of both, and texts in memory; `.gz` is read as what it wraps.
+
+Files of any size pass through in pieces of a mebibyte. A piece ends after a line break that is not followed by blanks, where
+the usual pre-tokenizers split anyway, so the tokens are those of the whole file. What is read as text must be UTF-8.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from glob import glob
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from argosy.core.errors import BadInput, Damaged
+from argosy.data.sources import Document, Source, missing, reader_of
+
+if TYPE_CHECKING:
+    from argosy.data.settings import DataSettings
+
+PIECE_BYTES = 1 << 20
+LINE_BYTES = 64 << 20  # the longest line of JSON that is believed
+HASHED_BYTES = 64 << 20  # larger files are known by their size and 64 samples: a terabyte is not read twice
+FOLDER_SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl", ".ndjson")
+BLANK_LINES = re.compile(r"\n[ \t\r]*\n\s*")
+
+
+class TextFile(Source):
+    """A file of text: one document, or one for each paragraph between blank lines."""
+
+    def __init__(self, path: str | Path, *, documents: str = "whole", invalid: str = "error"):
+        self.path = existing(path)
+        self.split, self.invalid = documents, invalid
+        self.size_bytes = self.path.stat().st_size
+
+    @classmethod
+    def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
+        return cls(argument, documents=settings.documents, invalid=settings.invalid)
+
+    def documents(self) -> Iterator[Document]:
+        pieces = text_pieces(self.path, self.invalid)
+        return paragraphs(pieces, self.path) if self.split == "paragraphs" else whole(pieces)
+
+    def fingerprint(self) -> dict[str, Any]:
+        told = {"source.documents": self.split, "source.invalid": self.invalid}
+        return {"source": "text", "source.sha256": content_hash(self.path)} | told
+
+
+class JsonLines(Source):
+    """One JSON object a line; its field `text` is the document."""
+
+    def __init__(self, path: str | Path, *, invalid: str = "error"):
+        self.path = existing(path)
+        self.invalid = invalid
+        self.size_bytes = self.path.stat().st_size
+
+    @classmethod
+    def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
+        return cls(argument, invalid=settings.invalid)
+
+    def documents(self) -> Iterator[Document]:
+        with opened(self.path) as stream:
+            offset = number = 0
+            while line := stream.readline(LINE_BYTES + 1):
+                number += 1
+                if len(line) > LINE_BYTES:
+                    raise BadInput(f"a line of JSON longer than {LINE_BYTES >> 20} MiB", where=f"{self.path}:{number}")
+                text = decode(line, offset, self.path, self.invalid)
+                if text.strip():
+                    yield Document(text_field(text, f"{self.path}:{number}"))
+                offset += len(line)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"source": "jsonl", "source.sha256": content_hash(self.path), "source.invalid": self.invalid}
+
+
+class Folder(Source):
+    """Every text and JSONL file below a folder, or whatever a glob matches, in the order of their paths."""
+
+    def __init__(self, where: str | Path, *, documents: str = "whole", invalid: str = "error"):
+        root = Path(where).expanduser()
+        matched = readable_below(root) if root.is_dir() else map(Path, sorted(glob(str(root), recursive=True)))
+        self.paths = [path for path in matched if path.is_file()]
+        if not self.paths:
+            searched = f"a folder is searched for {' '.join(FOLDER_SUFFIXES)}, also with .gz"
+            raise BadInput(f"no files to read: `{where}`", hint=searched)
+        self.root = root if root.is_dir() else Path(os.path.commonpath([path.parent for path in self.paths]))
+        self.split, self.invalid = documents, invalid
+        self.size_bytes = sum(path.stat().st_size for path in self.paths)
+
+    @classmethod
+    def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
+        return cls(argument, documents=settings.documents, invalid=settings.invalid)
+
+    def documents(self) -> Iterator[Document]:
+        for path in self.paths:
+            yield from self.reader(path).documents()
+
+    def reader(self, path: Path) -> Source:
+        if reader_of(str(path)) == "jsonl":
+            return JsonLines(path, invalid=self.invalid)
+        return TextFile(path, documents=self.split, invalid=self.invalid)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Paths below the folder count, because they set the order; the folder's own place does not."""
+        digest = hashlib.sha256()
+        for path in self.paths:
+            digest.update(f"{path.relative_to(self.root).as_posix()}\0{content_hash(path)}\n".encode())
+        told = {"source.files": len(self.paths), "source.documents": self.split, "source.invalid": self.invalid}
+        return {"source": "folder", "source.sha256": digest.hexdigest()} | told
+
+
+class Memory(Source):
+    """Texts, or whole Documents, that the caller already holds. `memory:TEXT` is one document of that text."""
+
+    def __init__(self, texts: Sequence[str | Document]):
+        self.held = [text if isinstance(text, Document) else Document(text) for text in texts]
+        self.size_bytes = sum(len(document.text.encode()) for document in self.held)
+
+    @classmethod
+    def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
+        return cls([argument])
+
+    def documents(self) -> Iterator[Document]:
+        return iter(self.held)
+
+    def fingerprint(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for d in self.held:
+            tokens = None if d.tokens is None else [int(token) for token in d.tokens]
+            digest.update(json.dumps([d.text, tokens, d.learn, d.ends]).encode())
+        return {"source": "memory", "source.sha256": digest.hexdigest()}
+
+
+def whole(pieces: Iterator[str]) -> Iterator[Document]:
+    """One document, in its pieces."""
+    held = next(pieces, "")
+    for piece in pieces:
+        yield Document(held, ends=False)
+        held = piece
+    if held:
+        yield Document(held)
+
+
+def paragraphs(pieces: Iterator[str], path: Path) -> Iterator[Document]:
+    """A document for each stretch between blank lines, without its own outer line breaks."""
+    rest = ""
+    for piece in pieces:
+        *done, rest = BLANK_LINES.split(rest + piece)
+        yield from (Document(text.strip("\r\n")) for text in done if text.strip())
+        if len(rest) > 4 * PIECE_BYTES:
+            raise BadInput("a paragraph longer than 4 MiB", where=str(path), hint="read it with `data.documents=whole`")
+    if rest.strip():
+        yield Document(rest.strip("\r\n"))
+
+
+def text_pieces(path: Path, invalid: str) -> Iterator[str]:
+    """The file's text, a mebibyte or so at a time. A byte-order mark at its start is no text."""
+    with opened(path) as stream:
+        rest, offset = stream.read(PIECE_BYTES), 0
+        if rest.startswith(b"\xef\xbb\xbf"):
+            rest, offset = rest[3:], 3
+        while block := stream.read(PIECE_BYTES):
+            rest += block
+            at = cut_at(rest)
+            yield decode(rest[:at], offset, path, invalid)
+            rest, offset = rest[at:], offset + at
+        if rest:
+            yield decode(rest, offset, path, invalid)
+
+
+def cut_at(data: bytes) -> int:
+    """Where to end a piece: after the last line break before a non-blank, else before the last character's first byte."""
+    at = len(data)
+    while (at := data.rfind(b"\n", 0, at)) >= 0:
+        if data[at + 1 : at + 2].strip():
+            return at + 1
+    first = next((i for i in range(1, 5) if data[-i] & 0xC0 != 0x80), 1)
+    return len(data) - first or len(data)
+
+
+def decode(data: bytes, offset: int, path: Path, invalid: str) -> str:
+    """UTF-8 to text.
+
+    Raises:
+        BadInput: bytes that are not UTF-8, with the offset of the first in the (unpacked) file.
+    """
+    if invalid == "replace":
+        return data.decode(errors="replace")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as e:
+        place = offset + e.start
+        raise BadInput(
+            f"not UTF-8: byte 0x{data[e.start]:02x} at offset {place:,}",
+            where=str(path),
+            hint="convert the file, or read it with `data.invalid=replace`",
+        ) from None
+
+
+def text_field(line: str, where: str) -> str:
+    """The field `text` of one line of JSON."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise BadInput(f"not a line of JSON: {e}"[:200], where=where) from None
+    if not isinstance(row, dict):
+        raise BadInput("each line of a JSONL file must be an object", where=where, hint='like {"text": "..."}')
+    if not isinstance(row.get("text"), str):
+        found = ", ".join(f"`{key}`" for key in list(row)[:6]) or "none"
+        raise BadInput("no text in the field `text`", where=where, hint=f"pre-training reads `text`; fields here: {found}"[:200])
+    return row["text"]
+
+
+def existing(path: str | Path) -> Path:
+    """The path, which must be a file that can be read."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        raise BadInput(f"`{path}` is a folder", hint=f"read it with `data.source={path}`")
+    if not path.exists():
+        raise missing(path)
+    return path
+
+
+def readable_below(root: Path) -> list[Path]:
+    """Files that a folder is searched for, hidden ones left out, by relative path."""
+    found = (p for p in root.rglob("*") if p.name.removesuffix(".gz").endswith(FOLDER_SUFFIXES))
+    seen = [p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    return sorted(seen, key=lambda p: p.relative_to(root).as_posix())
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file's bytes, unpacked. What goes wrong while reading is told with the file's name."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            yield stream
+    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+        raise Damaged(f"a damaged gzip file: {e}", where=str(path)) from None
+    except OSError as e:
+        raise BadInput(f"cannot read the file: {e.strerror or e}", where=str(path)) from None
+
+
+def content_hash(path: Path) -> str:
+    """sha256 of a file's bytes; of its size and 64 spaced mebibytes where it is larger than HASHED_BYTES."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as stream:
+            if size <= HASHED_BYTES:
+                return hashlib.file_digest(stream, "sha256").hexdigest()
+            digest = hashlib.sha256(str(size).encode())
+            for i in range(64):
+                stream.seek((size - PIECE_BYTES) * i // 63)
+                digest.update(stream.read(PIECE_BYTES))
+            return digest.hexdigest()
+    except OSError as e:
+        raise BadInput(f"cannot read the file: {e.strerror or e}", where=str(path)) from None

@@ -1,0 +1,272 @@
+"""Seam 2: how a token meets the tokens before it, through keys and values (attention) or a state carried along (recurrence).
+
+A layer says what it keeps of the past, `holds() -> Spec`; the caller allocates that (`contiguous`, `paged`). Then the layer calls
+
+    y, cache = attend(q, held, cache, read, score)       attention
+    state, starts, live = attend.carry(cache)            recurrence: the state so far, where it restarts, which tokens are real
+    cache = attend.keep(cache, state)
+
+and asks `attend.positions` for rope. A strategy is a pytree whose every array leads with the batch, so rows can be split over
+devices and pipelines without knowing which strategy it is. There is no decode twin of a model and no mode.
+
+    Packed(segments)                        trains: whole sequences, several to a row
+    Contiguous(at, live)                    evaluates and decodes: one buffer a row, rows of any length
+    Paged(table, slots, lengths, new, t)    serves: rows own pages of a pool (Kwon et al. 2023, arXiv:2309.06180)
+    Bidirectional(segments)                 encoders and diffusion: everything in a segment sees everything
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from argosy.ops.attention import Score, See, attention
+
+Cache = dict[str, Array]        # of one layer; names as in its Spec
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one layer keeps: arrays for each token, arrays for each sequence, and how many tokens back it ever reads."""
+
+    token: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    row: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    span: int | None = None
+
+
+class Read(Protocol):
+    """How what is held becomes keys and values."""
+
+    def expand(self, held: Cache) -> tuple[Array, Array]:
+        """Keys [B S K H] and values [B S K U]."""
+        ...
+
+    def absorb(self, q: Array, held: Cache) -> tuple[Array, Array, Array] | None:
+        """Queries, keys and values that give the same scores in the space of what is held; None: there is no such form."""
+        ...
+
+    def release(self, y: Array) -> Array:
+        """An output in that space, back in heads."""
+        ...
+
+    def multiplications(self, T: int, S: int) -> tuple[int, int]:
+        """Of T queries against S tokens, a row: expanded, absorbed."""
+        ...
+
+
+class Heads:
+    """The keys and values themselves are held."""
+
+    def expand(self, held: Cache) -> tuple[Array, Array]:
+        return held["k"], held["v"]
+
+    def absorb(self, q: Array, held: Cache) -> None:
+        return None
+
+    def release(self, y: Array) -> Array:
+        return y
+
+    def multiplications(self, T: int, S: int) -> tuple[int, int]:
+        return 0, 0
+
+
+HEADS = Heads()
+
+
+class Carry(NamedTuple):
+    """For a recurrent layer: the state after the last token of the call before (None: there was none), where a sequence
+    begins, and which tokens are real. The others must leave the state alone."""
+
+    state: Cache | None
+    starts: Bool[Array, "B T"]
+    live: Bool[Array, "B T"]
+
+
+class Attend(Protocol):
+    """What every strategy answers."""
+
+    @property
+    def positions(self) -> Int[Array, "B T"]:
+        """Of this call's tokens, each counted from the start of its own sequence."""
+        ...
+
+    def __call__(
+        self, q: Float[Array, "B T N H"], held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score
+    ) -> tuple[Float[Array, "B T N U"], Cache | None]: ...
+
+    def carry(self, cache: Cache | None) -> Carry: ...
+
+    def keep(self, cache: Cache | None, state: Cache) -> Cache | None: ...
+
+
+def meet(q: Array, held: Cache, read: Read, score: Score, see: See, absorb: bool | None) -> Array:
+    """Attention on what is held: expanded or absorbed, whichever multiplies less, unless told."""
+    if absorb is not False and (form := read.absorb(q, held)) is not None:
+        expanded, absorbed = read.multiplications(q.shape[1], see.k_at.shape[1])
+        if absorb or absorbed <= expanded:
+            return read.release(attention(*form, see, score))
+    return attention(q, *read.expand(held), see, score)
+
+
+def _strategy(*static: str) -> Any:
+    """A frozen dataclass that is a pytree; `static` names the fields that are not arrays."""
+
+    def wrap(cls: type) -> type:
+        cls = dataclass(frozen=True)(cls)
+        arrays = [f.name for f in fields(cls) if f.name not in static]
+        return jax.tree_util.register_dataclass(cls, arrays, list(static))
+
+    return wrap
+
+
+def _segment_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    first = jnp.ones_like(segments[:, :1], bool)
+    return jnp.concatenate([first, segments[:, 1:] != segments[:, :-1]], 1)
+
+
+def _segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    t = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    return t - jax.lax.cummax(jnp.where(_segment_starts(segments), t, 0), axis=1)
+
+
+def _rows(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    return jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
+
+
+@_strategy("absorb")
+class Packed:
+    """The sequences themselves, causal within each segment; segment 0 is padding. Training, and evaluating whole texts."""
+
+    segments: Int[Array, "B T"]
+    absorb: bool | None = None
+
+    @property
+    def positions(self) -> Int[Array, "B T"]:
+        return _segment_positions(self.segments)
+
+    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+        at = _rows(self.segments)
+        see = See(at, at, self.segments, self.segments, aligned=True)
+        return meet(q, held, read, score, see, self.absorb), cache
+
+    def carry(self, cache: Cache | None) -> Carry:
+        return Carry(None, _segment_starts(self.segments), self.segments > 0)
+
+    def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
+        return cache
+
+
+@_strategy()
+class Bidirectional:
+    """Everything in a segment sees everything in it; segment 0 is padding."""
+
+    segments: Int[Array, "B T"]
+
+    @property
+    def positions(self) -> Int[Array, "B T"]:
+        return _segment_positions(self.segments)
+
+    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+        at = _rows(self.segments)
+        see = See(at, at, self.segments, self.segments, causal=False, aligned=True)
+        return meet(q, held, read, score, see, False), cache
+
+    def carry(self, cache: Cache | None) -> Carry:
+        return Carry(None, _segment_starts(self.segments), self.segments > 0)
+
+    def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
+        return cache
+
+
+@_strategy("absorb")
+class Contiguous:
+    """A buffer [B S ...] for each layer. Token t of row b lies at `at[b, t]`; tokens that are not `live` (padding on the
+    right of shorter rows) are written nowhere, and what they compute has no meaning."""
+
+    at: Int[Array, "B T"]
+    live: Bool[Array, "B T"]
+    absorb: bool | None = None
+
+    @property
+    def positions(self) -> Int[Array, "B T"]:
+        return self.at
+
+    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+        assert cache is not None, "Contiguous writes to a cache: allocate one with `contiguous`"
+        B, S = next(iter(cache.values())).shape[:2]
+        row = jnp.arange(B)[:, None]
+        where = jnp.where(self.live, self.at, S)      # past the end: dropped
+        cache = {n: cache[n].at[row, where].set(held[n].astype(cache[n].dtype), mode="drop") for n in cache}
+        k_at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
+        stored = {n: c.astype(q.dtype) for n, c in cache.items()}
+        return meet(q, stored, read, score, See(self.at, k_at), self.absorb), cache
+
+    def carry(self, cache: Cache | None) -> Carry:
+        return Carry(cache, self.at == 0, self.live)
+
+    def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
+        return cache and {n: state[n].astype(cache[n].dtype) for n in cache}
+
+
+@_strategy("absorb")
+class Paged:
+    """Row b owns the pages `table[b]` of a pool [pages page ...] and the slot `slots[b]` of the states; it has `lengths[b]`
+    tokens and brings `new[b]` of the T. A slot or page out of range is nobody's: writes to it are dropped."""
+
+    table: Int[Array, "B P"]
+    slots: Int[Array, "B"]
+    lengths: Int[Array, "B"]
+    new: Int[Array, "B"]
+    t: Int[Array, "B T"]        # 0..T-1 in each row: it leads with the batch, and says T
+    absorb: bool | None = None
+
+    @property
+    def positions(self) -> Int[Array, "B T"]:
+        return self.lengths[:, None] + self.t
+
+    @property
+    def live(self) -> Bool[Array, "B T"]:
+        return self.t < self.new[:, None]
+
+    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+        assert cache is not None, "Paged writes to a pool: allocate one with `paged`"
+        pages, page = next(iter(cache.values())).shape[:2]
+        B, P = self.table.shape
+        at = self.positions
+        own = jnp.take_along_axis(self.table, jnp.minimum(at // page, P - 1), axis=1)
+        where = jnp.where(self.live, own, pages), at % page
+        cache = {n: cache[n].at[where].set(held[n].astype(cache[n].dtype), mode="drop") for n in cache}
+        mine = {n: p[self.table].reshape(B, P * page, *p.shape[2:]).astype(q.dtype) for n, p in cache.items()}
+        k_at = jnp.broadcast_to(jnp.arange(P * page, dtype=jnp.int32), (B, P * page))
+        return meet(q, mine, read, score, See(at, k_at), self.absorb), cache
+
+    def carry(self, cache: Cache | None) -> Carry:
+        state = cache and {n: jnp.take(p, self.slots, axis=0, mode="clip") for n, p in cache.items()}
+        return Carry(state, self.positions == 0, self.live)
+
+    def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
+        return cache and {n: p.at[self.slots].set(state[n].astype(p.dtype), mode="drop") for n, p in cache.items()}
+
+
+Specs = dict[str, tuple[Spec, int | None]]      # {cache name: what one layer holds, and how many share the array}
+
+
+def contiguous(specs: Specs, rows: int, length: int, dtype: Any = jnp.float32) -> dict[str, Cache]:
+    """Empty buffers for `Contiguous`: [rows length ...] for each token, [rows ...] for each sequence."""
+    return _allocate(specs, (rows, length), (rows,), dtype)
+
+
+def paged(specs: Specs, slots: int, pages: int, page: int, dtype: Any = jnp.float32) -> dict[str, Cache]:
+    """Empty pools for `Paged`: [pages page ...] for each token, [slots ...] for each sequence."""
+    return _allocate(specs, (pages, page), (slots,), dtype)
+
+
+def _allocate(specs: Specs, token: tuple[int, ...], row: tuple[int, ...], dtype: Any) -> dict[str, Cache]:
+    def one(spec: Spec, layers: int | None) -> Cache:
+        lead = () if layers is None else (layers,)
+        tokens = {n: jnp.zeros((*lead, *token, *shape), dtype) for n, shape in spec.token}
+        return tokens | {n: jnp.zeros((*lead, *row, *shape), jnp.float32) for n, shape in spec.row}
+
+    return {name: one(*spec) for name, spec in specs.items()}

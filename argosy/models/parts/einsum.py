@@ -1,0 +1,133 @@
+"""Seam 1: every weight contraction, dense or grouped.
+
+    Einsum("BTD,DNH->BTNH", dims)     a projection: D is summed, N and H are kept
+    Einsum("XD,EDM->XM", dims)        a grouped one: E is in neither side, so each row chooses by its `Route`
+
+The equation fixes the weight's shape, fan-in, logical axes, bias, the channels that share a quantisation scale, how a
+low-rank adapter splits, and which matrix an optimizer sees. LoRA, int8, sharding and Hub names act on it from outside
+(`adapt.surgery`); this file knows of none of them.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from argosy.models.parts.weight import Draw, Meaning, weight
+
+
+class Route(NamedTuple):
+    """Rows sorted by expert: how many rows each expert has, and which expert each row has."""
+
+    sizes: Int[Array, "E"]
+    expert: Int[Array, "X"]
+
+
+def contract(eq: str, x: Float[Array, "..."], w: Float[Array, "..."], route: Route | None = None) -> Float[Array, "..."]:
+    """The one place where a weight meets data; it is computed in the type of `x`."""
+    w = w.astype(x.dtype)
+    if route is None:
+        return jnp.einsum(eq, x, w)
+    return jax.lax.ragged_dot(x, w, route.sizes)
+
+
+class Contraction(nnx.Module):
+    """What `Einsum` and everything swapped in its place answers: `__call__`, `via`, and the letters of the equation."""
+
+    eq: str
+
+    def __call__(self, x: Float[Array, "..."], route: Route | None = None) -> Float[Array, "..."]:
+        raise NotImplementedError
+
+    def via(self, eq: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The same weight under another equation: a tied head, latent attention absorbed."""
+        raise NotImplementedError
+
+    def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+        """Rows of the weight: the lookup of words."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight, the leading axis of stacked layers included."""
+        raise NotImplementedError
+
+    @property
+    def x(self) -> str:
+        return self.eq.split(",")[0]
+
+    @property
+    def spec(self) -> str:
+        return self.eq.split(",")[1].split("->")[0]
+
+    @property
+    def out(self) -> str:
+        return self.eq.split("->")[1]
+
+    @property
+    def inner(self) -> str:
+        """Summed over."""
+        return "".join(a for a in self.spec if a in self.x and a not in self.out)
+
+    @property
+    def group(self) -> str:
+        """Chosen by the route."""
+        return "".join(a for a in self.spec if a not in self.x + self.out)
+
+    @property
+    def kept(self) -> str:
+        """The channels that share a bias and a quantisation scale; those of each group apart."""
+        return "".join(a for a in self.spec if a not in self.inner)
+
+    @property
+    def stacked(self) -> int:
+        """1 where the weight holds all layers of a kind on a leading axis, else 0."""
+        return len(self.shape) - len(self.spec)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(self.spec, self.shape[self.stacked :]))
+
+    def check(self, route: Route | None) -> None:
+        """jnp.einsum would sum over all experts in silence."""
+        if bool(self.group) != (route is not None):
+            raise ValueError(f"{self.eq} {'needs' if self.group else 'takes no'} route")
+
+
+class Einsum(Contraction):
+    """x times w by an equation.
+
+    Args:
+        eq: such as "BTD,DNH->BTNH"; letters as in `core.dims`.
+        dims: the size of each letter of the weight.
+        bias: one number for each kept channel.
+        scale: standard deviation at the start; 1/sqrt(fan-in) unless told.
+    """
+
+    def __init__(self, eq: str, dims: dict[str, int], *, bias: bool = False, scale: float | None = None):
+        self.eq = eq
+        fan_in = math.prod(dims[a] for a in self.inner)
+        meaning = Meaning(self.spec, self.inner, self.group)
+        self.w = weight(tuple(dims[a] for a in self.spec), meaning, Draw("normal", fan_in**-0.5 if scale is None else scale))
+        b = tuple(dims[a] for a in self.kept)
+        self.b = weight(b, Meaning(self.kept, "", self.group), Draw("constant", 0.0)) if bias else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.w.shape)
+
+    def __call__(self, x: Float[Array, "..."], route: Route | None = None) -> Float[Array, "..."]:
+        self.check(route)
+        y = contract(self.eq, x, self.w[...], route)
+        if self.b is None:
+            return y
+        return y + (self.b[...] if route is None else self.b[...][route.expert]).astype(y.dtype)
+
+    def via(self, eq: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return contract(eq, x, self.w[...])
+
+    def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+        return self.w[...][ids]

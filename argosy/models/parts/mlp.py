@@ -1,0 +1,32 @@
+"""Gated feed-forward layers. Shazeer 2020 (arXiv:2002.05202)."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.parts.einsum import Einsum
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+class GLU(nnx.Module):
+    """down(act(gate(x)) * up(x)): D to F, gated, and back."""
+
+    def __init__(self, dims: dict[str, int], activation: Activation = "silu", *, bias: bool = False):
+        self.activation = activation
+        self.gate = Einsum("BTD,DF->BTF", dims, bias=bias)
+        self.up = Einsum("BTD,DF->BTF", dims, bias=bias)
+        self.down = Einsum("BTF,FD->BTD", dims, bias=bias)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))

@@ -1,0 +1,1 @@
+"""What a run tells: numbers, words, pictures, and where its time went."""

@@ -1,0 +1,56 @@
+"""A run's numbers: one JSON object a line, append-only. Everything else that is shown (terminal, report, trackers) is made
+from these lines.
+
+Floats are written so that they read back bit for bit. A kill may tear the last line; opening drops it. Steps after the last
+checkpoint are then written again, with the same values: readers take the last line of a step.
+"""
+
+import json
+import math
+from typing import Any
+
+from argosy.core.storage import Store
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """The metrics file of a run directory, for appending."""
+
+    def __init__(self, store: Store):
+        self.store = store
+        if store.exists(FILE):
+            text = store.read_text(FILE)
+            if text and not text.endswith("\n"):
+                store.write_text(FILE, text[: text.rfind("\n") + 1])
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.store.append_line(FILE, json.dumps({k: _plain(v) for k, v in line.items()}))
+
+
+def read(store: Store) -> list[dict[str, Any]]:
+    """Every whole line, in the order written."""
+    if not store.exists(FILE):
+        return []
+    out = []
+    for line in store.read_text(FILE).splitlines():
+        try:
+            out.append(json.loads(line))
+        except json.JSONDecodeError:      # torn by a kill
+            continue
+    return out
+
+
+def by_step(lines: list[dict[str, Any]], key: str) -> dict[int, Any]:
+    """{step: value} of one number, the last written of each step."""
+    found = {line["step"]: line[key] for line in lines if key in line}
+    return dict(sorted(found.items()))
+
+
+def _plain(value: Any) -> Any:
+    """Python's own numbers; not-a-number and infinities as strings, which JSON lacks."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,139 @@
+"""Causal attention for CPUs: query rows in blocks, each against the keys it can see, and a backward pass of its own.
+
+Half the scores of a causal layer are never computed (with a window, fewer still). The forward pass keeps unnormalised
+probabilities, so the backward pass takes no exponentials. Exact: the sums are those of `attention.reference`.
+On two cores of an AVX-512 server a 31M model spent 543 ms a step in attention without this and 363 ms with it.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from argosy.ops.attention import Implementation, Score, See
+
+BLOCK = 64          # rows; measured best of 32, 64, 128 at 256 tokens
+MOST_BLOCKS = 16    # the program is unrolled over them: longer sequences get longer blocks
+
+
+def _refuses(q: Array, k: Array, v: Array, see: See, score: Score) -> str | None:
+    if not (see.aligned and see.causal):
+        return "only a causal pass over a whole sequence"
+    if score.cap is not None or score.sinks is not None:
+        return "no soft cap and no sinks"
+    return None
+
+
+def _run(q: Array, k: Array, v: Array, see: See, score: Score) -> Array:
+    segments = see.q_segment
+    if segments is None:
+        segments = jnp.zeros(q.shape[:2], jnp.int32)
+    return _attend(q, k, v, segments, score.scale, score.window, see.q_segment is not None)
+
+
+BLOCKED = Implementation(_run, _refuses)
+
+
+class _Block:
+    """One block of query rows: rows [start, stop) see keys [low, stop)."""
+
+    def __init__(self, start: int, stop: int, low: int):
+        self.start, self.stop, self.low = start, stop, low
+
+    def visible(self, window: int | None) -> np.ndarray:
+        """[rows keys], by position alone."""
+        ahead = np.arange(self.start, self.stop)[:, None] - np.arange(self.low, self.stop)[None, :]
+        return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+
+
+def blocks(T: int, window: int | None) -> list[_Block]:
+    size = max(BLOCK, -(-T // MOST_BLOCKS))
+    starts = range(0, T, size)
+    return [_Block(a, min(a + size, T), 0 if window is None else max(0, a - window + 1)) for a in starts]
+
+
+def _mask(
+    block: _Block, segments: Int[Array, "B T"], window: int | None, packed: bool, groups: int
+) -> Bool[Array, "_ 1 rows keys"]:
+    """Rows are (query head of the group, time), as the grouped matmuls have them."""
+    see = np.tile(block.visible(window), (groups, 1))[None, None]
+    if not packed:
+        return jnp.asarray(see)
+    mine, theirs = segments[:, block.start : block.stop], segments[:, block.low : block.stop]
+    same = jnp.tile(mine[:, :, None] == theirs[:, None, :], (1, groups, 1))
+    return same[:, None] & see
+
+
+def _rows(x: Float[Array, "B T N H"], K: int, block: _Block) -> Float[Array, "B K rows H"]:
+    """One block of the queries (or outputs, or their gradients), the heads of a group stacked below each other."""
+    B, _, N, H = x.shape
+    part = x[:, block.start : block.stop].reshape(B, -1, K, N // K, H)
+    return part.transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
+
+
+def _unrows(parts: list[Array], N: int) -> Float[Array, "B T N H"]:
+    def back(part: Array) -> Array:
+        B, K, rows, H = part.shape
+        return part.reshape(B, K, N // K, -1, H).transpose(0, 3, 1, 2, 4).reshape(B, -1, N, H)
+
+    return jnp.concatenate([back(part) for part in parts], 1)
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Batched over B and K, contracting one axis of each."""
+    return jax.lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((0, 1), (0, 1))))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attend(q: Array, k: Array, v: Array, segments: Array, scale: float, window: int | None, packed: bool) -> Array:
+    return _forward(q, k, v, segments, scale, window, packed)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, window: int | None, packed: bool) -> Any:
+    T, N, K = q.shape[1], q.shape[2], k.shape[2]
+    kt, vt = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    outs, kept = [], []
+    for block in blocks(T, window):
+        rows = _rows(q * scale, K, block)
+        keys, values = kt[:, :, block.low : block.stop], vt[:, :, block.low : block.stop]
+        s = _dot(rows, keys, (3, 3)).astype(jnp.float32)
+        s = jnp.where(_mask(block, segments, window, packed, N // K), s, -1e30)
+        p = jnp.exp(s - jnp.max(s, -1, keepdims=True))
+        z = 1 / jnp.sum(p, -1, keepdims=True)
+        p = p.astype(v.dtype)
+        out = (_dot(p, values, (3, 2)).astype(jnp.float32) * z).astype(v.dtype)
+        outs.append(out)
+        kept.append((rows, p, z, out))
+    return _unrows(outs, N), (kt, vt, kept)
+
+
+def _backward(scale: float, window: int | None, packed: bool, kept: Any, g: Array) -> Any:
+    kt, vt, saved = kept
+    B, T, N, _ = g.shape
+    K = kt.shape[1]
+    dq, dk, dv = [], [], []
+    for block, (rows, p, z, out) in zip(blocks(T, window), saved):
+        keys, values = kt[:, :, block.low : block.stop], vt[:, :, block.low : block.stop]
+        go = (_rows(g, K, block).astype(jnp.float32) * z).astype(g.dtype)
+        inner = jnp.sum(go.astype(jnp.float32) * out.astype(jnp.float32), -1, keepdims=True)
+        ds = (p.astype(jnp.float32) * (_dot(go, values, (3, 3)).astype(jnp.float32) - inner)).astype(g.dtype)
+        dq.append(_dot(ds, keys, (3, 2)) * scale)
+        dk.append((block, _dot(ds, rows, (2, 2))))
+        dv.append((block, _dot(p, go, (2, 2))))
+    back = partial(_gather, T=T)
+    return _unrows(dq, N), back(dk), back(dv), np.zeros((B, T), jax.dtypes.float0)
+
+
+def _gather(parts: list[tuple[_Block, Array]], T: int) -> Float[Array, "B T K H"]:
+    """Adds up what each block says of its keys. The cuts are where blocks start or stop, so every piece is a slice."""
+    cuts = sorted({0, T, *(b.low for b, _ in parts), *(b.stop for b, _ in parts)})
+    pieces = []
+    for lo, hi in zip(cuts, cuts[1:]):
+        pieces.append(sum(d[:, :, lo - b.low : hi - b.low] for b, d in parts if b.low <= lo and hi <= b.stop))
+    return jnp.concatenate(pieces, 2).transpose(0, 2, 1, 3)
+
+
+_attend.defvjp(_forward, _backward)

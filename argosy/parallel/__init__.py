@@ -1,0 +1,1 @@
+"""Where arrays live. Given trees of logical axes, never modules."""

@@ -1,0 +1,1 @@
+"""Batches to better weights: objectives, optimizers, the step, the loop."""

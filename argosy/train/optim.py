@@ -1,0 +1,134 @@
+"""Optimizers: settings that build an Optax transformation over flat `{address: array}` weights.
+
+What each weight is comes from its meaning (`models.parts.weight`), not from its shape: decay leaves norms and biases alone,
+and Muon sees the true matrix of each layer and expert. Its shape does not tell: a stacked norm [L D] looks like a matrix,
+and a projection [D N H] like three axes of something.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import optax
+from pydantic import Field
+
+from argosy.core.errors import BadInput
+from argosy.core.registry import Registry
+from argosy.core.settings import Settings
+from argosy.models.parts.weight import Meaning
+from argosy.train.schedule import Factor
+
+Meanings = Mapping[str, tuple[Meaning, int]]      # {address: (what its axes are, how many axes it is stored with)}
+
+
+class Optimizer(Settings):
+    """What every optimizer has."""
+
+    learning_rate: float = Field(3e-4, gt=0)
+    """At its peak; the schedule multiplies it."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled, times the learning rate (arXiv:1711.05101)."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """What decays: matrices and the embedding but no norm and no bias; or everything."""
+    clip: float | None = Field(1.0, gt=0)
+    """The gradient's global norm at most; not clipped where none."""
+
+    def build(self, factor: Factor, meanings: Meanings) -> optax.GradientTransformation:
+        """The transformation, learning rate and clipping included."""
+        if not meanings:
+            raise BadInput("nothing to train: every weight is frozen")
+        clip = optax.identity() if self.clip is None else optax.clip_by_global_norm(self.clip)
+        return optax.chain(clip, self.rule(lambda step: self.learning_rate * factor(step), meanings))
+
+    def rule(self, rate: Factor, meanings: Meanings) -> optax.GradientTransformation:
+        raise NotImplementedError
+
+    def decays(self, meanings: Meanings) -> dict[str, bool]:
+        return {a: self.decay == "all" or bool(m.inner) for a, (m, _) in meanings.items()}
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled decay. Loshchilov and Hutter 2017 (arXiv:1711.05101)."""
+
+    b1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the mean of gradients."""
+    b2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the mean of their squares."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the latter."""
+
+    def rule(self, rate: Factor, meanings: Meanings) -> optax.GradientTransformation:
+        return optax.adamw(rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=self.decays(meanings))
+
+
+class Lion(Optimizer):
+    """The sign of a mix of gradient and momentum. Chen et al. 2023 (arXiv:2302.06675). A tenth of Adam's rate, ten times its decay."""
+
+    b1: float = Field(0.9, ge=0, lt=1)
+    """Share of the momentum in the update."""
+    b2: float = Field(0.99, ge=0, lt=1)
+    """Decay of the momentum."""
+
+    def rule(self, rate: Factor, meanings: Meanings) -> optax.GradientTransformation:
+        return optax.lion(rate, self.b1, self.b2, weight_decay=self.weight_decay, mask=self.decays(meanings))
+
+
+class SGD(Optimizer):
+    """Gradient descent, with momentum where told."""
+
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """Decay of the sum of gradients."""
+    nesterov: bool = False
+    """Look ahead along the momentum."""
+
+    def rule(self, rate: Factor, meanings: Meanings) -> optax.GradientTransformation:
+        decay = optax.add_decayed_weights(self.weight_decay, mask=self.decays(meanings))
+        trace = optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
+        return optax.chain(trace, decay, optax.scale_by_learning_rate(rate))
+
+
+class Muon(Optimizer):
+    """Momentum made orthogonal, for matrices; AdamW for words, norms and biases. Jordan et al. 2024
+    (kellerjordan.github.io/posts/muon), Liu et al. 2025 (arXiv:2502.16982)."""
+
+    learning_rate: float = Field(0.02, gt=0)
+    """Of the matrices, at its peak."""
+    adam_learning_rate: float = Field(3e-3, gt=0)
+    """Of everything else, at its peak."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay of the mean of gradients."""
+    ns_steps: int = Field(5, gt=0)
+    """Newton-Schulz iterations."""
+    consistent_rms: float | None = Field(None, gt=0)
+    """Scale each update to this root mean square, so that Adam's learning rates fit (0.2; arXiv:2502.16982); else by
+    sqrt(max(1, outputs / inputs))."""
+
+    def rule(self, rate: Factor, meanings: Meanings) -> optax.GradientTransformation:
+        ratio = self.adam_learning_rate / self.learning_rate
+        dimensions = {a: muon_dimensions(m, stored) for a, (m, stored) in meanings.items()}
+        if not any(dimensions.values()):
+            raise BadInput("optimizer muon: no weight that is trained is a matrix", hint="use optimizer=adamw")
+        return optax.contrib.muon(
+            rate,
+            ns_steps=self.ns_steps,
+            beta=self.momentum,
+            weight_decay=self.weight_decay,
+            weight_decay_mask=self.decays(meanings),
+            adam_b2=0.95,
+            adam_weight_decay=self.weight_decay,
+            adam_learning_rate=lambda step: ratio * rate(step),
+            muon_weight_dimension_numbers=dimensions,
+            consistent_rms=self.consistent_rms,
+        )
+
+
+def muon_dimensions(meaning: Meaning, stored: int) -> optax.contrib.MuonDimensionNumbers | None:
+    """Summed letters by kept letters; layers and experts are matrices of their own. None: not for Muon."""
+    if not meaning.is_matrix:
+        return None
+    lead = stored - len(meaning.letters)
+    at = {letter: lead + i for i, letter in enumerate(meaning.letters)}
+    outputs = tuple(at[a] for a in meaning.letters if a not in meaning.inner + meaning.group)
+    return optax.contrib.MuonDimensionNumbers(tuple(at[a] for a in meaning.inner), outputs)
+
+
+OPTIMIZERS = Registry("optimizer", {"adamw": AdamW, "lion": Lion, "sgd": SGD, "muon": Muon})

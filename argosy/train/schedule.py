@@ -1,0 +1,83 @@
+"""How the learning rate moves: a factor on its peak, by step. Warm-up is linear from 0 in each."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from pydantic import Field
+
+from argosy.core.registry import Registry
+from argosy.core.settings import Settings
+
+Factor = Callable[[Any], Any]       # step (counted from 0) -> share of the peak learning rate
+
+
+class Schedule(Settings):
+    """What every schedule has."""
+
+    warmup: float = Field(0.05, ge=0)
+    """Steps of linear warm-up; below 1, a share of all steps."""
+
+    def build(self, steps: int) -> Factor:
+        raise NotImplementedError
+
+    def warmed(self, steps: int, after: Factor) -> Factor:
+        """`after`, given progress 0..1 over the steps left, behind the warm-up."""
+        warm = count(self.warmup, steps)
+
+        def factor(step: Any) -> Any:
+            step = jnp.asarray(step, jnp.float32)
+            progress = jnp.clip((step - warm) / max(1, steps - warm), 0, 1)
+            return jnp.where(step < warm, (step + 1) / max(1, warm), after(progress))
+
+        return factor
+
+
+def count(value: float, steps: int) -> int:
+    """Steps, or below 1 a share of them."""
+    return round(value * steps) if value < 1 else round(value)
+
+
+class Constant(Schedule):
+    """The peak, after warm-up."""
+
+    def build(self, steps: int) -> Factor:
+        return self.warmed(steps, jnp.ones_like)
+
+
+class Linear(Schedule):
+    """Down a straight line."""
+
+    final: float = Field(0.0, ge=0, le=1)
+    """Share of the peak at the last step."""
+
+    def build(self, steps: int) -> Factor:
+        return self.warmed(steps, lambda p: 1 - (1 - self.final) * p)
+
+
+class Cosine(Schedule):
+    """Down half a cosine. Loshchilov and Hutter 2016 (arXiv:1608.03983), without restarts."""
+
+    final: float = Field(0.1, ge=0, le=1)
+    """Share of the peak at the last step."""
+
+    def build(self, steps: int) -> Factor:
+        return self.warmed(steps, lambda p: self.final + (1 - self.final) * 0.5 * (1 + jnp.cos(math.pi * p)))
+
+
+class WSD(Schedule):
+    """Warm-up, stable, decay: the peak, then a straight line down at the end. Hu et al. 2024 (arXiv:2404.06395)."""
+
+    decay: float = Field(0.2, gt=0)
+    """Steps of the descent at the end; below 1, a share of all steps."""
+    final: float = Field(0.0, ge=0, le=1)
+    """Share of the peak at the last step."""
+
+    def build(self, steps: int) -> Factor:
+        left = max(1, steps - count(self.warmup, steps))
+        share = min(1.0, count(self.decay, steps) / left) or 1 / left
+        return self.warmed(steps, lambda p: 1 - (1 - self.final) * jnp.clip((p - (1 - share)) / share, 0, 1))
+
+
+SCHEDULES = Registry("schedule", {"constant": Constant, "linear": Linear, "cosine": Cosine, "wsd": WSD})

@@ -1,0 +1,43 @@
+"""Everything a step reads and writes. It is what a checkpoint holds, beside the position in the data."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int, Key
+
+from argosy.models.parts.weight import Leaves, merge, split, variables
+from argosy.train.optim import Meanings
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """step: updates made. params: what is trained; rest: frozen weights. key: folded with the step for each step's randomness."""
+
+    step: Int[Array, ""]
+    params: Leaves
+    rest: Leaves
+    optimizer: Any
+    key: Key[Array, ""]
+
+    @classmethod
+    def start(cls, params: Leaves, rest: Leaves, optimizer: Any, seed: int) -> "TrainState":
+        return cls(jnp.zeros((), jnp.int32), params, rest, optimizer, jax.random.key(seed))
+
+
+def trained(model: nnx.Module) -> tuple[Any, Leaves, Leaves]:
+    """The graph, what is trained, and the rest."""
+    return split(model, nnx.Param)
+
+
+def model_of(graph: Any, state: TrainState) -> Any:
+    return merge(graph, state.params, state.rest)
+
+
+def meanings_of(model: nnx.Module) -> Meanings:
+    """Of every weight that is trained: what its axes are, and how many it is stored with."""
+    own = variables(model)
+    return {a: (v.get_metadata()["meaning"], len(v.shape)) for a, v in own.items() if isinstance(v, nnx.Param)}
