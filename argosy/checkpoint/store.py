@@ -1,7 +1,11 @@
 """A run's checkpoints: `checkpoints/<step>/` with weights, optimizer, random streams, data position and settings in one commit.
 
-The door to Orbax (its v1 API, through three functions of it). What it lacks is here: a manifest of hashes written after the
-commit (`manifest`), going back past damage, and retention that can never leave half a checkpoint looking whole.
+    weights/  state/      arrays, written by Orbax
+    meta.json             data position, settings, evaluation
+    manifest.json         the hash of every file; it is written last, and makes the checkpoint one
+
+The door to Orbax (its v1 API, through three functions of it). What it lacks is here: the manifest, going back past damage,
+and retention that can never leave half a checkpoint looking whole.
 
 Saving copies the arrays off the devices, then writes in the background; the next save waits for the one before.
 """
@@ -24,7 +28,7 @@ from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.settings import Settings
 
 Arrays = dict[str, Any]         # {name: array}
-WEIGHTS, STATE, META = "weights", "state", "meta"
+WEIGHTS, STATE, META = "weights", "state", "meta.json"
 
 
 class CheckpointSettings(Settings):
@@ -105,8 +109,9 @@ class Checkpoints:
             return
         if target.exists():                         # a kill between the files and their manifest
             shutil.rmtree(target)
-        content = {WEIGHTS: _off_device(weights), STATE: _off_device(state), META: {"json": json.dumps(dict(meta))}}
-        self._writing = threading.Thread(target=self._write, args=(step, target, content), name=f"checkpoint-{step}")
+        arrays = {WEIGHTS: _off_device(weights), STATE: _off_device(state)}
+        job = (step, target, arrays, json.dumps(dict(meta), indent=1))
+        self._writing = threading.Thread(target=self._write, args=job, name=f"checkpoint-{step}")
         self._writing.start()
 
     def wait(self) -> None:
@@ -126,13 +131,12 @@ class Checkpoints:
                 hint="earlier checkpoints are untouched; free some space or mend the permissions, and run the same command",
             ) from failure
 
-    def _write(self, step: int, target: Path, content: dict[str, Any]) -> None:
+    def _write(self, step: int, target: Path, arrays: dict[str, Arrays], meta: str) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            from orbax.checkpoint import v1 as ocp
-
-            ocp.save_checkpointables(target.absolute(), content)
+            _orbax().save_checkpointables(target.absolute(), arrays)
+            (target / META).write_text(meta)
             manifest.write(target)
             self._retire(step)
         except BaseException as failure:
@@ -173,14 +177,18 @@ class Checkpoints:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    return json.loads(str(_load(folder, META)["json"]))
+    """What was saved beside the arrays.
+
+    Raises:
+        BadInput: there is no checkpoint.
+        Damaged: it cannot be read.
+    """
+    return _guarded(folder, lambda: json.loads((folder / META).read_text()))
 
 
 def stored_shapes(folder: Path, item: str = WEIGHTS) -> dict[str, jax.ShapeDtypeStruct]:
     """Names, shapes and types of one item, without reading it."""
-    from orbax.checkpoint import v1 as ocp
-
-    described = _guarded(folder, lambda: ocp.checkpointables_metadata(folder.absolute()).metadata[item])
+    described = _guarded(folder, lambda: _orbax().checkpointables_metadata(folder.absolute()).metadata[item])
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in described.items()}
 
 
@@ -195,13 +203,17 @@ def load_item(folder: Path, item: str, shardings: Mapping[str, Any] | None = Non
         name: jax.ShapeDtypeStruct(a.shape, dtype or a.dtype, sharding=shardings[name] if shardings else here)
         for name, a in stored_shapes(folder, item).items()
     }
-    return _load(folder, item, wanted)
+    return _guarded(folder, lambda: _orbax().load_checkpointables(folder.absolute(), {item: wanted})[item])
 
 
-def _load(folder: Path, item: str, wanted: Any = None) -> Any:
-    from orbax.checkpoint import v1 as ocp
+def _orbax() -> Any:
+    """Orbax, which takes a second to import, and whose warnings speak of its own insides."""
+    import logging
 
-    return _guarded(folder, lambda: ocp.load_checkpointables(folder.absolute(), {item: wanted})[item])
+    from orbax.checkpoint import v1
+
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    return v1
 
 
 def _guarded(folder: Path, read: Callable[[], Any]) -> Any:

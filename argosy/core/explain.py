@@ -3,15 +3,15 @@
 Knows the types and their documentation, and nothing of any particular setting.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
-from argosy.core.errors import UnknownName
-from argosy.core.schema import Choice, Settings, members, shape_of
+from argosy.core import mistakes
+from argosy.core.schema import Choice, Settings, Shape, members, shape, shape_of
 from argosy.core.settings import DEFAULT, Reading, dump, flatten
 from argosy.core.words import written
 
@@ -27,22 +27,20 @@ def reference(schema: type[Settings]) -> str:
     return "\n".join(["# Settings", "", *_section(schema, "", "The run itself")]).rstrip() + "\n"
 
 
-def _section(cls: type[Settings], prefix: str, title: str, tag: str | None = None) -> list[str]:
-    lines = [f"## {title}", ""]
-    if tag:
-        lines += [_summary(cls), ""] if _summary(cls) else []
+def _section(cls: type[Settings], prefix: str, title: str, about: str = "") -> list[str]:
+    lines = [f"## {title}", "", *([about, ""] if about else [])]
     rows, below = [], []
     for name, info in cls.model_fields.items():
         key, kind = f"{prefix}{name}", shape_of(info)
-        if kind.kind == "leaf":
-            rows.append(f"| `{key}` | {_cell(type_text(info))} | {_cell(_default_text(info))} | {_cell(info.description)} |")
+        if kind.kind in ("leaf", "list", "dict"):
+            cells = [f"`{key}`", type_text(info), _default_text(info), info.description]
+            rows.append(f"| {' | '.join(map(_cell, cells))} |")
+            below += _item_sections(kind, key, info)
         elif kind.kind == "group":
-            below += [_section(kind.of, f"{key}.", f"`{key}`: {info.description or _summary(kind.of)}")]
+            about = _cell(info.description) or _summary(kind.of)
+            below.append(_section(kind.of, f"{key}.", f"`{key}`", about))
         elif kind.kind == "choice":
-            below += list(_choice_sections(kind.of, key, info))
-        else:
-            rows.append(f"| `{key}` | {_cell(type_text(info))} | {_cell(_default_text(info))} | {_cell(info.description)} |")
-            below += list(_item_sections(kind.of, key, info))
+            below += _choice_sections(kind.of, key, info)
     if rows:
         lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
     return lines + [line for section in below for line in section]
@@ -50,19 +48,20 @@ def _section(cls: type[Settings], prefix: str, title: str, tag: str | None = Non
 
 def _choice_sections(choice: Choice, key: str, info: FieldInfo) -> Iterator[list[str]]:
     names = ", ".join(f"`{name}`" for name in choice.registry)
-    about = f"{info.description} " if info.description else ""
-    yield [f"## `{key}`: {choice.registry.noun}", "", f"{about}`{key}.{choice.tag}` is one of {names}; {_started(info)}.", ""]
+    about = [_cell(info.description), ""] if info.description else []
+    line = f"`{key}.{choice.tag}`, the {choice.registry.noun}: {names}; {_started(info)}."
+    yield [f"## `{key}`", "", *about, line, ""]
     for name in choice.registry:
-        yield _section(choice.pick(name), f"{key}.", f"`{key}.{choice.tag}={name}`", choice.tag)
+        cls = choice.pick(name)
+        yield _section(cls, f"{key}.", f"`{key}.{choice.tag}={name}`", _summary(cls))
 
 
-def _item_sections(hint: Any, key: str, info: FieldInfo) -> Iterator[list[str]]:
-    item = FieldInfo.from_annotation(hint)
-    kind = shape_of(item)
-    if kind.kind == "choice":
-        yield from _choice_sections(kind.of, f"{key}.*", info)
-    elif kind.kind == "group":
-        yield _section(kind.of, f"{key}.*.", f"`{key}.*`: each of them")
+def _item_sections(kind: Shape, key: str, info: FieldInfo) -> Iterator[list[str]]:
+    item = shape(kind.of) if kind.kind != "leaf" else kind
+    if item.kind == "choice":
+        yield from _choice_sections(item.of, f"{key}.*", info)
+    elif item.kind == "group":
+        yield _section(item.of, f"{key}.*.", f"`{key}.*`", _summary(item.of))
 
 
 def _started(info: FieldInfo) -> str:
@@ -76,7 +75,7 @@ def _summary(cls: type[Settings]) -> str:
 
 
 def _cell(text: str | None) -> str:
-    return (text or "").replace("|", "\\|").replace("\n", " ")
+    return " ".join((text or "").replace("|", "\\|").split())
 
 
 def type_text(info: FieldInfo) -> str:
@@ -84,7 +83,8 @@ def type_text(info: FieldInfo) -> str:
     choice = shape_of(info)
     if choice.kind == "choice":
         return " | ".join(choice.of.registry)
-    bounds = [f"{sign}{getattr(mark, name):g}" for mark in info.metadata for name, sign in _BOUNDS if hasattr(mark, name)]
+    pairs = [(mark, name, sign) for mark in info.metadata for name, sign in _BOUNDS if hasattr(mark, name)]
+    bounds = [f"{sign}{getattr(mark, name):g}" for mark, name, sign in pairs]
     return ", ".join([" ".join([_type(info.annotation), *bounds[:1]]), *bounds[1:]])
 
 
@@ -110,7 +110,8 @@ def _default_text(info: FieldInfo) -> str:
         return ""
     if isinstance(default, Settings):
         return f"`{written(dump(default))}`"
-    return f"`{written(default if isinstance(default, int | float | str | None | list | tuple | dict) else str(default))}`"
+    plain = isinstance(default, int | float | str | None | list | tuple | dict)
+    return f"`{_said(default if plain else str(default))}`"
 
 
 # ---- the schema for editors
@@ -127,11 +128,9 @@ class _HumanNumbers(GenerateJsonSchema):
 
 
 def json_schema(schema: type[Settings]) -> dict[str, Any]:
-    """JSON Schema (2020-12) for editors: a recipe is valid without the keys that other layers set."""
+    """JSON Schema (2020-12) of one layer of these settings: valid without the keys that other layers set."""
     found = schema.model_json_schema(schema_generator=_HumanNumbers)
-    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
-    document["properties"] = {"extends": {"type": "string"}, **document.get("properties", {})}
-    return _without_required(document)
+    return _without_required({"$schema": "https://json-schema.org/draft/2020-12/schema", **found})
 
 
 def _without_required(node: Any) -> Any:
@@ -141,7 +140,8 @@ def _without_required(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     tags = {name for name, item in node.get("properties", {}).items() if isinstance(item, dict) and "const" in item}
-    kept = {key: _without_required(item) for key, item in node.items() if key != "required" or not isinstance(item, list)}
+    kept = {key: item for key, item in node.items() if key != "required" or not isinstance(item, list)}
+    kept = {key: _without_required(item) for key, item in kept.items()}
     return kept | ({"required": sorted(tags)} if tags else {})
 
 
@@ -149,20 +149,20 @@ def _without_required(node: Any) -> Any:
 
 
 def explain(reading: Reading, key: str) -> str:
-    """One key of a run: its value, type, default and meaning, who set it and what every layer said; of a group, its keys.
+    """One key of a run: value, type, default, meaning, who set it and what every layer said; of a group, its keys.
 
     Raises:
-        UnknownName: the run has no such key.
+        BadInput: the run has no such key.
     """
     leaves = flatten(reading.value)
     if key not in leaves:
         return _explain_group(reading, key, leaves)
-    lines = [f"{key} = {written(leaves[key])}"]
+    lines = [f"{key} = {_said(leaves[key])}"]
     info = _field(reading.value, key.split("."))
     if isinstance(info, Choice):
         lines.append(f"  {info.registry.noun}: {' | '.join(info.registry)}")
     elif info is not None:
-        lines.append(f"  {type_text(info)}, {_started(info)}")
+        lines.append(f"  {type_text(info)}, {_started(info).replace('`', '')}")
         lines += [f"  {line}" for line in (info.description or "").splitlines()]
     lines += ["", f"set by {reading.origin[key]}"]
     tried = reading.tried.get(key, [])
@@ -173,16 +173,16 @@ def explain(reading: Reading, key: str) -> str:
 
 
 def _said(value: Any) -> str:
-    return written(dump(value) if isinstance(value, Settings) else value)
+    value = dump(value) if isinstance(value, Settings) else value
+    return "none" if value is None else written(value)
 
 
 def _explain_group(reading: Reading, key: str, leaves: dict[str, Any]) -> str:
     inside = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
     if not inside:
         groups = {leaf[:i] for leaf in leaves for i, letter in enumerate(leaf) if letter == "."}
-        raise UnknownName("setting", key, [*leaves, *groups])
-    width = max(len(leaf) for leaf in inside)
-    return "\n".join(f"{leaf:{width}} = {written(leaves[leaf])}  # {reading.origin[leaf]}" for leaf in inside)
+        raise mistakes.unknown(key, None, [*leaves, *groups], reading.choices)
+    return aligned((f"{leaf} = {_said(leaves[leaf])}", reading.origin[leaf]) for leaf in inside)
 
 
 def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
@@ -201,9 +201,14 @@ def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
 
 def annotated(reading: Reading) -> str:
     """The resolved settings as YAML, each key with who set it: what a run directory keeps as `settings.yml`."""
-    lines = list(_lines(dump(reading.value), "", "", reading.origin))
-    width = min(max((len(line) for line, _ in lines), default=0), 60)
-    return "".join(f"{line:{width}}  # {who}\n" if who else f"{line}\n" for line, who in lines)
+    return aligned(_lines(dump(reading.value), "", "", reading.origin)) + "\n"
+
+
+def aligned(lines: Iterable[tuple[str, str | None]]) -> str:
+    """Lines with comments in one column, which long lines do not push out."""
+    lines = list(lines)
+    width = max((len(line) for line, _ in lines if len(line) <= 60), default=0)
+    return "\n".join(f"{line:{width}}  # {who}" if who else line for line, who in lines)
 
 
 def _lines(values: Any, key: str, indent: str, origin: dict[str, str]) -> Iterator[tuple[str, str | None]]:

@@ -1,7 +1,8 @@
-"""The words for every mistake in settings: what is wrong with which key, who set it, and the way out, in four lines at most.
+"""The words for every mistake in settings: what is wrong with which key, who set it, and the way out.
 
-Notable: a misspelt key is answered from the keys that this very run could have had. Same group first, then the same name in
-another group, then the other classes of a choice (`b1` belongs to `optimizer=adamw`). Knows nothing of how layers are read.
+Notable: a misspelt key is answered from the keys that this very run could have had. A key of a choice's other classes is
+told as such (`b1` belongs to `name: adamw`); then come the likest key, and the same or a like name in any other group.
+Knows nothing of how layers are read.
 """
 
 import re
@@ -12,8 +13,11 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from argosy.core.errors import BadInput, UserError, nearest
-from argosy.core.schema import Choice, Settings, members
-from argosy.core.words import SELF, written
+from argosy.core.plain import dotted
+from argosy.core.schema import Choice, Refused, Settings, members
+from argosy.core.words import SELF, Layer, written
+
+Setter = Callable[[str], Layer | None]
 
 _WANTED = {
     "int": "a whole number",
@@ -44,8 +48,8 @@ _HINTS = {
 }
 
 
-def unknown(key: str, where: str, known: Iterable[str], choices: Mapping[str, tuple[Choice, str]]) -> UserError:
-    """A key that nothing reads. `known`: every dotted key of this run; `choices`: dotted key -> choice and the name it has."""
+def unknown(key: str, where: str | None, known: Iterable[str], choices: Mapping[str, tuple[Choice, str]]) -> UserError:
+    """A key that nothing reads. `known`: every dotted key of this run; `choices`: key -> choice, and the name it has."""
     return BadInput(f"unknown setting `{key}`", where=where, hint=_nearest_key(key, sorted(set(known)), choices))
 
 
@@ -57,9 +61,9 @@ def _nearest_key(key: str, known: list[str], choices: Mapping[str, tuple[Choice,
         return f"`{group}` is one value, without keys of its own"
     if owner := _other_owner(group, leaf, choices):
         return owner
-    if found := max(known, key=lambda other: _likeness(key, other), default=None):
-        if _likeness(key, found) > 0:
-            return f"did you mean `{found}`?"
+    likest = max(known, key=lambda other: _likeness(key, other), default="")
+    if _likeness(key, likest) > 0:
+        return f"did you mean `{likest}`?"
     if same := [other for other in known if other.rpartition(".")[2] == leaf]:
         return f"did you mean `{same[0]}`?"
     leaves = {other.rpartition(".")[2]: other for other in reversed(known)}
@@ -74,7 +78,7 @@ def _likeness(key: str, other: str) -> float:
     """How well `other` could be what was meant, 0 where it could not: groups and leaves are compared apart."""
     group, _, leaf = key.rpartition(".")
     its_group, _, its_leaf = other.rpartition(".")
-    groups = 1.0 if group == its_group else SequenceMatcher(None, group, its_group).ratio() if group and its_group else 0.0
+    groups = 1.0 if group == its_group else SequenceMatcher(None, group, its_group).ratio()
     initials = "".join(part[:1] for part in its_leaf.split("_"))
     leaves = 0.9 if leaf == initials and len(leaf) > 1 else SequenceMatcher(None, leaf, its_leaf).ratio()
     return groups * leaves if min(groups, leaves) > 0.6 else 0.0
@@ -90,62 +94,78 @@ def _other_owner(group: str, leaf: str, choices: Mapping[str, tuple[Choice, str]
     return None
 
 
-def unnamed(key: str, choice: Choice, where: str) -> UserError:
+def unnamed(key: str, choice: Choice, layer: Layer | None) -> UserError:
     """A choice that nobody made."""
     names = ", ".join(list(choice.registry)[:8])
-    return BadInput(f"`{key}` names no {choice.registry.noun}", where=where, hint=f"add `{key}=NAME`, one of {names}")
+    what = f"`{key}` names no {choice.registry.noun}"
+    return BadInput(what, where=_by(layer, key), hint=f"write `{key}=NAME`, one of {names}")
 
 
-def not_that(what: str, value: Any, where: str) -> UserError:
+def not_that(what: str, value: Any, layer: Layer, key: str) -> UserError:
     """A value of the wrong form altogether: a leaf where a group belongs."""
-    return BadInput(f"{what}, not {shown(value)}", where=where)
+    return BadInput(f"{what}, not {shown(value)}", where=_by(layer, key))
 
 
-def wrong_type(key: str, hint: Any, value: Any, kind: str, where: str) -> UserError:
-    """A value that is not of its key's type; `kind` is Pydantic's name of the error."""
-    return BadInput(f"`{key}` should be {wanted(hint)}, not {shown(value)}", where=where, hint=_HINTS.get(kind.split("_")[0]))
-
-
-def wrong(key: str, info: FieldInfo, errors: list[Any], where: Callable[[str], str]) -> list[UserError]:
-    """What Pydantic refused of one key, or of the items in it."""
+def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[UserError]:
+    """What Pydantic refused of one key, or of the items in it. `setter`: dotted key -> the layer that set it."""
     if errors[0]["type"] == "missing":
-        about = f": {_sentence(info.description)}" if info.description else ""
+        about = f": {_sentence(info.description)}" if _sentence(info.description) else ""
         return [BadInput(f"`{key}` is required", where="set by nobody", hint=f"add `{key}=...`{about}")]
     options = [member for member in members(info.annotation) if member is not type(None)]
-    if len(options) > 1:
-        hint = _close_literal(errors[0]["input"], options) or _HINTS.get(errors[0]["type"].split("_")[0])
-        what = f"`{key}` should be {wanted(info.annotation)}, not {shown(errors[0]['input'])}"
-        return [BadInput(what, where=where(key), hint=hint)]
-    return [_wrong_item(key, info, error, where) for error in errors]
+    if len(options) > 1:  # one error for each member of the union: the key is told once
+        return [_wrong_item(key, key, wanted(info.annotation), errors[0], options, setter)]
+    return [_wrong_part(key, info, error, setter) for error in errors]
 
 
-def _wrong_item(key: str, info: FieldInfo, error: Any, where: Callable[[str], str]) -> UserError:
+def _wrong_part(key: str, info: FieldInfo, error: Any, setter: Setter) -> UserError:
     path = ".".join([key, *map(str, error["loc"][1:])])
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    kind, context = error["type"], error.get("ctx", {})
     if kind in ("value_error", "assertion_error"):
-        return BadInput(f"`{path}`: {_message(error)}", where=where(path))
-    hint = _HINTS.get(kind.split("_")[0]) or _sentence(info.description)
+        where = _by(_setter(setter, path, key), path)
+        return BadInput(f"`{path}`: {message(error)}", where=where, hint=_sentence(info.description))
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return BadInput(f"`{path}` should be {words} {context[name]:g}, not {shown(value)}", where=where(path), hint=hint)
+        return _wrong_item(path, key, f"{words} {context[name]:g}", error, [], setter, _sentence(info.description))
     if kind == "literal_error":
-        hint = _close_literal(value, [info.annotation]) or hint
-        return BadInput(f"`{path}` should be one of {context['expected']}, not {shown(value)}", where=where(path), hint=hint)
-    if noun := _WANTED.get(kind.split("_")[0]):
-        noun = noun if error["loc"][1:] else wanted(info.annotation)
-        return BadInput(f"`{path}` should be {noun}, not {shown(value)}", where=where(path), hint=hint)
-    return BadInput(f"`{path}`: {_message(error)}, not {shown(value)}", where=where(path), hint=hint)
+        return _wrong_item(path, key, f"one of {context['expected']}", error, [info.annotation], setter)
+    noun = wanted(info.annotation) if path == key else _WANTED.get(_kind(error), "")
+    return _wrong_item(path, key, noun or f"valid ({message(error)})", error, [], setter)
 
 
-def broken_rule(key: str, cls: type[Settings], error: Any, origin: Callable[[str], str | None]) -> UserError:
+def _wrong_item(
+    path: str, key: str, wish: str, error: Any, hints: list[Any], setter: Setter, about: str | None = None
+) -> UserError:
+    layer = _setter(setter, path, key)
+    text = (layer.text(path) if layer else None) or error["input"]
+    hint = about or _close_literal(text, hints) or _HINTS.get(_kind(error))
+    return BadInput(f"`{path}` should be {wish}, not {shown(text)}", where=_by(layer, path), hint=hint)
+
+
+def broken_rule(key: str, cls: type[Settings], what: str, setter: Setter, hint: str | None = None) -> UserError:
     """A rule between several keys of one group; those that its message names are told with who set them."""
-    message = _message(error)
-    paths = {name: f"{key}.{name}" if key else name for name in cls.model_fields}
-    named = [name for name in paths if re.search(rf"\b{name}\b", message)]
-    setters = [f"`{paths[name]}` set by {origin(paths[name]) or 'default'}" for name in named]
-    others = dict.fromkeys(found for path in paths.values() if (found := origin(path)))
+    paths = {name: dotted(key, name) for name in cls.model_fields}
+    named = [path for name, path in paths.items() if re.search(rf"\b{name}\b", what)]
+    setters = [f"`{path}` {_by(setter(path), path)}" for path in named]
+    others = dict.fromkeys(layer.origin for path in paths.values() if (layer := setter(path)))
     where = ", ".join(setters) or f"set by {', '.join(others) or 'default'}"
-    return BadInput(f"`{key}`: {message}" if key else message, where=where)
+    return BadInput(f"`{key}`: {what}" if key else what, where=where, hint=hint)
+
+
+def message(error: Any) -> str:
+    """What a Pydantic error says, in one line and without its own prefix."""
+    return " ".join(str(error.get("ctx", {}).get("error", error["msg"])).split())
+
+
+def _setter(setter: Setter, path: str, key: str) -> Layer | None:
+    return setter(path) or setter(key)
+
+
+def _by(layer: Layer | None, key: str) -> str:
+    return f"set by {layer.where(key)}" if layer else "set by default"
+
+
+def _kind(error: Any) -> str:
+    return error["type"].split("_")[0]
 
 
 def wanted(hint: Any) -> str:
@@ -168,7 +188,10 @@ def shown(value: Any) -> str:
     """A value as it was written, in one short piece."""
     if isinstance(value, Mapping) and SELF in value:
         value = value[SELF]
-    text = written(value) if isinstance(value, int | float | None | list | tuple | dict) else " ".join(str(value).split())
+    if isinstance(value, Refused):
+        value = value.value
+    is_yaml = isinstance(value, int | float | list | tuple | dict)
+    text = "none" if value is None else written(value) if is_yaml else " ".join(str(value).split())
     return f"`{text if len(text) <= 60 else text[:57] + '...'}`"
 
 
@@ -176,11 +199,6 @@ def _close_literal(value: Any, hints: Iterable[Any]) -> str | None:
     options = [str(option) for hint in hints if get_origin(hint) is Literal for option in get_args(hint)]
     close = get_close_matches(str(value), options, n=1, cutoff=0.6)
     return f"did you mean `{close[0]}`?" if close else None
-
-
-def _message(error: Any) -> str:
-    text = str(error.get("ctx", {}).get("error", error["msg"]))
-    return " ".join(text.split())
 
 
 def _sentence(text: str | None) -> str | None:

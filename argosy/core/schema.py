@@ -1,4 +1,4 @@
-"""What settings are made of: `Settings`, a frozen group of typed keys, and `Choice`, a group whose class is picked by name.
+"""What settings are made of: `Settings`, a frozen group of typed keys, and `Choice`, a group whose class a name picks.
 
     class AdamW(Settings):
         learning_rate: float = Field(1e-3, gt=0)
@@ -19,21 +19,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticKnownError, core_schema
+from pydantic_core import core_schema
 
 from argosy.core.errors import UnknownName
 from argosy.core.registry import Registry
 from argosy.core.words import number, scalar
-
-_SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off")
-
 
 def _no_text(key: str) -> str | None:
     return None
 
 
 class Settings(BaseModel):
-    """A frozen group of settings. The string under a field documents it; unknown keys are errors; defaults are checked too."""
+    """A frozen group of settings. The string under a field documents it. Unknown keys are errors; defaults are checked."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, protected_namespaces=()
@@ -49,7 +46,7 @@ class Settings(BaseModel):
 class Choice:
     """Marks a key whose value is a group of the class that its tag names: `Annotated[Any, Choice(OPTIMIZERS)]`.
 
-    Written `{name: muon, ns_steps: 6}`, or `muon` for its defaults; the registered class, a `Settings`, is imported on use.
+    Written `{name: muon, ns_steps: 6}`, or `muon` for its defaults. The registered class, a `Settings`, is imported on use.
     """
 
     registry: Registry
@@ -99,7 +96,8 @@ class Choice:
         return core_schema.no_info_plain_validator_function(self.build)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        options: list[dict[str, Any]] = [{"enum": list(self.registry)}]
+        untagged = {"type": "object", "not": {"required": [self.tag]}}  # another layer may have made the choice
+        options: list[dict[str, Any]] = [{"enum": list(self.registry)}, untagged]
         for name in self.registry:
             reference = handler(self.pick(name).__pydantic_core_schema__)
             group = dict(handler.resolve_ref_schema(reference))
@@ -141,10 +139,11 @@ def shape(hint: Any) -> Shape:
         return Shape(inner.kind, inner.of, can_be_none or inner.can_be_none)
     if isinstance(hint, type) and issubclass(hint, Settings):
         return Shape("group", hint)
-    kind = {list: "list", tuple: "list", dict: "dict"}.get(get_origin(hint) or hint)
-    item = get_args(hint)[0 if kind == "list" else 1] if kind and get_args(hint) else Any
-    if kind and shape(item).kind != "leaf":
-        return Shape(kind, item, can_be_none)
+    args = get_args(hint)
+    if get_origin(hint) in (list, tuple) and args and shape(args[0]).kind != "leaf":
+        return Shape("list", args[0], can_be_none)
+    if get_origin(hint) is dict and shape(args[1]).kind != "leaf":
+        return Shape("dict", args[1], can_be_none)
     return Shape("leaf", hint, can_be_none)
 
 
@@ -153,11 +152,44 @@ def members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
+def item_hint(hint: Any) -> Any:
+    """The type of a mapping's values; Any where it does not say."""
+    for member in members(hint):
+        if get_origin(member) in (dict, Mapping):
+            return get_args(member)[1]
+    return Any
+
+
+def takes(hint: Any, value: Any) -> bool:
+    """Whether a value is of this type as it is, looking no deeper than its own kind."""
+    if get_origin(hint) is Annotated:
+        return takes(get_args(hint)[0], value)
+    if len(members(hint)) > 1:
+        return any(takes(member, value) for member in members(hint))
+    if hint is Any:
+        return True
+    if get_origin(hint) is Literal:
+        return any(value == option and type(value) is type(option) for option in get_args(hint))
+    kind = {float: (int, float), tuple: (list, tuple), list: (list, tuple), None: type(None)}.get(hint := _bare(hint), hint)
+    return isinstance(value, kind) and (not isinstance(value, bool) or kind is bool)  # Python counts True among the integers
+
+
+def _bare(hint: Any) -> Any:
+    return get_origin(hint) or hint
+
+
 # ---- values, read by their type
 
 
+@dataclass(frozen=True)
+class Refused:
+    """Stands for a value that Pydantic would take and people do not mean: 1 for a switch, a switch for a number."""
+
+    value: Any
+
+
 def meant(hint: Any, value: Any, text_of: Callable[[str], str | None] = _no_text, key: str = "") -> Any:
-    """What a written value means where a value of this type is wanted; unchanged where it means nothing, for Pydantic to refuse.
+    """What a written value means where this type is wanted; the value itself where it means nothing, for Pydantic to refuse.
 
     Args:
         hint: the type.
@@ -171,16 +203,16 @@ def meant(hint: Any, value: Any, text_of: Callable[[str], str | None] = _no_text
         return _meant_by_one(members(hint), value, text_of, key)
     if isinstance(value, list | tuple):
         return _items(hint, value, text_of, key)
-    if isinstance(value, Mapping) and (get_origin(hint) or hint) in (dict, Mapping) and get_args(hint):
-        return {name: meant(get_args(hint)[1], item, text_of, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, Mapping):
+        return {name: meant(item_hint(hint), item, text_of, f"{key}.{name}") for name, item in value.items()}
     text = text_of(key)
     text = value if text is None else text
     if hint is bool:
         return _switch(value)
     if hint in (int, float):
         return _number(hint, value)
-    if get_origin(hint) is Literal and value not in get_args(hint) and text in get_args(hint):
-        return text
+    if get_origin(hint) is Literal:
+        return text if takes(hint, text) else value
     if hint is Path and isinstance(text, str):
         return Path(text)
     return text if hint is str else value
@@ -188,63 +220,29 @@ def meant(hint: Any, value: Any, text_of: Callable[[str], str | None] = _no_text
 
 def _meant_by_one(options: tuple[Any, ...], value: Any, text_of: Callable[[str], str | None], key: str) -> Any:
     """The first member of a union that takes the value as it is, else the first that gives it a meaning."""
-    if value is None and type(None) in options:
-        return None
     for option in options:
         if takes(option, value):
             return meant(option, value, text_of, key)
     if isinstance(value, str) and type(None) in options and scalar(value) is None:
         return None
-    refused = None
-    for option in options:
-        try:
-            found = meant(option, value, text_of, key)
-        except PydanticKnownError as error:
-            refused = refused or error
-            continue
-        if takes(option, found):
-            return found
-    if refused:
-        raise refused
-    return value
-
-
-def takes(hint: Any, value: Any) -> bool:
-    """Whether a value is of this type as it is, looking no deeper than its own kind."""
-    if get_origin(hint) is Annotated:
-        return takes(get_args(hint)[0], value)
-    if len(members(hint)) > 1:
-        return any(takes(member, value) for member in members(hint))
-    if get_origin(hint) is Literal:
-        return any(value is option or (value == option and type(value) is type(option)) for option in get_args(hint))
-    if hint is Any:
-        return True
-    if hint is float:
-        return type(value) in (int, float)
-    if hint in (list, tuple) or get_origin(hint) in (list, tuple):
-        return isinstance(value, list | tuple)
-    kind = get_origin(hint) or hint
-    return type(value) is kind if kind in (int, bool) else isinstance(kind, type) and isinstance(value, kind)
+    found = [meant(option, value, text_of, key) for option in options]
+    good = (one for option, one in zip(options, found) if takes(option, one))
+    return next(good, next((one for one in found if isinstance(one, Refused)), value))
 
 
 def _items(hint: Any, value: list | tuple, text_of: Callable[[str], str | None], key: str) -> Any:
-    args = [arg for arg in get_args(hint) if arg is not Ellipsis]
-    if get_origin(hint) not in (list, tuple) or not args:
-        return value
-    hints = args if len(args) == len(value) else args[:1] * len(value)
+    args = [arg for arg in get_args(hint) if arg is not Ellipsis] if get_origin(hint) in (list, tuple) else []
+    hints = args if len(args) == len(value) else (args[:1] or [Any]) * len(value)
     return type(value)(meant(h, item, text_of, f"{key}.{i}") for i, (h, item) in enumerate(zip(hints, value)))
 
 
-def _switch(value: Any) -> bool:
-    if isinstance(value, str) and value.lower() in _SWITCH_WORDS:
-        return scalar(value)
-    if isinstance(value, bool):
-        return value
-    raise PydanticKnownError("bool_type")  # Pydantic itself would take 0 and 1
+def _switch(value: Any) -> Any:
+    meaning = scalar(value) if isinstance(value, str) else value
+    return meaning if isinstance(meaning, bool) else Refused(value)
 
 
 def _number(hint: type, value: Any) -> Any:
-    if isinstance(value, bool):  # which Python counts among the integers
-        raise PydanticKnownError("int_type" if hint is int else "float_type")
+    if isinstance(value, bool):
+        return Refused(value)
     found = number(value) if isinstance(value, str) else None
-    return found if isinstance(found, hint) or (hint is float and isinstance(found, int)) else value
+    return value if found is None or (hint is int and isinstance(found, float)) else found

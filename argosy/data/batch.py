@@ -6,8 +6,8 @@ A batch is a dict of numpy arrays, B rows of T tokens (this process's rows of th
     targets    int32   [B T]   the token after each input
     segments   int32   [B T]   1, 2, ... for the documents within a row; 0 is padding
     positions  int32   [B T]   place within the segment, from 0
-    mask       float32 [B T]   weight of each target in the loss; 0 where the target starts another document, is padding,
-                               or is not to be learned
+    mask       float32 [B T]   weight of each target in the loss; 0 where the target starts another document, is
+                               padding, or is not to be learned
 
 `Batches` is an iterator whose position can be saved and found again. It does not know what lies below it.
 """
@@ -26,8 +26,8 @@ Fingerprint = dict[str, Any]  # name -> string, number, bool or None: whatever d
 class Batches(ABC):
     """An iterator of batches with a position.
 
-    `state()` describes the batches handed out, never those made ahead of need, so that the state saved with the weights of
-    step n is that of step n. The fingerprint goes with it: a position means something only in the same data.
+    `state()` describes the batches handed out, never those made ahead of need, so that the state saved with the weights
+    of step n is that of step n. The fingerprint goes with it: a position means something only in the same data.
     """
 
     fingerprint: Fingerprint

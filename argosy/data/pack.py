@@ -2,13 +2,13 @@
 
 Two ways, both giving any row at once from its number:
 
-    SplitRows   the documents as one stream; row i reads stream[i T : i T + T + 1]. The overlap of one keeps every target, the
-                only padding is in the last row, and a document may begin in one row and end in the next.
-    FitRows     whole documents, best fit decreasing (Johnson, 1973); only documents longer than a row are cut. Every place
-                holds an input with its target, so a document of n tokens takes n - 1.
+    SplitRows   the documents as one stream; row i reads stream[i T : i T + T + 1]. The overlap of one keeps every
+                target, the only padding is in the last row, and a document may begin in one row and end in the next.
+    FitRows     whole documents, best fit decreasing (Johnson, 1973); only documents longer than a row are cut. Every
+                place holds an input with its target, so a document of n tokens takes n - 1.
 
-A document is never predicted from the one before it: the first token of a document is no target in either. That attention
-stays within `segments` is the model's part. Nothing here knows text, files or tokenizers.
+A document is never predicted from the one before it: the first token of a document is no target in either. That
+attention stays within `segments` is the model's part. Nothing here knows text, files or tokenizers.
 """
 
 from collections.abc import Iterable
@@ -82,7 +82,7 @@ class SplitRows:
 
 
 class Blank:
-    """Rows of T + 1 tokens while they are filled: the tokens, where documents begin after column 0, how many are filled."""
+    """Rows of T + 1 tokens while they are filled; `begins` marks where documents do, after column 0."""
 
     def __init__(self, rows: int, width: int, learn: bool):
         self.window = np.zeros((rows, width), np.int32)
@@ -158,10 +158,10 @@ def cut_long(starts: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """[n] sizes, each at most `capacity`, to the [n] bins they go in: longest first, each in the fullest bin that takes it.
+    """[n] sizes up to `capacity` to the [n] bins they go in: longest first, each in the fullest bin that takes it.
 
     Open bins are kept by the room left in them, and which rooms occur as the bits of one integer, so that finding the
-    fullest bin is a shift and a lowest set bit. Among equals the earlier item comes first: the plan is a function of sizes.
+    fullest bin is a shift and a lowest set bit. Among equals the earlier item comes first.
     """
     bin_of = np.zeros(len(sizes), np.int64)
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]

@@ -1,9 +1,10 @@
 """Batches from settings: Grain over a prepared corpus, over made-up rows, or over a stream of documents.
 
-A prepared corpus is a table of rows. An epoch is a permutation of the table (Grain's index shuffle: no memory, any row at
-once), epochs follow each other without a seam, and batch b is places b B up to b B + B of that sequence. So the position is
-one number, the same on every host, and any number of hosts may go on from it. Grain's element is one process's rows of one
-global batch, gathered at once: an element for each row costs ten times the time (60 us of Python each).
+A prepared corpus is a table of rows. An epoch is a permutation of the table (Grain's index shuffle: no memory, any row
+at once), epochs follow each other without a seam, and batch b is places b B up to b B + B of that sequence. So the
+position is one number, the same on every host, and any number of hosts may go on from it. Grain's element is one
+process's rows of a few global batches, gathered at once: an element for each row costs ten times the time (60 us of
+Python each).
 
 A stream (`data.online`) has no such table. Its position is that of one process, and holds only among as many.
 
@@ -15,6 +16,7 @@ import json
 import os
 import shutil
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -42,8 +44,10 @@ from argosy.data.sources import Document, RowSource, Source, find_source
 
 if TYPE_CHECKING:
     from argosy.data.tokenize import Tokenizer
+    from grain.experimental import ThreadPrefetchDatasetIterator
 
 CORPUS_BYTES = 10**9  # more text than this is prepared on purpose, not on the way into training
+BLOCK_TOKENS = 1 << 14  # made at once: Grain's 60 us an element weigh nothing, the first batch still comes within 1 ms
 ENDLESS = sys.maxsize
 
 
@@ -85,7 +89,7 @@ def build(
         what = f"{settings.epochs:g} epochs of {rows} rows hold no batch of {settings.batch}"
         raise BadInput(what, hint="lower `data.batch` or `data.sequence`, or raise `data.epochs`")
     order = Order(rows, seed if settings.shuffle else None)
-    return RowBatches(table, GlobalBatches(table.rows, order, settings.batch, share, count), settings, seed)
+    return RowBatches(table, Blocks(table.rows, order, share, count, settings), settings, seed)
 
 
 def eval_batches(
@@ -112,7 +116,7 @@ def eval_batches(
     table = table_of(source, "held_out", settings, tokenizer, vocab, seed, progress)
     count = min(-(-len(table.rows) // settings.batch), limit or ENDLESS)
     order = Order(len(table.rows), None, repeats=False)
-    return RowBatches(table, GlobalBatches(table.rows, order, settings.batch, share, count), settings, seed)
+    return RowBatches(table, Blocks(table.rows, order, share, count, settings), settings, seed)
 
 
 def share_of(batch: int, process: int, processes: int) -> slice:
@@ -197,7 +201,7 @@ def cached(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progr
         raise BadInput(
             f"{source.size_bytes or 0:,} bytes of text are too many to tokenize on the way into training",
             where=f"data.source={settings.source}",
-            hint=f"once: `argosy data prepare {settings.source} FOLDER`; then `data.source=FOLDER` (or set `data.max_bytes`)",
+            hint=f"run `argosy data prepare {settings.source} FOLDER`, then train with `data.source=FOLDER`",
         )
     return prepare(source, tokenizer, folder, held_out=settings.held_out, bos=settings.bos, progress=progress)
 
@@ -250,53 +254,60 @@ class Order:
         return int.from_bytes(hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=4).digest(), "big")
 
 
-class GlobalBatches:
-    """Grain's source: number of a global batch -> this process's rows of it."""
+class Blocks:
+    """Grain's source: number of a block -> this process's rows of `per_block` global batches in a row."""
 
-    def __init__(self, rows: Rows, order: Order, batch: int, share: slice, count: int):
-        self.rows, self.order, self.batch, self.count = rows, order, batch, count
+    def __init__(self, rows: Rows, order: Order, share: slice, count: int, settings: DataSettings):
+        self.rows, self.order, self.count, self.batch = rows, order, count, settings.batch
+        self.per_block = max(1, BLOCK_TOKENS // (settings.batch * settings.sequence))
         self.share = np.arange(share.start, share.stop)
 
     def __len__(self) -> int:
-        return self.count
+        return -(-self.count // self.per_block)
 
-    def __getitem__(self, number: int) -> Batch:
-        rows = self.order(number * self.batch + self.share)
-        batch = self.rows.gather(np.maximum(rows, 0))
+    def __getitem__(self, index: int) -> Batch:
+        first = index * self.per_block
+        batches = np.arange(first, min(first + self.per_block, self.count))
+        rows = self.order((batches[:, None] * self.batch + self.share).ravel())
+        made = self.rows.gather(np.maximum(rows, 0))
         if (rows < 0).any():
-            batch = {name: array * (rows >= 0)[:, None].astype(array.dtype) for name, array in batch.items()}
-        return batch
+            made = {name: array * (rows >= 0)[:, None].astype(array.dtype) for name, array in made.items()}
+        return made
 
 
 class RowBatches(Batches):
     """Batches of a table. The position is the place of the next global batch's first row."""
 
-    def __init__(self, table: Table, source: GlobalBatches, settings: DataSettings, seed: int):
+    def __init__(self, table: Table, blocks: Blocks, settings: DataSettings, seed: int):
         import grain
 
         self.fingerprint = ordered(table.identity, settings, seed)
         self.tokens_per_batch = settings.batch * settings.sequence
         self.bytes_per_token = table.bytes_per_token
-        self.batch, self.handed = settings.batch, 0
+        self.blocks, self.block, self.handed = blocks, None, 0
         ahead = grain.ReadOptions(num_threads=min(1, settings.prefetch), prefetch_buffer_size=settings.prefetch)
-        self.iterator = iter(grain.MapDataset.source(source).to_iter_dataset(ahead))
+        self.iterator = iter(grain.MapDataset.source(blocks).to_iter_dataset(ahead))
 
     def __next__(self) -> Batch:
-        batch = next(self.iterator)
+        if self.handed >= self.blocks.count:
+            raise StopIteration
+        number, rows = self.handed % self.blocks.per_block, len(self.blocks.share)
+        if self.block is None or number == 0:
+            self.block = next(self.iterator)
         self.handed += 1
-        return batch
+        return {name: array[number * rows : (number + 1) * rows] for name, array in self.block.items()}
 
     def position(self) -> dict[str, Any]:
-        return {"row": self.handed * self.batch}
+        return {"row": self.handed * self.blocks.batch}
 
     def seek(self, position: dict[str, Any]) -> None:
         from grain.experimental import set_next_index
 
-        row = whole_numbers(position, ("row",))["row"]
-        if row % self.batch:
-            raise BadInput(f"row {row} does not begin a batch of {self.batch}", where="the saved position")
-        self.handed = row // self.batch
-        set_next_index(self.iterator, self.handed)
+        row, batch = whole_numbers(position, ("row",))["row"], self.blocks.batch
+        if row % batch:
+            raise BadInput(f"row {row} does not begin a batch of {batch}", where="the saved position")
+        self.handed, self.block = row // batch, None
+        set_next_index(self.iterator, self.handed // self.blocks.per_block)
 
     def close(self) -> None:
         self.iterator.close()
@@ -319,10 +330,18 @@ class StreamBatches(Batches):
         self.bytes_per_token = None
         self.among = {"process": process, "processes": processes}
         stream = Stream(source, settings, lambda: Encoder(tokenizer, settings.bos), seed, process, processes)
-        self.iterator = ThreadPrefetchDatasetIterator(stream, settings.prefetch)
+        self.held = [ThreadPrefetchDatasetIterator(stream, settings.prefetch)]
+        # Grain's iterator closes itself when deleted, which prints a traceback once the interpreter shuts down.
+        self.release = weakref.finalize(self, lambda held: held.pop().close(), self.held)
 
     def __next__(self) -> Batch:
         return next(self.iterator)
+
+    @property
+    def iterator(self) -> "ThreadPrefetchDatasetIterator":
+        if not self.held:
+            raise ValueError("these batches are closed")
+        return self.held[0]
 
     def position(self) -> dict[str, Any]:
         return self.iterator.get_state() | self.among
@@ -338,14 +357,14 @@ class StreamBatches(Batches):
         self.iterator.set_state(wanted)
 
     def close(self) -> None:
-        self.iterator.close()
+        self.release()
 
 
 class Stream:
     """An endless iterator over windows of about a mebibyte of text: tokenized, packed, shuffled within, handed out.
 
-    Process p of P takes every P-th document. A position names the first document of the open window, counted over those of
-    this process, and the rows already taken from it: going there reads the source from its start but tokenizes one window.
+    Process p of P takes every P-th document. A position names the first document of the open window, counted over those
+    of this process, and the rows taken from it: going there reads the source from its start, tokenizes one window.
     """
 
     POSITION = ("epoch", "document", "row")
@@ -370,6 +389,9 @@ class Stream:
         self.state = dict(state)
         self.feed = self.rows_from(**state)
 
+    def __iter__(self) -> "Stream":
+        return self
+
     def __next__(self) -> Batch:
         rows = [next(self.feed) for _ in range(self.settings.batch // self.processes)]
         self.state = rows[-1][0]
@@ -381,9 +403,10 @@ class Stream:
             empty = document == 0
             for first, rows in self.windows(document):
                 order = Order(len(rows), self.seed if self.settings.shuffle else None)
+                window = rows.gather(order(epoch * len(rows) + np.arange(len(rows))))
                 for taken in range(row, len(rows)):
-                    chosen = order(np.array([epoch * len(rows) + taken]))
-                    yield {"epoch": epoch, "document": first, "row": taken + 1}, rows.gather(chosen)
+                    one = {name: array[taken : taken + 1] for name, array in window.items()}
+                    yield {"epoch": epoch, "document": first, "row": taken + 1}, one
                 row, empty = 0, False
             if empty:
                 who = f"process {self.process} of {self.processes}"

@@ -6,9 +6,9 @@
     FOLDER/train/learn.bin           uint8 a token: 0 where it does not count in the loss; only if there are such tokens
     FOLDER/held_out/                 the same three
 
-The folder appears under its name in one rename, whole or not at all. A writer that was killed leaves `.NAME.partial` beside
-it, which the next one starts over; two writers at once wait for each other. It does not know rows, batches or seeds: any
-sequence length and either packing reads the same folder.
+The folder appears under its name in one rename, whole or not at all. A writer that was killed leaves `.NAME.partial`
+beside it, which the next one starts over; two writers at once wait for each other. It does not know rows, batches or
+seeds: any sequence length and either packing reads the same folder.
 """
 
 import hashlib
@@ -69,10 +69,10 @@ class Prepared:
 
 
 class HeldOut:
-    """Which documents are kept for evaluation: those whose hash falls below the share, so that equal documents stay together.
+    """Which documents are kept for evaluation: those whose hash falls below the share, equal ones thus together.
 
-    Decided as documents pass, from what came before, so that a stream needs no second reading. A document in pieces is never
-    held out, nor one that would bring the share above twice what was asked for.
+    Decided as documents pass, from what came before, so that a stream needs no second reading. A document in pieces is
+    never held out, nor one that would bring the share above twice what was asked for.
     """
 
     def __init__(self, share: float):
@@ -124,9 +124,10 @@ def spans(document: Document, before: int, after: int) -> np.ndarray | None:
         return None
     learn = np.zeros(before + len(document.tokens) + after, np.uint8)
     for start, stop in document.learn:
-        if not 0 <= start <= stop <= len(document.tokens):
-            raise BadInput(f"a span to learn, {start} to {stop}, lies outside its document of {len(document.tokens)} tokens")
-        learn[before + start : before + stop + (after if stop == len(document.tokens) else 0)] = 1
+        length = len(document.tokens)
+        if not 0 <= start <= stop <= length:
+            raise BadInput(f"a span to learn, {start} to {stop}, lies outside its document of {length} tokens")
+        learn[before + start : before + stop + (after if stop == length else 0)] = 1
     return learn
 
 
@@ -310,7 +311,8 @@ def open_prepared(folder: str | Path, *, verify: bool = False) -> Prepared:
     folder = Path(folder).expanduser()
     path = folder / "manifest.json"
     if not is_prepared(folder):
-        raise BadInput("no prepared corpus there", where=str(folder), hint="write one with `argosy data prepare SOURCE FOLDER`")
+        hint = "write one with `argosy data prepare SOURCE FOLDER`"
+        raise BadInput("no prepared corpus there", where=str(folder), hint=hint)
     try:
         manifest = json.loads(path.read_bytes()[: 1 << 20])
         if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
@@ -334,7 +336,8 @@ def open_split(folder: Path, told: dict[str, Any], dtype: np.dtype) -> Corpus:
         path = folder / name
         if name not in sizes or not path.is_file() or path.stat().st_size != sizes[name]:
             found = path.stat().st_size if path.is_file() else "no file"
-            raise Damaged(f"a prepared corpus is incomplete: {sizes.get(name)} bytes expected, {found} found", where=str(path))
+            what = f"a prepared corpus is incomplete: {sizes.get(name)} bytes expected, {found} found"
+            raise Damaged(what, where=str(path))
     starts = mapped(folder / "documents.bin", np.dtype("<i8"))
     if starts[0] != 0 or starts[-1] != tokens or (np.diff(starts) <= 0).any():
         raise Damaged("the index of a prepared corpus does not ascend", where=str(folder / "documents.bin"))
@@ -351,8 +354,8 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 def one_writer(folder: Path) -> Iterator[Path]:
     """An empty folder to write in, held by one process at a time; removed if writing fails.
 
-    The lock lies in a file beside the folder and dies with its process. It is removed once the folder stands, when nobody who
-    waited for it has anything left to write.
+    The lock lies in a file beside the folder and dies with its process. It is removed once the folder stands, when
+    nobody who waited for it has anything left to write.
     """
     import fcntl
 

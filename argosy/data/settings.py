@@ -22,8 +22,8 @@ class DataSettings(Settings):
     """Rows in a step, over all processes together."""
 
     packing: Literal["split", "fit"] = "split"
-    """split: documents joined to one stream and cut every `sequence` tokens, no padding. fit: whole documents packed into
-    rows by best fit; only documents longer than a row are cut."""
+    """split: documents joined to one stream and cut every `sequence` tokens, no padding. fit: whole documents packed
+    into rows by best fit; only documents longer than a row are cut."""
 
     shuffle: bool = True
     """Draw the rows of each epoch in an order of its own. Off: the order of the source."""
@@ -32,7 +32,7 @@ class DataSettings(Settings):
     """Seed of the order of the rows, and of synthetic tokens. None: the run's."""
 
     epochs: float | None = Field(None, gt=0)
-    """Passes over the rows, ended after the last whole batch; a stream rounds up. None: as many as the run has steps for."""
+    """Passes over the rows, ended after the last whole batch; a stream rounds up. None: as the run has steps for."""
 
     held_out: float = Field(0.01, ge=0, lt=1)
     """Share of the corpus kept for evaluation and never trained on."""

@@ -41,3 +41,21 @@ def meanings_of(model: nnx.Module) -> Meanings:
     """Of every weight that is trained: what its axes are, and how many it is stored with."""
     own = variables(model)
     return {a: (v.get_metadata()["meaning"], len(v.shape)) for a, v in own.items() if isinstance(v, nnx.Param)}
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves of an optimizer state (or any pytree) by dotted name, as checkpoints hold them."""
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def unnamed(like: Any, leaves: dict[str, Any]) -> Any:
+    """The tree again.
+
+    Raises:
+        KeyError: a leaf is missing.
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[_name(path)], like)
+
+
+def _name(path: Any) -> str:
+    return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)

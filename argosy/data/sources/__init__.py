@@ -4,8 +4,8 @@
     data.source=corpus.jsonl      a file, folder or glob: the suffix chooses the reader
     data.source=text:server.log   a reader by name, and what it reads
 
-A source of documents yields the same documents in the same order every time. A source of rows makes any row from its number.
-Neither knows a tokenizer.
+A source of documents yields the same documents in the same order every time. A source of rows makes any row from its
+number. Neither knows a tokenizer.
 """
 
 from abc import ABC, abstractmethod
@@ -61,7 +61,8 @@ class Origin(ABC):
             BadInput: this source takes no argument, or not this one.
         """
         if argument:
-            raise BadInput(f"the data source `{settings.source.split(':')[0]}` takes no argument", where=settings.source)
+            name = settings.source.partition(":")[0]
+            raise BadInput(f"the data source `{name}` takes no argument", where=settings.source)
         return cls()
 
     @abstractmethod

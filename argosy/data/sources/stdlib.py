@@ -1,13 +1,14 @@
 """Text that every machine has: the source of Python's own standard library, or only its docstrings.
 
-Read as files in sorted order, never imported. Its text is that of the interpreter at hand, so the interpreter's version is
-part of the fingerprint. Source teaches a small model better than docstrings do: a sample that looks like Python is recognized
-at a glance, and 1.5 MB of docstrings are too few.
+Read as files in sorted order, never imported. Its text is that of the interpreter at hand, so the interpreter's version
+is part of the fingerprint. Source teaches a small model better than docstrings do: a sample that looks like Python is
+recognized at a glance, and 1.5 MB of docstrings are too few.
 """
 
 import ast
 import hashlib
 import importlib.util
+import os
 import platform
 import sysconfig
 import warnings
@@ -19,8 +20,8 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.data.sources import Document, Source
 
-# Tests repeat themselves, encodings and entities are tables (a small model falls in love with LATIN CAPITAL LETTER), and
-# _sysconfigdata spells the paths of the machine that built Python.
+# Tests repeat themselves, encodings and entities are tables (a small model falls in love with LATIN CAPITAL LETTER),
+# and _sysconfigdata spells the paths of the machine that built Python.
 FOLDERS_LEFT_OUT = frozenset({
     "test", "tests", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages", "pydoc_data", "turtledemo",
     "ensurepip", "__pycache__",
@@ -35,7 +36,7 @@ class StandardLibrary(Source):
 
     def __init__(self, root: str | Path | None = None):
         self.root = Path(root or sysconfig.get_path("stdlib"))
-        self.paths = [path for path in sorted(self.root.rglob("*.py")) if self.is_wanted(path.relative_to(self.root))]
+        self.paths = sorted(python_files(self.root))
         if not self.paths:
             raise BadInput(
                 "this Python has no source files of its standard library",
@@ -43,11 +44,6 @@ class StandardLibrary(Source):
                 hint="train on a text of your own: `data.source=PATH`",
             )
         self.size_bytes = sum(path.stat().st_size for path in self.paths)
-
-    @staticmethod
-    def is_wanted(path: Path) -> bool:
-        left_out = FOLDERS_LEFT_OUT.intersection(path.parts) or path.as_posix() in FILES_LEFT_OUT
-        return not left_out and not path.name.startswith("_sysconfigdata")
 
     def documents(self) -> Iterator[Document]:
         for path in self.paths:
@@ -72,6 +68,16 @@ class StandardLibrary(Source):
     def fingerprint(self) -> dict[str, Any]:
         python = f"{platform.python_implementation()} {platform.python_version()}"
         return {"source": self.name, "source.python": python, "source.sha256": self.sha256}
+
+
+def python_files(root: Path) -> Iterator[Path]:
+    """Source files below the root, without walking what is left out: site-packages alone may hold a gigabyte."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in FOLDERS_LEFT_OUT]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            is_table = path.relative_to(root).as_posix() in FILES_LEFT_OUT or path.name.startswith("_sysconfigdata")
+            if not is_table:
+                yield path
 
 
 class Docstrings(StandardLibrary):

@@ -1,7 +1,7 @@
 """Random tokens, for benchmarks: no corpus, no tokenizer, any row from its number.
 
-A token is one step of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at a counter made of row and column, so any process
-makes any row without making those before it, and the bits do not depend on a library's version.
+A token is one step of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at a counter made of row and column, so any
+process makes any row without making those before it, and the bits do not depend on a library's version.
 """
 
 from typing import Any

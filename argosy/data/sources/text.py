@@ -1,7 +1,8 @@
 """Text files, JSON lines, folders of both, and texts in memory; `.gz` is read as what it wraps.
 
-Files of any size pass through in pieces of a mebibyte. A piece ends after a line break that is not followed by blanks, where
-the usual pre-tokenizers split anyway, so the tokens are those of the whole file. What is read as text must be UTF-8.
+Files of any size pass through in pieces of a mebibyte. A piece ends after a line break that is not followed by blanks,
+where the usual pre-tokenizers split anyway, so the tokens are those of the whole file. What is read as text must be
+UTF-8.
 """
 
 import gzip
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 
 from argosy.core.errors import BadInput, Damaged
 from argosy.data.sources import Document, Source, missing, reader_of
@@ -174,7 +175,7 @@ def text_pieces(path: Path, invalid: str) -> Iterator[str]:
 
 
 def cut_at(data: bytes) -> int:
-    """Where to end a piece: after the last line break before a non-blank, else before the last character's first byte."""
+    """Where to end a piece: after the last line break before a non-blank, else before the last character."""
     at = len(data)
     while (at := data.rfind(b"\n", 0, at)) >= 0:
         if data[at + 1 : at + 2].strip():
@@ -212,7 +213,8 @@ def text_field(line: str, where: str) -> str:
         raise BadInput("each line of a JSONL file must be an object", where=where, hint='like {"text": "..."}')
     if not isinstance(row.get("text"), str):
         found = ", ".join(f"`{key}`" for key in list(row)[:6]) or "none"
-        raise BadInput("no text in the field `text`", where=where, hint=f"pre-training reads `text`; fields here: {found}"[:200])
+        hint = f"pre-training reads the field `text`; the fields here are {found}"[:200]
+        raise BadInput("no text in the field `text`", where=where, hint=hint)
     return row["text"]
 
 
@@ -234,10 +236,10 @@ def readable_below(root: Path) -> list[Path]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def opened(path: Path) -> Iterator[BinaryIO]:
     """The file's bytes, unpacked. What goes wrong while reading is told with the file's name."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+        with cast(BinaryIO, gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as stream:
             yield stream
     except (EOFError, gzip.BadGzipFile, zlib.error) as e:
         raise Damaged(f"a damaged gzip file: {e}", where=str(path)) from None

@@ -1,0 +1,97 @@
+"""`argosy config`: what a run would be set to, who set it, and what there is to set."""
+
+from typing import Annotated, Any
+
+import typer
+
+from argosy.cli.output import answer
+from argosy.core.explain import annotated, explain, reference
+from argosy.core.settings import Settings, diff, dump, flatten
+from argosy.core.words import written
+from argosy.jobs.compose import compose, editor_schema
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+RECIPE = typer.Argument(help="a recipe's name, a YAML file, or a run directory", show_default=False)
+WORDS = typer.Argument(metavar="[key=value ...]", help="settings over the recipe's", show_default=False)
+JSON = typer.Option("--json", help="one JSON document on stdout")
+
+
+@app.callback(invoke_without_command=True)
+def config(context: typer.Context) -> None:
+    """What a run would be set to, who set it, and what there is to set."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command("show")
+def show(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [key=value ...]", show_default=False)] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Prints every setting of a run and who set it."""
+    recipe, words = split_recipe(words or [])
+    reading = compose(root(), recipe, words)
+    answer(annotated(reading), {"settings": dump(reading.value), "set_by": reading.origin}, as_json)
+
+
+@app.command("explain")
+def explain_key(
+    key: Annotated[str, typer.Argument(help="a dotted key, or a group of keys")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [key=value ...]", show_default=False)] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Says what a setting means, its default, its value in this run, and who set it."""
+    recipe, words = split_recipe(words or [])
+    reading = compose(root(), recipe, words)
+    text = explain(reading, key)
+    document = [
+        {"key": name, "value": value, "set_by": reading.origin[name], "tried": _tried(reading.tried.get(name, []))}
+        for name, value in flatten(reading.value).items()
+        if name == key or name.startswith(f"{key}.")
+    ]
+    answer(text, document, as_json)
+
+
+@app.command("diff")
+def show_difference(
+    a: Annotated[str, RECIPE],
+    b: Annotated[str, RECIPE],
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Lists the settings in which two recipes, files or runs differ."""
+    found = diff(compose(root(), a).value, compose(root(), b).value)
+    width = max((len(key) for key, _, _ in found), default=0)
+    lines = [f"{key:{width}}  {written(left)} -> {written(right)}" for key, left, right in found]
+    document = [{"key": key, "a": left, "b": right} for key, left, right in found]
+    answer("\n".join(lines) or "no difference", document, as_json)
+
+
+@app.command("reference")
+def show_reference() -> None:
+    """Prints the reference of all settings, in Markdown."""
+    print(reference(root()), end="")
+
+
+@app.command("schema")
+def show_schema() -> None:
+    """Prints the JSON Schema of a recipe, for editors."""
+    answer("", editor_schema(root()), as_json=True)
+
+
+def root() -> type[Settings]:
+    """The settings of a run; imported late, because they import every room's."""
+    from argosy.jobs.run import Run
+
+    return Run
+
+
+def split_recipe(words: list[str]) -> tuple[str | None, list[str]]:
+    """The recipe, where the first word is one, and the `key=value` words."""
+    if words and "=" not in words[0]:
+        return words[0], words[1:]
+    return None, words
+
+
+def _tried(said: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+    return [{"by": origin, "value": dump(value) if isinstance(value, Settings) else value} for origin, value in said]

@@ -1,0 +1,252 @@
+"""GGUF files, llama.cpp's container: metadata, a tokenizer's tables and tensors, read only.
+
+Notable: nothing is allocated before its size has been held against the bytes that are left, so a hostile file ends in
+`Damaged` and costs a small multiple of its own length. Versions 2 and 3, little endian (ggml-org/ggml, docs/gguf.md).
+Knows no family: names and their meaning are for `core.keymap`, block formats for `quants`.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from argosy.core.errors import Damaged, Unsupported
+from argosy.core.formats import Shape, damaged, map_file, quoted
+from argosy.core.formats.quants import TYPES, Type, dequantize
+
+MOST_AXES = 4  # ggml's own
+MOST_NAME_BYTES = 65_535
+MOST_DEPTH = 4  # of arrays in arrays
+ALIGNMENT = 32
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
+_LEAST_BYTES = {code: np.dtype(dtype).itemsize for code, dtype in _NUMBERS.items()} | {_BOOL: 1, _STRING: 8, _ARRAY: 12}
+_LEAST_PAIR, _LEAST_TENSOR = 13, 24  # bytes of the shortest key with its value, and description of a tensor
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: so many bytes from `begin` of the file; its shape in numpy's order, rows last."""
+
+    kind: Type
+    shape: Shape
+    begin: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class GGUF:
+    """One file, open: metadata, and a `Reader` of its tensors."""
+
+    path: Path
+    version: int
+    meta: dict[str, Any]
+    places: dict[str, Place]
+    data: np.ndarray
+
+    @staticmethod
+    def open(path: str | Path) -> "GGUF":
+        """Reads metadata and checks every tensor's place. Arrays of numbers come as numpy arrays, others as lists.
+
+        Raises:
+            BadInput: no such file, or it may not be read.
+            Damaged: anything that contradicts itself or the file's length.
+            Unsupported: another version, big endian, a part of a split model, a type of unknown size.
+        """
+        path = Path(path)
+        data = map_file(path)
+        cursor = _Cursor(data.data, path)
+        version, tensors, pairs = _preamble(cursor)
+        meta = _metadata(cursor, pairs)
+        if meta.get("split.count", 1) not in (0, 1):
+            raise Unsupported("one part of a split GGUF", where=f"in {path}", hint="join it: llama-gguf-split --merge")
+        alignment = meta.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise damaged(path, "`general.alignment` is not a power of two")
+        return GGUF(path, version, meta, _places(cursor, tensors, alignment), data)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.places)
+
+    def shape(self, name: str) -> Shape:
+        return self.places[name].shape
+
+    def type(self, name: str) -> str:
+        """ggml's name of how it is stored: F32, BF16, Q4_K ..."""
+        return self.places[name].kind.name
+
+    def dtype(self, name: str) -> np.dtype:
+        """What `read` gives."""
+        return self.places[name].kind.dtype or np.dtype(np.float32)
+
+    def raw(self, name: str) -> np.ndarray:
+        """A tensor's bytes as they are stored, uint8, one row for each row of the tensor."""
+        place = self.places[name]
+        values, size = place.kind.values, place.kind.bytes
+        *rows, last = place.shape or (1,)
+        return self.data[place.begin : place.begin + place.bytes].reshape(*rows, last // values * size)
+
+    def read(self, name: str) -> np.ndarray:
+        """A view of the file where the stored bytes are values, else dequantized to float32.
+
+        Raises:
+            Unsupported: a block type that nothing here decodes.
+        """
+        place = self.places[name]
+        if place.kind.dtype is None:
+            return dequantize(place.kind.name, self.raw(name)).reshape(place.shape)
+        view = self.data[place.begin : place.begin + place.bytes].view(place.kind.dtype)
+        return np.require(view.reshape(place.shape), requirements="A")
+
+
+class _Cursor:
+    """Reads on from a position, never beyond the end."""
+
+    def __init__(self, data: memoryview, path: Path):
+        self.data, self.path, self.at = data, path, 0
+
+    @property
+    def left(self) -> int:
+        return len(self.data) - self.at
+
+    def take(self, count: int) -> memoryview:
+        if count > self.left:
+            raise self.wrong(f"{count} bytes asked for at byte {self.at}, {self.left} are left")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def u32(self) -> int:
+        return struct.unpack("<I", self.take(4))[0]
+
+    def u64(self) -> int:
+        return struct.unpack("<Q", self.take(8))[0]
+
+    def count(self, what: str, least_bytes: int) -> int:
+        """A number of things that take at least so many bytes each, and so fit into what is left."""
+        count = self.u64()
+        if count * least_bytes > self.left:
+            raise self.wrong(f"{count} {what} do not fit into the {self.left} bytes left")
+        return count
+
+    def text(self, most: int | None = None) -> str:
+        length = self.count("bytes of text", 1)
+        if most is not None and length > most:
+            raise self.wrong(f"a name of {length} bytes, over the limit of {most}")
+        try:
+            return str(self.take(length), "utf-8")
+        except UnicodeDecodeError:
+            raise self.wrong(f"text before byte {self.at} is not UTF-8") from None
+
+    def wrong(self, what: str) -> Damaged:
+        return damaged(self.path, what)
+
+
+def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
+    """Version, number of tensors, number of keys."""
+    if cursor.take(4) != b"GGUF":
+        raise cursor.wrong("it does not begin with `GGUF`")
+    version = cursor.u32()
+    if version not in (2, 3):
+        big = version in (2 << 24, 3 << 24)
+        raise Unsupported(f"GGUF {'big endian' if big else f'version {version}'}", where=f"in {cursor.path}")
+    tensors = cursor.count("tensors", _LEAST_TENSOR)
+    return version, tensors, cursor.count("keys", _LEAST_PAIR)
+
+
+def _metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
+    meta: dict[str, Any] = {}
+    for _ in range(pairs):
+        key = cursor.text(MOST_NAME_BYTES)
+        if key in meta:
+            raise cursor.wrong(f"key {quoted(key)} stands twice")
+        try:
+            meta[key] = _value(cursor, cursor.u32())
+        except Damaged as error:
+            raise Damaged(f"{error.what}, key {quoted(key)}", where=error.where, hint=error.hint) from None
+    return meta
+
+
+def _value(cursor: _Cursor, code: int) -> Any:
+    if code in _NUMBERS:
+        return np.frombuffer(cursor.take(_LEAST_BYTES[code]), _NUMBERS[code])[0].item()
+    if code == _BOOL:
+        return bool(_switches(cursor, 1)[0])
+    if code == _STRING:
+        return cursor.text()
+    if code == _ARRAY:
+        return _array(cursor, 1)
+    raise cursor.wrong(f"unknown type {code} of a value")
+
+
+def _array(cursor: _Cursor, depth: int) -> Any:
+    """Numbers as a numpy array, anything else as a list."""
+    if depth > MOST_DEPTH:
+        raise cursor.wrong(f"arrays nested over {MOST_DEPTH} deep")
+    code = cursor.u32()
+    if code not in _LEAST_BYTES:
+        raise cursor.wrong(f"unknown type {code} of an array")
+    count = cursor.count("values of an array", _LEAST_BYTES[code])
+    if code in _NUMBERS:
+        return np.frombuffer(cursor.take(count * _LEAST_BYTES[code]), _NUMBERS[code]).copy()
+    if code == _BOOL:
+        return _switches(cursor, count)
+    if code == _STRING:
+        return [cursor.text() for _ in range(count)]
+    return [_array(cursor, depth + 1) for _ in range(count)]
+
+
+def _switches(cursor: _Cursor, count: int) -> np.ndarray:
+    values = np.frombuffer(cursor.take(count), np.uint8)
+    if (values > 1).any():
+        raise cursor.wrong("a switch that is neither 0 nor 1")
+    return values.astype(bool)
+
+
+def _places(cursor: _Cursor, tensors: int, alignment: int) -> dict[str, Place]:
+    """Descriptions of the tensors, then where their data begins: at the next multiple of the alignment."""
+    places: dict[str, Place] = {}
+    for _ in range(tensors):
+        name = cursor.text(MOST_NAME_BYTES)
+        if name in places:
+            raise cursor.wrong(f"tensor {quoted(name)} stands twice")
+        places[name] = _place(cursor, name, alignment)
+    start = -(-cursor.at // alignment) * alignment
+    places = {name: place._replace(begin=start + place.begin) for name, place in places.items()}
+    _check_apart(places, cursor)
+    return places
+
+
+def _place(cursor: _Cursor, name: str, alignment: int) -> Place:
+    def wrong(what: str) -> Damaged:
+        return cursor.wrong(f"tensor {quoted(name)}: {what}")
+
+    axes = cursor.u32()
+    if axes > MOST_AXES:
+        raise wrong(f"{axes} axes, over the limit of {MOST_AXES}")
+    shape = tuple(cursor.u64() for _ in range(axes))[::-1]  # ggml writes the innermost axis first
+    code, begin = cursor.u32(), cursor.u64()
+    if code not in TYPES:
+        raise Unsupported(f"tensor {quoted(name)} is of the unknown GGUF type {code}", where=f"in {cursor.path}")
+    kind = TYPES[code]
+    if (shape[-1] if shape else 1) % kind.values:
+        raise wrong(f"rows of {shape[-1] if shape else 1} are no whole number of {kind.name} blocks of {kind.values}")
+    if math.prod(n for n in shape if n) >= 2**59:
+        raise wrong("its shape overflows")
+    if begin % alignment:
+        raise wrong(f"its offset {begin} is no multiple of {alignment}")
+    return Place(kind, shape, begin, math.prod(shape) // kind.values * kind.bytes)
+
+
+def _check_apart(places: dict[str, Place], cursor: _Cursor) -> None:
+    """Every tensor lies inside the file, and no two share a byte."""
+    at = 0
+    for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].bytes)):
+        if place.begin < at:
+            raise cursor.wrong(f"tensor {quoted(name)} overlaps the one before")
+        at = place.begin + place.bytes
+        if at > len(cursor.data):
+            raise cursor.wrong(f"tensor {quoted(name)} ends at byte {at} of {len(cursor.data)}: the file is cut short")

@@ -1,0 +1,299 @@
+"""Numbers packed into blocks, back to float32: GGUF's block types, and weights that come with a tensor of scales.
+
+Notable: nearly every format is one idea, bit fields that lie in planes (`_planes`), times a scale. Each function takes
+blocks as bytes, uint8 [n, bytes], and gives float32 [n, values], bit for bit what ggml computes: its products and sums
+in its order. Layouts: ggml-common.h (Q*_K and IQ* by I. Kawrakow, TQ* by F. Mathieu); MXFP4: OCP Microscaling formats 1.0.
+Knows no file: raw bytes come from `gguf` or `safetensors`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from argosy.core.errors import Damaged, Unsupported
+from argosy.core.formats import Shape
+
+CHUNK = 1 << 16  # values decoded at once: temporaries of 256 KB stay in cache, and peak memory near the output's size
+
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_FP4_GGML = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # doubled, and without -0
+_NON_LINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+
+
+def _unsigned_e4m3() -> np.ndarray:
+    """All 256 values of ggml's unsigned e4m3: the sign bit ignored, 0x7F for zero."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 0xF, code & 7
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    value = np.where(exponent == 0, mantissa * 2.0**-9, normal)
+    return np.where(code == 0x7F, 0, value).astype(np.float32)
+
+
+_UE4M3 = _unsigned_e4m3()
+
+
+def _planes(packed: np.ndarray, bits: int, width: int) -> np.ndarray:
+    """Bit fields, uint8 [n, m] -> [n, m * 8 / bits]: of each `width` bytes first the lowest fields, then the next."""
+    n, m = packed.shape
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    fields = packed.reshape(n, m // width, 1, width) >> shifts & np.uint8(2**bits - 1)
+    return fields.reshape(n, -1)
+
+
+def _half(packed: np.ndarray) -> np.ndarray:
+    """Two bytes as float16 -> float32 [n, 1]."""
+    return np.ascontiguousarray(packed).view("<f2").astype(np.float32)
+
+
+def _groups(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Values as float32 [n, groups, size], one group for each scale [n, groups]."""
+    return q.astype(np.float32).reshape(*scale.shape, -1)
+
+
+def _scaled(q: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None = None) -> np.ndarray:
+    """scale * q - minimum, with one scale for each group of values."""
+    y = scale[..., None] * _groups(q, scale)
+    if minimum is not None:
+        y -= minimum[..., None]
+    return y.reshape(len(q), -1)
+
+
+def _signed(q: np.ndarray, offset: int) -> np.ndarray:
+    return q.astype(np.int16) - offset
+
+
+# ---- 32 values a block
+
+
+def _q4_0(b: np.ndarray) -> np.ndarray:
+    return _half(b[:, :2]) * _signed(_planes(b[:, 2:], 4, 16), 8)
+
+
+def _q4_1(b: np.ndarray) -> np.ndarray:
+    return _half(b[:, :2]) * _planes(b[:, 4:], 4, 16) + _half(b[:, 2:4])
+
+
+def _q5_0(b: np.ndarray) -> np.ndarray:
+    return _half(b[:, :2]) * _signed(_planes(b[:, 6:], 4, 16) | _planes(b[:, 2:6], 1, 1) << 4, 16)
+
+
+def _q5_1(b: np.ndarray) -> np.ndarray:
+    return _half(b[:, :2]) * (_planes(b[:, 8:], 4, 16) | _planes(b[:, 4:8], 1, 1) << 4) + _half(b[:, 2:4])
+
+
+def _q8_0(b: np.ndarray) -> np.ndarray:
+    return _half(b[:, :2]) * b[:, 2:].view(np.int8)
+
+
+def _iq4_nl(b: np.ndarray) -> np.ndarray:
+    return _half(b[:, :2]) * _NON_LINEAR[_planes(b[:, 2:], 4, 16)]
+
+
+def _mxfp4(b: np.ndarray) -> np.ndarray:
+    return _power(b[:, :1], 128) * _FP4_GGML[_planes(b[:, 1:], 4, 16)]
+
+
+def _power(exponent: np.ndarray, bias: int) -> np.ndarray:
+    return np.ldexp(np.float32(1), exponent.astype(np.int32) - bias)
+
+
+def _nvfp4(b: np.ndarray) -> np.ndarray:
+    """64 values: four groups of 16, each with an unsigned e4m3 scale."""
+    return _scaled(_FP4_GGML[_planes(b[:, 4:], 4, 8)], _UE4M3[b[:, :4]] * np.float32(0.5))
+
+
+# ---- 256 values a block, with scales of their own groups inside
+
+
+def _q2_k(b: np.ndarray) -> np.ndarray:
+    scales, d, least = b[:, :16], _half(b[:, 80:82]), _half(b[:, 82:84])
+    return _scaled(_planes(b[:, 16:80], 2, 32), d * (scales & 0xF), least * (scales >> 4))
+
+
+def _q3_k(b: np.ndarray) -> np.ndarray:
+    high, low, d = b[:, :32], b[:, 32:96], _half(b[:, 108:110])
+    scales = _planes(b[:, 96:104], 4, 8) | _planes(b[:, 104:108], 2, 4) << 4
+    q = _signed(_planes(low, 2, 32) | _planes(high, 1, 32) << 2, 4)
+    return _scaled(q, d * _signed(scales, 32))
+
+
+def _scales_and_minima(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight scales and eight minima of 6 bits in 12 bytes: the first four of each whole, the others in two parts."""
+    d, m, low = b[:, 0:4], b[:, 4:8], b[:, 8:12]
+    scales = np.concatenate([d & 0x3F, low & 0xF | d >> 2 & 0x30], axis=1)
+    minima = np.concatenate([m & 0x3F, low >> 4 | m >> 2 & 0x30], axis=1)
+    return scales, minima
+
+
+def _q4_k(b: np.ndarray) -> np.ndarray:
+    scales, minima = _scales_and_minima(b[:, 4:16])
+    return _scaled(_planes(b[:, 16:], 4, 32), _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima)
+
+
+def _q5_k(b: np.ndarray) -> np.ndarray:
+    scales, minima = _scales_and_minima(b[:, 4:16])
+    q = _planes(b[:, 48:], 4, 32) | _planes(b[:, 16:48], 1, 32) << 4
+    return _scaled(q, _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima)
+
+
+def _q6_k(b: np.ndarray) -> np.ndarray:
+    q = _signed(_planes(b[:, :128], 4, 64) | _planes(b[:, 128:192], 2, 32) << 4, 32)
+    return _scaled(q, _half(b[:, 208:]) * b[:, 192:208].view(np.int8))
+
+
+def _iq4_xs(b: np.ndarray) -> np.ndarray:
+    scales = _planes(b[:, 4:8], 4, 1) | _planes(b[:, 2:4], 2, 1) << 4
+    return _scaled(_NON_LINEAR[_planes(b[:, 8:], 4, 16)], _half(b[:, :2]) * _signed(scales, 32))
+
+
+def _tq1_0(b: np.ndarray) -> np.ndarray:
+    """Five ternary digits a byte: times 3^k, modulo 256, the k-th digit stands highest."""
+    q = np.concatenate([_ternary(b[:, :32], 5), _ternary(b[:, 32:48], 5), _ternary(b[:, 48:52], 4)], axis=1)
+    return _half(b[:, 52:]) * _signed(q.astype(np.uint16) * 3 >> 8, 1)
+
+
+def _ternary(packed: np.ndarray, digits: int) -> np.ndarray:
+    powers = np.array([1, 3, 9, 27, 81][:digits], np.uint8)
+    return (packed[:, None, :] * powers[:, None]).reshape(len(packed), -1)
+
+
+def _tq2_0(b: np.ndarray) -> np.ndarray:
+    return _half(b[:, 64:]) * _signed(_planes(b[:, :64], 2, 32), 1)
+
+
+def _bf16(b: np.ndarray) -> np.ndarray:
+    return (b.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+# ---- the table
+
+
+@dataclass(frozen=True)
+class Type:
+    """A GGUF type: a block's values and bytes, and how it is decoded; `dtype` where the bytes are the values."""
+
+    name: str
+    values: int
+    bytes: int
+    decode: Callable[[np.ndarray], np.ndarray] | None = None
+    dtype: np.dtype | None = None
+
+
+def _plain(name: str, dtype: object) -> Type:
+    dtype = np.dtype(dtype)  # type: ignore[call-overload]
+    return Type(name, 1, dtype.itemsize, None, dtype)
+
+
+# By ggml's number. Types without a function are known by size: files with them open, reading one is refused by name.
+TYPES: dict[int, Type] = {
+    0: _plain("F32", "<f4"),
+    1: _plain("F16", "<f2"),
+    2: Type("Q4_0", 32, 18, _q4_0),
+    3: Type("Q4_1", 32, 20, _q4_1),
+    6: Type("Q5_0", 32, 22, _q5_0),
+    7: Type("Q5_1", 32, 24, _q5_1),
+    8: Type("Q8_0", 32, 34, _q8_0),
+    9: Type("Q8_1", 32, 36),
+    10: Type("Q2_K", 256, 84, _q2_k),
+    11: Type("Q3_K", 256, 110, _q3_k),
+    12: Type("Q4_K", 256, 144, _q4_k),
+    13: Type("Q5_K", 256, 176, _q5_k),
+    14: Type("Q6_K", 256, 210, _q6_k),
+    15: Type("Q8_K", 256, 292),
+    16: Type("IQ2_XXS", 256, 66),
+    17: Type("IQ2_XS", 256, 74),
+    18: Type("IQ3_XXS", 256, 98),
+    19: Type("IQ1_S", 256, 50),
+    20: Type("IQ4_NL", 32, 18, _iq4_nl),
+    21: Type("IQ3_S", 256, 110),
+    22: Type("IQ2_S", 256, 82),
+    23: Type("IQ4_XS", 256, 136, _iq4_xs),
+    24: _plain("I8", "i1"),
+    25: _plain("I16", "<i2"),
+    26: _plain("I32", "<i4"),
+    27: _plain("I64", "<i8"),
+    28: _plain("F64", "<f8"),
+    29: Type("IQ1_M", 256, 56),
+    30: Type("BF16", 1, 2, _bf16, np.dtype(ml_dtypes.bfloat16)),
+    34: Type("TQ1_0", 256, 54, _tq1_0),
+    35: Type("TQ2_0", 256, 66, _tq2_0),
+    39: Type("MXFP4", 32, 17, _mxfp4),
+    40: Type("NVFP4", 64, 36, _nvfp4),
+}
+BY_NAME = {kind.name: kind for kind in TYPES.values()}
+
+
+def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
+    """Raw blocks of a type by name, uint8 [... k * bytes] -> float32 [... k * values].
+
+    Raises:
+        Unsupported: a type that nothing here decodes.
+        ValueError: a last axis that is no whole number of blocks.
+    """
+    kind = BY_NAME.get(name)
+    if kind is None or kind.decode is None:
+        known = ", ".join(k.name for k in TYPES.values() if k.decode)
+        raise Unsupported(f"nothing here decodes the GGUF type {name}", hint=f"types that are decoded: {known}")
+    if raw.shape[-1] % kind.bytes:
+        raise ValueError(f"{raw.shape[-1]} bytes are no whole number of {name} blocks of {kind.bytes}")
+    blocks = raw.reshape(-1, kind.bytes)
+    out = np.empty((len(blocks), kind.values), np.float32)
+    step = max(1, CHUNK // kind.values)
+    with np.errstate(all="ignore"):  # infinite scales are the file's own
+        for start in range(0, len(blocks), step):
+            out[start : start + step] = kind.decode(np.ascontiguousarray(blocks[start : start + step]))
+    return out.reshape(*raw.shape[:-1], raw.shape[-1] // kind.bytes * kind.values)
+
+
+# ---- a tensor of values and a tensor of scales, as Hub folders hold them
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Values beside their scales. `shapes`: of the stored tensors, given that of the weight; `read`: the weight."""
+
+    shapes: Callable[[Shape], tuple[Shape, ...]]
+    read: Callable[..., np.ndarray]
+
+
+def _fp8_shapes(shape: Shape) -> tuple[Shape, ...]:
+    rows, columns = shape
+    return (shape, (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)))
+
+
+def _fp8(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Each 128 x 128 tile of an fp8 matrix times its scale (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+    if values.dtype.itemsize != 1 or values.dtype.kind in "iub":
+        raise Damaged(f"fp8 values are stored as {values.dtype}", hint="is the weight really one of fp8 blocks?")
+    out = np.empty(values.shape, np.float32)
+    for i, row in enumerate(np.asarray(scales, np.float32)):
+        rows = slice(i * FP8_BLOCK, (i + 1) * FP8_BLOCK)
+        out[rows] = values[rows].astype(np.float32) * row.repeat(FP8_BLOCK)[: values.shape[1]]
+    return out
+
+
+def _mxfp4_shapes(shape: Shape) -> tuple[Shape, ...]:
+    *lead, last = shape
+    if last % 32:
+        raise ValueError(f"MXFP4 scales 32 values at once, and the last axis has {last}")
+    return ((*lead, last // 32, 16), (*lead, last // 32))
+
+
+def _mxfp4_pairs(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """uint8 blocks [... G 16] of neighboring pairs, low nibble first, and e8m0 scales [... G] -> float32 [... 32 G]."""
+    if blocks.dtype != np.uint8 or scales.dtype != np.uint8:
+        raise Damaged(f"MXFP4 blocks and scales are stored as {blocks.dtype} and {scales.dtype}, not as bytes")
+    if (scales == 255).any():
+        raise Damaged("an MXFP4 scale of 255 stands for no number")
+    out = np.empty((*scales.shape, 16, 2), np.float32)
+    for at in np.ndindex(scales.shape[:1]):  # an expert at a time
+        power = _power(scales[at], 127)[..., None]
+        out[at][..., 0] = _FP4[blocks[at] & 0xF] * power
+        out[at][..., 1] = _FP4[blocks[at] >> 4] * power
+    return out.reshape(*scales.shape[:-1], -1)
+
+
+FP8_BLOCK = 128
+SCALED: dict[str, Scaled] = {"fp8_blocks": Scaled(_fp8_shapes, _fp8), "mxfp4": Scaled(_mxfp4_shapes, _mxfp4_pairs)}

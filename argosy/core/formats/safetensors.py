@@ -1,0 +1,416 @@
+"""Safetensors files and Hub folders of them, in and out, tensor by tensor.
+
+Notable: a header is checked to the last byte before anything is allocated, duplicate names included, which the library
+of that name accepts in silence; tensors are views of the mapped file, bfloat16 and float8 too. Writing needs memory for
+one tensor, and a folder is replaced whole: a reader sees the old weights, the new ones, or a loud gap, never a mixture.
+Format: 8 bytes with the header's length, a JSON header, the tensors' bytes without gap (huggingface/safetensors).
+Knows nothing of what the tensors are for.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from argosy.core.errors import ArgosyError, BadInput, Damaged, Unsupported
+from argosy.core.formats import Entry, Shape, damaged, listed, map_file, quoted
+
+MOST_HEADER_BYTES = 100_000_000  # the library's own limit
+MOST_AXES = 32
+SLAB_BYTES = 1 << 26  # a transposed tensor is put in order and written this much at a time
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(bool),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_PACKED = ("F4", "F6_E2M3", "F6_E3M2")  # several values share a byte: no numpy view shows them
+
+
+# ---- reading one file
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: bytes begin to end of the data."""
+
+    dtype: np.dtype
+    shape: Shape
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class SafeTensors:
+    """One file, open: a `Reader` whose tensors are read-only views of the mapped file."""
+
+    path: Path
+    metadata: dict[str, str]
+    places: dict[str, Place]
+    data: np.ndarray
+
+    @staticmethod
+    def open(path: str | Path) -> "SafeTensors":
+        """Checks the header and maps the data.
+
+        Raises:
+            BadInput: no such file, or it may not be read.
+            Damaged: a header that contradicts itself or the file's length; the tensor is named.
+            Unsupported: values of less than a byte.
+        """
+        path = Path(path)
+        data = map_file(path)
+        header, start = _header(data, path)
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise damaged(path, "its metadata is not a map of texts")
+        places = {name: _place(name, entry, path) for name, entry in header.items()}
+        _check_tiling(places, len(data) - start, path)
+        return SafeTensors(path, metadata, places, data[start:])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.places)
+
+    def shape(self, name: str) -> Shape:
+        return self.places[name].shape
+
+    def dtype(self, name: str) -> np.dtype:
+        return self.places[name].dtype
+
+    def read(self, name: str) -> np.ndarray:
+        """A view of the file; copied only where its writer did not align it."""
+        place = self.places[name]
+        view = self.data[place.begin : place.end].view(place.dtype).reshape(place.shape)
+        return np.require(view, requirements="A")
+
+
+def _header(data: np.ndarray, path: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where the data begins."""
+    if len(data) < 8:
+        raise damaged(path, f"{len(data)} bytes hold no header")
+    length = int(data[:8].view("<u8")[0])
+    if length > MOST_HEADER_BYTES:
+        raise damaged(path, f"a header of {length} bytes, over the limit of {MOST_HEADER_BYTES}")
+    if length > len(data) - 8:
+        raise damaged(path, f"a header of {length} bytes in a file of {len(data)}")
+    header = _json(data[8 : 8 + length].tobytes(), path)
+    return header, 8 + length
+
+
+def _json(text: bytes, path: Path) -> dict[str, Any]:
+    """A JSON object, strictly: UTF-8, no key twice, no NaN."""
+    if not text.lstrip(b" \t\r\n").startswith(b"{"):
+        raise damaged(path, "its JSON is not an object")
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise damaged(path, "its JSON is nested too deeply") from None
+    except ValueError as error:  # malformed JSON or UTF-8, a key twice, an endless number
+        raise damaged(path, f"its JSON cannot be read: {str(error).splitlines()[0]:.200}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{quoted(twice)} stands twice")
+    return result
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _place(name: str, entry: Any, path: Path) -> Place:
+    def wrong(what: str) -> Damaged:
+        return damaged(path, f"tensor {quoted(name)}: {what}")
+
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise wrong("not described by dtype, shape and data_offsets")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if code in _PACKED:
+        raise Unsupported(f"tensor {quoted(name)}: values of type {code} share bytes", where=f"in {path}")
+    if not isinstance(code, str) or code not in DTYPES:
+        raise wrong(f"unknown dtype {quoted(str(code))}")
+    if not _counts(shape) or len(shape) > MOST_AXES:
+        raise wrong(f"its shape is not a list of at most {MOST_AXES} sizes")
+    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise wrong("its data_offsets are not a begin and an end")
+    size = DTYPES[code].itemsize
+    if math.prod(n for n in shape if n) * size >= 2**63:
+        raise wrong("its shape overflows")
+    if math.prod(shape) * size != offsets[1] - offsets[0]:
+        raise wrong(f"shape {shape} of {code} needs {math.prod(shape) * size} bytes, it has {offsets[1] - offsets[0]}")
+    return Place(DTYPES[code], tuple(shape), offsets[0], offsets[1])
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _check_tiling(places: Mapping[str, Place], size: int, path: Path) -> None:
+    """The tensors cover the data exactly once: neither overlap nor hole nor anything left over."""
+    at = 0
+    for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if place.begin != at:
+            what = "overlaps the one before" if place.begin < at else f"leaves a hole of {place.begin - at} bytes"
+            raise damaged(path, f"tensor {quoted(name)} {what}")
+        if place.end > size:
+            raise damaged(path, f"tensor {quoted(name)} ends at byte {place.end} of {size}: the file is cut short")
+        at = place.end
+    if at != size:
+        raise damaged(path, f"{size - at} bytes belong to no tensor")
+
+
+# ---- reading a folder
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A Hub folder, open: a `Reader` over `model.safetensors`, or over the shards that its index names.
+
+    Where both are there the single file counts, as for transformers.
+    """
+
+    path: Path
+    files: dict[str, SafeTensors]
+
+    @staticmethod
+    def open(path: str | Path) -> "Folder":
+        """Opens every file and lists everything that is wrong at once.
+
+        Raises:
+            BadInput: no weights here, shards missing, an index that does not fit its shards.
+            Damaged: bytes of the index or of a shard that contradict each other.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise BadInput(f"no folder `{path}`")
+        if (path / SINGLE).exists():
+            file = SafeTensors.open(path / SINGLE)
+            return Folder(path, dict.fromkeys(file.names, file))
+        if not (path / INDEX).exists():
+            pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
+            hint = "pickled weights are never read: save them as safetensors" if pickled else None
+            raise BadInput(f"no `{SINGLE}` and no `{INDEX}`", where=f"in {path}", hint=hint)
+        return Folder(path, _open_shards(path))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.files)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """That of the first file."""
+        return next((file.metadata for file in self.files.values()), {})
+
+    def shape(self, name: str) -> Shape:
+        return self.files[name].shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        return self.files[name].dtype(name)
+
+    def read(self, name: str) -> np.ndarray:
+        return self.files[name].read(name)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    index = folder / INDEX
+    weight_map = _json(map_file(index).tobytes(), index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise damaged(index, "`weight_map` is not a map from tensors to files")
+    for file in weight_map.values():
+        if file in ("", ".", "..") or any(c in file for c in "/\\:\0"):
+            raise damaged(index, f"{quoted(file)} is not the name of a file in the same folder")
+    return weight_map
+
+
+def _open_shards(folder: Path) -> dict[str, SafeTensors]:
+    weight_map = _weight_map(folder)
+    shards: dict[str, SafeTensors] = {}
+    problems: list[str] = []
+    kind: type[ArgosyError] = BadInput
+    for name in dict.fromkeys(weight_map.values()):
+        try:
+            shards[name] = SafeTensors.open(folder / name)
+        except ArgosyError as error:
+            problems.append(error.what)
+            kind = type(error) if kind is BadInput else kind
+    problems += _index_problems(weight_map, shards)
+    if problems:
+        count = f"{len(problems)} problems: " if len(problems) > 1 else ""
+        raise kind(count + listed(problems), where=f"in {folder}", hint="copy or download the folder again")
+    return {tensor: shards[file] for tensor, file in weight_map.items()}
+
+
+def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, SafeTensors]) -> list[str]:
+    """What index and shards say differently, for the shards that could be opened."""
+    problems = []
+    for tensor, file in weight_map.items():
+        if file in shards and tensor not in shards[file].places:
+            problems.append(f"{quoted(tensor)} is not in {quoted(file)}, where the index has it")
+    for file, shard in shards.items():
+        for tensor in shard.names:
+            place = weight_map.get(tensor)
+            if place is None:
+                problems.append(f"{quoted(tensor)} of {quoted(file)} is not in the index")
+            elif place != file:
+                problems.append(f"{quoted(tensor)} is in {quoted(file)} too, the index has it in {quoted(place)}")
+    return problems
+
+
+# ---- writing
+
+
+def write_folder(
+    folder: str | Path,
+    entries: Iterable[Entry],
+    shard_bytes: float = 5e9,
+    metadata: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Writes tensors in the order given, one in memory at a time: one file, or shards with an index. Returns the files.
+
+    Weights that an earlier write left in the folder are replaced. `metadata` is {"format": "pt"} unless told: what
+    transformers insists on.
+
+    Raises:
+        BadInput: the disk has too little space for all of them, found before anything is written.
+        ArgosyError: writing failed; nothing of it is left.
+    """
+    folder, entries = Path(folder), list(entries)
+    _check_entries(entries)
+    metadata = {"format": "pt"} if metadata is None else dict(metadata)
+    shards = _shards(entries, shard_bytes)
+    many = len(shards)
+    names = [f"model-{i + 1:05}-of-{many:05}.safetensors" for i in range(many)] if many > 1 else [SINGLE]
+    pending = [folder / f".{name}.{os.getpid()}.tmp" for name in (*names, INDEX)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_space(folder, sum(map(_bytes, entries)))
+        for path, shard in zip(pending, shards):
+            _write_file(path, shard, metadata)
+        if many > 1:
+            _write_index(pending[-1], dict(zip(names, shards)))
+        _commit(folder, names, pending)
+    except OSError as error:
+        raise ArgosyError(f"cannot write `{folder}`: {(error.strerror or str(error)).lower()}") from error
+    finally:
+        for path in pending:
+            path.unlink(missing_ok=True)
+    return [folder / name for name in names]
+
+
+def _bytes(entry: Entry) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize
+
+
+def _check_entries(entries: Sequence[Entry]) -> None:
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names) or "__metadata__" in names:
+        raise ValueError("tensors to write must have names of their own")
+    for entry in entries:
+        if entry.dtype not in _CODES:
+            raise Unsupported(f"safetensors files have no type for {entry.dtype}, of tensor `{entry.name}`")
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise BadInput(f"{needed / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free", where=f"in {folder}")
+
+
+def _shards(entries: Sequence[Entry], most: float) -> list[list[Entry]]:
+    """As many in a row as fit; a tensor larger than a shard has one to itself."""
+    shards: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if shards[-1] and filled + _bytes(entry) > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += _bytes(entry)
+    return shards
+
+
+def _write_file(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for entry in entries:
+        end = at + _bytes(entry)
+        header[entry.name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in entries:
+            _write_tensor(file, entry)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_tensor(file: BinaryIO, entry: Entry) -> None:
+    array = np.asarray(entry.make())
+    if array.shape != entry.shape or array.dtype != entry.dtype:
+        announced = f"{entry.dtype} {entry.shape}"
+        raise ValueError(f"`{entry.name}` came as {array.dtype} {array.shape}, announced as {announced}")
+    rows = array.reshape(1) if array.ndim == 0 else array
+    step = max(1, SLAB_BYTES // max(1, array.nbytes // max(1, len(rows))))
+    for start in range(0, len(rows), step):
+        slab = np.ascontiguousarray(rows[start : start + step], entry.dtype)
+        file.write(slab.reshape(-1).view(np.uint8).data)
+
+
+def _write_index(path: Path, shards: Mapping[str, Sequence[Entry]]) -> None:
+    weight_map = {entry.name: name for name, shard in shards.items() for entry in shard}
+    total = sum(_bytes(entry) for shard in shards.values() for entry in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(index, indent=2, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _commit(folder: Path, names: Sequence[str], pending: Sequence[Path]) -> None:
+    """Renames into place. A kill in between leaves the old weights whole, or a folder without an index: refused."""
+    stale = {path for path in folder.glob("model-*-of-*.safetensors") if path.name not in names}
+    if len(names) > 1:
+        (folder / INDEX).unlink(missing_ok=True)  # old index with new shards would be a silent mixture
+        stale.add(folder / SINGLE)
+    for path, name in zip(pending, names):
+        path.rename(folder / name)
+    if len(names) > 1:
+        pending[-1].rename(folder / INDEX)
+    else:
+        stale.add(folder / INDEX)
+    for path in stale:
+        path.unlink(missing_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

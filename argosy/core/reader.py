@@ -1,0 +1,229 @@
+"""One pass from layers to a tree: what the layers say is merged on the way down, and the tree is built on the way up.
+
+Notable: each group is built by Pydantic once its children stand, so that every mistake at every depth is found in one pass;
+the rules between the keys of a group are asked only where each key is right by itself, for else they blame the innocent.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from argosy.core import mistakes
+from argosy.core.errors import BadInput, UnknownName, UserError
+from argosy.core.plain import dotted
+from argosy.core.schema import Choice, Settings, Shape, item_hint, meant, shape, shape_of, takes
+from argosy.core.words import SELF, Layer
+
+DEFAULT = "default"
+
+_FAILED: Any = object()  # stands for a value whose mistakes are noted
+_WHOLE = ""  # among the failed keys of a group: the group itself was given as something else
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one layer says of one key."""
+
+    layer: Layer
+    value: Any
+
+
+class Reader:
+    """Reads one schema, and gathers by key what was wrong, unknown, known, chosen, who set it and who tried."""
+
+    def __init__(self):
+        self.problems: list[UserError] = []
+        self.unknown: list[tuple[str, str]] = []
+        self.known: list[str] = []
+        self.choices: dict[str, tuple[Choice, str]] = {}
+        self.setter: dict[str, Layer] = {}
+        self.tried: dict[str, list[tuple[str, Any]]] = {}
+
+    def group(self, cls: type[Settings], key: str, said: list[Said], tag: str | None = None) -> Any:
+        """One group of settings; not a group where there are problems."""
+        said, all_good = self._mappings(f"`{key}` is a group of settings", key, said)
+        for one in said:
+            for name in [name for name in one.value if name not in cls.model_fields and name != tag]:
+                self._unknown(dotted(key, name), one, one.value[name])
+        values: dict[str, Any] = {}
+        failed = set() if all_good else {_WHOLE}
+        for name, info in cls.model_fields.items():
+            path = dotted(key, name)
+            its = [Said(one.layer, one.value[name]) for one in said if name in one.value]
+            self.known.append(path)
+            if its or shape_of(info).kind in ("group", "choice"):
+                values[name] = self._part(info, path, _default(info) + its)
+            if values.get(name) is _FAILED:
+                failed.add(name)
+        return self._build(cls, key, {name: value for name, value in values.items() if name not in failed}, failed)
+
+    def _part(self, info: FieldInfo, key: str, said: list[Said]) -> Any:
+        kind = shape_of(info)
+        return self._leaf(info.annotation, key, said) if kind.kind == "leaf" else self._read(kind, key, said)
+
+    def _read(self, kind: Shape, key: str, said: list[Said]) -> Any:
+        """A value that has parts. None among what was said wipes out what was said before it."""
+        if kind.can_be_none:
+            last = max((i for i, one in enumerate(said) if one.value is None), default=-1)
+            if last == len(said) - 1:
+                self._set(key, said)
+                return None
+            said = said[last + 1 :]
+        read = {"group": self.group, "choice": self._choice, "list": self._list, "dict": self._dict}[kind.kind]
+        return read(kind.of, key, said)
+
+    def _choice(self, choice: Choice, key: str, said: list[Said]) -> Any:
+        noun, tag = choice.registry.noun, f"{key}.{choice.tag}"
+        said, all_good = self._mappings(f"`{key}` is a {noun}", key, [_tagged(choice, one) for one in said])
+        self.known.append(tag)
+        if not all_good:
+            return _FAILED
+        namers = [Said(one.layer, one.value[choice.tag]) for one in said if one.value.get(choice.tag) is not None]
+        if not namers:
+            self.problems.append(mistakes.unnamed(key, choice, said[-1].layer if said else None))
+            return _FAILED
+        self._set(tag, namers)
+        try:
+            cls = choice.pick(name := namers[-1].value)
+        except UnknownName as error:
+            layer = namers[-1].layer
+            where = f"set by {layer.where(tag if tag in layer.marks else key)}"
+            self.problems.append(BadInput(f"{error.what} for `{key}`", where=where, hint=error.hint))
+            return _FAILED
+        self.choices[key] = (choice, name)
+        return self.group(cls, key, _since_named(said, choice.tag), choice.tag)
+
+    def _list(self, item: Any, key: str, said: list[Said]) -> Any:
+        layer, value = said[-1].layer, said[-1].value
+        if not isinstance(value, list | tuple):
+            self.problems.append(mistakes.not_that(f"`{key}` is a list", value, layer, key))
+            return _FAILED
+        self._set(key, said)
+        items = [self._read(shape(item), f"{key}.{i}", [Said(layer, part)]) for i, part in enumerate(value)]
+        return _FAILED if any(part is _FAILED for part in items) else items
+
+    def _dict(self, item: Any, key: str, said: list[Said]) -> Any:
+        said, all_good = self._mappings(f"`{key}` is a mapping", key, said)
+        values: dict[str, Any] = {}
+        for name in dict.fromkeys(name for one in said for name in one.value):
+            its = [Said(one.layer, one.value[name]) for one in said if name in one.value]
+            values[name] = self._read(shape(item), dotted(key, name), its)
+        return values if all_good and all(value is not _FAILED for value in values.values()) else _FAILED
+
+    def _leaf(self, hint: Any, key: str, said: list[Said]) -> Any:
+        """The last word on a key, read by its type; mappings merge, and none takes a name out where no value may be none."""
+        can_be_mapping = takes(hint, {})
+        own = []
+        for one in said:
+            if isinstance(one.value, Mapping) and not can_be_mapping:
+                for name in [name for name in one.value if name != SELF]:
+                    self._unknown(dotted(key, name), one, one.value[name])
+                own += [Said(one.layer, one.value[SELF])] if SELF in one.value else []
+            else:
+                own.append(one)
+        if not own:
+            return _FAILED
+        self._set(key, own)
+        merged: Any = None
+        for one in own:
+            value = meant(hint, one.value, one.layer.text, key)
+            merged = self._merged(hint, key, merged, Said(one.layer, value))
+        return merged
+
+    def _merged(self, hint: Any, key: str, old: Any, new: Said) -> Any:
+        if not isinstance(new.value, Mapping):
+            return new.value
+        merged = dict(old) if isinstance(old, Mapping) else {}
+        for name, value in new.value.items():
+            path, item = dotted(key, name), item_hint(hint)
+            if value is None and not takes(item, None):
+                merged.pop(name, None)
+                continue
+            self._set(path, [Said(new.layer, value)], added=True)
+            merged[name] = self._merged(item, path, merged.get(name), Said(new.layer, value))
+        return merged
+
+    def _build(self, cls: type[Settings], key: str, values: dict[str, Any], failed: set[str]) -> Any:
+        try:
+            built = cls.model_validate(values)
+            return _FAILED if failed else built
+        except ValidationError as error:
+            errors = error.errors()
+        except UserError as error:  # from a validator that says what it means
+            self.problems += [] if failed else [mistakes.broken_rule(key, cls, error.what, self.setter.get, error.hint)]
+            return _FAILED
+        wrong = [e for e in errors if e["loc"] and e["loc"][0] not in failed]
+        if _WHOLE in failed:  # nothing is missing from a group that was never given
+            wrong = [e for e in wrong if e["type"] != "missing"]
+        for name in dict.fromkeys(str(e["loc"][0]) for e in wrong):
+            its = [e for e in wrong if e["loc"][0] == name]
+            self.problems += mistakes.wrong(dotted(key, name), cls.model_fields[name], its, self.setter.get)
+        if not (failed or wrong):
+            self.problems += [mistakes.broken_rule(key, cls, mistakes.message(e), self.setter.get) for e in errors]
+        return _FAILED
+
+    def _mappings(self, what: str, key: str, said: list[Said]) -> tuple[list[Said], bool]:
+        """Those of `said` that are mappings, and whether all are; the others are mistakes."""
+        good: list[Said] = []
+        all_good = True
+        for one in said:
+            value = _given(one.value) if isinstance(one.value, Settings) else one.value
+            if value is None and one.layer.text(key) == "":
+                continue  # a heading in a file with nothing under it
+            if isinstance(value, Mapping) and SELF not in value:
+                good.append(Said(one.layer, value))
+            else:
+                all_good = False
+                self.problems.append(mistakes.not_that(what, value, one.layer, key))
+        return good, all_good
+
+    def _unknown(self, key: str, one: Said, value: Any) -> None:
+        """Notes an unknown key; of an unknown group with one leaf, the leaf."""
+        while isinstance(value, Mapping) and len(value) == 1:
+            name, value = next(iter(value.items()))
+            key = dotted(key, name)
+        self.unknown.append((key, f"set by {one.layer.where(key)}"))
+
+    def _set(self, key: str, said: list[Said], added: bool = False) -> None:
+        before = self.tried.get(key, []) if added else []
+        self.tried[key] = before + [(one.layer.origin, one.value) for one in said]
+        if said and said[-1].layer.origin != DEFAULT:
+            self.setter[key] = said[-1].layer
+
+
+def _default(info: FieldInfo) -> list[Said]:
+    if info.is_required():
+        return []
+    return [Said(Layer(DEFAULT, {}), info.get_default(call_default_factory=True))]
+
+
+def _tagged(choice: Choice, one: Said) -> Said:
+    """A choice's shorthand written out: a name alone, or a name beside keys, is the tag."""
+    value = one.value
+    if isinstance(value, Settings):
+        return Said(one.layer, {choice.tag: choice.name_of(value), **_given(value)})
+    if isinstance(value, str):
+        return Said(one.layer, {choice.tag: value})
+    if isinstance(value, Mapping) and isinstance(value.get(SELF), str):
+        return Said(one.layer, {choice.tag: value[SELF]} | {k: v for k, v in value.items() if k != SELF})
+    return one
+
+
+def _since_named(said: list[Said], tag: str) -> list[Said]:
+    """What was said since the tag last changed."""
+    name, kept = None, []
+    for one in said:
+        named = one.value.get(tag)
+        if named is not None and named != name:
+            kept = kept if name is None else []
+            name = named
+        kept.append(one)
+    return kept
+
+
+def _given(group: Settings) -> dict[str, Any]:
+    """A built group as the keys that were given to it."""
+    return {name: getattr(group, name) for name in type(group).model_fields if name in group.model_fields_set}

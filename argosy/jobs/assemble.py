@@ -1,0 +1,197 @@
+"""From settings to everything a training run needs, before anything is written: model, data, optimizer, compiled step.
+
+What "auto" stood for is decided here, from the devices, and kept with the run: a run that goes on elsewhere keeps the choice
+it started with, since scan and unroll agree to rounding only.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from argosy.core.errors import BadInput
+from argosy.data import pipeline
+from argosy.data.batch import Batches
+from argosy.data.tokenize import Tokenizer, load_tokenizer
+from argosy.jobs.run import Run
+from argosy.models.parts.stack import Run as LayerRun
+from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.weight import abstract, count, fill, logical, put
+from argosy.parallel.place import batch_sharding, like_weights, place_batch
+from argosy.parallel.rules import FSDP, shardings
+from argosy.train.state import TrainState, meanings_of, named, trained, unnamed
+from argosy.train.step import make_evaluation, make_step
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What "auto" stood for."""
+
+    layers: str
+    precision: str
+
+    @classmethod
+    def here(cls, run: Run) -> "Decided":
+        cpu = jax.default_backend() == "cpu"
+        layers = run.layers.run
+        if layers == "auto":
+            layers = "unroll" if cpu and run.model.layers <= 32 else "scan"
+        precision = run.precision
+        if precision == "auto":
+            precision = "float32" if cpu else "bfloat16"
+        return cls(layers, precision)
+
+    def run(self, remat: Any) -> LayerRun:
+        return Unroll(remat) if self.layers == "unroll" else Scan(remat)
+
+
+@dataclass
+class Assembly:
+    """Everything a run needs. Arrays exist only once `start` or `restore` has made a state."""
+
+    run: Run
+    decided: Decided
+    mesh: Mesh
+    tokenizer: Tokenizer | None
+    batches: Batches
+    evals: Batches | None
+    model: Any
+    graph: Any
+    optimizer: Any
+    rate: Any
+    shapes: TrainState
+    places: TrainState
+
+    # ---------------------------------------------------------------- states
+
+    def start(self) -> TrainState:
+        """Random weights, from the seed."""
+        places = self.places.params | self.places.rest
+        fill(self.model, jax.random.key(self.run.seed), addresses=layer_addresses(self.model), place=places.__getitem__)
+        _, params, rest = trained(self.model)
+        return self.begin(params, rest)
+
+    def begin(self, params: dict[str, Any], rest: dict[str, Any], step: int = 0, optimizer: Any = None) -> TrainState:
+        """A state with these weights; an optimizer that has seen nothing, unless given."""
+        if optimizer is None:
+            optimizer = jax.jit(self.optimizer.init, out_shardings=self.places.optimizer)(params)
+        return TrainState(self._here(step), params, rest, optimizer, jax.random.key(self.run.seed))
+
+    def with_weights(self, weights: dict[str, Any]) -> TrainState:
+        """Weights from elsewhere, already in this layout; an optimizer that has seen nothing."""
+        places = self.places.params | self.places.rest
+        put(self.model, {a: jax.device_put(jnp.asarray(w, jnp.float32), places[a]) for a, w in weights.items()})
+        _, params, rest = trained(self.model)
+        return self.begin(params, rest)
+
+    def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As a checkpoint holds it: the weights, and the rest of the state by name."""
+        key = jax.random.key_data(state.key)
+        return state.params | state.rest, {"step": state.step, "key": key} | {
+            f"optimizer.{name}": leaf for name, leaf in named(state.optimizer).items()
+        }
+
+    def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
+        """`packed`, undone. Arrays lie where `state_places` said."""
+        optimizer = unnamed(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
+        params = {a: weights[a] for a in self.shapes.params}
+        rest = {a: weights[a] for a in self.shapes.rest}
+        return TrainState(arrays["step"], params, rest, optimizer, jax.random.wrap_key_data(arrays["key"]))
+
+    def state_places(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Shardings of what `packed` gives."""
+        everywhere = self.places.step
+        state = {"step": everywhere, "key": everywhere}
+        state |= {f"optimizer.{name}": place for name, place in named(self.places.optimizer).items()}
+        return self.places.params | self.places.rest, state
+
+    def _here(self, step: int) -> Any:
+        return jax.device_put(jnp.asarray(step, jnp.int32), self.places.step)
+
+    # ---------------------------------------------------------------- programs
+
+    def compile(self) -> Any:
+        """The update, compiled for these shapes; its state is donated."""
+        step = make_step(
+            self.graph,
+            self.run.objective,
+            self.optimizer,
+            self.rate,
+            precision=self.decided.precision,
+            accumulate=self.run.accumulate,
+        )
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.places, None))
+        return jitted.lower(self.shapes, self.batch_shapes()).compile()
+
+    def compile_evaluation(self) -> Any:
+        evaluate = make_evaluation(self.graph, self.run.objective, precision=self.decided.precision)
+        return jax.jit(evaluate).lower(self.shapes, self.batch_shapes()).compile()
+
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (self.run.data.batch, self.run.data.sequence)
+        place = batch_sharding(self.mesh)
+        types = {"tokens": jnp.int32, "targets": jnp.int32, "segments": jnp.int32, "mask": jnp.float32}
+        return {name: jax.ShapeDtypeStruct(shape, t, sharding=place) for name, t in types.items()}
+
+    def place(self, batch: Any) -> Any:
+        """A host batch onto the devices: what the step reads of it."""
+        return place_batch({name: batch[name] for name in self.batch_shapes()}, self.mesh)
+
+    # ---------------------------------------------------------------- facts
+
+    @property
+    def parameters(self) -> int:
+        return count(self.shapes.params) + count(self.shapes.rest)
+
+    @property
+    def flops_per_step(self) -> int:
+        """Forward and backward, attention in full; twice the forward pass for the backward one."""
+        return 3 * self.run.data.batch * self.run.model.flops(self.run.data.sequence)
+
+
+def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
+    """Checks and builds everything; draws and reads no weights.
+
+    Raises:
+        UserError: whatever is wrong with data, tokenizer, model, mesh or batch.
+    """
+    mesh = run.mesh.build()
+    if run.data.batch % (mesh.size * run.accumulate):
+        raise BadInput(
+            f"data.batch = {run.data.batch} does not divide over {mesh.size} devices"
+            + (f" and accumulate = {run.accumulate}" if run.accumulate > 1 else ""),
+            hint=f"make it a multiple of {mesh.size * run.accumulate}",
+        )
+    tokenizer = None if run.data.source == "synthetic" else load_tokenizer(run.data.tokenizer)
+    process = {"process": jax.process_index(), "processes": jax.process_count()}
+    common = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress} | process
+    batches = pipeline.build(run.data, tokenizer, **common)
+    evals = None
+    if run.eval.batches and run.data.held_out and not run.data.online:
+        evals = pipeline.eval_batches(run.data, tokenizer, limit=run.eval.batches, **common)
+
+    model = run.model.build(decided.run(run.layers.remat))
+    graph, params, rest = trained(model)
+    rate = run.schedule.build(run.steps)
+    optimizer = run.optimizer.build(rate, meanings_of(model))
+    shapes = abstract(model)
+    weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, FSDP, mesh)
+
+    def described(leaf: Any, place: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+    state = jax.eval_shape(
+        lambda params, rest: TrainState.start(params, rest, optimizer.init(params), 0),
+        {a: shapes[a] for a in params},
+        {a: shapes[a] for a in rest},
+    )
+    places = like_weights(state, weights, shapes, mesh)
+    learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731
+    return Assembly(
+        run, decided, mesh, tokenizer, batches, evals, model, graph, optimizer, learning_rate,
+        jax.tree.map(described, state, places), places,
+    )  # fmt: skip
+
+

@@ -1,0 +1,300 @@
+"""`argosy train`: go on from what the directory holds, or start; never delete.
+
+The order is that of a careful person: read all settings, take the directory, build everything and look at the data, and only
+then write the first file.
+"""
+
+import math
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from argosy.core.settings import Reading, dump
+from argosy.jobs.compose import compose
+from argosy.jobs.directory import TOKENIZER, RunDirectory
+from argosy.jobs.run import Run
+from argosy.observe.goodput import Clock
+from argosy.observe.metrics import Metrics
+
+
+class View(Protocol):
+    """Whoever shows a run: the terminal, a test, nobody."""
+
+    def say(self, text: str) -> None: ...
+
+    def plan(self, facts: Mapping[str, Any]) -> None: ...
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def evaluation(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def sample(self, step: int, text: str) -> None: ...
+
+
+class Quiet:
+    """Shows nothing."""
+
+    def say(self, text: str) -> None: ...
+
+    def plan(self, facts: Mapping[str, Any]) -> None: ...
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def evaluation(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def sample(self, step: int, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run. exit_code: 0 done, 130 after Ctrl-C, 143 after SIGTERM, the state saved in each case."""
+
+    dir: Path
+    step: int
+    steps: int
+    exit_code: int
+    last: Mapping[str, float]
+    seconds: Mapping[str, float]
+
+    @property
+    def done(self) -> bool:
+        return self.step >= self.steps
+
+
+def train(recipe: str, words: list[str] | tuple[str, ...] = (), view: View | None = None) -> Outcome:
+    """Trains by a recipe.
+
+    Raises:
+        UserError: a mistake found before work began.
+    """
+    reading = compose(Run, recipe, words)
+    path = reading.value.dir or f"runs/{Path(recipe).stem}"
+    return run(reading, path, view or Quiet())
+
+
+def run(reading: Reading[Run], path: str, view: View) -> Outcome:
+    """Trains with these settings in this directory."""
+    settings = reading.value
+    directory = RunDirectory(path, settings, view.say)
+    directory.admit(reading)
+    if directory.path.exists():
+        with directory.store.lock():
+            return _locked(reading, directory, view)
+    from argosy.jobs.assemble import Decided, assemble
+
+    assemble(settings, Decided.here(settings)).batches.close()      # every mistake before the first file
+    directory.path.mkdir(parents=True)
+    with directory.store.lock():
+        return _locked(reading, directory, view)
+
+
+def _locked(reading: Reading[Run], directory: RunDirectory, view: View) -> Outcome:
+    settings = reading.value
+    clock = Clock()
+    with interruptible() as stop:
+        with clock("start"):
+            good = directory.checkpoints.latest_good()
+            meta = directory.checkpoints.meta(good) if good is not None else None
+            if good is not None and good >= settings.steps:
+                view.say(f"{directory.path} is done: {good} steps of {settings.steps}")
+                return Outcome(directory.path, good, settings.steps, 0, {}, {})
+            session = Session.begin(settings, meta, view, clock)
+            state = session.restored(directory, good) if good is not None else session.fresh()
+            directory.write_settings(reading)
+            if session.assembly.tokenizer is not None and not (directory.path / TOKENIZER).exists():
+                session.assembly.tokenizer.save(directory.path / TOKENIZER)
+        return session.train(state, directory, stop)
+
+
+@dataclass
+class Stop:
+    """Set by a signal; asked once a step. A second signal ends the process at once."""
+
+    code: int = 0
+
+    def __call__(self) -> bool:
+        return self.code != 0
+
+
+@contextmanager
+def interruptible() -> Iterator[Stop]:
+    """Ctrl-C and SIGTERM ask for a stop instead of ending the process."""
+    stop = Stop()
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.code:
+            raise KeyboardInterrupt
+        stop.code = 128 + number
+
+    try:
+        before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:          # not the main thread: whoever runs us handles signals
+        before = {}
+    try:
+        yield stop
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+@dataclass
+class Session:
+    """One process's part of a run."""
+
+    settings: Run
+    assembly: Any
+    view: View
+    clock: Clock
+    last: dict[str, float] = field(default_factory=dict)
+    eval_losses: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, settings: Run, meta: Mapping[str, Any] | None, view: View, clock: Clock) -> "Session":
+        from argosy.jobs.assemble import Decided, assemble
+
+        decided = Decided.here(settings) if meta is None else Decided(**meta["decided"])
+        return cls(settings, assemble(settings, decided), view, clock)
+
+    # ---------------------------------------------------------------- where the state comes from
+
+    def fresh(self) -> Any:
+        init = self.settings.init
+        if init.weights:
+            from argosy.jobs.initial import weights_for
+
+            return self.assembly.with_weights(weights_for(self.assembly, init.weights, self.view.say))
+        if init.state:
+            from argosy.jobs.initial import state_from
+
+            return state_from(self.assembly, init.state, self.view.say)
+        return self.assembly.start()
+
+    def restored(self, directory: RunDirectory, step: int) -> Any:
+        from argosy.checkpoint.store import STATE, load_item, load_weights
+
+        folder = directory.checkpoints.path(step)
+        self.assembly.batches.restore(directory.checkpoints.meta(step)["data"])
+        weights, state = self.assembly.state_places()
+        restored = self.assembly.restored(load_weights(folder, weights), load_item(folder, STATE, state))
+        self.view.say(f"going on from step {step} of {self.settings.steps} in {directory.path}")
+        return restored
+
+    # ---------------------------------------------------------------- the loop and its hooks
+
+    def train(self, state: Any, directory: RunDirectory, stop: Stop) -> Outcome:
+        from argosy.train.loop import Meter, fit
+
+        a, settings, metrics = self.assembly, self.settings, Metrics(directory.store)
+        self.view.plan(self.facts())
+        with self.clock("compile"):
+            update = a.compile()
+
+        def tell(step: int, numbers: dict[str, float]) -> None:
+            self.last = numbers
+            metrics.write({"step": step} | numbers)
+            self.view.step(step, numbers)
+
+        hooks: list[Any] = []
+        if a.evals is not None:
+            hooks.append(Every("evaluation", settings.eval.every, self.evaluation(metrics)))
+        hooks.append(Every("checkpoint", settings.checkpoint.every, self.saving(directory)))
+        if settings.sample.every:
+            hooks.append(Every("samples", settings.sample.every, self.sampling(metrics)))
+        meter = Meter(self.clock, a.batches.tokens_per_batch, tell, settings.log.every)
+        try:
+            if not stop():
+                state = fit(
+                    state, a.batches, update, settings.steps, hooks, place=a.place, meter=meter, interrupted=stop
+                )
+            with self.clock("checkpoint"):
+                directory.checkpoints.wait()
+        finally:
+            a.batches.close()
+        step = int(state.step)
+        metrics.write({"step": step, "seconds": self.clock.shares()})
+        return Outcome(directory.path, step, settings.steps, stop.code, self.last, self.clock.shares())
+
+    def evaluation(self, metrics: Metrics) -> Callable[[Any], None]:
+        compiled: list[Any] = []
+
+        def evaluate(now: Any) -> None:
+            if now.last and now.step < self.settings.steps:      # asked to stop: save, and go
+                return
+            if not compiled:
+                compiled.append(self.assembly.compile_evaluation())
+            numbers = self.evaluate(compiled[0], now.state)
+            self.eval_losses[now.step] = numbers["eval_loss"]
+            metrics.write({"step": now.step} | numbers)
+            self.view.evaluation(now.step, numbers)
+
+        return evaluate
+
+    def evaluate(self, program: Any, state: Any) -> dict[str, float]:
+        """The loss on held-out text, its perplexity, and bits for each byte of text."""
+        evals = self.assembly.evals
+        evals.rewind()
+        sums = [program(state, self.assembly.place(batch)) for batch in evals]
+        total, weight = sum(float(s.total) for s in sums), sum(float(s.weight) for s in sums)
+        loss = total / max(weight, 1e-30)
+        numbers = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+        if evals.bytes_per_token:
+            numbers["eval_bits_per_byte"] = loss / math.log(2) / evals.bytes_per_token
+        return numbers
+
+    def saving(self, directory: RunDirectory) -> Callable[[Any], None]:
+        def save(now: Any) -> None:
+            meta = {
+                "step": now.step,
+                "decided": vars(self.assembly.decided),
+                "data": now.batches.state(),
+                "eval_loss": self.eval_losses.get(now.step),
+                "settings": dump(self.settings),
+            }
+            directory.checkpoints.save(now.step, *self.assembly.packed(now.state), meta)
+
+        return save
+
+    def sampling(self, metrics: Metrics) -> Callable[[Any], None]:
+        from argosy.jobs.samples import Sampler
+
+        sampler = Sampler(self.assembly, self.settings)
+
+        def sample(now: Any) -> None:
+            text = sampler(now.state)
+            metrics.write({"step": now.step, "sample": text})
+            self.view.sample(now.step, text)
+
+        return sample
+
+    def facts(self) -> dict[str, Any]:
+        """What is about to be done."""
+        a = self.assembly
+        return {
+            "parameters": a.parameters,
+            "steps": self.settings.steps,
+            "tokens_per_step": a.batches.tokens_per_batch,
+            "flops_per_step": a.flops_per_step,
+            "devices": a.mesh.size,
+            "device": a.mesh.devices.flat[0].device_kind,
+            "precision": a.decided.precision,
+            "layers": a.decided.layers,
+        }
+
+
+@dataclass(frozen=True)
+class Every:
+    """A hook that runs every so many steps, and at the last."""
+
+    name: str
+    every: int
+    do: Callable[[Any], None]
+
+    def due(self, step: int, last: bool) -> bool:
+        return last or step % self.every == 0
+
+    def __call__(self, now: Any) -> None:
+        self.do(now)
+

@@ -1,0 +1,131 @@
+"""Packing against brute force: every token looked up one by one, and textbook best fit."""
+
+import numpy as np
+import pytest
+
+from argosy.data.pack import Corpus, Encoded, FitRows, SplitRows, best_fit_decreasing, corpus_of
+
+
+def corpus(draw: np.random.Generator, documents: int, longest: int, learn: bool = False) -> Corpus:
+    sizes = draw.integers(1, longest + 1, documents)
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    tokens = draw.permutation(int(starts[-1])).astype(np.uint16)  # all different, so that a target tells its place
+    return Corpus(tokens, starts, draw.integers(0, 2, len(tokens)).astype(np.uint8) if learn else None)
+
+
+def document_of(corpus: Corpus) -> list[int]:
+    return [d for d in range(corpus.documents) for _ in range(corpus.starts[d], corpus.starts[d + 1])]
+
+
+def split_by_hand(corpus: Corpus, sequence: int, row: int) -> dict[str, list]:
+    """One row of the stream, token by token."""
+    made = {name: [] for name in ("tokens", "targets", "segments", "positions", "mask")}
+    documents, n, segment, position = document_of(corpus), len(corpus.tokens), 1, 0
+    for at in range(row * sequence, (row + 1) * sequence):
+        if at >= n:
+            values = (0, 0, 0, 0, 0)
+        else:
+            if at > row * sequence and documents[at] != documents[at - 1]:
+                segment, position = segment + 1, 0
+            follows = at + 1 < n
+            same = follows and documents[at + 1] == documents[at]
+            counts = same and (corpus.learn is None or corpus.learn[at + 1])
+            target = corpus.tokens[at + 1] if follows else 0
+            values = (corpus.tokens[at], target, segment, position, float(counts))
+            position += 1
+        for name, value in zip(made, values):
+            made[name].append(value)
+    return made
+
+
+@pytest.mark.parametrize("learn", [False, True])
+@pytest.mark.parametrize("documents, longest, sequence", [(1, 50, 8), (40, 9, 16), (7, 60, 16), (30, 1, 4), (5, 3, 64)])
+def test_split_rows_are_those_cut_by_hand(documents, longest, sequence, learn):
+    made = corpus(np.random.default_rng(documents), documents, longest, learn)
+    rows = SplitRows(made, sequence)
+    order = np.random.default_rng(0).permutation(len(rows))
+    batch = rows.gather(order)
+    for at, row in enumerate(order):
+        for name, expected in split_by_hand(made, sequence, int(row)).items():
+            np.testing.assert_array_equal(batch[name][at], expected, err_msg=f"{name} of row {row}")
+    assert [batch[name].dtype for name in batch] == [np.int32] * 4 + [np.float32]
+
+
+@pytest.mark.parametrize("kind", [SplitRows, FitRows])
+def test_every_target_is_learned_once(kind):
+    made = corpus(np.random.default_rng(3), 60, 40)
+    batch = kind(made, 16).gather(np.arange(len(kind(made, 16))))
+    learned = batch["targets"][batch["mask"] > 0]
+    firsts = made.tokens[made.starts[:-1]]
+    assert sorted(learned) == sorted(set(made.tokens.tolist()) - set(firsts.tolist()))
+
+
+@pytest.mark.parametrize("kind", [SplitRows, FitRows])
+def test_the_token_before_a_learned_target_is_its_own(kind):
+    made = corpus(np.random.default_rng(4), 30, 50)
+    before = dict(zip(made.tokens[1:].tolist(), made.tokens[:-1].tolist()))
+    batch = kind(made, 16).gather(np.arange(len(kind(made, 16))))
+    learned = batch["mask"] > 0
+    assert [before[t] for t in batch["targets"][learned].tolist()] == batch["tokens"][learned].tolist()
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_fit_rows_hold_whole_documents(learn):
+    made = corpus(np.random.default_rng(5), 80, 17, learn)  # 17 tokens are 16 inputs with their targets
+    rows = FitRows(made, 16)
+    batch = rows.gather(np.arange(len(rows)))
+    weight = np.ones(len(made.tokens)) if made.learn is None else made.learn
+    found = {}
+    for row in range(len(rows)):
+        for segment in range(1, batch["segments"][row].max() + 1):
+            here = batch["segments"][row] == segment
+            found[int(batch["tokens"][row][here][0])] = {name: batch[name][row][here].tolist() for name in batch}
+    for start, stop in zip(made.starts, made.starts[1:]):
+        if stop - start > 1:
+            got = found.pop(int(made.tokens[start]))
+            assert got["tokens"] == made.tokens[start : stop - 1].tolist()
+            assert got["targets"] == made.tokens[start + 1 : stop].tolist()
+            assert got["positions"] == list(range(stop - start - 1))
+            assert got["mask"] == weight[start + 1 : stop].tolist()
+    assert not found
+    padding = batch["segments"] == 0
+    assert not any(batch[name][padding].any() for name in batch)
+
+
+def textbook(sizes: list[int], capacity: int) -> list[int]:
+    """Best fit decreasing with a plain search over all bins; the number of bins' contents is what must agree."""
+    left: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        fitting = [(room, i) for i, room in enumerate(left) if room >= size]
+        if fitting:
+            left[min(fitting)[1]] -= size
+        else:
+            left.append(capacity - size)
+    return sorted(left)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_best_fit_agrees_with_the_textbook(seed):
+    draw = np.random.default_rng(seed)
+    sizes = draw.integers(1, 65, 300)
+    bins = best_fit_decreasing(sizes, 64)
+    filled = np.bincount(bins, weights=sizes)
+    assert filled.max() <= 64
+    assert sorted((64 - filled).astype(int)) == textbook(sizes.tolist(), 64)
+    assert len(filled) <= np.ceil(sizes.sum() / 64) * 11 / 9 + 1  # Johnson (1973): 11/9 of the best, and a little
+
+
+def test_an_empty_corpus_has_no_rows():
+    for kind in (SplitRows, FitRows):
+        assert len(kind(corpus_of([]), 8)) == 0
+        assert len(kind(corpus_of([Encoded(np.array([7], np.uint16))]), 8)) == 0
+
+
+def test_pieces_join_to_one_document():
+    a, b, c = (np.arange(i, i + 3, dtype=np.uint16) for i in (0, 10, 20))
+    made = corpus_of([Encoded(a), Encoded(b, begins=False), Encoded(c, np.array([0, 1, 1], np.uint8))])
+    assert made.starts.tolist() == [0, 6, 9]
+    assert made.tokens.tolist() == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+    assert made.learn is not None
+    assert made.learn.tolist() == [1] * 6 + [0, 1, 1]
+    assert corpus_of([Encoded(a, begins=False)]).starts.tolist() == [0, 3]
