@@ -1,6 +1,6 @@
 """The command line: `argosy VERB ...`. Data goes to stdout, words to stderr.
 
-Exit codes: 0; 1 it failed; 2 the user's mistake, found before work began; 130 after Ctrl-C; 141 when the reader of a pipe left.
+Exit codes: 0; 1 it failed; 2 the user's mistake, found before work began; 130 after Ctrl-C; 141 when a pipe broke.
 A verb's module is imported only when the verb runs, so `argosy --help` imports neither jax nor numpy nor even Typer.
 """
 

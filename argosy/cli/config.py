@@ -6,8 +6,8 @@ import typer
 
 from argosy.cli.output import answer
 from argosy.core.explain import annotated, explain, reference
+from argosy.core.scalars import written
 from argosy.core.settings import Settings, diff, dump, flatten
-from argosy.core.words import written
 from argosy.jobs.compose import compose, editor_schema
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

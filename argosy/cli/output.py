@@ -1,4 +1,4 @@
-"""How verbs speak: the answer on stdout, as text or as one JSON document; all else on stderr, readable without color."""
+"""How verbs speak: the answer on stdout, as text or as one JSON document; all else on stderr, readable uncolored."""
 
 import json
 import math

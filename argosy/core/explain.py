@@ -11,9 +11,9 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from argosy.core import mistakes
+from argosy.core.scalars import written
 from argosy.core.schema import Choice, Settings, Shape, members, shape, shape_of
 from argosy.core.settings import DEFAULT, Reading, dump, flatten
-from argosy.core.words import written
 
 _BOUNDS = (("gt", "> "), ("ge", "≥ "), ("lt", "< "), ("le", "≤ "), ("multiple_of", "multiple of "))
 _HUMAN_NUMBER = r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?([kKMBT]|[KMGT]i)?$"

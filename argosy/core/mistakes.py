@@ -1,7 +1,7 @@
 """The words for every mistake in settings: what is wrong with which key, who set it, and the way out.
 
-Notable: a misspelt key is answered from the keys that this very run could have had. A key of a choice's other classes is
-told as such (`b1` belongs to `name: adamw`); then come the likest key, and the same or a like name in any other group.
+Notable: a misspelt key is answered from the keys that this very run could have had. A key of a choice's other classes
+is told as such (`b1` belongs to `name: adamw`); then come the likest key, and the same or a like name in another group.
 Knows nothing of how layers are read.
 """
 
@@ -14,8 +14,9 @@ from pydantic.fields import FieldInfo
 
 from argosy.core.errors import BadInput, UserError, nearest
 from argosy.core.plain import dotted
+from argosy.core.scalars import written
 from argosy.core.schema import Choice, Refused, Settings, members
-from argosy.core.words import SELF, Layer, written
+from argosy.core.words import SELF, Layer
 
 Setter = Callable[[str], Layer | None]
 
@@ -49,7 +50,7 @@ _HINTS = {
 
 
 def unknown(key: str, where: str | None, known: Iterable[str], choices: Mapping[str, tuple[Choice, str]]) -> UserError:
-    """A key that nothing reads. `known`: every dotted key of this run; `choices`: key -> choice, and the name it has."""
+    """A key that nothing reads. `known`: every dotted key of this run; `choices`: key -> choice, and its name."""
     return BadInput(f"unknown setting `{key}`", where=where, hint=_nearest_key(key, sorted(set(known)), choices))
 
 
@@ -141,12 +142,12 @@ def _wrong_item(
     return BadInput(f"`{path}` should be {wish}, not {shown(text)}", where=_by(layer, path), hint=hint)
 
 
-def broken_rule(key: str, cls: type[Settings], what: str, setter: Setter, hint: str | None = None) -> UserError:
-    """A rule between several keys of one group; those that its message names are told with who set them."""
-    paths = {name: dotted(key, name) for name in cls.model_fields}
-    named = [path for name, path in paths.items() if re.search(rf"\b{name}\b", what)]
-    setters = [f"`{path}` {_by(setter(path), path)}" for path in named]
-    others = dict.fromkeys(layer.origin for path in paths.values() if (layer := setter(path)))
+def broken_rule(key: str, leaves: Iterable[str], what: str, setter: Setter, hint: str | None = None) -> UserError:
+    """A rule between several keys of the group at `key`; the `leaves` that its message names are told with who set them."""
+    words = {dotted(key, word) for word in re.findall(r"\w+(?:\.\w+)*", what)}
+    inside = [leaf for leaf in leaves if leaf.startswith(f"{key}." if key else "")]
+    setters = [f"`{leaf}` {_by(setter(leaf), leaf)}" for leaf in inside if leaf in words]
+    others = dict.fromkeys(layer.origin for leaf in inside if (layer := setter(leaf)))
     where = ", ".join(setters) or f"set by {', '.join(others) or 'default'}"
     return BadInput(f"`{key}`: {what}" if key else what, where=where, hint=hint)
 

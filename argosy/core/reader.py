@@ -1,7 +1,7 @@
 """One pass from layers to a tree: what the layers say is merged on the way down, and the tree is built on the way up.
 
-Notable: each group is built by Pydantic once its children stand, so that every mistake at every depth is found in one pass;
-the rules between the keys of a group are asked only where each key is right by itself, for else they blame the innocent.
+Notable: each group is built by Pydantic once its children stand, so every mistake at every depth is found in one pass.
+The rules between the keys of a group are asked only where each key is right by itself; else they blame the innocent.
 """
 
 from collections.abc import Mapping
@@ -114,7 +114,7 @@ class Reader:
         return values if all_good and all(value is not _FAILED for value in values.values()) else _FAILED
 
     def _leaf(self, hint: Any, key: str, said: list[Said]) -> Any:
-        """The last word on a key, read by its type; mappings merge, and none takes a name out where no value may be none."""
+        """The last word on a key, read by its type. Mappings merge; none takes a name out where it is no value."""
         can_be_mapping = takes(hint, {})
         own = []
         for one in said:
@@ -153,7 +153,8 @@ class Reader:
         except ValidationError as error:
             errors = error.errors()
         except UserError as error:  # from a validator that says what it means
-            self.problems += [] if failed else [mistakes.broken_rule(key, cls, error.what, self.setter.get, error.hint)]
+            if not failed:
+                self.problems.append(mistakes.broken_rule(key, self._leaves(), error.what, self.setter.get, error.hint))
             return _FAILED
         wrong = [e for e in errors if e["loc"] and e["loc"][0] not in failed]
         if _WHOLE in failed:  # nothing is missing from a group that was never given
@@ -162,8 +163,13 @@ class Reader:
             its = [e for e in wrong if e["loc"][0] == name]
             self.problems += mistakes.wrong(dotted(key, name), cls.model_fields[name], its, self.setter.get)
         if not (failed or wrong):
-            self.problems += [mistakes.broken_rule(key, cls, mistakes.message(e), self.setter.get) for e in errors]
+            leaves = self._leaves()
+            self.problems += [mistakes.broken_rule(key, leaves, mistakes.message(e), self.setter.get) for e in errors]
         return _FAILED
+
+    def _leaves(self) -> list[str]:
+        groups = {path.rpartition(".")[0] for path in self.known}
+        return [path for path in self.known if path not in groups]
 
     def _mappings(self, what: str, key: str, said: list[Said]) -> tuple[list[Said], bool]:
         """Those of `said` that are mappings, and whether all are; the others are mistakes."""

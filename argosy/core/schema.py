@@ -23,14 +23,15 @@ from pydantic_core import core_schema
 
 from argosy.core.errors import UnknownName
 from argosy.core.registry import Registry
-from argosy.core.words import number, scalar
+from argosy.core.scalars import number, scalar
+
 
 def _no_text(key: str) -> str | None:
     return None
 
 
 class Settings(BaseModel):
-    """A frozen group of settings. The string under a field documents it. Unknown keys are errors; defaults are checked."""
+    """A frozen group of settings. The string under a field documents it. Unknown keys are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, protected_namespaces=()
@@ -46,7 +47,7 @@ class Settings(BaseModel):
 class Choice:
     """Marks a key whose value is a group of the class that its tag names: `Annotated[Any, Choice(OPTIMIZERS)]`.
 
-    Written `{name: muon, ns_steps: 6}`, or `muon` for its defaults. The registered class, a `Settings`, is imported on use.
+    Written `{name: muon, ns_steps: 6}`, or `muon` alone. The registered class, a `Settings`, is imported on use.
     """
 
     registry: Registry
@@ -170,12 +171,9 @@ def takes(hint: Any, value: Any) -> bool:
         return True
     if get_origin(hint) is Literal:
         return any(value == option and type(value) is type(option) for option in get_args(hint))
-    kind = {float: (int, float), tuple: (list, tuple), list: (list, tuple), None: type(None)}.get(hint := _bare(hint), hint)
-    return isinstance(value, kind) and (not isinstance(value, bool) or kind is bool)  # Python counts True among the integers
-
-
-def _bare(hint: Any) -> Any:
-    return get_origin(hint) or hint
+    bare = get_origin(hint) or hint
+    kind = {float: (int, float), tuple: (list, tuple), list: (list, tuple)}.get(bare, bare)
+    return isinstance(value, kind) and (not isinstance(value, bool) or kind is bool)  # True is an int to Python
 
 
 # ---- values, read by their type
@@ -189,7 +187,7 @@ class Refused:
 
 
 def meant(hint: Any, value: Any, text_of: Callable[[str], str | None] = _no_text, key: str = "") -> Any:
-    """What a written value means where this type is wanted; the value itself where it means nothing, for Pydantic to refuse.
+    """What a written value means where this type is wanted; where it means nothing, the value, for Pydantic to refuse.
 
     Args:
         hint: the type.

@@ -1,11 +1,11 @@
-"""Layered, typed, typo-proof settings: YAML files, then `key=value` words, to one frozen tree that knows who set each key.
+"""Layered, typed, typo-proof settings: YAML files, then `key=value` words, to one frozen tree, with who set each key.
 
     reading = read_settings(Run, yaml_layer("base.yml"), yaml_layer("tiny.yml"), words_layer(["optimizer=muon"]))
     reading.value.optimizer.ns_steps       reading.origin["optimizer.name"] == "command line"
 
-Layers apply in order. Groups and mappings merge key by key, everything else is replaced whole. A layer that changes the tag
-of a `Choice` drops what older layers said of it: a learning rate meant for AdamW is wrong for Muon. Every mistake of every
-layer is found before any is told. This file is the door to the rest: schema, words, plain.
+Layers apply in order. Groups and mappings merge key by key, everything else is replaced whole. A layer that changes the
+tag of a `Choice` drops what older layers said of it: a learning rate meant for AdamW is wrong for Muon. Every mistake
+of every layer is found before any is told. This file is the door to the rest: schema, words, plain.
 """
 
 from dataclasses import dataclass, field

@@ -2,34 +2,25 @@
 
 Notable: a plain scalar keeps its text and line beside its value, because only the type of a setting says what it means.
 `lang: no` is text where text is wanted and false where a switch is, `007` stays `007`, and an error can name its line.
-Numbers are the decimal ones people mean: YAML 1.1's octal `010`, its `1:30` (90) and its dates are text here.
 Knows no schema; `core.settings` turns layers into a typed tree.
 """
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from argosy.core.errors import BadInput, SettingsError, UserError, nearest
+from argosy.core.scalars import scalar
 
 COMMAND_LINE = "command line"
 SELF = "="  # the key of a group's own value, in `optimizer=muon optimizer.ns_steps=6`; YAML 1.1 means the same by it
 MOST_LEVELS = 50
 MOST_NODES = 100_000  # an alias of aliases of aliases: nine lines of YAML can stand for a billion values
 
-_NULLS = {"", "~", "null", "none"}
-_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_INT = re.compile(r"[-+]?[0-9][0-9_]*")
-_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
-_NOT_FINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
-_SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_SUFFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_HUMAN = re.compile(rf"({_FLOAT.pattern})({'|'.join(_SUFFIXES)})?")
 _KEY = re.compile(r"[^\s.=-][^\s.=]*(\.[^\s.=]+)*")
 
 
@@ -62,51 +53,6 @@ class Layer:
     def under(self, group: str) -> "Layer":
         """The same layer one level down: what a preset says of a model, said of a run."""
         return Layer(self.origin, {group: self.values}, {f"{group}.{key}": mark for key, mark in self.marks.items()})
-
-
-def number(text: str) -> int | float | None:
-    """The number a person means by `4_096`, `1e5`, `3e-4`, `25k`, `1.5B` or `64Ki`; None for anything else."""
-    text = text.strip()
-    match = _HUMAN.fullmatch(text)
-    if match is None or _INT.fullmatch(text):
-        return _whole(text) if match else None
-    suffix = match.groups()[-1]
-    exact = Decimal(match[1].replace("_", "")) * _SUFFIXES.get(suffix, 1)
-    if exact.adjusted() < 30 and exact == exact.to_integral_value():  # 1e999999 must not become a million digits
-        return int(exact)
-    return float(exact)
-
-
-def scalar(text: str) -> Any:
-    """What a plain scalar looks like on its own: none, a switch, a number, or text."""
-    if text.lower() in _NULLS:
-        return None
-    if text.lower() in _SWITCHES:
-        return _SWITCHES[text.lower()]
-    if _INT.fullmatch(text):
-        return _whole(text)
-    if _FLOAT.fullmatch(text):
-        return float(text.replace("_", ""))
-    if _NOT_FINITE.fullmatch(text):
-        return float(text.replace(".", ""))
-    return text
-
-
-def _whole(text: str) -> int | float:
-    digits = text.replace("_", "")
-    return int(digits) if len(digits) <= 4300 else float(digits)  # Python reads no longer integers from text
-
-
-def written(value: Any) -> str:
-    """A plain value as YAML in one line, such that both this module and any YAML reader get it back."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{written(str(k))}: {written(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(written, value)) + "]"
-    text = yaml.safe_dump([value], default_flow_style=True, width=float("inf"), allow_unicode=True).strip()[1:-1]
-    if isinstance(value, str) and text == value and scalar(text) != value:
-        return f'"{text}"'  # `1e5` is text to YAML 1.1 and a number to YAML 1.2, and to us
-    return text
 
 
 # ---- YAML files
@@ -224,7 +170,7 @@ def _dotted(key: str, name: str) -> str:
 
 
 def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> Layer:
-    """`a.b=value` words as one layer. A value is a scalar or a flow collection, `[1, 2]`, `{name: muon}`; the last of two wins.
+    """`a.b=value` words as one layer. A value is a scalar or a flow collection, `[1, 2]`; the last of two wins.
 
     Raises:
         SettingsError: every word that is not `key=value`.
@@ -267,7 +213,7 @@ def _misspelt(word: str, key: str, equals: str, text: str, origin: str) -> UserE
 
 
 def _value(key: str, text: str, origin: str) -> tuple[Any, dict[str, Mark]]:
-    """A word's value: YAML where it opens like a collection or a quotation, else one plain scalar, such as `a: b`."""
+    """A word's value: YAML where it opens like a collection or a quotation, else one plain scalar."""
     if text[0] not in "[{\"'":
         return scalar(text), {key: Mark(text)}
     reader = _NodeReader(f"`{key}` on the {origin}", lines=False)

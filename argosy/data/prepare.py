@@ -321,7 +321,7 @@ def open_prepared(folder: str | Path, *, verify: bool = False) -> Prepared:
         train, held_out = (open_split(folder / split, manifest["splits"][split], dtype) for split in SPLITS)
         prepared = Prepared(folder, manifest, train, held_out)
         dict(prepared.fingerprint)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise Damaged("the manifest of a prepared corpus cannot be understood", where=f"{path}: {e}"[:200]) from None
     if verify:
         prepared.verify()

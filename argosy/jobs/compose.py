@@ -3,8 +3,8 @@
     configs/base.yml < configs/models/PRESET.yml < files the recipe extends < the recipe < words
 
 Whoever names the preset drops what earlier layers said of the model, because they said it of another one:
-`model=llama3.2-1b` on the command line replaces the recipe's model whole. What the same or a later layer says of the model
-overrides the preset like anything else, and provenance shows it. Composing reads files and has no other effect.
+`model=llama3.2-1b` on the command line replaces the recipe's model whole. What the same or a later layer says of the
+model overrides the preset like anything else, and provenance shows it. Composing reads files and has no other effect.
 """
 
 import os
@@ -173,7 +173,7 @@ def _chain(path: Path, find: Callable[[str], Path], configs: Path) -> list[Layer
             return layers
         where = f"in {layer.where(EXTENDS)}"
         if not isinstance(parent, str):
-            raise BadInput(f"`{EXTENDS}` names one file", where=where, hint="write `extends: name`, or a path beside it")
+            raise BadInput(f"`{EXTENDS}` names one file", where=where, hint="write `extends: NAME`")
         path = path.parent / parent if parent.endswith((".yml", ".yaml")) else find(parent)
         if path.resolve() in seen:
             raise BadInput(f"`{EXTENDS}: {parent}` goes in a circle", where=where)

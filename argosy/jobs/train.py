@@ -251,6 +251,7 @@ class Session:
                 "decided": vars(self.assembly.decided),
                 "data": now.batches.state(),
                 "eval_loss": self.eval_losses.get(now.step),
+                "model": dump(self.settings)["model"],
                 "settings": dump(self.settings),
             }
             directory.checkpoints.save(now.step, *self.assembly.packed(now.state), meta)

@@ -95,7 +95,7 @@ class LlamaConfig(FamilyConfig):
             return Row(f"model.layers.{{l}}.{theirs}", f"layers.{{l}}.{ours}", how, over)
 
         rows = [
-            Row("model.embed_tokens.weight", "embed.w", "V D -> V D"),
+            Row("model.embed_tokens.weight", "embed.w", "V D -> V D", tied_to="lm_head.weight" if self.tied else None),
             layer("input_layernorm.weight", "attn_norm.scale", "D -> D"),
             layer("self_attn.q_proj.weight", "attn.q.w", "(N H) D -> D N H"),
             layer("self_attn.k_proj.weight", "attn.k.w", "(K H) D -> D K H"),

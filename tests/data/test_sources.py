@@ -84,7 +84,7 @@ def test_invalid_utf8_is_told_with_its_offset(tmp_path, monkeypatch, offset):
     data = bytearray(("x" * 30 + "\n").encode() * 40)
     data[offset] = 0xFF
     path = write(tmp_path / "t.txt", bytes(data))
-    with pytest.raises(BadInput, match=f"0xff at offset {offset}$"):
+    with pytest.raises(BadInput, match=rf"0xff at offset {offset}\n"):
         list(TextFile(path).documents())
     replaced = texts(TextFile(path, invalid="replace"))[0]
     assert replaced.index("\ufffd") == offset

@@ -5,7 +5,7 @@ is written from descriptions, so that one tensor at a time is in memory. Files a
 Knows no model and no name of any tensor; `core.keymap` does names.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, KeysView, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ class Reader(Protocol):
     """Tensors by name. `read` may give a read-only view of a mapped file."""
 
     @property
-    def names(self) -> tuple[str, ...]: ...
+    def names(self) -> KeysView[str]: ...
 
     def shape(self, name: str) -> Shape: ...
 
@@ -45,8 +45,8 @@ class Arrays:
         self.arrays = arrays
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.arrays)
+    def names(self) -> KeysView[str]:
+        return self.arrays.keys()
 
     def shape(self, name: str) -> Shape:
         return tuple(self.arrays[name].shape)

@@ -7,6 +7,7 @@ Knows no family: names and their meaning are for `core.keymap`, block formats fo
 
 import math
 import struct
+from collections.abc import KeysView
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,8 +70,8 @@ class GGUF:
         return GGUF(path, version, meta, _places(cursor, tensors, alignment), data)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.places)
+    def names(self) -> KeysView[str]:
+        return self.places.keys()
 
     def shape(self, name: str) -> Shape:
         return self.places[name].shape

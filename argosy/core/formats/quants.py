@@ -2,7 +2,7 @@
 
 Notable: nearly every format is one idea, bit fields that lie in planes (`_planes`), times a scale. Each function takes
 blocks as bytes, uint8 [n, bytes], and gives float32 [n, values], bit for bit what ggml computes: its products and sums
-in its order. Layouts: ggml-common.h (Q*_K and IQ* by I. Kawrakow, TQ* by F. Mathieu); MXFP4: OCP Microscaling formats 1.0.
+in its order. Layouts: ggml-common.h (Q*_K, IQ* by I. Kawrakow, TQ* by F. Mathieu); MXFP4: OCP Microscaling formats 1.0.
 Knows no file: raw bytes come from `gguf` or `safetensors`.
 """
 

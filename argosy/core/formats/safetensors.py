@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -91,8 +91,8 @@ class SafeTensors:
         return SafeTensors(path, metadata, places, data[start:])
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.places)
+    def names(self) -> KeysView[str]:
+        return self.places.keys()
 
     def shape(self, name: str) -> Shape:
         return self.places[name].shape
@@ -220,8 +220,8 @@ class Folder:
         return Folder(path, _open_shards(path))
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.files)
+    def names(self) -> KeysView[str]:
+        return self.files.keys()
 
     @property
     def metadata(self) -> dict[str, str]:

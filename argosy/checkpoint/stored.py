@@ -1,0 +1,179 @@
+"""A model at rest, wherever it lies: Hub folder, GGUF file, run directory, one checkpoint. One way to open them, one way to
+read weights out of them: by per-layer name ("layers.3.attn.q.w"), tensor by tensor.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.checkpoint import manifest
+from argosy.checkpoint.store import META, Checkpoints, load_weights, read_meta, stored_shapes
+from argosy.core.errors import BadInput, Damaged
+from argosy.core.formats import Arrays, Reader
+from argosy.core.schema import Choice
+from argosy.models import FAMILIES
+from argosy.models.family import FamilyConfig
+from argosy.models.parts.stack import layer_addresses, stored_addresses
+from argosy.models.parts.weight import put, variables
+
+# Small files that go with a model from folder to folder, untouched.
+COMPANIONS = (
+    "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "vocab.txt generation_config.json chat_template.jinja chat_template.json"
+).split()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """weights: by per-layer name. hub: the config.json it came with. companions: the folder of its small files (or a GGUF
+    file, which holds a tokenizer). kind: hub, gguf or argosy."""
+
+    path: Path
+    kind: str
+    config: FamilyConfig
+    weights: Reader
+    companions: Path | None = None
+    hub: dict[str, Any] = field(default_factory=dict)
+
+
+def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
+    """Opens any of them; reads no weights yet.
+
+    Raises:
+        BadInput: nothing is there, or it is no model.
+        Damaged: it is there, and not what was written.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix == ".gguf":
+        from argosy.checkpoint.gguf import open_gguf
+
+        return open_gguf(path)
+    if (path / "config.json").is_file():
+        from argosy.checkpoint.hub import open_folder
+
+        return open_folder(path)
+    if (path / META).is_file():
+        manifest.verify(path)
+        return _open_step(path)
+    if (path / "checkpoints").is_dir():
+        checkpoints = Checkpoints(path / "checkpoints", warn=warn)
+        step = checkpoints.latest_good()
+        if step is None:
+            raise BadInput(f"{path} has no checkpoint yet", hint="it is a run that has not saved; wait, or train it further")
+        return _open_step(checkpoints.path(step))
+    if not path.exists():
+        raise BadInput(f"no model at {path}", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step")
+    raise BadInput(
+        f"{path} is no model: no config.json, no meta.json, no checkpoints",
+        hint="a Hub folder, a .gguf file, a run directory or a checkpoint step",
+    )
+
+
+def config_of(dumped: dict[str, Any]) -> FamilyConfig:
+    """A model's settings as `dump` wrote them, family included."""
+    return Choice(FAMILIES, tag="family").build(dumped)     # type: ignore[return-value]
+
+
+def _open_step(folder: Path) -> Stored:
+    meta = read_meta(folder)
+    try:
+        config = config_of(meta["model"])
+    except KeyError as missing:
+        raise Damaged(f"{META} has no {missing}", where=str(folder)) from None
+    beside = [folder, folder.parent.parent / "tokenizer"]       # a converted model; a step of a run
+    companions = next((f for f in beside if any((f / name).is_file() for name in COMPANIONS)), None)
+    return Stored(folder, "argosy", config, StepReader(folder, config, meta["decided"]["layers"]), companions, meta.get("hub", {}))
+
+
+class StepReader:
+    """A checkpoint's weights by per-layer name, whatever layout it was written in. Read from disk once, whole."""
+
+    def __init__(self, folder: Path, config: FamilyConfig, layers: str):
+        from argosy.models.parts.stack import Scan, Unroll
+
+        self.folder, self._arrays = folder, None
+        self._where = stored_addresses(config.build(Scan() if layers == "scan" else Unroll()))
+        self._shapes = stored_shapes(folder)
+        absent = {address for address, _ in self._where.values()} - set(self._shapes)
+        if absent:
+            raise BadInput(f"the checkpoint lacks {len(absent)} weights of its model: {', '.join(sorted(absent)[:3])}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        address, i = self._where[name]
+        shape = tuple(self._shapes[address].shape)
+        return shape if i is None else shape[1:]
+
+    def dtype(self, name: str) -> np.dtype:
+        return np.dtype(self._shapes[self._where[name][0]].dtype)
+
+    def read(self, name: str) -> np.ndarray:
+        if self._arrays is None:
+            self._arrays = {address: np.asarray(a) for address, a in load_weights(self.folder).items()}
+        address, i = self._where[name]
+        return self._arrays[address] if i is None else self._arrays[address][i]
+
+
+def read_into(model: Any, weights: Reader, *, dtype: Any = None, place: Callable[[str], Any] | None = None) -> None:
+    """Fills a model of any layout from per-layer weights, one stored array at a time.
+
+    Args:
+        dtype: what to keep the weights in; float32 unless told.
+        place: the sharding of a stored address.
+
+    Raises:
+        BadInput: weights are missing, unexpected or misshapen, all listed.
+    """
+    names, own = layer_addresses(model), variables(model)
+    check_fit(model, weights)
+    for address, v in own.items():
+        stacked = len(v.shape) > len(v.get_metadata()["meaning"].letters)
+        target = np.dtype(dtype or jnp.float32)
+        if stacked:
+            whole = np.empty(v.shape, target)
+            for i, name in enumerate(names(address)):
+                whole[i] = weights.read(name)
+        else:
+            whole = np.ascontiguousarray(weights.read(names(address)[0]).astype(target, copy=False))
+        v_place = place(address) if place else None
+        put(model, {address: jax.device_put(whole, v_place)})
+
+
+def check_fit(model: Any, weights: Reader) -> None:
+    """That these are the weights of this model.
+
+    Raises:
+        BadInput: says every difference, the first eight in full.
+    """
+    own = variables(model)
+    expected = {}
+    for name, (address, i) in stored_addresses(model).items():
+        expected[name] = tuple(own[address].shape if i is None else own[address].shape[1:])
+    here = set(weights.names)
+    problems = [f"missing {n}" for n in expected if n not in here]
+    problems += [f"unexpected {n}" for n in weights.names if n not in expected]
+    problems += [
+        f"{n} is {weights.shape(n)}, not {shape}" for n, shape in expected.items() if n in here and weights.shape(n) != shape
+    ]
+    if problems:
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise BadInput(
+            f"{len(problems)} weights do not fit the model: {'; '.join(problems[:8])}{more}",
+            hint="do the model's settings belong to these weights?",
+        )
+
+
+def weights_of(model: Any) -> Arrays:
+    """A model's weights by per-layer name; slices of what is stacked are taken as they are read."""
+    from argosy.models.parts.stack import to_layers
+    from argosy.models.parts.weight import split
+
+    return Arrays(to_layers(model, split(model)[1]))

@@ -1,0 +1,67 @@
+"""What a plain word means on its own, and how a value is written so that it means the same again.
+
+Notable: numbers are the decimal ones that people mean (`1e5`, `4_096`, `25k`). YAML 1.1 reads `010` as 8, `1:30` as 90,
+`1e5` as text and `2026-11-21` as a date; here they are 10, text, 100000 and text. Knows nothing of types or files.
+"""
+
+import re
+from collections.abc import Mapping
+from decimal import Context, Decimal
+from typing import Any
+
+import yaml
+
+_NULLS = {"", "~", "null", "none"}
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_INT = re.compile(r"[-+]?[0-9][0-9_]*")
+_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
+_SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_SUFFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_DECIMAL = Context(prec=60, traps=[])
+_HUMAN = re.compile(rf"({_FLOAT.pattern})({'|'.join(_SUFFIXES)})?")
+
+
+def number(text: str) -> int | float | None:
+    """The number a person means by `4_096`, `1e5`, `3e-4`, `25k`, `1.5B` or `64Ki`; None for anything else."""
+    text = text.strip()
+    match = _HUMAN.fullmatch(text)
+    if match is None or _INT.fullmatch(text):
+        return _whole(text) if match else None
+    suffix = match.groups()[-1]
+    exact = _DECIMAL.multiply(Decimal(match[1].replace("_", "")), _SUFFIXES.get(suffix, 1))
+    if exact.is_finite() and exact.adjusted() < 30 and exact == exact.to_integral_value():  # 1e999999: a million digits
+        return int(exact)
+    return float(exact)
+
+
+def scalar(text: str) -> Any:
+    """What a plain scalar looks like on its own: none, a switch, a number, or text."""
+    if text.lower() in _NULLS:
+        return None
+    if text.lower() in _SWITCHES:
+        return _SWITCHES[text.lower()]
+    if _INT.fullmatch(text):
+        return _whole(text)
+    if _FLOAT.fullmatch(text):
+        return float(text.replace("_", ""))
+    if _NOT_FINITE.fullmatch(text):
+        return float(text.replace(".", ""))
+    return text
+
+
+def _whole(text: str) -> int | float:
+    digits = text.replace("_", "")
+    return int(digits) if len(digits) <= 4300 else float(digits)  # Python reads no longer integers from text
+
+
+def written(value: Any) -> str:
+    """A plain value as YAML in one line, such that both this module and any YAML reader get it back."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{written(str(k))}: {written(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(written, value)) + "]"
+    text = yaml.safe_dump([value], default_flow_style=True, width=float("inf"), allow_unicode=True).strip()[1:-1]
+    if isinstance(value, str) and text == value and scalar(text) != value:
+        return f'"{text}"'  # `1e5` is text to YAML 1.1 and a number to YAML 1.2, and to us
+    return text

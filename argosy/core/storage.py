@@ -1,0 +1,404 @@
+"""A run's files behind one door: a local directory, or any address that fsspec knows (`gs://`, `s3://`, `memory://`).
+
+Notable: what is written whole is there whole or not at all; a line is appended so that a torn one before it stays
+alone; and one process at a time holds a run, by a lock that dies with it (`Store.lock`).
+Knows nothing of what the files mean. Large arrays do not pass through here: Orbax writes checkpoints itself.
+"""
+
+import errno
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, ClassVar, Literal, Protocol
+from uuid import uuid4
+
+from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged
+
+LOCK = ".lock"
+LEASE_S = 60.0  # a lease that was not renewed for so long is up
+SETTLE_S = 0.5  # after which two who took a lease at the same moment see which of them has it
+REWRITE_S = 10.0  # object stores cannot append: a file of lines is put anew at most this often
+
+_NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}  # some network file systems
+
+
+class Lock(Protocol):
+    """The exclusive hold on a directory, until released or until the process ends. Also a context manager."""
+
+    def release(self) -> None: ...
+
+    def __enter__(self) -> "Lock": ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Store:
+    """Files under a root, by relative names with `/`. Directories come into being with the files in them."""
+
+    def __init__(self, root: str | Path):
+        self.root = str(root)
+        self.is_local = "://" not in self.root
+        if self.is_local:
+            self.root = str(Path(root).expanduser())
+        else:
+            self._files, self._base = _remote(self.root)
+        self._lines: dict[str, _Lines] = {}
+
+    def __repr__(self) -> str:
+        return f"Store({self.root!r})"
+
+    def child(self, name: str) -> "Store":
+        """The directory `name` under this one."""
+        return Store(self.root + "/" * (not self.root.endswith("/")) + _inside(name))
+
+    def local_path(self, name: str = "") -> Path:
+        """Where a file lies on this machine.
+
+        Raises:
+            BadInput: this store is not on this machine.
+        """
+        if not self.is_local:
+            raise BadInput(f"`{self.root}` is not a directory of this machine", hint="give a local path")
+        return Path(self.root, _inside(name)) if name else Path(self.root)
+
+    def read_text(self, name: str) -> str:
+        """Raises: BadInput: no such file. Damaged: it is not UTF-8."""
+        with self.open(name) as file, _told(self, name):
+            data = file.read()
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise Damaged(f"`{name}` is not UTF-8 at byte {error.start}", where=f"in {self.root}") from None
+
+    def write_text(self, name: str, text: str) -> None:
+        """The whole file or nothing of it; on this machine, also after a power cut."""
+        data = text.encode("utf-8")
+        self._lines.pop(name, None)
+        with _told(self, name):
+            if self.is_local:
+                _write_atomically(self.local_path(name), data)
+            else:
+                self._files.pipe_file(self._address(name), data)
+
+    def append_line(self, name: str, line: str) -> None:
+        """Adds a line. On this machine it is with the system on return; elsewhere it waits for `REWRITE_S` or `flush`."""
+        with _told(self, name):
+            if self.is_local:
+                _append(self.local_path(name), line)
+            else:
+                if name not in self._lines:
+                    self._lines[name] = _Lines(self._get(name))
+                self._lines[name].add(line)
+                self._put_lines(name, REWRITE_S)
+
+    def flush(self) -> None:
+        """Puts lines that are still in memory."""
+        for name in self._lines:
+            self._flush(name)
+
+    def _flush(self, name: str) -> None:
+        if name in self._lines:
+            with _told(self, name):
+                self._put_lines(name, 0.0)
+
+    def exists(self, name: str) -> bool:
+        with _told(self, name):
+            return self.local_path(name).exists() if self.is_local else self._files.exists(self._address(name))
+
+    def list(self, name: str = "") -> list[str]:
+        """What a directory holds, names alone, sorted, hidden ones left out; nothing where there is no directory."""
+        with _told(self, name):
+            if self.is_local:
+                folder = self.local_path(name)
+                found = os.listdir(folder) if folder.is_dir() else []
+            else:
+                address = self._address(name)
+                paths = self._files.ls(address, detail=False) if self._files.isdir(address) else []
+                found = [path.rstrip("/").rpartition("/")[2] for path in paths if path.rstrip("/") != address]
+        return sorted(name for name in found if not name.startswith("."))
+
+    def remove(self, name: str) -> None:
+        """A file, or a directory with all in it; nothing where there is none."""
+        self._lines.pop(name, None)
+        with _told(self, name):
+            if not self.is_local:
+                if self._files.exists(self._address(name)):
+                    self._files.rm(self._address(name), recursive=True)
+                return
+            path = self.local_path(name)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        self._flush(name)
+        with _told(self, name):
+            return self.local_path(name).stat().st_size if self.is_local else self._files.size(self._address(name))
+
+    def open(self, name: str, mode: Literal["rb", "wb"] = "rb") -> IO[bytes]:
+        """A file of bytes. What is written here is not atomic: write under another name where that matters."""
+        self._flush(name)
+        with _told(self, name):
+            if not self.is_local:
+                return self._files.open(self._address(name), mode)
+            path = self.local_path(name)
+            if mode == "wb":
+                path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open(mode)
+
+    def lock(self) -> Lock:
+        """Holds the directory for this process alone.
+
+        On this machine the kernel keeps the lock and drops it when the process ends, however it ends. Elsewhere, and on
+        file systems without such locks, it is a lease renewed every quarter of a minute: weaker, since clocks may
+        disagree, a process that stalls for `LEASE_S` loses it, and one that is killed keeps it as long.
+
+        Raises:
+            Busy: another process holds it; named by process and host.
+        """
+        if self.is_local:
+            with _told(self, LOCK):
+                try:
+                    return _Flock(self.local_path(LOCK))
+                except OSError as error:
+                    if error.errno not in _NO_FLOCK:
+                        raise
+        return _Lease(Store(self.root))  # a store of its own: it is used from another thread
+
+    def _address(self, name: str) -> str:
+        return f"{self._base}/{_inside(name)}" if name else self._base
+
+    def _get(self, name: str) -> bytes:
+        address = self._address(name)
+        return self._files.cat_file(address) if self._files.exists(address) else b""
+
+    def _put_lines(self, name: str, every_s: float) -> None:
+        lines = self._lines[name]
+        if lines.is_new and time.monotonic() - lines.put_at >= every_s:
+            self._files.pipe_file(self._address(name), bytes(lines.data))
+            lines.is_new, lines.put_at = False, time.monotonic()
+
+
+def _remote(root: str) -> tuple[Any, str]:
+    """The file system of an address, and the address without its scheme."""
+    import fsspec  # a tenth of a second that local runs need not spend
+
+    options = {"auto_mkdir": True} if root.startswith("file://") else {}  # elsewhere directories are parts of names
+    try:
+        files, base = fsspec.url_to_fs(root, use_listings_cache=False, **options)
+    except ImportError as error:
+        raise BadInput(f"`{root}` needs a package: {error}") from None
+    except ValueError as error:
+        raise BadInput(f"`{root}`: {str(error).splitlines()[0]}") from None
+    return files, base.rstrip("/")
+
+
+def _inside(name: str) -> str:
+    """A relative name that stays under the root."""
+    parts = PurePosixPath(name).parts
+    if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in parts:
+        raise BadInput(f"{name!r} is not the name of a file inside a run")
+    return "/".join(parts)
+
+
+@contextmanager
+def _told(store: Store, name: str) -> Iterator[None]:
+    """What the system says of a file, as an error of ours."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise BadInput(f"no file `{name}`", where=f"in {store.root}") from None
+    except PermissionError:
+        raise BadInput(f"no permission for `{name}`", where=f"in {store.root}") from None
+    except OSError as error:
+        what = (error.strerror or str(error)).lower()
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "free some space; what was written before is whole" if full else None
+        raise ArgosyError(f"`{name}`: {what}", where=f"in {store.root}", hint=hint) from error
+
+
+# ---- bytes on this machine
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    """Another name, fsync, rename, fsync of the directory: a reader sees the old file or the new one, always."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pending = path.with_name(f".{path.name}.{os.getpid()}.{uuid4().hex[:8]}.tmp")
+    try:
+        with pending.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        pending.replace(path)
+    finally:
+        pending.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _append(path: Path, line: str) -> None:
+    """One write call, so lines of two threads do not mix. A last line torn by a kill is ended first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        end = os.lseek(file, 0, os.SEEK_END)
+        torn = end > 0 and os.pread(file, 1, end - 1) != b"\n"
+        data = b"\n" * torn + line.encode("utf-8") + b"\n"
+        while data:
+            data = data[os.write(file, data) :]
+    finally:
+        os.close(file)
+
+
+class _Lines:
+    """A file of lines in an object store, which cannot append."""
+
+    def __init__(self, data: bytes):
+        self.data = bytearray(data)
+        self.is_new, self.put_at = False, -REWRITE_S
+        if self.data and not self.data.endswith(b"\n"):
+            self.data += b"\n"
+
+    def add(self, line: str) -> None:
+        self.data += line.encode("utf-8") + b"\n"
+        self.is_new = True
+
+
+# ---- locks
+
+
+def _holder() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def _busy(holder: dict[str, Any], where: str) -> Busy:
+    who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}" if holder else "another process"
+    hint = "wait for it, end it, or give another directory: dir=NEW"
+    return Busy(f"{who} holds this run", where=f"in {where}", hint=hint)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class _Flock:
+    """A lock of the kernel on a file that stays: removing it would let two processes lock two files of one name."""
+
+    _held: ClassVar[set["_Flock"]] = set()
+
+    def __init__(self, path: Path):
+        import fcntl
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _parsed(os.read(self._file, 1000).decode("utf-8", "replace"))
+            os.close(self._file)
+            raise _busy(holder, str(path.parent)) from None
+        except OSError:
+            os.close(self._file)
+            raise
+        os.ftruncate(self._file, 0)
+        os.write(self._file, json.dumps(_holder()).encode())
+        self._held.add(self)
+
+    def release(self) -> None:
+        if self in self._held:
+            self._held.discard(self)
+            os.ftruncate(self._file, 0)
+            os.close(self._file)
+
+    def __enter__(self) -> "_Flock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @classmethod
+    def _forked(cls) -> None:
+        for lock in cls._held:  # the parent's stays; a child that outlives it must not keep the run
+            os.close(lock._file)
+        cls._held.clear()
+
+
+os.register_at_fork(after_in_child=_Flock._forked)
+
+
+class _Lease:
+    """A file that says who holds the directory and when that was last renewed."""
+
+    def __init__(self, store: Store):
+        self._store, self._token = store, uuid4().hex
+        self._refuse_if_held()
+        self._renew()
+        time.sleep(SETTLE_S)
+        if self._read().get("token") != self._token:  # somebody took it at the same moment, and later
+            raise _busy(self._read(), store.root)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join()
+            if self._read().get("token") == self._token:
+                self._store.remove(LOCK)
+
+    def __enter__(self) -> "_Lease":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _refuse_if_held(self) -> None:
+        holder = self._read()
+        renewed = holder.get("renewed")
+        fresh = isinstance(renewed, int | float) and time.time() - renewed < LEASE_S
+        if fresh and not _is_dead(holder):
+            raise _busy(holder, self._store.root)
+
+    def _read(self) -> dict[str, Any]:
+        return _parsed(self._store.read_text(LOCK)) if self._store.exists(LOCK) else {}
+
+    def _renew(self) -> None:
+        self._store.write_text(LOCK, json.dumps(_holder() | {"token": self._token, "renewed": time.time()}))
+
+    def _keep(self) -> None:
+        while not self._stop.wait(LEASE_S / 4):
+            try:
+                if self._read().get("token") != self._token:
+                    return  # it ran out while this process stalled, and somebody else has it
+                self._renew()
+            except ArgosyError:
+                continue  # three more tries before it runs out
+
+
+def _is_dead(holder: dict[str, Any]) -> bool:
+    """Whether the holder was a process of this host that is no more: a killed run need not wait for its lease."""
+    if holder.get("host") != socket.gethostname():
+        return False
+    try:
+        os.kill(int(holder.get("pid", 0)), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False

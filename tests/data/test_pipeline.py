@@ -1,0 +1,342 @@
+"""Pipelines: what the laws do not say. Order, state, epochs, refusals, streams, the cache."""
+
+import json
+import subprocess
+import sys
+from itertools import islice
+
+import grain
+import numpy as np
+import pytest
+from test_prepare import Bytes, stories
+from test_source_laws import flat, take
+
+from argosy.core.errors import BadInput, UserError
+from argosy.data import pipeline
+from argosy.data.batch import Batches, check_same
+from argosy.data.pipeline import Order, build, eval_batches
+from argosy.data.prepare import prepare
+from argosy.data.settings import DataSettings
+from argosy.data.sources import Document
+from argosy.data.sources.synthetic import Synthetic, mix, splitmix
+from argosy.data.sources.text import Memory
+
+
+@pytest.fixture
+def settings(tmp_path) -> DataSettings:
+    return DataSettings(sequence=16, batch=4, cache=str(tmp_path / "cache"), held_out=0.1)
+
+
+def changed(settings: DataSettings, **values) -> DataSettings:
+    return settings.model_copy(update=values)
+
+
+def made(settings: DataSettings, source=None, *, seed=1, make=build, **share) -> Batches:
+    return make(settings, Bytes(), vocab=258, seed=seed, source=source or Memory(stories(90)), **share)
+
+
+def test_building_is_what_imports_jax():
+    program = "import sys, argosy.data.pipeline, argosy.data.inspect; assert not {'jax', 'grain'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 100, 1025])
+def test_an_epoch_is_grains_own_shuffle(rows):
+    order = Order(rows, 5)
+    for epoch in range(3):
+        ours = order(np.arange(epoch * rows, (epoch + 1) * rows))
+        theirs = grain.MapDataset.range(rows).shuffle(seed=order.epoch_seed(epoch))
+        assert ours.tolist() == [theirs[i] for i in range(rows)]
+        assert sorted(ours) == list(range(rows))
+
+
+def test_the_order_is_the_one_that_runs_were_saved_in():
+    """A golden: another Grain that shuffled otherwise would resume old runs onto other rows."""
+    assert Order(1000, 0)(np.arange(998, 1004)).tolist() == GOLDEN_ORDER
+
+
+GOLDEN_ORDER: list[int] = []
+
+
+def test_near_seeds_share_no_epoch():
+    seeds = {Order(10, seed).epoch_seed(epoch) for seed in range(50) for epoch in range(50)}
+    assert len(seeds) == 2500
+
+
+def test_splitmix_is_the_published_generator():
+    # The first outputs of the reference implementation (Vigna's splitmix64.c) for the seed 1234567.
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert splitmix(np.array([1234567], np.uint64), np.arange(5, dtype=np.uint64)).tolist() == expected
+    assert mix(np.zeros(1, np.uint64)).tolist() == [0]
+
+
+def test_synthetic_tokens_are_uniform_over_the_models_vocabulary():
+    batch = Synthetic().rows(sequence=1000, vocab=7, seed=0).gather(np.arange(100))
+    counts = np.bincount(batch["tokens"].ravel(), minlength=7)
+    assert len(counts) == 7
+    assert np.abs(counts / 1e5 * 7 - 1).max() < 0.03
+    np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+
+
+def test_synthetic_needs_no_tokenizer(settings):
+    batch = next(build(changed(settings, source="synthetic"), None, vocab=11, seed=0))
+    assert batch["tokens"].max() < 11
+    assert batch["mask"].all()
+
+
+def test_the_state_is_that_of_batches_handed_out(settings):
+    stream = made(changed(settings, prefetch=8))
+    assert stream.state()["position"] == {"row": 0}
+    for step in range(1, 5):
+        next(stream)
+        assert stream.state()["position"] == {"row": step * 4}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+@pytest.mark.parametrize("block_tokens", [1, 200, 1 << 14])
+def test_reading_ahead_and_blocks_do_not_show(settings, monkeypatch, prefetch, block_tokens):
+    expected = take(made(settings), 30)
+    monkeypatch.setattr(pipeline, "BLOCK_TOKENS", block_tokens)
+    stream = made(changed(settings, prefetch=prefetch))
+    assert take(stream, 30) == expected
+    stream.seek({"row": 4 * 7})
+    assert take(stream, 9) == expected[7:16]
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"sequence": 8}, ["sequence"]),
+        ({"batch": 8}, ["batch"]),
+        ({"shuffle": False}, ["shuffle"]),
+        ({"packing": "fit"}, ["packing"]),
+        ({"seed": 9}, ["seed"]),
+        ({"bos": True}, ["bos"]),
+        ({"held_out": 0.2, "seed": 3}, ["held_out", "seed"]),
+    ],
+)
+def test_a_position_is_refused_on_other_data(settings, change, named):
+    state = made(settings).state()
+    with pytest.raises(UserError, match=f"belongs to: {', '.join(named)}\n") as e:
+        made(changed(settings, **change)).restore(state)
+    assert len(str(e.value).splitlines()) <= 5
+    assert e.value.exit_code == 2
+
+
+def test_other_text_or_tokens_are_refused_too(settings):
+    state = made(settings).state()
+    with pytest.raises(UserError, match=r"source\.sha256"):
+        made(settings, Memory(stories(91))).restore(state)
+
+    class Other(Bytes):
+        fingerprint = "other"
+
+    with pytest.raises(UserError, match="tokenizer"):
+        build(settings, Other(), vocab=258, seed=1, source=Memory(stories(90))).restore(state)
+
+
+def test_what_may_differ_on_resume(settings):
+    state = made(settings).state()
+    for change in ({"epochs": 2.0}, {"prefetch": 0}, {"cache": str(settings.cache) + "2"}):
+        made(changed(settings, **change)).restore(state)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"fingerprint": 1}, []])
+def test_what_is_no_state_is_told(settings, state):
+    with pytest.raises(BadInput, match="not the state"):
+        made(settings).restore(state)
+
+
+@pytest.mark.parametrize("position", [{"row": -4}, {"row": "4"}, {"row": 3}, {"epoch": 0}, {"row": True}])
+def test_what_is_no_position_is_told(settings, position):
+    with pytest.raises(BadInput, match="position|begin a batch"):
+        made(settings).seek(position)
+
+
+def test_differences_are_told_with_both_values():
+    with pytest.raises(UserError) as e:
+        check_same({"a": 1, "b": "x" * 64}, {"a": 2, "b": "x" * 64, "c": None, "d": 1})
+    assert "a was 1, is 2; d was None, is 1" in str(e.value)
+    assert "b was" not in str(e.value)
+
+
+@pytest.mark.parametrize("epochs, batches", [(1, 2), (1.5, 3), (0.4, 1), (3, 7)])
+def test_epochs_end_after_the_last_whole_batch(settings, epochs, batches):
+    ten_rows = Memory([Document(tokens=list(range(161)))])
+    stream = made(changed(settings, epochs=epochs, held_out=0.0), ten_rows)
+    assert len(list(stream)) == batches
+    stream.seek({"row": 4 * (batches - 1)})
+    assert len(list(stream)) == 1
+
+
+def test_too_few_rows_for_a_batch_are_told(settings):
+    with pytest.raises(BadInput, match="hold no batch of 4"):
+        made(changed(settings, epochs=0.1, held_out=0.0), Memory([Document(tokens=list(range(161)))]))
+
+
+def test_a_corpus_smaller_than_a_batch_fills_it_from_its_next_epochs(settings):
+    batch = next(made(changed(settings, held_out=0.0), Memory(["a short text"])))
+    assert (batch["tokens"] == batch["tokens"][0]).all()
+
+
+def test_evaluation_is_filled_up_with_padding(settings):
+    tokens = list(range(100)) * 2
+    held_out = made(changed(settings, held_out=0.5), Memory([Document(tokens=tokens)]), make=eval_batches)
+    batches = list(held_out)
+    assert [int((batch["segments"] > 0).sum()) for batch in batches] == [64, 35 + 1]  # 100 held out, 101 with the end
+    assert sum(int(batch["mask"].sum()) for batch in batches) == 99
+    assert not any(batches[-1][name][3].any() for name in batches[-1])
+    assert list(held_out) == []
+
+
+def test_evaluation_may_be_limited(settings):
+    every = take(made(changed(settings, held_out=0.5), make=eval_batches))
+    assert take(made(changed(settings, held_out=0.5), make=eval_batches, limit=3)) == every[:3]
+    assert len(every) > 3
+
+
+def test_nothing_held_out_is_told(settings):
+    with pytest.raises(BadInput, match="nothing to evaluate"):
+        made(changed(settings, held_out=0.0), make=eval_batches)
+
+
+def test_batches_divide_among_processes_or_it_is_told(settings):
+    with pytest.raises(BadInput, match="does not divide among 3 processes"):
+        made(settings, process=0, processes=3)
+
+
+def test_a_tokenizer_larger_than_the_model_is_told(settings):
+    with pytest.raises(BadInput, match="258 tokens, the model only 257"):
+        build(settings, Bytes(), vocab=257, seed=0, source=Memory(["x"]))
+    with pytest.raises(BadInput, match="needs a tokenizer"):
+        build(settings, None, vocab=257, seed=0, source=Memory(["x"]))
+
+
+def test_a_prepared_folder_is_a_source(settings, tmp_path):
+    prepare(Memory(stories(90)), Bytes(), tmp_path / "corpus", held_out=0.1)
+    named = changed(settings, source=str(tmp_path / "corpus"))
+    stream = build(named, Bytes(), vocab=258, seed=1)
+    assert take(stream, 9) == take(made(settings), 9)
+
+    class Other(Bytes):
+        fingerprint = "other"
+
+    with pytest.raises(BadInput, match="another tokenizer"):
+        build(named, Other(), vocab=258, seed=1)
+    with pytest.raises(BadInput, match="not read online"):
+        build(changed(named, online=True), Bytes(), vocab=258, seed=1)
+
+
+def test_the_cache_is_used_and_mended(settings, monkeypatch):
+    expected = take(made(settings), 5)
+    [folder] = (child for child in pipeline.cache_folder(settings).iterdir())
+    monkeypatch.setattr(pipeline, "prepare", None)
+    assert take(made(settings), 5) == expected
+    monkeypatch.undo()
+    (folder / "train" / "tokens.bin").unlink()  # not cut short in place: that kills whoever still maps it
+    assert take(made(settings), 5) == expected
+
+
+def test_the_cache_is_where_xdg_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert pipeline.cache_folder(DataSettings()) == tmp_path / "argosy" / "corpora"
+
+
+def test_much_text_asks_to_be_prepared(settings, monkeypatch):
+    monkeypatch.setattr(pipeline, "CORPUS_BYTES", 100)
+    with pytest.raises(BadInput, match="too many to tokenize") as e:
+        made(settings)
+    assert "argosy data prepare" in str(e.value)
+
+
+@pytest.fixture(params=["split", "fit"])
+def online(request, settings, monkeypatch) -> DataSettings:
+    monkeypatch.setattr("argosy.data.prepare.GROUP_BYTES", 700)  # several windows an epoch
+    return changed(settings, online=True, packing=request.param)
+
+
+def test_a_stream_holds_every_target_once_an_epoch(online):
+    tokens = [list(range(i, i + 5)) for i in range(0, 250, 5)]
+    stream = made(changed(online, held_out=0.0, epochs=1, batch=1), Memory([Document(tokens=ids) for ids in tokens]))
+    learned = [target for batch in stream for target in batch["targets"][batch["mask"] > 0].tolist()]
+    assert sorted(target for target in learned if target != 257) == sorted(i for ids in tokens for i in ids[1:])
+    assert learned.count(257) == 50
+
+
+def test_a_stream_is_restorable_at_any_position(online):
+    whole = take(made(online), 60)
+    stream, restored = made(online), made(changed(online, prefetch=0))
+    assert len({json.dumps(made(online).state())}) == 1
+    for taken in range(50):
+        state = json.loads(json.dumps(stream.state()))
+        restored.restore(state)
+        assert take(restored, 2) == whole[taken : taken + 2]
+        next(stream)
+    assert state["position"]["epoch"] > 0
+    assert state["position"]["document"] > 0
+    stream.rewind()
+    assert take(stream, 3) == whole[:3]
+
+
+def test_streams_of_two_processes_share_the_documents(online):
+    def seen(process: int, processes: int) -> set[int]:
+        source = Memory([Document(tokens=[i] * 9) for i in range(100)])
+        share = changed(online, held_out=0.0)
+        stream = made(share, source, process=process, processes=processes)
+        return {token for batch in islice(stream, 60) for token in np.unique(batch["tokens"]).tolist()} - {0, 257}
+
+    assert seen(0, 2) | seen(1, 2) == seen(0, 1) == set(range(1, 100))
+    assert not seen(0, 2) & seen(1, 2)
+
+
+def test_a_streams_position_is_refused_among_another_number_of_processes(online):
+    state = made(online, process=1, processes=2).state()
+    with pytest.raises(UserError, match="`processes` was 2, is 4") as e:
+        made(online, process=1, processes=4).restore(state)
+    assert "online=false" in str(e.value)
+    with pytest.raises(UserError, match="sequence"):
+        made(changed(online, sequence=8), process=1, processes=2).restore(state)
+
+
+def test_a_stream_that_gives_a_process_nothing_is_told(online):
+    with pytest.raises(BadInput, match="process 1 of 2"):
+        next(made(changed(online, held_out=0.0), Memory(["one text"]), process=1, processes=2))
+    with pytest.raises(BadInput, match="end a stream together"):
+        made(changed(online, epochs=1), processes=2)
+
+
+def test_a_stream_holds_out_the_same_documents_each_time(online):
+    texts = [f"{i} {text}" for i, text in enumerate(stories(400))]
+    wide = changed(online, held_out=0.2, sequence=128, packing="fit", epochs=1, batch=1)
+    trained = {bytes(row[0]) for row in flat(take(made(wide, Memory(texts))))}
+    held_out = made(wide, Memory(texts), make=eval_batches)
+    kept = {bytes(row[0]) for row in flat(take(held_out))}
+    assert held_out.bytes_per_token == 1.0
+    joined, apart = b"".join(trained), b"".join(kept)
+    inside = [text for text in texts if text.encode() in apart]
+    assert 0.1 * 400 < len(inside) < 0.4 * 400
+    assert all((text.encode() in joined) != (text.encode() in apart) for text in texts)
+
+
+def test_an_open_stream_does_not_disturb_the_end_of_the_program():
+    program = """
+import sys; sys.path[:0] = {path!r}
+from test_prepare import *
+from argosy.data.pipeline import build
+from argosy.data.settings import DataSettings
+stream = build(DataSettings(online=True, sequence=16), Bytes(), vocab=258, seed=0, source=Memory(stories(90)))
+next(stream)
+"""
+    path = [entry for entry in sys.path if entry.endswith(("tests", "data"))]
+    ended = subprocess.run([sys.executable, "-c", program.format(path=path)], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+
+
+def test_closed_twice_and_never_used_again(online, settings):
+    for stream in (made(online), made(settings)):
+        next(stream)
+        stream.close()
+        stream.close()
+        with pytest.raises(ValueError, match="closed"):
+            for _ in range(10_000):
+                next(stream)

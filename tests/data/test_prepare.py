@@ -1,0 +1,310 @@
+"""Prepared corpora: what is written is what was given, whole or not at all, and damage is seen."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+from helpers import shared
+
+from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.data import prepare as module
+from argosy.data.pack import Corpus
+from argosy.data.prepare import HeldOut, open_prepared, prepare
+from argosy.data.sources import Document, Source
+from argosy.data.sources.text import Memory, TextFile
+
+
+class Bytes:
+    """Bytes as tokens, with marks: the smallest tokenizer there is."""
+
+    vocab, bos, eos, fingerprint = 258, 256, 257, "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+
+def documents_of(corpus: Corpus) -> list[list[int]]:
+    return [corpus.tokens[a:b].tolist() for a, b in zip(corpus.starts, corpus.starts[1:])]
+
+
+def stories(count: int) -> list[str]:
+    draw = random.Random(count)
+    return ["".join(draw.choices("abcdé \n", k=draw.randint(1, 60))) for _ in range(count)]
+
+
+def test_what_is_written_is_what_was_given(tmp_path):
+    texts = stories(200)
+    made = prepare(Memory(texts), Bytes(), tmp_path / "corpus", held_out=0)
+    assert documents_of(made.train) == [[*text.encode(), 257] for text in texts]
+    assert made.train.tokens.dtype == np.uint16
+    assert made.train.learn is None
+    assert len(made.held_out.tokens) == 0
+    made.verify()
+    assert sorted(os.listdir(tmp_path)) == ["corpus"]
+
+
+def test_bos_stands_before_every_document(tmp_path):
+    made = prepare(Memory(["ab", "c"]), Bytes(), tmp_path / "corpus", held_out=0, bos=True)
+    assert documents_of(made.train) == [[256, 97, 98, 257], [256, 99, 257]]
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path):
+    class Wide(Bytes):
+        vocab = 70_000
+
+    made = prepare(Memory([Document(tokens=[69_999, 3])]), Wide(), tmp_path / "corpus", held_out=0)
+    assert made.train.tokens.dtype == np.uint32
+    assert made.train.tokens.tolist() == [69_999, 3, 257]
+
+
+@pytest.mark.parametrize("token", [258, -1])
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path, token):
+    with pytest.raises(BadInput, match=f"token {token} is outside"):
+        prepare(Memory([Document(tokens=[1, token])]), Bytes(), tmp_path / "corpus")
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_spans_to_learn_are_kept(tmp_path):
+    chat = [Document(tokens=list(b"askanswer"), learn=((3, 9),)), Document("all"), Document(tokens=[1, 2], learn=())]
+    made = prepare(Memory(chat), Bytes(), tmp_path / "corpus", held_out=0, bos=True)
+    assert made.train.learn is not None
+    assert made.train.learn.tolist() == [0] * 4 + [1] * 7 + [1] * 5 + [0] * 4
+    with pytest.raises(BadInput, match="outside its document"):
+        prepare(Memory([Document(tokens=[1, 2], learn=((1, 3),))]), Bytes(), tmp_path / "other")
+
+
+def test_a_document_in_pieces_is_one_document(tmp_path, monkeypatch):
+    monkeypatch.setattr("argosy.data.sources.text.PIECE_BYTES", 1000)
+    path = shared("text/names.txt")
+    made = prepare(TextFile(path), Bytes(), tmp_path / "corpus", held_out=0, bos=True)
+    assert documents_of(made.train) == [[256, *path.read_bytes(), 257]]
+
+
+def test_groups_do_not_show(tmp_path, monkeypatch):
+    texts = stories(300)
+    whole = prepare(Memory(texts), Bytes(), tmp_path / "whole", held_out=0.1)
+    monkeypatch.setattr(module, "GROUP_BYTES", 200)
+    grouped = prepare(Memory(texts), Bytes(), tmp_path / "grouped", held_out=0.1)
+    assert whole.manifest == grouped.manifest
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
+def test_the_held_out_share_is_near_and_apart(tmp_path, share):
+    texts = [f"{i} {text}" for i, text in enumerate(stories(3000))]
+    made = prepare(Memory(texts), Bytes(), tmp_path / "corpus", held_out=share)
+    train, held_out = documents_of(made.train), documents_of(made.held_out)
+    assert sorted(train + held_out) == sorted([*text.encode(), 257] for text in texts)
+    total = len(made.train.tokens) + len(made.held_out.tokens)
+    assert share / 2 <= len(made.held_out.tokens) / total <= 2 * share
+
+
+def test_equal_documents_stay_on_one_side():
+    chooser = HeldOut(0.2)
+    taken = [chooser.takes(Document(str(i % 50))) for i in range(2000)]
+    # The first round may meet the cap on the share; from then on every text goes where its hash says.
+    sides = [set(taken[500 + i :: 50]) for i in range(50)]
+    assert all(len(side) == 1 for side in sides)
+    assert {True, False} == {side for [side] in sides}
+
+
+@pytest.mark.parametrize("texts", [["x" * 1000], ["a" * 400, "b" * 600]])
+def test_few_documents_give_their_end(tmp_path, texts):
+    made = prepare(Memory(texts), Bytes(), tmp_path / "corpus", held_out=0.1)
+    joined = [token for text in texts for token in [*text.encode(), 257]]
+    assert [*made.train.tokens, *made.held_out.tokens] == joined
+    assert len(made.held_out.tokens) == len(joined) // 10
+    assert sum(made.manifest["splits"][split]["bytes"] for split in ("train", "held_out")) == 1000
+    made.verify()
+
+
+def test_a_tail_of_several_documents_keeps_their_borders(tmp_path):
+    texts = [f"{i:09}" for i in range(40)]
+    texts = [text for text in texts if not drawn_below(text, 0.25)]
+    made = prepare(Memory(texts), Bytes(), tmp_path / "corpus", held_out=0.25)
+    assert len(made.held_out.tokens) == len(texts) * 10 // 4
+    cut = len(made.train.tokens) % 10
+    sizes = [len(document) for document in documents_of(made.held_out)]
+    assert sizes == ([10 - cut] if cut else []) + [10] * (len(made.held_out.tokens) // 10)
+    told = made.manifest["splits"]["held_out"]
+    assert told["documents"] == len(sizes)
+
+
+def drawn_below(text: str, share: float) -> bool:
+    chooser = HeldOut(share)
+    chooser.takes(Document("x" * 10_000))
+    return chooser.takes(Document(text))
+
+
+def test_bytes_per_token_counts_targets(tmp_path):
+    made = prepare(Memory(stories(2000)), Bytes(), tmp_path / "corpus", held_out=0.1)
+    # n bytes are n + 1 tokens with the end, and n targets: the first token is none.
+    assert made.bytes_per_token("train") == made.bytes_per_token("held_out") == 1.0
+
+
+def test_an_empty_corpus_leaves_nothing(tmp_path):
+    class Markless(Bytes):
+        eos = None
+
+    for texts in ([], [""]):
+        with pytest.raises(BadInput, match="empty"):
+            prepare(Memory(texts), Markless(), tmp_path / "corpus")
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_the_same_again_is_opened_and_other_data_refused(tmp_path):
+    first = prepare(Memory(["a" * 100]), Bytes(), tmp_path / "corpus")
+    written = (tmp_path / "corpus" / "manifest.json").stat().st_mtime_ns
+    assert prepare(Memory(["a" * 100]), Bytes(), tmp_path / "corpus").manifest == first.manifest
+    assert (tmp_path / "corpus" / "manifest.json").stat().st_mtime_ns == written
+    with pytest.raises(BadInput, match=r"source\.sha256 differ"):
+        prepare(Memory(["b" * 100]), Bytes(), tmp_path / "corpus")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "precious").write_text("x")
+    with pytest.raises(BadInput, match="other files"):
+        prepare(Memory(["a"]), Bytes(), tmp_path / "other")
+    assert (tmp_path / "other" / "precious").read_text() == "x"
+
+
+def test_progress_tells_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "GROUP_BYTES", 1000)
+    told = []
+    prepare(Memory(["x" * 600] * 5), Bytes(), tmp_path / "corpus", progress=lambda done, size: told.append((done, size)))
+    assert told == [(1200, 3000), (2400, 3000), (3000, 3000)]
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    """Of an endless supply of documents no more than a group is asked for ahead."""
+    monkeypatch.setattr(module, "GROUP_BYTES", 1000)
+    alive: list[int] = []
+    writer_add = module.SplitWriter.add
+
+    class Watched(Source):
+        def documents(self):
+            for i in range(200):
+                alive.append(i)
+                yield Document("x" * 100)
+
+        def fingerprint(self):
+            return {"source": "watched"}
+
+    def add(self, *arguments):
+        alive.pop()
+        assert len(alive) < 12
+        writer_add(self, *arguments)
+
+    monkeypatch.setattr(module.SplitWriter, "add", add)
+    prepare(Watched(), Bytes(), tmp_path / "corpus")
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.SplitWriter, "put", full)
+    with pytest.raises(ArgosyError, match="No space left") as e:
+        prepare(Memory(["abc"]), Bytes(), tmp_path / "corpus")
+    assert e.value.exit_code == 1
+    assert [name for name in os.listdir(tmp_path) if not name.endswith(".lock")] == []
+
+
+def test_a_killed_writer_leaves_nothing_that_counts(tmp_path):
+    program = f"""
+        import os, signal, sys
+        sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+        from test_prepare import *
+        module.GROUP_BYTES = 1000
+        kill = lambda done, size: os.kill(os.getpid(), signal.SIGKILL)
+        prepare(Memory(stories(500)), Bytes(), sys.argv[1], progress=kill)
+    """
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "corpus")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / ".corpus.partial" / "train" / "tokens.bin").exists()
+    assert not module.is_prepared(tmp_path / "corpus")
+    made = prepare(Memory(stories(500)), Bytes(), tmp_path / "corpus")
+    made.verify()
+    assert sorted(os.listdir(tmp_path)) == ["corpus"]
+
+
+def test_two_writers_wait_for_each_other(tmp_path):
+    made: list[module.Prepared] = []
+    start = lambda: made.append(prepare(Memory(stories(500)), Bytes(), tmp_path / "corpus"))  # noqa: E731
+    threads = [Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 4
+    assert all(one.manifest == made[0].manifest for one in made)
+    made[0].verify()
+    assert sorted(os.listdir(tmp_path)) == ["corpus"]
+
+
+@pytest.mark.parametrize("name", ["train/tokens.bin", "train/documents.bin", "held_out/tokens.bin", "train/learn.bin"])
+@pytest.mark.parametrize("change", ["shorten", "lengthen", "remove"])
+def test_wrong_sizes_are_seen_on_opening(tmp_path, name, change):
+    texts = [Document(tokens=list(range(100)), learn=((0, 50),))] * 5
+    path = prepare(Memory(texts), Bytes(), tmp_path / "corpus", held_out=0.1).folder / name
+    data = path.read_bytes()
+    path.unlink()
+    if change != "remove":
+        path.write_bytes(data[:-1] if change == "shorten" else data + b"\0")
+    with pytest.raises(Damaged, match="incomplete"):
+        open_prepared(tmp_path / "corpus")
+
+
+def test_a_flipped_bit_is_seen_by_verify(tmp_path):
+    folder = prepare(Memory(stories(100)), Bytes(), tmp_path / "corpus").folder
+    data = bytearray((folder / "train" / "tokens.bin").read_bytes())
+    data[17] ^= 4
+    (folder / "train" / "tokens.bin").write_bytes(data)
+    open_prepared(folder)
+    with pytest.raises(Damaged, match="not what was written"):
+        open_prepared(folder, verify=True)
+
+
+def test_an_index_that_does_not_ascend_is_damage(tmp_path):
+    folder = prepare(Memory(stories(100)), Bytes(), tmp_path / "corpus").folder
+    starts = np.fromfile(folder / "train" / "documents.bin", "<i8")
+    starts[3] = 10**9
+    starts.tofile(folder / "train" / "documents.bin")
+    with pytest.raises(Damaged, match="index"):
+        open_prepared(folder)
+
+
+def test_hostile_manifests_are_answered(tmp_path):
+    folder = prepare(Memory(stories(20)), Bytes(), tmp_path / "corpus").folder
+    good = (folder / "manifest.json").read_bytes()
+    draw = random.Random(0)
+    for _ in range(400):
+        data = bytearray(good)
+        for _ in range(draw.randint(1, 4)):
+            data[draw.randrange(len(data))] = draw.choice(b'0129{}[]",:-e ') if draw.random() < 0.8 else draw.randrange(256)
+        (folder / "manifest.json").write_bytes(data)
+        try:
+            open_prepared(folder)
+        except ArgosyError:
+            pass
+    endless = good.replace(b'"tokens": ', b'"tokens": 1e999, "was": ')
+    for wrong in (endless, b"", b"[]", b"null", b"[" * 100_000, good[:-30], json.dumps({"format": "argosy corpus"}).encode()):
+        (folder / "manifest.json").write_bytes(wrong)
+        with pytest.raises(Damaged):
+            open_prepared(folder)
+
+
+def test_no_corpus_there(tmp_path):
+    with pytest.raises(BadInput, match="no prepared corpus"):
+        open_prepared(tmp_path)

@@ -1,0 +1,158 @@
+"""The laws of every registered source: deterministic, restorable at any position, shards disjoint and complete, and epochs
+that hold the same rows in another order. A new source is tested by being registered, with a small example of it below.
+"""
+
+import json
+from collections import Counter
+from itertools import islice, pairwise
+
+import pytest
+from test_prepare import Bytes, stories
+
+from argosy.data.batch import Batch, Batches
+from argosy.data.pipeline import build, eval_batches
+from argosy.data.settings import DataSettings
+from argosy.data.sources import SOURCES, RowSource, Source
+from argosy.data.sources.stdlib import Docstrings, StandardLibrary
+from argosy.data.sources.synthetic import Synthetic
+from argosy.data.sources.text import Folder, JsonLines, Memory, TextFile
+
+SEQUENCE, BATCH = 16, 8
+
+
+def text_file(folder):
+    (folder / "t.txt").write_text("\n\n".join(stories(60)))
+    return TextFile(folder / "t.txt")
+
+
+def json_lines(folder):
+    (folder / "t.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in stories(70)))
+    return JsonLines(folder / "t.jsonl")
+
+
+def both(folder):
+    text_file(folder), json_lines(folder)
+    return Folder(folder, documents="paragraphs")
+
+
+def modules(folder):
+    for i in range(30):
+        (folder / f"m{i}.py").write_text(f'"""Module {i}."""\n\ndef f{i}():\n    """Returns {i * i}."""\n    return {i}\n')
+    return folder
+
+
+EXAMPLES = {
+    "text": text_file,
+    "jsonl": json_lines,
+    "folder": both,
+    "memory": lambda folder: Memory(stories(80)),
+    "stdlib": lambda folder: StandardLibrary(modules(folder)),
+    "docstrings": lambda folder: Docstrings(modules(folder)),
+    "synthetic": lambda folder: Synthetic(count=50),
+}
+
+
+@pytest.fixture(params=list(SOURCES))
+def source(request, tmp_path) -> Source | RowSource:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    return EXAMPLES[request.param](folder)
+
+
+@pytest.fixture(params=["split", "fit"])
+def settings(request, tmp_path) -> DataSettings:
+    return DataSettings(
+        sequence=SEQUENCE, batch=BATCH, packing=request.param, held_out=0.2, cache=str(tmp_path / "cache")
+    )
+
+
+def batches(settings, source, process=0, processes=1, seed=1, make=build) -> Batches:
+    return make(settings, Bytes(), vocab=258, seed=seed, process=process, processes=processes, source=source)
+
+
+def take(stream: Batches, count: int | None = None) -> list[list[tuple]]:
+    """The next batches as lists of rows, each a tuple of everything in it."""
+    return [rows_of(batch) for batch in islice(stream, count)]
+
+
+def rows_of(batch: Batch) -> list[tuple]:
+    assert set(batch) == {"tokens", "targets", "segments", "positions", "mask"}
+    assert all(array.shape == batch["tokens"].shape and array.shape[1] == SEQUENCE for array in batch.values())
+    return [tuple(tuple(batch[name][row].tolist()) for name in batch) for row in range(len(batch["tokens"]))]
+
+
+def flat(batches: list[list[tuple]]) -> list[tuple]:
+    return [row for batch in batches for row in batch]
+
+
+def epoch_rows(settings, source) -> int:
+    """Rows of one epoch: unshuffled ones, until the first comes back."""
+    rows = flat(take(batches(settings.model_copy(update={"shuffle": False}), source), 200))
+    period = next(i for i in range(1, 800) if rows[i : i + 800] == rows[:800])
+    assert 8 < period < 400
+    return period
+
+
+def test_every_source_has_an_example():
+    assert set(EXAMPLES) == set(SOURCES)
+
+
+def test_deterministic_and_moved_by_the_seed(source, settings):
+    first = take(batches(settings, source), 20)
+    assert take(batches(settings, source), 20) == first
+    assert take(batches(settings, source, seed=2), 20) != first
+
+
+def test_restorable_at_any_position(source, settings):
+    whole = take(batches(settings, source), 30)
+    stream, restored = batches(settings, source), batches(settings, source)
+    for taken in range(12):
+        state = json.loads(json.dumps(stream.state()))
+        restored.restore(state)
+        assert take(restored, 3) == whole[taken : taken + 3]
+        assert take(stream, 1) == [whole[taken]]
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_shards_are_disjoint_and_complete(source, settings, processes):
+    whole = take(batches(settings, source), 12)
+    parts = [take(batches(settings, source, process, processes), 12) for process in range(processes)]
+    for step, batch in enumerate(whole):
+        assert flat([part[step] for part in parts]) == batch
+
+
+def test_a_position_moves_between_any_numbers_of_processes(source, settings):
+    whole, step, state = take(batches(settings, source), 30), 0, None
+    for processes in (4, 2, 8, 1, 4):
+        shards = [batches(settings, source, process, processes) for process in range(processes)]
+        if state:
+            for shard in shards:
+                shard.restore(state)
+        for _ in range(5):
+            assert flat([flat(take(shard, 1)) for shard in shards]) == whole[step]
+            step += 1
+        assert all(shard.state() == shards[0].state() for shard in shards)
+        state = shards[-1].state()
+
+
+def test_epochs_hold_the_same_rows_in_another_order(source, settings):
+    rows = epoch_rows(settings, source)
+    seen = flat(take(batches(settings, source), 3 * rows // BATCH + 3))
+    epochs = [seen[i * rows : (i + 1) * rows] for i in range(3)]
+    plain = flat(take(batches(settings.model_copy(update={"shuffle": False}), source), rows // BATCH + 1))[:rows]
+    for before, after in pairwise([plain, *epochs]):
+        assert Counter(before) == Counter(after)
+        assert before != after
+
+
+def test_held_out_rows_are_fixed_and_apart(source, settings):
+    held_out = batches(settings, source, make=eval_batches)
+    first = take(held_out)
+    held_out.rewind()
+    assert take(held_out) == first
+    moved = settings.model_copy(update={"shuffle": False})
+    trained = set(flat(take(batches(moved, source), epoch_rows(settings, source) // BATCH + 1)))
+    assert first
+    assert not trained & set(flat(first))
+    parts = [take(batches(settings, source, process, 4, make=eval_batches)) for process in range(4)]
+    assert [flat([part[step] for part in parts]) for step in range(len(first))] == first
