@@ -96,7 +96,9 @@ def _retype(model: nnx.Module, where: str, old: type[nnx.Variable], new: type[nn
         setattr(parent, last, new(v.get_value(), **_own(v.get_metadata())))
         done.append(address)
     if not done:
-        raise BadInput(f"no weight matches `{where}`", hint=nearest(where, {_kind_name(model, a) for a in variables(model)}))
+        raise BadInput(
+            f"no weight matches `{where}`", hint=nearest(where, {_kind_name(model, a) for a in variables(model)})
+        )
     return done
 
 
@@ -109,7 +111,7 @@ def _matches(model: nnx.Module, rule: re.Pattern[str], name: str) -> bool:
 
 
 def _kind_name(model: nnx.Module, name: str) -> str:
-    """"layers.3.attn.q" as "layers.block.attn.q"."""
+    """ "layers.3.attn.q" as "layers.block.attn.q"."""
     node: Any = model
     parts = name.split(".")
     for i, part in enumerate(parts):

@@ -127,7 +127,9 @@ def _llama3(divisors: np.ndarray, base: float, head: int) -> Rope:
         scaling = Llama3(factor=factor)
         if np.allclose(plain / scaling.apply(plain, base)[0], divisors, rtol=1e-4):
             return Rope(base=base, scaling=scaling)
-    raise BadInput("the rope factors in rope_freqs.weight are none that is known", hint="take the Hub folder of the model")
+    raise BadInput(
+        "the rope factors in rope_freqs.weight are none that is known", hint="take the Hub folder of the model"
+    )
 
 
 def _decimal(value: Any) -> float:

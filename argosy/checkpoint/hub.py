@@ -51,7 +51,11 @@ def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
         raise BadInput(f"architecture `{kind}` is not built", where=where, hint=nearest(str(kind), families))
     if hub.get("quantization_config"):
         method = str(hub["quantization_config"].get("quant_method", "?"))[:40]
-        raise BadInput(f"weights quantised by `{method}` are not read", where=where, hint="take the original weights, or a GGUF file")
+        raise BadInput(
+            f"weights quantised by `{method}` are not read",
+            where=where,
+            hint="take the original weights, or a GGUF file",
+        )
     try:
         return families[kind].from_hub(hub)
     except BadInput as error:
@@ -129,7 +133,11 @@ def save_folder(
     if dtype is not None:
         entries = [_cast(entry, np.dtype(dtype)) for entry in entries]
     write_folder(folder, entries, shard_bytes)
-    written = dict(hub or {}) | _kept_type(hub, config.to_hub()) | {"dtype": _name(entries[0].dtype), "torch_dtype": _name(entries[0].dtype)}
+    written = (
+        dict(hub or {})
+        | _kept_type(hub, config.to_hub())
+        | {"dtype": _name(entries[0].dtype), "torch_dtype": _name(entries[0].dtype)}
+    )
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     if companions is not None and companions.is_dir():
         for name in COMPANIONS:
@@ -139,7 +147,11 @@ def save_folder(
 
 def _kept_type(hub: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     """The architecture's own name, where the folder it came from had another that reads the same."""
-    if hub and hub.get("architectures") and config_from(hub | new | {"model_type": hub["model_type"]}, "").to_hub() == new:
+    if (
+        hub
+        and hub.get("architectures")
+        and config_from(hub | new | {"model_type": hub["model_type"]}, "").to_hub() == new
+    ):
         return new | {k: hub[k] for k in ("model_type", "architectures")}
     return new
 

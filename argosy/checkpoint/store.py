@@ -27,7 +27,7 @@ from argosy.checkpoint import manifest
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.settings import Settings
 
-Arrays = dict[str, Any]         # {name: array}
+Arrays = dict[str, Any]  # {name: array}
 WEIGHTS, STATE, META = "weights", "state", "meta.json"
 
 
@@ -53,7 +53,12 @@ class Checkpoints:
         warn: told, in words, when damage is found.
     """
 
-    def __init__(self, folder: str | Path, settings: CheckpointSettings | None = None, warn: Callable[[str], None] = lambda _: None):
+    def __init__(
+        self,
+        folder: str | Path,
+        settings: CheckpointSettings | None = None,
+        warn: Callable[[str], None] = lambda _: None,
+    ):
         self.folder, self.settings, self.warn = Path(folder), settings, warn
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -64,7 +69,9 @@ class Checkpoints:
         """Committed steps, oldest first. Those that a kill left unfinished are not among them."""
         if not self.folder.is_dir():
             return []
-        found = [int(d.name) for d in self.folder.iterdir() if re.fullmatch(r"\d+", d.name) and (d / manifest.NAME).exists()]
+        found = [
+            int(d.name) for d in self.folder.iterdir() if re.fullmatch(r"\d+", d.name) and (d / manifest.NAME).exists()
+        ]
         return sorted(found)
 
     def path(self, step: int) -> Path:
@@ -83,7 +90,9 @@ class Checkpoints:
                 return step
             except Damaged as damage:
                 aside = self._set_aside(step)
-                self.warn(f"checkpoint {step} is damaged and was set aside as {aside.name}: {damage.what} ({damage.where})")
+                self.warn(
+                    f"checkpoint {step} is damaged and was set aside as {aside.name}: {damage.what} ({damage.where})"
+                )
         if steps:
             raise Damaged(
                 f"none of the {len(steps)} checkpoints is what was written",
@@ -107,7 +116,7 @@ class Checkpoints:
         target = self.path(step)
         if (target / manifest.NAME).exists():
             return
-        if target.exists():                         # a kill between the files and their manifest
+        if target.exists():  # a kill between the files and their manifest
             shutil.rmtree(target)
         arrays = {WEIGHTS: _off_device(weights), STATE: _off_device(state)}
         job = (step, target, arrays, json.dumps(dict(meta), indent=1))
@@ -135,7 +144,7 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            _orbax().save_checkpointables(target.absolute(), arrays)
+            save_arrays(target, arrays)
             (target / META).write_text(meta)
             manifest.write(target)
             self._retire(step)
@@ -173,7 +182,12 @@ class Checkpoints:
         return aside
 
 
-# ---------------------------------------------------------------- reading one checkpoint
+# ---------------------------------------------------------------- one checkpoint
+
+
+def save_arrays(folder: Path, items: dict[str, Arrays]) -> None:
+    """Writes the arrays of a checkpoint that is not one yet: its manifest makes it so."""
+    _orbax().save_checkpointables(folder.absolute(), items)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -22,10 +22,7 @@ from argosy.models.parts.stack import layer_addresses, stored_addresses
 from argosy.models.parts.weight import put, variables
 
 # Small files that go with a model from folder to folder, untouched.
-COMPANIONS = (
-    "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
-    "vocab.txt generation_config.json chat_template.jinja chat_template.json"
-).split()
+COMPANIONS = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "generation_config.json", "chat_template.jinja", "chat_template.json"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,9 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
         checkpoints = Checkpoints(path / "checkpoints", warn=warn)
         step = checkpoints.latest_good()
         if step is None:
-            raise BadInput(f"{path} has no checkpoint yet", hint="it is a run that has not saved; wait, or train it further")
+            raise BadInput(
+                f"{path} has no checkpoint yet", hint="it is a run that has not saved; wait, or train it further"
+            )
         return _open_step(checkpoints.path(step))
     if not path.exists():
         raise BadInput(f"no model at {path}", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step")
@@ -76,7 +75,7 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
 
 def config_of(dumped: dict[str, Any]) -> FamilyConfig:
     """A model's settings as `dump` wrote them, family included."""
-    return Choice(FAMILIES, tag="family").build(dumped)     # type: ignore[return-value]
+    return Choice(FAMILIES, tag="family").build(dumped)  # type: ignore[return-value]
 
 
 def _open_step(folder: Path) -> Stored:
@@ -85,9 +84,11 @@ def _open_step(folder: Path) -> Stored:
         config = config_of(meta["model"])
     except KeyError as missing:
         raise Damaged(f"{META} has no {missing}", where=str(folder)) from None
-    beside = [folder, folder.parent.parent / "tokenizer"]       # a converted model; a step of a run
+    beside = [folder, folder.parent.parent / "tokenizer"]  # a converted model; a step of a run
     companions = next((f for f in beside if any((f / name).is_file() for name in COMPANIONS)), None)
-    return Stored(folder, "argosy", config, StepReader(folder, config, meta["decided"]["layers"]), companions, meta.get("hub", {}))
+    return Stored(
+        folder, "argosy", config, StepReader(folder, config, meta["decided"]["layers"]), companions, meta.get("hub", {})
+    )
 
 
 class StepReader:
@@ -161,7 +162,9 @@ def check_fit(model: Any, weights: Reader) -> None:
     problems = [f"missing {n}" for n in expected if n not in here]
     problems += [f"unexpected {n}" for n in weights.names if n not in expected]
     problems += [
-        f"{n} is {weights.shape(n)}, not {shape}" for n, shape in expected.items() if n in here and weights.shape(n) != shape
+        f"{n} is {weights.shape(n)}, not {shape}"
+        for n, shape in expected.items()
+        if n in here and weights.shape(n) != shape
     ]
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""

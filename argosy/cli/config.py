@@ -5,8 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from argosy.cli.output import answer
-from argosy.core.explain import annotated, explain, reference
-from argosy.core.scalars import written
+from argosy.core.explain import annotated, explain, reference, value_text
 from argosy.core.settings import Settings, diff, dump, flatten
 from argosy.jobs.compose import compose, editor_schema
 
@@ -62,7 +61,7 @@ def show_difference(
     """Lists the settings in which two recipes, files or runs differ."""
     found = diff(compose(root(), a).value, compose(root(), b).value)
     width = max((len(key) for key, _, _ in found), default=0)
-    lines = [f"{key:{width}}  {written(left)} -> {written(right)}" for key, left, right in found]
+    lines = [f"{key:{width}}  {value_text(left)} -> {value_text(right)}" for key, left, right in found]
     document = [{"key": key, "a": left, "b": right} for key, left, right in found]
     answer("\n".join(lines) or "no difference", document, as_json)
 

@@ -14,7 +14,8 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def train(
     recipe: Annotated[str, typer.Argument(help="a recipe's name, or a YAML file", show_default=False)],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value ...]", help="settings over the recipe's", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[key=value ...]", help="settings over the recipe's", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:

@@ -5,19 +5,19 @@ A weight's equation, "BTD,DNH->BTNH", therefore fixes its logical axes; `paralle
 
 LEGEND: dict[str, str] = {
     "B": "batch",
-    "T": "time",          # query positions
-    "S": "memory",        # key positions
-    "D": "embed",         # width of the residual stream
+    "T": "time",  # query positions
+    "S": "memory",  # key positions
+    "D": "embed",  # width of the residual stream
     "F": "ffn",
-    "N": "heads",         # query heads
+    "N": "heads",  # query heads
     "K": "kv_heads",
-    "G": "group",         # query heads per key head
-    "H": "head",          # head size
-    "U": "value",         # size of a value head, where it differs from H
+    "G": "group",  # query heads per key head
+    "H": "head",  # head size
+    "U": "value",  # size of a value head, where it differs from H
     "V": "vocab",
     "E": "experts",
     "M": "expert_ffn",
-    "X": "rows",          # tokens sorted by expert
-    "R": "latent",        # latent attention
+    "X": "rows",  # tokens sorted by expert
+    "R": "latent",  # latent attention
     "L": "layers",
 }

@@ -111,7 +111,7 @@ def _default_text(info: FieldInfo) -> str:
     if isinstance(default, Settings):
         return f"`{written(dump(default))}`"
     plain = isinstance(default, int | float | str | None | list | tuple | dict)
-    return f"`{_said(default if plain else str(default))}`"
+    return f"`{value_text(default if plain else str(default))}`"
 
 
 # ---- the schema for editors
@@ -157,7 +157,7 @@ def explain(reading: Reading, key: str) -> str:
     leaves = flatten(reading.value)
     if key not in leaves:
         return _explain_group(reading, key, leaves)
-    lines = [f"{key} = {_said(leaves[key])}"]
+    lines = [f"{key} = {value_text(leaves[key])}"]
     info = _field(reading.value, key.split("."))
     if isinstance(info, Choice):
         lines.append(f"  {info.registry.noun}: {' | '.join(info.registry)}")
@@ -168,11 +168,12 @@ def explain(reading: Reading, key: str) -> str:
     tried = reading.tried.get(key, [])
     if len(tried) > 1:
         width = max(len(origin) for origin, _ in tried)
-        lines += [f"  {origin:{width}}  {_said(value)}" for origin, value in tried]
+        lines += [f"  {origin:{width}}  {value_text(value)}" for origin, value in tried]
     return "\n".join(lines)
 
 
-def _said(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value as people write it in a word."""
     value = dump(value) if isinstance(value, Settings) else value
     return "none" if value is None else written(value)
 
@@ -182,7 +183,7 @@ def _explain_group(reading: Reading, key: str, leaves: dict[str, Any]) -> str:
     if not inside:
         groups = {leaf[:i] for leaf in leaves for i, letter in enumerate(leaf) if letter == "."}
         raise mistakes.unknown(key, None, [*leaves, *groups], reading.choices)
-    return aligned((f"{leaf} = {_said(leaves[leaf])}", reading.origin[leaf]) for leaf in inside)
+    return aligned((f"{leaf} = {value_text(leaves[leaf])}", reading.origin[leaf]) for leaf in inside)
 
 
 def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:

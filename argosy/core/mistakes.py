@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from argosy.core.errors import BadInput, UserError, nearest
 from argosy.core.plain import dotted
 from argosy.core.scalars import written
-from argosy.core.schema import Choice, Refused, Settings, members
+from argosy.core.schema import Choice, Refused, members
 from argosy.core.words import SELF, Layer
 
 Setter = Callable[[str], Layer | None]
@@ -109,7 +109,7 @@ def not_that(what: str, value: Any, layer: Layer, key: str) -> UserError:
 
 def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[UserError]:
     """What Pydantic refused of one key, or of the items in it. `setter`: dotted key -> the layer that set it."""
-    if errors[0]["type"] == "missing":
+    if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
         about = f": {_sentence(info.description)}" if _sentence(info.description) else ""
         return [BadInput(f"`{key}` is required", where="set by nobody", hint=f"add `{key}=...`{about}")]
     options = [member for member in members(info.annotation) if member is not type(None)]
@@ -127,8 +127,10 @@ def _wrong_part(key: str, info: FieldInfo, error: Any, setter: Setter) -> UserEr
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         return _wrong_item(path, key, f"{words} {context[name]:g}", error, [], setter, _sentence(info.description))
-    if kind == "literal_error":
+    if kind in ("literal_error", "enum"):
         return _wrong_item(path, key, f"one of {context['expected']}", error, [info.annotation], setter)
+    if kind == "missing":
+        return BadInput(f"`{key}` lacks `{path}`", where=_by(_setter(setter, path, key), key))
     noun = wanted(info.annotation) if path == key else _WANTED.get(_kind(error), "")
     return _wrong_item(path, key, noun or f"valid ({message(error)})", error, [], setter)
 
@@ -197,7 +199,8 @@ def shown(value: Any) -> str:
 
 
 def _close_literal(value: Any, hints: Iterable[Any]) -> str | None:
-    options = [str(option) for hint in hints if get_origin(hint) is Literal for option in get_args(hint)]
+    literals = [get_args(hint) for hint in hints if get_origin(hint) is Literal]
+    options = [str(option) for options in literals for option in options]
     close = get_close_matches(str(value), options, n=1, cutoff=0.6)
     return f"did you mean `{close[0]}`?" if close else None
 

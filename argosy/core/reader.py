@@ -77,7 +77,7 @@ class Reader:
 
     def _choice(self, choice: Choice, key: str, said: list[Said]) -> Any:
         noun, tag = choice.registry.noun, f"{key}.{choice.tag}"
-        said, all_good = self._mappings(f"`{key}` is a {noun}", key, [_tagged(choice, one) for one in said])
+        said, all_good = self._mappings(f"`{key}` should name the {noun}", key, [_tagged(choice, one) for one in said])
         self.known.append(tag)
         if not all_good:
             return _FAILED

@@ -43,8 +43,9 @@ from argosy.data.settings import DataSettings
 from argosy.data.sources import Document, RowSource, Source, find_source
 
 if TYPE_CHECKING:
-    from argosy.data.tokenize import Tokenizer
     from grain.experimental import ThreadPrefetchDatasetIterator
+
+    from argosy.data.tokenize import Tokenizer
 
 CORPUS_BYTES = 10**9  # more text than this is prepared on purpose, not on the way into training
 BLOCK_TOKENS = 1 << 14  # made at once: Grain's 60 us an element weigh nothing, the first batch still comes within 1 ms

@@ -18,7 +18,7 @@ from argosy.data.tokenize import Tokenizer, load_tokenizer
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import Run as LayerRun
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
-from argosy.models.parts.weight import abstract, count, fill, logical, put
+from argosy.models.parts.weight import abstract, count, fill, logical
 from argosy.parallel.place import batch_sharding, like_weights, place_batch
 from argosy.parallel.rules import FSDP, shardings
 from argosy.train.state import TrainState, meanings_of, named, trained, unnamed
@@ -42,6 +42,10 @@ class Decided:
         if precision == "auto":
             precision = "float32" if cpu else "bfloat16"
         return cls(layers, precision)
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(self.precision)
 
     def run(self, remat: Any) -> LayerRun:
         return Unroll(remat) if self.layers == "unroll" else Scan(remat)
@@ -78,13 +82,6 @@ class Assembly:
         if optimizer is None:
             optimizer = jax.jit(self.optimizer.init, out_shardings=self.places.optimizer)(params)
         return TrainState(self._here(step), params, rest, optimizer, jax.random.key(self.run.seed))
-
-    def with_weights(self, weights: dict[str, Any]) -> TrainState:
-        """Weights from elsewhere, already in this layout; an optimizer that has seen nothing."""
-        places = self.places.params | self.places.rest
-        put(self.model, {a: jax.device_put(jnp.asarray(w, jnp.float32), places[a]) for a, w in weights.items()})
-        _, params, rest = trained(self.model)
-        return self.begin(params, rest)
 
     def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         """As a checkpoint holds it: the weights, and the rest of the state by name."""
@@ -193,5 +190,3 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         run, decided, mesh, tokenizer, batches, evals, model, graph, optimizer, learning_rate,
         jax.tree.map(described, state, places), places,
     )  # fmt: skip
-
-

@@ -1,10 +1,10 @@
 """A run directory: its settings, its numbers, its checkpoints, and who may write to it.
 
-    settings.yml     resolved, each key with who set it
-    metrics.jsonl    a line a logged step
-    checkpoints/     <step>/
-    tokenizer/       what the data was tokenised with
-    log.txt  report.html
+settings.yml     resolved, each key with who set it
+metrics.jsonl    a line a logged step
+checkpoints/     <step>/
+tokenizer/       what the data was tokenised with
+log.txt  report.html
 """
 
 from collections.abc import Callable
@@ -26,7 +26,9 @@ class RunDirectory:
 
     def __init__(self, path: str, settings: Run | None = None, warn: Callable[[str], None] = lambda _: None):
         if "://" in path and not path.startswith("file://"):
-            raise Unsupported(f"a run directory must be a local folder, not {path}", hint="copy it there when the run is done")
+            raise Unsupported(
+                f"a run directory must be a local folder, not {path}", hint="copy it there when the run is done"
+            )
         self.path = Path(path.removeprefix("file://"))
         self.store = Store(self.path)
         self.checkpoints = Checkpoints(self.path / "checkpoints", settings.checkpoint if settings else None, warn)
@@ -45,7 +47,9 @@ class RunDirectory:
             if self.path.exists() and not self.path.is_dir():
                 raise BadInput(f"{self.path} is a file", hint="dir=NEW names another directory")
             if self.checkpoints.steps():
-                raise BadInput(f"{self.path} holds checkpoints but no {SETTINGS}", hint="dir=NEW starts a run elsewhere")
+                raise BadInput(
+                    f"{self.path} holds checkpoints but no {SETTINGS}", hint="dir=NEW starts a run elsewhere"
+                )
             return
         stored = dict(yaml_layer(self.path / SETTINGS).values)
         changed = [(k, was, now) for k, was, now in diff(stored, dump(reading.value)) if k not in MAY_CHANGE]

@@ -85,7 +85,7 @@ def run(reading: Reading[Run], path: str, view: View) -> Outcome:
             return _locked(reading, directory, view)
     from argosy.jobs.assemble import Decided, assemble
 
-    assemble(settings, Decided.here(settings)).batches.close()      # every mistake before the first file
+    assemble(settings, Decided.here(settings)).batches.close()  # every mistake before the first file
     directory.path.mkdir(parents=True)
     with directory.store.lock():
         return _locked(reading, directory, view)
@@ -131,7 +131,7 @@ def interruptible() -> Iterator[Stop]:
 
     try:
         before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:          # not the main thread: whoever runs us handles signals
+    except ValueError:  # not the main thread: whoever runs us handles signals
         before = {}
     try:
         yield stop
@@ -165,7 +165,7 @@ class Session:
         if init.weights:
             from argosy.jobs.initial import weights_for
 
-            return self.assembly.with_weights(weights_for(self.assembly, init.weights, self.view.say))
+            return weights_for(self.assembly, init.weights, self.view.say)
         if init.state:
             from argosy.jobs.initial import state_from
 
@@ -221,7 +221,7 @@ class Session:
         compiled: list[Any] = []
 
         def evaluate(now: Any) -> None:
-            if now.last and now.step < self.settings.steps:      # asked to stop: save, and go
+            if now.last and now.step < self.settings.steps:  # asked to stop: save, and go
                 return
             if not compiled:
                 compiled.append(self.assembly.compile_evaluation())
@@ -298,4 +298,3 @@ class Every:
 
     def __call__(self, now: Any) -> None:
         self.do(now)
-

@@ -24,7 +24,9 @@ class LanguageModel(Protocol):
     layers: Stack
     dtype: Any
 
-    def hidden(self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None) -> tuple[Float[Array, "B T D"], Any, Told]:
+    def hidden(
+        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
+    ) -> tuple[Float[Array, "B T D"], Any, Told]:
         """What the head reads, the cache after these tokens, and what the layers told."""
         ...
 
@@ -32,7 +34,9 @@ class LanguageModel(Protocol):
         """Logits, float32."""
         ...
 
-    def __call__(self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None) -> tuple[Float[Array, "B T V"], Any, Told]: ...
+    def __call__(
+        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
+    ) -> tuple[Float[Array, "B T V"], Any, Told]: ...
 
 
 class FamilyConfig(Settings):

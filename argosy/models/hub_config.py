@@ -13,14 +13,7 @@ from argosy.models.parts.rope import Linear, Llama3, Rope, Yarn
 
 # They leave the forward pass alone: bookkeeping, training-time settings, how text is generated.
 HARMLESS = frozenset(
-    """_name_or_path _attn_implementation _commit_hash architectures attention_dropout attn_implementation auto_map bos_token_id
-    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id dtype eos_token_id finetuning_task forced_bos_token_id
-    forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder label2id model_type output_attentions
-    output_hidden_states pad_token_id prefix pretraining_tp problem_type return_dict return_dict_in_generate sep_token_id
-    task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers_version
-    transformers.js_config unsloth_version unsloth_fixed use_bfloat16 use_cache add_cross_attention cross_attention_hidden_size
-    bad_words_ids do_sample early_stopping length_penalty max_length min_length num_beams temperature top_k top_p
-    repetition_penalty no_repeat_ngram_size rope_interleaved is_llama_config""".split()
+    ["_name_or_path", "_attn_implementation", "_commit_hash", "architectures", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "dtype", "eos_token_id", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "return_dict", "return_dict_in_generate", "sep_token_id", "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "transformers.js_config", "unsloth_version", "unsloth_fixed", "use_bfloat16", "use_cache", "add_cross_attention", "cross_attention_hidden_size", "bad_words_ids", "do_sample", "early_stopping", "length_penalty", "max_length", "min_length", "num_beams", "temperature", "top_k", "top_p", "repetition_penalty", "no_repeat_ngram_size", "rope_interleaved", "is_llama_config"]
 )
 
 ROPE_KEYS = frozenset(["rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"])
@@ -41,12 +34,16 @@ class ConfigTable:
             BadInput: keys that are not understood, values that are not built.
         """
         known = {theirs for theirs, _ in self.rows} | set(self.fixed) | HARMLESS | ROPE_KEYS | self.harmless
-        problems = [f"`{k}` = {config[k]!r} is not understood and may change the numbers" for k in sorted(set(config) - known)]
+        problems = [
+            f"`{k}` = {config[k]!r} is not understood and may change the numbers" for k in sorted(set(config) - known)
+        ]
         for key, allowed in self.fixed.items():
             if key in config and config[key] not in allowed:
                 problems.append(f"`{key}` = {config[key]!r}: only {' or '.join(map(repr, allowed))} is built")
         if problems:
-            raise BadInput("config.json: " + "; ".join(problems[:8]), hint="`argosy models` lists the architectures that are built")
+            raise BadInput(
+                "config.json: " + "; ".join(problems[:8]), hint="`argosy models` lists the architectures that are built"
+            )
         return {ours: config[theirs] for theirs, ours in self.rows if config.get(theirs) is not None}
 
     def write(self, settings: Any) -> dict[str, Any]:
@@ -103,7 +100,11 @@ KINDS = {Linear: "linear", Llama3: "llama3", Yarn: "yarn"}
 def write_rope(rope: Rope) -> dict[str, Any]:
     """Both generations at once, so that old and new readers agree."""
     if rope.scaling is None:
-        return {"rope_theta": rope.base, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": rope.base}}
+        return {
+            "rope_theta": rope.base,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope.base},
+        }
     kind = KINDS[type(rope.scaling)]
     scaling = {t: getattr(rope.scaling, o) for t, o in READERS[kind].items() if getattr(rope.scaling, o) is not None}
     scaling = {"rope_type": kind} | scaling

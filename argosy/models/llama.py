@@ -159,7 +159,7 @@ class Attention(nnx.Module):
     """softmax(q k' / sqrt(H)) v, queries and keys rotated."""
 
     def __init__(self, c: LlamaConfig):
-        out_scale = (c.heads * c.H * 2 * c.layers) ** -0.5      # the residual stream keeps its variance at any depth
+        out_scale = (c.heads * c.H * 2 * c.layers) ** -0.5  # the residual stream keeps its variance at any depth
         self.rope, self.score, self.held = c.rope, Score(c.H**-0.5, c.window), (c.K, c.H)
         self.q = Einsum("BTD,DNH->BTNH", c.dims, bias=c.attention_bias)
         self.k = Einsum("BTD,DKH->BTKH", c.dims, bias=c.attention_bias)
@@ -169,7 +169,9 @@ class Attention(nnx.Module):
     def holds(self) -> Spec:
         return Spec(token=(("k", self.held), ("v", self.held)), span=self.score.window)
 
-    def __call__(self, x: Float[Array, "B T D"], attend: Attend, cache: Cache | None) -> tuple[Float[Array, "B T D"], Cache | None]:
+    def __call__(
+        self, x: Float[Array, "B T D"], attend: Attend, cache: Cache | None
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
         q = rotate(self.q(x), attend.positions, self.rope)
         held = {"k": rotate(self.k(x), attend.positions, self.rope), "v": self.v(x)}
         y, cache = attend(q, held, cache, HEADS, score=self.score)
@@ -204,7 +206,9 @@ class Llama(nnx.Module):
         self.norm = RMSNorm(c.width, c.norm_eps)
         self.head = None if c.tied else Einsum("BTD,DV->BTV", c.dims)
 
-    def hidden(self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None) -> tuple[Float[Array, "B T D"], Any, Told]:
+    def hidden(
+        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
+    ) -> tuple[Float[Array, "B T D"], Any, Told]:
         """What the head reads, the cache after these tokens, and what the layers told."""
         x, cache, told = self.layers(self.embed.take(tokens).astype(self.dtype), cache, attend)
         return self.norm(x), cache, told
@@ -213,6 +217,8 @@ class Llama(nnx.Module):
         y = self.embed.via("BTD,VD->BTV", x) if self.head is None else self.head(x)
         return y.astype(jnp.float32)
 
-    def __call__(self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None) -> tuple[Float[Array, "B T V"], Any, Told]:
+    def __call__(
+        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
+    ) -> tuple[Float[Array, "B T V"], Any, Told]:
         x, cache, told = self.hidden(tokens, attend, cache)
         return self.unembed(x), cache, told

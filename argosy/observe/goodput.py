@@ -11,9 +11,9 @@ from contextlib import contextmanager
 class Clock:
     """Adds up seconds by cause.
 
-        clock = Clock()
-        with clock("data"): batch = next(batches)
-        clock.seconds       {"data": 0.01}
+    clock = Clock()
+    with clock("data"): batch = next(batches)
+    clock.seconds       {"data": 0.01}
     """
 
     def __init__(self) -> None:

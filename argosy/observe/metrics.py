@@ -36,7 +36,7 @@ def read(store: Store) -> list[dict[str, Any]]:
     for line in store.read_text(FILE).splitlines():
         try:
             out.append(json.loads(line))
-        except json.JSONDecodeError:      # torn by a kill
+        except json.JSONDecodeError:  # torn by a kill
             continue
     return out
 

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from argosy.ops.attention import Implementation, Score, See
 
-BLOCK = 64          # rows; measured best of 32, 64, 128 at 256 tokens
-MOST_BLOCKS = 16    # the program is unrolled over them: longer sequences get longer blocks
+BLOCK = 64  # rows; measured best of 32, 64, 128 at 256 tokens
+MOST_BLOCKS = 16  # the program is unrolled over them: longer sequences get longer blocks
 
 
 def _refuses(q: Array, k: Array, v: Array, see: See, score: Score) -> str | None:

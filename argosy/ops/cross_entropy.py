@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 Losses = tuple[Float[Array, "rows"], Float[Array, "rows"]]
-BLOCKS = 8      # of the vocabulary; 25 were no faster
+BLOCKS = 8  # of the vocabulary; 25 were no faster
 
 
 def from_logits(logits: Float[Array, "rows V"], targets: Int[Array, "rows"]) -> Losses:
@@ -45,7 +45,9 @@ def row_chunks(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def vocabulary_blocks(x: Float[Array, "rows D"], w: Float[Array, "..."], targets: Int[Array, "rows"], order: str) -> Losses:
+def vocabulary_blocks(
+    x: Float[Array, "rows D"], w: Float[Array, "..."], targets: Int[Array, "rows"], order: str
+) -> Losses:
     """The head and its loss. `order` says how w lies: "VD" (a tied embedding) or "DV"."""
     return _forward(x, w, targets, order)[0]
 

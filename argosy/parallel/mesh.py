@@ -1,7 +1,7 @@
 """The devices as a named grid.
 
-    data    every device has all weights and its own rows of the batch
-    fsdp    weights and optimizer are split too, and gathered layer by layer as they are used (arXiv:1910.02054)
+data    every device has all weights and its own rows of the batch
+fsdp    weights and optimizer are split too, and gathered layer by layer as they are used (arXiv:1910.02054)
 """
 
 import math
@@ -39,7 +39,9 @@ class MeshSettings(Settings):
         if open_axes and len(devices) % fixed == 0:
             sizes[open_axes[0]] = len(devices) // fixed
         if math.prod(sizes.values()) != len(devices):
-            raise BadInput(f"mesh {_told(sizes)} does not make {len(devices)} devices", hint="set one of its axes to -1")
+            raise BadInput(
+                f"mesh {_told(sizes)} does not make {len(devices)} devices", hint="set one of its axes to -1"
+            )
         grid = np.asarray(devices).reshape(tuple(sizes.values()))
         return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Rules = Sequence[tuple[str, str]]       # (logical axis, mesh axis), most wanted first
+Rules = Sequence[tuple[str, str]]  # (logical axis, mesh axis), most wanted first
 
 FSDP: Rules = (
     ("embed", "fsdp"),

@@ -23,10 +23,10 @@ Update = Callable[[TrainState, Any], tuple[TrainState, Mapping[str, Any]]]
 class Now:
     """The run between two steps, as hooks see it."""
 
-    step: int                   # updates made
+    step: int  # updates made
     state: TrainState
     batches: Batches
-    last: bool                  # no step follows: done, or asked to stop
+    last: bool  # no step follows: done, or asked to stop
 
 
 class Hook(Protocol):

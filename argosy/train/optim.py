@@ -17,7 +17,7 @@ from argosy.core.settings import Settings
 from argosy.models.parts.weight import Meaning
 from argosy.train.schedule import Factor
 
-Meanings = Mapping[str, tuple[Meaning, int]]      # {address: (what its axes are, how many axes it is stored with)}
+Meanings = Mapping[str, tuple[Meaning, int]]  # {address: (what its axes are, how many axes it is stored with)}
 
 
 class Optimizer(Settings):

@@ -10,7 +10,7 @@ from pydantic import Field
 from argosy.core.registry import Registry
 from argosy.core.settings import Settings
 
-Factor = Callable[[Any], Any]       # step (counted from 0) -> share of the peak learning rate
+Factor = Callable[[Any], Any]  # step (counted from 0) -> share of the peak learning rate
 
 
 class Schedule(Settings):

@@ -61,13 +61,19 @@ def make_step(
         updates, new = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss.loss.value()} | {name: mean.value() for name, mean in loss.metrics.items()}
-        metrics |= {"grad_norm": optax.global_norm(grads), "lr": jnp.asarray(rate(state.step)), "targets": loss.loss.weight}
+        metrics |= {
+            "grad_norm": optax.global_norm(grads),
+            "lr": jnp.asarray(rate(state.step)),
+            "targets": loss.loss.weight,
+        }
         return TrainState(state.step + 1, params, state.rest, new, state.key), metrics
 
     return step
 
 
-def _accumulated(gradients: Callable[..., Any], state: TrainState, batch: Batch, key: Array, parts: int) -> tuple[Leaves, Loss]:
+def _accumulated(
+    gradients: Callable[..., Any], state: TrainState, batch: Batch, key: Array, parts: int
+) -> tuple[Leaves, Loss]:
     """The same sums, over parts of the batch one after the other."""
     pieces = jax.tree.map(lambda a: a.reshape(parts, a.shape[0] // parts, *a.shape[1:]), batch)
     first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), pieces)
@@ -80,7 +86,9 @@ def _accumulated(gradients: Callable[..., Any], state: TrainState, batch: Batch,
     return jax.lax.scan(one, zero, (jnp.arange(parts), pieces))[0]
 
 
-def make_evaluation(graph: Any, objective: Objective, *, precision: Precision = "float32") -> Callable[[TrainState, Batch], Mean]:
+def make_evaluation(
+    graph: Any, objective: Objective, *, precision: Precision = "float32"
+) -> Callable[[TrainState, Batch], Mean]:
     """The summed cross-entropy of a batch, and its weight."""
 
     def evaluate(state: TrainState, batch: Batch) -> Mean:

@@ -322,11 +322,13 @@ def test_built_groups_are_taken_where_their_class_is_registered():
         ("data.mix.web=yes", "`data.mix.web` should be a number, not `yes`", "3e-4"),
         ("data.mix=3", "`data.mix` should be a mapping, not `3`", "{name: value}"),
         ("data.stop=a", "`data.stop` should be a list, not `a`", "[1, 2, 3]"),
-        ("betas=[1]", "`betas.1`", None),
+        ("betas=[1]", "`betas` lacks `betas.1`", None),
+        ("betas=[1, x]", "`betas.1` should be a number, not `x`", "3e-4"),
+        ("unit=bytes", "`unit` should be one of 'bits' or 'nats', not `bytes`", None),
         ("data.source=webb", "`data.source`: there is no such source", None),
         ("data=3", "`data` is a group of settings, not `3`", None),
         ("data=none", "`data` is a group of settings, not `none`", None),
-        ("optimizer=3", "`optimizer` is a optimizer, not `3`", None),
+        ("optimizer=3", "`optimizer` should name the optimizer, not `3`", None),
         ("optimizer=muonn", "unknown optimizer `muonn` for `optimizer`", "`muon`"),
         ("adapter.b1=3", "`adapter` names no optimizer", "`adapter=NAME`"),
         ("stages=[muonn]", "unknown optimizer `muonn` for `stages.0`", "`muon`"),
@@ -338,7 +340,7 @@ def test_built_groups_are_taken_where_their_class_is_registered():
 )
 def test_each_mistake_names_its_key_and_the_way_out(word, what, hint):
     (text,) = mistakes(words=[word])
-    assert what.replace("is a optimizer", "is an optimizer") in text or what in text
+    assert what in text
     assert "set by command line" in text
     assert (hint or "") in text
 
@@ -369,6 +371,33 @@ def test_a_conflict_tells_who_set_each_side():
 def test_a_rule_is_not_asked_of_keys_that_are_wrong_already():
     (text,) = mistakes(words=["model.kv_heads=3", "model.layers=x"])
     assert "model.layers" in text
+
+
+def test_a_rule_may_say_its_own_hint():
+    class Pair(Settings):
+        a: int = 1
+        b: int = 2
+
+        @model_validator(mode="after")
+        def _ordered(self) -> "Pair":
+            if self.a > self.b:
+                raise BadInput("a is more than b", hint="swap them")
+            return self
+
+    class Outer(Settings):
+        pair: Pair = Pair()
+
+    with pytest.raises(SettingsError) as caught:
+        read_settings(Outer, words_layer(["pair.a=3"]))
+    (problem,) = caught.value.problems
+    assert problem.what == "`pair`: a is more than b"
+    assert problem.where == "`pair.a` set by command line, `pair.b` set by default"
+    assert problem.hint == "swap them"
+
+
+def test_a_rule_across_groups_tells_dotted_keys():
+    (text,) = mistakes({"steps": 2}, words=["data.batch=5k"])
+    assert "`steps` set by file0.yml, `data.batch` set by command line" in text
 
 
 def test_a_line_of_a_file_is_named(tmp_path):

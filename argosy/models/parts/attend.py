@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from argosy.ops.attention import Score, See, attention
 
-Cache = dict[str, Array]        # of one layer; names as in its Spec
+Cache = dict[str, Array]  # of one layer; names as in its Spec
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Contiguous:
         assert cache is not None, "Contiguous writes to a cache: allocate one with `contiguous`"
         B, S = next(iter(cache.values())).shape[:2]
         row = jnp.arange(B)[:, None]
-        where = jnp.where(self.live, self.at, S)      # past the end: dropped
+        where = jnp.where(self.live, self.at, S)  # past the end: dropped
         cache = {n: cache[n].at[row, where].set(held[n].astype(cache[n].dtype), mode="drop") for n in cache}
         k_at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
         stored = {n: c.astype(q.dtype) for n, c in cache.items()}
@@ -219,7 +219,7 @@ class Paged:
     slots: Int[Array, "B"]
     lengths: Int[Array, "B"]
     new: Int[Array, "B"]
-    t: Int[Array, "B T"]        # 0..T-1 in each row: it leads with the batch, and says T
+    t: Int[Array, "B T"]  # 0..T-1 in each row: it leads with the batch, and says T
     absorb: bool | None = None
 
     @property
@@ -250,7 +250,7 @@ class Paged:
         return cache and {n: p.at[self.slots].set(state[n].astype(p.dtype), mode="drop") for n, p in cache.items()}
 
 
-Specs = dict[str, tuple[Spec, int | None]]      # {cache name: what one layer holds, and how many share the array}
+Specs = dict[str, tuple[Spec, int | None]]  # {cache name: what one layer holds, and how many share the array}
 
 
 def contiguous(specs: Specs, rows: int, length: int, dtype: Any = jnp.float32) -> dict[str, Cache]:

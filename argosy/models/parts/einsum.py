@@ -26,7 +26,9 @@ class Route(NamedTuple):
     expert: Int[Array, "X"]
 
 
-def contract(eq: str, x: Float[Array, "..."], w: Float[Array, "..."], route: Route | None = None) -> Float[Array, "..."]:
+def contract(
+    eq: str, x: Float[Array, "..."], w: Float[Array, "..."], route: Route | None = None
+) -> Float[Array, "..."]:
     """The one place where a weight meets data; it is computed in the type of `x`."""
     w = w.astype(x.dtype)
     if route is None:
@@ -111,7 +113,9 @@ class Einsum(Contraction):
         self.eq = eq
         fan_in = math.prod(dims[a] for a in self.inner)
         meaning = Meaning(self.spec, self.inner, self.group)
-        self.w = weight(tuple(dims[a] for a in self.spec), meaning, Draw("normal", fan_in**-0.5 if scale is None else scale))
+        self.w = weight(
+            tuple(dims[a] for a in self.spec), meaning, Draw("normal", fan_in**-0.5 if scale is None else scale)
+        )
         b = tuple(dims[a] for a in self.kept)
         self.b = weight(b, Meaning(self.kept, "", self.group), Draw("constant", 0.0)) if bias else None
 

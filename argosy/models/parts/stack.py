@@ -24,7 +24,7 @@ from argosy.models.parts.attend import Attend, Cache, Spec, Specs
 from argosy.models.parts.weight import Leaves, merge, split, variables
 
 Remat = Literal["none", "dots", "full"]
-Told = dict[str, dict[str, Array]]      # {kind: {what: [layers of that kind]}}
+Told = dict[str, dict[str, Array]]  # {kind: {what: [layers of that kind]}}
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,15 @@ class Block(Protocol):
 
     def holds(self, each: Any) -> Spec: ...
 
-    def __call__(self, x: Array, each: Any, cache: Cache | None, attend: Attend) -> tuple[Array, Cache | None, dict[str, Array]]: ...
+    def __call__(
+        self, x: Array, each: Any, cache: Cache | None, attend: Attend
+    ) -> tuple[Array, Cache | None, dict[str, Array]]: ...
 
 
 class Step(NamedTuple):
     """One layer as a pure function of its weights."""
 
-    graphs: Mapping[str, Any]       # by kind
+    graphs: Mapping[str, Any]  # by kind
     remat: Remat
 
     def __call__(self, layer: Layer, weights: Leaves, x: Array, cache: Cache | None, attend: Attend) -> Any:
@@ -125,7 +127,9 @@ class Scan:
         return x, cache and _join([kept for kept, _ in outs]), _join([told for _, told in outs])
 
 
-def _one_group(stack: "Stack", step: Step, part: Sequence[Layer], x: Array, weights: Any, cache: Any, attend: Attend) -> Any:
+def _one_group(
+    stack: "Stack", step: Step, part: Sequence[Layer], x: Array, weights: Any, cache: Any, attend: Attend
+) -> Any:
     """The layers of one group, each with its slice of the weights and caches."""
     seen: dict[str, int] = {}
     kept, told = {}, {}
@@ -238,7 +242,11 @@ def stored_addresses(model: nnx.Module) -> dict[str, tuple[str, int | None]]:
 
 def to_layers(model: nnx.Module, leaves: Leaves) -> Leaves:
     """Weights by per-layer name; slices of what is stacked."""
-    return {name: leaves[a] if i is None else leaves[a][i] for name, (a, i) in stored_addresses(model).items() if a in leaves}
+    return {
+        name: leaves[a] if i is None else leaves[a][i]
+        for name, (a, i) in stored_addresses(model).items()
+        if a in leaves
+    }
 
 
 def from_layers(model: nnx.Module, by_layer: Mapping[str, Any]) -> Leaves:

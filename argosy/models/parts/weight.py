@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Key
 
 from argosy.core.dims import LEGEND
 
-Leaves = dict[str, Any]     # {address: array or jax.ShapeDtypeStruct}
+Leaves = dict[str, Any]  # {address: array or jax.ShapeDtypeStruct}
 
 
 class Draw(NamedTuple):
@@ -126,7 +126,11 @@ def undrawn(model: nnx.Module) -> list[str]:
 
 
 def fill(
-    model: nnx.Module, key: Key[Array, ""], *, addresses: Callable[[str], list[str]], place: Callable[..., Any] | None = None
+    model: nnx.Module,
+    key: Key[Array, ""],
+    *,
+    addresses: Callable[[str], list[str]],
+    place: Callable[..., Any] | None = None,
 ) -> list[str]:
     """Draws every weight that is still a description; returns their addresses.
 
@@ -145,9 +149,13 @@ def fill(
         metadata = v.get_metadata()
         stacked = len(v.shape) > len(metadata["meaning"].letters)
         draw: Draw = metadata["draw"]
-        drawn = jax.jit(_drawn, static_argnames=("shape", "kind", "stacked", "dtype"), out_shardings=place and place(address))
+        drawn = jax.jit(
+            _drawn, static_argnames=("shape", "kind", "stacked", "dtype"), out_shardings=place and place(address)
+        )
         shape = tuple(v.shape[1:] if stacked else v.shape)
-        v.set_value(drawn(key, hashes, draw.value, shape=shape, kind=draw.kind, stacked=stacked, dtype=jnp.dtype(v.dtype)))
+        v.set_value(
+            drawn(key, hashes, draw.value, shape=shape, kind=draw.kind, stacked=stacked, dtype=jnp.dtype(v.dtype))
+        )
     return todo
 
 

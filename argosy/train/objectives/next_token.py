@@ -14,7 +14,7 @@ from argosy.models.parts.einsum import Einsum
 from argosy.ops.cross_entropy import Losses, from_logits, row_chunks, vocabulary_blocks
 from argosy.train.objectives import Loss, Mean
 
-ROOMY_BYTES = 2 << 30       # of float32 logits that are simply kept
+ROOMY_BYTES = 2 << 30  # of float32 logits that are simply kept
 
 
 class NextToken(Settings):

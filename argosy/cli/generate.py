@@ -1,0 +1,147 @@
+"""`argosy generate MODEL [PROMPT] [key=value ...]`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import Field
+
+from argosy.cli.output import answer, say
+from argosy.core.errors import BadInput
+from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.jobs import machine
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+class Generate(Settings):
+    """How to continue a prompt."""
+
+    max_tokens: int = Field(64, gt=0)
+    """Tokens at most."""
+    temperature: float | None = Field(None, ge=0)
+    """0: the likeliest token each time. The model's generation config decides where not set."""
+    top_k: int | None = Field(None, ge=0)
+    """Only the k likeliest; 0: all."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Only the likeliest whose sum reaches p."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    """Only tokens this share as likely as the likeliest."""
+    repetition_penalty: float | None = Field(None, gt=0)
+    """Above 1: tokens of prompt and answer become less likely."""
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    """Subtracted from tokens that are in the answer."""
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    """Subtracted from a token for each time it is in the answer."""
+    seed: int = 0
+    """Of the draws."""
+    n: int = Field(1, gt=0)
+    """Answers to the prompt."""
+    stop: str | None = None
+    """A string that ends the answer."""
+    ignore_eos: bool = False
+    """Do not stop at the model's own end."""
+    logprobs: bool = False
+    """Log-probabilities of the tokens, with --json."""
+    dtype: str | None = None
+    """What to compute in: float32 or bfloat16."""
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PROMPT] [key=value ...]", help="text, @file, or from stdin; then settings", show_default=False
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="the prompt as a message, through the model's chat template")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> None:
+    """Continues a prompt with a trained model, streaming."""
+    prompt, settings = split_prompt(words or [])
+    how = read_settings(Generate, words_layer(settings)).value
+    text = read_prompt(prompt)
+    machine.prepare()
+    machine.start_jax()
+    from argosy.jobs.public import load
+
+    lm = load(model, dtype=how.dtype)
+    sampling = told_sampling(how, lm.generation)
+    ids = lm.chat_prompt([{"role": "user", "content": text}]) if chat else lm.encode(text) or start_of(lm)
+    answers = lm.pieces(
+        [ids] * how.n,
+        how.max_tokens,
+        stop=[how.stop] if how.stop else [],
+        ignore_eos=how.ignore_eos,
+        seed=how.seed,
+        **sampling,
+    )
+    for piece in answers:
+        if not as_json and piece.row == 0 and how.n == 1:
+            print(piece.text, end="", flush=True)
+    document = [document_of(c, how.logprobs) for c in answers.completions]
+    if as_json:
+        answer("", document, True)
+    elif how.n > 1:
+        print("\n---\n".join(c.text for c in answers.completions))
+    else:
+        print()
+
+
+def split_prompt(words: list[str]) -> tuple[str | None, list[str]]:
+    """The prompt is the first word, unless that is a setting."""
+    if words and not is_setting(words[0]):
+        return words[0], words[1:]
+    return None, words
+
+
+def is_setting(word: str) -> bool:
+    """`max_tokens=5` is one; `x = 5` and `if a==b:` are prompts."""
+    return word.partition("=")[0] in Generate.model_fields and "=" in word
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt itself, a file's text for @file, or standard input."""
+    if prompt is None:
+        return "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    if not prompt.startswith("@"):
+        return prompt
+    try:
+        return Path(prompt[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"the prompt cannot be read from {prompt[1:]}: {error}") from None
+
+
+def start_of(lm: Any) -> list[int]:
+    """What an empty prompt begins with."""
+    if lm.tokenizer is None:
+        raise BadInput("an empty prompt", hint="give some text")
+    for token in (lm.tokenizer.bos, lm.tokenizer.eos):
+        if token is not None:
+            return [token]
+    raise BadInput("an empty prompt, and the model has no token to begin with", hint="give some text")
+
+
+def told_sampling(how: Generate, generation: Any) -> dict[str, Any]:
+    """What the words say, else the model's generation config, said aloud, else greedy."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    given = {name: getattr(how, name) for name in names if getattr(how, name) is not None}
+    if "temperature" not in given and generation.get("do_sample"):
+        own = {name: generation[name] for name in names if generation.get(name) is not None and name not in given}
+        own.setdefault("temperature", 1.0)
+        say("sampling as its generation config says: " + " ".join(f"{k}={v}" for k, v in own.items()))
+        given = own | given
+    return given
+
+
+def document_of(completion: Any, logprobs: bool) -> dict[str, Any]:
+    names = ("text", "tokens", "finish_reason", "prompt_tokens")
+    document = {name: getattr(completion, name) for name in names}
+    return document | {"logprobs": completion.logprobs} if logprobs else document

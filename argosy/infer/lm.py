@@ -1,0 +1,297 @@
+"""`LM`: a language model in hand. What `argosy.load` returns, and what samples during training, `argosy generate` and the
+tests go through.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.infer.decode import Decoder, bucket
+from argosy.infer.sample import Sampling
+from argosy.models.parts.attend import Packed
+from argosy.models.parts.weight import merge, split
+
+Prompt = str | Sequence[int]
+Reason = Literal["stop", "length"]
+
+
+@dataclass
+class Completion:
+    """What one prompt was continued with. tokens: ids, a stopping token not included; logprobs: of each of them."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: Reason | None
+    prompt_tokens: int
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a step added to a row's text: whole characters only. `done` where the row has ended."""
+
+    row: int
+    text: str
+    done: bool
+
+
+@dataclass
+class LM:
+    """A language model: its settings, its module, its tokenizer (None: token ids only).
+
+    generation: the settings of its generation_config.json. hub: the config.json it came with. companions: where its small
+    files lie.
+    """
+
+    config: Any
+    module: Any
+    tokenizer: Any = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    hub: Mapping[str, Any] = field(default_factory=dict)
+    companions: Path | None = None
+
+    # ---------------------------------------------------------------- numbers
+
+    def logits(self, tokens: Any) -> np.ndarray:
+        """Of whole sequences, causal: [B T] ints (or [T]) -> [B T V] float32.
+
+        Raises:
+            BadInput: ids outside the vocabulary, or a sequence longer than the model's context.
+        """
+        ids = np.asarray(tokens, np.int32)
+        ids = ids[None] if ids.ndim == 1 else ids
+        self._check(ids.ravel(), ids.shape[1])
+        T = ids.shape[1]
+        padded = np.pad(ids, ((0, 0), (0, max(0, min(bucket(T), self.config.context) - T))))
+        segments = np.zeros_like(padded)
+        segments[:, :T] = 1
+        return np.asarray(self._forward(self.decoder.weights, padded, segments))[:, :T]
+
+    @cached_property
+    def _forward(self) -> Any:
+        graph, dtype = self.decoder.graph, self.module.dtype
+
+        def forward(weights: Any, tokens: Any, segments: Any) -> Any:
+            model = merge(graph, weights)
+            model.dtype = dtype
+            return model(tokens, Packed(segments))[0]
+
+        return jax.jit(forward)
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        return Decoder(self.module)
+
+    def refresh(self) -> None:
+        """Takes up weights that were changed in the module."""
+        self.decoder.weights = split(self.module)[1]
+
+    # ---------------------------------------------------------------- text
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int = 64,
+        *,
+        stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        ignore_eos: bool = False,
+        seed: int = 0,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """Continues each prompt: text, or token ids that are taken as they are.
+
+        Args:
+            max_tokens: at most so many for each prompt.
+            stop: strings that end an answer; they are not part of it.
+            stop_tokens: ids that end it, beside the model's own.
+            ignore_eos: do not stop at the model's own.
+            seed: of the draws; row i draws from seed + i.
+            sampling: the settings of `infer.sample.Sampling`: temperature, top_k, top_p, min_p and penalties.
+
+        Raises:
+            BadInput: text without a tokenizer, ids outside the vocabulary, a prompt that leaves no room in the context.
+        """
+        answers = Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, sampling)
+        for _ in answers:
+            pass
+        return answers.completions
+
+    def stream(self, prompt: Prompt, max_tokens: int = 64, **how: Any) -> Iterator[str]:
+        """The answer to one prompt in pieces of whole characters, as it is made."""
+        for piece in self.pieces([prompt], max_tokens, **how):
+            if piece.text:
+                yield piece.text
+
+    def pieces(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int = 64,
+        *,
+        stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        ignore_eos: bool = False,
+        seed: int = 0,
+        **sampling: Any,
+    ) -> "Answers":
+        """`generate`, step by step; the result holds `completions` when it has been run through."""
+        return Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, sampling)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A conversation as token ids, by the model's own template.
+
+        Raises:
+            BadInput: there is no tokenizer or no template, or the template refuses these messages.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise BadInput(
+                "this model has no chat template", hint="generate without --chat, or give messages as one text"
+            )
+        from argosy.data.chat import render
+
+        text = render(self.tokenizer.chat_template, list(messages), self.tokenizer.special, add_generation_prompt=True)
+        return self.tokenizer.encode(text, special=True)
+
+    # ---------------------------------------------------------------- files
+
+    def save(self, folder: str | Path, format: Literal["hub", "argosy"] = "hub", dtype: Any = None) -> None:
+        """Writes the model as a Hub folder or an Argosy checkpoint, tokenizer and all."""
+        from argosy.infer.save import save
+
+        save(self, Path(folder), format, dtype)
+
+    # ---------------------------------------------------------------- checks
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt, the beginning-of-sequence token in front where the model was trained with one."""
+        if not isinstance(prompt, str):
+            return [int(i) for i in prompt]
+        if self.tokenizer is None:
+            raise BadInput("this model came without a tokenizer", hint="give token ids")
+        ids = self.tokenizer.encode(prompt)
+        return [self.tokenizer.bos, *ids] if self.tokenizer.adds_bos else ids
+
+    def stops(self) -> set[int]:
+        """The ids that end an answer: those of the generation config, of config.json and of the tokenizer."""
+        found: set[int] = set()
+        for source in (self.generation.get("eos_token_id"), self.hub.get("eos_token_id")):
+            found |= set(source) if isinstance(source, list) else {source} if isinstance(source, int) else set()
+        if not found and self.tokenizer is not None and self.tokenizer.eos is not None:
+            found.add(self.tokenizer.eos)
+        return found
+
+    def _check(self, ids: Any, length: int) -> None:
+        ids = np.asarray(ids)
+        if ids.size and (ids.min() < 0 or ids.max() >= self.config.vocab):
+            wrong = int(ids[(ids < 0) | (ids >= self.config.vocab)][0])
+            raise BadInput(f"token id {wrong} is outside the model's vocabulary of {self.config.vocab}")
+        if length > self.config.context:
+            raise BadInput(f"{length} tokens are more than the model's context of {self.config.context}")
+
+
+class Answers:
+    """Rows being continued; iterating yields what each step adds."""
+
+    def __init__(
+        self,
+        lm: LM,
+        prompts: list[Prompt],
+        max_tokens: int,
+        stop: list[str],
+        stop_tokens: list[int],
+        ignore_eos: bool,
+        seed: int,
+        sampling: Mapping[str, Any],
+    ):
+        if not prompts:
+            raise BadInput("no prompt")
+        if max_tokens < 1:
+            raise BadInput(f"max_tokens = {max_tokens}", hint="at least 1")
+        if any(not s for s in stop):
+            raise BadInput("an empty stop string would stop everything")
+        if stop and lm.tokenizer is None:
+            raise BadInput("stop strings need a tokenizer", hint="use stop_tokens")
+        self.lm, self.stop, self.seed = lm, stop, seed
+        self.ids = [lm.encode(p) for p in prompts]
+        for ids in self.ids:
+            if not ids:
+                raise BadInput(
+                    "an empty prompt, and the model has no beginning-of-sequence token", hint="give some text"
+                )
+            lm._check(ids, len(ids))
+        room = lm.config.context - max(map(len, self.ids))
+        if room < 1:
+            raise BadInput(f"the prompt fills the model's context of {lm.config.context} tokens", hint="shorten it")
+        self.most = min(max_tokens, room)
+        self.ends = set(stop_tokens) | (set() if ignore_eos else lm.stops())
+        self.sampling = _sampling(sampling)
+        self.completions = [Completion("", [], None, len(ids), []) for ids in self.ids]
+        self._decoders = [lm.tokenizer.stream() if lm.tokenizer else None for _ in self.ids]
+        self._held = ["" for _ in self.ids]
+
+    def __iter__(self) -> Iterator[Piece]:
+        open_rows = set(range(len(self.ids)))
+        seeds = [(self.seed + i) % 2**32 for i in range(len(self.ids))]
+        steps = self.lm.decoder.generate(self.ids, [self.sampling] * len(self.ids), seeds, self.most)
+        for n, step in enumerate(steps, 1):
+            tokens, logprobs = np.asarray(step.tokens), np.asarray(step.logprobs)
+            for row in sorted(open_rows):
+                piece = self._take(row, int(tokens[row]), float(logprobs[row]), n == self.most)
+                if piece.done:
+                    open_rows.discard(row)
+                yield piece
+            if not open_rows:
+                return
+
+    def _take(self, row: int, token: int, logprob: float, last: bool) -> Piece:
+        """Adds one token to a row; says what text is now certain."""
+        done = self.completions[row]
+        if token in self.ends:
+            return self._end(row, "stop")
+        done.tokens.append(token)
+        done.logprobs.append(logprob)
+        decoder = self._decoders[row]
+        if decoder is not None:
+            self._held[row] += decoder.push(token)
+            if (cut := _first(self._held[row], self.stop)) is not None:
+                self._held[row] = self._held[row][:cut]
+                return self._end(row, "stop", flush=False)
+        if last:
+            return self._end(row, "length")
+        return Piece(row, self._release(row), False)
+
+    def _release(self, row: int) -> str:
+        """What can no longer become part of a stop string."""
+        held = self._held[row]
+        keep = max((n for s in self.stop for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
+        text = held[: len(held) - keep]
+        self._held[row] = held[len(held) - keep :]
+        self.completions[row].text += text
+        return text
+
+    def _end(self, row: int, reason: Reason, flush: bool = True) -> Piece:
+        decoder = self._decoders[row]
+        if flush and decoder is not None:
+            self._held[row] += decoder.end()
+        text, self._held[row] = self._held[row], ""
+        self.completions[row].text += text
+        self.completions[row].finish_reason = reason
+        return Piece(row, text, True)
+
+
+def _first(text: str, stops: list[str]) -> int | None:
+    """Where the first stop string begins."""
+    found = [at for s in stops if (at := text.find(s)) >= 0]
+    return min(found) if found else None
+
+
+def _sampling(given: Mapping[str, Any]) -> Sampling:
+    from argosy.core.settings import Layer, read_settings
+
+    return read_settings(Sampling, Layer("generate", dict(given))).value

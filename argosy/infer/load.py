@@ -1,0 +1,88 @@
+"""From a MODEL argument to an `LM`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from argosy.checkpoint.hub import read_json
+from argosy.checkpoint.stored import Stored, open_model, read_into
+from argosy.core.errors import BadInput, nearest
+from argosy.infer.lm import LM
+from argosy.models.family import FamilyConfig
+from argosy.models.parts.stack import Run, Scan, Unroll, layer_addresses
+from argosy.models.parts.weight import fill
+
+
+def load(
+    path: str | Path, *, dtype: Any = None, run: Run | None = None, warn: Callable[[str], None] = lambda _: None
+) -> LM:
+    """A model from a Hub folder, a GGUF file, a run directory or a checkpoint.
+
+    Args:
+        dtype: what weights are kept and activations computed in: float32 on CPUs, bfloat16 elsewhere, unless told.
+        run: how layers run; unrolled up to 32 on CPUs, scanned elsewhere, unless told.
+
+    Raises:
+        BadInput, Damaged: nothing is there, it is no model, or not one that is built.
+    """
+    stored = open_model(path, warn)
+    dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
+    model = stored.config.build(run or default_run(stored.config))
+    read_into(model, stored.weights, dtype=dtype)
+    model.dtype = dtype
+    tokenizer = tokenizer_of(stored)
+    if tokenizer is not None and tokenizer.vocab > stored.config.vocab:
+        raise BadInput(
+            f"the tokenizer has {tokenizer.vocab} tokens, the model {stored.config.vocab}",
+            where=str(path),
+            hint="they do not belong together",
+        )
+    return LM(stored.config, model, tokenizer, generation_of(stored), stored.hub, stored.companions)
+
+
+def random(config: FamilyConfig, seed: int, *, run: Run | None = None) -> LM:
+    """A model with random weights and no tokenizer."""
+    model = config.build(run or default_run(config))
+    model.dtype = default_dtype()
+    fill(model, jax.random.key(seed), addresses=layer_addresses(model))
+    return LM(config, model)
+
+
+def default_dtype() -> Any:
+    """On CPUs bfloat16 decodes six times slower than float32."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def default_run(config: FamilyConfig) -> Run:
+    return Unroll() if jax.default_backend() == "cpu" and config.layers <= 32 else Scan()
+
+
+def tokenizer_of(stored: Stored) -> Any:
+    """The tokenizer that came with a model, or None."""
+    if stored.companions is None:
+        return None
+    from argosy.data.tokenize import find_tokenizer
+
+    return find_tokenizer(stored.companions)
+
+
+def generation_of(stored: Stored) -> dict[str, Any]:
+    """Its generation_config.json, or nothing."""
+    if stored.companions is None or not (stored.companions / "generation_config.json").is_file():
+        return {}
+    return read_json(stored.companions / "generation_config.json")
+
+
+def no_weights(name: str, presets: list[str]) -> BadInput:
+    """The error for a preset's name where trained weights are needed."""
+    if name in presets:
+        return BadInput(
+            f"`{name}` is a preset: its name alone means random weights",
+            hint="give the folder or file of its trained weights, or train one: argosy train RECIPE model=" + name,
+        )
+    return BadInput(
+        f"no model at {name}", hint=nearest(name, presets) or "a Hub folder, .gguf file, run directory or checkpoint"
+    )

@@ -1,0 +1,106 @@
+"""Weights and states to start from that another run, or another house, made."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from argosy.checkpoint.store import STATE, Checkpoints, load_item, read_meta
+from argosy.checkpoint.stored import StepReader, config_of, open_model, read_into
+from argosy.core.errors import BadInput
+from argosy.core.settings import diff, dump
+from argosy.jobs.assemble import Assembly
+from argosy.models.parts.stack import from_layers, stored_addresses
+from argosy.models.parts.weight import split
+from argosy.train.state import TrainState, trained
+
+
+def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> TrainState:
+    """A state with the weights of another model, and an optimizer that has seen nothing.
+
+    Raises:
+        BadInput: it is another architecture or another size; every difference is named.
+    """
+    stored = open_model(model, say)
+    _check_same(assembly.run.model, stored.config, model)
+    places = assembly.places.params | assembly.places.rest
+    read_into(assembly.model, stored.weights, place=places.__getitem__)
+    say(f"weights from {model}")
+    _, params, rest = trained(assembly.model)
+    return assembly.begin(params, rest)
+
+
+def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> TrainState:
+    """Weights, optimizer and step of another run, in whatever layout it wrote them; data starts anew.
+
+    Raises:
+        BadInput: it has no checkpoint, or another model or optimizer.
+    """
+    path = Path(run)
+    if (path / "checkpoints").is_dir():
+        step = Checkpoints(path / "checkpoints", warn=say).latest_good()
+        if step is None:
+            raise BadInput(f"{run} has no checkpoint yet")
+        path = path / "checkpoints" / str(step)
+    meta = read_meta(path)
+    config = config_of(meta["model"])
+    _check_same(assembly.run.model, config, run)
+    read_into(
+        assembly.model,
+        StepReader(path, config, meta["decided"]["layers"]),
+        place=(assembly.places.params | assembly.places.rest).__getitem__,
+    )
+    arrays = load_item(path, STATE)
+    wanted = assembly.state_places()[1]
+    arrays = relaid(arrays, config.build(_run_of(meta)), assembly.model)
+    if set(arrays) != set(wanted):
+        raise BadInput(f"{run} was trained with another optimizer", hint="init.weights takes its weights alone")
+    _, places = assembly.state_places()
+    placed = {name: jax.device_put(jnp.asarray(a), places[name]) for name, a in arrays.items()}
+    _, params, rest = trained(assembly.model)
+    say(f"weights, optimizer and step {int(placed['step'])} from {run}")
+    return assembly.restored(params | rest, placed)
+
+
+def relaid(arrays: dict[str, Any], was: Any, now: Any) -> dict[str, Any]:
+    """An optimizer's arrays, which stand under the addresses of the weights, from one layout of the layers to the other."""
+    before, addresses = stored_addresses(was), set(split(now)[1])
+    out: dict[str, Any] = {}
+    mirrored: dict[str, dict[str, Any]] = {}
+    for name, array in arrays.items():
+        address = next((a for a in {address for address, _ in before.values()} if name.endswith("." + a)), None)
+        if address is None:
+            out[name] = array
+        else:
+            mirrored.setdefault(name.removesuffix(address), {})[address] = array
+    for prefix, stored in mirrored.items():
+        by_layer = {n: stored[a] if i is None else stored[a][i] for n, (a, i) in before.items() if a in stored}
+        present = {a for n, (a, _) in stored_addresses(now).items() if n in by_layer}
+        partial = from_layers(now, _Default(by_layer))
+        out |= {prefix + a: partial[a] for a in addresses & present}
+    return out
+
+
+class _Default(dict):
+    """Zeros in place of weights that an optimizer does not mirror; they are dropped again."""
+
+    def __missing__(self, name: str) -> Any:
+        return jnp.zeros(())
+
+
+def _run_of(meta: dict[str, Any]) -> Any:
+    from argosy.models.parts.stack import Scan, Unroll
+
+    return Scan() if meta["decided"]["layers"] == "scan" else Unroll()
+
+
+def _check_same(mine: Any, theirs: Any, where: str) -> None:
+    """Sizes must agree; where they came from, and how long a context was declared, need not."""
+    changed = [
+        (k, was, now) for k, was, now in diff(dump(theirs), dump(mine)) if k not in ("preset", "context", "family")
+    ]
+    if type(mine) is not type(theirs) or changed:
+        told = "; ".join(f"model.{k} is {was} there, {now} here" for k, was, now in changed[:4]) or "another family"
+        raise BadInput(f"{where} is another model", where=told, hint="give this run the same model settings")

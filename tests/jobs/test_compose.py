@@ -1,0 +1,214 @@
+"""Which files make a run, in which order, with a package of configs made for the test."""
+
+import os
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import pytest
+
+from argosy.core.errors import BadInput, SettingsError, UnknownName
+from argosy.core.registry import Registry
+from argosy.core.settings import Choice, Settings
+from argosy.jobs.compose import CONFIGS, compose, editor_schema, presets, recipes
+
+
+class Llama(Settings):
+    preset: str | None = None
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+
+
+class Gemma(Settings):
+    preset: str | None = None
+    width: int = 32
+    softcap: float = 30.0
+
+
+FAMILIES = Registry("model family", {"llama": Llama, "gemma": Gemma})
+
+
+class Run(Settings):
+    steps: int = 10
+    dir: str = "runs/x"
+    batch: int = 8
+    model: Annotated[Any, Choice(FAMILIES, tag="family")] = "llama"
+
+
+FILES = {
+    "base.yml": "steps: 100\nmodel:\n  heads: 2\n",
+    "models/small.yml": "family: llama\nwidth: 128\nlayers: 6\n",
+    "models/large.yml": "extends: small\nwidth: 512\n",
+    "models/soft.yml": "family: gemma\nsoftcap: 50\n",
+    "recipes/tiny.yml": "model:\n  preset: small\n  layers: 3\nbatch: 4\n",
+    "recipes/longer.yml": "extends: tiny\nsteps: 1k\n",
+    "recipes/other.yml": "extends: tiny\nmodel: large\n",
+    "recipes/sft/chat.yml": "model: soft\n",
+    "recipes/plain.yml": "batch: 2\n",
+    "recipes/lost.yml": "model: smal\n",
+    "recipes/circle.yml": "extends: circle2\n",
+    "recipes/circle2.yml": "extends: circle\n",
+}
+
+
+@pytest.fixture
+def configs(tmp_path, monkeypatch):
+    monkeypatch.delenv("ARGOSY_PRESETS", raising=False)
+    for name, text in FILES.items():
+        path = tmp_path / "configs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "configs"
+
+
+def test_layers_in_order(configs):
+    reading = compose(Run, "longer", ["batch=16"], configs)
+    assert reading.value == Run(steps=1000, batch=16, model=Llama(preset="small", width=128, layers=3))
+    assert {key: who for key, who in reading.origin.items() if who != "default"} == {
+        "steps": "recipes/longer.yml",
+        "batch": "command line",
+        "model.family": "models/small.yml",
+        "model.preset": "recipes/tiny.yml",
+        "model.width": "models/small.yml",
+        "model.layers": "recipes/tiny.yml",
+    }
+
+
+def test_without_a_recipe_base_and_words_count(configs):
+    assert compose(Run, None, ["model.layers=5"], configs).value == Run(steps=100, model=Llama(heads=2, layers=5))
+
+
+@pytest.mark.parametrize("words", [["model=large"], ["model.preset=large"], ["model={preset: large}"]])
+def test_a_preset_among_the_words_drops_the_recipes_model(configs, words):
+    reading = compose(Run, "tiny", words, configs)
+    assert reading.value.model == Llama(preset="large", width=512, layers=6)
+    assert reading.origin["model.preset"] == "command line"
+    assert reading.origin["model.width"] == "models/large.yml"
+    assert reading.value.batch == 4
+
+
+@pytest.mark.parametrize("words", [["model=large", "model.layers=9"], ["model.layers=9", "model=large"]])
+def test_words_on_the_model_stay_with_the_preset_they_name(configs, words):
+    assert compose(Run, "tiny", words, configs).value.model == Llama(preset="large", width=512, layers=9)
+
+
+def test_a_recipe_may_name_another_preset_than_the_one_it_extends(configs):
+    assert compose(Run, "other", [], configs).value.model == Llama(preset="large", width=512, layers=6)
+
+
+def test_another_family_brings_its_own_keys(configs):
+    assert compose(Run, "tiny", ["model=soft"], configs).value.model == Gemma(preset="soft", softcap=50)
+    assert compose(Run, "sft/chat", [], configs).value.model == Gemma(preset="soft", softcap=50)
+
+
+def test_an_override_of_a_preset_is_visible(configs):
+    reading = compose(Run, "tiny", ["model.width=7"], configs)
+    assert reading.value.model == Llama(preset="small", width=7, layers=3)
+    assert reading.tried["model.width"] == [("default", 64), ("models/small.yml", 128), ("command line", 7)]
+
+
+def test_users_presets_by_path_and_by_folder(configs, tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own.yml").write_text("extends: small\nwidth: 99\n")
+    by_path = compose(Run, "tiny", [f"model={tmp_path}/mine/own.yml"], configs)
+    assert by_path.value.model.width == 99
+    with pytest.raises(UnknownName):
+        compose(Run, "tiny", ["model=own"], configs)
+    monkeypatch.setenv("ARGOSY_PRESETS", os.pathsep.join([str(tmp_path / "none"), str(tmp_path / "mine")]))
+    assert compose(Run, "tiny", ["model=own"], configs).value.model == Llama(preset="own", width=99, layers=6)
+    assert presets(configs) == ["large", "own", "small", "soft"]
+
+
+def test_recipes_by_path_with_extends_beside_them_or_by_name(configs, tmp_path):
+    (tmp_path / "mine.yml").write_text("extends: theirs.yml\nsteps: 1\n")
+    (tmp_path / "theirs.yml").write_text("extends: plain\nsteps: 2\ndir: d\n")
+    assert compose(Run, tmp_path / "mine.yml", [], configs).value == Run(steps=1, dir="d", batch=2, model=Llama(heads=2))
+    assert compose(Run, str(tmp_path / "mine.yml"), [], configs).origin["dir"] == str(tmp_path / "theirs.yml")
+
+
+def test_a_run_directory_is_its_settings(configs, tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(BadInput, match="no run directory"):
+        compose(Run, tmp_path / "run", [], configs)
+    (tmp_path / "run" / "settings.yml").write_text("steps: 3\n")
+    assert compose(Run, tmp_path / "run", [], configs).value.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "what", "hint", "where"),
+    [
+        ("tinny", [], "unknown recipe `tinny`", "`tiny`", None),
+        ("zzz", [], "unknown recipe `zzz`", "known names are", None),
+        ("gone/tiny.yml", [], "no settings file `gone/tiny.yml`", None, None),
+        ("tiny", ["model=smal"], "unknown model preset `smal`", "`small`", "set by command line"),
+        ("lost", [], "unknown model preset `smal`", "`small`", "set by recipes/lost.yml:1"),
+        ("circle", [], "`extends: circle` goes in a circle", None, "in recipes/circle2.yml:1"),
+    ],
+)
+def test_files_that_are_not_there(configs, recipe, words, what, hint, where):
+    with pytest.raises((BadInput, UnknownName)) as caught:
+        compose(Run, recipe, words, configs)
+    assert what in str(caught.value)
+    assert hint is None or hint in (caught.value.hint or "")
+    assert caught.value.where == where
+    assert caught.value.exit_code == 2
+    assert len(str(caught.value).splitlines()) <= 5
+
+
+def test_a_file_may_extend_only_one(configs):
+    (configs / "recipes" / "many.yml").write_text("extends: [tiny, longer]\n")
+    with pytest.raises(BadInput, match="names one file"):
+        compose(Run, "many", [], configs)
+
+
+def test_lines_of_a_preset_are_named(configs):
+    (configs / "models" / "typo.yml").write_text("family: llama\nlayrs: 3\n")
+    with pytest.raises(SettingsError) as caught:
+        compose(Run, "plain", ["model=typo"], configs)
+    assert caught.value.problems[0].where == "set by models/typo.yml:2"
+    assert caught.value.problems[0].hint == "did you mean `model.layers`?"
+
+
+def test_presets_need_a_model():
+    class Plain(Settings):
+        steps: int = 1
+
+    with pytest.raises(SettingsError, match="unknown setting `model`"):
+        compose(Plain, None, ["model=small"], configs=CONFIGS / "none")
+
+
+def test_names(configs):
+    assert recipes(configs) == ["circle", "circle2", "longer", "lost", "other", "plain", "sft/chat", "tiny"]
+    assert presets(configs) == ["large", "small", "soft"]
+    assert "tiny" in recipes()
+
+
+def test_the_editors_schema_knows_presets_and_extends(configs):
+    schema = editor_schema(Run, configs)
+    assert schema["properties"]["extends"] == {"type": "string"}
+    assert schema["properties"]["model"]["oneOf"][0] == {"type": "string", "examples": ["large", "small", "soft"]}
+
+
+def test_composing_has_no_side_effects(configs, tmp_path):
+    code = f"""
+import os, sys
+from pathlib import Path
+from argosy.core.settings import Settings
+from argosy.jobs.compose import compose
+
+class Run(Settings):
+    steps: int = 1
+    batch: int = 1
+    extra: str = ""
+
+before = dict(os.environ)
+(Path({str(configs)!r}) / "base.yml").unlink()
+assert compose(Run, "plain", ["steps=2"], Path({str(configs)!r})).value.steps == 2
+assert dict(os.environ) == before
+assert not {{"jax", "numpy", "flax"}} & set(sys.modules), "imported"
+"""
+    work = tmp_path / "work"
+    work.mkdir()
+    subprocess.run([sys.executable, "-c", code], cwd=work, check=True, env={**os.environ, "PYTHONPATH": str(CONFIGS.parents[1])})
+    assert list(work.iterdir()) == []
