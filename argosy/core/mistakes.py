@@ -145,7 +145,7 @@ def _wrong_item(
 
 
 def broken_rule(key: str, leaves: Iterable[str], what: str, setter: Setter, hint: str | None = None) -> UserError:
-    """A rule between several keys of the group at `key`; the `leaves` that its message names are told with who set them."""
+    """A rule between several keys of the group at `key`; those `leaves` it names are told with who set them."""
     words = {dotted(key, word) for word in re.findall(r"\w+(?:\.\w+)*", what)}
     inside = [leaf for leaf in leaves if leaf.startswith(f"{key}." if key else "")]
     setters = [f"`{leaf}` {_by(setter(leaf), leaf)}" for leaf in inside if leaf in words]

@@ -61,7 +61,13 @@ def written(value: Any) -> str:
         return "{" + ", ".join(f"{written(str(k))}: {written(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(written, value)) + "]"
-    text = yaml.safe_dump([value], default_flow_style=True, width=float("inf"), allow_unicode=True).strip()[1:-1]
+    if isinstance(value, str) and value.splitlines() not in ([], [value]):
+        return _flow(value, default_style='"')  # PyYAML's own choice loses a break such as U+0085
+    text = _flow(value, allow_unicode=True)
     if isinstance(value, str) and text == value and scalar(text) != value:
         return f'"{text}"'  # `1e5` is text to YAML 1.1 and a number to YAML 1.2, and to us
     return text
+
+
+def _flow(value: Any, **style: Any) -> str:
+    return yaml.safe_dump([value], default_flow_style=True, width=float("inf"), **style).strip()[1:-1]

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -30,7 +30,18 @@ def _no_text(key: str) -> str | None:
     return None
 
 
-class Settings(BaseModel):
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+
+    @dataclass_transform(kw_only_default=True, frozen_default=True)
+    class _Keys(ModelMetaclass):
+        """Lets checkers see the default in `Field(8, ge=1)`: by Pydantic's own transform they read only `default=8`."""
+
+else:
+    _Keys = type(BaseModel)
+
+
+class Settings(BaseModel, metaclass=_Keys):
     """A frozen group of settings. The string under a field documents it. Unknown keys are errors."""
 
     model_config = ConfigDict(

@@ -65,10 +65,15 @@ class Store:
         """
         if not self.is_local:
             raise BadInput(f"`{self.root}` is not a directory of this machine", hint="give a local path")
-        return Path(self.root, _inside(name)) if name else Path(self.root)
+        return self._path(name) if name else Path(self.root)
 
     def read_text(self, name: str) -> str:
-        """Raises: BadInput: no such file. Damaged: it is not UTF-8."""
+        """A whole file of UTF-8.
+
+        Raises:
+            BadInput: no such file.
+            Damaged: it is not UTF-8.
+        """
         with self.open(name) as file, _told(self, name):
             data = file.read()
         try:
@@ -82,15 +87,15 @@ class Store:
         self._lines.pop(name, None)
         with _told(self, name):
             if self.is_local:
-                _write_atomically(self.local_path(name), data)
+                _write_atomically(self._path(name), data)
             else:
                 self._files.pipe_file(self._address(name), data)
 
     def append_line(self, name: str, line: str) -> None:
-        """Adds a line. On this machine it is with the system on return; elsewhere it waits for `REWRITE_S` or `flush`."""
+        """Adds a line. Here the system has it on return; elsewhere it waits for `REWRITE_S` or `flush`."""
         with _told(self, name):
             if self.is_local:
-                _append(self.local_path(name), line)
+                _append(self._path(name), line)
             else:
                 if name not in self._lines:
                     self._lines[name] = _Lines(self._get(name))
@@ -109,7 +114,7 @@ class Store:
 
     def exists(self, name: str) -> bool:
         with _told(self, name):
-            return self.local_path(name).exists() if self.is_local else self._files.exists(self._address(name))
+            return self._path(name).exists() if self.is_local else self._files.exists(self._address(name))
 
     def list(self, name: str = "") -> list[str]:
         """What a directory holds, names alone, sorted, hidden ones left out; nothing where there is no directory."""
@@ -118,7 +123,7 @@ class Store:
                 folder = self.local_path(name)
                 found = os.listdir(folder) if folder.is_dir() else []
             else:
-                address = self._address(name)
+                address = self._address(name) if name else self._base
                 paths = self._files.ls(address, detail=False) if self._files.isdir(address) else []
                 found = [path.rstrip("/").rpartition("/")[2] for path in paths if path.rstrip("/") != address]
         return sorted(name for name in found if not name.startswith("."))
@@ -131,7 +136,7 @@ class Store:
                 if self._files.exists(self._address(name)):
                     self._files.rm(self._address(name), recursive=True)
                 return
-            path = self.local_path(name)
+            path = self._path(name)
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -141,7 +146,7 @@ class Store:
         """Bytes of a file."""
         self._flush(name)
         with _told(self, name):
-            return self.local_path(name).stat().st_size if self.is_local else self._files.size(self._address(name))
+            return self._path(name).stat().st_size if self.is_local else self._files.size(self._address(name))
 
     def open(self, name: str, mode: Literal["rb", "wb"] = "rb") -> IO[bytes]:
         """A file of bytes. What is written here is not atomic: write under another name where that matters."""
@@ -149,7 +154,7 @@ class Store:
         with _told(self, name):
             if not self.is_local:
                 return self._files.open(self._address(name), mode)
-            path = self.local_path(name)
+            path = self._path(name)
             if mode == "wb":
                 path.parent.mkdir(parents=True, exist_ok=True)
             return path.open(mode)
@@ -167,14 +172,17 @@ class Store:
         if self.is_local:
             with _told(self, LOCK):
                 try:
-                    return _Flock(self.local_path(LOCK))
+                    return _Flock(self._path(LOCK))
                 except OSError as error:
                     if error.errno not in _NO_FLOCK:
                         raise
         return _Lease(Store(self.root))  # a store of its own: it is used from another thread
 
+    def _path(self, name: str) -> Path:
+        return Path(self.root, _inside(name))
+
     def _address(self, name: str) -> str:
-        return f"{self._base}/{_inside(name)}" if name else self._base
+        return f"{self._base}/{_inside(name)}"
 
     def _get(self, name: str) -> bytes:
         address = self._address(name)

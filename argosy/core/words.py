@@ -205,7 +205,7 @@ def _misspelt(word: str, key: str, equals: str, text: str, origin: str) -> UserE
     if not equals:
         return BadInput(f"`{word}` is not a setting", where=where, hint="write `key=value`, such as `steps=100`")
     if not _KEY.fullmatch(key):
-        return BadInput(f"`{word}` names no setting", where=where, hint="a key is names and dots: `optimizer.name=muon`")
+        return BadInput(f"`{word}` names no setting", where=where, hint="join names by dots: `optimizer.name=muon`")
     if not text:
         hint = f"write `{key}=none` for none, `{key}=\"''\"` for empty text"
         return BadInput(f"`{key}=` has no value", where=where, hint=hint)

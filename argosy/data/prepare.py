@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ class HeldOut:
     """Which documents are kept for evaluation: those whose hash falls below the share, equal ones thus together.
 
     Decided as documents pass, from what came before, so that a stream needs no second reading. A document in pieces is
-    never held out, nor one that would bring the share above twice what was asked for.
+    never held out, nor one that would bring the share above twice what was asked for, or leave nothing to train on.
     """
 
     def __init__(self, share: float):
@@ -82,7 +82,8 @@ class HeldOut:
         data = document.text.encode() if document.tokens is None else np.asarray(document.tokens, "<i8").tobytes()
         alone, self.inside = document.ends and not self.inside, not document.ends
         self.seen += len(data)
-        if not (alone and self.share and self.held + len(data) <= 2 * self.share * self.seen):
+        most = min(2 * self.share, (1 + self.share) / 2) * self.seen
+        if not (alone and self.share and self.held + len(data) <= most):
             return False
         drawn = int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / 2**64
         self.held += len(data) if drawn < self.share else 0
@@ -183,17 +184,16 @@ def write(
     partial: Path, source: Source, encoder: Encoder, share: float, fingerprint: Fingerprint, progress: Progress | None
 ) -> None:
     """Fills the partial folder: both splits, then the manifest."""
-    writers = {split: SplitWriter(partial / split, encoder.dtype) for split in SPLITS}
     chooser, done = HeldOut(share), 0
-    for group in grouped(source.documents()):
-        for document, encoded in zip(group, encoder.encode(group)):
-            size_bytes = len(document.text.encode())
-            writers["held_out" if chooser.takes(document) else "train"].add(encoded, size_bytes)
-            done += size_bytes
-        if progress:
-            progress(done, source.size_bytes)
-    for writer in writers.values():
-        writer.close()
+    with ExitStack() as files:
+        writers = {split: files.enter_context(closing(SplitWriter(partial / split, encoder.dtype))) for split in SPLITS}
+        for group in grouped(source.documents()):
+            for document, encoded in zip(group, encoder.encode(group)):
+                size_bytes = len(document.text.encode())
+                writers["held_out" if chooser.takes(document) else "train"].add(encoded, size_bytes)
+                done += size_bytes
+            if progress:
+                progress(done, source.size_bytes)
     train, held_out = writers["train"], writers["held_out"]
     total = train.tokens + held_out.tokens
     if not total:
@@ -269,14 +269,14 @@ class SplitWriter:
         head = np.append(starts[starts < start], start)
         self.files = {name: (self.folder / name).open("ab") for name in self.files}
         moved_bytes = 0
-        self.files["documents.bin"].write(np.append(self.tokens, inside).astype("<i8").tobytes())
-        for at in range(start, other.tokens, GROUP_BYTES):
-            size = min(GROUP_BYTES, other.tokens - at)
-            tokens = np.fromfile(other.folder / "tokens.bin", self.dtype, size, offset=at * self.dtype.itemsize)
-            self.put(tokens, np.fromfile(other.folder / "learn.bin", np.uint8, size, offset=at))
-            text = [token for token in tokens.tolist() if token not in (*encoder.before, *encoder.after)]
-            moved_bytes += len(encoder.tokenizer.decode(text).encode())
-        self.close()
+        with closing(self):
+            self.files["documents.bin"].write(np.append(self.tokens, inside).astype("<i8").tobytes())
+            for at in range(start, other.tokens, GROUP_BYTES):
+                size = min(GROUP_BYTES, other.tokens - at)
+                tokens = np.fromfile(other.folder / "tokens.bin", self.dtype, size, offset=at * self.dtype.itemsize)
+                self.put(tokens, np.fromfile(other.folder / "learn.bin", np.uint8, size, offset=at))
+                words = [token for token in tokens.tolist() if token not in (*encoder.before, *encoder.after)]
+                moved_bytes += len(encoder.tokenizer.decode(words).encode())
         os.truncate(other.folder / "tokens.bin", start * self.dtype.itemsize)
         os.truncate(other.folder / "learn.bin", start)
         head[:-1].tofile(other.folder / "documents.bin")

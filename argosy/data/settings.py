@@ -15,10 +15,10 @@ class DataSettings(Settings):
     tokenizer: str = "byte"
     """What turns text into tokens: `byte`, or a tokenizer file, Hub folder or GGUF file."""
 
-    sequence: int = Field(256, gt=0)
+    sequence: int = Field(default=256, gt=0)
     """Tokens in a row."""
 
-    batch: int = Field(8, gt=0)
+    batch: int = Field(default=8, gt=0)
     """Rows in a step, over all processes together."""
 
     packing: Literal["split", "fit"] = "split"
@@ -31,13 +31,13 @@ class DataSettings(Settings):
     seed: int | None = None
     """Seed of the order of the rows, and of synthetic tokens. None: the run's."""
 
-    epochs: float | None = Field(None, gt=0)
+    epochs: float | None = Field(default=None, gt=0)
     """Passes over the rows, ended after the last whole batch; a stream rounds up. None: as the run has steps for."""
 
-    held_out: float = Field(0.01, ge=0, lt=1)
+    held_out: float = Field(default=0.01, ge=0, lt=1)
     """Share of the corpus kept for evaluation and never trained on."""
 
-    max_bytes: int | None = Field(None, gt=0)
+    max_bytes: int | None = Field(default=None, gt=0)
     """Read no more than this many bytes of text, in the order of the source. None: all of it."""
 
     documents: Literal["whole", "paragraphs"] = "whole"
@@ -53,7 +53,7 @@ class DataSettings(Settings):
     """Tokenize and pack while training, writing nothing. The position is then exact only under the same number of
     processes, and rows are shuffled within windows instead of over the whole corpus."""
 
-    prefetch: int = Field(2, ge=0)
+    prefetch: int = Field(default=2, ge=0)
     """Batches made ahead of the step that takes them."""
 
     cache: str | None = None

@@ -4,7 +4,7 @@ A family is data and one file. Its config counts what it builds (the laws hold i
 on the Hub; its module is `hidden` and `unembed`.
 """
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 from pydantic import Field
@@ -17,6 +17,7 @@ from argosy.models.parts.stack import Run, Stack, Told, Unroll
 UNROLL = Unroll()
 
 
+@runtime_checkable
 class LanguageModel(Protocol):
     """The module of a family that predicts tokens."""
 

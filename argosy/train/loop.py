@@ -6,7 +6,7 @@ nothing and throughput is true. Hooks run between steps, when all numbers before
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ class Now:
     last: bool  # no step follows: done, or asked to stop
 
 
+@runtime_checkable
 class Hook(Protocol):
     """Something done every so many steps. `name` is the cause its time is booked under."""
 
@@ -39,6 +40,7 @@ class Hook(Protocol):
     def __call__(self, now: Now) -> None: ...
 
 
+@runtime_checkable
 class Told(Protocol):
     """Takes the numbers of a step: a log, a progress line."""
 

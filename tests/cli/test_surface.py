@@ -1,5 +1,6 @@
 """The command line as a user meets it: exit codes, streams, errors, and what starting costs."""
 
+import functools
 import json
 import os
 import resource
@@ -48,18 +49,9 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "b.yml").write_text("steps: 2\noptimizer: muon\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(argosy.cli.config, "root", lambda: Run)
-    monkeypatch.setattr("argosy.jobs.compose.CONFIGS", tmp_path / "configs")
-    original = argosy.cli.config.compose
-    monkeypatch.setattr(
-        argosy.cli.config, "compose", lambda schema, recipe, words=(): original(schema, recipe, words, tmp_path / "configs")
-    )
+    compose = functools.partial(argosy.cli.config.compose, configs=tmp_path / "configs")
+    monkeypatch.setattr(argosy.cli.config, "compose", compose)
     return tmp_path
-
-
-def run(*words: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **kwargs.pop("env", {})}
-    command = [sys.executable, "-m", "argosy", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, **kwargs)
 
 
 # ---- starting
@@ -195,7 +187,8 @@ def test_color_only_where_it_is_wanted(monkeypatch, capsys):
 
 def test_json_is_json_whatever_the_numbers(capsys):
     answer("words", {"a": [float("nan"), 1.5, {"b": float("-inf")}], "c": "é"}, as_json=True)
-    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"a": ["nan", 1.5, {"b": "-inf"}], "c": "é"}
+    document = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert document == {"a": ["nan", 1.5, {"b": "-inf"}], "c": "é"}
 
 
 # ---- argosy config
@@ -205,7 +198,8 @@ def test_show(here, capsys):
     assert main(["config", "show", "b.yml", "optimizer.ns_steps=6"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    settings = {"steps": 2, "warmup": float("inf"), "optimizer": {"name": "muon", "learning_rate": 0.02, "ns_steps": 6}}
+    optimizer = {"name": "muon", "learning_rate": 0.02, "ns_steps": 6}
+    settings = {"steps": 2, "warmup": float("inf"), "optimizer": optimizer}
     assert yaml.safe_load(out) == settings
     assert "  ns_steps: 6          # command line" in out.splitlines()
     assert main(["config", "show", "b.yml", "optimizer.ns_steps=6", "--json"]) == 0

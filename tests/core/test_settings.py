@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -66,13 +66,13 @@ class Unit(Enum):
 
 class Data(Settings):
     source: str = "stdlib"
-    mix: dict[str, float] = {"code": 1.0}
+    mix: dict[str, float] = Field({"code": 1.0})
     """Share of each source."""
     batch: int = Field(8, ge=1)
     lang: str = "en"
     packing: Literal["split", "fit"] = "split"
     shuffle: bool = True
-    stop: list[str] = []
+    stop: list[str] = Field([])
 
     @field_validator("source")
     @classmethod
@@ -94,9 +94,9 @@ class Run(Settings):
     optimizer: Annotated[Any, Choice(OPTIMIZERS)] = "adamw"
     """What turns gradients into updates."""
     adapter: Annotated[Any, Choice(OPTIMIZERS)] | None = None
-    stages: list[Annotated[Any, Choice(OPTIMIZERS)]] = []
+    stages: list[Annotated[Any, Choice(OPTIMIZERS)]] = Field([])
     data: Data = Data()
-    evals: dict[str, Data] = {}
+    evals: dict[str, Data] = Field({})
     model: Model = Model(layers=3)
 
     @model_validator(mode="after")
@@ -197,8 +197,9 @@ def test_settings_are_frozen_and_documented():
 
 
 def test_later_layers_win_and_are_told():
-    reading = read({"steps": 1, "seed": 1, "data": {"batch": 2}}, {"steps": 2, "data": {"lang": "de"}}, words=["seed=3"])
-    assert (reading.value.steps, reading.value.seed, reading.value.data.batch, reading.value.data.lang) == (2, 3, 2, "de")
+    layers = {"steps": 1, "seed": 1, "data": {"batch": 2}}, {"steps": 2, "data": {"lang": "de"}}
+    reading = read(*layers, words=["seed=3"])
+    assert reading.value == Run(steps=2, seed=3, data=Data(batch=2, lang="de"))
     assert reading.origin["steps"] == "file1.yml"
     assert reading.origin["seed"] == "command line"
     assert reading.origin["data.batch"] == "file0.yml"
@@ -231,8 +232,9 @@ def test_an_empty_heading_in_a_file_says_nothing(tmp_path):
 # ---- choices
 
 
-@pytest.mark.parametrize("words", [["optimizer=muon", "optimizer.ns_steps=6"], ["optimizer.ns_steps=6", "optimizer=muon"]])
-def test_a_choice_and_its_keys_in_either_order(words):
+@pytest.mark.parametrize("turned", [1, -1])
+def test_a_choice_and_its_keys_in_either_order(turned):
+    words = ["optimizer=muon", "optimizer.ns_steps=6"][::turned]
     reading = read({"optimizer": {"name": "adamw", "b1": 0.8, "learning_rate": 9}}, words=words)
     assert reading.value.optimizer == Muon(ns_steps=6)
     assert reading.origin["optimizer.name"] == "command line"
@@ -245,7 +247,8 @@ def test_keeping_the_tag_keeps_the_keys():
 
 
 def test_changing_the_tag_and_back_drops_everything_before():
-    layers = {"optimizer": {"name": "adamw", "b1": 0.8}}, {"optimizer": "muon"}, {"optimizer": {"name": "adamw", "b2": 0.7}}
+    before, after = {"name": "adamw", "b1": 0.8}, {"name": "adamw", "b2": 0.7}
+    layers = {"optimizer": before}, {"optimizer": "muon"}, {"optimizer": after}
     assert read(*layers).value.optimizer == AdamW(b2=0.7)
 
 
@@ -352,7 +355,8 @@ def test_three_mistakes_at_three_depths_are_told_at_once():
         "error: `optimizer.b1` should be less than 1, not `2`",
         "error: `data.batch` should be a whole number, not `x`",
     ]
-    assert [text.splitlines()[1] for text in texts] == ["  set by file0.yml", "  set by command line", "  set by file1.yml"]
+    setters = [text.splitlines()[1].strip() for text in texts]
+    assert setters == ["set by file0.yml", "set by command line", "set by file1.yml"]
 
 
 def test_the_wording_is_the_house_style():
@@ -435,12 +439,15 @@ def test_a_dotted_key_in_a_file_is_answered(tmp_path):
     assert caught.value.problems[0].hint == "in a file, write `batch` under `data`, without the dot"
 
 
+@settings(derandomize=True, database=None, deadline=None)
 @given(st.lists(st.sampled_from(sorted(flatten(dump(Run())))), min_size=1, max_size=4), st.text(max_size=6))
 def test_no_word_ends_in_anything_but_a_tree_or_told_mistakes(keys, text):
+    problems = []
     try:
         read(words=[f"{key}={text}" for key in keys])
     except SettingsError as error:
-        assert all(len(str(problem).splitlines()) <= 5 for problem in error.problems)
+        problems = error.problems
+    assert all(len(str(problem).splitlines()) <= 5 for problem in problems)
 
 
 # ---- plain values and text

@@ -31,13 +31,14 @@ def json_lines(folder):
 
 
 def both(folder):
-    text_file(folder), json_lines(folder)
+    text_file(folder)
+    json_lines(folder)
     return Folder(folder, documents="paragraphs")
 
 
 def modules(folder):
-    for i in range(30):
-        (folder / f"m{i}.py").write_text(f'"""Module {i}."""\n\ndef f{i}():\n    """Returns {i * i}."""\n    return {i}\n')
+    for i, text in enumerate(stories(30)):
+        (folder / f"m{i}.py").write_text(f'"""{i} {text} {i}"""\n')
     return folder
 
 
@@ -77,7 +78,7 @@ def take(stream: Batches, count: int | None = None) -> list[list[tuple]]:
 
 def rows_of(batch: Batch) -> list[tuple]:
     assert set(batch) == {"tokens", "targets", "segments", "positions", "mask"}
-    assert all(array.shape == batch["tokens"].shape and array.shape[1] == SEQUENCE for array in batch.values())
+    assert len({array.shape for array in batch.values()}) == 1
     return [tuple(tuple(batch[name][row].tolist()) for name in batch) for row in range(len(batch["tokens"]))]
 
 

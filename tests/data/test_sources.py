@@ -13,13 +13,14 @@ from helpers import shared
 
 from argosy.core.errors import BadInput, Damaged
 from argosy.data.settings import DataSettings
-from argosy.data.sources import Capped, Document, Source, find_source, text
+from argosy.data.sources import Capped, Document, RowSource, Source, find_source, text
 from argosy.data.sources.stdlib import Docstrings, StandardLibrary, docstrings
 from argosy.data.sources.text import Folder, JsonLines, Memory, TextFile
 
 
-def texts(source: Source) -> list[str]:
+def texts(source: Source | RowSource) -> list[str]:
     """Whole documents: pieces joined."""
+    assert isinstance(source, Source)
     found, open_document = [], False
     for document in source.documents():
         found = [*found[:-1], found[-1] + document.text] if open_document else [*found, document.text]

@@ -123,7 +123,8 @@ def test_users_presets_by_path_and_by_folder(configs, tmp_path, monkeypatch):
 def test_recipes_by_path_with_extends_beside_them_or_by_name(configs, tmp_path):
     (tmp_path / "mine.yml").write_text("extends: theirs.yml\nsteps: 1\n")
     (tmp_path / "theirs.yml").write_text("extends: plain\nsteps: 2\ndir: d\n")
-    assert compose(Run, tmp_path / "mine.yml", [], configs).value == Run(steps=1, dir="d", batch=2, model=Llama(heads=2))
+    reading = compose(Run, tmp_path / "mine.yml", [], configs)
+    assert reading.value == Run(steps=1, dir="d", batch=2, model=Llama(heads=2))
     assert compose(Run, str(tmp_path / "mine.yml"), [], configs).origin["dir"] == str(tmp_path / "theirs.yml")
 
 
@@ -210,5 +211,6 @@ assert not {{"jax", "numpy", "flax"}} & set(sys.modules), "imported"
 """
     work = tmp_path / "work"
     work.mkdir()
-    subprocess.run([sys.executable, "-c", code], cwd=work, check=True, env={**os.environ, "PYTHONPATH": str(CONFIGS.parents[1])})
+    environment = {**os.environ, "PYTHONPATH": str(CONFIGS.parents[1])}
+    subprocess.run([sys.executable, "-c", code], cwd=work, check=True, env=environment)
     assert list(work.iterdir()) == []

@@ -288,10 +288,11 @@ def _mxfp4_pairs(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     if (scales == 255).any():
         raise Damaged("an MXFP4 scale of 255 stands for no number")
     out = np.empty((*scales.shape, 16, 2), np.float32)
-    for at in np.ndindex(scales.shape[:1]):  # an expert at a time
-        power = _power(scales[at], 127)[..., None]
-        out[at][..., 0] = _FP4[blocks[at] & 0xF] * power
-        out[at][..., 1] = _FP4[blocks[at] >> 4] * power
+    with np.errstate(over="ignore"):
+        for at in range(len(scales)):  # an expert at a time: temporaries of its size
+            power = _power(scales[at], 127)[..., None]
+            out[at, ..., 0] = _FP4[blocks[at] & 0xF] * power
+            out[at, ..., 1] = _FP4[blocks[at] >> 4] * power
     return out.reshape(*scales.shape[:-1], -1)
 
 

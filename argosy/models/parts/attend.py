@@ -16,7 +16,7 @@ devices and pipelines without knowing which strategy it is. There is no decode t
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ class Spec:
     span: int | None = None
 
 
+@runtime_checkable
 class Read(Protocol):
     """How what is held becomes keys and values."""
 
@@ -84,6 +85,7 @@ class Carry(NamedTuple):
     live: Bool[Array, "B T"]
 
 
+@runtime_checkable
 class Attend(Protocol):
     """What every strategy answers."""
 

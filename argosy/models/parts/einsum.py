@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from argosy.models.parts.weight import Draw, Meaning, weight
 
@@ -27,7 +27,7 @@ class Route(NamedTuple):
 
 
 def contract(
-    eq: str, x: Float[Array, "..."], w: Float[Array, "..."], route: Route | None = None
+    eq: str, x: Float[Array, "..."], w: Real[Array, "..."], route: Route | None = None
 ) -> Float[Array, "..."]:
     """The one place where a weight meets data; it is computed in the type of `x`."""
     w = w.astype(x.dtype)

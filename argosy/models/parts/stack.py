@@ -12,7 +12,7 @@ checkpoints of the other layout and random draws go by (`layer_addresses`, `to_l
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ class Layer:
     each: Hashable = None
 
 
+@runtime_checkable
 class Block(Protocol):
     """What a family writes: one layer."""
 
@@ -66,6 +67,7 @@ def rematerialised(function: Callable[..., Any], remat: Remat) -> Callable[..., 
     return jax.checkpoint(function, policy=policy)
 
 
+@runtime_checkable
 class Run(Protocol):
     """A strategy. `stacked` says how weights and caches lie: one array for all layers of a kind, or one a layer."""
 

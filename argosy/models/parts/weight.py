@@ -67,7 +67,7 @@ def split(model: nnx.Module, *kinds: Any) -> tuple[Any, ...]:
 def merge(graph: Any, *leaves: Leaves) -> Any:
     """The model again, with these weights. Cheap under jit; outside it, costs about 20 us a weight."""
     flat = {tuple(address.split(".")): value for part in leaves for address, value in part.items()}
-    return nnx.merge(graph, nnx.State.from_flat_path(flat))
+    return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def put(model: nnx.Module, leaves: Leaves) -> None:

@@ -4,7 +4,7 @@ Losses and metrics are sums with their weights, never means: so accumulation, pa
 once, by the weight of the whole batch.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -33,6 +33,7 @@ class Loss(NamedTuple):
     metrics: dict[str, Mean]
 
 
+@runtime_checkable
 class Objective(Protocol):
     """Settings that are also the function; pure."""
 

@@ -1,0 +1,230 @@
+"""The laws of a model family. Every case of `families.CASES` must obey every one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import relative
+from laws.families import CASES, built, forward, tokens_of
+
+from argosy.adapt.lora import LoRA
+from argosy.adapt.quant import Int8
+from argosy.adapt.surgery import swap
+from argosy.models import FAMILIES
+from argosy.models.parts.attend import Bidirectional, Contiguous, Packed, Paged, contiguous, paged
+from argosy.models.parts.einsum import Contraction
+from argosy.models.parts.stack import Scan, Unroll, from_layers, layer_addresses, to_layers
+from argosy.models.parts.weight import abstract, count, fill, merge, split, undrawn, variables
+from argosy.observe.flops import contraction_flops
+
+TOLERANCE = 2e-5        # of the largest logit, float32
+RUNS = {"unroll": Unroll(), "scan": Scan()}
+
+each_case = pytest.mark.parametrize("case", CASES)
+each_run = pytest.mark.parametrize("run", RUNS)
+
+
+def whole(case):
+    config = CASES[case]
+    tokens = tokens_of(config)
+    model = built(config, Unroll())
+    return config, tokens, np.asarray(forward(model)(tokens, Packed(jnp.ones_like(tokens)))[0])
+
+
+@pytest.fixture(scope="module")
+def full():
+    """The whole sequence at once, by case: what everything else is compared with."""
+    known = {}
+
+    def of(case):
+        if case not in known:
+            known[case] = whole(case)
+        return known[case]
+
+    return of
+
+
+def test_every_family_has_a_case():
+    assert {type(c) for c in CASES.values()} == set(FAMILIES.values())
+
+
+@each_case
+def test_counts_are_those_of_what_is_built(case):
+    config = CASES[case]
+    for run in RUNS.values():
+        assert count(abstract(config.build(run))) == config.parameters()
+
+
+@each_case
+def test_flops_are_those_of_the_trace(case):
+    config = CASES[case]
+    model = config.build(Scan())
+    graph, leaves = split(model)
+    tokens = jax.ShapeDtypeStruct((1, 23), jnp.int32)
+    traced = jax.make_jaxpr(lambda w, t: merge(graph, w)(t, Bidirectional(jnp.ones_like(t)))[0])(leaves, tokens)
+    assert contraction_flops(traced.jaxpr) == config.flops(23)
+
+
+@each_case
+def test_scan_equals_unroll_gradients_too(case, full):
+    config, tokens, expected = full(case)
+    scanned = built(config, Scan())
+    assert relative(forward(scanned)(tokens, Packed(jnp.ones_like(tokens)))[0], expected) < 1e-5
+    grads = {name: gradients(built(config, run), tokens) for name, run in (("unroll", Unroll()), ("scan", Scan("full")))}
+    for address, g in grads["unroll"].items():
+        assert np.abs(g).max() > 0, f"{address} has no gradient"
+        assert relative(grads["scan"][address], g) < 1e-3, address
+
+
+def gradients(model, tokens):
+    """Of the mean cross-entropy, by per-layer name."""
+    graph, params, rest = split(model, nnx.Param)
+
+    def loss(params):
+        logits = merge(graph, params, rest)(tokens, Packed(jnp.ones_like(tokens)))[0]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1))
+
+    return {name: np.asarray(g) for name, g in to_layers(model, jax.jit(jax.grad(loss))(params)).items()}
+
+
+@each_case
+@each_run
+def test_contiguous_decode_equals_full(case, run, full):
+    """Rows of unequal length: a padded prefill, then one token at a time, each row at its own place."""
+    config, tokens, expected = full(case)
+    model = built(config, RUNS[run])
+    step = forward(model)
+    B, T = tokens.shape
+    starts = np.asarray([9, 4])
+    cache = filled_with(contiguous(model.layers.holds(), B, T + 3), 7.7)
+    at = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (B, 9))
+    padded = jnp.where(at < starts[:, None], tokens[:, :9], 5)
+    logits, cache, _ = step(padded, Contiguous(at, at < starts[:, None]), cache)
+    worst = max(relative(logits[b, : starts[b]], expected[b, : starts[b]]) for b in range(B))
+    lengths = starts.copy()
+    while (lengths < T).any():
+        here = np.minimum(lengths, T - 1)
+        new = jnp.asarray(np.asarray(tokens)[np.arange(B), here][:, None])
+        live = jnp.asarray(lengths < T)[:, None]
+        logits, cache, _ = step(new, Contiguous(jnp.asarray(here, jnp.int32)[:, None], live), cache)
+        worst = max(worst, *(relative(logits[b, 0], expected[b, here[b]]) for b in range(B) if lengths[b] < T))
+        lengths = np.minimum(lengths + 1, T)
+    assert worst < TOLERANCE
+
+
+@each_case
+@each_run
+def test_paged_decode_equals_full(case, run, full):
+    """Shuffled pages, ragged chunks, a padding row, garbage in the pool and in dead tokens."""
+    config, tokens, expected = full(case)
+    model = built(config, RUNS[run])
+    step = forward(model)
+    T, page, pages, slots = tokens.shape[1], 4, 40, 5
+    order = np.random.default_rng(0).permutation(pages)
+    table = jnp.asarray(order[:36].reshape(3, 12), jnp.int32)
+    slot = jnp.asarray([3, 1, slots], jnp.int32)
+    cache = filled_with(paged(model.layers.holds(), slots, pages, page), 7.7)
+    before = {name: {n: np.asarray(a) for n, a in arrays.items()} for name, arrays in cache.items()}
+    done, got = [0, 0], [[], []]
+    for chunk in [(5, 9), (9, 3), (1, 1), (0, 4)] + [(1, 1)] * T:
+        new = [min(n, T - d) for n, d in zip(chunk, done)]
+        width = {9: 9, 4: 4}.get(max(chunk), 1)
+        if not any(new):
+            break
+        padded = np.full((3, width), 5, np.int32)
+        for b in range(2):
+            padded[b, : new[b]] = np.asarray(tokens)[b, done[b] : done[b] + new[b]]
+        t = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (3, width))
+        attend = Paged(table, slot, jnp.asarray([*done, 0], jnp.int32), jnp.asarray([*new, 0], jnp.int32), t)
+        logits, cache, _ = step(jnp.asarray(padded), attend, cache)
+        for b in range(2):
+            got[b].append(logits[b, : new[b]])
+            done[b] += new[b]
+    assert done == [T, T]
+    assert max(relative(jnp.concatenate(got[b]), expected[b]) for b in range(2)) < TOLERANCE
+    untouched = order[36:]
+    for name, arrays in cache.items():
+        for n, a in arrays.items():
+            axis = a.ndim - before[name][n].ndim + (1 if RUNS[run].stacked else 0)
+            assert (np.take(np.asarray(a), untouched, axis) == np.float32(7.7)).all(), "a page of nobody was written"
+
+
+def filled_with(cache, value):
+    return jax.tree.map(lambda a: jnp.full_like(a, value), cache)
+
+
+@each_case
+def test_packed_equals_alone(case, full):
+    config, tokens, _ = full(case)
+    step = forward(built(config, Unroll()))
+    T, cut = tokens.shape[1], 17
+    segments = jnp.asarray([[1] * cut + [2] * (T - cut), [4] * 6 + [9] * 20 + [0] * (T - 26)], jnp.int32)
+    together = step(tokens, Packed(segments))[0]
+    for row, low, high in ((0, 0, cut), (0, cut, T), (1, 0, 6), (1, 6, 26)):
+        alone = step(tokens[row : row + 1, low:high], Packed(jnp.ones((1, high - low), jnp.int32)))[0][0]
+        assert relative(together[row, low:high], alone) < TOLERANCE
+
+
+@each_case
+def test_layouts_convert_without_a_change(case):
+    config = CASES[case]
+    unrolled, scanned = built(config, Unroll()), built(config, Scan())
+    by_layer = to_layers(scanned, split(scanned)[1])
+    back = from_layers(scanned, to_layers(unrolled, split(unrolled)[1]))
+    for address, w in split(unrolled)[1].items():
+        assert (np.asarray(by_layer[address]) == np.asarray(w)).all(), address
+    for address, w in split(scanned)[1].items():
+        assert (np.asarray(back[address]) == np.asarray(w)).all(), address
+
+
+@each_case
+@each_run
+def test_int8_stays_near(case, run, full):
+    config, tokens, expected = full(case)
+    model = built(config, RUNS[run])
+    size = weight_bytes(model)
+    assert len(swap(model, r"layers\..*", Int8)) == (7 if RUNS[run].stacked else 7 * config.layers)
+    got = np.asarray(forward(model)(tokens, Packed(jnp.ones_like(tokens)))[0])
+    distance = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+    assert 1e-4 < distance < 0.1, "int8 changed nothing, or too much"
+    assert weight_bytes(model) < 0.5 * size
+
+
+def weight_bytes(model) -> int:
+    return sum(v.get_value().nbytes for v in variables(model).values())
+
+
+@each_case
+@each_run
+def test_lora_starts_at_the_base_trains_and_leaves_it_untouched(case, run, full):
+    config, tokens, _ = full(case)
+    model = built(config, RUNS[run])
+    swap(model, r"layers\.block\.mlp\..*", Int8)        # QLoRA there, LoRA elsewhere
+    packed = Packed(jnp.ones_like(tokens))
+    base = np.asarray(forward(model)(tokens, packed)[0])
+    frozen = {a: np.asarray(w) for a, w in split(model)[1].items()}
+    contractions = [n for _, n in nnx.iter_modules(model.layers) if isinstance(n, Contraction)]
+    swapped = swap(model, r"layers\..*", lambda of: LoRA(of, 3, 6.0))
+    assert len(swapped) == len(contractions)
+    assert len(fill(model, jax.random.key(1), addresses=layer_addresses(model))) == 2 * len(swapped)
+    assert not undrawn(model)
+    assert relative(forward(model)(tokens, packed)[0], base) < 1e-6
+
+    graph, adapters, rest = split(model, nnx.LoRAParam)
+
+    def loss(adapters):
+        logits = merge(graph, adapters, rest)(tokens, packed)[0]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1))
+
+    descend = jax.jit(lambda a: jax.tree.map(lambda w, g: w - 0.5 * g, a, jax.grad(loss)(a)))
+    first = float(loss(adapters))
+    for _ in range(4):
+        moved = descend(adapters)
+        adapters = moved
+    assert float(loss(adapters)) < first - 1e-3
+    still = {a.replace(".of.", "."): np.asarray(w) for a, w in rest.items()}
+    assert set(still) == set(frozen)
+    assert all((still[a] == frozen[a]).all() for a in frozen)
+    dead = [a for a, w in adapters.items() if not np.abs(np.asarray(w)).max() > 0]
+    assert not dead, "adapters that never moved"
