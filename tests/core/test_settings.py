@@ -359,6 +359,12 @@ def test_three_mistakes_at_three_depths_are_told_at_once():
     assert setters == ["set by file0.yml", "set by command line", "set by file1.yml"]
 
 
+def test_a_value_with_keys_of_its_own_is_told_of_both():
+    first, second = mistakes(words=["steps=abc", "steps.x=3"])
+    assert "unknown setting `steps.x`" in first
+    assert "`steps` should be a whole number, not `abc`" in second
+
+
 def test_the_wording_is_the_house_style():
     (text,) = mistakes(words=["optimizer.learning_rat=1"])
     assert text == (

@@ -10,11 +10,11 @@ from argosy.data.inspect import render
 from argosy.data.pack import Encoded, FitRows, SplitRows, corpus_of
 
 
-def batch_of(texts: list[str], kind=SplitRows, sequence: int = 12, learn: list[list[int] | None] | None = None):
-    weights = learn or [None] * len(texts)
+def batch_of(texts: list[str], kind=SplitRows, sequence: int = 12, learn: list[list[int]] | None = None):
+    weights = learn or [[1] * (len(text.encode()) + 1) for text in texts]
     pieces = [
-        Encoded(np.array([*text.encode(), 257], np.uint16), None if w is None else np.array(w, np.uint8))
-        for text, w in zip(texts, weights)
+        Encoded(np.array([*text.encode(), 257], np.uint16), np.array(weight, np.uint8))
+        for text, weight in zip(texts, weights)
     ]
     rows = kind(corpus_of(pieces), sequence)
     return rows.gather(np.arange(len(rows)))

@@ -289,6 +289,18 @@ def test_a_stream_is_restorable_at_any_position(online):
     assert take(stream, 3) == whole[:3]
 
 
+def test_a_stream_goes_on_inside_a_long_document(online):
+    pieces = Memory([Document(f"{i} {text}" * 9, ends=i % 8 == 7) for i, text in enumerate(stories(64))])
+    long = changed(online, bos=True, held_out=0.0, epochs=1)
+    whole = take(made(long, pieces))
+    stream, restored = made(long, pieces), made(long, pieces)
+    for taken in range(len(whole)):
+        restored.restore(stream.state())
+        assert take(restored, 1) == [whole[taken]]
+        next(stream)
+    assert sum(row[0].count(256) for row in flat(whole)) <= 8
+
+
 def test_streams_of_two_processes_share_the_documents(online):
     def seen(process: int, processes: int) -> set[int]:
         source = Memory([Document(tokens=[i] * 9) for i in range(100)])

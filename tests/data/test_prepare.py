@@ -121,6 +121,17 @@ def test_equal_documents_stay_on_one_side():
     assert {True, False} == {side for [side] in sides}
 
 
+def test_no_document_takes_the_corpus_away():
+    for i in range(20):
+        chooser = HeldOut(0.5)
+        assert not chooser.takes(Document(f"the first, {i}"))
+        assert not chooser.takes(Document(f"long {i}" * 100))
+    chooser, texts = HeldOut(0.1), [f"{i}" * (1 + i % 40) for i in range(500)]
+    taken = [len(text) for text in texts if chooser.takes(Document(text))]
+    assert len(taken) > 10
+    assert sum(taken) <= 0.2 * sum(map(len, texts))
+
+
 @pytest.mark.parametrize("texts", [["x" * 1000], ["a" * 400, "b" * 600]])
 def test_few_documents_give_their_end(tmp_path, texts):
     made = prepare(Memory(texts), Bytes(), tmp_path / "corpus", held_out=0.1)
