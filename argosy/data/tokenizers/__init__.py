@@ -1,0 +1,97 @@
+"""What every tokenizer does, and how ids become text: bytes first, characters after.
+
+Notable: decoding and streaming are one machine. Each id stands for some bytes, and an incremental UTF-8 decoder turns
+them into characters, so that a character split over tokens appears once it is whole, and the parts of a stream always
+join to `decode` of all. Knows no file format: each kind is a file of this folder, `data.tokenize` chooses among them.
+"""
+
+import codecs
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+class Stream:
+    """Ids in, text out, one at a time; never half a character."""
+
+    def __init__(self, tokenizer: "Tokenizer", skip_special: bool = True):
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._text = codecs.getincrementaldecoder("utf-8")(tokenizer.invalid)
+        self._first, self._strip = True, tokenizer.strips
+
+    def push(self, token: int) -> str:
+        """The characters that this token completes, perhaps none."""
+        if self._skip_special and token in self._tokenizer.hidden:
+            return ""
+        piece = self._tokenizer.piece(token, self._first)
+        self._first = False
+        return self._stripped(self._text.decode(piece))
+
+    def end(self) -> str:
+        """What was left: U+FFFD for a character that never became whole."""
+        text = self._stripped(self._text.decode(b"", True))
+        self._text.reset()
+        return text
+
+    def _stripped(self, text: str) -> str:
+        """Without the spaces that the text as a whole must not begin with."""
+        while self._strip and text:
+            if text[0] != " ":
+                self._strip = 0
+                break
+            text, self._strip = text[1:], self._strip - 1
+        return text
+
+
+class Tokenizer(ABC):
+    """Text to ids and back. No special token is ever added.
+
+    Attributes:
+        vocab: every id is below it; a model's padded vocabulary may be larger.
+        bos, eos, pad: ids, or None.
+        adds_bos: the model was trained with `bos` in front of every text.
+        special: the texts of special tokens by their role (`bos_token` ...), for chat templates.
+        chat_template: Jinja, or None.
+        fingerprint: sha256 of all that decides ids, in hex.
+        hidden: ids that decode to nothing unless asked for.
+        strips: so many spaces are taken off the beginning of a decoded text.
+        invalid: codecs error handler of bytes that are not UTF-8.
+    """
+
+    vocab: int
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+    adds_bos: bool = False
+    special: dict[str, str] = {}
+    chat_template: str | None = None
+    fingerprint: str
+    hidden: frozenset[int] = frozenset()
+    strips: int = 0
+    invalid: str = "replace"
+
+    @abstractmethod
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """The ids of a text. special: names of special tokens in it become those tokens, as rendered chats need;
+        otherwise they are text like any other."""
+
+    @abstractmethod
+    def piece(self, token: int, first: bool) -> bytes:
+        """What a token stands for; `first` in a text, some lose their space. Unknown ids stand for nothing."""
+
+    @abstractmethod
+    def save(self, folder: str | Path) -> None:
+        """Writes files from which `find_tokenizer` makes an equal one."""
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of some ids; U+FFFD for bytes that are not UTF-8."""
+        stream = self.stream(skip_special)
+        return "".join([stream.push(token) for token in ids]) + stream.end()
+
+    def stream(self, skip_special: bool = True) -> Stream:
+        """For text that arrives token by token; its parts join to `decode` of all."""
+        return Stream(self, skip_special)

@@ -1,0 +1,76 @@
+"""One token a byte: 256 of them, then `<bos>` and `<eos>`. Needs no file and no library.
+
+Notable: it is saved as a tokenizer.json that gives the same ids, so other programs read an exported model too.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from argosy.data.tokenizers import Tokenizer
+
+BOS, EOS = "<bos>", "<eos>"
+NAMES = {BOS: 256, EOS: 257}
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes as ids."""
+
+    vocab, bos, eos = 258, 256, 257
+    special = {"bos_token": BOS, "eos_token": EOS}
+    fingerprint = hashlib.sha256(b"argosy: 256 bytes, <bos>, <eos>").hexdigest()
+    hidden = frozenset(NAMES.values())
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        if not special:
+            return list(text.encode("utf-8", "surrogatepass"))
+        ids: list[int] = []
+        while text:
+            at, name = min(((text.find(name), name) for name in NAMES if name in text), default=(len(text), ""))
+            ids += [*self.encode(text[:at]), *([NAMES[name]] if name else [])]
+            text = text[at + len(name) :]
+        return ids
+
+    def piece(self, token: int, first: bool) -> bytes:
+        if 0 <= token < 256:
+            return bytes([token])
+        return next((name.encode() for name, number in NAMES.items() if number == token), b"")
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        if skip_special:
+            return bytes(token for token in ids if 0 <= token < 256).decode("utf-8", self.invalid)
+        return super().decode(ids, skip_special)
+
+    def save(self, folder: str | Path) -> None:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+        config = self.special | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def tokenizer_json() -> str:
+    """The same ids as a byte-level BPE without merges (format of huggingface/tokenizers)."""
+    alphabet = byte_names()
+    added = [
+        {"id": number, "content": name, "special": True} | dict.fromkeys(
+            ("single_word", "lstrip", "rstrip", "normalized"), False
+        )
+        for name, number in NAMES.items()
+    ]  # fmt: skip
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "vocab": {alphabet[byte]: byte for byte in range(256)} | NAMES, "merges": []}
+    content = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "pre_tokenizer": split, "post_processor": None, "decoder": split, "model": model,
+    }  # fmt: skip
+    return json.dumps(content, indent=1, ensure_ascii=False)
+
+
+def byte_names() -> dict[int, str]:
+    """The character that byte-level vocabularies write for each byte: itself where it prints, else one from U+0100 on
+    (openai/gpt-2, encoder.py)."""
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {byte: chr(byte) for byte in printing} | {byte: chr(256 + place) for place, byte in enumerate(others)}
