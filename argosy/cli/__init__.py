@@ -14,6 +14,10 @@ from argosy.cli.output import fail
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
 
 VERBS = {  # verb -> the module whose `app` runs it, and what it does
+    "quickstart": ("argosy.cli.quickstart", "the first life: train, be killed, go on, talk, export, report"),
+    "train": ("argosy.cli.train", "train by a recipe, or go on training"),
+    "generate": ("argosy.cli.generate", "continue a prompt with a trained model"),
+    "convert": ("argosy.cli.convert", "between Hub folder, GGUF (in) and Argosy checkpoint"),
     "config": ("argosy.cli.config", "settings, and where each came from"),
 }
 

@@ -54,3 +54,13 @@ def start_jax() -> None:
     jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def described() -> str:
+    """One line: what this is."""
+    import jax
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices = jax.devices()
+    device = "cpu" if devices[0].platform == "cpu" else f"{len(devices)} x {devices[0].device_kind}"
+    return f"Python {platform.python_version()}, jax {jax.__version__}, {platform.system()} {platform.machine()}, {cores} cores, {device}"

@@ -31,9 +31,35 @@ def contract(
 ) -> Float[Array, "..."]:
     """The one place where a weight meets data; it is computed in the type of `x`."""
     w = w.astype(x.dtype)
-    if route is None:
+    if route is not None:
+        return jax.lax.ragged_dot(x, w, route.sizes)
+    if (inner := _tail(eq)) is None:
         return jnp.einsum(eq, x, w)
-    return jax.lax.ragged_dot(x, w, route.sizes)
+    return _product(eq, x, w, inner)
+
+
+def _tail(eq: str) -> str | None:
+    """The summed letters, if the equation is a product of two matrices once axes are merged: x ends in them, the weight
+    begins or ends with them, and the output is what is left, in order."""
+    letters, spec, out = eq.replace("->", ",").split(",")
+    inner = "".join(a for a in spec if a not in out)
+    rest = letters.removesuffix(inner)
+    if not inner or rest == letters or set(rest) & set(spec):
+        return None
+    if spec in (inner + out.removeprefix(rest), out.removeprefix(rest) + inner) and out.startswith(rest):
+        return inner
+    return None
+
+
+def _product(eq: str, x: Array, w: Array, inner: str) -> Array:
+    """As one matrix product, axes merged: XLA:CPU runs the same contraction with four axes 15 % slower."""
+    _, spec, _ = eq.replace("->", ",").split(",")
+    n, first = len(inner), spec.startswith(inner)
+    kept = w.shape[n:] if first else w.shape[: len(spec) - n]
+    size = math.prod(x.shape[-n:])
+    flat = w.reshape(size, -1) if first else w.reshape(-1, size)
+    y = jax.lax.dot_general(x.reshape(-1, size), flat, (((1,), (0 if first else 1,)), ((), ())))
+    return y.reshape(*x.shape[:-n], *kept)
 
 
 class Contraction(nnx.Module):

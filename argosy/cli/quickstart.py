@@ -1,0 +1,45 @@
+"""`argosy quickstart [dir=PATH]`."""
+
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from argosy.cli.output import answer, say
+from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.jobs import machine
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+class Quickstart(Settings):
+    """Where the first life is lived."""
+
+    dir: str | None = None
+    """A new directory; a numbered one under `runs` unless told."""
+
+
+@app.command()
+def quickstart(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[dir=PATH]", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> int:
+    """From raw text to a model that talks, on this machine: trains, is killed, goes on, talks, exports, reports."""
+    how = read_settings(Quickstart, words_layer(words or [])).value
+    machine.prepare()
+    machine.start_jax()
+    from argosy.jobs.quickstart import Stage
+    from argosy.jobs.quickstart import quickstart as job
+    from argosy.observe.terminal import Terminal
+
+    out = sys.stderr if as_json else sys.stdout
+
+    def stream(text: str) -> None:
+        print(text, end="", file=out, flush=True)
+
+    say(f"{machine.described()}\nNo downloads, no account: nothing leaves this machine.")
+    story = job(how.dir, Stage(say, Terminal(), stream))
+    if as_json:
+        answer("", asdict(story), True)
+    return story.exit_code

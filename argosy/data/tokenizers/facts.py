@@ -1,0 +1,155 @@
+"""What stands beside a vocabulary: special tokens by role, whether a text begins with one, chat templates.
+
+Notable: these come from four places (tokenizer_config.json, special_tokens_map.json, chat_template.jinja, a GGUF's keys)
+and leave as one tokenizer_config.json. Files of others are bounded before they are parsed, and `auto_map` in them imports
+nothing. Knows no vocabulary: a role's text has an id only where a tokenizer gives it one.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import BadInput, Damaged
+
+VOCABULARY_BYTES = 256 << 20  # the largest published tokenizer.json has 33 MB
+CONFIG_BYTES = 16 << 20
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+DEFAULT = "default"  # the name of the chat template that has no other
+
+
+@dataclass(frozen=True)
+class Facts:
+    """roles: text of each special token. adds_bos: None where nobody says. templates: chat templates by name.
+    added: tokens beside the vocabulary, by id. config: the whole tokenizer_config.json they came from."""
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    adds_bos: bool | None = None
+    templates: Mapping[str, str] = field(default_factory=dict)
+    added: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path, adds_bos: bool) -> None:
+        """Writes tokenizer_config.json, in the shape that the Hub's readers know."""
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(self.config) | dict(self.roles)
+        config["add_bos_token"] = adds_bos
+        config.pop("chat_template", None)
+        if set(self.templates) == {DEFAULT}:
+            config["chat_template"] = self.templates[DEFAULT]
+        elif self.templates:
+            config["chat_template"] = [{"name": name, "template": text} for name, text in self.templates.items()]
+        text = json.dumps(config, indent=1, ensure_ascii=False)
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
+
+
+def read_facts(folder: Path) -> Facts:
+    """The facts that a Hub folder states; empty where it has none of the files.
+
+    Raises:
+        Damaged: a file that is not JSON, or not of the shape that its name promises.
+    """
+    config = read_object(folder / "tokenizer_config.json")
+    roles = texts_of(read_object(folder / "special_tokens_map.json")) | texts_of(config)
+    adds_bos = config.get("add_bos_token")
+    return Facts(
+        roles, adds_bos if isinstance(adds_bos, bool) else None, read_templates(folder, config), read_added(folder, config),
+        config,
+    )  # fmt: skip
+
+
+def texts_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The text of each role: given itself, or as the `content` of an object."""
+    found = {}
+    for role in ROLES:
+        text = config.get(role)
+        text = text.get("content") if isinstance(text, dict) else text
+        if isinstance(text, str) and text:
+            found[role] = text
+    return found
+
+
+def read_added(folder: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Tokens beside the vocabulary: `added_tokens_decoder` of the config, or the older added_tokens.json."""
+    found: dict[int, dict[str, Any]] = {}
+    for text, number in read_object(folder / "added_tokens.json").items():
+        if isinstance(number, int) and text:
+            found[number] = {"content": text, "special": False}
+    told = config.get("added_tokens_decoder")
+    for number, token in told.items() if isinstance(told, dict) else ():
+        content = token.get("content") if isinstance(token, dict) else None
+        if not (number.isascii() and number.isdigit() and len(number) < 10 and isinstance(content, str) and content):
+            raise damaged(folder / "tokenizer_config.json", "an entry of `added_tokens_decoder` is no token")
+        found[int(number)] = {"content": content} | {
+            flag: bool(token.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
+        }
+    return found
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name. A file of its own outweighs the config."""
+    found: dict[str, str] = {}
+    inside = config.get("chat_template", read_object(folder / "chat_template.json").get("chat_template"))
+    if isinstance(inside, str):
+        found[DEFAULT] = inside
+    elif isinstance(inside, dict):
+        found |= {name: text for name, text in inside.items() if isinstance(text, str)}
+    for entry in inside if isinstance(inside, list) else ():
+        if not (isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)):
+            raise damaged(folder / "tokenizer_config.json", "an entry of `chat_template` has no name or no template")
+        found[entry["name"]] = entry["template"]
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = read_text(path, CONFIG_BYTES)
+    if (folder / "chat_template.jinja").is_file():
+        found[DEFAULT] = read_text(folder / "chat_template.jinja", CONFIG_BYTES)
+    return found
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object; empty where there is no such file."""
+    return parse_object(read_text(path, CONFIG_BYTES), path) if path.is_file() else {}
+
+
+def parse_object(text: str, path: Path) -> dict[str, Any]:
+    """The JSON object that a text is.
+
+    Raises:
+        Damaged: it is none.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"not JSON: {str(error)[:120]}") from None
+    if not isinstance(value, dict):
+        raise damaged(path, "not a JSON object")
+    return value
+
+
+def read_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
+    """A file of bounded size.
+
+    Raises:
+        BadInput: it cannot be read.
+        Damaged: it is larger than any of its kind.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise BadInput(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
+    if len(data) > most:
+        raise damaged(path, f"more than {most >> 20} MB")
+    return data
+
+
+def read_text(path: Path, most: int = VOCABULARY_BYTES) -> str:
+    """A file of bounded size, as UTF-8."""
+    try:
+        return read_bytes(path, most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise damaged(path, f"byte {error.start} is not UTF-8") from None
+
+
+def damaged(path: Path, what: str) -> Damaged:
+    """The error of a tokenizer's file that contradicts itself."""
+    return Damaged(f"`{path.name}` is damaged: {what}", where=f"in {path}", hint="copy or download it again")

@@ -1,0 +1,91 @@
+"""The proof that a kill changes nothing: one run left alone, one killed with SIGKILL and started again, compared bit for bit."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.checkpoint.store import Checkpoints, load_weights
+from argosy.core.errors import ArgosyError
+from argosy.core.storage import Store
+from argosy.jobs.train import Quiet, train
+from argosy.observe.metrics import by_step, read
+
+PATIENCE_S = 120
+
+
+@dataclass(frozen=True)
+class Proof:
+    """killed_at: the last step written before the kill. resumed_from: the checkpoint it went on from."""
+
+    steps: int
+    killed_at: int
+    resumed_from: int
+    same_losses: bool
+    same_weights: bool
+
+    @property
+    def holds(self) -> bool:
+        return self.same_losses and self.same_weights
+
+
+def prove(folder: Path, recipe: str, words: list[str], steps: int = 40, every: int = 10) -> Proof:
+    """Runs the recipe twice for so many steps under `folder`; the second is a process of its own that is killed on the way."""
+    common = [*words, f"steps={steps}", f"checkpoint.every={every}", "log.every=1", "eval.batches=0", "sample.every=none"]
+    alone, killed = folder / "alone", folder / "killed"
+    train(recipe, [*common, f"dir={alone}"], Quiet())
+    killed_at = kill_at(killed, recipe, [*common, f"dir={killed}"], steps * 5 // 8)
+    resumed_from = max(Checkpoints(killed / "checkpoints").steps(), default=0)
+    train(recipe, [*common, f"dir={killed}"], Quiet())
+    losses = [by_step(read(Store(d)), "loss") for d in (alone, killed)]
+    return Proof(
+        steps,
+        killed_at,
+        resumed_from,
+        losses[0] == losses[1] and len(losses[0]) == steps,
+        digest(alone, steps) == digest(killed, steps),
+    )
+
+
+def kill_at(run: Path, recipe: str, words: list[str], step: int) -> int:
+    """Starts a run in a process of its own and kills it with SIGKILL once it has written that step; says where it was."""
+    environment = os.environ | {"ARGOSY_HUGE_PAGES": os.environ.get("ARGOSY_HUGE_PAGES", "1")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "argosy", "train", recipe, *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    limit = time.monotonic() + PATIENCE_S
+    try:
+        while (seen := max(by_step(read(Store(run)), "loss"), default=0)) < step:
+            if process.poll() is not None:
+                words_of_it = (process.stderr.read() if process.stderr else b"").decode(errors="replace")[-500:]
+                raise ArgosyError(f"the run to be killed ended by itself: {words_of_it}", where=str(run))
+            if time.monotonic() > limit:
+                raise ArgosyError(f"the run to be killed was at step {seen} after {PATIENCE_S} s", where=str(run))
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr:
+            process.stderr.close()
+    return max(by_step(read(Store(run)), "loss"), default=0)
+
+
+def digest(run: Path, step: int) -> str:
+    """Of all weights of a checkpoint, names and bytes."""
+    total = hashlib.sha256()
+    weights: dict[str, Any] = load_weights(run / "checkpoints" / str(step))
+    for name, array in sorted(weights.items()):
+        total.update(name.encode())
+        total.update(np.ascontiguousarray(array).tobytes())
+    return total.hexdigest()

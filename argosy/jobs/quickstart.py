@@ -1,0 +1,205 @@
+"""`argosy quickstart`: the first life, from raw text to a model that talks, on the machine at hand and nothing but it.
+
+Each act says what it is about to do, does it for real, and says what came out; the answers are collected in one document.
+"""
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.jobs.compose import compose
+from argosy.jobs.run import Run
+from argosy.jobs.train import Outcome, View
+from argosy.jobs.train import run as train_run
+
+RECIPE = "quickstart"
+VOCABULARY = 1024
+TOKENIZER_BYTES = 1_000_000     # of the corpus, for the vocabulary: a second
+PROMPT = "def "
+
+
+@dataclass
+class Story:
+    """What happened, act by act, and how long each took."""
+
+    dir: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    exit_code: int = 0
+
+
+class Stage:
+    """Where the acts are told. `speak` takes words for the person; `view` shows training; `stream` the model's own text."""
+
+    def __init__(self, speak: Callable[[str], None], view: View, stream: Callable[[str], None]):
+        self.speak, self.view, self.stream = speak, view, stream
+        self.act_number = 0
+
+    @contextmanager
+    def act(self, story: Story, name: str, title: str) -> Iterator[None]:
+        self.act_number += 1
+        self.speak(f"\n{self.act_number}. {title}")
+        start = time.perf_counter()
+        yield
+        story.seconds[name] = round(time.perf_counter() - start, 2)
+        self.speak(f"   done in {story.seconds[name]:.1f} s")
+
+
+def quickstart(directory: str | None, stage: Stage) -> Story:
+    """Runs all acts in a fresh directory.
+
+    Raises:
+        BadInput: the directory exists.
+    """
+    path = fresh(directory)
+    story = Story(str(path))
+    with stage.act(story, "vocabulary", f"A vocabulary of {VOCABULARY:,} pieces, from the source of Python's standard library"):
+        story.facts |= make_vocabulary(path, stage.speak)
+    words = [f"data.tokenizer={path / 'tokenizer'}"]
+    reading = compose(Run, RECIPE, [*words, f"dir={path}"])
+    with stage.act(story, "training", f"Pre-training for {reading.value.steps} steps"):
+        predicted = predict(reading.value, stage.speak)
+        outcome = train_run(reading, str(path), stage.view)
+        if outcome.exit_code:
+            return stopped(story, outcome, stage, words)
+        story.facts |= {"steps": outcome.step, "loss": outcome.last["loss"], "predicted_s": round(predicted, 1)}
+        taken = outcome.seconds.get("step", 0.0) + outcome.seconds.get("data", 0.0)
+        story.facts["step_s"] = round(taken, 1)
+        stage.speak(f"   predicted {predicted:.0f} s of steps, took {taken:.0f} s")
+    with stage.act(story, "proof", "A run killed with SIGKILL half-way, and started again"):
+        story.facts["proof"] = told_proof(path, words, stage.speak)
+    with stage.act(story, "talk", "The model, asked to go on"):
+        story.facts["text"] = talk(path, stage)
+    with stage.act(story, "export", "The model as a Hugging Face folder, loaded back"):
+        story.facts["export"] = export(path, stage.speak)
+    with stage.act(story, "report", "The report"):
+        from argosy.jobs.report import write_report
+
+        report = write_report(path)
+        story.facts["report"] = str(report)
+        stage.speak(f"   {report}")
+    stage.speak(f"\nAll of it is in {path}. What to do next:\n" + "\n".join(f"   {line}" for line in next_commands(path)))
+    return story
+
+
+def fresh(directory: str | None) -> Path:
+    """The directory asked for, which must be new; else the next `runs/quickstart-N`."""
+    if directory is not None:
+        path = Path(directory)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise BadInput(f"{path} exists already", hint="dir=NEW names a new directory; without it one is numbered for you")
+        return path
+    number = 1
+    while Path(f"runs/{RECIPE}-{number}").exists():
+        number += 1
+    return Path(f"runs/{RECIPE}-{number}")
+
+
+def make_vocabulary(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
+    """Trains a byte-pair tokenizer into the run's `tokenizer/`."""
+    from argosy.data.bpe import train as train_bpe
+    from argosy.data.settings import DataSettings
+    from argosy.data.sources import Source, find_source
+
+    source = find_source(DataSettings(source="stdlib", max_bytes=TOKENIZER_BYTES))
+    assert isinstance(source, Source)
+    train_bpe(source, VOCABULARY, path / "tokenizer")
+    version = ".".join(map(str, sys.version_info[:3]))
+    speak(f"   from {TOKENIZER_BYTES / 1e6:.0f} MB of Python {version}'s own source: read as text, never imported")
+    return {"python": version, "vocabulary": VOCABULARY}
+
+
+def predict(run: Run, speak: Callable[[str], None]) -> float:
+    """Seconds of steps, from the FLOPs of the model and the matrix products this machine does in a second."""
+    flops = 3 * run.data.batch * run.model.flops(run.data.sequence)
+    rate = matmul_rate()
+    seconds = run.steps * flops / (SHARE_OF_PEAK * rate)
+    weights = run.model.parameters() * 4
+    speak(
+        f"   {run.model.parameters():,} parameters, {flops / 1e9:.1f} GFLOP a step, "
+        f"{4 * weights / 1e6:.0f} MB of weights, gradients and optimizer"
+    )
+    speak(f"   this machine multiplies matrices at {rate / 1e9:.0f} GFLOP/s: about {seconds:.0f} s of steps")
+    return seconds
+
+
+SHARE_OF_PEAK = 0.45        # what a step of this size gets of a large matrix product's rate; docs/log.md
+
+
+def matmul_rate() -> float:
+    """FLOP/s of a float32 product of two 1024 x 1024 matrices, the median of five."""
+    import jax
+    import jax.numpy as jnp
+
+    a = jnp.ones((1024, 1024), jnp.float32)
+    product = jax.jit(jnp.dot)
+    product(a, a).block_until_ready()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        product(a, a).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return 2 * 1024**3 / sorted(times)[2]
+
+
+def told_proof(path: Path, words: list[str], speak: Callable[[str], None]) -> dict[str, Any]:
+    from argosy.jobs.proof import prove
+
+    folder = path / "proof"
+    proof = prove(folder, RECIPE, words)
+    shutil.rmtree(folder)
+    speak(f"   killed at step {proof.killed_at} of {proof.steps}, went on from the checkpoint of step {proof.resumed_from}")
+    verdict = "equal, bit for bit" if proof.holds else "DIFFERENT"
+    speak(f"   {proof.steps} losses and all weights: {verdict}")
+    return asdict(proof) | {"holds": proof.holds}
+
+
+def talk(path: Path, stage: Stage) -> str:
+    """Streams a completion of the trained model."""
+    from argosy.infer.load import load
+
+    lm = load(path)
+    pieces = []
+    stage.stream("   " + PROMPT)
+    for piece in lm.stream(PROMPT, 60, temperature=0.7, top_k=40, seed=1, ignore_eos=True):
+        pieces.append(piece)
+        stage.stream(piece.replace("\n", "\n   "))
+    stage.stream("\n")
+    return PROMPT + "".join(pieces)
+
+
+def export(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
+    """Writes the Hub folder, loads it back, and compares the numbers."""
+    import numpy as np
+
+    from argosy.infer.load import load
+    from argosy.jobs.convert import convert
+
+    told = convert(str(path), path / "hub", "hub", None)
+    ids = [list(range(3, 67))]
+    difference = float(np.abs(load(path).logits(ids) - load(path / "hub").logits(ids)).max())
+    size = sum(f.stat().st_size for f in (path / "hub").iterdir())
+    speak(f"   {path / 'hub'}: {told['tensors']} tensors, {size / 1e6:.1f} MB; largest difference of a logit: {difference:g}")
+    return {"folder": str(path / "hub"), "bytes": size, "largest_difference": difference}
+
+
+def stopped(story: Story, outcome: Outcome, stage: Stage, words: list[str]) -> Story:
+    """After Ctrl-C or SIGTERM: what to type to go on."""
+    story.exit_code = outcome.exit_code
+    stage.speak(f"\nStopped at step {outcome.step}, and saved. To go on:")
+    stage.speak(f"   argosy train {RECIPE} {' '.join(words)} dir={story.dir}")
+    return story
+
+
+def next_commands(path: Path) -> list[str]:
+    return [
+        f'argosy generate {path} "class " temperature=0.7',
+        f"argosy train tiny data.source=YOUR.txt init.weights=none",
+        f"argosy config show {path}",
+    ]

@@ -1,0 +1,143 @@
+"""Curves in few characters, and the round numbers that axes show: for the terminal, and for the report's pictures.
+
+A braille character holds two dots across and four down, so 60 columns show 120 points of time. Points that share a column
+are averaged, which is also what smooths a noisy loss. Knows nothing of losses or steps.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Point = tuple[float, float]
+
+BRAILLE = 0x2800  # and the bits of its eight dots, [column][row]
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+MARK = "●"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture in text: `labels[i]` stands left of `rows[i]`, all rows are equally wide, `axis` and `below` are under them."""
+
+    labels: list[str]
+    rows: list[str]
+    axis: str
+    below: str
+
+
+def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: int, *, log_x: bool = False) -> Plot:
+    """Draws a line through `points` and `MARK` at each of `marks`.
+
+    Args:
+        points: (x, y) with x rising; at least one, all finite.
+        width, height: of the rows, in characters.
+        log_x: x on a logarithmic axis; needs x > 0.
+    """
+    low_x, high_x = points[0][0], max([points[-1][0], *(x for x, _ in marks)])
+    line = binned(points, 2 * width, low_x, high_x, log_x)
+    low_y, high_y = spread([y for _, y in line] + [y for _, y in marks])
+    grid = [[0] * width for _ in range(height)]
+
+    def dot(column: int, row: int) -> None:
+        grid[row // 4][column // 2] |= DOTS[column % 2][row % 4]
+
+    def row_of(y: float) -> int:
+        return round((high_y - y) / (high_y - low_y) * (4 * height - 1))
+
+    before: tuple[int, int] | None = None
+    for column, y in line:
+        for x, row in _between(before, (column, row_of(y))):
+            dot(x, row)
+        before = column, row_of(y)
+    rows = [[chr(BRAILLE + bits) if bits else " " for bits in row] for row in grid]
+    for x, y in marks:
+        rows[row_of(y) // 4][column_of(x, width, low_x, high_x, log_x)] = MARK
+    named = {row_of(y) // 4: short(y) for y in ticks(low_y, high_y, max(2, height // 2))}
+    label_width = max(map(len, named.values()), default=0)
+    labels = [f"{named.get(i, ''):>{label_width}} {'┤' if i in named else '│'}" for i in range(height)]
+    at = {column_of(x, width, low_x, high_x, log_x): short(x) for x in _x_ticks(low_x, high_x, width, log_x)}
+    axis = " " * label_width + " └" + "".join("┬" if i in at else "─" for i in range(width))
+    return Plot(labels, ["".join(row) for row in rows], axis, " " * (label_width + 2) + _placed(at, width))
+
+
+def binned(points: Iterable[Point], columns: int, low: float, high: float, log_x: bool) -> list[tuple[int, float]]:
+    """The mean of the points in each column that has any."""
+    sums: dict[int, list[float]] = {}
+    for x, y in points:
+        sums.setdefault(column_of(x, columns, low, high, log_x), []).append(y)
+    return [(column, math.fsum(ys) / len(ys)) for column, ys in sorted(sums.items())]
+
+
+def column_of(x: float, columns: int, low: float, high: float, log_x: bool) -> int:
+    """Where x falls, of so many columns between low and high."""
+    if log_x:
+        x, low, high = math.log(x), math.log(low), math.log(high)
+    share = (x - low) / (high - low) if high > low else 0.0
+    return min(columns - 1, max(0, round(share * (columns - 1))))
+
+
+def halved(points: Sequence[Point]) -> list[Point]:
+    """Half as many points: neighbors averaged. Keeps a long run's history bounded."""
+    pairs = [((a[0] + b[0]) / 2, (a[1] + b[1]) / 2) for a, b in zip(points[::2], points[1::2])]
+    return pairs + list(points[len(pairs) * 2 :])
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """The least and the largest value; a little apart where all are equal."""
+    low, high = min(values), max(values)
+    if high > low:
+        return low, high
+    margin = abs(low) * 0.05 or 0.5
+    return low - margin, high + margin
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten) between low and high, about so many."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(1, about)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 10, 100, ... between low and high; 1, 2, 5, 10, ... where that gives fewer than three."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1,), (1, 2, 5)):
+        found = [m * 10.0**p for p in powers for m in steps if low <= m * 10.0**p <= high]
+        if len(found) >= 3:
+            break
+    return found or [low]
+
+
+def short(x: float) -> str:
+    """A number in few characters: 12k, 1.5M, 0.25, 3e-04."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(x) >= size:
+            return f"{x / (1e3 if letter == 'k' else size):.4g}{letter}"
+    return f"{x:.0e}" if 0 < abs(x) < 1e-3 else f"{x:.4g}"
+
+
+def _between(before: tuple[int, int] | None, here: tuple[int, int]) -> Iterable[tuple[int, int]]:
+    """Every dot of the straight line from the dot before."""
+    if before is None:
+        return [here]
+    across, down = here[0] - before[0], here[1] - before[1]
+    most = max(abs(across), abs(down), 1)
+    return [(before[0] + round(across * i / most), before[1] + round(down * i / most)) for i in range(1, most + 1)]
+
+
+def _x_ticks(low: float, high: float, width: int, log_x: bool) -> list[float]:
+    return log_ticks(low, high) if log_x and high > low else ticks(low, high, max(2, width // 12))
+
+
+def _placed(labels: dict[int, str], width: int) -> str:
+    """Labels centered under their columns, within the row; one that would touch its left neighbor is left out."""
+    text = ""
+    for column, label in sorted(labels.items()):
+        start = max(0, min(column - len(label) // 2, width - len(label)))
+        if not text or start > len(text):
+            text = f"{text:{start}}{label}"
+    return text

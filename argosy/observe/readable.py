@@ -1,0 +1,60 @@
+"""Numbers and model output as people read them: parameters, bytes, seconds, and text that cannot harm a terminal."""
+
+import math
+
+
+def counted(n: float) -> str:
+    """A large number in three digits: 135M, 8.03B, 0.52T."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(n) >= size * 0.9995:
+            return f"{_three_digits(n / size)}{letter}"
+    return f"{n:.0f}"
+
+
+def flops(n: float) -> str:
+    """FLOPs with their prefix: 24.1 GFLOP."""
+    for size, prefix in ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if n >= size * 0.9995:
+            return f"{_three_digits(n / size)} {prefix}FLOP"
+    return f"{n:,.0f} FLOP"
+
+
+def sized(n_bytes: float) -> str:
+    """Bytes in the units that memory is sold in: 1.31 GiB."""
+    size, unit = float(n_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1000 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{n_bytes:.0f} B" if unit == "B" else f"{_three_digits(size)} {unit}"
+
+
+def lasted(seconds: float) -> str:
+    """A duration: 0.8 s, 47 s, 3:05, 2:03:09, 4 d 03:12."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    days, rest = divmod(whole, 86400)
+    hours, minutes, s = rest // 3600, rest // 60 % 60, rest % 60
+    if days:
+        return f"{days} d {hours:02}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
+
+
+def harmless(text: str, keep: str = "\n") -> str:
+    """Text without control characters: a model's bytes may hold escape sequences. Tabs become four blanks; what cannot be
+    printed becomes `·`, except the characters to keep."""
+    return "".join(c if c.isprintable() or c in keep else "    " if c == "\t" else "·" for c in text)
+
+
+def one_line(text: str) -> str:
+    """Harmless text on one line, line ends shown as `\\n`."""
+    return harmless(text.replace("\n", "\\n"), keep="")
+
+
+def _three_digits(x: float) -> str:
+    return f"{x:.{2 if abs(x) < 9.995 else 1 if abs(x) < 99.95 else 0}f}"
