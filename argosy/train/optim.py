@@ -5,9 +5,11 @@ and Muon sees the true matrix of each layer and expert. Its shape does not tell:
 and a projection [D N H] like three axes of something.
 """
 
+import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import optax
 from pydantic import Field
 
@@ -37,13 +39,27 @@ class Optimizer(Settings):
         if not meanings:
             raise BadInput("nothing to train: every weight is frozen")
         clip = optax.identity() if self.clip is None else optax.clip_by_global_norm(self.clip)
-        return optax.chain(clip, self.rule(lambda step: self.learning_rate * factor(step), meanings))
+        return _lenient(optax.chain(clip, self.rule(lambda step: self.learning_rate * factor(step), meanings)))
 
     def rule(self, rate: Factor, meanings: Meanings) -> optax.GradientTransformation:
         raise NotImplementedError
 
     def decays(self, meanings: Meanings) -> dict[str, bool]:
         return {a: self.decay == "all" or bool(m.inner) for a, (m, _) in meanings.items()}
+
+
+def _lenient(transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Optax raises floats to integer powers; this project's own code runs under strict promotion."""
+
+    def init(params: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return transform.init(params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return transform.update(grads, state, params)
+
+    return optax.GradientTransformation(init, update)
 
 
 class AdamW(Optimizer):
@@ -103,22 +119,48 @@ class Muon(Optimizer):
     sqrt(max(1, outputs / inputs))."""
 
     def rule(self, rate: Factor, meanings: Meanings) -> optax.GradientTransformation:
-        ratio = self.adam_learning_rate / self.learning_rate
-        dimensions = {a: muon_dimensions(m, stored) for a, (m, stored) in meanings.items()}
-        if not any(dimensions.values()):
+        dimensions = {a: d for a, (m, stored) in meanings.items() if (d := muon_dimensions(m, stored)) is not None}
+        if not dimensions:
             raise BadInput("optimizer muon: no weight that is trained is a matrix", hint="use optimizer=adamw")
-        return optax.contrib.muon(
-            rate,
-            ns_steps=self.ns_steps,
-            beta=self.momentum,
-            weight_decay=self.weight_decay,
-            weight_decay_mask=self.decays(meanings),
-            adam_b2=0.95,
-            adam_weight_decay=self.weight_decay,
-            adam_learning_rate=lambda step: ratio * rate(step),
-            muon_weight_dimension_numbers=dimensions,
-            consistent_rms=self.consistent_rms,
+        rest = {a: m for a, m in meanings.items() if a not in dimensions}
+        ratio = self.adam_learning_rate / self.learning_rate
+        matrices = optax.chain(
+            optax.contrib.scale_by_muon(ns_steps=self.ns_steps, beta=self.momentum, weight_dimension_numbers=dimensions),
+            optax.stateless(lambda updates, _: {a: u * self._size(u.shape, dimensions[a]) for a, u in updates.items()}),
+            optax.add_decayed_weights(self.weight_decay),
+            optax.scale_by_learning_rate(rate),
         )
+        words = optax.adamw(
+            lambda step: ratio * rate(step), b2=0.95, weight_decay=self.weight_decay, mask=self.decays(rest)
+        )
+        labels = {a: "matrices" if a in dimensions else "rest" for a in meanings}
+        return _apart({"matrices": matrices, "rest": words}, labels)
+
+    def _size(self, shape: tuple[int, ...], dimensions: optax.contrib.MuonDimensionNumbers) -> float:
+        """What an orthogonal update is multiplied with, so that one learning rate fits matrices of any shape."""
+        inputs, outputs = (math.prod(shape[i] for i in axes) for axes in dimensions)
+        if self.consistent_rms is not None:
+            return self.consistent_rms * math.sqrt(max(inputs, outputs))
+        return math.sqrt(max(1.0, outputs / inputs))
+
+
+def _apart(rules: Mapping[str, optax.GradientTransformation], labels: Mapping[str, str]) -> optax.GradientTransformation:
+    """Each rule on the weights of its label, as if there were no others. State: {label: the rule's own}."""
+
+    def part(leaves: Any, label: str) -> Any:
+        return None if leaves is None else {a: leaf for a, leaf in leaves.items() if labels[a] == label}
+
+    def init(params: Any) -> Any:
+        return {label: rule.init(part(params, label)) for label, rule in rules.items()}
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        out, new = {}, {}
+        for label, rule in rules.items():
+            moved, new[label] = rule.update(part(grads, label), state[label], part(params, label))
+            out |= moved
+        return {a: out[a] for a in grads}, new
+
+    return optax.GradientTransformation(init, update)
 
 
 def muon_dimensions(meaning: Meaning, stored: int) -> optax.contrib.MuonDimensionNumbers | None:

@@ -62,7 +62,7 @@ def make_step(
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss.loss.value()} | {name: mean.value() for name, mean in loss.metrics.items()}
         metrics |= {
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "lr": jnp.asarray(rate(state.step)),
             "targets": loss.loss.weight,
         }

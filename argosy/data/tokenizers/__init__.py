@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from argosy.data.tokenizers.facts import DEFAULT, Facts
+
 
 class Stream:
     """Ids in, text out, one at a time; never half a character."""
@@ -24,7 +26,7 @@ class Stream:
         if self._skip_special and token in self._tokenizer.hidden:
             return ""
         piece = self._tokenizer.piece(token, self._first)
-        self._first = False
+        self._first = self._first and self._tokenizer.lasting and not piece
         return self._stripped(self._text.decode(piece))
 
     def end(self) -> str:
@@ -51,10 +53,11 @@ class Tokenizer(ABC):
         bos, eos, pad: ids, or None.
         adds_bos: the model was trained with `bos` in front of every text.
         special: the texts of special tokens by their role (`bos_token` ...), for chat templates.
-        chat_template: Jinja, or None.
-        fingerprint: sha256 of all that decides ids, in hex.
+        chat_template: Jinja, or None. chat_templates: all of them by name.
         hidden: ids that decode to nothing unless asked for.
         strips: so many spaces are taken off the beginning of a decoded text.
+        lasting: a token that decodes to nothing leaves the next one the first.
+        missing_bytes: those that no token stands for, so that encoding loses them.
         invalid: codecs error handler of bytes that are not UTF-8.
     """
 
@@ -63,12 +66,25 @@ class Tokenizer(ABC):
     eos: int | None = None
     pad: int | None = None
     adds_bos: bool = False
-    special: dict[str, str] = {}
-    chat_template: str | None = None
-    fingerprint: str
-    hidden: frozenset[int] = frozenset()
     strips: int = 0
+    lasting: bool = False
     invalid: str = "replace"
+    hidden: frozenset[int] = frozenset()
+
+    def __init__(self, facts: Facts):
+        self.facts = facts
+        self.special = dict(facts.roles)
+        self.chat_templates = dict(facts.templates)
+        self.chat_template = facts.templates.get(DEFAULT)
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """sha256 of all that decides ids, in hex."""
+
+    @property
+    def missing_bytes(self) -> list[int]:
+        return []
 
     @abstractmethod
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -95,3 +111,12 @@ class Tokenizer(ABC):
     def stream(self, skip_special: bool = True) -> Stream:
         """For text that arrives token by token; its parts join to `decode` of all."""
         return Stream(self, skip_special)
+
+
+def whole(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

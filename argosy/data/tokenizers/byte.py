@@ -5,10 +5,12 @@ Notable: it is saved as a tokenizer.json that gives the same ids, so other progr
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from argosy.data.tokenizers import Tokenizer
+from argosy.data.tokenizers import Tokenizer, whole
+from argosy.data.tokenizers.facts import Facts
 
 BOS, EOS = "<bos>", "<eos>"
 NAMES = {BOS: 256, EOS: 257}
@@ -18,19 +20,20 @@ class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids."""
 
     vocab, bos, eos = 258, 256, 257
-    special = {"bos_token": BOS, "eos_token": EOS}
-    fingerprint = hashlib.sha256(b"argosy: 256 bytes, <bos>, <eos>").hexdigest()
     hidden = frozenset(NAMES.values())
+
+    def __init__(self) -> None:
+        super().__init__(Facts({"bos_token": BOS, "eos_token": EOS}))
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(b"argosy: 256 bytes, <bos>, <eos>").hexdigest()
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         if not special:
-            return list(text.encode("utf-8", "surrogatepass"))
-        ids: list[int] = []
-        while text:
-            at, name = min(((text.find(name), name) for name in NAMES if name in text), default=(len(text), ""))
-            ids += [*self.encode(text[:at]), *([NAMES[name]] if name else [])]
-            text = text[at + len(name) :]
-        return ids
+            return list(whole(text).encode())
+        parts = re.split(f"({'|'.join(NAMES)})", text)
+        return [token for part in parts for token in ([NAMES[part]] if part in NAMES else self.encode(part))]
 
     def piece(self, token: int, first: bool) -> bytes:
         if 0 <= token < 256:
@@ -46,8 +49,7 @@ class ByteTokenizer(Tokenizer):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
-        config = self.special | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        self.facts.save(folder, self.adds_bos)
 
 
 def tokenizer_json() -> str:

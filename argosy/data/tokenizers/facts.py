@@ -7,7 +7,7 @@ nothing. Knows no vocabulary: a role's text has an id only where a tokenizer giv
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,16 @@ class Facts:
     added: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
 
-    def save(self, folder: Path, adds_bos: bool) -> None:
-        """Writes tokenizer_config.json, in the shape that the Hub's readers know."""
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(self.config) | dict(self.roles)
+    def filled(self, roles: Mapping[str, str]) -> "Facts":
+        """With these roles where nothing was said."""
+        return replace(self, roles={**roles, **self.roles})
+
+    def save(self, folder: Path, adds_bos: bool, kind: str = "PreTrainedTokenizerFast") -> None:
+        """Writes tokenizer_config.json, in the shape that the Hub's readers know; `kind` is its class if none was said."""
+        config = {"tokenizer_class": kind} | dict(self.config) | dict(self.roles)
         config["add_bos_token"] = adds_bos
+        if self.added:
+            config["added_tokens_decoder"] = {str(number): dict(token) for number, token in self.added.items()}
         config.pop("chat_template", None)
         if set(self.templates) == {DEFAULT}:
             config["chat_template"] = self.templates[DEFAULT]

@@ -1,30 +1,23 @@
 """Tokenizers of the `tokenizers` library: a tokenizer.json, or what is converted to one.
 
-Notable: the library encodes; decoding is done here, from the bytes that each token stands for, so that text can be
-streamed. It gives what the library gives, but for bytes that are not UTF-8 in a vocabulary with byte fallback: there the
-library spoils the good characters beside a bad one, and this does not. Text that looks like a special token is text unless
-the caller says otherwise; tokens that a file adds without calling them special are always found, as everywhere.
+Notable: the library encodes; decoding is done here, from the bytes that each token stands for (`decoders`), so that text
+can be streamed. Text that looks like a special token is text unless the caller says otherwise; tokens that a file adds
+without calling them special are always found, as everywhere.
 """
 
-import codecs
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from argosy.core.errors import ArgosyError, Damaged, Unsupported
 from argosy.data.tokenizers import Tokenizer, whole
 from argosy.data.tokenizers.byte import byte_names
-from argosy.data.tokenizers.facts import DEFAULT, Facts, damaged, parse_object
-
-BYTES = {name: byte for byte, name in byte_names().items()}
-Step = Callable[[str, bool], str | bytes]
-
-codecs.register_error("each_byte", lambda error: ("�" * (error.end - error.start), error.end))  # pyright: ignore
+from argosy.data.tokenizers.decoders import decoding
+from argosy.data.tokenizers.facts import Facts, damaged
 
 
 class FastTokenizer(Tokenizer):
@@ -34,21 +27,23 @@ class FastTokenizer(Tokenizer):
         """text: content of the tokenizer.json. facts: what stands beside it. path: for errors.
 
         Raises:
-            Damaged: the library refuses the content.
+            Damaged: the library refuses the content, or added tokens do not get their ids.
+            Unsupported: a decoder that is not known.
         """
-        self._facts, self._path = facts, path
-        self._text = with_added(text, facts, path)
-        self._library = parse(self._text, path)
+        super().__init__(facts)
+        self._path = path
+        self._library = parse(text, path)
+        self._text = self._library.to_str() if add(self._library, facts, path) else text
         self._library.encode_special_tokens = True  # the library's words for: names of special tokens are text
-        special = self._library.get_added_tokens_decoder()
-        self.hidden = frozenset(number for number, token in special.items() if token.special)
+        added = self._library.get_added_tokens_decoder()
+        self.hidden = frozenset(number for number, token in added.items() if token.special)
         self.vocab = max(self._library.get_vocab().values(), default=-1) + 1
-        self.special = dict(facts.roles)
-        self.bos, self.eos, self.pad = (self._id(facts.roles.get(f"{role}_token")) for role in ("bos", "eos", "pad"))
-        self.adds_bos = self._adds_bos() if facts.adds_bos is None else facts.adds_bos and self.bos is not None
-        self.chat_templates = dict(facts.templates)
-        self.chat_template = facts.templates.get(DEFAULT)
-        self.piece = lru_cache(maxsize=None)(self._piece)
+        self.bos, self.eos, self.pad = (self._id(f"{role}_token") for role in ("bos", "eos", "pad"))
+        self.adds_bos = self.bos is not None and (self._puts_bos() if facts.adds_bos is None else facts.adds_bos)
+        decoder = self._library.decoder
+        self._decoding = decoding(None if decoder is None else json.loads(decoder.__getstate__()), path)
+        self.strips, self.invalid = self._decoding.strips, self._decoding.invalid
+        self._pieces: dict[tuple[int, bool], bytes] = {}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         library = self._parsing if special else self._library
@@ -58,62 +53,47 @@ class FastTokenizer(Tokenizer):
         encodings = self._library.encode_batch_fast([whole(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def piece(self, token: int, first: bool) -> bytes:
+        key = token, first
+        if key not in self._pieces:
+            name = self._library.id_to_token(token) if 0 <= token < self.vocab else None
+            self._pieces[key] = b"" if name is None else self._decoding.piece(name, first)
+        return self._pieces[key]
+
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._text, encoding="utf-8")
-        self._facts.save(folder, self.adds_bos)
+        self.facts.save(folder, self.adds_bos)
 
     @cached_property
-    def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of the content, however it is written down: order of keys, blanks and either spelling of merges."""
+    def fingerprint(self) -> str:
+        """Of the content, however it is written: order of keys, blanks, either spelling of merges, their names."""
         content = json.loads(self._text)
         model = content["model"]
-        if isinstance(model.get("merges"), list):
-            model["merges"] = [m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"]]
+        model["merges"] = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges") or []]
         parts = [content.get("added_tokens"), content.get("normalizer"), content.get("pre_tokenizer"), model]
         text = json.dumps([*parts, self.bos, self.eos], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
-    def _parsing(self) -> Library:
-        """A second one, that finds special tokens: the switch is global to one, and threads share it."""
-        return parse(self._text, self._path)
-
-    def _id(self, text: str | None) -> int | None:
-        return None if text is None else self._library.token_to_id(text)
-
-    def _adds_bos(self) -> bool:
-        """Whether the post-processor puts `bos` in front."""
-        return self.bos is not None and self._library.encode("").ids[:1] == [self.bos]
-
-    # ---------------------------------------------------------------- decoding
-
-    def piece(self, token: int, first: bool) -> bytes: ...  # replaced by the cached `_piece` in `__init__`
-
-    def _piece(self, token: int, first: bool) -> bytes:
-        text = self._library.id_to_token(token) if 0 <= token < self.vocab else None
-        if text is None:
-            return b""
-        value: str | bytes = text
-        for step in self._decoding[0]:
-            if isinstance(value, bytes):
-                break
-            value = step(value, first)
-        return value if isinstance(value, bytes) else value.encode()
-
-    @property
-    def strips(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._decoding[1]
-
-    @property
-    def invalid(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return "each_byte" if byte_fallback in self._decoding[0] else "replace"
+    def missing_bytes(self) -> list[int]:
+        """Bytes that have no token where bytes are the alphabet: encoding drops them without a word."""
+        if '"ByteLevel"' not in str(self._library.pre_tokenizer and self._library.pre_tokenizer.__getstate__()):
+            return []
+        return sorted(byte for byte, name in byte_names().items() if self._library.token_to_id(name) is None)
 
     @cached_property
-    def _decoding(self) -> tuple[list[Step], int]:
-        decoder = self._library.decoder
-        return decoding(None if decoder is None else json.loads(decoder.__getstate__()), self._path)
+    def _parsing(self) -> Library:
+        """A second one, that finds special tokens: the switch is one for all threads."""
+        return parse(self._text, self._path)
+
+    def _id(self, role: str) -> int | None:
+        return self._library.token_to_id(self.special[role]) if role in self.special else None
+
+    def _puts_bos(self) -> bool:
+        """Whether the file's own post-processor puts `bos` in front."""
+        return self._library.encode("").ids[:1] == [self.bos]
 
 
 def parse(text: str, path: Path) -> Library:
@@ -124,10 +104,30 @@ def parse(text: str, path: Path) -> Library:
     """
     try:
         library = Library.from_str(text)
-    except (Exception, BaseException) as error:  # a panic of the library is no Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit | ArgosyError):
+    except BaseException as error:  # a panic of the library is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise damaged(path, str(error)[:160]) from None
     library.no_truncation()
     library.no_padding()
     return library
+
+
+def add(library: Library, facts: Facts, path: Path) -> bool:
+    """Gives the library what the facts add: tokens beside the vocabulary, and roles that it does not know as special.
+
+    Raises:
+        Damaged: a token gets another id than it was said to have.
+    """
+    known = library.get_added_tokens_decoder()
+    special = {token.content for token in known.values() if token.special}
+    new = {number: token for number, token in sorted(facts.added.items()) if number not in known}
+    for number, told in new.items():
+        flags = {name: bool(told.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        library.add_tokens([AddedToken(told["content"], **flags)])
+        if library.token_to_id(told["content"]) != number:
+            raise damaged(path, f"the added token {told['content'][:40]!r} cannot have the id {number}")
+    markup = [text for role, text in facts.roles.items() if role != "unk_token"]  # what is unknown stays in the text
+    roles = [text for text in markup if text not in special and library.token_to_id(text) is not None]
+    library.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in dict.fromkeys(roles)])
+    return bool(new or roles)

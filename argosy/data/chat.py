@@ -1,0 +1,223 @@
+"""Conversations as text, by the chat template that comes with a model: exactly as Hugging Face transformers renders it.
+
+Notable: a template is a program by somebody else, so every one is rendered in a process with limits (`chat_child`): 2
+seconds of CPU, 512 MB, a bound on its text. No template is trusted more than another: what a template costs depends on the
+messages, and a look at its source cannot tell. The process stays for the next conversation, so the price is one start of
+about 0.2 s, then less than a millisecond beside the rendering itself. Knows no tokenizer: special tokens come as texts.
+"""
+
+import atexit
+import json
+import os
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from argosy.core.errors import ArgosyError, BadInput
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+WALL_S = 2.5  # for a render; the process itself gives up after 2 s of CPU
+START_S = 60.0  # for the interpreter and Jinja on a busy machine
+TEMPLATE_CHARACTERS = 1 << 20  # the longest published template has 20,000
+LEAST_CHARACTERS = 1 << 20  # of text that any template may make; beyond, four times what it was given
+
+
+def render(
+    template: str,
+    messages: Sequence[Message],
+    special: Mapping[str, str],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    now: datetime | None = None,
+    **extra: Any,
+) -> str:
+    """A conversation as the text that a model was trained on.
+
+    Args:
+        template: Jinja.
+        messages: `role` and `content`, and what else the template knows.
+        special: the texts of special tokens by their role, as in `Tokenizer.special`.
+        tools: JSON schemas of functions.
+        add_generation_prompt: end with what makes the model answer.
+        now: the clock of `strftime_now`; the machine's where not given.
+        extra: further variables, such as `enable_thinking`.
+
+    Raises:
+        BadInput: the template refuses these messages, is none, or costs too much; or what it is given is not JSON.
+    """
+    variables = {"tools": tools, "add_generation_prompt": add_generation_prompt} | extra
+    return rendered(template, messages, special, variables, now)["text"]
+
+
+def render_with_mask(
+    template: str,
+    messages: Sequence[Message],
+    special: Mapping[str, str],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    now: datetime | None = None,
+    **extra: Any,
+) -> tuple[str, list[Span]]:
+    """`render`, and which characters an assistant said: half-open spans, from the template's `{% generation %}` tags.
+
+    Raises:
+        BadInput: as `render`; and where the template has no such tags, because a mask of nothing would train nothing.
+    """
+    if "generation" not in template.replace("add_generation_prompt", ""):
+        raise BadInput(
+            "the chat template does not say what the assistant's words are",
+            hint="put {% generation %} and {% endgeneration %} around them in the template",
+        )
+    answer = rendered(template, messages, special, {"tools": tools, "add_generation_prompt": False} | extra, now)
+    return answer["text"], [(start, stop) for start, stop in answer["spans"]]
+
+
+def rendered(
+    template: str, messages: Sequence[Message], special: Mapping[str, str], variables: Mapping[str, Any], now: datetime | None
+) -> dict[str, Any]:
+    """The child's answer to one conversation."""
+    if len(template) > TEMPLATE_CHARACTERS:
+        raise BadInput(f"a chat template of {len(template):,} characters", hint=f"at most {TEMPLATE_CHARACTERS:,}")
+    context = {"messages": list(messages), "documents": None} | dict(special) | dict(variables)
+    try:
+        given = json.dumps(context)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadInput(f"the conversation is not JSON: {str(error)[:200]}") from None
+    request = {
+        "template": template, "variables": context, "now": now and now.isoformat(),
+        "most_characters": LEAST_CHARACTERS + 4 * len(given),
+    }  # fmt: skip
+    answer = CHILD.ask(request)
+    if "error" in answer:
+        raise refusal(answer["error"], answer["message"])
+    return answer
+
+
+def refusal(kind: str, message: str) -> BadInput:
+    """The error for what went wrong inside a template."""
+    if kind == "TemplateSyntaxError":
+        return BadInput(f"the chat template is not Jinja: {message}")
+    if kind in ("MemoryError", "RecursionError", "TooLong"):
+        return costly(message or "it wants too much memory")
+    what = message if kind == "TemplateError" else f"{message} ({kind})"
+    return BadInput(f"the chat template refuses these messages: {' '.join(what.split())}")
+
+
+def costly(why: str) -> BadInput:
+    return BadInput(
+        "the chat template costs too much", where=why, hint="use another template: this one may mean harm"
+    )
+
+
+class Child:
+    """The rendering process: started when first asked, again after it died, and by each process for itself."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one request.
+
+        Raises:
+            BadInput: it took too long, or the process died of it.
+        """
+        with self._lock:
+            process = self._running()
+            try:
+                send(process, request)
+                return receive(process, WALL_S)
+            except TimeoutError:
+                why = f"it runs for more than {WALL_S} s"
+            except (EOFError, OSError):
+                why = "its process ended: too much time or memory"
+            self._end()
+        raise costly(why)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+            self._end()
+            self._process, self._owner = start(), os.getpid()
+        return self._process
+
+    def _end(self) -> None:
+        """Kills the process, unless it is another's: after a fork both would hold it."""
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.communicate()
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+
+def start() -> subprocess.Popen[bytes]:
+    """A new process that has said that it is ready; without environment, and nothing but our pipes.
+
+    Raises:
+        ArgosyError: it cannot be started.
+    """
+    folders = {str(Path(spec.origin).parents[1]) for name in ("jinja2", "markupsafe") if (spec := find_spec(name)) and spec.origin}
+    words = [sys.executable, "-I", "-X", "utf8", str(Path(__file__).with_name("chat_child.py")), *sorted(folders)]
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, cwd="/", bufsize=0
+    )
+    try:
+        receive(process, START_S)
+    except (TimeoutError, EOFError, OSError) as error:
+        process.kill()
+        process.communicate()
+        raise ArgosyError(f"the process that renders chat templates does not start: {error}") from None
+    return process
+
+
+def send(process: subprocess.Popen[bytes], document: Mapping[str, Any]) -> None:
+    assert process.stdin is not None
+    data = json.dumps(document).encode()
+    view = memoryview(struct.pack("<I", len(data)) + data)
+    while view:
+        view = view[process.stdin.write(view) or 0 :]
+
+
+def receive(process: subprocess.Popen[bytes], limit_s: float) -> dict[str, Any]:
+    """One document.
+
+    Raises:
+        TimeoutError: it is not there in time.
+        EOFError: the process ended.
+    """
+    until = time.monotonic() + limit_s
+    (size,) = struct.unpack("<I", receive_bytes(process, 4, until))
+    return json.loads(receive_bytes(process, size, until))
+
+
+def receive_bytes(process: subprocess.Popen[bytes], count: int, until: float) -> bytes:
+    assert process.stdout is not None
+    parts, left = [], count
+    while left:
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))
+        if not ready:
+            raise TimeoutError
+        part = os.read(process.stdout.fileno(), min(left, 1 << 20))
+        if not part:
+            raise EOFError("it ended")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+CHILD = Child()
+atexit.register(CHILD.close)

@@ -1,0 +1,137 @@
+"""The process that renders chat templates: run by path with `python -I`, never imported.
+
+Notable: templates come with models, from anybody. Jinja's sandbox stops what reaches for Python, not what costs: nested
+loops run for minutes, `'a' * 10**10` asks for 10 GB, and no exception gets a word in. So the process has limits of its own,
+and dying of them harms nobody. It needs the standard library and Jinja, opens no file after its imports, and ends with its
+parent. It knows nothing of tokenizers.
+
+Both ways: 4 bytes of length, then JSON. In: template, variables, now (ISO 8601 or null), most_characters.
+Out: text and spans, or error and message.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+from datetime import datetime
+from functools import lru_cache
+
+sys.path += sys.argv[1:]  # where the parent found Jinja
+
+import jinja2  # noqa: E402
+import jinja2.ext  # noqa: E402
+from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
+
+MEMORY_BYTES = 512 << 20
+CPU_S = 2.0  # the longest published template takes 5 ms
+LOOK_S = 5.0  # how often an idle process looks whether its parent lives
+
+
+class TooLong(Exception):
+    """The text outgrew what the parent takes."""
+
+
+class Generation(jinja2.ext.Extension):
+    """`{% generation %}` ... `{% endgeneration %}` around an assistant's words: as a tag of no effect that remembers
+    where in the text its content stands (huggingface/transformers, chat_template_utils.py)."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_remember"), [], [], body).set_lineno(line)
+
+    def _remember(self, caller):
+        words = caller()
+        start = sum(map(len, self.environment.parts))
+        self.environment.spans.append((start, start + len(words)))
+        return words
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """Jinja as Hugging Face sets it up for chat templates."""
+
+    def __init__(self):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+        self.parts, self.spans, self.now = [], [], None
+        self.filters["tojson"] = tojson
+        self.globals |= {"raise_exception": refuse, "strftime_now": self.strftime_now}
+        self.compiled = lru_cache(maxsize=16)(self.from_string)
+
+    def strftime_now(self, format):
+        return (self.now or datetime.now()).strftime(format)
+
+    def rendered(self, template, variables, now, most_characters):
+        """The text, and the spans of it that an assistant said."""
+        self.parts, self.spans, self.now = [], [], None if now is None else datetime.fromisoformat(now)
+        left = most_characters
+        for part in self.compiled(template).generate(**variables):
+            left -= len(part)
+            if left < 0:
+                raise TooLong(f"the text is longer than {most_characters} characters")
+            self.parts.append(part)
+        return {"text": "".join(self.parts), "spans": self.spans}
+
+
+def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def refuse(message):
+    raise jinja2.TemplateError(message)
+
+
+def answer(environment, request):
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
+    try:
+        return environment.rendered(**request)
+    except BaseException as error:  # whatever it was, the process goes on
+        line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        return {"error": type(error).__name__, "message": str(error)[:400] + line}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def limit():
+    """Memory, and nothing written to any file."""
+    for what, most in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        with contextlib.suppress(OSError, ValueError):  # some systems know no such limit
+            resource.setrlimit(what, (most, most))
+
+
+def read(count, parent):
+    """So many bytes of stdin; ends the process where no more will come."""
+    data = b""
+    while len(data) < count:
+        ready, _, _ = select.select([0], [], [], LOOK_S)
+        part = os.read(0, min(count - len(data), 1 << 20)) if ready else b""
+        if (ready and not part) or os.getppid() != parent:
+            raise SystemExit
+        data += part
+    return data
+
+
+def send(document):
+    data = json.dumps(document).encode()
+    data = struct.pack("<I", len(data)) + data
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def main():
+    parent, environment = os.getppid(), Environment()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    limit()
+    send({"ready": True})
+    while True:
+        (size,) = struct.unpack("<I", read(4, parent))
+        send(answer(environment, json.loads(read(size, parent))))
+
+
+if __name__ == "__main__":
+    main()

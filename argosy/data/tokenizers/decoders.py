@@ -1,0 +1,138 @@
+"""What a token of the `tokenizers` library stands for, by the decoder that its file names.
+
+Notable: the library turns a whole list of tokens into text; here each token is turned into bytes by itself, which is what
+a stream needs. The text is the library's, with one difference: where a vocabulary falls back to bytes, the library spoils
+the good characters that stand beside a bad byte, and this does not.
+"""
+
+import codecs
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from argosy.core.errors import Unsupported
+from argosy.data.tokenizers.byte import byte_names
+
+Step = Callable[[str, bool], str | bytes]  # a token's text, whether it is the first -> what it stands for so far
+Spec = dict[str, Any]
+
+BYTES = {name: byte for byte, name in byte_names().items()}
+EACH_BYTE = "argosy.each_byte"  # one U+FFFD for each byte, not one for each sequence of them
+codecs.register_error(EACH_BYTE, lambda error: ("\ufffd" * (error.end - error.start), error.end))  # pyright: ignore
+
+
+class Decoding(NamedTuple):
+    """steps: what happens to each token. strips: spaces taken off the whole. invalid: codecs error handler."""
+
+    steps: list[Step]
+    strips: int = 0
+    invalid: str = "replace"
+
+    def piece(self, token: str, first: bool) -> bytes:
+        """The bytes that a token stands for."""
+        value: str | bytes = token
+        for step in self.steps:
+            if isinstance(value, bytes):
+                break
+            value = step(value, first)
+        return value if isinstance(value, bytes) else value.encode()
+
+
+def decoding(spec: Spec | None, path: Path) -> Decoding:
+    """What a decoder, as tokenizer.json spells it, does to each token.
+
+    Raises:
+        Unsupported: it joins tokens in a way that is not known.
+    """
+    if spec is None:
+        return Decoding([lambda token, first: token if first else f" {token}"])
+    specs = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    kinds = [one["type"] for one in specs]
+    fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+    strips = sum(whole_strip(one, path) for one in specs[fused:])
+    steps = [step_of(one, path) for one in specs[:fused]]
+    return Decoding(steps, strips, EACH_BYTE if "ByteFallback" in kinds else "replace")
+
+
+def step_of(spec: Spec, path: Path) -> Step:
+    if spec["type"] not in STEPS:
+        raise Unsupported(f"the decoder `{spec['type']}` is not known", where=f"in {path}")
+    return STEPS[spec["type"]](spec)
+
+
+def whole_strip(spec: Spec, path: Path) -> int:
+    """Spaces that a step after `Fuse` takes off the beginning of the text."""
+    if spec["type"] == "Fuse":
+        return 0
+    if spec["type"] != "Strip" or spec["content"] != " " or spec["stop"]:
+        raise Unsupported(f"the decoder `{spec['type']}` after `Fuse` is not known", where=f"in {path}")
+    return spec["start"]
+
+
+def byte_level(spec: Spec) -> Step:
+    """Characters that stand for bytes (openai/gpt-2); a token with any other character stands for itself."""
+
+    def step(token: str, first: bool) -> str | bytes:
+        return bytes(BYTES[c] for c in token) if all(c in BYTES for c in token) else token
+
+    return step
+
+
+def byte_fallback(spec: Spec) -> Step:
+    """`<0x0A>` stands for a byte."""
+
+    def step(token: str, first: bool) -> str | bytes:
+        return bytes([int(token[3:5], 16)]) if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token) else token
+
+    return step
+
+
+def metaspace(spec: Spec) -> Step:
+    """A mark for each space; the first token's are dropped where encoding put one in front."""
+    mark, drops = spec["replacement"], spec.get("prepend_scheme", "always") != "never"
+    return lambda token, first: token.replace(mark, "" if first and drops else " ")
+
+
+def word_piece(spec: Spec) -> Step:
+    """Words parted by spaces, but for tokens that go on with one."""
+    prefix, cleans = spec["prefix"], spec.get("cleanup", True)
+
+    def step(token: str, first: bool) -> str | bytes:
+        joined = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
+        text = token if first else joined
+        return cleaned(text) if cleans else text
+
+    return step
+
+
+def cleaned(text: str) -> str:
+    """Without the space before punctuation and English endings, as the library's `cleanup` does it."""
+    for end in (".", "?", "!", ","):
+        text = text.replace(f" {end}", end)
+    text = text.replace(" ' ", "'").replace(" n't", "n't").replace(" 'm", "'m").replace(" do not", " don't")
+    return text.replace(" 's", "'s").replace(" 've", "'ve").replace(" 're", "'re")
+
+
+def replacing(spec: Spec) -> Step:
+    pattern, content = spec["pattern"], spec["content"]
+    if "String" in pattern:
+        return lambda token, first: token.replace(pattern["String"], content)
+    raise Unsupported("a decoder that replaces by a regular expression is not known")
+
+
+def stripping(spec: Spec) -> Step:
+    """Takes up to so many of a character off each end of a token."""
+    mark, start, stop = re.escape(spec["content"]), spec["start"], spec["stop"]
+    ends = re.compile(f"^{mark}{{0,{start}}}|{mark}{{0,{stop}}}$")
+    return lambda token, first: ends.sub("", token)
+
+
+STEPS = {
+    "ByteLevel": byte_level,
+    "ByteFallback": byte_fallback,
+    "Metaspace": metaspace,
+    "WordPiece": word_piece,
+    "Replace": replacing,
+    "Strip": stripping,
+}

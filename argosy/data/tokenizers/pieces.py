@@ -1,0 +1,144 @@
+"""SentencePiece models: Llama 1 and 2, Mistral, Gemma, T5 (library `sentencepiece`).
+
+Notable: the library encodes, decoding is done here, piece by piece, with the same text. Control pieces (`<s>`) are never
+found in a text by the library, so names of special tokens are cut out before it sees a rendered chat; user-defined pieces
+it always finds. Each part after a special token begins with a space again, as in the models that were trained so, unless
+the tokenizer's config says `legacy: false` (huggingface/transformers#24565).
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from sentencepiece import SentencePieceProcessor
+
+from argosy.core.errors import Unsupported
+from argosy.data.tokenizers import Tokenizer, whole
+from argosy.data.tokenizers.decoders import EACH_BYTE
+from argosy.data.tokenizers.facts import Facts, damaged
+from argosy.data.tokenizers.proto import BYTE, CONTROL, NO_PREFIX, UNKNOWN, USER_DEFINED, read_model
+
+SPACE = "\u2581"
+BEGINNING = ("Llama", "CodeLlama", "Gemma")  # classes of the Hub that put `bos` in front unless told otherwise
+
+
+class PieceTokenizer(Tokenizer):
+    """A SentencePiece model in memory."""
+
+    invalid = EACH_BYTE
+
+    def __init__(self, data: bytes, facts: Facts, path: Path):
+        """data: the model's bytes. facts: what stands beside it. path: for errors.
+
+        Raises:
+            Damaged: it is no SentencePiece model.
+            Unsupported: it changes text after decoding.
+        """
+        self._data, self._path = data, path
+        self._model = read_model(data, path)
+        if self._model.denormalizes:
+            raise Unsupported("a SentencePiece model with a denormalizer", where=f"in {path}")
+        self._library = processor(data, path)
+        super().__init__(named(facts, self._library))
+        size = len(self._model.pieces)
+        self._added = {number: str(told["content"]) for number, told in facts.added.items() if number >= size}
+        self.vocab = max([size, *(number + 1 for number in self._added)])
+        self.lasting = self._model.trims
+        self.bos, self.eos, self.pad = (self._id(f"{role}_token") for role in ("bos", "eos", "pad"))
+        self.adds_bos = self.bos is not None and (self._begins(facts) if facts.adds_bos is None else facts.adds_bos)
+        self.hidden = frozenset(self._special.values())
+        self._legacy = facts.config.get("legacy", True) is not False
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        if not special or not self._special:
+            return self._library.encode(whole(text))
+        ids: list[int] = []
+        for place, part in enumerate(self._splitting.split(whole(text))):
+            if part in self._special:
+                ids.append(self._special[part])
+            elif part:
+                ids += (self._library if self._legacy or not place else self._joining).encode(part)
+        return ids
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._library.encode([whole(text) for text in texts])
+
+    def piece(self, token: int, first: bool) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        if not 0 <= token < len(self._model.pieces):
+            return b""
+        text, kind = self._model.pieces[token]
+        if kind == BYTE:
+            return bytes([int(text[3:5], 16)])
+        if kind == CONTROL:
+            return text.encode()
+        if kind == UNKNOWN:
+            return self._model.unknown.encode()
+        if first and (self._model.prefix or self._model.trims):
+            text = text.removeprefix(SPACE)
+        return text.replace(SPACE, " ").encode()
+
+    def save(self, folder: str | Path) -> None:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.model").write_bytes(self._data)
+        self.facts.save(folder, self.adds_bos, "LlamaTokenizer")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the model's bytes and of what was added to it."""
+        added = json.dumps([sorted(self._added.items()), self.bos, self.eos]).encode()
+        return hashlib.sha256(hashlib.sha256(self._data).digest() + added).hexdigest()
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """Text and id of what is special: control pieces, and what was added."""
+        control = {text: number for number, (text, kind) in enumerate(self._model.pieces) if kind == CONTROL and text}
+        return control | {text: number for number, text in self._added.items()}
+
+    @cached_property
+    def _splitting(self) -> re.Pattern[str]:
+        longest = sorted(self._special, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest))})")
+
+    @cached_property
+    def _joining(self) -> SentencePieceProcessor:
+        """The same model without a space in front."""
+        return processor(self._data + NO_PREFIX, self._path)
+
+    def _id(self, role: str) -> int | None:
+        text = self.special.get(role)
+        numbers = {text: number for number, (text, _) in enumerate(self._model.pieces)} | {
+            text: number for number, text in self._added.items()
+        }
+        return numbers.get(text) if text is not None else None
+
+    def _begins(self, facts: Facts) -> bool:
+        """The convention: Llama's kind (BPE) begins with `bos`, T5's (unigram) does not, unless its class does."""
+        kind = facts.config.get("tokenizer_class")
+        return kind.startswith(BEGINNING) if isinstance(kind, str) else self._model.bpe
+
+
+def processor(data: bytes, path: Path) -> SentencePieceProcessor:
+    """The library's reading of a model.
+
+    Raises:
+        Damaged: the library refuses it.
+    """
+    library = SentencePieceProcessor()
+    try:
+        library.load_from_serialized_proto(data)
+    except RuntimeError as error:
+        raise damaged(path, str(error).rpartition(")")[2].strip()[:160] or "it is no SentencePiece model") from None
+    return library
+
+
+def named(facts: Facts, library: SentencePieceProcessor) -> Facts:
+    """The facts, with the model's own names where they say nothing."""
+    ids = {"bos_token": library.bos_id(), "eos_token": library.eos_id(), "pad_token": library.pad_id()}
+    own = {role: library.id_to_piece(number) for role, number in ids.items() if number >= 0}
+    return facts.filled(own)

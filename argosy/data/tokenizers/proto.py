@@ -1,0 +1,144 @@
+"""A SentencePiece model as its protocol buffer, read and written (google/sentencepiece, sentencepiece_model.proto).
+
+Notable: only what decides ids and text is read; every length is held against the bytes that are left. Written ones hold a
+BPE with byte fallback, which is what GGUF files call `llama`. No library of protocol buffers is needed for this.
+"""
+
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.data.tokenizers.facts import damaged
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of pieces, in GGUF too
+BPE = 2
+NO_PREFIX = b"\x1a\x02\x18\x00"  # appended to a model: normalizer_spec { add_dummy_prefix: false }, the later one wins
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5  # fields of the model
+
+
+@dataclass(frozen=True)
+class Model:
+    """pieces: text and kind of each. prefix: a space is put in front of a text. trims: runs of spaces become one, those at
+    the ends none. unknown: what an unknown piece decodes to. denormalizes: text is changed again after decoding."""
+
+    pieces: list[tuple[str, int]]
+    bpe: bool
+    prefix: bool
+    trims: bool
+    unknown: str
+    denormalizes: bool
+
+
+def read_model(data: bytes, path: Path) -> Model:
+    """What a model's bytes say.
+
+    Raises:
+        Damaged: they are no SentencePiece model.
+    """
+    pieces, trainer, normalizer, denormalizes = [], {}, {}, False
+    for number, value in fields(data, path):
+        if number in (_PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER) and not isinstance(value, bytes):
+            raise damaged(path, "it is no SentencePiece model")
+        if number == _PIECE:
+            pieces.append(piece_of(dict(fields(value, path)), path))
+        elif number == _TRAINER:
+            trainer |= dict(fields(value, path))
+        elif number == _NORMALIZER:
+            normalizer |= dict(fields(value, path))
+        elif number == _DENORMALIZER:
+            denormalizes = bool(dict(fields(value, path)).get(2))
+    if not pieces:
+        raise damaged(path, "it has no pieces")
+    unknown = text_of(trainer.get(44, " \u2047 ".encode()), path)
+    prefix, trims = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
+    return Model(pieces, trainer.get(3, 1) == BPE, prefix, trims, unknown, denormalizes)
+
+
+def piece_of(told: dict[int, int | bytes], path: Path) -> tuple[str, int]:
+    kind = told.get(3, NORMAL)
+    if not isinstance(kind, int):
+        raise damaged(path, "a piece has no kind")
+    text = text_of(told.get(1, b""), path)
+    if kind == BYTE and not re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
+        raise damaged(path, "a piece for a byte names none")
+    return text, kind
+
+
+def text_of(value: int | bytes, path: Path) -> str:
+    try:
+        return bytes(value if isinstance(value, bytes) else b"\xff").decode()
+    except UnicodeDecodeError:
+        raise damaged(path, "a piece is not UTF-8") from None
+
+
+def fields(data: bytes, path: Path) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field of a message; fixed ones as bytes."""
+    at = 0
+    while at < len(data):
+        key, at = varint(data, at, path)
+        number, wire = key >> 3, key & 7
+        if wire == _VARINT:
+            value, at = varint(data, at, path)
+            yield number, value
+            continue
+        if wire == _BYTES:
+            size, at = varint(data, at, path)
+        elif wire in (_FIXED32, _FIXED64):
+            size = 4 if wire == _FIXED32 else 8
+        else:
+            raise damaged(path, "it is no SentencePiece model")
+        if size > len(data) - at:
+            raise damaged(path, f"{size} bytes asked for, {len(data) - at} are left")
+        yield number, data[at : at + size]
+        at += size
+
+
+def varint(data: bytes, at: int, path: Path) -> tuple[int, int]:
+    """A number of seven bits a byte, and the place after it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            raise damaged(path, "it is cut short")
+        value |= (data[at] & 127) << shift
+        at += 1
+        if data[at - 1] < 128:
+            return value, at
+    raise damaged(path, "it is no SentencePiece model")
+
+
+def write_model(
+    pieces: Sequence[tuple[str, float, int]], *, prefix: bool, trims: bool, bos: str | None, eos: str | None
+) -> bytes:
+    """A BPE of pieces with their scores and kinds, whose text is taken as it is."""
+    body = b"".join(
+        message(_PIECE, message(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind))
+        for text, score, kind in pieces
+    )
+    unknown = next(place for place, (_, _, kind) in enumerate(pieces) if kind == UNKNOWN)
+    falls_back = any(kind == BYTE for _, _, kind in pieces)
+    trainer = number(3, BPE) + number(35, falls_back) + number(40, unknown) + message(45, pieces[unknown][0].encode())
+    for field, text in ((46, bos), (47, eos)):
+        trainer += message(field, text.encode()) if text else b""
+    normalizer = message(1, b"identity") + number(3, prefix) + number(4, trims)
+    return body + message(_TRAINER, trainer) + message(_NORMALIZER, normalizer)
+
+
+def number(field: int, value: int) -> bytes:
+    return encoded(field << 3 | _VARINT) + encoded(value)
+
+
+def message(field: int, content: bytes) -> bytes:
+    return encoded(field << 3 | _BYTES) + encoded(len(content)) + content
+
+
+def encoded(value: int) -> bytes:
+    """`varint`, undone."""
+    data = bytearray()
+    while value > 127:
+        data.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*data, value])

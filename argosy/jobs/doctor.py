@@ -1,0 +1,224 @@
+"""`argosy doctor`: what there is to compute with, and what is wrong with it.
+
+Each finding is broken (nothing will run), a warning (it will run wrongly, slowly, or not for long) or a note, with a way out.
+Checks are functions from what was found to findings, so each can be tried on a machine that does not have the problem.
+"""
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from argosy.jobs import machine
+from argosy.observe import environment
+from argosy.observe.readable import lasted, sized
+
+BROKEN, WARNING, NOTE = "broken", "warning", "note"
+GIB = 1 << 30
+TRUE = ("1", "true", "yes", "on", "y", "t")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """level: broken, warning or note."""
+
+    level: str
+    what: str
+    hint: str
+
+
+def examine(devices: Callable[[], dict[str, Any]] = environment.devices) -> dict[str, Any]:
+    """Everything that is known of this machine, and `findings`. `ok` is false where something is broken."""
+    folder = machine.cache_folder()
+    found: dict[str, Any] = {
+        "versions": environment.versions(),
+        "machine": environment.machine(),
+        "jax": devices(),
+        "gpus": environment.gpus(),
+        "disk": {"here": _disk(Path.cwd()), "cache": _disk(folder), "temporary": _disk(Path(tempfile.gettempdir()))},
+        "cache": {"folder": str(folder), **_contents(folder), "writable": can_write(folder)},
+        "huge_pages": huge_pages(),
+        "open_files": _open_files(),
+        "clock_behind_s": _clock_behind_s(),
+        "variables": environment.variables(),
+    }
+    findings = [finding for check in CHECKS for finding in check(found)]
+    order = (BROKEN, WARNING, NOTE)
+    found["findings"] = [vars(f) for f in sorted(findings, key=lambda f: order.index(f.level))]
+    return found | {"ok": all(f.level != BROKEN for f in findings)}
+
+
+# ---------------------------------------------------------------- checks
+
+
+def check_packages(found: Mapping[str, Any]) -> list[Finding]:
+    absent = [name for name, v in found["versions"].items() if v == "not installed" and name != "argosy"]
+    out = [Finding(BROKEN, f"not installed: {', '.join(absent)}", "install argosy again: pip install argosy")] if absent else []
+    if sys.version_info < (3, 11):
+        out.append(Finding(BROKEN, f"Python {platform.python_version()} is too old", "Python 3.11 or newer"))
+    return out
+
+
+def check_devices(found: Mapping[str, Any]) -> list[Finding]:
+    told, variables = found["jax"], found["variables"]
+    platforms = variables.get("JAX_PLATFORMS")
+    if error := told.get("error"):
+        hint = "try again without XLA_FLAGS and JAX_* variables" if variables else "install jax again"
+        if "flag" in error.lower() and "XLA_FLAGS" in variables:
+            hint = f"XLA_FLAGS={variables['XLA_FLAGS']} holds a flag that this jaxlib does not know: unset it"
+        elif platforms:
+            hint = f"JAX_PLATFORMS={platforms} asks for what is not here: unset it, or JAX_PLATFORMS=cpu"
+        return [Finding(BROKEN, f"jax has no device: {error}", hint)]
+    if told["backend"] != "cpu":
+        return []
+    if found["gpus"] and "cpu" in (platforms or ""):
+        return [Finding(NOTE, f"{len(found['gpus'])} GPUs, unused: JAX_PLATFORMS={platforms}", "unset JAX_PLATFORMS")]
+    if found["gpus"]:
+        hint = 'pip install "jax[cuda12]"; then run this again'
+        if not variables.get("CUDA_VISIBLE_DEVICES", "all").strip("-1 "):
+            hint = "CUDA_VISIBLE_DEVICES hides them: unset it"
+        return [Finding(WARNING, f"{len(found['gpus'])} GPUs ({found['gpus'][0]}), and jax sees the CPU only", hint)]
+    if Path("/dev/accel0").exists():
+        return [Finding(WARNING, "a TPU, and jax sees the CPU only", 'pip install "jax[tpu]"; then run this again')]
+    return []
+
+
+def check_variables(found: Mapping[str, Any]) -> list[Finding]:
+    variables = found["variables"]
+    wrong = {
+        "JAX_DISABLE_JIT": "nothing is compiled: a hundred times slower",
+        "JAX_DEBUG_NANS": "every operation is checked for NaN: several times slower",
+        "JAX_ENABLE_X64": "64-bit numbers where 32 were meant: slower, other results",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "compiled without optimizations",
+        "JAX_LOG_COMPILES": "every compilation is logged",
+    }
+    on = [name for name in wrong if variables.get(name, "").lower() in TRUE]
+    out = [Finding(WARNING, f"{name}={variables[name]}: {wrong[name]}", f"unset {name}") for name in on]
+    if "xla_force_host_platform_device_count" in variables.get("XLA_FLAGS", ""):
+        what = "XLA_FLAGS splits the CPU into pretended devices, which share its cores"
+        out.append(Finding(NOTE, what, "good for tests of sharding; unset XLA_FLAGS for speed"))
+    if variables.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
+        what = "XLA_PYTHON_CLIENT_ALLOCATOR=platform: every buffer is allocated anew, which is slow"
+        out.append(Finding(WARNING, what, "unset XLA_PYTHON_CLIENT_ALLOCATOR"))
+    return out
+
+
+def check_disk(found: Mapping[str, Any]) -> list[Finding]:
+    out = []
+    for place, about in found["disk"].items():
+        free = about["free_bytes"]
+        if free is not None and free < 2 * GIB:
+            level = BROKEN if free < GIB // 8 and place == "here" else WARNING
+            out.append(Finding(level, f"{sized(free)} free at {about['path']}", "checkpoints need three times a model: make room"))
+    if not can_write(Path.cwd()):
+        out.append(Finding(WARNING, f"no permission to write in {Path.cwd()}", "runs go to runs/ here: give dir=, or go elsewhere"))
+    return out
+
+
+def check_cache(found: Mapping[str, Any]) -> list[Finding]:
+    cache = found["cache"]
+    if not cache["writable"]:
+        hint = "mend the permissions of the home directory, or set XDG_CACHE_HOME"
+        return [Finding(WARNING, f"compiled programs cannot be kept in {cache['folder']}", hint)]
+    if cache["bytes"] > 10 * GIB:
+        return [Finding(NOTE, f"{sized(cache['bytes'])} of compiled programs are kept", f"may be removed: {cache['folder']}")]
+    return []
+
+
+def check_machine(found: Mapping[str, Any]) -> list[Finding]:
+    about, out = found["machine"], []
+    if about["memory_free_bytes"] is not None and about["memory_free_bytes"] < GIB:
+        what = f"{sized(about['memory_free_bytes'])} of memory free"
+        out.append(Finding(WARNING, what, "end other programs: a process that outgrows memory is killed without a word"))
+    if about["load"] is not None and about["load"] > 1.5 * about["cores"]:
+        what = f"load {about['load']:g} on {about['cores']:g} cores: others compute here too"
+        out.append(Finding(NOTE, what, "times and tokens/s will be worse than the machine's own"))
+    if found["open_files"] is not None and found["open_files"] < 1024:
+        out.append(Finding(WARNING, f"{found['open_files']} open files allowed", "ulimit -n 4096, or checkpoints may fail"))
+    if found["clock_behind_s"] > 86400:
+        what = f"the clock is {lasted(found['clock_behind_s'])} behind this program's own files"
+        out.append(Finding(WARNING, what, "set the clock: the newest run and certificates are judged by it"))
+    return out
+
+
+def check_huge_pages(found: Mapping[str, Any]) -> list[Finding]:
+    state = found["huge_pages"]["state"]
+    if found["jax"].get("backend", "cpu") != "cpu" or state == "asked for":
+        return []
+    hints = {
+        "off in the system": "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        "off by ARGOSY_HUGE_PAGES": "unset ARGOSY_HUGE_PAGES",
+        "off by GLIBC_TUNABLES": f"add {machine.TUNABLE} to GLIBC_TUNABLES",
+    }
+    what = f"huge pages are {state}: a training step on the CPU takes 10 to 18 % longer"
+    return [Finding(NOTE, what, hints[state])] if state in hints else []
+
+
+CHECKS: tuple[Callable[[Mapping[str, Any]], list[Finding]], ...] = (
+    check_packages, check_devices, check_variables, check_disk, check_cache, check_machine, check_huge_pages
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- looking
+
+
+def huge_pages() -> dict[str, str]:
+    """What the system allows, and whether verbs that compute ask for them."""
+    if platform.libc_ver()[0] != "glibc" or not machine.HUGE_PAGES.exists():
+        return {"system": "", "state": "not to be had here"}
+    system = machine.HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if system == "never":
+        state = "off in the system"
+    elif os.environ.get("ARGOSY_HUGE_PAGES") == "0":
+        state = "off by ARGOSY_HUGE_PAGES"
+    elif "glibc.malloc.hugetlb=0" in tunables:
+        state = "off by GLIBC_TUNABLES"
+    else:
+        state = "asked for"
+    return {"system": system, "state": state}
+
+
+def can_write(folder: Path) -> bool:
+    """Whether files could be made there, the folder itself included."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _disk(folder: Path) -> dict[str, Any]:
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        usage = shutil.disk_usage(place)
+    except OSError:
+        return {"path": str(folder), "free_bytes": None, "total_bytes": None}
+    return {"path": str(folder), "free_bytes": usage.free, "total_bytes": usage.total}
+
+
+def _contents(folder: Path) -> dict[str, int]:
+    try:
+        sizes = [f.stat().st_size for f in folder.iterdir() if f.is_file()]
+    except OSError:
+        sizes = []
+    return {"programs": len(sizes), "bytes": sum(sizes)}
+
+
+def _open_files() -> int | None:
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _clock_behind_s() -> float:
+    return max(0.0, Path(__file__).stat().st_mtime - time.time())

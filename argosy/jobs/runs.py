@@ -1,0 +1,207 @@
+"""Runs as they lie on disk: what each is, how far it came, whether it can go on. Reads files only, and no jax.
+
+Looking does not disturb: no lock is taken, nothing is set aside. A checkpoint is checked by its manifest and the sizes of
+its files, which finds truncation at once; flipped bits are found when it is read, or here when asked to `verify`.
+"""
+
+import json
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint import manifest
+from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.core.explain import value_text
+from argosy.core.settings import diff, flatten, yaml_layer
+from argosy.core.storage import LOCK, Store
+from argosy.observe import metrics
+
+SETTINGS, CHECKPOINTS = "settings.yml", "checkpoints"
+DONE, GOES_ON, RUNNING, DAMAGED = "done", "can go on", "running", "damaged"
+FINAL = ("loss", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "tokens", "tokens_per_s", "lr", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run at a glance. step: of the newest checkpoint. numbers: the last of each. problem: what is damaged."""
+
+    path: Path
+    state: str
+    step: int | None
+    steps: int | None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    written_s: float | None = None
+    checkpoints: tuple[int, ...] = ()
+    problem: str | None = None
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return vars(self) | {"path": str(self.path), "numbers": dict(self.numbers)}
+
+
+def find(root: str | Path = "runs") -> list[Path]:
+    """The run directories under a folder, itself included, last written first.
+
+    Raises:
+        BadInput: there is no such folder.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise BadInput(f"no folder {root}", hint="`argosy train RECIPE` makes runs/RECIPE; `argosy runs FOLDER` looks elsewhere")
+    found = [Path(folder) for folder, inside, files in os.walk(root) if _is_run(inside, files)]
+    return sorted(found, key=lambda path: -(written_s(path) or 0.0))
+
+
+def summary(path: str | Path, *, verify: bool = False) -> Summary:
+    """What became of one run.
+
+    Args:
+        verify: reads every byte of every checkpoint.
+
+    Raises:
+        BadInput: it is no run directory.
+    """
+    path = require(path)
+    try:
+        steps = whole(dict(yaml_layer(path / SETTINGS).values).get("steps"))
+    except ArgosyError as error:
+        return Summary(path, DAMAGED, None, None, written_s=written_s(path), problem=f"{SETTINGS}: {error.what}")
+    kept = checkpoints(path)
+    problem = next(filter(None, (trouble(path, step, verify) for step in (reversed(kept) if verify else kept[-1:]))), None)
+    step = kept[-1] if kept else None
+    state = DAMAGED if problem else DONE if step is not None and steps and step >= steps else GOES_ON
+    state = RUNNING if state == GOES_ON and is_held(path) else state
+    return Summary(path, state, step, steps, last_numbers(path), written_s(path), tuple(kept), problem)
+
+
+def settings(path: Path) -> list[tuple[str, Any, str]]:
+    """(key, value, who set it) of a run, as its settings.yml tells.
+
+    Raises:
+        BadInput, SettingsError: it cannot be read.
+    """
+    layer = yaml_layer(path / SETTINGS)
+    lines = (path / SETTINGS).read_text(encoding="utf-8-sig").splitlines()
+
+    def setter(key: str) -> str:
+        mark = layer.marks.get(key)
+        line = lines[mark.line - 1] if mark and mark.line else ""
+        return line.rpartition("  # ")[2].strip() if "  # " in line else ""
+
+    return [(key, value, setter(key)) for key, value in flatten(layer.values).items()]
+
+
+def compare(paths: Sequence[str | Path]) -> dict[str, Any]:
+    """The settings in which runs differ, and where each came to: {key: [value, ...]} for both, in the order given.
+
+    Raises:
+        BadInput: fewer than two, or one is no run directory.
+    """
+    if len(paths) < 2:
+        raise BadInput("one run is not a comparison", hint="argosy runs compare A B")
+    found = [require(path) for path in paths]
+    values = [dict(yaml_layer(path / SETTINGS).values) for path in found]
+    keys = [key for other in values[1:] for key, _, _ in diff(values[0], other) if key != "dir"]
+    flat = [flatten(v) for v in values]
+    ends = [summary(path) for path in found]
+    numbers: dict[str, list[Any]] = {"state": [end.state for end in ends], "step": [end.step for end in ends]}
+    for name in FINAL:
+        if any(name in end.numbers for end in ends):
+            numbers[name] = [end.numbers.get(name) for end in ends]
+    differ = {key: [f.get(key) for f in flat] for key in dict.fromkeys(keys)}
+    return {"runs": [str(path) for path in found], "settings": differ, "numbers": numbers}
+
+
+# ---------------------------------------------------------------- files
+
+
+def require(path: str | Path) -> Path:
+    """The path of a run directory.
+
+    Raises:
+        BadInput: it is none.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise BadInput(f"no run at {path}", hint="`argosy runs` lists those under runs/")
+    if not _is_run(os.listdir(path), os.listdir(path)):
+        raise BadInput(f"{path} is no run directory: it holds no {SETTINGS}", hint="`argosy runs` lists those under runs/")
+    return path
+
+
+def checkpoints(path: Path) -> list[int]:
+    """Committed steps, oldest first."""
+    folder = path / CHECKPOINTS
+    names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal() and (folder / name / manifest.NAME).exists())
+
+
+def size_bytes(path: Path, step: int) -> int:
+    """Bytes of one checkpoint, as its manifest tells.
+
+    Raises:
+        Damaged: the manifest is not what was written.
+    """
+    return sum(file["bytes"] for file in manifest.read(path / CHECKPOINTS / str(step)).values())
+
+
+def trouble(path: Path, step: int, verify: bool = False) -> str | None:
+    """What is wrong with a checkpoint: its manifest, a missing file, a size; with `verify`, any byte."""
+    folder = path / CHECKPOINTS / str(step)
+    try:
+        if verify:
+            manifest.verify(folder)
+        for name, expected in manifest.read(folder).items():
+            if not (folder / name).is_file():
+                return f"checkpoint {step}: {name} is missing"
+            if (folder / name).stat().st_size != expected["bytes"]:
+                return f"checkpoint {step}: {name} has {(folder / name).stat().st_size} bytes, not {expected['bytes']}"
+    except Damaged as damage:
+        return f"checkpoint {step}: {damage.what}"
+    return None
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process of this machine holds the run, by what its lock says."""
+    try:
+        holder = json.loads((path / LOCK).read_text())
+        if holder["host"] != socket.gethostname():
+            return False
+        os.kill(int(holder["pid"]), 0)
+    except PermissionError:
+        return True  # it lives, and is somebody else's
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def last_numbers(path: Path) -> dict[str, float]:
+    """The last written of each number, by step."""
+    lines = metrics.read(Store(path))
+    found = {name: metrics.by_step([line for line in lines if whole(line.get("step")) is not None], name) for name in FINAL}
+    last = {name: values[max(values)] for name, values in found.items() if values}
+    return {name: float(v) for name, v in last.items() if isinstance(v, int | float) and math.isfinite(v)}
+
+
+def written_s(path: Path) -> float | None:
+    """When the run last wrote, in seconds since 1970."""
+    times = [(path / name).stat().st_mtime for name in (metrics.FILE, SETTINGS) if (path / name).exists()]
+    return max(times, default=None)
+
+
+def whole(value: Any) -> int | None:
+    """The value where it is a whole number."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def shown(value: Any) -> str:
+    """A setting or a number in a table."""
+    return f"{value:.6g}" if isinstance(value, float) else value_text(value)
+
+
+def _is_run(inside: Sequence[str], files: Sequence[str]) -> bool:
+    return SETTINGS in files and (metrics.FILE in files or CHECKPOINTS in inside or LOCK in files)

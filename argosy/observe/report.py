@@ -1,0 +1,231 @@
+"""A run as one HTML page that needs nothing else: no network, no fonts, no scripts to be read.
+
+Everything shown comes from a `Record`, which whoever knows run directories fills (`jobs.report`). A part that is not known
+is left out. Whatever a run holds is text to this page: names, settings and samples are escaped, control characters dropped.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from argosy.observe.curve import Point
+from argosy.observe.metrics import by_step
+from argosy.observe.page import page
+from argosy.observe.readable import counted, flops, harmless, lasted, sized
+from argosy.observe.svg import Series, bar, chart
+
+CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "other")  # and their colors
+SAMPLES = 6  # shown; the others are folded away
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was kept."""
+
+    step: int
+    size_bytes: int
+    eval_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a run.
+
+    name: of the run. state: done, stopped, running. lines: of metrics.jsonl. steps: planned.
+    settings: (key, value, who set it). facts: what it is, by name. environment: where it ran. command: to run it again.
+    """
+
+    name: str
+    state: str
+    lines: Sequence[Mapping[str, Any]] = ()
+    steps: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    settings: Sequence[tuple[str, str, str]] = ()
+    checkpoints: Sequence[Saved] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    command: str = ""
+    made: str = ""
+
+
+def render(record: Record) -> str:
+    """The page."""
+    parts: list[Callable[[Record], str]] = [
+        _head, _losses, _speed, _optimizer, _time, _samples, _checkpoints, _settings, _environment, _command
+    ]  # fmt: skip
+    body = "\n".join(filter(None, (part(record) for part in parts)))
+    made = f" on {_text(record.made)}" if record.made else ""
+    return page(f"{harmless(record.name)}: {record.state}", f"{body}\n<footer>Made by Argosy{made}</footer>")
+
+
+def numbers(lines: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
+    """(step, value) of one number, the last written of each step; what is not a finite number is left out."""
+    found = by_step([dict(line) for line in lines if isinstance(line.get("step"), int)], key)
+    return [(float(s), float(v)) for s, v in found.items() if isinstance(v, int | float) and math.isfinite(v)]
+
+
+def seconds_by_cause(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by cause, every session of the run added up."""
+    total: dict[str, float] = {}
+    for line in lines:
+        spent = line.get("seconds")
+        for cause, s in spent.items() if isinstance(spent, Mapping) else ():
+            total[cause] = total.get(cause, 0.0) + float(s)
+    return total
+
+
+# ---------------------------------------------------------------- sections
+
+
+def _head(record: Record) -> str:
+    losses, evals = numbers(record.lines, "loss"), numbers(record.lines, "eval_loss")
+    step = int(max((x for x, _ in losses), default=0))
+    of = f" of {record.steps:,}" if record.steps else ""
+    told = f"{record.state}, {step:,}{of} steps" if losses else f"{record.state}; no step has been logged yet"
+    facts: list[tuple[str, str, str]] = []
+    if parameters := record.facts.get("parameters"):
+        facts.append(("parameters", counted(parameters), f"{parameters:,}"))
+    if losses:
+        facts.append(("loss", f"{losses[-1][1]:.4f}", f"{losses[0][1]:.4f} at step {losses[0][0]:.0f}"))
+    if evals:
+        best, at = min((y, x) for x, y in evals)
+        facts.append(("eval loss", f"{evals[-1][1]:.4f}", f"best {best:.4f} at step {at:.0f}"))
+    if bits := numbers(record.lines, "eval_bits_per_byte"):
+        perplexity = numbers(record.lines, "eval_perplexity")
+        under = f"perplexity {perplexity[-1][1]:.4g}" if perplexity else ""
+        facts.append(("bits per byte", f"{bits[-1][1]:.3f}", under))
+    if tokens := numbers(record.lines, "tokens"):
+        work = record.facts.get("flops_per_step")
+        facts.append(("tokens", counted(tokens[-1][1]), flops(work * step) if work else f"{tokens[-1][1]:,.0f}"))
+    if speed := numbers(record.lines, "tokens_per_s"):
+        facts.append(("tokens/s", f"{median([y for _, y in speed]):,.0f}", "median"))
+    if spent := seconds_by_cause(record.lines):
+        facts.append(("time", lasted(sum(spent.values())), "all sessions"))
+    cells = "".join(f"<div><dt>{a}</dt><dd>{_text(b)}<small>{_text(c)}</small></dd></div>" for a, b, c in facts)
+    device = record.facts.get("device")
+    about = [str(record.facts[key]) for key in ("model", "data", "optimizer") if record.facts.get(key)]
+    about += [f"{record.facts.get('devices', 1)} x {device}"] if device else []
+    line = f'<p class="soft">{_text(" · ".join(about))}</p>' if about else ""
+    return f"<header><h1>{_text(record.name)}</h1><p>{_text(told)}</p>{line}<dl class=facts>{cells}</dl></header>"
+
+
+def _losses(record: Record) -> str:
+    losses, evals = numbers(record.lines, "loss"), numbers(record.lines, "eval_loss")
+    if not losses and not evals:
+        return ""
+    series = [Series("loss", losses, color=0), Series("eval", evals, is_dots=True, color=1)]
+    return _section("Loss", _key(series) + chart(series, "loss by step", height=300))
+
+
+def _speed(record: Record) -> str:
+    speed = numbers(record.lines, "tokens_per_s")
+    if not speed:
+        return ""
+    return _section("Tokens per second", chart([Series("tokens/s", speed, color=2)], "tokens/s", height=200, zero=True))
+
+
+def _optimizer(record: Record) -> str:
+    out = ""
+    for key, title, color in (("lr", "learning rate", 3), ("grad_norm", "gradient norm", 4)):
+        if points := numbers(record.lines, key):
+            picture = chart([Series(title, points, color=color)], f"{title} by step", width=420, height=220, zero=True)
+            out += f"<div><h3>{title}</h3>{picture}</div>"
+    return _section("Optimizer", f'<div class="pair">{out}</div>') if out else ""
+
+
+def _time(record: Record) -> str:
+    spent = {cause: s for cause, s in seconds_by_cause(record.lines).items() if s > 0}
+    if not spent:
+        return ""
+    names = [*(c for c in CAUSES if c in spent), *(c for c in spent if c not in CAUSES)]
+    parts = [(name, spent[name], CAUSES.index(name) if name in CAUSES else len(CAUSES) - 1) for name in names]
+    total = sum(spent.values())
+    rows = [(_swatch(color) + _text(name), f"{s:,.1f}", f"{s / total:.1%}") for name, s, color in parts]
+    rows.append(("all", f"{total:,.1f}", ""))
+    sessions = sum(isinstance(line.get("seconds"), Mapping) for line in record.lines)
+    title = "Time by cause" + (f", {sessions} sessions" if sessions > 1 else "")
+    return _section(title, bar(parts, "share of time by cause") + _table(("cause", "seconds", "share"), rows, "few"))
+
+
+def _samples(record: Record) -> str:
+    samples = [(s, str(t)) for s, t in by_step([dict(line) for line in record.lines], "sample").items()]
+    if not samples:
+        return ""
+    shown = {round(i * (len(samples) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)}
+    drawn = [f"<h3>step {s:,}</h3><pre>{_text(text)}</pre>" for s, text in samples]
+    out = "".join(text for i, text in enumerate(drawn) if i in shown)
+    if len(shown) < len(samples):
+        out += f"<details><summary>all {len(samples)} samples</summary>{''.join(drawn)}</details>"
+    return _section("What it wrote", out)
+
+
+def _checkpoints(record: Record) -> str:
+    if not record.checkpoints:
+        return ""
+    rows = [
+        (f"{c.step:,}", sized(c.size_bytes), "" if c.eval_loss is None else f"{c.eval_loss:.4f}")
+        for c in record.checkpoints
+    ]
+    return _section("Checkpoints kept", _table(("step", "size", "eval loss"), rows, "few", numeric=0))
+
+
+def _settings(record: Record) -> str:
+    if not record.settings:
+        return ""
+    head = ("setting", "value", "set by")
+    rows = [(f"<code>{_text(k)}</code>", f"<code>{_text(v)}</code>", _text(who)) for k, v, who in record.settings]
+    chosen = [row for row, (_, _, who) in zip(rows, record.settings) if who != DEFAULT]
+    left = [row for row, (_, _, who) in zip(rows, record.settings) if who == DEFAULT]
+    out = _table(head, chosen, numeric=3) if chosen else ""
+    if left:
+        table = _table(head, left, numeric=3)
+        out += f"<details><summary>{len(left)} left at their defaults</summary>{table}</details>"
+    return _section("Settings", out)
+
+
+def _environment(record: Record) -> str:
+    rows = [(_text(name), _text(value)) for name, value in record.environment.items()]
+    return _section("Environment", _table(("", ""), rows, "few", numeric=2)) if rows else ""
+
+
+def _command(record: Record) -> str:
+    return _section("Run it again", f"<pre>{_text(record.command)}</pre>") if record.command else ""
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value; the first steps and the last, which are slower, do not move it."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
+
+
+def _text(text: str) -> str:
+    return escape(harmless(text))
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{_text(title)}</h2>{body}</section>"
+
+
+def _swatch(color: int) -> str:
+    return f'<span class="swatch" style="background:var(--s{color})"></span>'
+
+
+def _key(series: Sequence[Series]) -> str:
+    names = "".join(f"<span>{_swatch(s.color)}{_text(s.name)}</span>" for s in series if s.points)
+    return f'<div class="key">{names}</div>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "", numeric: int = 1) -> str:
+    """Cells are HTML. Columns from `numeric` on are figures, aligned to the right."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        sides = ['class="n"' if i >= numeric else "" for i in range(len(cells))]
+        return "<tr>" + "".join(f"<{tag} {side}>{cell}</{tag}>" for cell, side in zip(cells, sides)) + "</tr>"
+
+    top = row(list(map(_text, head)), "th") if any(head) else ""
+    return f'<table class="{kind}">{top}{"".join(row(cells, "td") for cells in rows)}</table>'

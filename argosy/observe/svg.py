@@ -1,0 +1,143 @@
+"""Pictures of the report as inline SVG: no script draws them, no font is fetched, and CSS of the page colors them.
+
+A series is colored by its number (`s0`, `s1`, ...), so light and dark are two sets of CSS variables. Hover values are the
+page's own few lines of script, which read `data-points`: [[x, y, left, top], ...] in the picture's coordinates.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from argosy.observe.curve import Point, binned, short, spread, ticks
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 58, 14, 12, 34
+COLUMNS = 640  # points of a line at most: about one a pixel; those that share one are averaged
+SMOOTH_FROM = 100  # points from which a line is drawn faint, under its running mean
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named line, or single points where `is_dots`; x rising, all values finite."""
+
+    name: str
+    points: Sequence[Point]
+    is_dots: bool = False
+    color: int = 0
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where the values of a picture lie in it."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    width: int
+    height: int
+
+    def left(self, x: float) -> float:
+        low, high = self.x
+        return LEFT + (x - low) / (high - low or 1.0) * (self.width - LEFT - RIGHT)
+
+    def top(self, y: float) -> float:
+        low, high = self.y
+        return TOP + (high - y) / (high - low) * (self.height - TOP - BOTTOM)
+
+
+def chart(series: Sequence[Series], label: str, *, height: int = 260, width: int = WIDTH, zero: bool = False) -> str:
+    """Lines over steps, with axes, a grid and hover values.
+
+    Args:
+        label: what the picture shows, for those who hear it instead of seeing it.
+        zero: the y axis begins at 0.
+    """
+    series = [s for s in series if s.points]
+    frame = _frame(series, width, height, zero)
+    body = [_grid(frame), *(_drawn(s, frame) for s in series)]
+    body.append('<g class="at" visibility="hidden"><line/><rect/><text></text></g>')
+    box = f'viewBox="0 0 {width} {height}" data-bottom="{height - BOTTOM}"'
+    return f'<svg class="chart" {box} role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
+
+
+def bar(parts: Sequence[tuple[str, float, int]], label: str) -> str:
+    """One bar of (name, amount, color number) parts, as wide as their shares."""
+    total, left, out = sum(amount for _, amount, _ in parts), 0.0, []
+    for name, amount, color in parts:
+        width = amount / total * WIDTH
+        title = f"<title>{escape(name)}: {amount / total:.1%}</title>"
+        out.append(f'<rect class="c{color}" x="{left:.2f}" y="0" width="{max(width, 0.4):.2f}" height="26">{title}</rect>')
+        left += width
+    return f'<svg class="bar" viewBox="0 0 {WIDTH} 26" role="img" aria-label="{escape(label)}">{"".join(out)}</svg>'
+
+
+def running_mean(points: Sequence[Point], window: int) -> list[Point]:
+    """Each point's y averaged with its neighbors, `window` at most, fewer at the ends."""
+    sums, total = [0.0], 0.0
+    for _, y in points:
+        total += y
+        sums.append(total)
+    out = []
+    for i, (x, _) in enumerate(points):
+        reach = min(window // 2, i, len(points) - 1 - i)  # as far on both sides, or the ends would lean
+        low, high = i - reach, i + reach + 1
+        out.append((x, (sums[high] - sums[low]) / (high - low)))
+    return out
+
+
+def _frame(series: Sequence[Series], width: int, height: int, zero: bool) -> Frame:
+    xs = [x for s in series for x, _ in s.points]
+    low, high = spread([y for s in series for _, y in s.points])
+    margin = (high - low) * 0.04
+    low = 0.0 if zero and low >= 0 else low - margin
+    return Frame((min(xs), max(xs)), (low, high + margin), width, height)
+
+
+def _grid(frame: Frame) -> str:
+    bottom, right = frame.height - BOTTOM, frame.width - RIGHT
+    out = []
+    for y in ticks(*frame.y, 5):
+        top = frame.top(y)
+        out.append(f'<path class="grid" d="M{LEFT} {top:.1f}H{right}"/>')
+        out.append(f'<text class="tick y" x="{LEFT - 8}" y="{top + 4:.1f}">{short(y)}</text>')
+    for x in ticks(*frame.x, max(2, frame.width // 110)):
+        left = frame.left(x)
+        out.append(f'<path class="mark" d="M{left:.1f} {bottom}v5"/>')
+        out.append(f'<text class="tick x" x="{left:.1f}" y="{bottom + 20}">{short(x)}</text>')
+    return "".join(out) + f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>'
+
+
+def _drawn(series: Series, frame: Frame) -> str:
+    if series.is_dots:
+        return _dots(series, frame)
+    points = thinned(series.points)
+    if len(points) < SMOOTH_FROM:
+        return _line(series, points, frame, "line") if len(points) > 1 else _dots(series, frame)
+    smooth = running_mean(points, max(5, len(points) // 40))
+    return _line(series, points, frame, "line faint", hover=False) + _line(series, smooth, frame, "line")
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most `COLUMNS` points: those of one column averaged, in x as in y."""
+    if len(points) <= COLUMNS:
+        return list(points)
+    low, high = points[0][0], points[-1][0]
+    ys = binned(points, COLUMNS, low, high, log_x=False)
+    xs = binned([(x, x) for x, _ in points], COLUMNS, low, high, log_x=False)
+    return [(x, y) for (_, x), (_, y) in zip(xs, ys)]
+
+
+def _line(series: Series, points: Sequence[Point], frame: Frame, kind: str, hover: bool = True) -> str:
+    path = "L".join(f"{frame.left(x):.1f} {frame.top(y):.1f}" for x, y in points)
+    return f'<path class="{kind} s{series.color}" d="M{path}"{_hover(series, points, frame) if hover else ""}/>'
+
+
+def _dots(series: Series, frame: Frame) -> str:
+    join = "L".join(f"{frame.left(x):.1f} {frame.top(y):.1f}" for x, y in series.points)
+    line = f'<path class="line thin s{series.color}" d="M{join}"/>' if len(series.points) > 1 else ""
+    dots = "".join(f'<circle cx="{frame.left(x):.1f}" cy="{frame.top(y):.1f}" r="3"/>' for x, y in series.points)
+    return f'{line}<g class="dots s{series.color}"{_hover(series, series.points, frame)}>{dots}</g>'
+
+
+def _hover(series: Series, points: Sequence[Point], frame: Frame) -> str:
+    numbers = [[round(x), float(f"{y:.6g}"), round(frame.left(x), 1), round(frame.top(y), 1)] for x, y in points]
+    return f' data-name="{escape(series.name)}" data-points="{escape(json.dumps(numbers, separators=(",", ":")))}"'

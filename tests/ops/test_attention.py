@@ -1,0 +1,94 @@
+"""Every implementation equals the reference, in value and gradient; the reference equals plain NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import relative
+
+from argosy.core.errors import Unsupported
+from argosy.ops.attention import IMPLEMENTATIONS, Score, See, attention
+
+B, T, N, K, H = 2, 150, 6, 2, 10
+
+
+def inputs(seed=0, T=T):
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((B, T, n, H)).astype(np.float32) for n in (N, K, K))
+    segments = np.sort(rng.integers(1, 4, (B, T)), 1).astype(np.int32)
+    at = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    return q, k, v, segments, at
+
+
+def oracle(q, k, v, see, score):
+    """Row by row, in float64."""
+    out = np.zeros(q.shape)
+    for b in range(q.shape[0]):
+        for n in range(q.shape[2]):
+            s = q[b, :, n].astype(np.float64) @ k[b, :, n // (N // K)].astype(np.float64).T * score.scale
+            if score.cap is not None:
+                s = score.cap * np.tanh(s / score.cap)
+            s[~see[b]] = -np.inf
+            sink = np.exp(float(score.sinks[n])) if score.sinks is not None else 0.0
+            p = np.exp(s)
+            out[b, :, n] = p / (p.sum(-1, keepdims=True) + sink) @ v[b, :, n // (N // K)]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+@pytest.mark.parametrize(
+    "score", [{}, {"cap": 2.0}, {"sinks": np.linspace(-1, 3, N, dtype=np.float32)}], ids=["plain", "cap", "sinks"]
+)
+def test_reference_equals_numpy(window, score):
+    q, k, v, segments, at = inputs(T=40)
+    see = See(*map(jnp.asarray, (at, at, segments, segments)), aligned=True)
+    score = {name: jnp.asarray(value) if name == "sinks" else value for name, value in score.items()}
+    wanted = Score(0.3, window, **score)
+    got = attention(*map(jnp.asarray, (q, k, v)), see, wanted, "reference")
+    ahead = at[:, :, None] - at[:, None, :]
+    mask = (ahead >= 0) & (segments[:, :, None] == segments[:, None, :])
+    if window is not None:
+        mask &= ahead < window
+    assert relative(got, oracle(q, k, v, mask, wanted)) < 1e-6
+
+
+@pytest.mark.parametrize("name", [n for n in IMPLEMENTATIONS if n != "reference"])
+@pytest.mark.parametrize("window", [None, 1, 7, 64, 100])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", [5, 64, 150])
+def test_implementations_equal_the_reference(name, window, packed, length):
+    q, k, v, segments, at = inputs(1, length)
+    segment = jnp.asarray(segments) if packed else None
+    see = See(jnp.asarray(at), jnp.asarray(at), segment, segment, aligned=True)
+    score = Score(H**-0.5, window)
+
+    def of(implementation):
+        def loss(q, k, v):
+            return jnp.sum(jnp.sin(attention(q, k, v, see, score, implementation)))
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*map(jnp.asarray, (q, k, v)))
+
+    value, grads = of(name)
+    expected, expected_grads = of("reference")
+    assert abs(float(value - expected)) < 1e-4 * max(1, abs(float(expected)))
+    for got, wanted in zip(grads, expected_grads):
+        assert np.abs(got - wanted).max() < 5e-6 * max(1, np.abs(wanted).max())     # all zero where only itself is seen
+
+
+def test_what_an_implementation_cannot_do_it_refuses():
+    q, k, v, _, at = inputs(T=8)
+    see = See(jnp.asarray(at), jnp.asarray(at), aligned=True)
+    with pytest.raises(Unsupported, match="cap"):
+        attention(*map(jnp.asarray, (q, k, v)), see, Score(1.0, cap=3.0), "blocked")
+    with pytest.raises(Unsupported, match="causal"):
+        attention(*map(jnp.asarray, (q, k, v)), See(see.q_at, see.k_at, causal=False), Score(1.0), "blocked")
+
+
+def test_what_the_best_cannot_do_falls_to_the_reference():
+    """A cap must not be dropped because the preferred implementation has none."""
+    q, k, v, _, at = inputs(T=8)
+    see = See(jnp.asarray(at), jnp.asarray(at), aligned=True)
+    arrays = tuple(map(jnp.asarray, (q, k, v)))
+    capped = attention(*arrays, see, Score(1.0, cap=0.5))
+    assert relative(capped, attention(*arrays, see, Score(1.0, cap=0.5), "reference")) == 0
+    assert relative(capped, attention(*arrays, see, Score(1.0), "reference")) > 1e-2

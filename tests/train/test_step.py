@@ -1,0 +1,99 @@
+"""The update: accumulation, precision and meshes change no number but by rounding; frozen weights do not move."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import relative
+from laws.families import CASES, built
+from train.test_next_token import batch_of
+
+from argosy.adapt.surgery import freeze
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.weight import abstract, logical
+from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.place import batch_sharding, like_weights
+from argosy.parallel.rules import FSDP, shardings
+from argosy.train.objectives.next_token import NextToken
+from argosy.train.optim import AdamW, Muon
+from argosy.train.schedule import Constant
+from argosy.train.state import TrainState, meanings_of, named, trained, unnamed
+from argosy.train.step import make_step
+
+
+def prepared(optimizer=None, run=None, freeze_what=None, **how):
+    """A model's state and its update."""
+    model = built(CASES["llama"], run or Unroll())
+    if freeze_what:
+        freeze(model, freeze_what)
+    graph, params, rest = trained(model)
+    rate = Constant(warmup=0).build(10)
+    transform = (optimizer or AdamW(learning_rate=1e-2)).build(rate, meanings_of(model))
+    state = TrainState.start(params, rest, transform.init(params), 0)
+    return model, state, make_step(graph, NextToken(), transform, rate, **how)
+
+
+def rows(times):
+    return jax.tree.map(lambda a: jnp.concatenate([a] * times), batch_of())
+
+
+def moved(state, before):
+    return {a: np.asarray(w) - np.asarray(before.params[a]) for a, w in state.params.items()}
+
+
+def test_accumulation_changes_nothing():
+    batch = rows(2)
+    batch["mask"] = batch["mask"].at[0].set(0.0)            # parts of unequal weight
+    _, state, step = prepared()
+    whole, told = jax.jit(step)(state, batch)
+    _, _, parts = prepared(accumulate=4)
+    pieces, told_pieces = jax.jit(parts)(state, batch)
+    assert relative(told_pieces["loss"], told["loss"]) < 1e-6
+    assert relative(told_pieces["grad_norm"], told["grad_norm"]) < 1e-5
+    for a, step_taken in moved(whole, state).items():
+        assert relative(moved(pieces, state)[a], step_taken) < 2e-2, a      # Adam's first step is a sign
+
+
+def test_bfloat16_stays_near_and_weights_stay_float32():
+    _, state, step = prepared()
+    _, _, low = prepared(precision="bfloat16")
+    _, told = jax.jit(step)(state, batch_of())
+    after, told_low = jax.jit(low)(state, batch_of())
+    assert 0 < abs(float(told["loss"] - told_low["loss"])) < 0.05 * float(told["loss"])
+    assert {w.dtype for w in after.params.values()} == {jnp.dtype("float32")}
+
+
+def test_frozen_weights_do_not_move():
+    _, state, step = prepared(freeze_what=r"layers\.block\.attn\..*")
+    assert all(".attn." in a for a in state.rest)
+    after, _ = jax.jit(step)(state, batch_of())
+    assert all((np.asarray(after.rest[a]) == np.asarray(w)).all() for a, w in state.rest.items())
+    assert all(np.abs(d).max() > 0 for d in moved(after, state).values()), "a trained weight that did not move"
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8, "fsdp": 1}, {"data": 2, "fsdp": 4}, {"data": 1, "fsdp": 8}])
+@pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
+def test_eight_devices_equal_one(mesh, run):
+    batch = rows(4)
+    model, state, step = prepared(Muon(), run)
+    alone, told = jax.jit(step)(state, batch)
+    devices = MeshSettings(**mesh).build()
+    shapes = abstract(model)
+    places = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, FSDP, devices)
+    if mesh["fsdp"] > 1:
+        assert any(p.spec != jax.sharding.PartitionSpec(*[None] * len(p.spec)) for p in places.values()), "nothing is split"
+    everywhere = like_weights(state, places, shapes, devices)
+    spread = jax.jit(step, out_shardings=(everywhere, None))(
+        jax.device_put(state, everywhere), jax.device_put(batch, batch_sharding(devices))
+    )
+    assert relative(spread[1]["loss"], told["loss"]) < 1e-5
+    for a, w in alone.params.items():
+        assert relative(spread[0].params[a], w) < 1e-4, a
+
+
+def test_an_optimizer_state_survives_being_named():
+    _, state, _ = prepared(Muon())
+    leaves = named(state.optimizer)
+    assert len(leaves) == len(jax.tree.leaves(state.optimizer))
+    back = unnamed(state.optimizer, leaves)
+    assert jax.tree.structure(back) == jax.tree.structure(state.optimizer)
