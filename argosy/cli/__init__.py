@@ -18,6 +18,11 @@ VERBS = {  # verb -> the module whose `app` runs it, and what it does
     "train": ("argosy.cli.train", "train by a recipe, or go on training"),
     "generate": ("argosy.cli.generate", "continue a prompt with a trained model"),
     "convert": ("argosy.cli.convert", "between Hub folder, GGUF (in) and Argosy checkpoint"),
+    "data": ("argosy.cli.data", "a corpus to tokens, a look at them, a vocabulary of one's own"),
+    "models": ("argosy.cli.models", "families and presets: sizes, memory, work"),
+    "runs": ("argosy.cli.runs", "what runs there are, and what became of them"),
+    "report": ("argosy.cli.report", "a run as one HTML page"),
+    "doctor": ("argosy.cli.doctor", "what there is to compute with, and what is wrong with it"),
     "config": ("argosy.cli.config", "settings, and where each came from"),
 }
 

@@ -22,9 +22,10 @@ from functools import lru_cache
 
 sys.path += sys.argv[1:]  # where the parent found Jinja
 
-import jinja2  # noqa: E402
-import jinja2.ext  # noqa: E402
-from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
+import jinja2
+import jinja2.ext
+from jinja2.nodes import CallBlock
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 512 << 20
 CPU_S = 2.0  # the longest published template takes 5 ms
@@ -39,12 +40,13 @@ class Generation(jinja2.ext.Extension):
     """`{% generation %}` ... `{% endgeneration %}` around an assistant's words: as a tag of no effect that remembers
     where in the text its content stands (huggingface/transformers, chat_template_utils.py)."""
 
+    environment: "Environment"
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_remember"), [], [], body).set_lineno(line)
+        return CallBlock(self.call_method("_remember"), [], [], body).set_lineno(line)
 
     def _remember(self, caller):
         words = caller()

@@ -101,7 +101,7 @@ def penalised(
     logits = jnp.where(seen, less, logits)
     times = counts.astype(jnp.float32)
     logits = logits - settings["frequency_penalty"][:, None] * times
-    return logits - settings["presence_penalty"][:, None] * (times > 0)
+    return logits - settings["presence_penalty"][:, None] * (counts > 0).astype(jnp.float32)
 
 
 def filtered(logits: Float[Array, "B V"], settings: dict[str, Array]) -> Float[Array, "B V"]:

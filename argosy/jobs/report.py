@@ -65,7 +65,7 @@ def facts(values: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, A
     for line in lines:
         told |= line["facts"] if isinstance(line.get("facts"), dict) else {}
     try:
-        config = Choice(FAMILIES, tag="family").build(values["model"])
+        config: Any = Choice(FAMILIES, tag="family").build(values["model"])
         told["model"] = values["model"].get("preset") or values["model"]["family"]
         told["data"], told["optimizer"] = values["data"]["source"], values["optimizer"]["name"]
         told["parameters"] = config.parameters()

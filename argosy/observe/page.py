@@ -19,7 +19,7 @@ h1{font-size:1.7rem;line-height:1.2;font-weight:650;margin:0;letter-spacing:-.01
 h2{font-size:1rem;font-weight:650;margin:2.6rem 0 .8rem;padding-bottom:.35rem;border-bottom:1px solid var(--rule)}
 h3{font-size:.85rem;font-weight:600;color:var(--soft);margin:.2rem 0}
 p{margin:.4rem 0}.soft,figcaption{color:var(--soft)}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:1.1rem 1.5rem;margin:1.6rem 0 0}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(7rem,1fr));gap:1.1rem 1rem;margin:1.6rem 0 0}
 .facts dt{font-size:.78rem;color:var(--soft)}.facts dd{margin:0;font-size:1.2rem;font-weight:600;overflow-wrap:anywhere}
 .facts small{display:block;font-size:.78rem;font-weight:400;color:var(--soft)}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:1rem 1.5rem}

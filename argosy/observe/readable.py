@@ -1,6 +1,7 @@
 """Numbers and model output as people read them: parameters, bytes, seconds, and text that cannot harm a terminal."""
 
 import math
+from collections.abc import Sequence
 
 
 def counted(n: float) -> str:
@@ -45,6 +46,14 @@ def lasted(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
 
 
+def ago(seconds: float) -> str:
+    """How long ago, in one unit: 12 s ago, 15 min ago, 3 h ago, 2 d ago."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
+
+
 def harmless(text: str, keep: str = "\n") -> str:
     """Text without control characters: a model's bytes may hold escape sequences. Tabs become four blanks; what cannot be
     printed becomes `·`, except the characters to keep."""
@@ -54,6 +63,17 @@ def harmless(text: str, keep: str = "\n") -> str:
 def one_line(text: str) -> str:
     """Harmless text on one line, line ends shown as `\\n`."""
     return harmless(text.replace("\n", "\\n"), keep="")
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[int] = ()) -> str:
+    """A table in text, two blanks between columns; those numbered in `figures` are aligned to the right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [f"{cell:>{w}}" if i in figures else f"{cell:<{w}}" for i, (cell, w) in enumerate(zip(row, widths))]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(map(line, (head, *rows)))
 
 
 def _three_digits(x: float) -> str:

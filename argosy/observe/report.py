@@ -154,7 +154,7 @@ def _samples(record: Record) -> str:
     if not samples:
         return ""
     shown = {round(i * (len(samples) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)}
-    drawn = [f"<h3>step {s:,}</h3><pre>{_text(text)}</pre>" for s, text in samples]
+    drawn = [f"<h3>step {s:,}</h3><pre>{_text(text.rstrip())}</pre>" for s, text in samples]
     out = "".join(text for i, text in enumerate(drawn) if i in shown)
     if len(shown) < len(samples):
         out += f"<details><summary>all {len(samples)} samples</summary>{''.join(drawn)}</details>"

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int, Key
 
 from argosy.models.parts.weight import Leaves, merge, split, variables
 from argosy.train.optim import Meanings
@@ -15,13 +14,14 @@ from argosy.train.optim import Meanings
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """step: updates made. params: what is trained; rest: frozen weights. key: folded with the step for each step's randomness."""
+    """step: updates made. params: what is trained; rest: frozen weights. key: folded with the step, for its randomness."""
 
-    step: Int[Array, ""]
+    # Int and key arrays; or, in a tree of the same form, their descriptions or shardings.
+    step: Any
     params: Leaves
     rest: Leaves
     optimizer: Any
-    key: Key[Array, ""]
+    key: Any
 
     @classmethod
     def start(cls, params: Leaves, rest: Leaves, optimizer: Any, seed: int) -> "TrainState":

@@ -6,8 +6,10 @@ join to `decode` of all. Knows no file format: each kind is a file of this folde
 """
 
 import codecs
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from argosy.data.tokenizers.facts import DEFAULT, Facts
@@ -57,7 +59,6 @@ class Tokenizer(ABC):
         hidden: ids that decode to nothing unless asked for.
         strips: so many spaces are taken off the beginning of a decoded text.
         lasting: a token that decodes to nothing leaves the next one the first.
-        missing_bytes: those that no token stands for, so that encoding loses them.
         invalid: codecs error handler of bytes that are not UTF-8.
     """
 
@@ -77,14 +78,19 @@ class Tokenizer(ABC):
         self.chat_templates = dict(facts.templates)
         self.chat_template = facts.templates.get(DEFAULT)
 
-    @property
-    @abstractmethod
+    @cached_property
     def fingerprint(self) -> str:
         """sha256 of all that decides ids, in hex."""
+        return hashlib.sha256(self.identity()).hexdigest()
 
-    @property
+    @cached_property
     def missing_bytes(self) -> list[int]:
+        """Those that no token stands for, so that encoding loses them without a word."""
         return []
+
+    @abstractmethod
+    def identity(self) -> bytes:
+        """All that decides ids."""
 
     @abstractmethod
     def encode(self, text: str, special: bool = False) -> list[int]:

@@ -5,7 +5,6 @@ can be streamed. Text that looks like a special token is text unless the caller 
 without calling them special are always found, as everywhere.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -66,20 +65,18 @@ class FastTokenizer(Tokenizer):
         (folder / "tokenizer.json").write_text(self._text, encoding="utf-8")
         self.facts.save(folder, self.adds_bos)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of the content, however it is written: order of keys, blanks, either spelling of merges, their names."""
+    def identity(self) -> bytes:
+        """The content, however it is written: order of keys, blanks, either spelling of merges."""
         content = json.loads(self._text)
         model = content["model"]
         model["merges"] = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges") or []]
         parts = [content.get("added_tokens"), content.get("normalizer"), content.get("pre_tokenizer"), model]
-        text = json.dumps([*parts, self.bos, self.eos], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return json.dumps([*parts, self.bos, self.eos], sort_keys=True).encode()
 
     @cached_property
     def missing_bytes(self) -> list[int]:
-        """Bytes that have no token where bytes are the alphabet: encoding drops them without a word."""
-        if '"ByteLevel"' not in str(self._library.pre_tokenizer and self._library.pre_tokenizer.__getstate__()):
+        cutting = self._library.pre_tokenizer
+        if cutting is None or b'"ByteLevel"' not in cutting.__getstate__():
             return []
         return sorted(byte for byte, name in byte_names().items() if self._library.token_to_id(name) is None)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from argosy.core.formats.gguf import GGUF
 from argosy.core.errors import Unsupported
+from argosy.core.formats.gguf import GGUF
 from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.convert import byte_bpe, from_word_pieces
 from argosy.data.tokenizers.facts import DEFAULT, Facts, damaged
 from argosy.data.tokenizers.pieces import SPACE
-from argosy.data.tokenizers.proto import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, write_model
+from argosy.data.tokenizers.proto import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, write_model
 from argosy.data.tokenizers.rules import rule
 
 KEY = "tokenizer.ggml."
@@ -53,7 +53,10 @@ class Tables:
     def __init__(self, meta: dict[str, Any], path: Path):
         self.meta, self.path = meta, path
         self.tokens: list[str] = self.texts("tokens")
-        self.kinds = self.numbers("token_type", NORMAL).astype(int).tolist()
+        kinds = self.numbers("token_type", NORMAL)
+        if not np.isin(kinds, range(BYTE + 1)).all():
+            raise damaged(path, f"`{KEY}token_type` holds a type that there is not")
+        self.kinds = np.where(kinds == 0, NORMAL, kinds).astype(int).tolist()  # 0: nobody said
         if len(set(self.tokens)) < len(self.tokens):
             raise damaged(path, "a token stands twice")
 

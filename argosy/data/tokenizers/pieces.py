@@ -6,7 +6,6 @@ it always finds. Each part after a special token begins with a space again, as i
 the tokenizer's config says `legacy: false` (huggingface/transformers#24565).
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from argosy.core.errors import Unsupported
 from argosy.data.tokenizers import Tokenizer, whole
 from argosy.data.tokenizers.decoders import EACH_BYTE
 from argosy.data.tokenizers.facts import Facts, damaged
-from argosy.data.tokenizers.proto import BYTE, CONTROL, NO_PREFIX, UNKNOWN, USER_DEFINED, read_model
+from argosy.data.tokenizers.proto import BYTE, CONTROL, NO_PREFIX, UNKNOWN, read_model
 
 SPACE = "\u2581"
 BEGINNING = ("Llama", "CodeLlama", "Gemma")  # classes of the Hub that put `bos` in front unless told otherwise
@@ -88,11 +87,9 @@ class PieceTokenizer(Tokenizer):
         (folder / "tokenizer.model").write_bytes(self._data)
         self.facts.save(folder, self.adds_bos, "LlamaTokenizer")
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of the model's bytes and of what was added to it."""
-        added = json.dumps([sorted(self._added.items()), self.bos, self.eos]).encode()
-        return hashlib.sha256(hashlib.sha256(self._data).digest() + added).hexdigest()
+    def identity(self) -> bytes:
+        """The model's bytes and what was added to it."""
+        return self._data + json.dumps([sorted(self._added.items()), self.bos, self.eos]).encode()
 
     @cached_property
     def _special(self) -> dict[str, int]:

@@ -41,16 +41,19 @@ def read_model(data: bytes, path: Path) -> Model:
     """
     pieces, trainer, normalizer, denormalizes = [], {}, {}, False
     for number, value in fields(data, path):
-        if number in (_PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER) and not isinstance(value, bytes):
+        if number not in (_PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER):
+            continue
+        if not isinstance(value, bytes):
             raise damaged(path, "it is no SentencePiece model")
+        part = dict(fields(value, path))
         if number == _PIECE:
-            pieces.append(piece_of(dict(fields(value, path)), path))
+            pieces.append(piece_of(part, path))
         elif number == _TRAINER:
-            trainer |= dict(fields(value, path))
+            trainer |= part
         elif number == _NORMALIZER:
-            normalizer |= dict(fields(value, path))
-        elif number == _DENORMALIZER:
-            denormalizes = bool(dict(fields(value, path)).get(2))
+            normalizer |= part
+        else:
+            denormalizes = bool(part.get(2))
     if not pieces:
         raise damaged(path, "it has no pieces")
     unknown = text_of(trainer.get(44, " \u2047 ".encode()), path)

@@ -1,0 +1,109 @@
+"""`argosy data`: a corpus to tokens, a look at them, a vocabulary of one's own."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import Field
+
+from argosy.cli.output import answer, can_color, say
+from argosy.core.settings import Settings, read_settings, words_layer
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+TELL_S = 5.0  # between words on progress
+
+WORDS = typer.Argument(metavar="[key=value ...]", help="settings: of data for a source, of a run for a recipe", show_default=False)
+JSON = typer.Option("--json", help="one JSON document on stdout")
+SOURCE = typer.Argument(help="a text or JSONL file, a folder, a glob, a data source's name, or a recipe", show_default=False)
+
+
+class Vocabulary(Settings):
+    """What to train a tokenizer on, and how large."""
+
+    vocab: int = Field(1024, gt=0)
+    """Tokens in all: 256 bytes, <|bos|>, <|eos|>, and merges."""
+    max_bytes: int | None = Field(4_000_000, gt=0)
+    """Text to read, in the order of the source. None: all of it."""
+
+
+@app.callback(invoke_without_command=True)
+def data(context: typer.Context) -> None:
+    """A corpus to tokens, a look at them, a vocabulary of one's own."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command("prepare")
+def prepare(
+    source: Annotated[str, SOURCE],
+    target: Annotated[str, typer.Argument(help="a new folder; `data.source=FOLDER` trains on it", show_default=False)],
+    words: Annotated[list[str] | None, WORDS] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Tokenizes a corpus once, into files that training maps."""
+    from argosy.jobs import data as job
+
+    settings = job.data_settings(source, words or [])
+    told = job.prepare(settings, Path(target), say, Progress())
+    answer(prepared_text(told), told, as_json)
+
+
+@app.command("inspect")
+def inspect(
+    recipe: Annotated[str, typer.Argument(help="a recipe's name, or a YAML file", show_default=False)],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", show_default=False)] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="rows of the batch to show")] = 2,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Shows the first rows that a model will see, and which tokens count: green, or outside ⟦ ⟧."""
+    from argosy.jobs import data as job
+
+    text, document = job.inspect(recipe, words or [], rows, can_color(sys.stdout))
+    answer(text, document, as_json)
+
+
+@app.command("tokenizer")
+def tokenizer(
+    source: Annotated[str, SOURCE],
+    target: Annotated[str, typer.Argument(help="a new folder; `data.tokenizer=FOLDER` uses it", show_default=False)],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[vocab=1024] [max_bytes=4M]", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Trains a byte-level BPE on a corpus."""
+    from argosy.jobs import data as job
+
+    how = read_settings(Vocabulary, words_layer(words or [])).value
+    settings = job.data_settings(source, []).model_copy(update={"max_bytes": how.max_bytes})
+    told = job.train_tokenizer(settings, how.vocab, Path(target))
+    if told["vocab"] < how.vocab:
+        say(f"the text has pairs for {told['vocab']} tokens only, {how.vocab} were asked for")
+    answer(f"{target}: {told['vocab']:,} tokens, from {told['bytes']:,} bytes of text", told, as_json)
+
+
+def prepared_text(told: dict[str, Any]) -> str:
+    """What a prepared corpus holds, a line for each split."""
+    lines = [f"{told['target']}: tokens of `{told['tokenizer']}`, {told['vocab']:,} in its vocabulary"]
+    for split in ("train", "held_out"):
+        part = told[split]
+        each = f", {part['bytes'] / part['tokens']:.2f} bytes each" if part["tokens"] else ""
+        lines.append(f"  {split:8}  {part['documents']:,} documents, {part['tokens']:,} tokens{each}")
+    return "\n".join(lines)
+
+
+class Progress:
+    """Says every few seconds how far it is; nothing where it is over before."""
+
+    def __init__(self) -> None:
+        self.said = time.monotonic()
+
+    def __call__(self, done_bytes: int, all_bytes: int | None) -> None:
+        if time.monotonic() - self.said < TELL_S:
+            return
+        self.said = time.monotonic()
+        share = f" of {all_bytes / 1e6:,.0f}" if all_bytes else ""
+        say(f"{done_bytes / 1e6:,.0f}{share} MB of text tokenized")

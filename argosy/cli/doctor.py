@@ -1,0 +1,69 @@
+"""`argosy doctor`: what there is to compute with, and what is wrong with it."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from argosy.cli.output import answer
+from argosy.observe.readable import sized
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> int:
+    """Tells versions, devices, memory, disk, cache, and what is wrong with them. Exits with 1 where nothing would run."""
+    from argosy.jobs.doctor import examine
+
+    found = examine()
+    answer(told(found), found, as_json)
+    return 0 if found["ok"] else 1
+
+
+def told(found: Mapping[str, Any]) -> str:
+    """What was found, in columns, then what is wrong with it."""
+    machine, cache, pages = found["machine"], found["cache"], found["huge_pages"]
+    sections = {
+        "versions": found["versions"],
+        "machine": {
+            "system": machine["system"],
+            "processor": machine["processor"],
+            "vectors": f"{machine['vector_bits']} bits" if machine["vector_bits"] else "unknown",
+            "cores": f"{machine['cores']:g}, load {machine['load']}",
+            "memory": of(machine["memory_free_bytes"], machine["memory_bytes"]),
+            "huge pages": pages["state"] + (f" ({pages['system']})" if pages["system"] else ""),
+            "open files": found["open_files"] or "unlimited",
+        },
+        "devices": devices(found["jax"]),
+        "disk": {name: f"{of(d['free_bytes'], d['total_bytes'])}  {d['path']}" for name, d in found["disk"].items()},
+        "compiled programs": {"kept": f"{cache['programs']}, {sized(cache['bytes'])}", "in": cache["folder"]},
+        "variables": found["variables"] or {"none": "that matter"},
+    }
+    width = max(len(name) for rows in sections.values() for name in rows)
+    lines = []
+    for title, rows in sections.items():
+        lines += [title, *(f"  {name:<{width}}  {value}" for name, value in rows.items()), ""]
+    for finding in found["findings"]:
+        lines += [f"{finding['level']}: {finding['what']}", f"  hint: {finding['hint']}"]
+    serious = [f for f in found["findings"] if f["level"] != "note"]
+    return "\n".join([*lines, *([] if serious else ["nothing is wrong"])])
+
+
+def devices(jax: Mapping[str, Any]) -> dict[str, str]:
+    """One line a device; those of the CPU share its memory."""
+    if "error" in jax:
+        return {"none": jax["error"]}
+    return {
+        str(i): f"{d['kind']}, {sized(d['memory_bytes'])}" if d["memory_bytes"] else d["kind"]
+        for i, d in enumerate(jax["devices"])
+    }
+
+
+def of(free: int | None, total: int | None) -> str:
+    """`3.10 GiB free of 23.5 GiB`."""
+    if free is None or total is None:
+        return "unknown"
+    return f"{sized(free)} free of {sized(total)}"

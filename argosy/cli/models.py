@@ -1,0 +1,71 @@
+"""`argosy models`, `argosy models show NAME [context=TOKENS]`."""
+
+from typing import Annotated, Any
+
+import typer
+from pydantic import Field
+
+from argosy.cli.output import answer
+from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.observe.readable import columns, counted, flops, sized
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+JSON = typer.Option("--json", help="one JSON document on stdout")
+
+
+class Show(Settings):
+    """What to count at."""
+
+    context: int | None = Field(None, gt=0)
+    """Tokens of a sequence, for memory and work; all that the model was made for unless told."""
+
+
+@app.callback(invoke_without_command=True)
+def models(context: typer.Context, as_json: Annotated[bool, JSON] = False) -> None:
+    """Lists the model families and presets; `show` tells what one is made of and what it costs."""
+    if context.invoked_subcommand is not None:
+        return
+    from argosy.jobs.models import listing
+
+    found = listing()
+    rows = [(p["name"], p["family"], f"{p['parameters']:,}", f"{p['context']:,}") for p in found["presets"]]
+    text = columns(("preset", "family", "parameters", "context"), rows, figures=(2, 3))
+    answer(f"families: {', '.join(found['families'])}\n\n{text}", found, as_json)
+
+
+@app.command("show")
+def show(
+    name: Annotated[
+        str, typer.Argument(help="a preset, Hub folder, .gguf file, run directory or checkpoint", show_default=False)
+    ],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[context=TOKENS]", show_default=False)] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Shows the block of a model, its sizes, parameters, work and memory, and the recipes that use it."""
+    how = read_settings(Show, words_layer(words or [])).value
+    from argosy.jobs.models import describe
+
+    found = describe(name, how.context)
+    answer(told(found), found, as_json)
+
+
+def told(found: dict[str, Any]) -> str:
+    """The description in text."""
+    total, at = found["parameters"], f"at {found['context']:,} tokens"
+    parts = ", ".join(f"{name} {n / total:.1%}" for name, n in found["parts"].items())
+    weights = ", ".join(f"{sized(n)} in {dtype}" for dtype, n in found["weight_bytes"].items())
+    cache, token = found["cache_bytes"], found["cache_bytes_per_token"]
+    window = f", window {found['window']:,}" if found["window"] else ""
+    facts = {
+        "parameters": f"{total:,} ({counted(total)})",
+        "": parts,
+        "sizes": "  ".join(f"{letter} {size}" for letter, size in found["dims"].items()),
+        "forward": f"{flops(found['flops_per_token_at_1'])} a token, {flops(found['flops_per_token'])} {at}, attention in full",
+        "weights": weights,
+        "cache": f"{sized(token['bfloat16'])} a token in bfloat16, {sized(token['float32'])} in float32",
+        " ": f"{sized(cache['bfloat16'])} and {sized(cache['float32'])} {at}{window}",
+        "recipes": ", ".join(found["recipes"]) or "none names it; any takes model=NAME",
+    }
+    lines = [f"  {name:<12}{value}".rstrip() for name, value in facts.items()]
+    return "\n".join([f"{found['name']}: {found['family']}", "", found["block"], "", *lines])

@@ -1,0 +1,118 @@
+"""`argosy data`: a corpus to tokens on disk, a look at what a model will see, a vocabulary of one's own.
+
+Notable: a corpus and a vocabulary are made from settings of data alone, so neither needs a model, nor jax.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.core.settings import read_settings, words_layer
+from argosy.data.prepare import Progress, is_prepared
+from argosy.data.settings import DataSettings
+from argosy.data.sources import Source, find_source
+from argosy.data.tokenize import load_tokenizer
+from argosy.jobs.compose import compose, recipes
+
+Say = Callable[[str], None]
+
+
+def is_recipe(name: str) -> bool:
+    """Whether a word names a recipe, or a YAML file of one, rather than data."""
+    return name in recipes() or name.endswith((".yml", ".yaml"))
+
+
+def data_settings(name: str, words: Iterable[str]) -> DataSettings:
+    """The data of a recipe, the words being its settings; or of a source, the words being settings of data.
+
+    Raises:
+        UserError: whatever is wrong with them.
+    """
+    if is_recipe(name):
+        from argosy.jobs.run import Run
+
+        return compose(Run, name, words).value.data
+    if told := next((word for word in words if word.startswith("source=")), None):
+        raise BadInput(f"`{name}` is the source, and `{told}` is another")
+    layer = words_layer(word.removeprefix("data.") for word in words)
+    return read_settings(DataSettings, words_layer([f"source={name}"]), layer).value
+
+
+def documents_of(settings: DataSettings) -> Source:
+    """The source, where it has text.
+
+    Raises:
+        BadInput: it is made of rows, or prepared already.
+    """
+    if is_prepared(settings.source):
+        raise BadInput(f"`{settings.source}` is prepared already", hint="name the text that it was made from")
+    source = find_source(settings)
+    if not isinstance(source, Source):
+        raise BadInput(f"the data source `{settings.source}` has no documents", hint="it is made while training")
+    return source
+
+
+def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress | None = None) -> dict[str, Any]:
+    """Tokenizes a source into the folder `target`; says what is there.
+
+    Raises:
+        UserError: no such source or tokenizer, or the folder holds something else.
+    """
+    from argosy.data.prepare import SPLITS
+    from argosy.data.prepare import prepare as write
+
+    source, tokenizer = documents_of(settings), load_tokenizer(settings.tokenizer)
+    if missing := tokenizer.missing_bytes:
+        say(f"the tokenizer `{settings.tokenizer}` has no token for {len(missing)} of the 256 bytes: text loses them")
+    prepared = write(source, tokenizer, target, held_out=settings.held_out, bos=settings.bos, progress=progress)
+    told = prepared.manifest["splits"]
+    splits = {split: {name: told[split][name] for name in ("documents", "tokens", "bytes")} for split in SPLITS}
+    return {"target": str(target), "tokenizer": settings.tokenizer, "vocab": prepared.manifest["vocab"]} | splits
+
+
+def inspect(recipe: str, words: Iterable[str], rows: int, color: bool) -> tuple[str, list[dict[str, Any]]]:
+    """The first rows of a recipe's first batch: as text, and as a document.
+
+    Raises:
+        UserError: whatever would keep the run from starting on its data.
+    """
+    from argosy.data import inspect, pipeline
+    from argosy.jobs.run import Run
+
+    run = compose(Run, recipe, words).value
+    tokenizer = None if run.data.source == "synthetic" else load_tokenizer(run.data.tokenizer)
+    batches = pipeline.build(run.data, tokenizer, vocab=run.model.vocab, seed=run.seed)
+    try:
+        batch = {name: array[:rows] for name, array in next(batches).items()}
+    finally:
+        batches.close()
+    text = inspect.render(batch, tokenizer, color)
+    count = len(batch["tokens"])
+    document = [{name: array[row].tolist() for name, array in batch.items()} for row in range(count)]
+    for row in document:
+        row["text"] = inspect.words(row["tokens"], tokenizer)
+    return text, document
+
+
+def train_tokenizer(settings: DataSettings, vocab: int, target: Path) -> dict[str, Any]:
+    """Trains a vocabulary on a source and writes it to the new folder `target`; says what came of it.
+
+    Raises:
+        BadInput: the folder holds something, the source has no text, the vocabulary is too small.
+    """
+    from argosy.data.bpe import train
+
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadInput(f"`{target}` is not empty", hint="name a new folder; nothing is ever overwritten")
+    read = {"bytes": 0, "documents": 0}
+
+    def texts() -> Iterator[str]:
+        for document in documents_of(settings).documents():
+            read["documents"] += 1
+            read["bytes"] += len(document.text.encode())
+            yield document.text
+
+    tokenizer = train(texts(), vocab)
+    tokenizer.save(target)
+    return {"target": str(target), "vocab": tokenizer.vocab, "fingerprint": tokenizer.fingerprint} | read

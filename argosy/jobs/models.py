@@ -1,0 +1,190 @@
+"""`argosy models`: what a model is made of and what it costs, from its config alone. No weight is drawn or read.
+
+Building is free, because weights begin as descriptions; what layers keep of the past is asked of the layers themselves.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import ArgosyError, BadInput, UnknownName
+from argosy.core.settings import dump
+from argosy.jobs.compose import presets, recipe_layers, recipes
+from argosy.jobs.public import preset_config
+from argosy.models import FAMILIES
+from argosy.models.parts.weight import variables
+
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+SUBLAYERS = {"attn": "attention", "mlp": "feed-forward"}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What some layers keep of the past. layers: how many. numbers: of one token in one of them; span: tokens it reads."""
+
+    layers: int
+    token: int
+    row: int
+    span: int | None
+
+
+def listing() -> dict[str, Any]:
+    """Families, and presets with their parameters."""
+    rows = []
+    for name in presets():
+        config = preset_config(name)
+        family = dump(config).get("family") or family_of(config)
+        rows.append({"name": name, "family": family, "parameters": config.parameters(), "context": config.context})
+    return {"families": list(FAMILIES), "presets": sorted(rows, key=lambda r: (r["family"], r["parameters"], r["name"]))}
+
+
+def describe(name: str, context: int | None = None) -> dict[str, Any]:
+    """One model: sizes, parameters, work and memory.
+
+    Args:
+        name: a preset, or a model at rest: Hub folder, .gguf file, run directory, checkpoint.
+        context: tokens to count memory and work at; the model's own unless told.
+
+    Raises:
+        BadInput, UnknownName, Damaged: there is no such model.
+    """
+    config = config_named(name)
+    tokens = context or config.context
+    if tokens > config.context:
+        raise BadInput(f"context={tokens} is longer than the {config.context} tokens it was made for")
+    model = config.build()
+    kept = what_is_kept(model)
+    parameters = config.parameters()
+    work = config.flops(tokens)
+    return {
+        "name": name,
+        "family": family_of(config),
+        "config": dump(config),
+        "dims": dict(config.dims),
+        "parameters": parameters,
+        "parts": parts(model),
+        "context": tokens,
+        "flops_per_token": round(work / tokens),
+        "flops_per_token_at_1": config.flops(1),
+        "weight_bytes": {dtype: size * parameters for dtype, size in BYTES.items()},
+        "cache_bytes_per_token": {d: BYTES[d] * sum(k.layers * k.token for k in kept) for d in ("float32", "bfloat16")},
+        "cache_bytes": {d: cache_bytes(kept, tokens, BYTES[d]) for d in ("float32", "bfloat16")},
+        "window": next((k.span for k in kept if k.span), None),
+        "block": block(model),
+        "recipes": used_by(name),
+    }
+
+
+def config_named(name: str) -> Any:
+    """The config of a preset, or of a model at rest.
+
+    Raises:
+        BadInput, UnknownName, Damaged: there is none.
+    """
+    if name in presets():
+        return preset_config(name)
+    if Path(name).exists() and not name.endswith((".yml", ".yaml")):
+        from argosy.checkpoint.stored import open_model
+
+        return open_model(name).config
+    if os.sep in name and not Path(name).exists():
+        raise BadInput(f"no model at {name}", hint="a preset, Hub folder, .gguf file, run directory or checkpoint")
+    if not Path(name).exists():
+        raise UnknownName("model", name, presets())
+    return preset_config(name)
+
+
+def family_of(config: Any) -> str:
+    """The name its family is registered under."""
+    return next(name for name in FAMILIES if FAMILIES[name] is type(config))
+
+
+def used_by(name: str) -> list[str]:
+    """The recipes that train this preset."""
+    found = []
+    for recipe in recipes():
+        try:
+            layers = recipe_layers(recipe)
+        except ArgosyError:
+            continue  # a recipe with a mistake tells it when it is run
+        named = [layer.values.get("model") for layer in layers if layer.values.get("model") is not None]
+        last = named[-1].get("preset") if named and isinstance(named[-1], Mapping) else named[-1] if named else None
+        if last == name:
+            found.append(recipe)
+    return found
+
+
+# ---------------------------------------------------------------- counting
+
+
+def what_is_kept(model: Any) -> list[Kept]:
+    """What the layers of a model keep, by how far back they read."""
+    out: dict[tuple[int, int, int | None], int] = {}
+    for spec, layers in model.layers.holds().values():
+        token, row = (sum(math.prod(shape) for _, shape in arrays) for arrays in (spec.token, spec.row))
+        out[token, row, spec.span] = out.get((token, row, spec.span), 0) + (layers or 1)
+    return [Kept(layers, *about) for about, layers in out.items()]
+
+
+def cache_bytes(kept: Iterable[Kept], tokens: int, size: int) -> int:
+    """Bytes that a sequence of so many tokens needs; a windowed layer never more than its window."""
+    return size * sum(k.layers * (k.token * min(tokens, k.span or tokens) + k.row) for k in kept)
+
+
+def parts(model: Any) -> dict[str, int]:
+    """Parameters by part, those of all layers together."""
+    out: dict[str, int] = {}
+    for address, v in variables(model).items():
+        part = re.sub(r"^layers\.[^.]+\.", "", address).partition(".")[0]
+        name = SUBLAYERS.get(part, "norms" if part.endswith("norm") else part)
+        out[name] = out.get(name, 0) + math.prod(v.shape)
+    return out
+
+
+# ---------------------------------------------------------------- the picture
+
+
+def block(model: Any) -> str:
+    """The model as a small picture: what a token passes through, with the weights it meets. One box a kind of layer."""
+    config, stack = model.config, model.layers
+    lines = ["tokens", f"  embed   {config.vocab} x {config.width}", "  │"]
+    for indexes in stack.indexes().values():
+        layer = stack.example(stack.plan[indexes[0]])
+        lines += _box(f" {len(indexes)} x ", _rows(layer, config))
+    head = "the embedding again" if config.tied else f"{config.width} x {config.vocab}"
+    return "\n".join([*lines, "  norm", f"  head    {head}", "logits"])
+
+
+def _box(title: str, rows: list[str]) -> list[str]:
+    width = max(map(len, rows))
+    sides = [f"  │  {row:<{width}} │" for row in rows]
+    return [f"  ├─{title:─<{width + 2}}┐", *sides, f"  ├{'─' * (width + 3)}┘", "  │"]
+
+
+def _rows(layer: Any, config: Any) -> list[str]:
+    """The sublayers of a block in the order it was built with."""
+    rows: list[str] = []
+    for sub in (name for name in vars(layer) if name in SUBLAYERS):
+        part = getattr(layer, sub)
+        shapes = {name: getattr(getattr(part, name), "w", None) for name in vars(part)}
+        told = [f"{name} {'x'.join(map(str, w.shape))}" for name, w in shapes.items() if w is not None]
+        rows += [""] * bool(rows) + [f"x + {SUBLAYERS[sub]}(norm(x))", f"    {'  '.join(told)}"]
+        rows += [f"    {_reach(part, config)}"] if hasattr(part, "holds") else []
+    return rows
+
+
+def _reach(attention: Any, config: Any) -> str:
+    span, rope = attention.holds().span, getattr(config, "rope", None)
+    seen = f"window {span:,}" if span else "causal"
+    return f"{seen}, rope {rope.base:,.0f}{_scaling(rope)}" if rope else seen
+
+
+def _scaling(rope: Any) -> str:
+    if rope.scaling is None:
+        return ""
+    factor = getattr(rope.scaling, "factor", None)
+    return f", {type(rope.scaling).__name__.lower()} scaling" + (f" x{factor:g}" if factor else "")

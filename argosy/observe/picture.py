@@ -1,0 +1,186 @@
+"""What a run looks like in text: as one line a step, and as the live picture of a terminal.
+
+The curve is computed again only when there are new numbers. Whoever draws may do so from another thread while numbers come
+in. Knows nothing of streams, and of Rich only the two classes it returns.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from argosy.observe import curve
+from argosy.observe.readable import counted, flops, harmless, lasted
+
+POINTS = 4096  # of the curve; more are averaged in pairs
+PLOT_WIDTH, PLOT_HEIGHT, SAMPLE_LINES = 76, 8, 4
+NARROW, LOW = 40, 18  # columns and lines of a terminal below which there is no curve
+RATE_WINDOW = 20  # logged steps that the time left is judged by
+LOG_FROM = 50.0  # an x axis that ends so many times later than it begins is logarithmic
+
+
+class Picture:
+    """What is known of a run, as a line or as the live picture."""
+
+    def __init__(self, x: str = "auto"):
+        self.x, self.steps, self.now, self.is_over = x, 0, 0, False
+        self.sample: tuple[int, str] | None = None
+        self.numbers: Mapping[str, float] = {}
+        self.evals: dict[int, Mapping[str, float]] = {}
+        self._losses: list[curve.Point] = []
+        self._times: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
+        self._began = time.monotonic()
+        self._drawn: tuple[Any, curve.Plot] | None = None
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.now, self.numbers = step, numbers
+        self._times.append((time.monotonic(), step))
+        if math.isfinite(numbers.get("loss", math.nan)):
+            self._losses.append((float(step), numbers["loss"]))
+        if len(self._losses) > POINTS:
+            self._losses = curve.halved(self._losses)
+
+    def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.evals[step] = numbers
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the last step, judged by the last logged ones; None where nothing can be said yet."""
+        if len(self._times) < 2 or not self.steps:
+            return None
+        (t0, step0), (t1, step1) = self._times[0], self._times[-1]
+        return (self.steps - step1) * (t1 - t0) / (step1 - step0) if step1 > step0 else None
+
+    def place(self, step: int) -> str:
+        """`step  40/300`, as wide for every step of the run."""
+        return f"step {step:>{len(str(self.steps))}}/{self.steps}" if self.steps else f"step {step}"
+
+    def line(self) -> str:
+        """The last step in one line."""
+        left = f"  {lasted(self.left_s)} left" if self.left_s else ""
+        return f"{self.place(self.now)}  {stepped(self.numbers)}{left}"
+
+    # ---------------------------------------------------------------- the live picture
+
+    def drawn(self, width: int, height: int) -> Any:
+        """Everything, for a terminal of this size."""
+        from rich.console import Group
+
+        rows = self._plot_rows(width, height) if self._losses and width >= NARROW and height >= LOW else []
+        rows += [line_of(line[: width - 1]) for line in self._number_lines()]
+        return Group(*rows, self._bar(width), *self._sample_rows(width, height))
+
+    def _plot_rows(self, width: int, height: int) -> list[Any]:
+        plot = self._plot(min(width - 2, PLOT_WIDTH), min(PLOT_HEIGHT, height - 10))
+        rows = [line_of("")]
+        for label, row in zip(plot.labels, plot.rows):
+            text = line_of(label, "dim")
+            text.append(row, "cyan")
+            text.highlight_regex(curve.MARK, "bold yellow")
+            rows.append(text)
+        return [*rows, line_of(plot.axis, "dim"), line_of(plot.below, "dim")]
+
+    def _plot(self, width: int, height: int) -> curve.Plot:
+        key = (width, height, self.now, len(self.evals))
+        if self._drawn is None or self._drawn[0] != key:
+            losses, evals = list(self._losses), list(self.evals.items())  # the run goes on while this draws
+            first = losses[0][0]
+            marks = [(float(s), n["eval_loss"]) for s, n in evals if math.isfinite(n.get("eval_loss", math.nan))]
+            marks = [mark for mark in marks if mark[0] >= first]
+            log_x = self.x == "log" or (self.x == "auto" and self.steps >= LOG_FROM * first)
+            plot = curve.plot(losses, marks, width - 8, height, log_x=log_x and first > 0)
+            self._drawn = key, plot
+        return self._drawn[1]
+
+    def _number_lines(self) -> list[str]:
+        if not self.numbers:
+            return [f"compiling, {lasted(time.monotonic() - self._began)}"] if not self.is_over else []
+        lines = [stepped(self.numbers)]
+        if self.evals:
+            step = max(list(self.evals))
+            lines.append(f"{curve.MARK} {evaluated(self.evals[step])} at step {step}")
+        return lines
+
+    def _bar(self, width: int) -> Any:
+        share = self.now / self.steps if self.steps else 0.0
+        told = f" {self.place(self.now)}  {share:4.0%}  {self._remaining()}"
+        cells = max(0, min(width - 1, PLOT_WIDTH) - len(told))
+        full = int(share * cells)
+        text = line_of("━" * full, "green" if self.now >= self.steps else "cyan")
+        text.append("━" * (cells - full), "dim")
+        text.append(told[: width - 1])
+        return text
+
+    def _remaining(self) -> str:
+        if self.steps and self.now >= self.steps:
+            return f"{lasted(time.monotonic() - self._began)} in all"
+        if self.is_over:
+            return "stopped"
+        if self.left_s is None:
+            return ""
+        return f"{lasted(max(0.0, self.left_s - (time.monotonic() - self._times[-1][0])))} left"
+
+    def _sample_rows(self, width: int, height: int) -> list[Any]:
+        if self.sample is None or height < LOW + 4:
+            return []
+        from rich.cells import chop_cells
+
+        step, text = self.sample
+        lines = harmless(text).strip("\n").splitlines() or [""]
+        pieces = [piece for line in lines for piece in chop_cells(line, max(2, width - 3)) or [""]]
+        pieces = pieces[:SAMPLE_LINES] + [""] * (SAMPLE_LINES - len(pieces))  # as many each time: nothing jumps
+        return [line_of(f"sample at step {step}", "dim"), *(line_of(f"  {piece}", "italic") for piece in pieces)]
+
+
+# ---------------------------------------------------------------- words
+
+
+def headed(facts: Mapping[str, Any]) -> list[str]:
+    """The facts of a run in lines of two columns."""
+    facts = dict(facts)
+    tokens, steps = facts.pop("tokens_per_step", None), facts.pop("steps", None)
+    work, devices = facts.pop("flops_per_step", None), facts.pop("devices", 1)
+    told: dict[str, str] = {}
+    if "parameters" in facts:
+        told["parameters"] = f"{facts.pop('parameters'):,}"
+    if "device" in facts:
+        told["devices"] = f"{devices} x {facts.pop('device')}"
+    if steps:
+        told["steps"] = f"{steps:,}" + (f" x {tokens:,} tokens" if tokens else "")
+    if work:
+        told["compute"] = f"{flops(work)} a step"
+    if steps and tokens:
+        told["in all"] = f"{counted(tokens * steps)} tokens" + (f", {flops(work * steps)}" if work else "")
+    told |= {name: str(value) for name, value in facts.items()}
+    cells = [f"{name:<12}{value}" for name, value in told.items()]
+    return [f"{left:<40}{right}".rstrip() for left, right in zip(cells[::2], [*cells[1::2], ""])]
+
+
+def stepped(numbers: Mapping[str, float]) -> str:
+    """The numbers of a step that are worth watching."""
+    told = [f"loss {numbers['loss']:.4f}"] if "loss" in numbers else []
+    if "tokens_per_s" in numbers:
+        told.append(f"{numbers['tokens_per_s']:,.0f} tokens/s")
+    if "lr" in numbers:
+        told.append(f"lr {numbers['lr']:.2e}")
+    if "grad_norm" in numbers:
+        told.append(f"grad norm {numbers['grad_norm']:.3g}")
+    return "  ".join(told)
+
+
+def evaluated(numbers: Mapping[str, float]) -> str:
+    """The numbers of an evaluation."""
+    told = [f"eval loss {numbers['eval_loss']:.4f}"] if "eval_loss" in numbers else []
+    if "eval_perplexity" in numbers:
+        told.append(f"perplexity {numbers['eval_perplexity']:.4g}")
+    if "eval_bits_per_byte" in numbers:
+        told.append(f"{numbers['eval_bits_per_byte']:.3f} bits/byte")
+    return "  ".join(told)
+
+
+def line_of(text: str, style: str = "") -> Any:
+    """One line for Rich, cut where the terminal ends; nothing in it is markup."""
+    from rich.text import Text
+
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis", end="\n")

@@ -1,0 +1,135 @@
+"""Generation against the slow and obvious way: the whole sequence again for every token."""
+
+import numpy as np
+import pytest
+from helpers import relative
+from laws.families import CASES, built
+
+from argosy.core.errors import BadInput, SettingsError
+from argosy.infer.lm import LM
+from argosy.models.parts.stack import Scan, Unroll
+
+PROMPTS = [[5, 9, 100, 23, 7, 60, 61, 62, 63], [17], [1, 2, 3, 4]]
+
+
+@pytest.fixture(scope="module", params=["unroll", "scan"])
+def lm(request):
+    config = CASES["llama"]
+    return LM(config, built(config, Unroll() if request.param == "unroll" else Scan()), LettersTokenizer())
+
+
+class LettersTokenizer:
+    """Ids as characters, some of them halves of a two-byte letter."""
+
+    vocab, bos, eos, adds_bos, chat_template, special = 113, None, None, False, None, {}
+
+    def encode(self, text, special=False):
+        return [ord(c) for c in text]
+
+    def decode(self, ids):
+        return "".join(map(self.letter, ids))
+
+    @staticmethod
+    def letter(token):
+        return chr(token) if token >= 32 else chr(0x100 + token)
+
+    def stream(self):
+        return Letters()
+
+
+class Letters:
+    def push(self, token):
+        return LettersTokenizer.letter(token)
+
+    def end(self):
+        return ""
+
+
+def slowly(lm, prompt, n):
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(int(np.argmax(lm.logits([ids])[0, -1])))
+    return ids[len(prompt) :]
+
+
+def test_greedy_equals_recomputing_everything_rows_of_unequal_length(lm):
+    answers = lm.generate(PROMPTS, 12, ignore_eos=True)
+    for prompt, answer in zip(PROMPTS, answers):
+        assert answer.tokens == slowly(lm, prompt, 12)
+        assert (answer.finish_reason, answer.prompt_tokens) == ("length", len(prompt))
+        assert answer.text == lm.tokenizer.decode(answer.tokens)
+
+
+def test_logprobs_are_those_of_the_whole_sequence(lm):
+    answer = lm.generate([PROMPTS[0]], 6, ignore_eos=True)[0]
+    ids = PROMPTS[0] + answer.tokens
+    logits = lm.logits([ids])[0].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = [logprobs[len(PROMPTS[0]) - 1 + i, t] for i, t in enumerate(answer.tokens)]
+    assert relative(answer.logprobs, expected) < 1e-4
+
+
+def test_draws_depend_on_the_seed_and_not_on_the_rows_beside(lm):
+    together = lm.generate(PROMPTS, 10, temperature=1.0, seed=3, ignore_eos=True)
+    alone = lm.generate(PROMPTS[:1], 10, temperature=1.0, seed=3, ignore_eos=True)
+    assert together[0].tokens == alone[0].tokens
+    other = lm.generate(PROMPTS, 10, temperature=1.0, seed=4, ignore_eos=True)
+    assert [c.tokens for c in other] != [c.tokens for c in together]
+    same_prompt = lm.generate([PROMPTS[0]] * 3, 10, temperature=1.0, seed=3, ignore_eos=True)
+    assert len({tuple(c.tokens) for c in same_prompt}) == 3, "rows share their randomness"
+
+
+def test_repetition_penalty_counts_prompt_and_answer(lm):
+    free = lm.generate([PROMPTS[0]], 30, ignore_eos=True)[0].tokens
+    bound = lm.generate([PROMPTS[0]], 30, repetition_penalty=1e6, ignore_eos=True)[0].tokens
+    assert len(set(bound) | set(PROMPTS[0])) == len(bound) + len(set(PROMPTS[0])), "a token came again"
+    assert bound != free
+
+
+def test_stop_tokens_end_an_answer_and_are_no_part_of_it(lm):
+    free = lm.generate([PROMPTS[0]], 12, ignore_eos=True)[0].tokens
+    stop = free[5]
+    answer = lm.generate([PROMPTS[0]], 12, stop_tokens=[stop])[0]
+    assert answer.tokens == free[: free.index(stop)]
+    assert answer.finish_reason == "stop"
+
+
+def test_stop_strings_are_held_back_while_streaming(lm):
+    whole = lm.generate([PROMPTS[0]], 12, ignore_eos=True)[0].text
+    stop = whole[4:7]
+    answer = lm.generate([PROMPTS[0]], 12, stop=[stop], ignore_eos=True)[0]
+    assert answer.text == whole[: whole.index(stop)]
+    assert answer.finish_reason == "stop"
+    pieces = list(lm.stream(PROMPTS[0], 12, stop=[stop], ignore_eos=True))
+    assert "".join(pieces) == answer.text
+    unmet = whole[4:6] + "\x00"
+    assert "".join(lm.stream(PROMPTS[0], 12, stop=[unmet], ignore_eos=True)) == whole
+
+
+@pytest.mark.parametrize(
+    ("prompts", "how", "match"),
+    [
+        ([], {}, "no prompt"),
+        ([[]], {}, "empty prompt"),
+        ([[113]], {}, "outside"),
+        ([[-1]], {}, "outside"),
+        ([[1] * 200], {}, "fills"),
+        ([[1] * 201], {}, "more than"),
+        ([[1]], {"max_tokens": 0}, "max_tokens"),
+        ([[1]], {"stop": [""]}, "stop"),
+    ],
+)
+def test_bad_input_is_said_before_work(lm, prompts, how, match):
+    with pytest.raises(BadInput, match=match):
+        lm.generate(prompts, **how)
+
+
+def test_a_misspelt_setting_is_told_with_the_right_name(lm):
+    with pytest.raises(SettingsError) as error:
+        lm.generate([[1]], temprature=1.0)
+    assert "temperature" in str(error.value)
+
+
+def test_generation_ends_with_the_context(lm):
+    answer = lm.generate([[3] * 195], 50, ignore_eos=True)[0]
+    assert (len(answer.tokens), answer.finish_reason) == (5, "length")

