@@ -79,7 +79,7 @@ def quickstart(directory: str | None, stage: Stage) -> Story:
     with stage.act(story, "export", "The model as a Hugging Face folder, loaded back"):
         story.facts["export"] = export(path, stage.speak)
     with stage.act(story, "report", "The report"):
-        from argosy.jobs.report import write_report
+        from argosy.jobs.report import report as write_report
 
         report = write_report(path)
         story.facts["report"] = str(report)
@@ -109,7 +109,7 @@ def make_vocabulary(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
 
     source = find_source(DataSettings(source="stdlib", max_bytes=TOKENIZER_BYTES))
     assert isinstance(source, Source)
-    train_bpe(source, VOCABULARY, path / "tokenizer")
+    train_bpe((document.text or "" for document in source.documents()), VOCABULARY).save(path / "tokenizer")
     version = ".".join(map(str, sys.version_info[:3]))
     speak(f"   from {TOKENIZER_BYTES / 1e6:.0f} MB of Python {version}'s own source: read as text, never imported")
     return {"python": version, "vocabulary": VOCABULARY}
@@ -200,6 +200,6 @@ def stopped(story: Story, outcome: Outcome, stage: Stage, words: list[str]) -> S
 def next_commands(path: Path) -> list[str]:
     return [
         f'argosy generate {path} "class " temperature=0.7',
-        f"argosy train tiny data.source=YOUR.txt init.weights=none",
+        "argosy train tiny data.source=YOUR.txt dir=runs/mine",
         f"argosy config show {path}",
     ]

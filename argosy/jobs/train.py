@@ -33,6 +33,8 @@ class View(Protocol):
 
     def sample(self, step: int, text: str) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Quiet:
     """Shows nothing."""
@@ -46,6 +48,8 @@ class Quiet:
     def evaluation(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
     def sample(self, step: int, text: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,7 @@ class Session:
                 directory.checkpoints.wait()
         finally:
             a.batches.close()
+            self.view.close()
         step = int(state.step)
         metrics.write({"step": step, "seconds": self.clock.shares()})
         return Outcome(directory.path, step, settings.steps, stop.code, self.last, self.clock.shares())

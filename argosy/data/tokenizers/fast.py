@@ -6,7 +6,8 @@ without calling them special are always found, as everywhere.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -46,10 +47,12 @@ class FastTokenizer(Tokenizer):
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         library = self._parsing if special else self._library
-        return library.encode(whole(text), add_special_tokens=False).ids
+        with refusals(self._path):
+            return library.encode(whole(text), add_special_tokens=False).ids
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._library.encode_batch_fast([whole(text) for text in texts], add_special_tokens=False)
+        with refusals(self._path):
+            encodings = self._library.encode_batch_fast([whole(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def piece(self, token: int, first: bool) -> bytes:
@@ -93,18 +96,25 @@ class FastTokenizer(Tokenizer):
         return self._library.encode("").ids[:1] == [self.bos]
 
 
+@contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """What the library refuses, as `Damaged`. A hostile expression makes it panic, and a panic is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
+        raise damaged(path, " ".join(str(error).split())[:160]) from None
+
+
 def parse(text: str, path: Path) -> Library:
     """A tokenizer.json's content, without the cutting and padding that it may ask for.
 
     Raises:
         Damaged: the library refuses it.
     """
-    try:
+    with refusals(path):
         library = Library.from_str(text)
-    except BaseException as error:  # a panic of the library is no Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        raise damaged(path, str(error)[:160]) from None
     library.no_truncation()
     library.no_padding()
     return library

@@ -130,7 +130,8 @@ def processor(data: bytes, path: Path) -> SentencePieceProcessor:
     try:
         library.load_from_serialized_proto(data)
     except RuntimeError as error:
-        raise damaged(path, str(error).rpartition(")")[2].strip()[:160] or "it is no SentencePiece model") from None
+        what = re.sub(r"^\w+: (src/\S+\(\d+\) )?", "", str(error))  # its source file tells nobody anything
+        raise damaged(path, what.strip("[] ")[:160] or "it is no SentencePiece model") from None
     return library
 
 

@@ -1,0 +1,183 @@
+"""The report, read by an HTML parser: whole, harmless, self-contained, and true to the lines it was made from."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from argosy.observe.page import SCRIPT
+from argosy.observe.report import Record, Saved, numbers, render, seconds_by_cause
+from argosy.observe.svg import COLUMNS, Series, bar, chart, running_mean, thinned
+
+VOID = {"meta", "br", "line", "rect", "path", "circle"}
+
+
+class Page(HTMLParser):
+    """Balanced tags, texts and attributes of a document."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID or tag == "rect":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def text(self, tag: str) -> list[str]:
+        return [data for inside, data in self.texts if inside == tag]
+
+    def series(self) -> dict[str, list[list[float]]]:
+        return {a["data-name"]: json.loads(a["data-points"]) for _, a in self.tags if a.get("data-points")}  # pyright: ignore
+
+
+def lines(steps: int = 60) -> list[dict]:
+    told: list[dict] = []
+    for step in range(10, steps + 1, 10):
+        told.append({"step": step, "loss": 5 - step / 20, "tokens": step * 100, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 900.0})
+        told.append({"step": step, "sample": f"text of step {step}"})
+    told.append({"step": steps, "eval_loss": 2.25, "eval_perplexity": math.exp(2.25), "eval_bits_per_byte": 1.5})
+    return told
+
+
+def full(**changes) -> Record:
+    parts = {
+        "name": "first", "state": "done", "lines": lines(), "steps": 60,
+        "facts": {"parameters": 12_345_678, "model": "llama", "flops_per_step": 10**9},
+        "settings": [("seed", "3", "command line"), ("data.batch", "8", "recipes/tiny.yml"), ("data.bos", "false", "default")],
+        "checkpoints": [Saved(50, 3 << 20), Saved(60, 3 << 20, 2.25)],
+        "environment": {"python": "3.11.7", "jax": "0.10.2"}, "command": "argosy train tiny", "made": "2026-11-21",
+    }  # fmt: skip
+    return Record(**(parts | changes))
+
+
+def test_everything_is_there():
+    page = Page(render(full()))
+    heads = ["Loss", "Tokens per second", "Optimizer", "What it wrote", "Checkpoints kept", "Settings", "Environment", "Run it again"]
+    assert page.text("h2") == heads
+    assert page.text("h1") == ["first"]
+    cells = page.text("dd")
+    assert cells == ["12.3M", "2.0000", "2.2500", "1.500", "6.00k", "900"]
+    assert "12,345,678" in page.text("small")
+    assert [t for t in page.text("td") if "MiB" in t] == ["3.00 MiB"] * 2
+    assert page.text("pre") == [f"text of step {s}" for s in range(10, 61, 10)] + ["argosy train tiny"]
+    assert page.text("summary") == ["1 left at their defaults"]
+
+
+def test_nothing_is_fetched_and_the_script_is_small():
+    text = render(full())
+    page = Page(text)
+    assert not re.search(r"https?:|//[a-z]|url\(|@import|\bfetch\b|XMLHttp", text)
+    for _, attributes in page.tags:
+        assert not {"src", "href", "srcset", "action", "data"} & set(attributes)
+    assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
+    assert len(SCRIPT.encode()) < 4096
+    assert any(a.get("content", "").startswith("default-src 'none'") for t, a in page.tags if t == "meta")  # pyright: ignore
+    assert "prefers-color-scheme:dark" in text
+
+
+def test_whatever_a_run_holds_is_text():
+    evil = "</pre><script>alert(1)</script><img src=x onerror=y>\"'&\x1b[31m\u202e"
+    told = [{"step": 1, "loss": 1.0}, {"step": 1, "sample": evil}, {"step": 1, "seconds": {evil: 1.0}}]
+    record = full(
+        name=evil, state=evil, lines=told, settings=[(evil, evil, evil)], environment={evil: evil}, command=evil,
+        facts={"model": evil, "device": evil}, made=evil,
+    )  # fmt: skip
+    text = render(record)
+    page = Page(text)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert page.text("h1")[0].startswith("</pre><script>alert(1)")
+
+
+def test_the_last_line_of_a_step_wins_and_curves_hold_their_values():
+    told = [{"step": 10, "loss": 9.0}, {"step": 20, "loss": 8.0}, {"step": 10, "loss": 4.0}, {"step": 20, "loss": 3.0}]
+    told += [{"step": 30, "loss": "nan"}, {"step": 40, "loss": math.inf}, {"step": 40, "eval_loss": 3.5}, {"loss": 1.0}]
+    page = Page(render(full(lines=told)))
+    assert [point[:2] for point in page.series()["loss"]] == [[10, 4.0], [20, 3.0]]
+    assert [point[:2] for point in page.series()["eval"]] == [[40, 3.5]]
+    assert numbers(told, "loss") == [(10.0, 4.0), (20.0, 3.0)]
+
+
+def test_time_is_added_over_sessions():
+    told = [{"step": 10, "seconds": {"step": 30.0, "compile": 10.0}}, {"step": 10, "seconds": {"step": 50.0, "data": 10.0}}]
+    assert seconds_by_cause(told) == {"step": 80.0, "compile": 10.0, "data": 10.0}
+    page = Page(render(full(lines=told)))
+    assert "Time by cause, 2 sessions" in page.text("h2")
+    rows = page.text("td")
+    assert rows[rows.index("80.0") + 1] == "80.0%"
+    widths = [float(a["width"]) for t, a in page.tags if t == "rect" and a.get("class", "").startswith("c")]  # pyright: ignore
+    assert widths == pytest.approx([576, 72, 72])
+
+
+def test_a_run_without_any_line_says_so():
+    page = Page(render(Record("empty", "stopped")))
+    assert page.text("h2") == []
+    assert "stopped; no step has been logged yet" in page.text("p")
+
+
+def test_many_samples_are_folded_away():
+    told = [{"step": s, "sample": f"sample {s}"} for s in range(100)]
+    shown = Page(render(full(lines=told, command="")))
+    assert shown.text("pre")[:6] == [f"sample {s}" for s in (0, 20, 40, 59, 79, 99)]
+    assert "all 100 samples" in shown.text("summary")
+
+
+def test_curves_stay_inside_their_picture():
+    random = np.random.default_rng(0)
+    points = [(float(i), float(y)) for i, y in enumerate(random.normal(size=5000) ** 3)]
+    page = Page(chart([Series("loss", points), Series("eval", points[::500], is_dots=True)], "x"))
+    assert len(page.series()["loss"]) == COLUMNS
+    paths = [a["d"] for t, a in page.tags if t == "path" and "line" in a["class"]]  # pyright: ignore
+    places = np.array([list(map(float, p.split())) for d in paths for p in re.split("[ML]", d)[1:]])  # pyright: ignore
+    assert places[:, 0].min() >= 58
+    assert places[:, 0].max() <= 720 - 14
+    assert places[:, 1].min() >= 12
+    assert places[:, 1].max() <= 260 - 34
+
+
+def test_thinning_and_smoothing_keep_the_mean():
+    random = np.random.default_rng(1)
+    xs, ys = np.arange(6400.0), random.normal(size=6400)
+    thin = thinned(list(zip(xs.tolist(), ys.tolist())))
+    assert len(thin) == COLUMNS
+    assert np.mean([y for _, y in thin]) == pytest.approx(ys.mean(), abs=1e-3)
+    smooth = running_mean(list(zip(xs.tolist(), ys.tolist())), 51)
+    assert [y for _, y in smooth][100] == pytest.approx(ys[75:126].mean())
+    assert smooth[0][1] == pytest.approx(ys[0])
+    straight = [(float(x), 2.0 * x) for x in range(200)]
+    assert np.array(running_mean(straight, 51)) == pytest.approx(np.array(straight))
+
+
+@pytest.mark.parametrize("points", [[(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)], [(0.0, 0.0), (1.0, 1e300)], [(0.0, -1e-12), (9.0, 0.0)]])
+def test_odd_curves_draw(points):
+    drawn = chart([Series("loss", points)], "x", zero=True)
+    Page(drawn)
+    assert "nan" not in drawn
+    assert "inf" not in drawn
+
+
+def test_a_bar_fills_its_width():
+    page = Page(bar([("a", 3.0, 0), ("b", 1.0, 1)], "x"))
+    rects = [(float(a["x"]), float(a["width"])) for t, a in page.tags if t == "rect"]  # pyright: ignore
+    assert rects == [(0.0, 540.0), (540.0, 180.0)]

@@ -1,0 +1,200 @@
+"""What a run shows, on a pipe and at a terminal; the live picture through a small emulator of cursor movements."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import argosy
+from argosy.observe.picture import POINTS, Picture, headed
+from argosy.observe.terminal import REDRAWS_PER_S, Terminal, can_redraw
+
+FACTS = {
+    "parameters": 90368, "steps": 200, "tokens_per_step": 1024, "flops_per_step": 640_000_000,
+    "devices": 1, "device": "cpu", "precision": "float32", "layers": "unroll",
+}  # fmt: skip
+EVIL = "\x1b[31mred\x1b]0;title\x07 [bold]not markup[/bold]\r\nnext"
+
+
+class Screen(io.StringIO):
+    """A terminal that remembers what was written."""
+
+    encoding = "utf-8"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+    def isatty(self) -> bool:
+        return True
+
+    def shown(self) -> list[str]:
+        """The lines that stand on it, by the escape codes it was sent."""
+        lines, row, column = [""], 0, 0
+        for code, move, count, letter in re.findall(r"(\x1b\[([0-9;?]*)([A-Za-z]))|([\s\S])", self.getvalue()):
+            if letter == "\n":
+                row, column = row + 1, 0
+                lines += [""] * (row >= len(lines))
+            elif letter == "\r":
+                column = 0
+            elif letter:
+                lines[row] = f"{lines[row]:{column}}"[:column] + letter + lines[row][column + 1 :]
+                column += 1
+            elif code and count == "A":
+                row = max(0, row - int(move or 1))
+            elif code and count == "K":
+                lines[row] = "" if move == "2" else lines[row][:column]
+        return [line.rstrip() for line in lines]
+
+
+def drive(view: Terminal, steps: int = 200, every: int = 5) -> None:
+    view.plan(FACTS)
+    for step in range(every, steps + 1, every):
+        view.step(step, {"loss": 1 + 4 / step, "tokens_per_s": 45123.4, "lr": 3e-3, "grad_norm": 0.834})
+    view.evaluation(steps, {"eval_loss": 1.25, "eval_perplexity": 3.49, "eval_bits_per_byte": 0.9})
+    view.sample(steps, EVIL)
+
+
+def test_a_pipe_gets_one_plain_line_a_step():
+    out = io.StringIO()
+    with Terminal(out) as view:
+        view.say("going on")
+        drive(view)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "going on"
+    assert sum("  loss " in line for line in lines) == 40
+    assert re.fullmatch(r"step   5/200  loss 1\.8000  45,123 tokens/s  lr 3\.00e-03  grad norm 0\.834", lines[5])
+    assert lines[-2] == "step 200/200  eval loss 1.2500  perplexity 3.49  0.900 bits/byte"
+    assert lines[-1] == "step 200/200  sample: ·[31mred·]0;title· [bold]not markup[/bold]·\\nnext"
+    assert not re.search(r"[^\n -~·]", out.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("tty", "encoding", "variables", "live"),
+    [
+        (True, "utf-8", {"TERM": "xterm"}, True),
+        (False, "utf-8", {"TERM": "xterm"}, False),
+        (True, "utf-8", {"TERM": "dumb"}, False),
+        (True, "utf-8", {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (True, "utf-8", {"TERM": "xterm", "NO_COLOR": ""}, True),
+        (True, "ascii", {"TERM": "xterm"}, False),
+        (True, "utf-8", {}, False),
+    ],
+)
+def test_live_only_where_it_can_be(monkeypatch, tty, encoding, variables, live):
+    for name in ("TERM", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    stream = Screen()
+    stream.isatty, stream.encoding = lambda: tty, encoding
+    assert can_redraw(stream) == live
+
+
+def test_the_live_picture_is_replaced_in_place(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "40")
+    out = Screen()
+    with Terminal(out, live=True) as view:
+        drive(view)
+        view.say("words [i]above[/i]")
+        view.close()
+        view.close()
+    shown = out.shown()
+    text = "\n".join(shown)
+    assert max(map(len, shown)) <= 80
+    for once in ("parameters  90,368", "step 200/200  100%", "● eval loss 1.2500", "sample at step 200", "loss 1.0200"):
+        assert text.count(once) == 1, once
+    assert text.index("words [i]above[/i]") < text.index("┤") < text.index("loss 1.0200") < text.index("step 200/200")
+    assert "·[31mred·]0;title· [bold]not markup[/bold]" in text
+    assert "\x1b[31mred" not in out.getvalue()
+    assert "\x07" not in out.getvalue()
+    assert sum("│" in line or "┤" in line for line in shown) == 8
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (8, 3), (20, 5), (39, 50), (60, 12), (80, 17), (300, 100)])
+def test_any_terminal_will_do(width, height):
+    from rich.console import Console
+
+    view = Terminal(io.StringIO(), live=False)
+    drive(view)
+    out = io.StringIO()
+    Console(file=out, width=width, height=height, force_terminal=True, color_system=None).print(view.picture.drawn(width, height))
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert all(len(line) <= width for line in plain.splitlines())
+
+
+def test_an_exception_closes_the_picture(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    out, before = Screen(), threading.active_count()
+    with pytest.raises(ZeroDivisionError), Terminal(out) as view:
+        view.plan(FACTS)
+        view.step(5, {"loss": 2.0})
+        assert threading.active_count() == before + 1
+        raise ZeroDivisionError
+    end = time.monotonic() + 5  # the thread wakes once more to see that it is over
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    assert "stopped" in out.shown()[-2]
+    written = out.getvalue()
+    view.say("after")
+    assert out.getvalue() == written + "after\n"
+    hidden, shown = written.rfind("\x1b[?25l"), written.rfind("\x1b[?25h")
+    assert hidden < shown
+
+
+def test_redraws_are_bounded_however_fast_steps_are(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    drawn: list[float] = []
+    with Terminal(Screen()) as view:
+        draw = view.picture.drawn
+        monkeypatch.setattr(view.picture, "drawn", lambda *size: (drawn.append(time.monotonic()), draw(*size))[1])
+        view.plan(FACTS | {"steps": 10**7})
+        start, step = time.monotonic(), 0
+        while time.monotonic() - start < 1.2:
+            step += 1
+            view.step(step, {"loss": 2.0})
+        running = [t for t in drawn if t - start > 0.05]
+    assert step > 5000
+    assert 2 <= len(running) <= 1.2 * REDRAWS_PER_S + 1
+    assert len(view.picture._losses) <= POINTS
+
+
+def test_time_left_is_judged_by_the_last_steps(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    picture = Picture()
+    picture.steps = 1000
+    assert picture.left_s is None
+    for step in range(10, 510, 10):
+        now[0] += 100.0 if step <= 100 else 2.0
+        picture.step(step, {"loss": 1.0})
+    assert picture.left_s == pytest.approx(500 * 0.2)
+    assert picture.line() == "step  500/1000  loss 1.0000  1:40 left"
+
+
+def test_numbers_that_are_none_do_not_stop_the_picture():
+    picture = Picture()
+    picture.step(1, {"loss": float("nan")})
+    picture.evaluation(1, {"eval_loss": float("inf")})
+    picture.drawn(80, 40)
+    picture.step(2, {"loss": 1.0})
+    picture.drawn(80, 40)
+    assert picture._losses == [(2.0, 1.0)]
+
+
+def test_facts_that_are_not_known_beforehand_are_told():
+    text = "\n".join(headed({"steps": 3, "reward": "exact match"}))
+    assert "steps       3" in text
+    assert "reward      exact match" in text
+
+
+def test_importing_it_does_not_import_rich():
+    code = "import json, sys, argosy.observe.terminal; print(json.dumps([m for m in sys.modules if m in ('rich', 'jax', 'numpy')]))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(argosy.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(done.stdout) == []
