@@ -15,9 +15,13 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 TELL_S = 5.0  # between words on progress
 
-WORDS = typer.Argument(metavar="[key=value ...]", help="settings: of data for a source, of a run for a recipe", show_default=False)
+WORDS = typer.Argument(
+    metavar="[key=value ...]", help="settings: of data for a source, of a run for a recipe", show_default=False
+)
 JSON = typer.Option("--json", help="one JSON document on stdout")
-SOURCE = typer.Argument(help="a text or JSONL file, a folder, a glob, a data source's name, or a recipe", show_default=False)
+SOURCE = typer.Argument(
+    help="a text or JSONL file, a folder, a glob, a data source's name, or a recipe", show_default=False
+)
 
 
 class Vocabulary(Settings):

@@ -52,7 +52,7 @@ def show(
     from argosy.jobs import runs
 
     found = runs.summary(run, verify=verify)
-    settings = [] if found.step is None and found.steps is None else runs.settings(found.path)
+    settings = runs.settings(found.path) if found.steps else []
     document = found.document() | {"settings": {key: {"value": value, "set_by": who} for key, value, who in settings}}
     facts = {"state": found.state, "step": _steps(found), "last write": _ago(found.written_s)}
     facts |= {"problem": found.problem} if found.problem else {}

@@ -32,14 +32,17 @@ def train(texts: Iterable[str], vocab: int) -> Tokenizer:
         BadInput: fewer tokens than bytes, or no text.
     """
     if vocab < LEAST:
-        raise BadInput(f"a vocabulary of {vocab} tokens", where="256 bytes, <|bos|> and <|eos|>", hint=f"at least {LEAST}")
+        raise BadInput(
+            f"a vocabulary of {vocab} tokens", where="256 bytes, <|bos|> and <|eos|>", hint=f"at least {LEAST}"
+        )
     texts = iter(texts)
     first = next((text for text in texts if text), None)
     if first is None:
         raise BadInput("no text to train a tokenizer on")
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(QWEN2), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        pre_tokenizers.Split(Regex(QWEN2), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

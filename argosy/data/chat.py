@@ -84,7 +84,11 @@ def render_with_mask(
 
 
 def rendered(
-    template: str, messages: Sequence[Message], special: Mapping[str, str], variables: Mapping[str, Any], now: datetime | None
+    template: str,
+    messages: Sequence[Message],
+    special: Mapping[str, str],
+    variables: Mapping[str, Any],
+    now: datetime | None,
 ) -> dict[str, Any]:
     """The child's answer to one conversation."""
     if len(template) > TEMPLATE_CHARACTERS:
@@ -115,18 +119,15 @@ def refusal(kind: str, message: str) -> BadInput:
 
 
 def costly(why: str) -> BadInput:
-    return BadInput(
-        "the chat template costs too much", where=why, hint="use another template: this one may mean harm"
-    )
+    return BadInput("the chat template costs too much", where=why, hint="use another template: this one may mean harm")
 
 
 class Child:
-    """The rendering process: started when first asked, again after it died, and by each process for itself."""
+    """The rendering process: started when first asked, again after it died, and by a forked process for itself."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one request.
@@ -147,17 +148,25 @@ class Child:
         raise costly(why)
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+        if self._process is None or self._process.poll() is not None:
             self._end()
-            self._process, self._owner = start(), os.getpid()
+            self._process = start()
         return self._process
 
     def _end(self) -> None:
-        """Kills the process, unless it is another's: after a fork both would hold it."""
         process, self._process = self._process, None
-        if process is not None and self._owner == os.getpid():
+        if process is not None:
             process.kill()
             process.communicate()
+
+    def forget(self) -> None:
+        """In a forked process: the one that renders is its parent's, and so may the lock be."""
+        process, self._process, self._lock = self._process, None, Lock()
+        for pipe in (process.stdin, process.stdout) if process is not None else ():
+            if pipe is not None:
+                pipe.close()
+        if process is not None:
+            process.returncode = 0  # not ours to wait for
 
     def close(self) -> None:
         with self._lock:
@@ -170,7 +179,11 @@ def start() -> subprocess.Popen[bytes]:
     Raises:
         ArgosyError: it cannot be started.
     """
-    folders = {str(Path(spec.origin).parents[1]) for name in ("jinja2", "markupsafe") if (spec := find_spec(name)) and spec.origin}
+    folders = {
+        str(Path(spec.origin).parents[1])
+        for name in ("jinja2", "markupsafe")
+        if (spec := find_spec(name)) and spec.origin
+    }
     words = [sys.executable, "-I", "-X", "utf8", str(Path(__file__).with_name("chat_child.py")), *sorted(folders)]
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, cwd="/", bufsize=0
@@ -221,3 +234,4 @@ def receive_bytes(process: subprocess.Popen[bytes], count: int, until: float) ->
 
 CHILD = Child()
 atexit.register(CHILD.close)
+os.register_at_fork(after_in_child=CHILD.forget)

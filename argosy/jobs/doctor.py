@@ -112,9 +112,11 @@ def check_disk(found: Mapping[str, Any]) -> list[Finding]:
         free = about["free_bytes"]
         if free is not None and free < 2 * GIB:
             level = BROKEN if free < GIB // 8 and place == "here" else WARNING
-            out.append(Finding(level, f"{sized(free)} free at {about['path']}", "checkpoints need three times a model: make room"))
+            hint = "checkpoints need three times a model: make room"
+            out.append(Finding(level, f"{sized(free)} free at {about['path']}", hint))
     if not can_write(Path.cwd()):
-        out.append(Finding(WARNING, f"no permission to write in {Path.cwd()}", "runs go to runs/ here: give dir=, or go elsewhere"))
+        hint = "runs go to runs/ here: give dir=, or go elsewhere"
+        out.append(Finding(WARNING, f"no permission to write in {Path.cwd()}", hint))
     return out
 
 
@@ -124,7 +126,8 @@ def check_cache(found: Mapping[str, Any]) -> list[Finding]:
         hint = "mend the permissions of the home directory, or set XDG_CACHE_HOME"
         return [Finding(WARNING, f"compiled programs cannot be kept in {cache['folder']}", hint)]
     if cache["bytes"] > 10 * GIB:
-        return [Finding(NOTE, f"{sized(cache['bytes'])} of compiled programs are kept", f"may be removed: {cache['folder']}")]
+        what = f"{sized(cache['bytes'])} of compiled programs are kept"
+        return [Finding(NOTE, what, f"may be removed: {cache['folder']}")]
     return []
 
 
@@ -132,12 +135,13 @@ def check_machine(found: Mapping[str, Any]) -> list[Finding]:
     about, out = found["machine"], []
     if about["memory_free_bytes"] is not None and about["memory_free_bytes"] < GIB:
         what = f"{sized(about['memory_free_bytes'])} of memory free"
-        out.append(Finding(WARNING, what, "end other programs: a process that outgrows memory is killed without a word"))
+        out.append(Finding(WARNING, what, "end other programs: what outgrows memory is killed without a word"))
     if about["load"] is not None and about["load"] > 1.5 * about["cores"]:
         what = f"load {about['load']:g} on {about['cores']:g} cores: others compute here too"
         out.append(Finding(NOTE, what, "times and tokens/s will be worse than the machine's own"))
     if found["open_files"] is not None and found["open_files"] < 1024:
-        out.append(Finding(WARNING, f"{found['open_files']} open files allowed", "ulimit -n 4096, or checkpoints may fail"))
+        what = f"{found['open_files']} open files allowed"
+        out.append(Finding(WARNING, what, "ulimit -n 4096, or checkpoints may fail"))
     if found["clock_behind_s"] > 86400:
         what = f"the clock is {lasted(found['clock_behind_s'])} behind this program's own files"
         out.append(Finding(WARNING, what, "set the clock: the newest run and certificates are judged by it"))

@@ -37,9 +37,11 @@ def listing() -> dict[str, Any]:
     rows = []
     for name in presets():
         config = preset_config(name)
-        family = dump(config).get("family") or family_of(config)
-        rows.append({"name": name, "family": family, "parameters": config.parameters(), "context": config.context})
-    return {"families": list(FAMILIES), "presets": sorted(rows, key=lambda r: (r["family"], r["parameters"], r["name"]))}
+        rows.append(
+            {"name": name, "family": family_of(config), "parameters": config.parameters(), "context": config.context}
+        )
+    rows.sort(key=lambda row: (row["family"], row["parameters"], row["name"]))
+    return {"families": list(FAMILIES), "presets": rows}
 
 
 def describe(name: str, context: int | None = None) -> dict[str, Any]:

@@ -38,7 +38,14 @@ class Proof:
 
 def prove(folder: Path, recipe: str, words: list[str], steps: int = 40, every: int = 10) -> Proof:
     """Runs the recipe twice for so many steps under `folder`; the second is a process of its own that is killed on the way."""
-    common = [*words, f"steps={steps}", f"checkpoint.every={every}", "log.every=1", "eval.batches=0", "sample.every=none"]
+    common = [
+        *words,
+        f"steps={steps}",
+        f"checkpoint.every={every}",
+        "log.every=1",
+        "eval.batches=0",
+        "sample.every=none",
+    ]
     alone, killed = folder / "alone", folder / "killed"
     train(recipe, [*common, f"dir={alone}"], Quiet())
     killed_at = kill_at(killed, recipe, [*common, f"dir={killed}"], steps * 5 // 8)

@@ -20,7 +20,7 @@ from argosy.jobs.train import run as train_run
 
 RECIPE = "quickstart"
 VOCABULARY = 1024
-TOKENIZER_BYTES = 1_000_000     # of the corpus, for the vocabulary: a second
+TOKENIZER_BYTES = 1_000_000  # of the corpus, for the vocabulary: a second
 PROMPT = "def "
 
 
@@ -59,7 +59,9 @@ def quickstart(directory: str | None, stage: Stage) -> Story:
     """
     path = fresh(directory)
     story = Story(str(path))
-    with stage.act(story, "vocabulary", f"A vocabulary of {VOCABULARY:,} pieces, from the source of Python's standard library"):
+    with stage.act(
+        story, "vocabulary", f"A vocabulary of {VOCABULARY:,} pieces, from the source of Python's standard library"
+    ):
         story.facts |= make_vocabulary(path, stage.speak)
     words = [f"data.tokenizer={path / 'tokenizer'}"]
     reading = compose(Run, RECIPE, [*words, f"dir={path}"])
@@ -84,7 +86,9 @@ def quickstart(directory: str | None, stage: Stage) -> Story:
         report = write_report(path)
         story.facts["report"] = str(report)
         stage.speak(f"   {report}")
-    stage.speak(f"\nAll of it is in {path}. What to do next:\n" + "\n".join(f"   {line}" for line in next_commands(path)))
+    stage.speak(
+        f"\nAll of it is in {path}. What to do next:\n" + "\n".join(f"   {line}" for line in next_commands(path))
+    )
     return story
 
 
@@ -93,7 +97,9 @@ def fresh(directory: str | None) -> Path:
     if directory is not None:
         path = Path(directory)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise BadInput(f"{path} exists already", hint="dir=NEW names a new directory; without it one is numbered for you")
+            raise BadInput(
+                f"{path} exists already", hint="dir=NEW names a new directory; without it one is numbered for you"
+            )
         return path
     number = 1
     while Path(f"runs/{RECIPE}-{number}").exists():
@@ -129,7 +135,7 @@ def predict(run: Run, speak: Callable[[str], None]) -> float:
     return seconds
 
 
-SHARE_OF_PEAK = 0.45        # what a step of this size gets of a large matrix product's rate; docs/log.md
+SHARE_OF_PEAK = 0.45  # what a step of this size gets of a large matrix product's rate; docs/log.md
 
 
 def matmul_rate() -> float:
@@ -154,7 +160,9 @@ def told_proof(path: Path, words: list[str], speak: Callable[[str], None]) -> di
     folder = path / "proof"
     proof = prove(folder, RECIPE, words)
     shutil.rmtree(folder)
-    speak(f"   killed at step {proof.killed_at} of {proof.steps}, went on from the checkpoint of step {proof.resumed_from}")
+    speak(
+        f"   killed at step {proof.killed_at} of {proof.steps}, went on from the checkpoint of step {proof.resumed_from}"
+    )
     verdict = "equal, bit for bit" if proof.holds else "DIFFERENT"
     speak(f"   {proof.steps} losses and all weights: {verdict}")
     return asdict(proof) | {"holds": proof.holds}
@@ -185,7 +193,9 @@ def export(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
     ids = [list(range(3, 67))]
     difference = float(np.abs(load(path).logits(ids) - load(path / "hub").logits(ids)).max())
     size = sum(f.stat().st_size for f in (path / "hub").iterdir())
-    speak(f"   {path / 'hub'}: {told['tensors']} tensors, {size / 1e6:.1f} MB; largest difference of a logit: {difference:g}")
+    speak(
+        f"   {path / 'hub'}: {told['tensors']} tensors, {size / 1e6:.1f} MB; largest difference of a logit: {difference:g}"
+    )
     return {"folder": str(path / "hub"), "bytes": size, "largest_difference": difference}
 
 

@@ -51,7 +51,8 @@ def find(root: str | Path = "runs") -> list[Path]:
     """
     root = Path(root)
     if not root.is_dir():
-        raise BadInput(f"no folder {root}", hint="`argosy train RECIPE` makes runs/RECIPE; `argosy runs FOLDER` looks elsewhere")
+        hint = "`argosy train RECIPE` makes runs/RECIPE; `argosy runs FOLDER` looks elsewhere"
+        raise BadInput(f"no folder {root}", hint=hint)
     found = [Path(folder) for folder, inside, files in os.walk(root) if _is_run(inside, files)]
     return sorted(found, key=lambda path: -(written_s(path) or 0.0))
 
@@ -66,12 +67,13 @@ def summary(path: str | Path, *, verify: bool = False) -> Summary:
         BadInput: it is no run directory.
     """
     path = require(path)
+    kept, steps, problem = checkpoints(path), None, None
     try:
         steps = whole(dict(yaml_layer(path / SETTINGS).values).get("steps"))
     except ArgosyError as error:
-        return Summary(path, DAMAGED, None, None, written_s=written_s(path), problem=f"{SETTINGS}: {error.what}")
-    kept = checkpoints(path)
-    problem = next(filter(None, (trouble(path, step, verify) for step in (reversed(kept) if verify else kept[-1:]))), None)
+        problem = f"{SETTINGS}: {error.what}"
+    for step in reversed(kept) if verify else kept[-1:]:
+        problem = problem or trouble(path, step, verify)
     step = kept[-1] if kept else None
     state = DAMAGED if problem else DONE if step is not None and steps and step >= steps else GOES_ON
     state = RUNNING if state == GOES_ON and is_held(path) else state
@@ -125,11 +127,11 @@ def require(path: str | Path) -> Path:
     Raises:
         BadInput: it is none.
     """
-    path = Path(path)
+    path, hint = Path(path), "`argosy runs` lists those under runs/"
     if not path.is_dir():
-        raise BadInput(f"no run at {path}", hint="`argosy runs` lists those under runs/")
+        raise BadInput(f"no run at {path}", hint=hint)
     if not _is_run(os.listdir(path), os.listdir(path)):
-        raise BadInput(f"{path} is no run directory: it holds no {SETTINGS}", hint="`argosy runs` lists those under runs/")
+        raise BadInput(f"{path} is no run directory: it holds no {SETTINGS}", hint=hint)
     return path
 
 
@@ -181,8 +183,8 @@ def is_held(path: Path) -> bool:
 
 def last_numbers(path: Path) -> dict[str, float]:
     """The last written of each number, by step."""
-    lines = metrics.read(Store(path))
-    found = {name: metrics.by_step([line for line in lines if whole(line.get("step")) is not None], name) for name in FINAL}
+    lines = [line for line in metrics.read(Store(path)) if whole(line.get("step")) is not None]
+    found = {name: metrics.by_step(lines, name) for name in FINAL}
     last = {name: values[max(values)] for name, values in found.items() if values}
     return {name: float(v) for name, v in last.items() if isinstance(v, int | float) and math.isfinite(v)}
 

@@ -72,6 +72,11 @@ class FamilyConfig(Settings):
         in full (causal halving and windows are for the caller to state)."""
         raise NotImplementedError
 
+    @classmethod
+    def examples(cls) -> dict[str, Any]:
+        """Small configs in odd sizes, every option both ways: the laws of families run over them."""
+        raise NotImplementedError
+
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         """Names on the Hub, and the sizes its readings use."""
         raise NotImplementedError

@@ -21,7 +21,7 @@ from argosy.models.parts.attend import HEADS, Attend, Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.mlp import GLU, Activation
 from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Rope, rotate
+from argosy.models.parts.rope import Llama3, Rope, rotate
 from argosy.models.parts.stack import Layer, Run, Stack, Told
 from argosy.ops.attention import Score
 
@@ -73,6 +73,18 @@ class LlamaConfig(FamilyConfig):
     @property
     def dims(self) -> dict[str, int]:
         return {"D": self.width, "F": self.ffn, "N": self.heads, "K": self.K, "H": self.H, "V": self.vocab}
+
+    @classmethod
+    def examples(cls) -> dict[str, Any]:
+        odd = {"vocab": 113, "width": 44, "layers": 3, "ffn": 70, "heads": 4, "context": 200}
+        scaled = Rope(scaling=Llama3(original=16))
+        return {
+            "plain": cls(**odd, kv_heads=2, head_size=14),
+            "tied-biased": cls(
+                **odd, kv_heads=1, head_size=10, tied=True, attention_bias=True, mlp_bias=True, rope=scaled
+            ),
+            "window": cls(**odd, head_size=12, window=7, rope=Rope(base=1e6)),
+        }
 
     def build(self, run: Run = UNROLL) -> "Llama":
         return Llama(self, run)

@@ -52,7 +52,8 @@ def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: in
     rows = [[chr(BRAILLE + bits) if bits else " " for bits in row] for row in grid]
     for x, y in marks:
         rows[row_of(y) // 4][column_of(x, width, low_x, high_x, log_x)] = MARK
-    named = {row_of(y) // 4: short(y) for y in ticks(low_y, high_y, max(2, height // 2))}
+    finer = (ticks(low_y, high_y, about) for about in (max(2, height // 2), height, 2 * height))
+    named = {row_of(y) // 4: short(y) for y in next((found for found in finer if len(found) > 1), [])}
     label_width = max(map(len, named.values()), default=0)
     labels = [f"{named.get(i, ''):>{label_width}} {'┤' if i in named else '│'}" for i in range(height)]
     at = {column_of(x, width, low_x, high_x, log_x): short(x) for x in _x_ticks(low_x, high_x, width, log_x)}

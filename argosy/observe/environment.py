@@ -18,7 +18,8 @@ from typing import Any
 PACKAGES = ("argosy", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_dtypes", "safetensors",
             "tokenizers", "sentencepiece", "pydantic", "rich", "typer")  # fmt: skip
 PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "qwix", "tokamax", "xprof")
-PREFIXES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_", "NCCL_", "ROCR_", "HIP_", "ARGOSY_", "GLIBC_", "MALLOC_")
+PREFIXES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_", "NCCL_", "ROCR_", "HIP_", "ARGOSY_", "GLIBC_",
+            "MALLOC_")  # fmt: skip
 NAMES = ("TF_CPP_MIN_LOG_LEVEL", "OMP_NUM_THREADS", "LD_PRELOAD", "XDG_CACHE_HOME", "PYTHONHASHSEED", "HF_HUB_OFFLINE")
 DEVICES_WITHIN_S = 120.0
 

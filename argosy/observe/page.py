@@ -56,8 +56,8 @@ for (const svg of document.querySelectorAll("svg.chart")) {
       (a, b) => Math.abs(b[2] - x) < Math.abs(a[2] - x) ? b : a)]);
     const left = near[0][1][2];
     text.textContent = near.map(([name, p], i) =>
-      (i ? "" : "step " + p[0].toLocaleString("en") + "   ") + name + " " + p[1]
-      + (i && p[0] != near[0][1][0] ? " at " + p[0].toLocaleString("en") : "")).join("   ");
+      (i ? "" : "step " + p[0].toLocaleString("en") + "\u2003") + name + " " + p[1]
+      + (i && p[0] != near[0][1][0] ? " at " + p[0].toLocaleString("en") : "")).join("\u2003");
     at.setAttribute("visibility", "visible");
     for (const [k, v] of [["x1", left], ["x2", left], ["y1", 8], ["y2", bottom]]) line.setAttribute(k, v);
     const size = text.getComputedTextLength(), start = Math.min(Math.max(left + 8, 4), width - size - 14);

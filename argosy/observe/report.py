@@ -57,7 +57,7 @@ def render(record: Record) -> str:
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
     made = f" on {_text(record.made)}" if record.made else ""
-    return page(f"{harmless(record.name)}: {record.state}", f"{body}\n<footer>Made by Argosy{made}</footer>")
+    return page(harmless(f"{record.name}: {record.state}"), f"{body}\n<footer>Made by Argosy{made}</footer>")
 
 
 def numbers(lines: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
@@ -130,7 +130,9 @@ def _optimizer(record: Record) -> str:
     out = ""
     for key, title, color in (("lr", "learning rate", 3), ("grad_norm", "gradient norm", 4)):
         if points := numbers(record.lines, key):
-            picture = chart([Series(title, points, color=color)], f"{title} by step", width=420, height=220, zero=True)
+            picture = chart(
+                [Series(title, points, False, color, key == "lr")], f"{title} by step", width=420, height=220, zero=True
+            )
             out += f"<div><h3>{title}</h3>{picture}</div>"
     return _section("Optimizer", f'<div class="pair">{out}</div>') if out else ""
 
@@ -216,7 +218,8 @@ def _swatch(color: int) -> str:
 
 
 def _key(series: Sequence[Series]) -> str:
-    names = "".join(f"<span>{_swatch(s.color)}{_text(s.name)}</span>" for s in series if s.points)
+    told = {s.name: f"{s.name}, its running mean bold" if s.is_smoothed else s.name for s in series if s.points}
+    names = "".join(f"<span>{_swatch(s.color)}{_text(told[s.name])}</span>" for s in series if s.points)
     return f'<div class="key">{names}</div>'
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from argosy.observe.curve import Point, binned, short, spread, ticks
+from argosy.observe.readable import harmless
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 58, 14, 12, 34
 COLUMNS = 640  # points of a line at most: about one a pixel; those that share one are averaged
@@ -18,12 +19,18 @@ SMOOTH_FROM = 100  # points from which a line is drawn faint, under its running 
 
 @dataclass(frozen=True)
 class Series:
-    """A named line, or single points where `is_dots`; x rising, all values finite."""
+    """A named line, or single points where `is_dots`; x rising, all values finite. is_exact: without noise to smooth."""
 
     name: str
     points: Sequence[Point]
     is_dots: bool = False
     color: int = 0
+    is_exact: bool = False
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Drawn faint, under its running mean."""
+        return len(self.points) >= SMOOTH_FROM and not self.is_dots and not self.is_exact
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,9 @@ def bar(parts: Sequence[tuple[str, float, int]], label: str) -> str:
     total, left, out = sum(amount for _, amount, _ in parts), 0.0, []
     for name, amount, color in parts:
         width = amount / total * WIDTH
-        title = f"<title>{escape(name)}: {amount / total:.1%}</title>"
-        out.append(f'<rect class="c{color}" x="{left:.2f}" y="0" width="{max(width, 0.4):.2f}" height="26">{title}</rect>')
+        title = f"<title>{escape(harmless(name))}: {amount / total:.1%}</title>"
+        place = f'x="{left:.2f}" y="0" width="{max(width, 0.4):.2f}" height="26"'
+        out.append(f'<rect class="c{color}" {place}>{title}</rect>')
         left += width
     return f'<svg class="bar" viewBox="0 0 {WIDTH} 26" role="img" aria-label="{escape(label)}">{"".join(out)}</svg>'
 
@@ -110,10 +118,10 @@ def _drawn(series: Series, frame: Frame) -> str:
     if series.is_dots:
         return _dots(series, frame)
     points = thinned(series.points)
-    if len(points) < SMOOTH_FROM:
+    if not series.is_smoothed:
         return _line(series, points, frame, "line") if len(points) > 1 else _dots(series, frame)
     smooth = running_mean(points, max(5, len(points) // 40))
-    return _line(series, points, frame, "line faint", hover=False) + _line(series, smooth, frame, "line")
+    return _line(series, points, frame, "line faint") + _line(series, smooth, frame, "line", hover=False)
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

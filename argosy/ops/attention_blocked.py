@@ -25,6 +25,8 @@ def _refuses(q: Array, k: Array, v: Array, see: See, score: Score) -> str | None
         return "only a causal pass over a whole sequence"
     if score.cap is not None or score.sinks is not None:
         return "no soft cap and no sinks"
+    if not isinstance(q.shape[1], int):
+        return "only a length that is known when the program is made"
     return None
 
 
@@ -56,7 +58,9 @@ def blocks(T: int, window: int | None) -> list[_Block]:
     return [_Block(a, min(a + size, T), 0 if window is None else max(0, a - window + 1)) for a in starts]
 
 
-def _masked(s: Array, block: _Block, segments: Int[Array, "B T"], window: int | None, packed: bool, groups: int) -> Array:
+def _masked(
+    s: Array, block: _Block, segments: Int[Array, "B T"], window: int | None, packed: bool, groups: int
+) -> Array:
     """Scores [B K rows keys], out of sight where a row may not look. Rows are (query head of the group, time)."""
     see = jnp.asarray(block.visible(window))[None]
     if packed:

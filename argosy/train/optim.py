@@ -125,7 +125,9 @@ class Muon(Optimizer):
         rest = {a: m for a, m in meanings.items() if a not in dimensions}
         ratio = self.adam_learning_rate / self.learning_rate
         matrices = optax.chain(
-            optax.contrib.scale_by_muon(ns_steps=self.ns_steps, beta=self.momentum, weight_dimension_numbers=dimensions),
+            optax.contrib.scale_by_muon(
+                ns_steps=self.ns_steps, beta=self.momentum, weight_dimension_numbers=dimensions
+            ),
             optax.stateless(lambda updates, _: {a: u * self._size(u.shape, dimensions[a]) for a, u in updates.items()}),
             optax.add_decayed_weights(self.weight_decay),
             optax.scale_by_learning_rate(rate),
@@ -144,7 +146,9 @@ class Muon(Optimizer):
         return math.sqrt(max(1.0, outputs / inputs))
 
 
-def _apart(rules: Mapping[str, optax.GradientTransformation], labels: Mapping[str, str]) -> optax.GradientTransformation:
+def _apart(
+    rules: Mapping[str, optax.GradientTransformation], labels: Mapping[str, str]
+) -> optax.GradientTransformation:
     """Each rule on the weights of its label, as if there were no others. State: {label: the rule's own}."""
 
     def part(leaves: Any, label: str) -> Any:

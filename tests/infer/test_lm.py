@@ -14,7 +14,7 @@ PROMPTS = [[5, 9, 100, 23, 7, 60, 61, 62, 63], [17], [1, 2, 3, 4]]
 
 @pytest.fixture(scope="module", params=["unroll", "scan"])
 def lm(request):
-    config = CASES["llama"]
+    config = CASES["llama-plain"]
     return LM(config, built(config, Unroll() if request.param == "unroll" else Scan()), LettersTokenizer())
 
 

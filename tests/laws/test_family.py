@@ -11,6 +11,7 @@ from laws.families import CASES, built, forward, tokens_of
 from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import Int8
 from argosy.adapt.surgery import swap
+from argosy.export.lower import lower, raise_again
 from argosy.models import FAMILIES
 from argosy.models.parts.attend import Bidirectional, Contiguous, Packed, Paged, contiguous, paged
 from argosy.models.parts.einsum import Contraction
@@ -45,8 +46,19 @@ def full():
     return of
 
 
-def test_every_family_has_a_case():
+def test_every_family_has_an_example():
     assert {type(c) for c in CASES.values()} == set(FAMILIES.values())
+
+
+@each_case
+@each_run
+def test_export_equals_eager(case, run, full):
+    """As portable StableHLO, both lengths left open, run on another shape than it was made for."""
+    config, tokens, expected = full(case)
+    model = built(config, RUNS[run])
+    program = raise_again(lower(model))
+    got = program(split(model)[1], tokens, jnp.ones_like(tokens))
+    assert relative(got, expected) < TOLERANCE
 
 
 @each_case

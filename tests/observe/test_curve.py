@@ -46,6 +46,12 @@ def test_a_logarithmic_axis_makes_a_logarithm_straight():
     assert off(bent) > 10
 
 
+def test_there_are_always_two_labels_to_read_by():
+    for low, high in ((1.01, 1.9), (0.26, 0.44), (99.9, 100.4), (-3.0, 0.9)):
+        plot = curve.plot([(0, low), (1, high)], [], width=20, height=8)
+        assert sum("┤" in label for label in plot.labels) >= 2
+
+
 def test_marks_stand_at_their_values():
     plot = curve.plot([(0, 1.0), (100, 0.0)], [(100, 1.0), (0, 0.0)], width=20, height=4)
     assert plot.rows[0][-1] == curve.MARK
@@ -81,7 +87,12 @@ def test_halving_keeps_the_mean_and_an_odd_end():
 
 @pytest.mark.parametrize(
     ("low", "high", "about", "expected"),
-    [(0, 10, 5, [0, 2, 4, 6, 8, 10]), (1.94, 5.2, 4, [2, 3, 4, 5]), (0, 0.003, 3, [0, 0.001, 0.002, 0.003]), (7, 7, 3, [7])],
+    [
+        (0, 10, 5, [0, 2, 4, 6, 8, 10]),
+        (1.94, 5.2, 4, [2, 3, 4, 5]),
+        (0, 0.003, 3, [0, 0.001, 0.002, 0.003]),
+        (7, 7, 3, [7]),
+    ],
 )
 def test_ticks_are_round(low, high, about, expected):
     assert curve.ticks(low, high, about) == expected
@@ -96,7 +107,13 @@ def test_numbers_as_people_read_them():
     assert [counted(n) for n in (0, 999, 1000, 999_950, 134_515_008, 8_030_261_248, 405_853_388_800)] == [
         "0", "999", "1.00k", "1.00M", "135M", "8.03B", "406B"
     ]  # fmt: skip
-    assert [sized(n) for n in (0, 999, 1024, 1_310_720, 1 << 40)] == ["0 B", "999 B", "1.00 KiB", "1.25 MiB", "1.00 TiB"]
+    assert [sized(n) for n in (0, 999, 1024, 1_310_720, 1 << 40)] == [
+        "0 B",
+        "999 B",
+        "1.00 KiB",
+        "1.25 MiB",
+        "1.00 TiB",
+    ]
     assert [lasted(s) for s in (0.04, 9.96, 59.6, 185, 7389, 4 * 86400 + 3 * 3600)] == [
         "0.0 s", "10 s", "1:00", "3:05", "2:03:09", "4 d 03:00"
     ]  # fmt: skip

@@ -51,7 +51,16 @@ class Page(HTMLParser):
 def lines(steps: int = 60) -> list[dict]:
     told: list[dict] = []
     for step in range(10, steps + 1, 10):
-        told.append({"step": step, "loss": 5 - step / 20, "tokens": step * 100, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 900.0})
+        told.append(
+            {
+                "step": step,
+                "loss": 5 - step / 20,
+                "tokens": step * 100,
+                "lr": 1e-3,
+                "grad_norm": 0.5,
+                "tokens_per_s": 900.0,
+            }
+        )
         told.append({"step": step, "sample": f"text of step {step}"})
     told.append({"step": steps, "eval_loss": 2.25, "eval_perplexity": math.exp(2.25), "eval_bits_per_byte": 1.5})
     return told
@@ -70,7 +79,16 @@ def full(**changes) -> Record:
 
 def test_everything_is_there():
     page = Page(render(full()))
-    heads = ["Loss", "Tokens per second", "Optimizer", "What it wrote", "Checkpoints kept", "Settings", "Environment", "Run it again"]
+    heads = [
+        "Loss",
+        "Tokens per second",
+        "Optimizer",
+        "What it wrote",
+        "Checkpoints kept",
+        "Settings",
+        "Environment",
+        "Run it again",
+    ]
     assert page.text("h2") == heads
     assert page.text("h1") == ["first"]
     cells = page.text("dd")
@@ -120,7 +138,10 @@ def test_the_last_line_of_a_step_wins_and_curves_hold_their_values():
 
 
 def test_time_is_added_over_sessions():
-    told = [{"step": 10, "seconds": {"step": 30.0, "compile": 10.0}}, {"step": 10, "seconds": {"step": 50.0, "data": 10.0}}]
+    told = [
+        {"step": 10, "seconds": {"step": 30.0, "compile": 10.0}},
+        {"step": 10, "seconds": {"step": 50.0, "data": 10.0}},
+    ]
     assert seconds_by_cause(told) == {"step": 80.0, "compile": 10.0, "data": 10.0}
     page = Page(render(full(lines=told)))
     assert "Time by cause, 2 sessions" in page.text("h2")
@@ -169,7 +190,9 @@ def test_thinning_and_smoothing_keep_the_mean():
     assert np.array(running_mean(straight, 51)) == pytest.approx(np.array(straight))
 
 
-@pytest.mark.parametrize("points", [[(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)], [(0.0, 0.0), (1.0, 1e300)], [(0.0, -1e-12), (9.0, 0.0)]])
+@pytest.mark.parametrize(
+    "points", [[(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)], [(0.0, 0.0), (1.0, 1e300)], [(0.0, -1e-12), (9.0, 0.0)]]
+)
 def test_odd_curves_draw(points):
     drawn = chart([Series("loss", points)], "x", zero=True)
     Page(drawn)
@@ -181,3 +204,12 @@ def test_a_bar_fills_its_width():
     page = Page(bar([("a", 3.0, 0), ("b", 1.0, 1)], "x"))
     rects = [(float(a["x"]), float(a["width"])) for t, a in page.tags if t == "rect"]  # pyright: ignore
     assert rects == [(0.0, 540.0), (540.0, 180.0)]
+
+
+def test_noise_is_smoothed_and_what_is_exact_is_not():
+    random = np.random.default_rng(2)
+    points = [(float(i), float(y)) for i, y in enumerate(random.normal(size=200))]
+    noisy, exact = Page(chart([Series("loss", points)], "x")), Page(chart([Series("lr", points, is_exact=True)], "x"))
+    for page, lines_drawn in ((noisy, 2), (exact, 1)):
+        assert sum("line" in (a.get("class") or "") for t, a in page.tags if t == "path") == lines_drawn
+    assert [p[1] for p in noisy.series()["loss"]] == pytest.approx([y for _, y in points], rel=1e-5)  # hover: as logged

@@ -122,7 +122,9 @@ def test_any_terminal_will_do(width, height):
     view = Terminal(io.StringIO(), live=False)
     drive(view)
     out = io.StringIO()
-    Console(file=out, width=width, height=height, force_terminal=True, color_system=None).print(view.picture.drawn(width, height))
+    Console(file=out, width=width, height=height, force_terminal=True, color_system=None).print(
+        view.picture.drawn(width, height)
+    )
     plain = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
     assert all(len(line) <= width for line in plain.splitlines())
 
@@ -130,11 +132,17 @@ def test_any_terminal_will_do(width, height):
 def test_an_exception_closes_the_picture(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     out, before = Screen(), threading.active_count()
-    with pytest.raises(ZeroDivisionError), Terminal(out) as view:
-        view.plan(FACTS)
-        view.step(5, {"loss": 2.0})
-        assert threading.active_count() == before + 1
-        raise ZeroDivisionError
+    view = Terminal(out)
+
+    def run() -> None:
+        with view:
+            view.plan(FACTS)
+            view.step(5, {"loss": 2.0})
+            assert threading.active_count() == before + 1
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
     end = time.monotonic() + 5  # the thread wakes once more to see that it is over
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)

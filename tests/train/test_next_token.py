@@ -53,7 +53,7 @@ def test_the_loss_by_hand():
 
 
 def test_a_masked_target_changes_nothing():
-    model, batch = built(CASES["llama"], Unroll()), batch_of()
+    model, batch = built(CASES["llama-plain"], Unroll()), batch_of()
     changed = dict(batch)
     hidden = np.asarray(batch["mask"]) == 0
     changed["targets"] = jnp.where(jnp.asarray(hidden), 0, batch["targets"])
@@ -64,7 +64,7 @@ def test_a_masked_target_changes_nothing():
     assert abs(float(NextToken()(model, counted, KEY).loss.total) - float(one.total)) > 1e-3
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-tied-biased"])
+@pytest.mark.parametrize("case", ["llama-plain", "llama-tied-biased"])
 def test_every_head_gives_the_same_loss_and_gradient(case):
     graph, params, rest = split(built(CASES[case], Unroll()), nnx.Param)
 

@@ -23,7 +23,7 @@ from argosy.train.step import make_step
 
 def prepared(optimizer=None, run=None, freeze_what=None, **how):
     """A model's state and its update."""
-    model = built(CASES["llama"], run or Unroll())
+    model = built(CASES["llama-plain"], run or Unroll())
     if freeze_what:
         freeze(model, freeze_what)
     graph, params, rest = trained(model)

@@ -31,8 +31,8 @@ def byte_bpe(
 ) -> str:
     """A byte-level BPE."""
     model = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-        "fuse_unk": False, "byte_fallback": False, "ignore_merges": rule.whole, "vocab": vocab, "merges": merges,
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": rule.whole, "vocab": vocab, "merges": merges,
     }  # fmt: skip
     return tokenizer_json(model, {"type": "NFC"} if rule.nfc else None, pre_tokenizer(rule), BYTE_LEVEL, added)
 
@@ -43,7 +43,8 @@ def tokenizer_json(model: Any, normalizer: Any, cutting: Any, decoder: Any, adde
     return json.dumps(
         {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": [flags | token for token in added],
-            "normalizer": normalizer, "pre_tokenizer": cutting, "post_processor": None, "decoder": decoder, "model": model,
+            "normalizer": normalizer, "pre_tokenizer": cutting, "post_processor": None, "decoder": decoder,
+            "model": model,
         },
         ensure_ascii=False,
     )  # fmt: skip

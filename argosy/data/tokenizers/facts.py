@@ -57,11 +57,9 @@ def read_facts(folder: Path) -> Facts:
     """
     config = read_object(folder / "tokenizer_config.json")
     roles = texts_of(read_object(folder / "special_tokens_map.json")) | texts_of(config)
-    adds_bos = config.get("add_bos_token")
-    return Facts(
-        roles, adds_bos if isinstance(adds_bos, bool) else None, read_templates(folder, config), read_added(folder, config),
-        config,
-    )  # fmt: skip
+    said = config.get("add_bos_token")
+    adds_bos = said if isinstance(said, bool) else None
+    return Facts(roles, adds_bos, read_templates(folder, config), read_added(folder, config), config)
 
 
 def texts_of(config: Mapping[str, Any]) -> dict[str, str]:
@@ -101,7 +99,9 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     elif isinstance(inside, dict):
         found |= {name: text for name, text in inside.items() if isinstance(text, str)}
     for entry in inside if isinstance(inside, list) else ():
-        if not (isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)):
+        if not (
+            isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+        ):
             raise damaged(folder / "tokenizer_config.json", "an entry of `chat_template` has no name or no template")
         found[entry["name"]] = entry["template"]
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):

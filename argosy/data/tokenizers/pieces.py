@@ -48,7 +48,7 @@ class PieceTokenizer(Tokenizer):
         self.lasting = self._model.trims
         self.bos, self.eos, self.pad = (self._id(f"{role}_token") for role in ("bos", "eos", "pad"))
         self.adds_bos = self.bos is not None and (self._begins(facts) if facts.adds_bos is None else facts.adds_bos)
-        self.hidden = frozenset(self._special.values())
+        self.hidden = frozenset(self._special.values()) - {n for n, t in self._added.items() if not is_special(facts, n, t)}
         self._legacy = facts.config.get("legacy", True) is not False
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -118,6 +118,11 @@ class PieceTokenizer(Tokenizer):
         """The convention: Llama's kind (BPE) begins with `bos`, T5's (unigram) does not, unless its class does."""
         kind = facts.config.get("tokenizer_class")
         return kind.startswith(BEGINNING) if isinstance(kind, str) else self._model.bpe
+
+
+def is_special(facts: Facts, number: int, text: str) -> bool:
+    """Whether an added token is called special, or has a role."""
+    return bool(facts.added[number].get("special")) or text in facts.roles.values()
 
 
 def processor(data: bytes, path: Path) -> SentencePieceProcessor:

@@ -26,9 +26,7 @@ class Route(NamedTuple):
     expert: Int[Array, "X"]
 
 
-def contract(
-    eq: str, x: Float[Array, "..."], w: Real[Array, "..."], route: Route | None = None
-) -> Float[Array, "..."]:
+def contract(eq: str, x: Float[Array, "..."], w: Real[Array, "..."], route: Route | None = None) -> Float[Array, "..."]:
     """The one place where a weight meets data; it is computed in the type of `x`."""
     w = w.astype(x.dtype)
     if route is not None:

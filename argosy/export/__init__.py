@@ -1,0 +1,1 @@
+"""A model as a file that runs without its code."""

@@ -1,0 +1,36 @@
+"""A forward pass as portable StableHLO bytes, and back as a function. The weights stay arguments.
+
+Compatible for the window that `jax.export` promises: six months back, three weeks forward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export
+
+from argosy.models.parts.attend import Packed
+from argosy.models.parts.weight import Leaves, abstract, merge, split
+
+
+def lower(model: Any, *, platforms: Sequence[str] = ("cpu", "cuda", "tpu")) -> bytes:
+    """The logits of whole sequences, as a program: (weights, tokens [B T], segments [B T]) -> [B T V].
+
+    B and T are left open, so one program serves every shape.
+    """
+    graph, _ = split(model)
+
+    def forward(weights: Leaves, tokens: Any, segments: Any) -> Any:
+        return merge(graph, weights)(tokens, Packed(segments))[0]
+
+    B, T = export.symbolic_shape("B, T")
+    ids = jax.ShapeDtypeStruct((B, T), jnp.int32)
+    # On many platforms at once, and with T unknown, attention is the reference: kernels and blocks are of one machine.
+    exported = export.export(jax.jit(forward), platforms=list(platforms))(abstract(model), ids, ids)
+    return bytes(exported.serialize())
+
+
+def raise_again(program: bytes) -> Callable[..., Any]:
+    """The function that `lower` wrote."""
+    return jax.jit(export.deserialize(bytearray(program)).call)

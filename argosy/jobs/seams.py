@@ -1,0 +1,153 @@
+"""The table of the two seams: every family, every way its layers run, every use; the worst difference in each cell.
+
+`./run docs` writes it to docs/reference/seams.md. The laws (tests/laws) hold the same to a bound; here the figures are shown.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.adapt.lora import LoRA
+from argosy.adapt.quant import Int8
+from argosy.adapt.surgery import swap
+from argosy.export.lower import lower, raise_again
+from argosy.models import FAMILIES
+from argosy.models.parts.attend import Contiguous, Packed, Paged, contiguous, paged
+from argosy.models.parts.stack import Run, Scan, Unroll, layer_addresses
+from argosy.models.parts.weight import abstract, fill, logical, merge, put, split, variables
+from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.place import batch_sharding
+from argosy.parallel.rules import FSDP, shardings
+
+
+def examples() -> dict[str, Any]:
+    """The small configs of every registered family."""
+    return {f"{family}-{name}": config for family in FAMILIES for name, config in FAMILIES[family].examples().items()}
+
+
+ROWS, LENGTH = 8, 24
+RUNS: dict[str, Run] = {"scan": Scan(), "unroll": Unroll()}
+
+
+def build(config: Any, run: Run) -> Any:
+    """A model with noise on every weight, the same for a weight of a layer in either layout: zeros and ones, as norms and
+    biases start, would let parity pass trivially."""
+    model = config.build(run)
+    names = layer_addresses(model)
+    fill(model, jax.random.key(0), addresses=names)
+    leaves = {}
+    for address, v in variables(model).items():
+        value = np.asarray(v.get_value())
+        stacked = value.ndim > len(v.get_metadata()["meaning"].letters)
+        parts = [_noisy(name, part) for name, part in zip(names(address), value if stacked else [value])]
+        leaves[address] = jnp.asarray(np.stack(parts) if stacked else parts[0])
+    put(model, leaves)
+    return model
+
+
+def _noisy(name: str, value: np.ndarray) -> np.ndarray:
+    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(value.shape)
+    return (1.5 * value + 0.1 * noise).astype(np.float32)
+
+
+def call(model: Any) -> Callable[..., Any]:
+    graph, weights = split(model)
+    compiled = jax.jit(lambda w, tokens, attend, cache: merge(graph, w)(tokens, attend, cache))
+    return lambda tokens, attend, cache=None: compiled(weights, tokens, attend, cache)
+
+
+def worst(got: Any, expected: Any) -> float:
+    """Largest difference as a share of the largest logit."""
+    return float(np.abs(np.asarray(got) - np.asarray(expected)).max() / np.abs(np.asarray(expected)).max())
+
+
+def cells(config: Any, run: Run, expected: np.ndarray, tokens: Any) -> dict[str, float]:
+    """One row of the table."""
+    model = build(config, run)
+    step = call(model)
+    ones = jnp.ones_like(tokens)
+    whole = step(tokens, Packed(ones))[0]
+    lora = build(config, run)
+    swap(lora, r"layers\..*", lambda of: LoRA(of, 3, 6.0))
+    fill(lora, jax.random.key(1), addresses=layer_addresses(lora))
+    int8 = build(config, run)
+    swap(int8, r"layers\..*", Int8)
+    quantised = call(int8)
+    return {
+        "whole": worst(whole, expected),
+        "packed": packed(step, tokens),
+        "contiguous decode": worst(contiguous_decode(model, step, tokens), expected),
+        "paged decode": worst(paged_decode(model, step, tokens), expected),
+        "LoRA at its start": worst(call(lora)(tokens, Packed(ones))[0], expected),
+        "int8 decode against int8 whole": worst(
+            paged_decode(int8, quantised, tokens), quantised(tokens, Packed(ones))[0]
+        ),
+        "8 devices": worst(eight_devices(model, tokens), expected),
+        "exported StableHLO": worst(raise_again(lower(model))(split(model)[1], tokens, ones), expected),
+    }
+
+
+def packed(step: Callable[..., Any], tokens: Any) -> float:
+    """Two texts in one row against each alone."""
+    cut = LENGTH // 3
+    segments = jnp.concatenate([jnp.ones((ROWS, cut), jnp.int32), jnp.full((ROWS, LENGTH - cut), 2, jnp.int32)], 1)
+    together = step(tokens, Packed(segments))[0]
+    first = step(tokens[:, :cut], Packed(segments[:, :cut]))[0]
+    second = step(tokens[:, cut:], Packed(segments[:, cut:]))[0]
+    return worst(together, jnp.concatenate([first, second], 1))
+
+
+def contiguous_decode(model: Any, step: Callable[..., Any], tokens: Any, prefill: int = 7) -> Any:
+    cache = contiguous(model.layers.holds(), ROWS, LENGTH)
+    outs = []
+    for low, high in [(0, prefill)] + [(t, t + 1) for t in range(prefill, LENGTH)]:
+        at = jnp.broadcast_to(jnp.arange(low, high, dtype=jnp.int32), (ROWS, high - low))
+        logits, cache, _ = step(tokens[:, low:high], Contiguous(at, jnp.ones_like(at, bool)), cache)
+        outs.append(logits)
+    return jnp.concatenate(outs, 1)
+
+
+def paged_decode(model: Any, step: Callable[..., Any], tokens: Any, prefill: int = 7, page: int = 4) -> Any:
+    pages = -(-LENGTH // page)
+    table = np.random.default_rng(0).permutation(ROWS * pages).reshape(ROWS, pages).astype(np.int32)
+    cache = paged(model.layers.holds(), ROWS, ROWS * pages, page)
+    slots = jnp.arange(ROWS, dtype=jnp.int32)
+    outs = []
+    for low, high in [(0, prefill)] + [(t, t + 1) for t in range(prefill, LENGTH)]:
+        t = jnp.broadcast_to(jnp.arange(high - low, dtype=jnp.int32), (ROWS, high - low))
+        attend = Paged(
+            jnp.asarray(table), slots, jnp.full(ROWS, low, jnp.int32), jnp.full(ROWS, high - low, jnp.int32), t
+        )
+        logits, cache, _ = step(tokens[:, low:high], attend, cache)
+        outs.append(logits)
+    return jnp.concatenate(outs, 1)
+
+
+def eight_devices(model: Any, tokens: Any) -> Any:
+    mesh = MeshSettings(data=2, fsdp=4).build(jax.devices()[:8])
+    graph, weights = split(model)
+    shapes = {a: s.shape for a, s in abstract(model).items()}
+    places = shardings(logical(model), shapes, FSDP, mesh)
+    placed = {a: jax.device_put(w, places[a]) for a, w in weights.items()}
+    forward = jax.jit(lambda w, t: merge(graph, w)(t, Packed(jnp.ones_like(t)))[0])
+    return forward(placed, jax.device_put(tokens, batch_sharding(mesh)))
+
+
+def table() -> str:
+    """Markdown: a row for each example of each registered family, and each way its layers run."""
+    lines, header = [], None
+    for name, config in examples().items():
+        tokens = jnp.asarray(np.random.default_rng(7).integers(3, config.vocab, (ROWS, LENGTH)), jnp.int32)
+        expected = np.asarray(call(build(config, Unroll()))(tokens, Packed(jnp.ones_like(tokens)))[0])
+        for run_name, run in RUNS.items():
+            row = cells(config, run, expected, tokens)
+            if header is None:
+                header = "| family | layers | " + " | ".join(row) + " |\n|---|---|" + "---|" * len(row)
+            lines.append(
+                f"| {name} | {run_name} | " + " | ".join(f"{v:.1e}" if v else "equal" for v in row.values()) + " |"
+            )
+    return "\n".join([header or "", *lines])

@@ -1,0 +1,248 @@
+"""Chat templates against what HF transformers renders, and against templates that mean harm."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from helpers import shared
+
+from argosy.core.errors import BadInput
+from argosy.data import chat
+from argosy.data.chat import render, render_with_mask
+
+NAMES = [
+    "SmolLM2-135M-Instruct", "HuggingFaceTB-SmolLM3-3B", "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "Qwen3.5-4B",
+    "meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct", "google-gemma-2-2b-it",
+    "google-gemma-4-31B-it", "mistralai-Mistral-Nemo-Instruct-2407", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "openai-gpt-oss-120b",
+    "Kimi-K2-Instruct",
+]  # fmt: skip
+SPECIAL = {"bos_token": "<BOS>", "eos_token": "<EOS>"}
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended():
+    """The process is gone when these tests are, so that nothing of theirs is left to others."""
+    yield
+    chat.CHILD.close()
+
+
+def refused(template: str, messages=HI) -> str:
+    with pytest.raises(BadInput) as caught:
+        render(template, messages, SPECIAL)
+    assert len(str(caught.value).splitlines()) <= 5
+    return str(caught.value)
+
+
+# ---- against the reference
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_templates_render_as_in_transformers(name):
+    golden = json.loads(shared("chat_templates/golden.json").read_text())
+    template = shared(f"chat_templates/{name}.jinja").read_text()
+    assert len(golden["renders"][name]) == 8
+    for case, expected in golden["renders"][name].items():
+        conversation = golden["conversations"][case.removesuffix("+gen")]
+        how = {
+            "tools": conversation.get("tools"), "add_generation_prompt": case.endswith("+gen"),
+            "now": datetime(2025, 1, 2, 3, 4, 5),
+        }  # fmt: skip
+        if isinstance(expected, str):
+            assert render(template, conversation["messages"], SPECIAL, **how) == expected, case
+            continue
+        with pytest.raises(BadInput) as caught:
+            render(template, conversation["messages"], SPECIAL, **how)
+        assert expected["error"].partition(": ")[2] in str(caught.value), case
+
+
+def test_every_golden_template_is_tested():
+    assert set(json.loads(shared("chat_templates/golden.json").read_text())["renders"]) == set(NAMES)
+
+
+@pytest.mark.parametrize(("template", "text"), [
+    ("{{ messages | tojson }}", '[{"role": "user", "content": "é<"}]'),
+    ("{{ messages[0].content | tojson(ensure_ascii=true) }}", r'"\u00e9<"'),
+    ("{{ messages[0] | tojson(indent=1) }}", '{\n "role": "user",\n "content": "é<"\n}'),
+    ("{% for i in range(5) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", "012"),
+    ("  {% if true %}\nx\n  {% endif %}\ny\n", "x\ny"),
+    ("{{ tools is none }}{{ documents is none }}{{ other is defined }}", "TrueTrueFalse"),
+    ("{{ strftime_now('%Y') }}", "2025"),
+    ("{{ bos_token }}{{ add_generation_prompt }}{{ thinking }}", "<BOS>Falseno"),
+])  # fmt: skip
+def test_what_templates_may_rely_on(template, text):
+    messages = [{"role": "user", "content": "é<"}]
+    given = {"thinking": "no"} if "thinking" in template else {}
+    assert render(template, messages, SPECIAL, now=datetime(2025, 1, 2), **given) == text
+
+
+# ---- the assistant's words
+
+
+MARKED = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<EOS>"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_spans_of_the_assistants_words():
+    messages = [*HI, {"role": "assistant", "content": "yö 🎉"}, *HI, {"role": "assistant", "content": ""}]
+    text, spans = render_with_mask(MARKED, messages, SPECIAL)
+    assert text == "[user]hi[assistant]yö 🎉<EOS>[user]hi[assistant]<EOS>" == render(MARKED, messages, SPECIAL)
+    assert [text[start:stop] for start, stop in spans] == ["yö 🎉<EOS>", "<EOS>"]
+    assert render_with_mask(MARKED, HI, SPECIAL) == ("[user]hi", [])
+
+
+def test_a_template_without_marks_gives_no_silent_mask():
+    with pytest.raises(BadInput, match="assistant"):
+        render_with_mask("{% if add_generation_prompt %}x{% endif %}{{ messages }}", HI, SPECIAL)
+
+
+# ---- harm
+
+
+@pytest.mark.parametrize("template", [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 10**10 }}",
+    "{{ 'a' * 10**8 }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ '{:>10000000000}'.format(1) }}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{{ [0] * 10**10 }}",
+    "{% for a in range(99999) %}{{ 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' }}{% endfor %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% if x %}" * 5000,
+    "{{ " + "(" * 200_000,
+    "{% set x = namespace(s='ab') %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}{{ x.s }}",
+], ids=lambda template: template[:40])  # fmt: skip
+def test_costly_templates_end_within_three_seconds(template):
+    render("warm", [], {})
+    start = time.monotonic()
+    assert "costs too much" in refused(template)
+    assert time.monotonic() - start < 3
+    assert render("{{ messages[0].content }}", HI, SPECIAL) == "hi"  # and the next one is served
+
+
+@pytest.mark.parametrize("template", [
+    "{{ ''.__class__.__mro__ }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update({'role': 'system'}) }}",
+    "{{ (messages | attr('__class__')).__base__ }}",
+    "{{ range(10**9) }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+    "{{ '{0.__class__.__mro__}'.format(1) }}",
+])  # fmt: skip
+def test_escapes_are_refused(template):
+    assert "refuses these messages" in refused(template)
+
+
+def test_one_conversation_leaves_nothing_for_the_next():
+    assert render("{% set bos_token = 'mine' %}{{ bos_token }}", HI, SPECIAL) == "mine"
+    assert render("{{ bos_token }}", HI, SPECIAL) == "<BOS>"
+
+
+# ---- wrong input
+
+
+@pytest.mark.parametrize(("template", "said"), [
+    ("{% if %}", "not Jinja"), ("{{ messages[0].nothing.more }}", "no attribute 'nothing'"),
+    ("{{ raise_exception('only\nuser') }}", "only user"), ("{{ 'a' + 1 }}", "TypeError"),
+    ("x" * (1 << 20) + "x", "characters"),
+])  # fmt: skip
+def test_mistakes_of_a_template_are_told(template, said):
+    assert said in refused(template)
+
+
+def test_a_conversation_that_is_not_json_is_told():
+    assert "not JSON" in refused("x", [{"role": "user", "content": {1, 2}}])
+
+
+def test_long_conversations_are_no_cost():
+    messages = [{"role": "user", "content": "word " * 200_000}] * 3
+    assert len(render("{% for m in messages %}{{ m.content }}{% endfor %}", messages, SPECIAL)) == 3_000_000
+
+
+# ---- the process
+
+
+def test_a_warm_render_takes_milliseconds():
+    template = shared("chat_templates/openai-gpt-oss-120b.jinja").read_text()
+    render(template, HI, SPECIAL)
+    start = time.monotonic()
+    for _ in range(20):
+        render(template, HI, SPECIAL)
+    assert (time.monotonic() - start) / 20 < 0.05
+
+
+def test_threads_get_their_own_answers():
+    wrong = []
+
+    def work(number: int) -> None:
+        for _ in range(50):
+            if render("{{ messages[0].content }}", [{"content": str(number)}], {}) != str(number):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+PARENT = """
+import os, sys
+from argosy.data import chat
+chat.render("x", [], {})
+print(chat.CHILD._process.pid, flush=True)
+if sys.argv[1] == "fork":
+    if os.fork() == 0:
+        assert chat.render("{{ 1 + 1 }}", [], {}) == "2"
+        print(chat.CHILD._process.pid, flush=True)
+        chat.CHILD.close()
+        os._exit(0)
+    os.wait()
+    assert chat.render("{{ 1 + 2 }}", [], {}) == "3"
+    print(chat.CHILD._process.pid, flush=True)
+else:
+    os._exit(9)
+"""
+
+
+def parent(word: str) -> list[int]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(chat.__file__).parents[2])}
+    words = [sys.executable, "-W", "error", "-c", PARENT, word]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == (0 if word == "fork" else 9)
+    assert not done.stderr
+    return [int(line) for line in done.stdout.split()]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs: a process that nobody has waited for counts as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_it_ends_with_its_parent():
+    (pid,) = parent("die")
+    until = time.monotonic() + 10
+    while is_alive(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_alive(pid)
+
+
+def test_a_forked_process_has_its_own():
+    first, forked, again = parent("fork")
+    assert forked != first == again

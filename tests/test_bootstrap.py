@@ -1,0 +1,252 @@
+"""`./run` and the wheel, without a network: what is decided, what is said, what is left behind.
+
+A checkout in a folder with a space, whose environment is a stand-in that tells how it was called.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+import zipfile
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+STAND_IN = '#!/bin/sh\nprintf "%s\\n" "in $PWD" "$@"\n'
+
+posix = pytest.mark.skipif(os.name == "nt", reason="the stand-in for Python is a shell script")
+
+
+def load(path: Path) -> ModuleType:
+    loader = SourceFileLoader("bootstrap", str(path))
+    spec = importlib.util.spec_from_loader("bootstrap", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+    loader.exec_module(module)
+    sys.dont_write_bytecode = before
+    return module
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> ModuleType:
+    """A checkout's `run`, beside what it reads, without an environment."""
+    root = tmp_path / "a checkout"
+    root.mkdir()
+    shutil.copy(ROOT / "run", root / "run")
+    shutil.copy(ROOT / "pyproject.toml", root / "pyproject.toml")
+    shutil.copytree(ROOT / "requirements", root / "requirements")
+    return load(root / "run")
+
+
+@pytest.fixture
+def ready(checkout: ModuleType) -> ModuleType:
+    """The same with a stand-in for its environment."""
+    python = checkout.python_of(checkout.VENV)
+    python.parent.mkdir(parents=True)
+    python.write_text(STAND_IN, encoding="utf-8")
+    python.chmod(0o755)
+    write_stamps(checkout)
+    return checkout
+
+
+def write_stamps(checkout: ModuleType) -> None:
+    for kind in ("base", "dev"):
+        stamp = checkout.stamp_of(checkout.lock_file(kind), checkout.ROOT / "pyproject.toml")
+        (checkout.VENV / f"{kind}.stamp").write_text(stamp, encoding="utf-8")
+
+
+def call(checkout: ModuleType, *words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, checkout.ROOT / "run", *words],
+        cwd=cwd or checkout.ROOT,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# ---------------------------------------------------------------- calling
+
+
+@posix
+def test_a_verb_runs_where_the_user_stands(ready: ModuleType, tmp_path: Path):
+    done = call(ready, "generate", "my model", "x=1", cwd=tmp_path)
+    assert done.stdout.splitlines() == [f"in {tmp_path}", "-P", "-m", "argosy", "generate", "my model", "x=1"]
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@posix
+def test_a_second_call_adds_less_than_200_ms(ready: ModuleType):
+    spent = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert call(ready, "quickstart").returncode == 0
+        spent.append(time.perf_counter() - start)
+    assert min(spent) < 0.2, spent
+
+
+@posix
+def test_tests_run_on_all_cores_and_a_file_on_one(ready: ModuleType, tmp_path: Path):
+    whole = call(ready, "test", "-x", cwd=tmp_path).stdout.splitlines()
+    assert {"-n", "auto", "worksteal", "-x", str(ready.ROOT / "tests")} <= set(whole)
+    (tmp_path / "test_one.py").touch()
+    one = call(ready, "test", "test_one.py::f", cwd=tmp_path).stdout.splitlines()
+    assert one[-1] == "test_one.py::f"
+    assert "-n" not in one
+
+
+@posix
+def test_python_is_the_environments(ready: ModuleType):
+    assert call(ready, "python", "-c", "1 + 1").stdout.splitlines()[1:] == ["-c", "1 + 1"]
+
+
+def test_usage_needs_no_environment(checkout: ModuleType):
+    done = call(checkout, "--help")
+    assert done.returncode == 0
+    assert "quickstart" in done.stdout
+    assert not checkout.VENV.exists()
+
+
+# ---------------------------------------------------------------- when to set up
+
+
+def test_what_makes_an_environment_stale(ready: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    inputs = (ready.lock_file("base"), ready.ROOT / "pyproject.toml")
+    assert ready.is_ready(ready.VENV, "base", ready.stamp_of(*inputs))
+    for path in inputs:
+        before = path.read_bytes()
+        path.write_bytes(before + b"\n")
+        assert not ready.is_ready(ready.VENV, "base", ready.stamp_of(*inputs)), path.name
+        path.write_bytes(before)
+    monkeypatch.setattr(ready.platform, "python_version", lambda: "3.99.1")
+    assert not ready.is_ready(ready.VENV, "base", ready.stamp_of(*inputs))
+
+
+def test_a_copied_checkout_is_not_ready(ready: ModuleType, tmp_path: Path):
+    copy = tmp_path / "copy"
+    shutil.copytree(ready.ROOT, copy)
+    other = load(copy / "run")
+    stamp = other.stamp_of(other.lock_file("base"), other.ROOT / "pyproject.toml")
+    assert not other.is_ready(other.VENV, "base", stamp)
+
+
+def test_a_killed_set_up_is_made_afresh_and_a_stale_one_in_place(ready: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    made = []
+    monkeypatch.setattr(ready, "call", made.append)
+    ready.make_venv(ready.VENV)
+    assert not made
+    assert not list(ready.VENV.glob("*.stamp")), "a kill from here on must leave no stamp"
+    ready.make_venv(ready.VENV)
+    assert "--clear" in made[0]
+
+
+@posix
+def test_two_at_once_wait_for_each_other(ready: ModuleType):
+    (ready.VENV / "base.stamp").unlink()
+    with ready.alone():
+        other = subprocess.Popen(
+            [sys.executable, ready.ROOT / "run", "help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert other.stderr is not None
+        assert "waiting for another ./run" in other.stderr.readline()
+        write_stamps(ready)
+    out, err = other.communicate(timeout=30)
+    assert other.returncode == 0
+    assert "argosy" in out
+    assert "setting up" not in err
+
+
+# ---------------------------------------------------------------- what can go wrong
+
+
+def test_no_network_is_said_and_leaves_no_stamp(checkout: ModuleType):
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull}
+    done = call(checkout, "quickstart", **nowhere, PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="", UV_OFFLINE="1")
+    assert done.returncode == 1
+    first, *rest = done.stderr.strip().splitlines()
+    assert first.startswith("setting up .venv")
+    assert rest[0] == "error: cannot reach the package index"
+    assert len(rest) <= 5
+    assert not list(checkout.VENV.glob("*.stamp"))
+
+
+@pytest.mark.parametrize(
+    "output, what",
+    [
+        ("OSError: [Errno 28] No space left on device", "no space left"),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", "not the one that was locked"),
+        ("Failed to establish a new connection: [Errno 111] Connection refused", "cannot reach the package index"),
+        ("[Errno 13] Permission denied: '.venv'", "no permission"),
+        ("a line\nsomething else\n\n", "the set-up failed: something else"),
+        ("", "the set-up failed: no output"),
+    ],
+)
+def test_an_installers_output_is_understood(checkout: ModuleType, output: str, what: str):
+    said, hint = checkout.diagnose(output)
+    assert what in said
+    assert hint
+
+
+def test_an_old_python_is_told(checkout: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(checkout, "OLDEST", (9, 9))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit) as ended:
+        checkout.main(["quickstart"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("error: this is Python 3.")
+    assert said[1:] == ["", "hint: install one, then: python3.12 run quickstart"]
+
+
+# ---------------------------------------------------------------- what is locked
+
+
+def names_of(lock: str) -> dict[str, set[str]]:
+    """Package -> its pinned versions, one for each range of Pythons."""
+    found: dict[str, set[str]] = {}
+    for name, version in re.findall(r"^([a-z0-9._-]+)==([^ ;]+)", lock, re.M):
+        found.setdefault(name, set()).add(version)
+    return found
+
+
+def test_locks_agree_and_hold_what_installs_the_rest():
+    base, dev = (names_of((ROOT / "requirements" / f"{k}.lock").read_text(encoding="utf-8")) for k in ("base", "dev"))
+    assert {"jax", "uv", "hatchling", "editables"} <= set(base)
+    assert {name: dev.get(name) for name in base} == base
+    assert {"pytest", "pytest-xdist", "ruff", "basedpyright"} <= set(dev)
+    assert not set(dev) & {"torch", "transformers"}
+
+
+def test_the_package_asks_for_what_is_locked():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(project["dependencies"]) <= set((ROOT / "requirements" / "base.in").read_text(encoding="utf-8").split())
+
+
+def test_one_entry_of_a_lock_is_cut_out_whole(checkout: ModuleType):
+    entry = checkout.pin(checkout.lock_file("base").read_text(encoding="utf-8"), "uv").splitlines()
+    assert entry[0].startswith("uv==")
+    assert len(entry) > 1
+    assert all("--hash=sha256:" in line for line in entry[1:])
+    assert not entry[-1].endswith("\\")
+
+
+# ---------------------------------------------------------------- the wheel
+
+
+def test_a_wheel_holds_the_package_and_its_configs(tmp_path: Path):
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, capture_output=True, check=True)
+    names = set(zipfile.ZipFile(next(tmp_path.glob("argosy-*.whl"))).namelist())
+    wanted = [p for suffix in ("*.py", "*.yml") for p in (ROOT / "argosy").rglob(suffix)]
+    assert {p.relative_to(ROOT).as_posix() for p in wanted} <= names
+    assert {n.split("/")[0] for n in names} == {"argosy", next(n for n in names if ".dist-info/" in n).split("/")[0]}
+    assert any(n.endswith("entry_points.txt") for n in names)

@@ -1,0 +1,264 @@
+"""The map of the house, held: rooms import upwards only, each library enters by one door, nothing tells where it was written.
+
+Standard library only, and it reads the sources without running them. An import counts however it is spelt: absolute,
+relative, inside a function, by `import_module`, by a public name of `argosy`, or as the string that a registry imports
+later. Imports under TYPE_CHECKING are free: they name types, and never run.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "argosy"
+ROOMS = [
+    *("core", "observe", "data", "parallel", "ops", "models", "adapt", "checkpoint"),
+    *("train", "infer", "rl", "export", "serve", "launch", "jobs", "cli"),
+]
+MODELS_ON = frozenset(ROOMS[ROOMS.index("models") :])
+DOORS = {
+    "grain": {"data"},
+    "flax": MODELS_ON,
+    "optax": {"train"},
+    "orbax": {"checkpoint"},
+    "tensorstore": {"checkpoint"},
+    "safetensors": {"core"},
+    "jax.experimental.pallas": {"ops"},
+    "tokamax": {"ops"},
+    "qwix": {"adapt"},
+    "yaml": {"core"},
+    "fsspec": {"core"},
+    "starlette": {"serve"},
+    "uvicorn": {"serve"},
+    "rich": {"observe", "cli"},
+    "typer": {"cli"},
+    "tokenizers": {"data"},
+    "sentencepiece": {"data"},
+    "jinja2": {"data"},
+}
+WITHOUT_JAX = {"core"}                      # not even inside a function
+WITHOUT_JAX_AT_TOP = {"core", "data", "cli"}
+JAXLIKE = {"jax", "jaxlib", "flax", "optax", "orbax", "qwix", "tokamax"}
+DOTTED = re.compile(r"argosy(\.\w+)+(:\w+)?")
+
+
+class Import(NamedTuple):
+    """A module that a file imports; `late` where only a call does."""
+
+    module: str
+    line: int
+    late: bool
+
+
+class Reader(ast.NodeVisitor):
+    """Collects the imports of one file."""
+
+    def __init__(self, package: str, public: dict[str, str]):
+        self.package, self.public = package.split("."), public
+        self.found: list[Import] = []
+        self.depth = 0
+
+    def add(self, module: str, node: ast.AST, late: bool = False) -> None:
+        head, _, name = module.partition(".")
+        module = self.public.get(name, module) if head == "argosy" else module
+        self.found.append(Import(module, getattr(node, "lineno", 0), late or self.depth > 0))
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" not in ast.unparse(node.test):
+            return self.generic_visit(node)
+        for child in node.orelse:
+            self.visit(child)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self.add(alias.name, node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        above = self.package[: len(self.package) - node.level + 1] if node.level else []
+        base = ".".join([*above, *([node.module] if node.module else [])])
+        for alias in node.names:
+            self.add(f"{base}.{alias.name}", node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__") and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.JoinedStr | ast.BinOp):
+                self.add("argosy.cli.computed", node)  # as if from the last room: what cannot be read is not allowed
+            elif isinstance(name, ast.Constant) and not DOTTED.fullmatch(str(name.value)):
+                self.add(str(name.value), node)
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and DOTTED.fullmatch(node.value):
+            self.add(node.value.partition(":")[0], node, late=True)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        self.depth += 1
+        self.generic_visit(node)
+        self.depth -= 1
+
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
+
+
+def imports(source: str, package: str, public: dict[str, str]) -> list[Import]:
+    reader = Reader(package, public)
+    reader.visit(ast.parse(source))
+    return reader.found
+
+
+def is_within(module: str, library: str) -> bool:
+    return module == library or module.startswith(f"{library}.")
+
+
+def faults(room: str, found: list[Import]) -> Iterator[str]:
+    """What a file of this room may not import."""
+    for module, line, late in found:
+        names = module.split(".")
+        if names[0] == "argosy" and len(names) > 1 and names[1] in ROOMS and ROOMS.index(names[1]) > ROOMS.index(room):
+            yield f"{line}: {room} imports {module}, a later room"
+        for library, rooms in DOORS.items():
+            if is_within(module, library) and room not in rooms:
+                yield f"{line}: {room} imports {module}: {library} enters by {', '.join(sorted(rooms))}"
+        if names[0] in JAXLIKE and (room in WITHOUT_JAX or (room in WITHOUT_JAX_AT_TOP and not late)):
+            yield f"{line}: {room} imports {module}: no jax {'here' if room in WITHOUT_JAX else 'at the top of a module'}"
+
+
+def public_names() -> dict[str, str]:
+    """argosy's lazy names, and where each comes from: read, not imported."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    return next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_NAMES"
+    )
+
+
+# ---------------------------------------------------------------- the sources
+
+
+def test_rooms_import_upwards_and_libraries_have_doors():
+    found, seen = [], 0
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).parts
+        if len(parts) == 2:
+            continue  # argosy/__init__.py and __main__.py stand above all rooms
+        package = ".".join(parts[:-1])
+        names = imports(path.read_text(encoding="utf-8"), package, public_names())
+        seen += len(names)
+        found += [f"{path.relative_to(ROOT)}:{fault}" for fault in faults(parts[1], names)]
+    assert seen > 300
+    assert not found, "\n".join(found)
+
+
+def test_every_folder_is_a_room():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders - {"configs"} <= set(ROOMS)
+
+
+@pytest.mark.parametrize(
+    "room, source",
+    [
+        ("core", "import argosy.data"),
+        ("data", "from argosy import train"),
+        ("data", "from argosy import fit"),
+        ("data", "from ..train import loop"),
+        ("data", "from .. import infer"),
+        ("ops", "def f():\n    from argosy.models import llama"),
+        ("ops", "import importlib\nimportlib.import_module('argosy.models.llama')"),
+        ("ops", "__import__('argosy.models')"),
+        ("ops", "NAMES.add('x', 'argosy.models.llama:Llama')"),
+        ("ops", "import_module(f'argosy.{room}')"),
+        ("models", "import optax as o"),
+        ("train", "def f():\n    import orbax.checkpoint as ocp"),
+        ("models", "from jax.experimental import pallas as pl"),
+        ("jobs", "import_module('yaml')"),
+        ("checkpoint", "import safetensors.numpy"),
+        ("core", "def f():\n    import jax"),
+        ("cli", "import jax.numpy as jnp"),
+        ("data", "try:\n    import jax\nexcept ImportError:\n    pass"),
+        ("core", "if TYPE_CHECKING:\n    pass\nelse:\n    import jax"),
+    ],
+)
+def test_a_wrong_import_is_found_however_it_is_spelt(room: str, source: str):
+    assert list(faults(room, imports(source, f"argosy.{room}", {"fit": "argosy.jobs.public"})))
+
+
+@pytest.mark.parametrize(
+    "room, source",
+    [
+        ("train", "import optax\nfrom argosy.models import llama\nfrom . import loop"),
+        ("data", "def f():\n    import jax"),
+        ("core", "if TYPE_CHECKING:\n    import jax\n    from argosy.train import loop"),
+        ("core", '"""argosy.train is a room."""'),
+    ],
+)
+def test_a_right_import_passes(room: str, source: str):
+    assert not list(faults(room, imports(source, f"argosy.{room}", {})))
+
+
+def test_public_names_are_no_rooms_and_exist():
+    names = public_names()
+    assert names
+    assert not set(names) & set(ROOMS)
+    for name, module in names.items():
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        assert name in {getattr(node, "name", None) for node in tree.body}, f"{module} defines no {name}"
+
+
+# ---------------------------------------------------------------- what runs
+
+
+@pytest.mark.parametrize("code", ["import argosy; dir(argosy)", "from argosy.cli import main; main(['--help'])"])
+def test_the_first_look_is_quick(code: str):
+    """Neither jax nor numpy, and at most 0.3 s of processor time."""
+    ask = "import sys, time; print(sorted({'jax', 'numpy'} & set(sys.modules)), time.process_time() < 0.3)"
+    run = subprocess.run([sys.executable, "-P", "-c", f"{code}\n{ask}"], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "[] True", run.stderr
+
+
+# ---------------------------------------------------------------- the files
+
+
+def files() -> list[Path]:
+    """Every file of the repository; every file here, where it is no repository."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        return [p for p in ROOT.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.parts)]
+    return [path for line in listed.stdout.splitlines() if (path := ROOT / line).is_file()]
+
+
+# Put together from pieces, so that this file does not find itself.
+MACHINE = re.compile("|".join([r"(?<![\w.])/" + name + r"/[\w.]" for name in ("root", "home", "tmp", "work", "Users")]))
+
+
+def test_no_file_tells_where_it_was_written():
+    found = []
+    for path in files():
+        if path.suffix in (".npz", ".safetensors", ".png", ".gguf"):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            if MACHINE.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("text", ["open('/" + "tmp/x')", "cd /" + "home/me", '"/' + 'root/.cache"'])
+def test_a_machine_path_is_found(text: str):
+    assert MACHINE.search(text)
+
+
+def test_locks_name_no_host():
+    names = {path.name for path in files()}
+    assert not names & {"uv.lock", "pylock.toml", "poetry.lock"}, "these lock files hold the registry's host name"
+    for lock in (ROOT / "requirements").glob("*.lock"):
+        text = lock.read_text(encoding="utf-8")
+        assert "://" not in text, lock.name
+        assert "--hash=sha256:" in text, lock.name
