@@ -32,7 +32,8 @@ def byte_bpe(
     """A byte-level BPE."""
     model = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": rule.whole, "vocab": vocab, "merges": merges,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": rule.whole,
+        "vocab": vocab, "merges": merges,
     }  # fmt: skip
     return tokenizer_json(model, {"type": "NFC"} if rule.nfc else None, pre_tokenizer(rule), BYTE_LEVEL, added)
 

@@ -218,14 +218,14 @@ class Stack(nnx.Module):
 
 def layer_addresses(model: nnx.Module) -> Callable[[str], list[str]]:
     """A function from a stored address to the per-layer names it holds, in the order of its leading axis."""
-    stacks = {".".join(map(str, path)): s for path, s in nnx.iter_modules(model) if isinstance(s, Stack)}
+    stacks = {".".join([*map(str, path), ""]): s for path, s in nnx.iter_modules(model) if isinstance(s, Stack)}
 
     def names(address: str) -> list[str]:
         for prefix, stack in stacks.items():
             for kind, indexes in stack.indexes().items() if stack.run.stacked else ():
-                if address.startswith(f"{prefix}.{kind}."):
-                    rest = address.removeprefix(f"{prefix}.{kind}.")
-                    return [f"{prefix}.{i}.{rest}" for i in indexes]
+                if address.startswith(f"{prefix}{kind}."):
+                    rest = address.removeprefix(f"{prefix}{kind}.")
+                    return [f"{prefix}{i}.{rest}" for i in indexes]
         return [address]
 
     return names

@@ -153,6 +153,7 @@ def fill(
             _drawn, static_argnames=("shape", "kind", "stacked", "dtype"), out_shardings=place and place(address)
         )
         shape = tuple(v.shape[1:] if stacked else v.shape)
+        assert len(names) == (v.shape[0] if stacked else 1), f"{address} {v.shape} has {len(names)} names"
         v.set_value(
             drawn(key, hashes, draw.value, shape=shape, kind=draw.kind, stacked=stacked, dtype=jnp.dtype(v.dtype))
         )
