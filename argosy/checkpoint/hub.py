@@ -6,6 +6,7 @@ pickle is read, and `auto_map` in a config imports nothing.
 
 import json
 import shutil
+from collections.abc import KeysView
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ class Mapped:
             raise BadInput(error.what, where=where, hint=error.hint) from None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._shapes)
+    def names(self) -> KeysView[str]:
+        return self._shapes.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]

@@ -2,7 +2,7 @@
 read weights out of them: by per-layer name ("layers.3.attn.q.w"), tensor by tensor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,8 @@ class StepReader:
             raise BadInput(f"the checkpoint lacks {len(absent)} weights of its model: {', '.join(sorted(absent)[:3])}")
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._where)
+    def names(self) -> KeysView[str]:
+        return self._where.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         address, i = self._where[name]

@@ -39,7 +39,8 @@ def quickstart(
         print(text, end="", file=out, flush=True)
 
     say(f"{machine.described()}\nNo downloads, no account: nothing leaves this machine.")
-    story = job(how.dir, Stage(say, Terminal(), stream))
+    with Terminal() as view:
+        story = job(how.dir, Stage(say, view, stream))
     if as_json:
         answer("", asdict(story), True)
     return story.exit_code

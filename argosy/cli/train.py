@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.output import answer
+from argosy.cli.output import answer, say
 from argosy.jobs import machine
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -25,7 +25,11 @@ def train(
     from argosy.jobs.train import train as job
     from argosy.observe.terminal import Terminal
 
-    outcome = job(recipe, words or [], Terminal())
+    with Terminal() as view:
+        outcome = job(recipe, words or [], view)
+    if outcome.exit_code:
+        say(f"stopped at step {outcome.step} of {outcome.steps}, and saved: the same command goes on")
     document = {"dir": str(outcome.dir), "step": outcome.step, "steps": outcome.steps, "last": dict(outcome.last)}
-    answer("", document, as_json) if as_json else None
+    if as_json:
+        answer("", document, True)
     return outcome.exit_code

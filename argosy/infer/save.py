@@ -64,7 +64,8 @@ def _save_checkpoint(
     family = Choice(FAMILIES, tag="family").name_of(config)
     meta = {"model": {"family": family} | dump(config), "decided": {"layers": "unroll"}, "hub": hub}
     (folder / META).write_text(json.dumps(meta, indent=1))
-    for name in COMPANIONS if companions is not None and companions.is_dir() else ():
-        if (companions / name).is_file():
-            shutil.copyfile(companions / name, folder / name)
+    if companions is not None and companions.is_dir():
+        for name in COMPANIONS:
+            if (companions / name).is_file():
+                shutil.copyfile(companions / name, folder / name)
     manifest.write(folder)

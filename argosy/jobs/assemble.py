@@ -5,7 +5,7 @@ it started with, since scan and unroll agree to rounding only.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,15 @@ from argosy.models.parts.weight import abstract, count, fill, logical
 from argosy.parallel.place import batch_sharding, like_weights, place_batch
 from argosy.parallel.rules import FSDP, shardings
 from argosy.train.state import TrainState, meanings_of, named, trained, unnamed
-from argosy.train.step import make_evaluation, make_step
+from argosy.train.step import Precision, make_evaluation, make_step
 
 
 @dataclass(frozen=True)
 class Decided:
     """What "auto" stood for."""
 
-    layers: str
-    precision: str
+    layers: Literal["unroll", "scan"]
+    precision: Precision
 
     @classmethod
     def here(cls, run: Run) -> "Decided":
@@ -162,8 +162,8 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
             hint=f"make it a multiple of {mesh.size * run.accumulate}",
         )
     tokenizer = None if run.data.source == "synthetic" else load_tokenizer(run.data.tokenizer)
-    process = {"process": jax.process_index(), "processes": jax.process_count()}
-    common = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress} | process
+    common: dict[str, Any] = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress}
+    common |= {"process": jax.process_index(), "processes": jax.process_count()}
     batches = pipeline.build(run.data, tokenizer, **common)
     evals = None
     if run.eval.batches and run.data.held_out and not run.data.online:

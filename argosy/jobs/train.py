@@ -192,7 +192,9 @@ class Session:
         from argosy.train.loop import Meter, fit
 
         a, settings, metrics = self.assembly, self.settings, Metrics(directory.store)
-        self.view.plan(self.facts())
+        facts = self.facts()
+        metrics.write({"step": int(state.step), "facts": facts})
+        self.view.plan(facts)
         with self.clock("compile"):
             update = a.compile()
 
@@ -259,7 +261,8 @@ class Session:
                 "model": dump(self.settings)["model"],
                 "settings": dump(self.settings),
             }
-            directory.checkpoints.save(now.step, *self.assembly.packed(now.state), meta)
+            weights, state = self.assembly.packed(now.state)
+            directory.checkpoints.save(now.step, weights, state, meta)
 
         return save
 

@@ -76,7 +76,7 @@ class LlamaConfig(FamilyConfig):
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
-        odd = {"vocab": 113, "width": 44, "layers": 3, "ffn": 70, "heads": 4, "context": 200}
+        odd: dict[str, Any] = {"vocab": 113, "width": 44, "layers": 3, "ffn": 70, "heads": 4, "context": 200}
         scaled = Rope(scaling=Llama3(original=16))
         return {
             "plain": cls(**odd, kv_heads=2, head_size=14),

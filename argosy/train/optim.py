@@ -55,9 +55,9 @@ def _lenient(transform: optax.GradientTransformation) -> optax.GradientTransform
         with jax.numpy_dtype_promotion("standard"):
             return transform.init(params)
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         with jax.numpy_dtype_promotion("standard"):
-            return transform.update(grads, state, params)
+            return transform.update(updates, state, params)
 
     return optax.GradientTransformation(init, update)
 
@@ -128,7 +128,7 @@ class Muon(Optimizer):
             optax.contrib.scale_by_muon(
                 ns_steps=self.ns_steps, beta=self.momentum, weight_dimension_numbers=dimensions
             ),
-            optax.stateless(lambda updates, _: {a: u * self._size(u.shape, dimensions[a]) for a, u in updates.items()}),
+            optax.stateless(lambda updates, _: self._sized(updates, dimensions)),
             optax.add_decayed_weights(self.weight_decay),
             optax.scale_by_learning_rate(rate),
         )
@@ -138,12 +138,16 @@ class Muon(Optimizer):
         labels = {a: "matrices" if a in dimensions else "rest" for a in meanings}
         return _apart({"matrices": matrices, "rest": words}, labels)
 
-    def _size(self, shape: tuple[int, ...], dimensions: optax.contrib.MuonDimensionNumbers) -> float:
-        """What an orthogonal update is multiplied with, so that one learning rate fits matrices of any shape."""
-        inputs, outputs = (math.prod(shape[i] for i in axes) for axes in dimensions)
-        if self.consistent_rms is not None:
-            return self.consistent_rms * math.sqrt(max(inputs, outputs))
-        return math.sqrt(max(1.0, outputs / inputs))
+    def _sized(self, updates: Any, dimensions: Mapping[str, Any]) -> dict[str, Any]:
+        """Orthogonal updates, multiplied so that one learning rate fits matrices of any shape."""
+
+        def size(shape: tuple[int, ...], axes: Any) -> float:
+            inputs, outputs = (math.prod(shape[i] for i in side) for side in axes)
+            if self.consistent_rms is not None:
+                return self.consistent_rms * math.sqrt(max(inputs, outputs))
+            return math.sqrt(max(1.0, outputs / inputs))
+
+        return {a: u * size(u.shape, dimensions[a]) for a, u in updates.items()}
 
 
 def _apart(
@@ -157,12 +161,14 @@ def _apart(
     def init(params: Any) -> Any:
         return {label: rule.init(part(params, label)) for label, rule in rules.items()}
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        out, new = {}, {}
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        out: dict[str, Any] = {}
+        new: dict[str, Any] = {}
         for label, rule in rules.items():
-            moved, new[label] = rule.update(part(grads, label), state[label], part(params, label))
+            moved: Any
+            moved, new[label] = rule.update(part(updates, label), state[label], part(params, label))
             out |= moved
-        return {a: out[a] for a in grads}, new
+        return {a: out[a] for a in updates}, new
 
     return optax.GradientTransformation(init, update)
 

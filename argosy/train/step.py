@@ -59,7 +59,7 @@ def make_step(
             grads, loss = _accumulated(gradients, state, batch, key, accumulate)
         grads = jax.tree.map(lambda g: g / jnp.maximum(loss.loss.weight, 1e-30), grads)
         updates, new = optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss.loss.value()} | {name: mean.value() for name, mean in loss.metrics.items()}
         metrics |= {
             "grad_norm": optax.tree.norm(grads),

@@ -122,7 +122,8 @@ class Scan:
             )
 
             def body(x: Array, group: Any, part: tuple[Layer, ...] = part) -> Any:
-                return _one_group(stack, step, part, x, *group, attend)
+                weights, cache = group
+                return _one_group(stack, step, part, x, weights, cache, attend)
 
             x, ys = jax.lax.scan(body, x, xs)
             outs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), ys))
@@ -268,8 +269,8 @@ def _deepened(module: Any, layers: int) -> Any:
     for path, v in nnx.to_flat_state(state):
         node = module
         for name in path[:-1]:
-            node = getattr(node, name)
-        getattr(node, path[-1]).set_value(jax.ShapeDtypeStruct((layers, *v.shape), v.dtype))
+            node = getattr(node, str(name))
+        getattr(node, str(path[-1])).set_value(jax.ShapeDtypeStruct((layers, *v.shape), v.dtype))
     return module
 
 

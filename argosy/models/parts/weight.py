@@ -66,7 +66,7 @@ def split(model: nnx.Module, *kinds: Any) -> tuple[Any, ...]:
 
 def merge(graph: Any, *leaves: Leaves) -> Any:
     """The model again, with these weights. Cheap under jit; outside it, costs about 20 us a weight."""
-    flat = {tuple(address.split(".")): value for part in leaves for address, value in part.items()}
+    flat: Any = {tuple(address.split(".")): value for part in leaves for address, value in part.items()}
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
