@@ -98,7 +98,7 @@ class Encoder:
             raise BadInput("the tokenizer has no beginning-of-sequence token", hint="leave `data.bos` off")
         self.tokenizer, self.inside = tokenizer, False
         self.dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
-        self.before = [tokenizer.bos] if bos else []
+        self.before = [] if tokenizer.bos is None or not bos else [tokenizer.bos]
         self.after = [] if tokenizer.eos is None else [tokenizer.eos]
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
