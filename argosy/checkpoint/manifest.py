@@ -36,17 +36,24 @@ def verify(folder: Path) -> None:
     """Reads every file and compares.
 
     Raises:
-        Damaged: names the first file that is missing, has another size or other bytes.
+        Damaged: names the first file that is missing, cannot be read, has another size or other bytes.
     """
     files = read(folder)
     for name, expected in files.items():
         path = folder / name
-        if not path.is_file():
-            raise Damaged(f"{path.name} is missing", where=str(path))
-        if path.stat().st_size != expected["bytes"]:
-            raise Damaged(f"{path.name} has {path.stat().st_size} bytes, not {expected['bytes']}", where=str(path))
-        if describe(path) != expected:
-            raise Damaged(f"{path.name} is not what was written: its SHA-256 differs", where=str(path))
+        try:
+            _compare(path, expected)
+        except OSError as error:  # a disk that cannot give back what it was given
+            raise Damaged(f"{path.name} cannot be read: {error.strerror}", where=str(path)) from None
+
+
+def _compare(path: Path, expected: dict[str, Any]) -> None:
+    if not path.is_file():
+        raise Damaged(f"{path.name} is missing", where=str(path))
+    if path.stat().st_size != expected["bytes"]:
+        raise Damaged(f"{path.name} has {path.stat().st_size} bytes, not {expected['bytes']}", where=str(path))
+    if describe(path) != expected:
+        raise Damaged(f"{path.name} is not what was written: its SHA-256 differs", where=str(path))
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from argosy.core.settings import Settings
 
 Arrays = dict[str, Any]  # {name: array}
 WEIGHTS, STATE, META = "weights", "state", "meta.json"
+REMOVED = ".removed"  # a step under this ending is on its way out
 
 
 class CheckpointSettings(Settings):
@@ -78,26 +79,30 @@ class Checkpoints:
         return self.folder / str(step)
 
     def latest_good(self) -> int | None:
-        """The newest step whose files are what was written. Damaged ones on the way are set aside under another name.
+        """The newest step whose files are what was written. Where settings say what to keep, this is the run's own process,
+        and damaged steps on the way are set aside under another name; whoever only reads changes nothing.
 
         Raises:
-            Damaged: there are checkpoints, and none of them is good.
+            Damaged: there are checkpoints, and none of them is good. They stay as they are, so the next call says so too.
         """
         steps = self.steps()
+        damaged: dict[int, Damaged] = {}
         for step in reversed(steps):
             try:
                 manifest.verify(self.path(step))
-                return step
             except Damaged as damage:
-                aside = self._set_aside(step)
-                self.warn(
-                    f"checkpoint {step} is damaged and was set aside as {aside.name}: {damage.what} ({damage.where})"
-                )
-        if steps:
+                damaged[step] = damage
+                continue
+            for bad, damage in damaged.items():
+                aside = f" and was set aside as {self._set_aside(bad).name}" if self.settings is not None else ""
+                self.warn(f"checkpoint {bad} is damaged{aside}: {damage.what} ({damage.where})")
+            return step
+        if damaged:
+            newest = damaged[steps[-1]]
             raise Damaged(
-                f"none of the {len(steps)} checkpoints is what was written",
-                where=str(self.folder),
-                hint="they are kept there under the name <step>.damaged; start again in another directory with dir=NEW",
+                f"none of the {len(steps)} checkpoints is what was written; of the newest, {newest.what}",
+                where=newest.where,
+                hint="nothing was changed; bring back a copy, or start again in another directory with dir=NEW",
             )
         return None
 
@@ -109,10 +114,12 @@ class Checkpoints:
     def save(self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any]) -> None:
         """Starts to save; returns when the arrays are copied. `meta` is anything that is JSON.
 
-        Raises:
-            ArgosyError: the save before this one failed.
+        Where the save before this one failed, that is told and this one is tried: a full disk may have room again.
         """
-        self.wait()
+        self.join()
+        if self._failure is not None:
+            self.warn(f"a checkpoint could not be written: {_root(self._failure)}; trying again with step {step}")
+            self._failure = None
         target = self.path(step)
         if (target / manifest.NAME).exists():
             return
@@ -123,15 +130,19 @@ class Checkpoints:
         self._writing = threading.Thread(target=self._write, args=job, name=f"checkpoint-{step}")
         self._writing.start()
 
+    def join(self) -> None:
+        """Until nothing is being written. That it failed is left for `wait` to say."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+
     def wait(self) -> None:
         """Until the save under way is committed.
 
         Raises:
             ArgosyError: it failed; earlier checkpoints are untouched.
         """
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
+        self.join()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise ArgosyError(
@@ -150,14 +161,16 @@ class Checkpoints:
             self._retire(step)
         except BaseException as failure:
             self._failure = failure
+            if not (target / manifest.NAME).exists():  # it holds room that the next save may need
+                shutil.rmtree(target, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """Removes what a kill left: temporary folders of Orbax."""
-        for left in self.folder.glob("*.orbax-checkpoint-tmp*"):
+        """Removes what a kill left: temporary folders of Orbax, and checkpoints that were being removed."""
+        for left in [*self.folder.glob("*.orbax-checkpoint-tmp*"), *self.folder.glob(f"*{REMOVED}")]:
             shutil.rmtree(left, ignore_errors=True)
 
     def _retire(self, newest: int) -> None:
-        """Removes what the settings do not keep. The manifest goes first: a half-removed checkpoint is then no checkpoint."""
+        """Removes what the settings do not keep. The name goes first: a half-removed checkpoint is then no checkpoint."""
         if self.settings is None:
             return
         steps = self.steps()
@@ -165,12 +178,20 @@ class Checkpoints:
         if self.settings.keep_every:
             keep |= {s for s in steps if s % self.settings.keep_every == 0}
         if self.settings.keep_best:
-            losses = {s: self.meta(s).get("eval_loss") for s in steps}
+            losses = {s: self._eval_loss(s) for s in steps}
             judged = sorted((loss, s) for s, loss in losses.items() if loss is not None)
             keep |= {s for _, s in judged[: self.settings.keep_best]}
         for step in set(steps) - keep:
-            (self.path(step) / manifest.NAME).unlink()
-            shutil.rmtree(self.path(step))
+            going = self.folder / f"{step}{REMOVED}"
+            self.path(step).rename(going)
+            shutil.rmtree(going)
+
+    def _eval_loss(self, step: int) -> float | None:
+        """None where it was not evaluated, or cannot be read: damage to an old checkpoint must not stop a new one."""
+        try:
+            return self.meta(step).get("eval_loss")
+        except Damaged:
+            return None
 
     def _set_aside(self, step: int) -> Path:
         aside = self.folder / f"{step}.damaged"

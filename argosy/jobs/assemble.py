@@ -4,6 +4,7 @@ What "auto" stood for is decided here, from the devices, and kept with the run: 
 it started with, since scan and unroll agree to rounding only.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ class Decided:
 
     @classmethod
     def here(cls, run: Run) -> "Decided":
-        cpu = jax.default_backend() == "cpu"
+        cpu = backend() == "cpu"
         layers = run.layers.run
         if layers == "auto":
             layers = "unroll" if cpu and run.model.layers <= 32 else "scan"
@@ -49,6 +50,22 @@ class Decided:
 
     def run(self, remat: Any) -> LayerRun:
         return Unroll(remat) if self.layers == "unroll" else Scan(remat)
+
+
+def backend() -> str:
+    """What jax computes on.
+
+    Raises:
+        BadInput: the device that was asked for is not there.
+    """
+    try:
+        return jax.default_backend()
+    except RuntimeError as error:
+        asked = f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" if os.environ.get("JAX_PLATFORMS") else None
+        reason = (str(error).splitlines() or ["no reason given"])[0][:200]
+        raise BadInput(
+            f"jax has no such device: {reason}", where=asked, hint="`argosy doctor` says what there is to compute with"
+        ) from None
 
 
 @dataclass
@@ -154,6 +171,7 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     Raises:
         UserError: whatever is wrong with data, tokenizer, model, mesh or batch.
     """
+    backend()
     mesh = run.mesh.build()
     if run.data.batch % (mesh.size * run.accumulate):
         raise BadInput(

@@ -7,6 +7,7 @@ tokenizer/       what the data was tokenised with
 log.txt  report.html
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,10 @@ class RunDirectory:
         """Checks that a run with these settings may go on here.
 
         Raises:
-            BadInput: the run here has other settings; each difference is named.
+            BadInput: the run here has other settings, each difference named; or nothing can be written here.
         """
         if not self.has_run:
-            if self.path.exists() and not self.path.is_dir():
-                raise BadInput(f"{self.path} is a file", hint="dir=NEW names another directory")
+            self._check_place()
             if self.checkpoints.steps():
                 raise BadInput(
                     f"{self.path} holds checkpoints but no {SETTINGS}", hint="dir=NEW starts a run elsewhere"
@@ -61,6 +61,14 @@ class RunDirectory:
                 where=told + more,
                 hint="give the same settings to go on, or dir=NEW to start another run",
             )
+
+    def _check_place(self) -> None:
+        """That the directory can be made, before anything is built that would be lost."""
+        here = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        if not here.is_dir():
+            raise BadInput(f"{here} is a file", hint="dir=NEW names another directory")
+        if not os.access(here, os.W_OK | os.X_OK):
+            raise BadInput(f"no permission to write in {here}", hint="dir=NEW names another directory")
 
     def write_settings(self, reading: Reading[Run]) -> None:
         self.store.write_text(SETTINGS, annotated(reading))

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from argosy.checkpoint.store import STATE, Checkpoints, load_item, read_meta
+from argosy.checkpoint import manifest
+from argosy.checkpoint.store import META, STATE, Checkpoints, load_item, read_meta
 from argosy.checkpoint.stored import StepReader, config_of, open_model, read_into
 from argosy.core.errors import BadInput
 from argosy.core.settings import diff, dump
@@ -36,7 +37,8 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> Trai
     """Weights, optimizer and step of another run, in whatever layout it wrote them; data starts anew.
 
     Raises:
-        BadInput: it has no checkpoint, or another model or optimizer.
+        BadInput: it has no checkpoint, or another model or optimizer, or is weights alone.
+        Damaged: it is not what was written.
     """
     path = Path(run)
     if (path / "checkpoints").is_dir():
@@ -44,7 +46,11 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> Trai
         if step is None:
             raise BadInput(f"{run} has no checkpoint yet")
         path = path / "checkpoints" / str(step)
+    else:
+        verify(path)
     meta = read_meta(path)
+    if "data" not in meta:
+        raise BadInput(f"{run} is weights alone, without an optimizer", hint="init.weights takes them")
     config = config_of(meta["model"])
     _check_same(assembly.run.model, config, run)
     read_into(
@@ -64,19 +70,27 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> Trai
     return assembly.restored(params | rest, placed)
 
 
+def verify(step: Path) -> None:
+    """That one checkpoint, named by itself, is what was written."""
+    if not (step / META).is_file():
+        raise BadInput(f"{step} is no run and no checkpoint of one", hint="init.weights takes the weights of any model")
+    manifest.verify(step)
+
+
 def relaid(arrays: dict[str, Any], was: Any, now: Any) -> dict[str, Any]:
     """An optimizer's arrays, which stand under the addresses of the weights, from one layout of the layers to the other."""
     before, addresses = stored_addresses(was), set(split(now)[1])
+    stored = {address for address, _ in before.values()}
     out: dict[str, Any] = {}
     mirrored: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
-        address = next((a for a in {address for address, _ in before.values()} if name.endswith("." + a)), None)
+        address = max((a for a in stored if name.endswith("." + a)), key=len, default=None)
         if address is None:
             out[name] = array
         else:
             mirrored.setdefault(name.removesuffix(address), {})[address] = array
-    for prefix, stored in mirrored.items():
-        by_layer = {n: stored[a] if i is None else stored[a][i] for n, (a, i) in before.items() if a in stored}
+    for prefix, own in mirrored.items():
+        by_layer = {n: own[a] if i is None else own[a][i] for n, (a, i) in before.items() if a in own}
         present = {a for n, (a, _) in stored_addresses(now).items() if n in by_layer}
         partial = from_layers(now, _Default(by_layer))
         out |= {prefix + a: partial[a] for a in addresses & present}

@@ -84,13 +84,10 @@ def run(reading: Reading[Run], path: str, view: View) -> Outcome:
     settings = reading.value
     directory = RunDirectory(path, settings, view.say)
     directory.admit(reading)
-    if directory.path.exists():
-        with directory.store.lock():
-            return _locked(reading, directory, view)
-    from argosy.jobs.assemble import Decided, assemble
+    if not directory.has_run:
+        from argosy.jobs.assemble import Decided, assemble
 
-    assemble(settings, Decided.here(settings)).batches.close()  # every mistake before the first file
-    directory.path.mkdir(parents=True)
+        assemble(settings, Decided.here(settings)).batches.close()  # every mistake before the first file
     with directory.store.lock():
         return _locked(reading, directory, view)
 
@@ -218,6 +215,7 @@ class Session:
             with self.clock("checkpoint"):
                 directory.checkpoints.wait()
         finally:
+            directory.checkpoints.join()  # before the lock on the directory is let go
             a.batches.close()
             self.view.close()
         step = int(state.step)
@@ -238,6 +236,10 @@ class Session:
             self.view.evaluation(now.step, numbers)
 
         return evaluate
+
+    def is_stopping(self, now: Any) -> bool:
+        """Asked to stop: save, and go."""
+        return now.last and now.step < self.settings.steps
 
     def evaluate(self, program: Any, state: Any) -> dict[str, float]:
         """The loss on held-out text, its perplexity, and bits for each byte of text."""
@@ -272,6 +274,8 @@ class Session:
         sampler = Sampler(self.assembly, self.settings)
 
         def sample(now: Any) -> None:
+            if self.is_stopping(now):
+                return
             text = sampler(now.state)
             metrics.write({"step": now.step, "sample": text})
             self.view.sample(now.step, text)

@@ -81,9 +81,11 @@ ROPE_KEYS = frozenset(["rope_theta", "rope_scaling", "rope_parameters", "partial
 
 @dataclass(frozen=True)
 class ConfigTable:
-    """(their key, our key) rows; keys that must have one value because nothing else is built; keys of no effect here."""
+    """(their key, our key) rows; what a missing key stands for; keys that must have one value because nothing else is built;
+    keys of no effect here."""
 
     rows: Sequence[tuple[str, str]]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
 
@@ -93,6 +95,7 @@ class ConfigTable:
         Raises:
             BadInput: keys that are not understood, values that are not built.
         """
+        config = dict(self.defaults) | dict(config)
         known = {theirs for theirs, _ in self.rows} | set(self.fixed) | HARMLESS | ROPE_KEYS | self.harmless
         problems = [
             f"`{k}` = {config[k]!r} is not understood and may change the numbers" for k in sorted(set(config) - known)

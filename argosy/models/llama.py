@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from pydantic import Field, model_validator
 
+from argosy.core.errors import Unsupported
 from argosy.core.keymap import Row
 from argosy.models.family import UNROLL, FamilyConfig
 from argosy.models.hub_config import ConfigTable, read_rope, write_rope
@@ -138,33 +139,50 @@ class LlamaConfig(FamilyConfig):
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "LlamaConfig":
-        return cls(**TABLE.read(config), rope=Rope(**read_rope(config)))
+        table = TABLES[config["model_type"]]
+        return cls(**table.read(config), rope=Rope(**read_rope(config)))
 
     def to_hub(self) -> dict[str, Any]:
+        """A window is Mistral's, biases are Llama's: transformers has no architecture with both."""
+        if self.window and (self.attention_bias or self.mlp_bias):
+            raise Unsupported("no Hub architecture of this family has a window and biases", hint="convert with to=argosy")
         kind = ("mistral", "MistralForCausalLM") if self.window else ("llama", "LlamaForCausalLM")
         head = {"model_type": kind[0], "architectures": [kind[1]]}
         sizes = {"head_dim": self.H, "num_key_value_heads": self.K}
-        return head | TABLE.write(self) | sizes | write_rope(self.rope)
+        return head | TABLES[kind[0]].write(self) | sizes | write_rope(self.rope)
 
 
-TABLE = ConfigTable(
-    rows=[
-        ("vocab_size", "vocab"),
-        ("hidden_size", "width"),
-        ("intermediate_size", "ffn"),
-        ("num_hidden_layers", "layers"),
-        ("num_attention_heads", "heads"),
-        ("num_key_value_heads", "kv_heads"),
-        ("head_dim", "head_size"),
-        ("max_position_embeddings", "context"),
-        ("rms_norm_eps", "norm_eps"),
-        ("hidden_act", "activation"),
-        ("tie_word_embeddings", "tied"),
-        ("attention_bias", "attention_bias"),
-        ("mlp_bias", "mlp_bias"),
-        ("sliding_window", "window"),
-    ],
-)
+SIZES = [
+    ("vocab_size", "vocab"),
+    ("hidden_size", "width"),
+    ("intermediate_size", "ffn"),
+    ("num_hidden_layers", "layers"),
+    ("num_attention_heads", "heads"),
+    ("num_key_value_heads", "kv_heads"),
+    ("head_dim", "head_size"),
+    ("max_position_embeddings", "context"),
+    ("rms_norm_eps", "norm_eps"),
+    ("hidden_act", "activation"),
+    ("tie_word_embeddings", "tied"),
+]
+# By `model_type`, with what transformers takes where a config.json does not say, and what it never reads.
+TABLES = {
+    "llama": ConfigTable(
+        [*SIZES, ("attention_bias", "attention_bias"), ("mlp_bias", "mlp_bias")],
+        defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+        harmless=frozenset(["sliding_window"]),
+    ),
+    "mistral": ConfigTable(
+        [*SIZES, ("sliding_window", "window")],
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+        harmless=frozenset(["attention_bias", "mlp_bias"]),
+    ),
+}
 
 
 class Attention(nnx.Module):

@@ -65,9 +65,14 @@ class Meter:
     def begin(self, step: int) -> None:
         self._told_step, self._since = step, dict(self.clock.seconds)
 
-    def read(self, step: int, metrics: Mapping[str, Any], last: bool) -> None:
-        """Waits for the metrics of `step`. Raises Diverged where the loss is not finite."""
-        if step % self.every and not last:
+    def read(self, step: int, metrics: Mapping[str, Any], *, last: bool = False, certain: bool = False) -> None:
+        """Waits for the metrics of `step` where it is one to tell; `certain`: also where it is not, to be sure of it.
+
+        Raises:
+            Diverged: the loss is not finite.
+        """
+        telling = last or step % self.every == 0
+        if not (telling or certain):
             return
         with self.clock("step"):
             numbers = {name: float(np.asarray(value)) for name, value in metrics.items()}
@@ -76,6 +81,8 @@ class Meter:
                 f"the loss is {numbers['loss']} at step {step}",
                 hint="lower optimizer.learning_rate or raise schedule.warmup; checkpoints before this step are good",
             )
+        if not telling:
+            return
         spent = {k: v - self._since.get(k, 0.0) for k, v in self.clock.seconds.items()}
         steps = step - (self._told_step or 0)
         seconds = spent.get("step", 0.0) + spent.get("data", 0.0)
@@ -113,13 +120,13 @@ def fit(
         with clock("step"):
             state, metrics = update(state, batch)
         if unread is not None:
-            meter.read(*unread, last=False)
+            meter.read(*unread)
         step += 1
         unread = (step, metrics)
         last = step == until or interrupted()
         due = [hook for hook in hooks if hook.due(step, last)]
         if due or last:
-            meter.read(*unread, last=last)
+            meter.read(*unread, last=last, certain=True)     # nothing is saved that is not a number
             unread = None
             for hook in due:
                 with clock(hook.name):

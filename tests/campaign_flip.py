@@ -1,0 +1,152 @@
+"""A checkpoint with one wrong bit must be found out, whichever file the bit is in.
+
+    ./run python tests/campaign_flip.py [n=40] [seed=0]
+
+A run with two checkpoints is copied n times. In each copy one bit of one file of the newest checkpoint is flipped, over
+every kind of file in turn; further copies have a file cut short, or without it. Each copy then trains on: it must set the
+damaged step aside, go on from the one before, and end with the weights and losses of the run that was left alone. Prints a
+line for each kind of file; exit code 1 where one came through.
+"""
+
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import argosy
+from argosy.core.storage import Store
+from argosy.jobs.proof import digest
+from argosy.observe.metrics import by_step, read
+from campaign_kill import SMALL
+
+STEPS, STOP, EVERY = 6, 4, 2
+WORDS = [*SMALL, f"checkpoint.every={EVERY}"]
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One damage and what became of the run: the step it went on from, and whether it ended as if nothing had been."""
+
+    how: str
+    kind: str
+    went_on_from: int
+    same: bool
+
+    @property
+    def good(self) -> bool:
+        return self.same and self.went_on_from == STOP - EVERY
+
+
+class Heard:
+    """A view that keeps what was said."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.words.append(text)
+
+    def plan(self, facts: object) -> None: ...
+
+    def step(self, step: int, numbers: object) -> None: ...
+
+    def evaluation(self, step: int, numbers: object) -> None: ...
+
+    def sample(self, step: int, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def kinds(checkpoint: Path) -> dict[str, list[Path]]:
+    """{kind: files}, as paths inside the checkpoint; files that are named by a random number are one kind."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(f for f in checkpoint.rglob("*") if f.is_file() and f.stat().st_size):
+        inside = file.relative_to(checkpoint)
+        found.setdefault(re.sub(r"[0-9a-f]{32}", "<data>", str(inside)), []).append(inside)
+    return found
+
+
+def flip(file: Path, draw: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    bit = draw.randrange(8 * len(data))
+    data[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)
+
+
+def cut(file: Path, draw: random.Random) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[: draw.randrange(len(data))])
+
+
+def delete(file: Path, draw: random.Random) -> None:
+    file.unlink()
+
+
+def prepare(folder: Path) -> tuple[Path, Path]:
+    """The run that was left alone, and the one that stopped with two checkpoints."""
+    alone, stopped = folder / "alone", folder / "stopped"
+    argosy.fit("tiny", *WORDS, f"steps={STEPS}", f"dir={alone}")
+    argosy.fit("tiny", *WORDS, f"steps={STOP}", f"dir={stopped}")
+    return alone, stopped
+
+
+def strike(folder: Path, kind: str, how: Callable[[Path, random.Random], None], draw: random.Random) -> Blow:
+    """Damages a copy of the stopped run, and lets it go on."""
+    alone, copy, heard = folder / "alone", folder / "copy", Heard()
+    shutil.copytree(folder / "stopped", copy)
+    checkpoint = copy / "checkpoints" / str(STOP)
+    how(checkpoint / draw.choice(kinds(checkpoint)[kind]), draw)
+    try:
+        argosy.fit("tiny", *WORDS, f"steps={STEPS}", f"dir={copy}", view=heard)
+        said = re.search(r"going on from step (\d+)", "\n".join(heard.words))
+        losses = [by_step(read(Store(run)), "loss") for run in (alone, copy)]
+        same = losses[0] == losses[1] and digest(alone, STEPS) == digest(copy, STEPS)
+        return Blow(how.__name__, kind, int(said[1]) if said else 0, same)
+    finally:
+        shutil.rmtree(copy)
+
+
+def campaign(folder: Path, n: int, seed: int = 0, others: bool = True) -> list[Blow]:
+    """n flips, every kind of file in turn; with `others`, each kind cut short and deleted once as well."""
+    draw = random.Random(seed)
+    _, stopped = prepare(folder)
+    names = list(kinds(stopped / "checkpoints" / str(STOP)))
+    blows = [strike(folder, names[i % len(names)], flip, draw) for i in range(n)]
+    if others:
+        blows += [strike(folder, name, how, draw) for how in (cut, delete) for name in names]
+    return blows
+
+
+def table(blows: list[Blow]) -> str:
+    """Good over all, for each kind of file and of damage."""
+    ways = [how.__name__ for how in (flip, cut, delete)]
+    lines = [f"{'file':40}" + "".join(f"{way:>9}" for way in ways)]
+    for kind in dict.fromkeys(blow.kind for blow in blows):
+        cells = []
+        for way in ways:
+            of = [blow.good for blow in blows if (blow.kind, blow.how) == (kind, way)]
+            cells.append(f"{f'{sum(of)}/{len(of)}' if of else '-':>9}")
+        lines.append(f"{kind:40}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def main(words: list[str]) -> int:
+    told = {key: int(value) for key, value in (word.split("=") for word in words)}
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        blows = campaign(Path(folder), told.get("n", 40), told.get("seed", 0))
+    bad = [blow for blow in blows if not blow.good]
+    print(table(blows))
+    print(f"{len(blows)} damaged runs in {time.monotonic() - begin:.0f} s: {len(bad)} did not go on as they should")
+    for blow in bad[:10]:
+        print(f"  {blow}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

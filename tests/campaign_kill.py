@@ -1,0 +1,198 @@
+"""A run that is killed with SIGKILL again and again must end as if nothing had happened.
+
+    ./run python tests/campaign_kill.py [n=20] [seed=0]
+
+One run is left alone; others of the same settings are killed n times, at random moments: a fifth while they start, a third
+as soon as a checkpoint is being written, the rest anywhere between. Each life must go on from the newest step that was
+committed when it began, write no loss that the uninterrupted run did not write, and end with its weights. Prints a line for
+each kill; exit code 1 where one changed anything. It knows a run only from outside: its process and its directory.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.checkpoint.store import Checkpoints
+from argosy.core.storage import Store
+from argosy.jobs.proof import digest
+from argosy.observe.metrics import by_step, read
+
+SMALL = ["model.width=16", "model.layers=1", "model.ffn=32", "model.heads=2", "model.kv_heads=1", "model.vocab=64"]
+SMALL += ["model.context=32", "data.source=synthetic", "data.sequence=16", "data.batch=8", "schedule=constant"]
+SMALL += ["log.every=1", "eval.batches=0"]
+STEPS, EVERY = 200, 5
+WORDS = [*SMALL, f"steps={STEPS}", f"checkpoint.every={EVERY}"]
+LIFE_S = 1.0  # at most so long after its first step; a save takes about 0.2 s
+PATIENCE_S = 300
+POLL_S = 0.002
+
+
+@dataclass(frozen=True)
+class Kill:
+    """began: the newest committed step when the life began. first: the first step it wrote. last: the last one."""
+
+    where: str
+    began: int
+    first: int | None
+    last: int | None
+    committed: int
+    seconds: float
+
+    @property
+    def goes_on(self) -> bool:
+        return self.first in (None, self.began + 1) and self.committed >= self.began
+
+
+def launch(folder: Path, words: list[str]) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder.parent / "cache"), "ARGOSY_HUGE_PAGES": "0"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "argosy", "train", "tiny", *words, f"dir={folder}"],
+        stdout=subprocess.DEVNULL,
+        stderr=(folder.parent / "words.txt").open("ab"),
+        env=environment,
+    )
+
+
+def newest(run: Path) -> int:
+    return max(Checkpoints(run / "checkpoints").steps(), default=0)
+
+
+def written(run: Path, start: int = 0) -> list[tuple[int, float]]:
+    """(step, loss) of every whole line from a byte of metrics.jsonl on."""
+    file = run / "metrics.jsonl"
+    if not file.exists():
+        return []
+    whole = [line for line in file.read_bytes()[start:].splitlines(keepends=True) if line.endswith(b"}\n")]
+    lines = map(json.loads, whole)
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def is_saving(run: Path) -> bool:
+    """Whether a checkpoint is being written that is not committed yet."""
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        return False
+    return any("tmp" in d.name or (d.name.isdigit() and not (d / "manifest.json").exists()) for d in folder.iterdir())
+
+
+def kill_once(run: Path, draw: random.Random, start_s: float) -> Kill | None:
+    """One life and its end; None where the run was over before that."""
+    began = newest(run)
+    bytes_before = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
+    wish = draw.choices(["start", "save", "anywhere"], [3, 5, 7])[0]
+    start_for_s, life_s = draw.uniform(0, start_s), draw.uniform(0, LIFE_S)
+    at = time.monotonic()
+    process = launch(run, WORDS)
+    try:
+        if wish == "start":
+            wait_for(process, lambda: time.monotonic() - at > start_for_s, False)
+        else:
+            wait_for(process, lambda: bool(written(run, bytes_before)), True)
+            until = time.monotonic() + life_s
+            wait_for(process, lambda: time.monotonic() > until, False)
+            if wish == "save":
+                wait_for(process, lambda: is_saving(run), False)
+        over = process.poll() is not None
+        saving = is_saving(run)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    if over:
+        return None
+    steps = [step for step, _ in written(run, bytes_before)]
+    where = ("save" if saving else "step") if steps else "start"
+    first, last = (steps[0], steps[-1]) if steps else (None, None)
+    return Kill(where, began, first, last, newest(run), time.monotonic() - at)
+
+
+def wait_for(process: subprocess.Popen[bytes], done: object, must: bool) -> None:
+    """Until `done()` or the end of the process, which is a failure where it must live."""
+    limit = time.monotonic() + PATIENCE_S
+    while not done():  # type: ignore[operator]
+        if process.poll() is not None:
+            if must and process.returncode != 0:
+                raise RuntimeError(f"the run ended by itself with exit code {process.returncode}")
+            return
+        if time.monotonic() > limit:
+            raise RuntimeError(f"nothing happened in {PATIENCE_S} s")
+        time.sleep(POLL_S)
+
+
+def finish(run: Path) -> float:
+    """Lets a run end; seconds until its first new step."""
+    bytes_before = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
+    at = time.monotonic()
+    process = launch(run, WORDS)
+    wait_for(process, lambda: bool(written(run, bytes_before)), True)
+    start_s = time.monotonic() - at
+    if process.wait(timeout=PATIENCE_S):
+        raise RuntimeError(f"the run failed with exit code {process.returncode}")
+    return start_s
+
+
+def differences(run: Path, alone: Path, steps: int) -> list[str]:
+    """What of a run is not that of the uninterrupted one; every line counts, those written twice too."""
+    expected = by_step(read(Store(alone)), "loss")
+    lines = written(run)
+    out = [f"step {step}: loss {loss!r}, not {expected[step]!r}" for step, loss in lines if loss != expected[step]]
+    if {step for step, _ in lines} != set(range(1, steps + 1)):
+        out.append("steps are missing")
+    if digest(run, steps) != digest(alone, steps):
+        out.append("the weights differ")
+    return out
+
+
+def campaign(folder: Path, n: int, seed: int = 0) -> tuple[list[Kill], list[str]]:
+    """n kills under `folder`; the kills, and everything that was not as it should be."""
+    draw = random.Random(seed)
+    alone, runs = folder / "alone", [folder / "killed 1"]
+    finish(alone)
+    kills: list[Kill] = []
+    wrong: list[str] = []
+    start_s = 0.0
+    while len(kills) < n:
+        kill = kill_once(runs[-1], draw, start_s or 2.0)
+        if kill is None:
+            wrong += differences(runs[-1], alone, STEPS)
+            runs.append(folder / f"killed {len(runs) + 1}")
+            continue
+        kills.append(kill)
+        start_s = max(start_s, kill.seconds if kill.where == "start" else kill.seconds - LIFE_S)
+        print(row(len(kills), kill), flush=True)
+        if not kill.goes_on:
+            wrong.append(f"kill {len(kills)}: began at {kill.first}, though step {kill.began} was committed")
+    if newest(runs[-1]) < STEPS:
+        finish(runs[-1])
+    return kills, wrong + differences(runs[-1], alone, STEPS)
+
+
+def row(number: int, kill: Kill) -> str:
+    first, last = kill.first or "-", kill.last or "-"
+    return f"{number:4}  {kill.where:6} {kill.began:7} {first:>7} {last:>7} {kill.committed:10} {kill.seconds:8.1f}"
+
+
+def main(words: list[str]) -> int:
+    told = {key: int(value) for key, value in (word.split("=") for word in words)}
+    begin = time.monotonic()
+    print(f"{'kill':4}  {'during':6} {'newest':>7} {'first':>7} {'last':>7} {'committed':>10} {'seconds':>8}")
+    with tempfile.TemporaryDirectory() as folder:
+        kills, wrong = campaign(Path(folder), told.get("n", 20), told.get("seed", 0))
+    places = ", ".join(f"{count} in {where}" for where, count in Counter(k.where for k in kills).most_common())
+    seconds = time.monotonic() - begin
+    print(f"{len(kills)} kills ({places}) in {seconds:.0f} s: {len(wrong)} differences from the uninterrupted run")
+    for line in wrong[:10]:
+        print(f"  {line}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
