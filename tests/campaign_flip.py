@@ -18,11 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from campaign_kill import SMALL
+
 import argosy
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest
 from argosy.observe.metrics import by_step, read
-from campaign_kill import SMALL
 
 STEPS, STOP, EVERY = 6, 4, 2
 WORDS = [*SMALL, f"checkpoint.every={EVERY}"]

@@ -12,8 +12,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pytest  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
+import pytest
+from jaxtyping import install_import_hook
 
 # Every annotated function of these rooms checks its arguments: shapes and types, at run time, in tests only.
 install_import_hook(["argosy.models", "argosy.ops", "argosy.adapt", "argosy.train", "argosy.infer"], "beartype.beartype")

@@ -23,5 +23,6 @@ def relative(a, b) -> float:
     """Largest difference as a share of the largest magnitude of `b`."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     assert a.shape == b.shape, (a.shape, b.shape)
-    assert np.isfinite(a).all() and np.isfinite(b).all()
+    assert np.isfinite(a).all()
+    assert np.isfinite(b).all()
     return float(np.abs(a - b).max() / np.abs(b).max())

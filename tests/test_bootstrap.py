@@ -63,11 +63,13 @@ def write_stamps(checkout: ModuleType) -> None:
         (checkout.VENV / f"{kind}.stamp").write_text(stamp, encoding="utf-8")
 
 
-def call(checkout: ModuleType, *words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+def call(
+    checkout: ModuleType, *words: str, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, checkout.ROOT / "run", *words],
         cwd=cwd or checkout.ROOT,
-        env=os.environ | env,
+        env=os.environ | (env or {}),
         capture_output=True,
         text=True,
         check=False,
@@ -169,8 +171,8 @@ def test_two_at_once_wait_for_each_other(ready: ModuleType):
 
 
 def test_no_network_is_said_and_leaves_no_stamp(checkout: ModuleType):
-    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull}
-    done = call(checkout, "quickstart", **nowhere, PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="", UV_OFFLINE="1")
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "UV_OFFLINE": "1"}
+    done = call(checkout, "quickstart", env=nowhere | {"PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""})
     assert done.returncode == 1
     first, *rest = done.stderr.strip().splitlines()
     assert first.startswith("setting up .venv")

@@ -222,8 +222,16 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def stored_shapes(folder: Path, item: str = WEIGHTS) -> dict[str, jax.ShapeDtypeStruct]:
-    """Names, shapes and types of one item, without reading it."""
-    described = _guarded(folder, lambda: _orbax().checkpointables_metadata(folder.absolute()).metadata[item])
+    """Names, shapes and types of one item, without reading it.
+
+    Raises:
+        BadInput: there is no checkpoint.
+        Damaged: it cannot be read, or holds no such item.
+    """
+    items = _guarded(folder, lambda: _orbax().checkpointables_metadata(folder.absolute()).metadata)
+    described = items.get(item)
+    if described is None:
+        raise Damaged(f"its {item} cannot be read", where=str(folder))
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in described.items()}
 
 

@@ -22,7 +22,19 @@ from argosy.models.parts.stack import layer_addresses, stored_addresses
 from argosy.models.parts.weight import put, variables
 
 # Small files that go with a model from folder to folder, untouched.
-COMPANIONS = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "generation_config.json", "chat_template.jinja", "chat_template.json"]
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 @dataclass(frozen=True)

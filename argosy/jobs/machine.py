@@ -63,4 +63,5 @@ def described() -> str:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = jax.devices()
     device = "cpu" if devices[0].platform == "cpu" else f"{len(devices)} x {devices[0].device_kind}"
-    return f"Python {platform.python_version()}, jax {jax.__version__}, {platform.system()} {platform.machine()}, {cores} cores, {device}"
+    system = f"{platform.system()} {platform.machine()}"
+    return f"Python {platform.python_version()}, jax {jax.__version__}, {system}, {cores} cores, {device}"

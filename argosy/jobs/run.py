@@ -110,7 +110,8 @@ class Run(Settings):
     def _consistent(self) -> "Run":
         if self.data.sequence > self.model.context:
             raise ValueError(
-                f"data.sequence = {self.data.sequence} is longer than the model's context of {self.model.context} tokens (model.context)"
+                f"data.sequence = {self.data.sequence} is longer than the model's context, "
+                f"model.context = {self.model.context} tokens"
             )
         if self.data.batch % self.accumulate:
             raise ValueError(f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}")

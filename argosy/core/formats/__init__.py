@@ -7,7 +7,7 @@ Knows no model and no name of any tensor; `core.keymap` does names.
 
 from collections.abc import Callable, Iterable, KeysView, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from argosy.core.errors import BadInput, Damaged
 Shape = tuple[int, ...]
 
 
+@runtime_checkable
 class Reader(Protocol):
     """Tensors by name. `read` may give a read-only view of a mapped file."""
 

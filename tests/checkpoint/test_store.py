@@ -1,0 +1,191 @@
+"""Checkpoints on disk: commits, going back past damage, what is kept, and disks that fail."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from argosy.checkpoint import manifest, store
+from argosy.checkpoint.store import STATE, Checkpoints, CheckpointSettings, load_item, load_weights, read_meta
+from argosy.core.errors import ArgosyError, BadInput, Damaged
+
+WEIGHTS = {"embed.w": np.arange(12, dtype=np.float32).reshape(3, 4), "norm.scale": np.ones(4, np.float32)}
+
+
+def saved(folder: Path, steps: list[int], losses: dict[int, float] | None = None, **keep: int) -> Checkpoints:
+    checkpoints = Checkpoints(folder, CheckpointSettings(**keep))
+    for step in steps:
+        weights = {name: w + step for name, w in WEIGHTS.items()}
+        checkpoints.save(step, weights, {"step": np.int32(step)}, {"eval_loss": (losses or {}).get(step)})
+        checkpoints.wait()
+    return checkpoints
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store") / "checkpoints"
+    saved(folder, [2, 4, 6])
+    return folder
+
+
+@pytest.fixture
+def copy(three: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(three, tmp_path / "checkpoints"))
+
+
+def test_what_is_saved_comes_back(three: Path):
+    back = load_weights(three / "4")
+    assert {n: np.asarray(a).tobytes() for n, a in back.items()} == {n: (w + 4).tobytes() for n, w in WEIGHTS.items()}
+    assert int(load_item(three / "4", STATE)["step"]) == 4
+    assert read_meta(three / "4") == {"eval_loss": None}
+
+
+def test_saving_copies_what_the_loop_then_overwrites(tmp_path: Path):
+    checkpoints, weights = Checkpoints(tmp_path), {"w": np.zeros(1000, np.float32)}
+    checkpoints.save(1, weights, {"step": np.int32(1)}, {})
+    weights["w"] += 1
+    checkpoints.wait()
+    assert not np.asarray(load_weights(tmp_path / "1")["w"]).any()
+
+
+def test_the_newest_good_one_is_found_and_damage_is_set_aside(copy: Path):
+    said: list[str] = []
+    flip(copy / "6" / "meta.json")
+    assert Checkpoints(copy, CheckpointSettings(), said.append).latest_good() == 4
+    assert sorted(d.name for d in copy.iterdir()) == ["2", "4", "6.damaged"]
+    assert len(said) == 1
+    assert all(word in said[0] for word in ("checkpoint 6", "6.damaged", "meta.json", "SHA-256"))
+
+
+def test_whoever_only_reads_moves_nothing(copy: Path):
+    flip(copy / "6" / "meta.json")
+    assert Checkpoints(copy).latest_good() == 4
+    assert sorted(d.name for d in copy.iterdir()) == ["2", "4", "6"]
+
+
+def test_where_all_are_damaged_nothing_is_touched_however_often_one_asks(copy: Path):
+    for step in "246":
+        flip(copy / step / "meta.json")
+    before = sorted(str(f) for f in copy.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(Damaged, match="none of the 3 checkpoints") as told:
+            Checkpoints(copy, CheckpointSettings()).latest_good()
+        assert "dir=NEW" in str(told.value)
+    assert sorted(str(f) for f in copy.rglob("*")) == before
+
+
+def test_no_checkpoint_is_no_damage(tmp_path: Path):
+    assert Checkpoints(tmp_path / "none").latest_good() is None
+
+
+def test_a_step_without_its_manifest_is_none_and_is_saved_again(copy: Path):
+    (copy / "6" / "manifest.json").unlink()
+    assert Checkpoints(copy).steps() == [2, 4]
+    saved(copy, [6])
+    assert Checkpoints(copy).latest_good() == 6
+
+
+def test_a_second_damage_of_one_step_gets_a_name_of_its_own(copy: Path):
+    for _ in range(2):
+        flip(copy / "6" / "meta.json")
+        Checkpoints(copy, CheckpointSettings()).latest_good()
+        saved(copy, [6])
+    assert {d.name for d in copy.iterdir()} == {"2", "4", "6", "6.damaged", "6.damaged-2"}
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ({"keep": 2, "keep_best": 0}, [5, 6]),
+        ({"keep": 1, "keep_every": 2, "keep_best": 0}, [2, 4, 6]),
+        ({"keep": 1, "keep_best": 2}, [1, 3, 6]),
+        ({"keep": 3, "keep_every": 5, "keep_best": 1}, [3, 4, 5, 6]),
+    ],
+)
+def test_retention(tmp_path: Path, keep: dict[str, int], kept: list[int]):
+    losses = {1: 2.0, 2: 5.0, 3: 1.0, 4: 4.0, 5: 3.0}
+    assert saved(tmp_path, [1, 2, 3, 4, 5, 6], losses, **keep).steps() == kept
+    assert sorted(int(d.name) for d in tmp_path.iterdir()) == kept
+
+
+def test_damage_to_an_old_one_does_not_stop_a_new_one(tmp_path: Path):
+    saved(tmp_path, [1, 2], {1: 1.0})
+    (tmp_path / "1" / "meta.json").write_text("{")
+    assert 3 in saved(tmp_path, [3]).steps()
+
+
+def test_a_kill_while_removing_leaves_nothing_that_looks_whole(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    real = shutil.rmtree
+
+    def killed(path: Path, **_: object) -> None:
+        next(f for f in sorted(Path(path).rglob("*")) if f.is_file()).unlink()
+        raise OSError(4, "killed here")
+
+    monkeypatch.setattr(store.shutil, "rmtree", killed)
+    with pytest.raises(ArgosyError, match="killed here"):
+        saved(copy, [8], keep=1)
+    assert Checkpoints(copy).steps() == [4, 6, 8]
+    for step in (4, 6, 8):
+        manifest.verify(copy / str(step))
+    monkeypatch.setattr(store.shutil, "rmtree", real)
+    saved(copy, [10], keep=1)
+    assert [d.name for d in copy.iterdir()] == ["10"]
+
+
+def test_a_full_disk_is_said_and_the_next_save_tries_again(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    checkpoints = Checkpoints(copy, CheckpointSettings(keep=9), said.append)
+
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "write", full)
+        checkpoints.save(8, WEIGHTS, {"step": np.int32(8)}, {})
+        checkpoints.join()
+        assert not (copy / "8").exists(), "what could not be committed takes no room"
+    checkpoints.save(10, WEIGHTS, {"step": np.int32(10)}, {})
+    checkpoints.wait()
+    assert len(said) == 1
+    assert "No space left" in said[0]
+    assert checkpoints.steps() == [2, 4, 6, 10]
+    assert checkpoints.latest_good() == 10
+
+
+def test_the_last_save_failing_is_an_error_and_earlier_ones_stay(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    checkpoints = Checkpoints(copy, CheckpointSettings())
+
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "write", full)
+    checkpoints.save(8, WEIGHTS, {"step": np.int32(8)}, {})
+    with pytest.raises(ArgosyError, match="No space left") as told:
+        checkpoints.wait()
+    assert told.value.hint is not None
+    assert "free some space" in told.value.hint
+    assert checkpoints.latest_good() == 6
+
+
+def test_a_checkpoint_that_is_not_there_is_bad_input(tmp_path: Path):
+    with pytest.raises(BadInput, match="no checkpoint at"):
+        read_meta(tmp_path / "9")
+
+
+@pytest.mark.parametrize("how", ["torn", "gone"])
+@pytest.mark.parametrize("file", ["_METADATA", "manifest.ocdbt"])
+def test_a_checkpoint_that_orbax_cannot_read_is_damage(copy: Path, file: str, how: str):
+    broken = copy / "6" / "weights" / file
+    if how == "torn":
+        broken.write_text("{")
+    else:
+        broken.unlink()
+    with pytest.raises(Damaged, match="cannot be read"):
+        load_weights(copy / "6")

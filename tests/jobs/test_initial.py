@@ -1,0 +1,143 @@
+"""Starting from what another run, or another house, made: in the other layout, on another mesh, or not at all."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from campaign_kill import SMALL
+from helpers import relative
+
+import argosy
+from argosy.checkpoint.hub import save_folder
+from argosy.checkpoint.store import STATE, load_item
+from argosy.checkpoint.stored import open_model
+from argosy.core.errors import BadInput, Damaged
+from argosy.core.storage import Store
+from argosy.jobs.initial import relaid
+from argosy.models.parts.stack import Scan, Unroll, from_layers, to_layers
+from argosy.models.parts.weight import split
+from argosy.observe.metrics import by_step, read
+
+LAYERS = "model.layers=2"  # so that scan has something to stack
+WORDS = [*SMALL, LAYERS, "checkpoint.every=4"]
+ROUNDING = 1e-5  # scan and unroll, or one mesh and another
+
+
+def fit(run: Path, *words: str) -> dict[int, float]:
+    argosy.fit("tiny", *WORDS, f"dir={run}", *words)
+    return by_step(read(Store(run)), "loss")
+
+
+def near(a: dict[int, float], b: dict[int, float]) -> bool:
+    return a.keys() == b.keys() and relative(list(a.values()), list(b.values())) < ROUNDING
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of a run."""
+    run = tmp_path_factory.mktemp("initial") / "source"
+    fit(run, "steps=4", "layers.run=unroll")
+    return run
+
+
+@pytest.fixture(scope="module")
+def first(source: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The loss of the first batch under its weights."""
+    return fit(tmp_path_factory.mktemp("initial") / "first", "steps=1", f"init.weights={source}")[1]
+
+
+def test_weights_change_the_first_loss(source: Path, first: float):
+    random = by_step(read(Store(source)), "loss")[1]
+    assert abs(first - random) > 1e-3
+
+
+def test_weights_in_the_other_layout_give_the_same_loss(source: Path, first: float, tmp_path: Path):
+    scanned = fit(tmp_path / "run", "steps=1", f"init.weights={source}", "layers.run=scan")
+    assert relative([scanned[1]], [first]) < ROUNDING
+
+
+def test_weights_from_one_step_and_from_a_hub_folder_are_the_same(source: Path, first: float, tmp_path: Path):
+    step = source / "checkpoints" / "4"
+    stored = open_model(step)
+    save_folder(tmp_path / "hub", stored.config, stored.weights)
+    for name, model in (("a", step), ("b", tmp_path / "hub")):
+        assert fit(tmp_path / name, "steps=1", f"init.weights={model}") == {1: first}
+
+
+def test_a_run_that_goes_on_does_not_start_again_from_init(source: Path, tmp_path: Path):
+    words = [f"init.weights={source}", f"dir={tmp_path / 'run'}"]
+    fit(tmp_path / "run", "steps=4", *words)
+    resumed = fit(tmp_path / "run", "steps=6", *words)
+    assert resumed == fit(tmp_path / "whole", "steps=6", words[0])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["layers.run=scan"], ["mesh.data=2", "mesh.fsdp=4"], ["mesh.data=8", "mesh.fsdp=1", "layers.run=scan"]],
+    ids=["the other layout", "another mesh", "both"],
+)
+def test_a_state_brings_optimizer_and_step(source: Path, tmp_path: Path, words: list[str]):
+    """Data begins anew, so the comparison is with the same state in the source's own layout and mesh."""
+    state = f"init.state={source}"
+    same = fit(tmp_path / "same", "steps=7", state, "layers.run=unroll")
+    other = fit(tmp_path / "other", "steps=7", state, *words)
+    assert list(same) == [5, 6, 7], "the step came along"
+    assert near(other, same)
+    without = fit(tmp_path / "without", "steps=3", f"init.weights={source}")
+    drift = abs(without[3] - same[7]) / same[7]
+    assert drift > 10 * ROUNDING, "without the optimizer's memory the third loss is another"
+
+
+def test_an_optimizer_survives_there_and_back(source: Path):
+    """Arrays under other addresses, and back: every one, bit for bit."""
+    config = open_model(source).config
+    unrolled, scanned = config.build(Unroll()), config.build(Scan())
+    arrays = load_item(source / "checkpoints" / "4", STATE)
+    there = relaid(arrays, unrolled, scanned)
+    assert any(".layers.block." in name for name in there)
+    assert not any(".layers.0." in name for name in there)
+    back = relaid(there, scanned, unrolled)
+    assert back.keys() == arrays.keys()
+    assert all(np.array_equal(back[name], arrays[name]) for name in arrays)
+
+
+def test_optimizer_arrays_go_where_their_weights_go(source: Path):
+    config = open_model(source).config
+    unrolled, scanned = config.build(Unroll()), config.build(Scan())
+    drawn = np.random.default_rng(0)
+    weights = {a: drawn.standard_normal(v.shape).astype(np.float32) for a, v in split(unrolled)[1].items()}
+    mirrored = relaid({f"optimizer.0.mu.{a}": w for a, w in weights.items()}, unrolled, scanned)
+    expected = from_layers(scanned, to_layers(unrolled, weights))
+    assert {n.removeprefix("optimizer.0.mu.") for n in mirrored} == set(expected)
+    assert all(np.array_equal(mirrored[f"optimizer.0.mu.{a}"], w) for a, w in expected.items())
+
+
+@pytest.mark.parametrize("init", ["weights", "state"])
+def test_another_model_is_refused_with_its_differences(source: Path, tmp_path: Path, init: str):
+    with pytest.raises(BadInput, match="is another model") as told:
+        fit(tmp_path / "run", "steps=6", f"init.{init}={source}", "model.ffn=48", "model.layers=1")
+    assert "model.ffn is 32 there, 48 here" in str(told.value)
+    assert "model.layers is 2 there, 1 here" in str(told.value)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_another_optimizer_is_refused(source: Path, tmp_path: Path):
+    with pytest.raises(BadInput, match="another optimizer") as told:
+        fit(tmp_path / "run", "steps=6", f"init.state={source}", "optimizer=lion")
+    assert "init.weights" in str(told.value)
+
+
+def test_both_at_once_is_a_mistake(source: Path, tmp_path: Path):
+    with pytest.raises(BadInput, match="both set"):
+        fit(tmp_path / "run", "steps=6", f"init.state={source}", f"init.weights={source}")
+
+
+def test_a_damaged_source_is_walked_back_and_left_alone(source: Path, tmp_path: Path):
+    run = Path(shutil.copytree(source, tmp_path / "source"))
+    shutil.copytree(run / "checkpoints" / "4", run / "checkpoints" / "8")
+    (run / "checkpoints" / "8" / "meta.json").write_text("{")
+    assert list(fit(tmp_path / "run", "steps=5", f"init.state={run}")) == [5]
+    assert sorted(d.name for d in (run / "checkpoints").iterdir()) == ["4", "8"]
+    with pytest.raises(Damaged, match=r"meta\.json"):
+        fit(tmp_path / "other", "steps=9", f"init.state={run / 'checkpoints' / '8'}")
