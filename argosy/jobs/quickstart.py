@@ -15,7 +15,7 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
-from argosy.jobs.train import Outcome, View
+from argosy.jobs.train import View
 from argosy.jobs.train import run as train_run
 
 RECIPE = "quickstart"
@@ -52,13 +52,21 @@ class Stage:
 
 
 def quickstart(directory: str | None, stage: Stage) -> Story:
-    """Runs all acts in a fresh directory.
+    """Runs all acts in a fresh directory. Ctrl-C at any moment leaves what is done, and says how to go on.
 
     Raises:
         BadInput: the directory exists.
     """
     path = fresh(directory)
     story = Story(str(path))
+    try:
+        return acts(path, story, stage)
+    except KeyboardInterrupt:
+        return stopped(story, 130, stage)
+
+
+def acts(path: Path, story: Story, stage: Stage) -> Story:
+    """One after the other."""
     with stage.act(
         story, "vocabulary", f"A vocabulary of {VOCABULARY:,} pieces, from the source of Python's standard library"
     ):
@@ -69,7 +77,7 @@ def quickstart(directory: str | None, stage: Stage) -> Story:
         predicted = predict(reading.value, stage.speak)
         outcome = train_run(reading, str(path), stage.view)
         if outcome.exit_code:
-            return stopped(story, outcome, stage, words)
+            return stopped(story, outcome.exit_code, stage)
         story.facts |= {"steps": outcome.step, "loss": outcome.last["loss"], "predicted_s": round(predicted, 1)}
         taken = outcome.seconds.get("step", 0.0) + outcome.seconds.get("data", 0.0)
         story.facts["step_s"] = round(taken, 1)
@@ -199,11 +207,16 @@ def export(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
     return {"folder": str(path / "hub"), "bytes": size, "largest_difference": difference}
 
 
-def stopped(story: Story, outcome: Outcome, stage: Stage, words: list[str]) -> Story:
+def stopped(story: Story, exit_code: int, stage: Stage) -> Story:
     """After Ctrl-C or SIGTERM: what to type to go on."""
-    story.exit_code = outcome.exit_code
-    stage.speak(f"\nStopped at step {outcome.step}, and saved. To go on:")
-    stage.speak(f"   argosy train {RECIPE} {' '.join(words)} dir={story.dir}")
+    stage.view.close()
+    story.exit_code = exit_code
+    path = Path(story.dir)
+    if (path / "tokenizer").exists():
+        stage.speak("\nStopped; what was trained is saved. To go on, or to finish what is left:")
+        stage.speak(f"   argosy train {RECIPE} data.tokenizer={path / 'tokenizer'} dir={path}")
+    else:
+        stage.speak("\nStopped before anything was trained. To begin again:\n   argosy quickstart")
     return story
 
 

@@ -17,6 +17,7 @@ from argosy.jobs.compose import compose
 from argosy.jobs.directory import TOKENIZER, RunDirectory
 from argosy.jobs.run import Run
 from argosy.observe.goodput import Clock
+from argosy.observe.log import Logged
 from argosy.observe.metrics import Metrics
 
 
@@ -80,7 +81,7 @@ def train(recipe: str, words: list[str] | tuple[str, ...] = (), view: View | Non
 
 
 def run(reading: Reading[Run], path: str, view: View) -> Outcome:
-    """Trains with these settings in this directory."""
+    """Trains with these settings in this directory, and writes its report."""
     settings = reading.value
     directory = RunDirectory(path, settings, view.say)
     directory.admit(reading)
@@ -89,11 +90,16 @@ def run(reading: Reading[Run], path: str, view: View) -> Outcome:
 
         assemble(settings, Decided.here(settings)).batches.close()  # every mistake before the first file
     with directory.store.lock():
-        return _locked(reading, directory, view)
+        outcome = _locked(reading, directory, view)
+    if outcome.seconds:
+        from argosy.jobs.report import report
+
+        report(directory.path)
+    return outcome
 
 
 def _locked(reading: Reading[Run], directory: RunDirectory, view: View) -> Outcome:
-    settings = reading.value
+    settings, view = reading.value, Logged(view, directory.log)
     clock = Clock()
     with interruptible() as stop:
         with clock("start"):
