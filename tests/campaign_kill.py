@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,12 +58,9 @@ class Kill:
 
 def launch(folder: Path, words: list[str]) -> subprocess.Popen[bytes]:
     environment = os.environ | {"XDG_CACHE_HOME": str(folder.parent / "cache"), "ARGOSY_HUGE_PAGES": "0"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "argosy", "train", "tiny", *words, f"dir={folder}"],
-        stdout=subprocess.DEVNULL,
-        stderr=(folder.parent / "words.txt").open("ab"),
-        env=environment,
-    )
+    command = [sys.executable, "-m", "argosy", "train", "tiny", *words, f"dir={folder}"]
+    with (folder.parent / "words.txt").open("ab") as said:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=environment)
 
 
 def newest(run: Path) -> int:
@@ -110,6 +108,8 @@ def kill_once(run: Path, wish: str, draw: random.Random, start_s: float) -> Kill
         process.kill()
         process.wait()
     if over:
+        if process.returncode:
+            raise RuntimeError(f"the run ended by itself with exit code {process.returncode}")
         return None
     steps = [step for step, _ in written(run, bytes_before)]
     where = ("save" if saving else "step") if steps else "start"
@@ -117,10 +117,10 @@ def kill_once(run: Path, wish: str, draw: random.Random, start_s: float) -> Kill
     return Kill(where, began, first, last, newest(run), time.monotonic() - at)
 
 
-def wait_for(process: subprocess.Popen[bytes], done: object, must: bool) -> None:
+def wait_for(process: subprocess.Popen[bytes], done: Callable[[], bool], must: bool) -> None:
     """Until `done()` or the end of the process, which is a failure where it must live."""
     limit = time.monotonic() + PATIENCE_S
-    while not done():  # type: ignore[operator]
+    while not done():
         if process.poll() is not None:
             if must and process.returncode != 0:
                 raise RuntimeError(f"the run ended by itself with exit code {process.returncode}")

@@ -133,9 +133,14 @@ def told_sampling(how: Generate, generation: Any) -> dict[str, Any]:
     """What the words say, else the model's generation config, said aloud, else greedy."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     given = {name: getattr(how, name) for name in names if getattr(how, name) is not None}
-    if "temperature" not in given and generation.get("do_sample"):
-        own = {name: generation[name] for name in names if generation.get(name) is not None and name not in given}
-        own.setdefault("temperature", 1.0)
+    draws = bool(generation.get("do_sample"))
+    ours = names if draws else names[4:]  # penalties hold when it is greedy, too
+    own = {name: generation[name] for name in ours if generation.get(name) is not None and name not in given}
+    if draws and "temperature" not in given:
+        own = {"temperature": 1.0, "top_k": 50} | own  # what transformers takes where the config does not say
+    elif draws:
+        own = {}
+    if own:
         say("sampling as its generation config says: " + " ".join(f"{k}={v}" for k, v in own.items()))
         given = own | given
     return given

@@ -18,6 +18,7 @@ from argosy.models.parts.attend import Contiguous, contiguous
 from argosy.models.parts.weight import Leaves, merge, split
 
 SMALLEST = 32  # of the buckets, in tokens
+AHEAD = 64  # tokens that the buffers have room for at first, beyond the prompt
 
 
 def bucket(length: int) -> int:
@@ -28,6 +29,11 @@ def bucket(length: int) -> int:
             return size * 3 // 2
         size *= 2
     return size
+
+
+def row_bucket(rows: int) -> int:
+    """The next number of rows that programs are compiled for: a power of two."""
+    return 1 << (rows - 1).bit_length()
 
 
 class Live(NamedTuple):
@@ -49,24 +55,27 @@ class Step(NamedTuple):
 
 
 class Decoder:
-    """Generates from one model. `weights` may be exchanged between calls for others of the same shapes."""
+    """Generates from one model, as its weights are now."""
 
     def __init__(self, model: Any):
         self.graph, self.weights = split(model)
         self.context, self.vocab, self.dtype = model.config.context, model.config.vocab, model.dtype
-        self.specs = model.layers.holds()
+        self.specs, self.stacked = model.layers.holds(), model.layers.run.stacked
 
     def generate(self, prompts: list[list[int]], rows: list[Sampling], seeds: list[int], most: int) -> Iterator[Step]:
         """Tokens of all rows, step by step, at most `most` of them. The caller stops a row by no longer reading it.
 
-        A row's tokens depend on its own prompt, settings and seed alone, not on the rows beside it (to rounding).
+        A row's tokens depend on its own prompt, settings and seed alone, not on the rows beside it (to rounding). There may
+        be more rows in a step than prompts: they are filled up to a number that a program exists for.
         """
+        filler = row_bucket(len(prompts)) - len(prompts)
+        prompts, rows, seeds = [*prompts, *[[0]] * filler], [*rows, *[Sampling()] * filler], [*seeds, *[0] * filler]
         lengths = np.asarray([len(p) for p in prompts], np.int32)
-        width = min(bucket(int(lengths.max())), max(self.context, int(lengths.max())))
-        tokens = np.zeros((len(prompts), width), np.int32)
+        longest = int(lengths.max())
+        tokens = np.zeros((len(prompts), min(bucket(longest), max(self.context, longest))), np.int32)
         for row, prompt in zip(tokens, prompts):
             row[: len(prompt)] = prompt
-        room = bucket(int(lengths.max()) + most)
+        room = bucket(longest + min(most, AHEAD))
         need = Need.of(rows)
         settings = {name: jnp.asarray(values) for name, values in table(rows).items()}
         keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
@@ -76,10 +85,29 @@ class Decoder:
         )
         following = _decode(self.graph, need, self.dtype)
         for i in range(most):
-            ahead = following(self.weights, live, settings, keys) if i + 1 < most else None
+            ahead = None
+            if i + 1 < most:
+                if longest + i + 1 > room:
+                    room = bucket(room + 1)
+                    live = live._replace(cache=self.longer(live.cache, room))
+                ahead = following(self.weights, live, settings, keys)
             yield step
             if ahead is not None:
                 live, step = ahead
+
+    def longer(self, cache: Any, room: int) -> Any:
+        """The buffers with room for so many tokens. Every step reads all of a buffer, so it starts small and grows."""
+
+        def one(name: str, arrays: Any) -> Any:
+            axis = 2 if self.stacked else 1
+            per_token = {n for n, _ in self.specs[name][0].token}
+            pad = {
+                n: [(0, room - a.shape[axis]) if i == axis else (0, 0) for i in range(a.ndim)]
+                for n, a in arrays.items()
+            }
+            return {n: jnp.pad(a, pad[n]) if n in per_token else a for n, a in arrays.items()}
+
+        return {name: one(name, arrays) for name, arrays in cache.items()}
 
 
 def _with(graph: Any, weights: Leaves, dtype: Any) -> Any:
@@ -99,7 +127,7 @@ def _prefill(graph: Any, need: Need, dtype: Any, vocab: int) -> Any:
         at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
         here = at < lengths[:, None]
         model = _with(graph, weights, dtype)
-        x, cache, _ = model.hidden(tokens, Contiguous(at, here), cache)
+        x, cache, _ = model.hidden(tokens, Contiguous(at, here, fresh=True), cache)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], 1)
         seen = counts = None
         if need.penalties:

@@ -4,7 +4,7 @@ tests go through.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,33 +64,16 @@ class LM:
         Raises:
             BadInput: ids outside the vocabulary, or a sequence longer than the model's context.
         """
-        ids = np.asarray(tokens, np.int32)
+        ids = _ids(tokens)
         ids = ids[None] if ids.ndim == 1 else ids
         self._check(ids.ravel(), ids.shape[1])
         T = ids.shape[1]
-        padded = np.pad(ids, ((0, 0), (0, max(0, min(bucket(T), self.config.context) - T))))
+        padded = np.zeros((len(ids), max(T, min(bucket(T), self.config.context))), np.int32)
+        padded[:, :T] = ids
         segments = np.zeros_like(padded)
         segments[:, :T] = 1
-        return np.asarray(self._forward(self.decoder.weights, padded, segments))[:, :T]
-
-    @cached_property
-    def _forward(self) -> Any:
-        graph, dtype = self.decoder.graph, self.module.dtype
-
-        def forward(weights: Any, tokens: Any, segments: Any) -> Any:
-            model = merge(graph, weights)
-            model.dtype = dtype
-            return model(tokens, Packed(segments))[0]
-
-        return jax.jit(forward)
-
-    @cached_property
-    def decoder(self) -> Decoder:
-        return Decoder(self.module)
-
-    def refresh(self) -> None:
-        """Takes up weights that were changed in the module."""
-        self.decoder.weights = split(self.module)[1]
+        graph, weights = split(self.module)
+        return np.asarray(_forward(graph, self.module.dtype)(weights, padded, segments))[:, :T]
 
     # ---------------------------------------------------------------- text
 
@@ -118,6 +101,8 @@ class LM:
         Raises:
             BadInput: text without a tokenizer, ids outside the vocabulary, a prompt that leaves no room in the context.
         """
+        if isinstance(prompts, str):
+            raise BadInput("one text where a list of prompts is wanted", hint="generate([text])")
         answers = Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, sampling)
         for _ in answers:
             pass
@@ -171,7 +156,7 @@ class LM:
     def encode(self, prompt: Prompt) -> list[int]:
         """The ids of a prompt, the beginning-of-sequence token in front where the model was trained with one."""
         if not isinstance(prompt, str):
-            return [int(i) for i in prompt]
+            return _ids(prompt).tolist()
         if self.tokenizer is None:
             raise BadInput("this model came without a tokenizer", hint="give token ids")
         ids = self.tokenizer.encode(prompt)
@@ -179,11 +164,9 @@ class LM:
 
     def stops(self) -> set[int]:
         """The ids that end an answer: those of the generation config, of config.json and of the tokenizer."""
-        found: set[int] = set()
+        found = {self.tokenizer.eos} if self.tokenizer is not None and self.tokenizer.eos is not None else set()
         for source in (self.generation.get("eos_token_id"), self.hub.get("eos_token_id")):
             found |= set(source) if isinstance(source, list) else {source} if isinstance(source, int) else set()
-        if not found and self.tokenizer is not None and self.tokenizer.eos is not None:
-            found.add(self.tokenizer.eos)
         return found
 
     def _check(self, ids: Any, length: int) -> None:
@@ -211,6 +194,8 @@ class Answers:
     ):
         if not prompts:
             raise BadInput("no prompt")
+        if any(isinstance(p, int | np.integer) for p in prompts):
+            raise BadInput("one list of token ids where a list of prompts is wanted", hint="generate([ids])")
         if max_tokens < 1:
             raise BadInput(f"max_tokens = {max_tokens}", hint="at least 1")
         if any(not s for s in stop):
@@ -225,24 +210,27 @@ class Answers:
                     "an empty prompt, and the model has no beginning-of-sequence token", hint="give some text"
                 )
             lm._check(ids, len(ids))
-        room = lm.config.context - max(map(len, self.ids))
-        if room < 1:
+        self.most = [min(max_tokens, lm.config.context - len(ids)) for ids in self.ids]
+        if min(self.most) < 1:
             raise BadInput(f"the prompt fills the model's context of {lm.config.context} tokens", hint="shorten it")
-        self.most = min(max_tokens, room)
         self.ends = set(stop_tokens) | (set() if ignore_eos else lm.stops())
         self.sampling = _sampling(sampling)
         self.completions = [Completion("", [], None, len(ids), []) for ids in self.ids]
         self._decoders = [lm.tokenizer.stream() if lm.tokenizer else None for _ in self.ids]
         self._held = ["" for _ in self.ids]
+        self._pieces = self._run()
 
     def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def _run(self) -> Iterator[Piece]:
         open_rows = set(range(len(self.ids)))
         seeds = [(self.seed + i) % 2**32 for i in range(len(self.ids))]
-        steps = self.lm.decoder.generate(self.ids, [self.sampling] * len(self.ids), seeds, self.most)
+        steps = Decoder(self.lm.module).generate(self.ids, [self.sampling] * len(self.ids), seeds, max(self.most))
         for n, step in enumerate(steps, 1):
             tokens, logprobs = np.asarray(step.tokens), np.asarray(step.logprobs)
             for row in sorted(open_rows):
-                piece = self._take(row, int(tokens[row]), float(logprobs[row]), n == self.most)
+                piece = self._take(row, int(tokens[row]), float(logprobs[row]), n == self.most[row])
                 if piece.done:
                     open_rows.discard(row)
                 yield piece
@@ -294,4 +282,37 @@ def _first(text: str, stops: list[str]) -> int | None:
 def _sampling(given: Mapping[str, Any]) -> Sampling:
     from argosy.core.settings import Layer, read_settings
 
-    return read_settings(Sampling, Layer("generate", dict(given))).value
+    sampling = read_settings(Sampling, Layer("generate", dict(given))).value
+    idle = [name for name in ("top_k", "top_p", "min_p") if name in given and name in sampling.model_fields_set]
+    if idle and not sampling.temperature:
+        raise BadInput(f"{', '.join(idle)}: nothing is drawn at temperature 0", hint="set temperature, such as 0.7")
+    return sampling
+
+
+def _ids(tokens: Any) -> np.ndarray:
+    """Token ids as an array of whole numbers.
+
+    Raises:
+        BadInput: rows of unequal length, or something else than whole numbers.
+    """
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:
+        raise BadInput(
+            "rows of tokens have unequal lengths", hint="give them one by one, or generate, which takes them"
+        ) from None
+    if ids.size and not np.issubdtype(ids.dtype, np.integer):
+        raise BadInput(f"token ids are whole numbers, not {ids.dtype}")
+    return ids
+
+
+@lru_cache(maxsize=16)
+def _forward(graph: Any, dtype: Any) -> Any:
+    """(weights, tokens [B T], segments [B T]) -> logits [B T V]; compiled once for each model and shape."""
+
+    def forward(weights: Any, tokens: Any, segments: Any) -> Any:
+        model = merge(graph, weights)
+        model.dtype = dtype
+        return model(tokens, Packed(segments))[0]
+
+    return jax.jit(forward)

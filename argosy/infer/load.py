@@ -13,7 +13,7 @@ from argosy.core.errors import BadInput, nearest
 from argosy.infer.lm import LM
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import Run, Scan, Unroll, layer_addresses
-from argosy.models.parts.weight import fill
+from argosy.models.parts.weight import fill, put, split
 
 
 def load(
@@ -29,7 +29,7 @@ def load(
         BadInput, Damaged: nothing is there, it is no model, or not one that is built.
     """
     stored = open_model(path, warn)
-    dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
+    dtype = as_dtype(dtype)
     model = stored.config.build(run or default_run(stored.config))
     read_into(model, stored.weights, dtype=dtype)
     model.dtype = dtype
@@ -43,12 +43,30 @@ def load(
     return LM(stored.config, model, tokenizer, generation_of(stored), stored.hub, stored.companions)
 
 
-def random(config: FamilyConfig, seed: int, *, run: Run | None = None) -> LM:
+def random(config: FamilyConfig, seed: int, *, dtype: Any = None, run: Run | None = None) -> LM:
     """A model with random weights and no tokenizer."""
     model = config.build(run or default_run(config))
-    model.dtype = default_dtype()
+    model.dtype = as_dtype(dtype)
     fill(model, jax.random.key(seed), addresses=layer_addresses(model))
+    put(model, {address: w.astype(model.dtype) for address, w in split(model)[1].items()})
     return LM(config, model)
+
+
+def as_dtype(dtype: Any) -> Any:
+    """A type to compute in, by name or itself.
+
+    Raises:
+        BadInput: it is none.
+    """
+    if dtype is None:
+        return default_dtype()
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise BadInput(f"dtype `{dtype}` is no floating type", hint="float32, bfloat16 or float16")
+    return found
 
 
 def default_dtype() -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from argosy.checkpoint import manifest
 from argosy.checkpoint.hub import save_folder
 from argosy.checkpoint.store import META, WEIGHTS, save_arrays
-from argosy.checkpoint.stored import COMPANIONS, weights_of
+from argosy.checkpoint.stored import COMPANIONS, check_fit, weights_of
 from argosy.core.errors import BadInput
 from argosy.core.formats import Reader
 from argosy.core.schema import Choice
@@ -39,9 +39,21 @@ def write(
     dtype: Any = None,
     tokenizer: Any = None,
 ) -> None:
-    """Writes a model from its per-layer weights."""
+    """Writes a model from its per-layer weights.
+
+    Raises:
+        BadInput: the folder is not empty, or the weights are not those of the plain model (adapters, int8).
+    """
+    if tokenizer is not None:  # readers of config.json take ids of their own where it names none
+        ids = {f"{n}_token_id": getattr(tokenizer, n) for n in ("bos", "eos", "pad")}
+        hub = {k: v for k, v in ids.items() if v is not None} | hub
+    if format not in ("hub", "argosy"):
+        raise BadInput(f"format `{format}`", hint="hub or argosy")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
+    check_fit(config.build(), weights)
+    if folder.exists():
+        folder.rmdir()
     if format == "hub":
         save_folder(folder, config, weights, hub=hub, companions=companions, dtype=dtype)
     else:

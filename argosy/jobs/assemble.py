@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, Unsupported
 from argosy.data import pipeline
 from argosy.data.batch import Batches
 from argosy.data.tokenize import Tokenizer, load_tokenizer
@@ -20,7 +20,7 @@ from argosy.jobs.run import Run
 from argosy.models.parts.stack import Run as LayerRun
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import abstract, count, fill, logical
-from argosy.parallel.place import batch_sharding, like_weights, place_batch
+from argosy.parallel.place import batch_sharding, like_weights, place_batch, stream_sharding
 from argosy.parallel.rules import FSDP, shardings
 from argosy.train.state import TrainState, meanings_of, named, trained, unnamed
 from argosy.train.step import Precision, make_evaluation, make_step
@@ -153,6 +153,12 @@ class Assembly:
         """A host batch onto the devices: what the step reads of it."""
         return place_batch({name: batch[name] for name in self.batch_shapes()}, self.mesh)
 
+    def close(self) -> None:
+        """Stops whatever reads ahead."""
+        self.batches.close()
+        if self.evals is not None:
+            self.evals.close()
+
     # ---------------------------------------------------------------- facts
 
     @property
@@ -172,6 +178,8 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         UserError: whatever is wrong with data, tokenizer, model, mesh or batch.
     """
     backend()
+    if jax.process_count() > 1:
+        raise Unsupported("training over several processes is not built yet", hint="use the devices of one process")
     mesh = run.mesh.build()
     if run.data.batch % (mesh.size * run.accumulate):
         raise BadInput(
@@ -188,6 +196,8 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         evals = pipeline.eval_batches(run.data, tokenizer, limit=run.eval.batches, **common)
 
     model = run.model.build(decided.run(run.layers.remat))
+    if mesh.size > 1:
+        model.layers.rows = stream_sharding(mesh)
     graph, params, rest = trained(model)
     rate = run.schedule.build(run.steps)
     optimizer = run.optimizer.build(rate, meanings_of(model))

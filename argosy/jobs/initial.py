@@ -13,6 +13,7 @@ from argosy.checkpoint.stored import StepReader, config_of, open_model, read_int
 from argosy.core.errors import BadInput
 from argosy.core.settings import diff, dump
 from argosy.jobs.assemble import Assembly
+from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, stored_addresses
 from argosy.models.parts.weight import split
 from argosy.train.state import TrainState, trained
@@ -40,17 +41,7 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> Trai
         BadInput: it has no checkpoint, or another model or optimizer, or is weights alone.
         Damaged: it is not what was written.
     """
-    path = Path(run)
-    if (path / "checkpoints").is_dir():
-        step = Checkpoints(path / "checkpoints", warn=say).latest_good()
-        if step is None:
-            raise BadInput(f"{run} has no checkpoint yet")
-        path = path / "checkpoints" / str(step)
-    else:
-        verify(path)
-    meta = read_meta(path)
-    if "data" not in meta:
-        raise BadInput(f"{run} is weights alone, without an optimizer", hint="init.weights takes them")
+    path, meta = step_of(run, say)
     config = config_of(meta["model"])
     _check_same(assembly.run.model, config, run)
     read_into(
@@ -63,11 +54,50 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> Trai
     arrays = relaid(arrays, config.build(_run_of(meta)), assembly.model)
     if set(arrays) != set(wanted):
         raise BadInput(f"{run} was trained with another optimizer", hint="init.weights takes its weights alone")
+    if int(arrays["step"]) >= assembly.run.steps:
+        raise BadInput(
+            f"{run} has made {int(arrays['step'])} steps, and steps = {assembly.run.steps}",
+            hint="raise steps, or take its weights alone with init.weights",
+        )
     _, places = assembly.state_places()
     placed = {name: jax.device_put(jnp.asarray(a), places[name]) for name, a in arrays.items()}
     _, params, rest = trained(assembly.model)
     say(f"weights, optimizer and step {int(placed['step'])} from {run}")
     return assembly.restored(params | rest, placed)
+
+
+def check_source(run: Run, say: Callable[[str], None] = lambda _: None) -> None:
+    """That what the run is to start from is there, and is its model; before a file is written.
+
+    Raises:
+        BadInput, Damaged: as `weights_for` and `state_from` do.
+    """
+    if run.init.weights:
+        _check_same(run.model, open_model(run.init.weights, say).config, run.init.weights)
+    if run.init.state:
+        _, meta = step_of(run.init.state, say)
+        _check_same(run.model, config_of(meta["model"]), run.init.state)
+
+
+def step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that a run directory or a step's folder names, verified, and what was saved beside its arrays.
+
+    Raises:
+        BadInput: there is none, or it is weights alone.
+        Damaged: it is not what was written.
+    """
+    path = Path(run)
+    if (path / "checkpoints").is_dir():
+        step = Checkpoints(path / "checkpoints", warn=say).latest_good()
+        if step is None:
+            raise BadInput(f"{run} has no checkpoint yet")
+        path = path / "checkpoints" / str(step)
+    else:
+        verify(path)
+    meta = read_meta(path)
+    if "data" not in meta:
+        raise BadInput(f"{run} is weights alone, without an optimizer", hint="init.weights takes them")
+    return path, meta
 
 
 def verify(step: Path) -> None:
@@ -111,10 +141,10 @@ def _run_of(meta: dict[str, Any]) -> Any:
 
 
 def _check_same(mine: Any, theirs: Any, where: str) -> None:
-    """Sizes must agree; where they came from, and how long a context was declared, need not."""
-    changed = [
-        (k, was, now) for k, was, now in diff(dump(theirs), dump(mine)) if k not in ("preset", "context", "family")
-    ]
+    """Sizes must agree; where they came from, how long a context was declared, and whether a size was told or follows from
+    others, need not."""
+    was_told, now_told = dump(theirs.resolved()), dump(mine.resolved())
+    changed = [(k, was, now) for k, was, now in diff(was_told, now_told) if k not in ("preset", "context", "family")]
     if type(mine) is not type(theirs) or changed:
         told = "; ".join(f"model.{k} is {was} there, {now} here" for k, was, now in changed[:4]) or "another family"
         raise BadInput(f"{where} is another model", where=told, hint="give this run the same model settings")

@@ -24,7 +24,7 @@ def load(model: str | Path, *, random: int | None = None, dtype: Any = None) -> 
 
     if random is not None:
         _say(f"{model}: random weights from seed {random}")
-        return loading.random(preset_config(str(model)), random)
+        return loading.random(preset_config(str(model)), random, dtype=dtype)
     if not Path(model).exists():
         raise loading.no_weights(str(model), presets())
     return loading.load(model, dtype=dtype, warn=_say)

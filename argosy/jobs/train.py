@@ -87,8 +87,10 @@ def run(reading: Reading[Run], path: str, view: View) -> Outcome:
     directory.admit(reading)
     if not directory.has_run:
         from argosy.jobs.assemble import Decided, assemble
+        from argosy.jobs.initial import check_source
 
-        assemble(settings, Decided.here(settings)).batches.close()  # every mistake before the first file
+        assemble(settings, Decided.here(settings)).close()  # every mistake before the first file
+        check_source(settings)
     with directory.store.lock():
         outcome = _locked(reading, directory, view)
     if outcome.seconds:
@@ -222,9 +224,11 @@ class Session:
                 directory.checkpoints.wait()
         finally:
             directory.checkpoints.join()  # before the lock on the directory is let go
-            a.batches.close()
+            a.close()
             self.view.close()
         step = int(state.step)
+        if step < settings.steps and not stop.code:
+            self.view.say(f"the data ended at step {step} of {settings.steps} (data.epochs)")
         metrics.write({"step": step, "seconds": self.clock.shares()})
         return Outcome(directory.path, step, settings.steps, stop.code, self.last, self.clock.shares())
 

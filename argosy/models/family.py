@@ -72,6 +72,10 @@ class FamilyConfig(Settings):
         in full (causal halving and windows are for the caller to state)."""
         raise NotImplementedError
 
+    def resolved(self) -> "FamilyConfig":
+        """The same model with every size told that would otherwise follow from others."""
+        return self
+
     @classmethod
     def examples(cls) -> dict[str, Any]:
         """Small configs in odd sizes, every option both ways: the laws of families run over them."""

@@ -13,68 +13,18 @@ from argosy.models.parts.rope import Linear, Llama3, Rope, Yarn
 
 # They leave the forward pass alone: bookkeeping, training-time settings, how text is generated.
 HARMLESS = frozenset(
-    [
-        "_name_or_path",
-        "_attn_implementation",
-        "_commit_hash",
-        "architectures",
-        "attention_dropout",
-        "attn_implementation",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "cross_attention_hidden_size",
-        "decoder_start_token_id",
-        "dtype",
-        "eos_token_id",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "id2label",
-        "initializer_range",
-        "is_decoder",
-        "is_encoder_decoder",
-        "label2id",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "task_specific_params",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "tokenizer_class",
-        "torch_dtype",
-        "torchscript",
-        "transformers_version",
-        "transformers.js_config",
-        "unsloth_version",
-        "unsloth_fixed",
-        "use_bfloat16",
-        "use_cache",
-        "add_cross_attention",
-        "cross_attention_hidden_size",
-        "bad_words_ids",
-        "do_sample",
-        "early_stopping",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "num_beams",
-        "temperature",
-        "top_k",
-        "top_p",
-        "repetition_penalty",
-        "no_repeat_ngram_size",
-        "rope_interleaved",
-        "is_llama_config",
-    ]
+    """architectures attention_dropout attn_implementation auto_map bos_token_id chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id dtype eos_token_id finetuning_task forced_bos_token_id
+    forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder label2id model_type output_attentions
+    output_hidden_states pad_token_id prefix pretraining_tp problem_type return_dict return_dict_in_generate sep_token_id
+    task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers_version
+    transformers.js_config unsloth_version unsloth_fixed use_bfloat16 use_cache add_cross_attention bad_words_ids do_sample
+    early_stopping length_penalty max_length min_length num_beams temperature top_k top_p repetition_penalty
+    no_repeat_ngram_size is_llama_config""".split()  # noqa: SIM905
 )
+
+# Their names of activations, where ours differ.
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}
 
 ROPE_KEYS = frozenset(["rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"])
 
@@ -97,9 +47,9 @@ class ConfigTable:
         """
         config = dict(self.defaults) | dict(config)
         known = {theirs for theirs, _ in self.rows} | set(self.fixed) | HARMLESS | ROPE_KEYS | self.harmless
-        problems = [
-            f"`{k}` = {config[k]!r} is not understood and may change the numbers" for k in sorted(set(config) - known)
-        ]
+        # A leading underscore marks what transformers notes for itself.
+        unknown = sorted(k for k in set(config) - known if not k.startswith("_"))
+        problems = [f"`{k}` = {config[k]!r} is not understood and may change the numbers" for k in unknown]
         for key, allowed in self.fixed.items():
             if key in config and config[key] not in allowed:
                 problems.append(f"`{key}` = {config[key]!r}: only {' or '.join(map(repr, allowed))} is built")
@@ -107,10 +57,18 @@ class ConfigTable:
             raise BadInput(
                 "config.json: " + "; ".join(problems[:8]), hint="`argosy models` lists the architectures that are built"
             )
-        return {ours: config[theirs] for theirs, ours in self.rows if config.get(theirs) is not None}
+        said = {ours: config[theirs] for theirs, ours in self.rows if config.get(theirs) is not None}
+        if "activation" in said:
+            said["activation"] = ACTIVATIONS.get(said["activation"], said["activation"])
+        return said
 
     def write(self, settings: Any) -> dict[str, Any]:
-        return {theirs: getattr(settings, ours) for theirs, ours in self.rows}
+        said = {theirs: getattr(settings, ours) for theirs, ours in self.rows}
+        if "hidden_act" in said:
+            said["hidden_act"] = next(
+                (t for t, ours in ACTIVATIONS.items() if ours == said["hidden_act"]), said["hidden_act"]
+            )
+        return said
 
 
 def read_rope(config: Mapping[str, Any], default_base: float = 10_000.0) -> dict[str, Any]:
@@ -128,19 +86,24 @@ def read_rope(config: Mapping[str, Any], default_base: float = 10_000.0) -> dict
             raise BadInput("config.json: a partial rotary factor is not built for this family")
     scaling.pop("partial_rotary_factor", None)
     out: dict[str, Any] = {"base": base}
-    if kind == "default":
-        return out
     if kind not in READERS:
         raise BadInput(f"config.json: rope scaling `{kind}` is not built", hint=f"built are {', '.join(READERS)}")
     names = READERS[kind]
     if kind == "yarn" and "original_max_position_embeddings" not in scaling:
         scaling["original_max_position_embeddings"] = config["max_position_embeddings"]
+    if kind == "default":  # newer writers name the old context here as well
+        scaling.pop("original_max_position_embeddings", None)
     if left := {k for k, v in scaling.items() if v is not None} - set(names):
         raise BadInput(f"config.json: rope scaling `{kind}` with {', '.join(sorted(left))}: not understood")
-    return out | {"scaling": {"kind": kind} | {names[k]: v for k, v in scaling.items() if v is not None}}
+    return (
+        out
+        if kind == "default"
+        else out | {"scaling": {"kind": kind} | {names[k]: v for k, v in scaling.items() if v is not None}}
+    )
 
 
 READERS: dict[str, dict[str, str]] = {
+    "default": {},
     "linear": {"factor": "factor"},
     "llama3": {
         "factor": "factor",

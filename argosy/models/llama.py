@@ -23,7 +23,7 @@ from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.mlp import GLU, Activation
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Llama3, Rope, rotate
-from argosy.models.parts.stack import Layer, Run, Stack, Told
+from argosy.models.parts.stack import Layer, Run, Stack, Told, on_rows
 from argosy.ops.attention import Score
 
 
@@ -74,6 +74,9 @@ class LlamaConfig(FamilyConfig):
     @property
     def dims(self) -> dict[str, int]:
         return {"D": self.width, "F": self.ffn, "N": self.heads, "K": self.K, "H": self.H, "V": self.vocab}
+
+    def resolved(self) -> "LlamaConfig":
+        return self.model_copy(update={"kv_heads": self.K, "head_size": self.H})
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
@@ -143,9 +146,17 @@ class LlamaConfig(FamilyConfig):
         return cls(**table.read(config), rope=Rope(**read_rope(config)))
 
     def to_hub(self) -> dict[str, Any]:
-        """A window is Mistral's, biases are Llama's: transformers has no architecture with both."""
+        """A window is Mistral's, biases are Llama's: transformers has no architecture with both.
+
+        Raises:
+            Unsupported: with both, or with interleaved rotary pairs.
+        """
+        if self.rope.pairs != "halves":
+            raise Unsupported("the Hub's Llama turns halves, not interleaved pairs", hint="convert with to=argosy")
         if self.window and (self.attention_bias or self.mlp_bias):
-            raise Unsupported("no Hub architecture of this family has a window and biases", hint="convert with to=argosy")
+            raise Unsupported(
+                "no Hub architecture of this family has a window and biases", hint="convert with to=argosy"
+            )
         kind = ("mistral", "MistralForCausalLM") if self.window else ("llama", "LlamaForCausalLM")
         head = {"model_type": kind[0], "architectures": [kind[1]]}
         sizes = {"head_dim": self.H, "num_key_value_heads": self.K}
@@ -170,6 +181,7 @@ TABLES = {
     "llama": ConfigTable(
         [*SIZES, ("attention_bias", "attention_bias"), ("mlp_bias", "mlp_bias")],
         defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+        fixed={"rope_interleaved": (False, None)},
         harmless=frozenset(["sliding_window"]),
     ),
     "mistral": ConfigTable(
@@ -241,7 +253,7 @@ class Llama(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Told]:
         """What the head reads, the cache after these tokens, and what the layers told."""
         x, cache, told = self.layers(self.embed.take(tokens).astype(self.dtype), cache, attend)
-        return self.norm(x), cache, told
+        return on_rows(self.norm(x), self.layers.rows), cache, told
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         y = self.embed.via("BTD,VD->BTV", x) if self.head is None else self.head(x)

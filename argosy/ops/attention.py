@@ -96,7 +96,8 @@ def reference(
     """All scores at once, in float32."""
     B, T, N, H = q.shape
     K = k.shape[2]
-    s = jnp.einsum("BTKGH,BSKH->BKGTS", q.reshape(B, T, K, N // K, H), k).astype(jnp.float32) * score.scale
+    grouped = q.reshape(B, T, K, N // K, H)
+    s = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=jnp.float32) * score.scale
     if score.cap is not None:
         s = score.cap * jnp.tanh(s / score.cap)
     s = jnp.where(see.dense(score.window)[:, None, None], s, -1e30)

@@ -87,8 +87,9 @@ def _unrows(parts: list[Array], N: int) -> Float[Array, "B T N H"]:
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Batched over B and K, contracting one axis of each."""
-    return jax.lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((0, 1), (0, 1))))
+    """Batched over B and K, contracting one axis of each, summed in float32."""
+    axes = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
+    return jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -103,12 +104,12 @@ def _forward(q: Array, k: Array, v: Array, segments: Array, scale: float, window
     for block in blocks(T, window):
         rows = _rows(q * scale, K, block)
         keys, values = kt[:, :, block.low : block.stop], vt[:, :, block.low : block.stop]
-        s = _dot(rows, keys, (3, 3)).astype(jnp.float32)
+        s = _dot(rows, keys, (3, 3))
         s = _masked(s, block, segments, window, packed, N // K)
         p = jnp.exp(s - jnp.max(s, -1, keepdims=True))
         z = 1 / jnp.sum(p, -1, keepdims=True)
         p = p.astype(v.dtype)
-        out = (_dot(p, values, (3, 2)).astype(jnp.float32) * z).astype(v.dtype)
+        out = (_dot(p, values, (3, 2)) * z).astype(v.dtype)
         outs.append(out)
         kept.append((rows, p, z, out))
     return _unrows(outs, N), (kt, vt, kept)
@@ -123,12 +124,13 @@ def _backward(scale: float, window: int | None, packed: bool, kept: Any, g: Arra
         keys, values = kt[:, :, block.low : block.stop], vt[:, :, block.low : block.stop]
         go = (_rows(g, K, block).astype(jnp.float32) * z).astype(g.dtype)
         inner = jnp.sum(go.astype(jnp.float32) * out.astype(jnp.float32), -1, keepdims=True)
-        ds = (p.astype(jnp.float32) * (_dot(go, values, (3, 3)).astype(jnp.float32) - inner)).astype(g.dtype)
+        ds = (p.astype(jnp.float32) * (_dot(go, values, (3, 3)) - inner)).astype(g.dtype)
         dq.append(_dot(ds, keys, (3, 2)) * scale)
         dk.append((block, _dot(ds, rows, (2, 2))))
         dv.append((block, _dot(p, go, (2, 2))))
     back = partial(_gather, T=T)
-    return _unrows(dq, N), back(dk), back(dv), np.zeros((B, T), jax.dtypes.float0)
+    typed = (_unrows(dq, N), back(dk), back(dv))
+    return *(d.astype(g.dtype) for d in typed), np.zeros((B, T), jax.dtypes.float0)
 
 
 def _gather(parts: list[tuple[_Block, Array]], T: int) -> Float[Array, "B T K H"]:

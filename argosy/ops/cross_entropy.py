@@ -34,14 +34,14 @@ def row_chunks(
     targets: Int[Array, "rows"],
     rows: int,
 ) -> Losses:
-    """At most `rows` rows of logits exist at once."""
+    """At most `rows` rows of logits exist at once. A chunk takes every n-th row, so that each device has its share of it."""
     n = -(-len(targets) // rows)
     pad = n * rows - len(targets)
-    xs = jnp.pad(x, ((0, pad), (0, 0))).reshape(n, rows, -1)
-    ys = jnp.pad(targets, (0, pad)).reshape(n, rows)
+    xs = jnp.pad(x, ((0, pad), (0, 0))).reshape(rows, n, -1).swapaxes(0, 1)
+    ys = jnp.pad(targets, (0, pad)).reshape(rows, n).swapaxes(0, 1)
     part = jax.checkpoint(lambda xy: from_logits(head(xy[0]), xy[1]))
     nll, lse = jax.lax.map(part, (xs, ys))
-    return nll.reshape(-1)[: len(targets)], lse.reshape(-1)[: len(targets)]
+    return nll.swapaxes(0, 1).reshape(-1)[: len(targets)], lse.swapaxes(0, 1).reshape(-1)[: len(targets)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -63,8 +63,9 @@ def _part(w: Array, block: slice, order: str) -> Array:
 
 
 def _times(a: Array, w: Array, order: str, letter: str) -> Array:
-    """Contracts the last axis of `a` with the axis `letter` of w."""
-    return jax.lax.dot_general(a, w, (((1,), (order.index(letter),)), ((), ())))
+    """Contracts the last axis of `a` with the axis `letter` of w, summed in float32."""
+    axes = (((1,), (order.index(letter),)), ((), ()))
+    return jax.lax.dot_general(a, w, axes, preferred_element_type=jnp.float32)
 
 
 def _columns(w: Array, targets: Array, order: str) -> Float[Array, "rows D"]:
@@ -75,7 +76,7 @@ def _forward(x: Array, w: Array, targets: Array, order: str) -> tuple[Losses, An
     w = w.astype(x.dtype)
     exps, tops, sums = [], [], []
     for block in _blocks(w, order):
-        logits = _times(x, _part(w, block, order), order, "D").astype(jnp.float32)
+        logits = _times(x, _part(w, block, order), order, "D")
         top = jnp.max(logits, -1, keepdims=True)
         p = jnp.exp(logits - top)
         exps.append(p.astype(x.dtype))
@@ -86,25 +87,26 @@ def _forward(x: Array, w: Array, targets: Array, order: str) -> tuple[Losses, An
     share = jnp.exp(each - top)
     z = jnp.sum(share * jnp.concatenate(sums, 1), 1, keepdims=True)
     lse = (jnp.log(z) + top)[:, 0]
-    right = jnp.sum((x * _columns(w, targets, order)).astype(jnp.float32), -1)
+    right = jnp.sum(x.astype(jnp.float32) * _columns(w, targets, order).astype(jnp.float32), -1)
     return (lse - right, lse), (x, w, targets, exps, share / z)
 
 
 def _backward(order: str, kept: Any, g: Losses) -> Any:
     """d/dlogits = (g_nll + g_lse) p - g_nll onehot(target)."""
     x, w, targets, exps, share = kept
-    every, right = (g[0] + g[1])[:, None], g[0][:, None].astype(x.dtype)
-    dx = -right * _columns(w, targets, order)
+    every, right = (g[0] + g[1])[:, None], g[0][:, None]
+    dx = -right * _columns(w, targets, order).astype(jnp.float32)
     parts = []
     for i, block in enumerate(_blocks(w, order)):
-        scale = (share[:, i : i + 1] * every).astype(x.dtype)
+        scale = share[:, i : i + 1] * every
         dx = dx + _times(exps[i], _part(w, block, order), order, "V") * scale
-        scaled = x * scale
+        scaled = x * scale.astype(x.dtype)
         a, b = (exps[i], scaled) if order == "VD" else (scaled, exps[i])
-        parts.append(jax.lax.dot_general(a, b, (((0,), (0,)), ((), ()))))
-    dw = jnp.concatenate(parts, order.index("V"))
-    dw = dw.at[targets].add(-right * x) if order == "VD" else dw.at[:, targets].add((-right * x).T)
-    return dx, dw.astype(jnp.float32), np.zeros(targets.shape, jax.dtypes.float0)
+        axes = (((0,), (0,)), ((), ()))
+        parts.append(jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.float32))
+    dw, seen = jnp.concatenate(parts, order.index("V")), -right * x.astype(jnp.float32)
+    dw = dw.at[targets].add(seen) if order == "VD" else dw.at[:, targets].add(seen.T)
+    return dx.astype(x.dtype), dw, np.zeros(targets.shape, jax.dtypes.float0)
 
 
 vocabulary_blocks.defvjp(_forward, _backward)

@@ -32,12 +32,12 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
+def stream_sharding(mesh: Mesh) -> NamedSharding:
+    """The residual stream [B T D]: rows over all devices, features whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES, None, None))
+
+
 def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """This process's rows, as its part of the global arrays."""
     sharding = batch_sharding(mesh)
     return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
-
-
-def split_rows(rows: int, mesh: Mesh) -> bool:
-    """Whether so many rows divide over the devices."""
-    return rows % int(np.prod([mesh.shape[a] for a in BATCH_AXES])) == 0

@@ -69,16 +69,18 @@ class Meter:
         """Waits for the metrics of `step` where it is one to tell; `certain`: also where it is not, to be sure of it.
 
         Raises:
-            Diverged: the loss is not finite.
+            Diverged: the loss, or the gradient that the weights moved by, is not finite.
         """
         telling = last or step % self.every == 0
         if not (telling or certain):
             return
         with self.clock("step"):
             numbers = {name: float(np.asarray(value)) for name, value in metrics.items()}
-        if not np.isfinite(numbers["loss"]):
+        for name in ("loss", "grad_norm"):
+            if np.isfinite(numbers.get(name, 0.0)):
+                continue
             raise Diverged(
-                f"the loss is {numbers['loss']} at step {step}",
+                f"{name} is {numbers[name]} at step {step}",
                 hint="lower optimizer.learning_rate or raise schedule.warmup; checkpoints before this step are good",
             )
         if not telling:
@@ -104,7 +106,7 @@ def fit(
     meter: Meter,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> TrainState:
-    """Updates until the state has made `until` of them, or an interruption; either way hooks see the last state.
+    """Updates until the state has made `until` of them, the data ends, or an interruption; hooks see the last state.
 
     Args:
         update: a compiled step; the state is donated to it.
@@ -114,25 +116,29 @@ def fit(
     clock, step = meter.clock, int(state.step)
     meter.begin(step)
     unread: tuple[int, Any] | None = None
-    while step < until:
+    last = False
+    while step < until and not last:
         with clock("data"):
-            batch = place(next(batches))
-        with clock("step"):
-            state, metrics = update(state, batch)
-        if unread is not None:
-            meter.read(*unread)
-        step += 1
-        unread = (step, metrics)
-        last = step == until or interrupted()
+            batch = next(batches, None)
+        if batch is None:
+            last = True
+        else:
+            with clock("data"):
+                batch = place(batch)
+            with clock("step"):
+                state, metrics = update(state, batch)
+            if unread is not None:
+                meter.read(*unread)
+            step += 1
+            unread = (step, metrics)
+            last = step == until or interrupted()
         due = [hook for hook in hooks if hook.due(step, last)]
-        if due or last:
-            meter.read(*unread, last=last, certain=True)     # nothing is saved that is not a number
+        if (due or last) and unread is not None:
+            meter.read(*unread, last=last, certain=True)  # nothing is saved that is not a number
             unread = None
-            for hook in due:
-                with clock(hook.name):
-                    hook(Now(step, state, batches, last))
-        if last:
-            break
+        for hook in due:
+            with clock(hook.name):
+                hook(Now(step, state, batches, last))
     with clock("step"):
         jax.block_until_ready(state)
     return state

@@ -23,12 +23,12 @@ class Schedule(Settings):
         raise NotImplementedError
 
     def warmed(self, steps: int, after: Factor) -> Factor:
-        """`after`, given progress 0..1 over the steps left, behind the warm-up."""
+        """`after`, given progress over the steps left: 0 at the first, 1 at the last; behind the warm-up."""
         warm = count(self.warmup, steps)
 
         def factor(step: Any) -> Any:
             step = jnp.asarray(step, jnp.float32)
-            progress = jnp.clip((step - warm) / max(1, steps - warm), 0, 1)
+            progress = jnp.clip((step - warm) / max(1, steps - warm - 1), 0, 1)
             return jnp.where(step < warm, (step + 1) / max(1, warm), after(progress))
 
         return factor
@@ -75,7 +75,7 @@ class WSD(Schedule):
     """Share of the peak at the last step."""
 
     def build(self, steps: int) -> Factor:
-        left = max(1, steps - count(self.warmup, steps))
+        left = max(1, steps - count(self.warmup, steps) - 1)
         share = min(1.0, count(self.decay, steps) / left) or 1 / left
         return self.warmed(steps, lambda p: 1 - (1 - self.final) * jnp.clip((p - (1 - share)) / share, 0, 1))
 

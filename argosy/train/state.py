@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from argosy.models.parts.weight import Leaves, merge, split, variables
+from argosy.models.parts.weight import Leaves, split, variables
 from argosy.train.optim import Meanings
 
 
@@ -31,10 +31,6 @@ class TrainState:
 def trained(model: nnx.Module) -> tuple[Any, Leaves, Leaves]:
     """The graph, what is trained, and the rest."""
     return split(model, nnx.Param)
-
-
-def model_of(graph: Any, state: TrainState) -> Any:
-    return merge(graph, state.params, state.rest)
 
 
 def meanings_of(model: nnx.Module) -> Meanings:

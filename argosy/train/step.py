@@ -74,8 +74,9 @@ def make_step(
 def _accumulated(
     gradients: Callable[..., Any], state: TrainState, batch: Batch, key: Array, parts: int
 ) -> tuple[Leaves, Loss]:
-    """The same sums, over parts of the batch one after the other."""
-    pieces = jax.tree.map(lambda a: a.reshape(parts, a.shape[0] // parts, *a.shape[1:]), batch)
+    """The same sums, over parts of the batch one after the other. A part takes every `parts`-th row, so that each device
+    has its share of every part."""
+    pieces = jax.tree.map(lambda a: a.reshape(a.shape[0] // parts, parts, *a.shape[1:]).swapaxes(0, 1), batch)
     first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), pieces)
     zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(gradients, state, first, key))
 

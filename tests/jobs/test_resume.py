@@ -2,11 +2,13 @@
 
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import campaign_flip
 import campaign_kill
 import pytest
+from campaign_flip import compiled_once
 from campaign_kill import SMALL
 
 import argosy
@@ -31,6 +33,12 @@ class Signalled(Quiet):
     def step(self, step: int, numbers: object) -> None:
         if step == self.at:
             signal.raise_signal(self.number)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with compiled_once(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 def fit(run: Path, *words: str, view: Quiet | None = None) -> argosy.Outcome:

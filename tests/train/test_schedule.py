@@ -21,14 +21,14 @@ def test_a_share_of_all_steps():
 
 
 def test_linear():
-    assert values(Linear(warmup=0, final=0.2), 100, [0, 50, 100]) == pytest.approx([1, 0.6, 0.2])
+    assert values(Linear(warmup=0, final=0.2), 101, [0, 50, 100]) == pytest.approx([1, 0.6, 0.2])
 
 
 def test_cosine():
-    assert values(Cosine(warmup=0, final=0.1), 100, [0, 25, 50, 100]) == pytest.approx(
+    assert values(Cosine(warmup=0, final=0.1), 101, [0, 25, 50, 100]) == pytest.approx(
         [1, 0.1 + 0.45 * (1 + math.cos(math.pi / 4)), 0.55, 0.1]
     )
 
 
 def test_wsd_is_flat_then_falls():
-    assert values(WSD(warmup=10, decay=0.2, final=0), 100, [9, 10, 79, 80, 90, 100]) == pytest.approx([1, 1, 1, 1, 0.5, 0], abs=1e-6)
+    assert values(WSD(warmup=10, decay=20, final=0), 101, [9, 10, 79, 80, 90, 100]) == pytest.approx([1, 1, 1, 1, 0.5, 0], abs=1e-6)

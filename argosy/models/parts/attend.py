@@ -182,14 +182,19 @@ class Bidirectional:
         return cache
 
 
-@_strategy("absorb")
+@_strategy("absorb", "fresh")
 class Contiguous:
     """A buffer [B S ...] for each layer. Token t of row b lies at `at[b, t]`; tokens that are not `live` (padding on the
-    right of shorter rows) are written nowhere, and what they compute has no meaning."""
+    right of shorter rows) are written nowhere, and what they compute has no meaning.
+
+    fresh: these tokens are the first, `at` is 0..T-1. They then meet each other alone, as in training, and not the whole
+    buffer: scores are [T T] and causal, where they would be [T S] and dense.
+    """
 
     at: Int[Array, "B T"]
     live: Bool[Array, "B T"]
     absorb: bool | None = None
+    fresh: bool = False
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -201,6 +206,8 @@ class Contiguous:
         row = jnp.arange(B)[:, None]
         where = jnp.where(self.live, self.at, S)  # past the end: dropped
         cache = {n: cache[n].at[row, where].set(held[n].astype(cache[n].dtype), mode="drop") for n in cache}
+        if self.fresh:
+            return meet(q, held, read, score, See(self.at, self.at, aligned=True), self.absorb), cache
         k_at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
         stored = {n: c.astype(q.dtype) for n, c in cache.items()}
         return meet(q, stored, read, score, See(self.at, k_at), self.absorb), cache

@@ -51,12 +51,20 @@ class Step(NamedTuple):
 
     graphs: Mapping[str, Any]  # by kind
     remat: Remat
+    rows: Any = None  # where the residual stream lies on a mesh
 
     def __call__(self, layer: Layer, weights: Leaves, x: Array, cache: Cache | None, attend: Attend) -> Any:
         def run(weights: Leaves, x: Array, cache: Cache | None, attend: Attend) -> Any:
-            return merge(self.graphs[layer.kind], weights)(x, layer.each, cache, attend)
+            x, cache, said = merge(self.graphs[layer.kind], weights)(x, layer.each, cache, attend)
+            return on_rows(x, self.rows), cache, said
 
         return rematerialised(run, self.remat)(weights, x, cache, attend)
+
+
+def on_rows(x: Array, rows: Any) -> Array:
+    """x [B T D], each device its rows. Without this, XLA may split the contraction over D instead, where the weights are
+    split over it, and sum activations of the whole batch over the devices."""
+    return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
 
 
 def rematerialised(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
@@ -173,6 +181,7 @@ class Stack(nnx.Module):
 
     def __init__(self, plan: Sequence[Layer], make: Callable[[str], Any], *, run: Run):
         self.plan, self.run = tuple(plan), run
+        self.rows: Any = None  # a sharding for the residual stream, set from outside
         self.kinds = tuple(dict.fromkeys(layer.kind for layer in self.plan))
         if taken := [kind for kind in self.kinds if kind.isdigit() or hasattr(self, kind)]:
             raise ValueError(f"kinds of layers cannot be named {taken}")
@@ -211,7 +220,7 @@ class Stack(nnx.Module):
             graphs = {kind: split(getattr(self, kind))[0] for kind in self.kinds}
         else:
             graphs = {layer.kind: split(self.example(layer))[0] for layer in self.plan}
-        return self.run(self, Step(graphs, self.run.remat), x, cache, attend)
+        return self.run(self, Step(graphs, self.run.remat, self.rows), on_rows(x, self.rows), cache, attend)
 
 
 # ---------------------------------------------------------------- one layout and the other

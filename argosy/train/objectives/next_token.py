@@ -14,7 +14,7 @@ from argosy.models.parts.einsum import Einsum
 from argosy.ops.cross_entropy import Losses, from_logits, row_chunks, vocabulary_blocks
 from argosy.train.objectives import Loss, Mean
 
-ROOMY_BYTES = 2 << 30  # of float32 logits that are simply kept
+ROOMY_BYTES = 2 << 30  # of float32 logits that are simply kept, on each device
 
 
 class NextToken(Settings):
@@ -41,7 +41,7 @@ class NextToken(Settings):
     def losses(self, model: Any, x: Array, targets: Array) -> Losses:
         how, plain = self.head, plain_head(model)
         if how == "auto":
-            roomy = 4 * len(targets) * model.config.vocab <= ROOMY_BYTES
+            roomy = 4 * len(targets) * model.config.vocab <= ROOMY_BYTES * jax.device_count()
             how = ("blocks" if plain and jax.default_backend() == "cpu" else "logits") if roomy else "chunks"
         if how == "blocks" and plain:
             return vocabulary_blocks(x, plain[0], targets, plain[1])
