@@ -82,7 +82,7 @@ class Mapped:
         try:
             self._shapes = table.plan({name: reader.shape(name) for name in reader.names})
         except BadInput as error:
-            raise BadInput(error.what, where=where, hint=error.hint) from None
+            raise BadInput(error.what, where=f"{where}: {error.where}", hint=error.hint) from None
 
     @property
     def names(self) -> KeysView[str]:

@@ -26,6 +26,8 @@ HARMLESS = frozenset(
 # Their names of activations, where ours differ.
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}
 
+WRITTEN = {"gelu_tanh": "gelu_pytorch_tanh"}
+
 ROPE_KEYS = frozenset(["rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"])
 
 
@@ -65,9 +67,7 @@ class ConfigTable:
     def write(self, settings: Any) -> dict[str, Any]:
         said = {theirs: getattr(settings, ours) for theirs, ours in self.rows}
         if "hidden_act" in said:
-            said["hidden_act"] = next(
-                (t for t, ours in ACTIVATIONS.items() if ours == said["hidden_act"]), said["hidden_act"]
-            )
+            said["hidden_act"] = WRITTEN.get(said["hidden_act"], said["hidden_act"])
         return said
 
 

@@ -92,6 +92,21 @@ def test_lora_merged_is_the_same_model():
     assert np.abs(adapted - merged).max() < 1e-5 * np.abs(merged).max()
 
 
+def test_lora_by_hand():
+    """W x + (alpha / rank) B A x, through the call, another equation, and the lookup of rows."""
+    rng = np.random.default_rng(0)
+    w, a, b = (rng.standard_normal(s).astype(np.float32) for s in ((7, 5), (7, 2), (2, 5)))
+    lora = LoRA(Einsum("BTV,VD->BTD", {"V": 7, "D": 5}), 2, 6.0)
+    lora.of.w.set_value(jnp.asarray(w))
+    lora.a.set_value(jnp.asarray(a))
+    lora.b.set_value(jnp.asarray(b))
+    whole = w + 6.0 / 2 * a @ b
+    x, h = (jnp.asarray(rng.standard_normal((1, 3, n)), jnp.float32) for n in (7, 5))
+    assert np.abs(np.asarray(lora(x)) - np.asarray(x) @ whole).max() < 1e-5
+    assert np.abs(np.asarray(lora.via("BTD,VD->BTV", h)) - np.asarray(h) @ whole.T).max() < 1e-5
+    assert np.abs(np.asarray(lora.take(jnp.asarray([[4, 0]]))) - whole[[4, 0]]).max() < 1e-5
+
+
 @pytest.mark.parametrize("make", [lambda e: e, Int8, lambda e: LoRA(e, 2, 4.0)], ids=["float", "int8", "lora"])
 def test_grouped_weights_choose_by_route(make):
     """Rows sorted by expert against one product an expert."""

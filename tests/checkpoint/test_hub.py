@@ -111,7 +111,6 @@ def test_auto_map_imports_nothing(folder: Path):
     assert sys.path == path
 
 
-@pytest.mark.xfail(reason="`hub.Mapped` puts the folder where `KeyMap` had put the names", strict=True)
 def test_everything_wrong_with_the_tensors_is_said_at_once(folder: Path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]

@@ -5,6 +5,8 @@ import pytest
 from helpers import relative
 from laws.families import CASES, built
 
+from argosy.adapt.quant import Int8
+from argosy.adapt.surgery import swap
 from argosy.core.errors import BadInput, SettingsError
 from argosy.infer.lm import LM
 from argosy.models.parts.stack import Scan, Unroll
@@ -117,6 +119,8 @@ def test_stop_strings_are_held_back_while_streaming(lm):
         ([[1] * 201], {}, "more than"),
         ([[1]], {"max_tokens": 0}, "max_tokens"),
         ([[1]], {"stop": [""]}, "stop"),
+        ("a text", {}, "list of prompts"),
+        ([[1]], {"top_k": 5}, "temperature"),
     ],
 )
 def test_bad_input_is_said_before_work(lm, prompts, how, match):
@@ -124,10 +128,49 @@ def test_bad_input_is_said_before_work(lm, prompts, how, match):
         lm.generate(prompts, **how)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "match"), [([[1.7, 2.0]], "whole numbers"), ([[1, 2], [3]], "unequal"), ([[2**32 + 5]], "outside")]
+)
+def test_logits_take_whole_numbers_in_even_rows(lm, tokens, match):
+    with pytest.raises(BadInput, match=match):
+        lm.logits(tokens)
+
+
 def test_a_misspelt_setting_is_told_with_the_right_name(lm):
     with pytest.raises(SettingsError) as error:
         lm.generate([[1]], temprature=1.0)
     assert "temperature" in str(error.value)
+
+
+def test_a_long_prompt_does_not_shorten_the_others(lm):
+    long, short = lm.generate([[3] * 196, [5, 9]], 20, ignore_eos=True)
+    assert (len(long.tokens), len(short.tokens)) == (4, 20)
+    assert short.tokens == slowly(lm, [5, 9], 20)
+
+
+def test_buffers_grow_without_a_change(lm):
+    """From 96 to 192 tokens and on: each crossing must leave what was held."""
+    answer = lm.generate([[5, 9, 100]], 150, ignore_eos=True)[0]
+    assert answer.tokens[:3] == slowly(lm, [5, 9, 100], 3)
+    ids = [5, 9, 100, *answer.tokens]
+    again = np.argmax(lm.logits([ids])[0, 2:-1], -1)
+    margin = np.sort(lm.logits([ids])[0, 2:-1], -1)
+    clear = margin[:, -1] - margin[:, -2] > 1e-3
+    assert (again == answer.tokens)[clear].all()
+
+
+def test_surgery_after_the_first_answer_is_seen():
+    config = CASES["llama-plain"]
+    model = LM(config, built(config, Unroll()))
+    before = model.logits([PROMPTS[0]])
+    swap(model.module, r"layers\..*", Int8)
+    assert 1e-4 < relative(model.logits([PROMPTS[0]]), before) < 0.3
+
+
+def test_answers_are_run_through_once(lm):
+    answers = lm.pieces([PROMPTS[0]], 4, ignore_eos=True)
+    assert [len(list(answers)), len(list(answers))] == [4, 0]
+    assert len(answers.completions[0].tokens) == 4
 
 
 def test_generation_ends_with_the_context(lm):

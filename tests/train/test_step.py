@@ -12,10 +12,10 @@ from argosy.adapt.surgery import freeze
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, logical
 from argosy.parallel.mesh import MeshSettings
-from argosy.parallel.place import batch_sharding, like_weights
+from argosy.parallel.place import batch_sharding, like_weights, stream_sharding
 from argosy.parallel.rules import FSDP, shardings
 from argosy.train.objectives.next_token import NextToken
-from argosy.train.optim import AdamW, Muon
+from argosy.train.optim import SGD, AdamW, Muon
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, named, trained, unnamed
 from argosy.train.step import make_step
@@ -43,7 +43,7 @@ def moved(state, before):
 
 def test_accumulation_changes_nothing():
     batch = rows(2)
-    batch["mask"] = batch["mask"].at[0].set(0.0)            # parts of unequal weight
+    batch["mask"] = batch["mask"].at[0].set(0.0)  # parts of unequal weight
     _, state, step = prepared()
     whole, told = jax.jit(step)(state, batch)
     _, _, parts = prepared(accumulate=4)
@@ -51,7 +51,7 @@ def test_accumulation_changes_nothing():
     assert relative(told_pieces["loss"], told["loss"]) < 1e-6
     assert relative(told_pieces["grad_norm"], told["grad_norm"]) < 1e-5
     for a, step_taken in moved(whole, state).items():
-        assert relative(moved(pieces, state)[a], step_taken) < 2e-2, a      # Adam's first step is a sign
+        assert relative(moved(pieces, state)[a], step_taken) < 2e-2, a  # Adam's first step is a sign
 
 
 def test_bfloat16_stays_near_and_weights_stay_float32():
@@ -81,7 +81,9 @@ def test_eight_devices_equal_one(mesh, run):
     shapes = abstract(model)
     places = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, FSDP, devices)
     if mesh["fsdp"] > 1:
-        assert any(p.spec != jax.sharding.PartitionSpec(*[None] * len(p.spec)) for p in places.values()), "nothing is split"
+        assert any(p.spec != jax.sharding.PartitionSpec(*[None] * len(p.spec)) for p in places.values()), (
+            "nothing is split"
+        )
     everywhere = like_weights(state, places, shapes, devices)
     spread = jax.jit(step, out_shardings=(everywhere, None))(
         jax.device_put(state, everywhere), jax.device_put(batch, batch_sharding(devices))
@@ -89,6 +91,29 @@ def test_eight_devices_equal_one(mesh, run):
     assert relative(spread[1]["loss"], told["loss"]) < 1e-5
     for a, w in alone.params.items():
         assert relative(spread[0].params[a], w) < 1e-4, a
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_each_device_computes_its_own_rows_only(accumulate):
+    """With weights split over D, every product still has this device's rows alone: 8 devices, an eighth of the FLOPs."""
+    model, _, _ = prepared()
+    devices = MeshSettings(data=2, fsdp=4).build()
+
+    def compiled_flops(mesh):
+        model.layers.rows = stream_sharding(mesh) if mesh.size > 1 else None
+        graph, params, rest = trained(model)
+        rate = Constant(warmup=0).build(10)
+        transform = SGD(learning_rate=1e-2).build(rate, meanings_of(model))
+        state = TrainState.start(params, rest, transform.init(params), 0)
+        places = shardings(logical(model), {a: s.shape for a, s in abstract(model).items()}, FSDP, mesh)
+        spread = like_weights(state, places, abstract(model), mesh)
+        step = make_step(graph, NextToken(head="logits"), transform, rate, accumulate=accumulate)
+        batch = jax.device_put(rows(8), batch_sharding(mesh))
+        lowered = jax.jit(step, out_shardings=(spread, None)).lower(jax.device_put(state, spread), batch)
+        return lowered.compile().cost_analysis()["flops"]
+
+    alone = compiled_flops(MeshSettings(data=1, fsdp=1).build(jax.devices()[:1]))
+    assert compiled_flops(devices) < alone / 5
 
 
 def test_an_optimizer_state_survives_being_named():
