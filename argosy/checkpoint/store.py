@@ -241,12 +241,20 @@ def load_weights(folder: Path, shardings: Mapping[str, Any] | None = None, dtype
 
 
 def load_item(folder: Path, item: str, shardings: Mapping[str, Any] | None = None, dtype: Any = None) -> Arrays:
-    here = SingleDeviceSharding(jax.devices()[0])
+    here = SingleDeviceSharding(_host())
     wanted = {
         name: jax.ShapeDtypeStruct(a.shape, dtype or a.dtype, sharding=shardings[name] if shardings else here)
         for name, a in stored_shapes(folder, item).items()
     }
     return _guarded(folder, lambda: _orbax().load_checkpointables(folder.absolute(), {item: wanted})[item])
+
+
+def _host() -> Any:
+    """The host's device, whatever computes: a model that is split over devices need not fit on one."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS names others only
+        return jax.local_devices()[0]
 
 
 def _orbax() -> Any:

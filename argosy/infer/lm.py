@@ -216,7 +216,7 @@ class Answers:
         self.ends = set(stop_tokens) | (set() if ignore_eos else lm.stops())
         self.sampling = _sampling(sampling)
         self.completions = [Completion("", [], None, len(ids), []) for ids in self.ids]
-        self._decoders = [lm.tokenizer.stream() if lm.tokenizer else None for _ in self.ids]
+        self._decoders = [_after(lm.tokenizer, ids) for ids in self.ids]
         self._held = ["" for _ in self.ids]
         self._pieces = self._run()
 
@@ -271,6 +271,16 @@ class Answers:
         self.completions[row].text += text
         self.completions[row].finish_reason = reason
         return Piece(row, text, True)
+
+
+def _after(tokenizer: Any, ids: list[int]) -> Any:
+    """A decoder that has read the prompt: what follows it keeps its space in front. None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    decoder = tokenizer.stream()
+    for token in ids:
+        decoder.push(token)
+    return decoder
 
 
 def _first(text: str, stops: list[str]) -> int | None:

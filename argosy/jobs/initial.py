@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint.store import META, STATE, Checkpoints, load_item, read_meta
-from argosy.checkpoint.stored import StepReader, config_of, open_model, read_into
+from argosy.checkpoint.stored import StepReader, Stored, config_of, open_model, read_into
 from argosy.core.errors import BadInput
 from argosy.core.settings import diff, dump
 from argosy.jobs.assemble import Assembly
@@ -19,8 +19,9 @@ from argosy.models.parts.weight import split
 from argosy.train.state import TrainState, trained
 
 
-def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> TrainState:
-    """A state with the weights of another model, and an optimizer that has seen nothing.
+def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> tuple[TrainState, Stored]:
+    """A state with the weights of another model, and an optimizer that has seen nothing; and that model at rest, whose
+    token ids and generation settings the run keeps.
 
     Raises:
         BadInput: it is another architecture or another size; every difference is named.
@@ -31,7 +32,7 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> T
     read_into(assembly.model, stored.weights, place=places.__getitem__)
     say(f"weights from {model}")
     _, params, rest = trained(assembly.model)
-    return assembly.begin(params, rest)
+    return assembly.begin(params, rest), stored
 
 
 def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> TrainState:

@@ -5,6 +5,7 @@ then write the first file.
 """
 
 import math
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from argosy.jobs.run import Run
 from argosy.observe.goodput import Clock
 from argosy.observe.log import Logged
 from argosy.observe.metrics import Metrics
+
+GENERATION = "generation_config.json"
 
 
 class View(Protocol):
@@ -115,6 +118,7 @@ def _locked(reading: Reading[Run], directory: RunDirectory, view: View) -> Outco
             directory.write_settings(reading)
             if session.assembly.tokenizer is not None and not (directory.path / TOKENIZER).exists():
                 session.assembly.tokenizer.save(directory.path / TOKENIZER)
+                session.keep_generation(directory.path / TOKENIZER)
         return session.train(state, directory, stop)
 
 
@@ -159,13 +163,16 @@ class Session:
     clock: Clock
     last: dict[str, float] = field(default_factory=dict)
     eval_losses: dict[int, float] = field(default_factory=dict)
+    hub: dict[str, Any] = field(default_factory=dict)  # the config.json that the weights came with
+    origin: Any = None  # the model they came from, at rest
 
     @classmethod
     def begin(cls, settings: Run, meta: Mapping[str, Any] | None, view: View, clock: Clock) -> "Session":
         from argosy.jobs.assemble import Decided, assemble
 
         decided = Decided.here(settings) if meta is None else Decided(**meta["decided"])
-        return cls(settings, assemble(settings, decided), view, clock)
+        hub = dict(meta.get("hub") or {}) if meta else {}
+        return cls(settings, assemble(settings, decided), view, clock, hub=hub)
 
     # ---------------------------------------------------------------- where the state comes from
 
@@ -174,7 +181,9 @@ class Session:
         if init.weights:
             from argosy.jobs.initial import weights_for
 
-            return weights_for(self.assembly, init.weights, self.view.say)
+            state, self.origin = weights_for(self.assembly, init.weights, self.view.say)
+            self.hub = dict(self.origin.hub)
+            return state
         if init.state:
             from argosy.jobs.initial import state_from
 
@@ -190,6 +199,12 @@ class Session:
         restored = self.assembly.restored(load_weights(folder, weights), load_item(folder, STATE, state))
         self.view.say(f"going on from step {step} of {self.settings.steps} in {directory.path}")
         return restored
+
+    def keep_generation(self, folder: Path) -> None:
+        """How the model that the weights came from is meant to generate goes with them."""
+        there = self.origin.companions if self.origin is not None else None
+        if there is not None and (there / GENERATION).is_file():
+            shutil.copyfile(there / GENERATION, folder / GENERATION)
 
     # ---------------------------------------------------------------- the loop and its hooks
 
@@ -271,6 +286,7 @@ class Session:
                 "data": now.batches.state(),
                 "eval_loss": self.eval_losses.get(now.step),
                 "model": dump(self.settings)["model"],
+                "hub": self.hub,
                 "settings": dump(self.settings),
             }
             weights, state = self.assembly.packed(now.state)

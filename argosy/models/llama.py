@@ -22,7 +22,7 @@ from argosy.models.parts.attend import HEADS, Attend, Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.mlp import GLU, Activation
 from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Llama3, Rope, rotate
+from argosy.models.parts.rope import Linear, Llama3, Rope, Yarn, rotate
 from argosy.models.parts.stack import Layer, Run, Stack, Told, on_rows
 from argosy.ops.attention import Score
 
@@ -83,11 +83,13 @@ class LlamaConfig(FamilyConfig):
         odd: dict[str, Any] = {"vocab": 113, "width": 44, "layers": 3, "ffn": 70, "heads": 4, "context": 200}
         scaled = Rope(scaling=Llama3(original=16))
         return {
-            "plain": cls(**odd, kv_heads=2, head_size=14),
+            "plain": cls(**odd, kv_heads=2, head_size=14, rope=Rope(scaling=Linear(factor=3))),
             "tied-biased": cls(
                 **odd, kv_heads=1, head_size=10, tied=True, attention_bias=True, mlp_bias=True, rope=scaled
             ),
-            "window": cls(**odd, head_size=12, window=7, rope=Rope(base=1e6)),
+            "window": cls(
+                **odd, head_size=12, window=7, activation="gelu_tanh", rope=Rope(scaling=Yarn(factor=4, original=16))
+            ),
         }
 
     def build(self, run: Run = UNROLL) -> "Llama":

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from helpers import relative
+from helpers import relative, shared
 from laws.families import CASES, built
 
 from argosy.adapt.quant import Int8
 from argosy.adapt.surgery import swap
 from argosy.core.errors import BadInput, SettingsError
 from argosy.infer.lm import LM
+from argosy.infer.load import load
 from argosy.models.parts.stack import Scan, Unroll
 
 PROMPTS = [[5, 9, 100, 23, 7, 60, 61, 62, 63], [17], [1, 2, 3, 4]]
@@ -165,6 +166,15 @@ def test_surgery_after_the_first_answer_is_seen():
     before = model.logits([PROMPTS[0]])
     swap(model.module, r"layers\..*", Int8)
     assert 1e-4 < relative(model.logits([PROMPTS[0]]), before) < 0.3
+
+
+def test_an_answer_keeps_the_space_in_front_of_it():
+    """Prompt and answer, put together, are the text of all their tokens."""
+    model = load(shared("models/stories260k"))
+    answer = model.generate(["Once upon"], 12)[0]
+    assert answer.text.startswith(" ")
+    ids = model.encode("Once upon") + answer.tokens
+    assert "Once upon" + answer.text == model.tokenizer.decode(ids)
 
 
 def test_answers_are_run_through_once(lm):
