@@ -77,6 +77,10 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
                 f"{path} has no checkpoint yet", hint="it is a run that has not saved; wait, or train it further"
             )
         return _open_step(checkpoints.path(step))
+    if path.is_file():
+        raise BadInput(
+            f"{path} is a file, and no .gguf", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step"
+        )
     if not path.exists():
         raise BadInput(f"no model at {path}", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step")
     raise BadInput(

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from argosy.cli.output import answer
+from argosy.core.errors import SettingsError
 from argosy.core.explain import annotated, explain, reference, value_text
 from argosy.core.settings import Settings, diff, dump, flatten
 from argosy.jobs.compose import compose, editor_schema
@@ -40,9 +41,14 @@ def explain_key(
     words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [key=value ...]", show_default=False)] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Says what a setting means, its default, its value in this run, and who set it."""
+    """Says what a setting means, its default, its value in this run (the recipe `tiny` unless told), and who set it."""
     recipe, words = split_recipe(words or [])
-    reading = compose(root(), recipe, words)
+    try:
+        reading = compose(root(), recipe, words)
+    except SettingsError:
+        if recipe is not None or words:
+            raise
+        reading = compose(root(), "tiny", words)  # no run is complete without a recipe
     text = explain(reading, key)
     document = [
         {"key": name, "value": value, "set_by": reading.origin[name], "tried": _tried(reading.tried.get(name, []))}

@@ -1,6 +1,7 @@
 """`argosy generate MODEL [PROMPT] [key=value ...]`."""
 
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ class Generate(Settings):
     max_tokens: int = Field(64, gt=0)
     """Tokens at most."""
     temperature: float | None = Field(None, ge=0)
-    """0: the likeliest token each time. The model's generation config decides where not set."""
+    """At 0, the likeliest token each time. The model's generation config decides where not set."""
     top_k: int | None = Field(None, ge=0)
     """Only the k likeliest; 0: all."""
     top_p: float | None = Field(None, gt=0, le=1)
@@ -48,6 +49,9 @@ class Generate(Settings):
     """What to compute in: float32 or bfloat16."""
 
 
+PROMPT = "text, @file, or - for stdin; then settings: " + ", ".join(Generate.model_fields)
+
+
 @app.command()
 def generate(
     model: Annotated[
@@ -56,7 +60,9 @@ def generate(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PROMPT] [key=value ...]", help="text, @file, or from stdin; then settings", show_default=False
+            metavar="[PROMPT] [key=value ...]",
+            help="text, @file, or from stdin; then settings: " + ", ".join(Generate.model_fields),
+            show_default=False,
         ),
     ] = None,
     chat: Annotated[
@@ -67,6 +73,8 @@ def generate(
     """Continues a prompt with a trained model, streaming."""
     prompt, settings = split_prompt(words or [])
     how = read_settings(Generate, words_layer(settings)).value
+    if how.logprobs and not as_json:
+        raise BadInput("logprobs are told with --json only", hint="add --json")
     text = read_prompt(prompt)
     machine.prepare()
     machine.start_jax()
@@ -74,6 +82,8 @@ def generate(
 
     lm = load(model, dtype=how.dtype)
     sampling = told_sampling(how, lm.generation)
+    if how.n > 1 and not sampling.get("temperature"):
+        raise BadInput(f"n={how.n} answers at temperature 0 are one answer", hint="set temperature, such as 0.7")
     ids = lm.chat_prompt([{"role": "user", "content": text}]) if chat else lm.encode(text) or start_of(lm)
     answers = lm.pieces(
         [ids] * how.n,
@@ -96,27 +106,32 @@ def generate(
 
 
 def split_prompt(words: list[str]) -> tuple[str | None, list[str]]:
-    """The prompt is the first word, unless that is a setting."""
+    """The prompt is the first word, unless that is a setting, or nearly one."""
     if words and not is_setting(words[0]):
         return words[0], words[1:]
     return None, words
 
 
 def is_setting(word: str) -> bool:
-    """`max_tokens=5` is one; `x = 5` and `if a==b:` are prompts."""
-    return word.partition("=")[0] in Generate.model_fields and "=" in word
+    """`max_tokens=5` is one, and `maxtokens=5` was meant to be; `x = 5` and `if a==b:` are prompts."""
+    name, equals, value = word.partition("=")
+    meant = get_close_matches(name, Generate.model_fields, n=1, cutoff=0.8) and name.isidentifier()
+    return bool(equals and value and meant) and not value.startswith("=")
 
 
 def read_prompt(prompt: str | None) -> str:
-    """The prompt itself, a file's text for @file, or standard input."""
-    if prompt is None:
-        return "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    """The prompt itself, a file's text for @file, or standard input (also for `-`); the line break that ends a file is no
+    part of it."""
+    if prompt is None or prompt == "-":
+        return "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
     if not prompt.startswith("@"):
         return prompt
     try:
-        return Path(prompt[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"the prompt cannot be read from {prompt[1:]}: {error}") from None
+        return Path(prompt[1:]).read_text(encoding="utf-8").removesuffix("\n")
+    except UnicodeDecodeError:
+        raise BadInput(f"{prompt[1:]} is not UTF-8 text") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {prompt[1:]}: {(error.strerror or '').lower()}") from None
 
 
 def start_of(lm: Any) -> list[int]:

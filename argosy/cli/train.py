@@ -27,6 +27,10 @@ def train(
 
     with Terminal() as view:
         outcome = job(recipe, words or [], view)
+    if outcome.done and outcome.seconds:
+        say(
+            f"{outcome.dir}: step {outcome.step}. Next: argosy generate {outcome.dir}, or look at {outcome.dir}/report.html"
+        )
     if outcome.exit_code:
         say(f"stopped at step {outcome.step} of {outcome.steps}, and saved: the same command goes on")
     document = {"dir": str(outcome.dir), "step": outcome.step, "steps": outcome.steps, "last": dict(outcome.last)}

@@ -197,7 +197,8 @@ def write(
     train, held_out = writers["train"], writers["held_out"]
     total = train.tokens + held_out.tokens
     if not total:
-        raise BadInput("the corpus is empty: no document holds any text", where=str(fingerprint["source"]))
+        hint = "is `data.source` the right file?"
+        raise BadInput("the corpus is empty: no document holds any text", where=str(fingerprint["source"]), hint=hint)
     wanted = int(share * total) - held_out.tokens
     if held_out.tokens < share * total / 2 and wanted > 1:  # a lone token has no target
         held_out.take_tail(train, wanted, encoder)

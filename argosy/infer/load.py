@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from argosy.checkpoint.hub import read_json
 from argosy.checkpoint.stored import Stored, open_model, read_into
-from argosy.core.errors import BadInput, nearest
+from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import Run, Scan, Unroll, layer_addresses
@@ -102,5 +102,5 @@ def no_weights(name: str, presets: list[str]) -> BadInput:
             hint="give the folder or file of its trained weights, or train one: argosy train RECIPE model=" + name,
         )
     return BadInput(
-        f"no model at {name}", hint=nearest(name, presets) or "a Hub folder, .gguf file, run directory or checkpoint"
+        f"no file and no folder at {name}", hint="a Hub folder, a .gguf file, a run directory or a checkpoint"
     )

@@ -24,7 +24,7 @@ class Sampling(Settings):
     """How tokens are chosen."""
 
     temperature: float = Field(0.0, ge=0)
-    """0: the likeliest token each time."""
+    """At 0, the likeliest token each time."""
     top_k: int = Field(0, ge=0)
     """Only the k likeliest; 0: all."""
     top_p: float = Field(1.0, gt=0, le=1)

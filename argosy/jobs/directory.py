@@ -46,6 +46,9 @@ class RunDirectory:
         """
         if not self.has_run:
             self._check_place()
+            others = {f.name for f in self.path.iterdir()} - {TOKENIZER, ".lock"} if self.path.is_dir() else set()
+            if others and not self.checkpoints.steps():
+                raise BadInput(f"{self.path} is not empty, and no run", hint="dir=NEW names another directory")
             if self.checkpoints.steps():
                 raise BadInput(
                     f"{self.path} holds checkpoints but no {SETTINGS}", hint="dir=NEW starts a run elsewhere"

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 from argosy.core.settings import Reading, dump
 from argosy.jobs.compose import compose
 from argosy.jobs.directory import TOKENIZER, RunDirectory
+from argosy.jobs.machine import Interrupts
 from argosy.jobs.run import Run
 from argosy.observe.goodput import Clock
 from argosy.observe.log import Logged
-from argosy.observe.metrics import Metrics
+from argosy.observe.metrics import Metrics, read
 
 GENERATION = "generation_config.json"
 
@@ -112,7 +113,7 @@ def _locked(reading: Reading[Run], directory: RunDirectory, view: View) -> Outco
             meta = directory.checkpoints.meta(good) if good is not None else None
             if good is not None and good >= settings.steps:
                 view.say(f"{directory.path} is done: {good} steps of {settings.steps}")
-                return Outcome(directory.path, good, settings.steps, 0, {}, {})
+                return Outcome(directory.path, good, settings.steps, 0, last_numbers(directory), {})
             session = Session.begin(settings, meta, view, clock)
             state = session.restored(directory, good) if good is not None else session.fresh()
             directory.write_settings(reading)
@@ -120,6 +121,12 @@ def _locked(reading: Reading[Run], directory: RunDirectory, view: View) -> Outco
                 session.assembly.tokenizer.save(directory.path / TOKENIZER)
                 session.keep_generation(directory.path / TOKENIZER)
         return session.train(state, directory, stop)
+
+
+def last_numbers(directory: RunDirectory) -> dict[str, float]:
+    """What the last logged step told."""
+    told = [line for line in read(directory.store) if "loss" in line]
+    return {k: v for k, v in told[-1].items() if k != "step"} if told else {}
 
 
 @dataclass
@@ -135,7 +142,7 @@ class Stop:
 @contextmanager
 def interruptible() -> Iterator[Stop]:
     """Ctrl-C and SIGTERM ask for a stop instead of ending the process."""
-    stop = Stop()
+    stop = Stop(130 if Interrupts.asked else 0)
 
     def ask(number: int, frame: Any) -> None:
         if stop.code:
