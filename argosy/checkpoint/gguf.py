@@ -63,7 +63,7 @@ def read_llama(file: GGUF) -> tuple[FamilyConfig, list[Row], dict[str, int]]:
         norm_eps=_decimal(meta["llama.attention.layer_norm_rms_epsilon"]),
         window=int(meta["llama.attention.sliding_window"]) if meta.get("llama.attention.sliding_window") else None,
         attention_bias="blk.0.attn_q.bias" in file.names,
-        rope=_rope(file, width // heads),
+        rope=_rope(file),
         tied=tied,
     )
     if int(meta.get("llama.rope.dimension_count", config.H)) != config.H:
@@ -100,7 +100,7 @@ def read_llama(file: GGUF) -> tuple[FamilyConfig, list[Row], dict[str, int]]:
     return config, rows, config.dims | {"P": config.H // 2, "two": 2}
 
 
-def _rope(file: GGUF, head: int) -> Rope:
+def _rope(file: GGUF) -> Rope:
     base = float(file.meta.get("llama.rope.freq_base", 10_000.0))
     kind = file.meta.get("llama.rope.scaling.type", "none")
     if kind == "linear":
@@ -113,10 +113,10 @@ def _rope(file: GGUF, head: int) -> Rope:
         raise BadInput(f"rope scaling `{kind}` is not built")
     if "rope_freqs.weight" not in file.names:
         return Rope(base=base)
-    return _llama3(file.read("rope_freqs.weight"), base, head)
+    return _llama3(file.read("rope_freqs.weight"), base)
 
 
-def _llama3(divisors: np.ndarray, base: float, head: int) -> Rope:
+def _llama3(divisors: np.ndarray, base: float) -> Rope:
     """The settings that give these divisors of the frequencies; the released models use factors 8 and 32.
 
     Raises:
