@@ -12,7 +12,7 @@ import numpy as np
 
 from argosy.checkpoint.hub import Mapped, _first
 from argosy.checkpoint.stored import Stored
-from argosy.core.errors import BadInput, nearest
+from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap, Row
 from argosy.models.family import FamilyConfig
@@ -35,12 +35,14 @@ def open_gguf(path: Path) -> Stored:
         config, rows, sizes = READERS[kind](file)
     except KeyError as missing:
         raise BadInput(f"the GGUF file does not say {missing}", where=str(path)) from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError, IndexError) as error:
         raise BadInput(f"its metadata makes no model: {_first(error)}", where=str(path)) from None
+    if config.layers > len(file.names):
+        raise Damaged(f"{config.layers} layers in {len(file.names)} tensors", where=f"in {path}")
     hub: dict[str, Any] = config.to_hub()
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        if (token := file.meta.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
-            hub[f"{ours}_token_id"] = int(token)
+        if isinstance(token := file.meta.get(f"tokenizer.ggml.{theirs}_token_id"), int):
+            hub[f"{ours}_token_id"] = token
     table = KeyMap(rows, sizes, ignore=("rope_freqs.weight",))
     return Stored(path, "gguf", config, Mapped(table, file, str(path)), path, hub)
 
@@ -125,7 +127,7 @@ def _llama3(divisors: np.ndarray, base: float) -> Rope:
     plain = Rope(base=base).frequencies(2 * len(divisors))[0]
     for factor in (8.0, 32.0):
         scaling = Llama3(factor=factor)
-        if np.allclose(plain / scaling.apply(plain, base)[0], divisors, rtol=1e-4):
+        if np.allclose(plain / scaling.apply(plain, base, None)[0], divisors, rtol=1e-4):
             return Rope(base=base, scaling=scaling)
     raise BadInput(
         "the rope factors in rope_freqs.weight are none that is known", hint="take the Hub folder of the model"

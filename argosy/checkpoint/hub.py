@@ -5,8 +5,8 @@ pickle is read, and `auto_map` in a config imports nothing.
 """
 
 import json
-import shutil
-from collections.abc import KeysView
+from collections.abc import KeysView, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ import numpy as np
 from argosy.checkpoint.stored import COMPANIONS, Stored
 from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.formats import Entry, Reader
-from argosy.core.formats.safetensors import Folder, write_folder
-from argosy.core.keymap import KeyMap
+from argosy.core.formats.files import File, of_bytes, of_text, write_file
+from argosy.core.formats.safetensors import Folder, folder_files
+from argosy.core.keymap import IGNORED, How, KeyMap, Row
 from argosy.models import FAMILIES
 from argosy.models.family import FamilyConfig
 
 CONFIG_BYTES = 16 << 20
+MOST_LAYERS = 10_000  # the deepest published model has 126
+MOST_DEPTH = 32  # of values in values; published ones have 4
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -46,10 +49,15 @@ def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
     Raises:
         BadInput: an architecture that is not built, or a key that would change the numbers.
     """
+    check_bounds(hub, where)
     kind = hub.get("model_type")
     families = {t: FAMILIES[name] for name in FAMILIES for t in FAMILIES[name].hub_types}
     if not isinstance(kind, str) or kind not in families:
-        raise BadInput(f"architecture `{kind}` is not built", where=where, hint=nearest(str(kind), families))
+        adding = (
+            "a new one is one file and one line: FAMILIES.add, in argosy/models/__init__.py or in a package of yours"
+        )
+        hint = f"{nearest(str(kind), families)} {adding}"
+        raise BadInput(f"architecture `{kind}` is not built", where=where, hint=hint)
     if hub.get("quantization_config"):
         method = str(hub["quantization_config"].get("quant_method", "?"))[:40]
         raise BadInput(
@@ -61,15 +69,36 @@ def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
         return families[kind].from_hub(hub)
     except BadInput as error:
         raise BadInput(error.what, where=error.where or where, hint=error.hint) from None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise BadInput(f"config.json does not make a model: {_first(error)}", where=where) from None
+
+
+def check_bounds(hub: dict[str, Any], where: str) -> None:
+    """That a config.json describes something of this world: what follows from it is built layer by layer.
+
+    Raises:
+        BadInput: layers by the thousand, values nested beyond reason.
+    """
+    for key, value in hub.items():
+        if "layer" in key and type(value) is int and abs(value) > MOST_LAYERS:
+            raise BadInput(f"config.json: `{key}` = {value:.4g}: at most {MOST_LAYERS:,} are built", where=where)
+        if depth(value, MOST_DEPTH) > MOST_DEPTH:
+            raise BadInput(f"config.json: `{key[:80]}` is nested over {MOST_DEPTH} deep", where=where)
+    if not isinstance(hub.get("quantization_config") or {}, dict):
+        raise BadInput("config.json: `quantization_config` is no object", where=where)
+
+
+def depth(value: Any, most: int) -> int:
+    """How deep a JSON value is nested; counting ends one beyond `most`."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max((depth(one, most - 1) for one in inner), default=0) if most >= 0 else 0
 
 
 def _first(error: Exception) -> str:
     """The first complaint of a validation, in one line."""
     errors = getattr(error, "errors", None)
     if errors is None:
-        return str(error).splitlines()[0][:200]
+        return (str(error) or type(error).__name__).splitlines()[0][:200]
     one = errors()[0]
     return f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
 
@@ -80,9 +109,19 @@ class Mapped:
     def __init__(self, table: KeyMap, reader: Reader, where: str):
         self.table, self.reader = table, reader
         try:
-            self._shapes = table.plan({name: reader.shape(name) for name in reader.names})
+            shapes = table.plan({name: reader.shape(name) for name in reader.names})
         except BadInput as error:
             raise BadInput(error.what, where=f"{where}: {error.where}", hint=error.hint) from None
+        self._theirs = {path: name for name, ours in table.ours_of(reader.names).items() for path in ours}
+        self._shapes = {
+            path: shapes[path] for path in self._theirs if path in shapes
+        }  # in their order: files are read on
+
+    def over(self, reader: Reader) -> "Mapped":
+        """The same tensors through another reader of them."""
+        other = copy(self)
+        other.reader = reader
+        return other
 
     @property
     def names(self) -> KeysView[str]:
@@ -92,8 +131,7 @@ class Mapped:
         return self._shapes[name]
 
     def dtype(self, name: str) -> np.dtype:
-        theirs = next(t for t, ours in self.table.ours_of(self.reader.names).items() if name in ours)
-        return self.reader.dtype(theirs)
+        return self.reader.dtype(self._theirs[name])
 
     def read(self, name: str) -> np.ndarray:
         return self.table.read(self.reader, name)
@@ -108,8 +146,71 @@ def open_folder(folder: Path) -> Stored:
     """
     hub = read_json(folder / "config.json")
     config = config_from(hub, str(folder / "config.json"))
-    table = KeyMap(*config.hub_rows())
-    return Stored(folder, "hub", config, Mapped(table, Folder.open(folder), str(folder)), folder, hub)
+    rows, sizes = config.hub_rows()
+    table = KeyMap(rows, sizes, ignore=(*IGNORED, *getattr(config, "hub_ignore", ())))
+    tensors = Folder.open(folder)
+    check_vocabulary(rows, sizes, tensors, str(folder))
+    return Stored(folder, "hub", config, Mapped(table, tensors, str(folder)), folder, hub)
+
+
+def check_vocabulary(rows: list[Row], sizes: Mapping[str, int], tensors: Reader, where: str) -> None:
+    """That config.json counts the rows of the embedding. Padded and extended vocabularies often miscount; transformers
+    refuses them too, since a row more or less is another softmax.
+
+    Raises:
+        BadInput: both numbers, and what to write.
+    """
+    for row in rows:
+        if row.ours != "embed.w" or not isinstance(row.theirs, str) or row.theirs not in tensors.names:
+            continue
+        axes, shape = How.parse(row.how).theirs[0].axes, tensors.shape(row.theirs)
+        if ("V",) not in axes or len(shape) != len(axes):
+            continue
+        found = shape[axes.index(("V",))]
+        if found != sizes["V"]:
+            raise BadInput(
+                f"config.json says `vocab_size` is {sizes['V']}, and `{row.theirs}` has {found} rows",
+                where=f"in {where}",
+                hint=f'if the vocabulary was padded or extended, write "vocab_size": {found} into config.json',
+            )
+
+
+def check_tied(stored: Stored) -> None:
+    """That a head which the config ties to the embedding, and which is there all the same, is the embedding: reading finds
+    that out only when the tensor's turn comes.
+
+    Raises:
+        BadInput: it differs.
+    """
+    if stored.kind != "hub" or not isinstance(stored.weights, Mapped):
+        return
+    for row in stored.config.hub_rows()[0]:
+        if row.tied_to in stored.weights.reader.names and isinstance(row.ours, str):
+            stored.weights.read(row.ours)
+
+
+def folder_of(
+    config: FamilyConfig,
+    weights: Reader,
+    *,
+    hub: dict[str, Any] | None = None,
+    dtype: Any = None,
+    shard_bytes: float = 5e9,
+) -> list[File]:
+    """A model as the files of a Hub folder, config.json among them.
+
+    Args:
+        hub: the config.json it once came with; what is not architecture (token ids, and so on) is carried along.
+        dtype: of the tensors; theirs unless told.
+
+    Raises:
+        BadInput: weights missing, unexpected or misshapen, all listed.
+        Unsupported: a type that safetensors has no name for.
+    """
+    entries = [cast(entry, dtype) for entry in KeyMap(*config.hub_rows()).inverse(weights)]
+    kind = str(entries[0].dtype)
+    written = dict(hub or {}) | _kept_type(hub, config.to_hub()) | {"dtype": kind, "torch_dtype": kind}
+    return [*folder_files(entries, shard_bytes), of_text("config.json", json.dumps(written, indent=2) + "\n")]
 
 
 def save_folder(
@@ -122,28 +223,26 @@ def save_folder(
     dtype: Any = None,
     shard_bytes: float = 5e9,
 ) -> None:
-    """Writes a Hub folder, one tensor in memory at a time.
+    """Writes a Hub folder as it stands, a slab of a tensor in memory at a time; as `folder_of`, and
 
     Args:
-        hub: the config.json it once came with; what is not architecture (token ids, and so on) is carried along.
         companions: a folder whose small files are copied.
-        dtype: of the tensors; theirs unless told.
     """
-    folder = Path(folder)
-    entries = list(KeyMap(*config.hub_rows()).inverse(weights))
-    if dtype is not None:
-        entries = [_cast(entry, np.dtype(dtype)) for entry in entries]
-    write_folder(folder, entries, shard_bytes)
-    written = (
-        dict(hub or {})
-        | _kept_type(hub, config.to_hub())
-        | {"dtype": _name(entries[0].dtype), "torch_dtype": _name(entries[0].dtype)}
-    )
-    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    if companions is not None and companions.is_dir():
-        for name in COMPANIONS:
-            if (companions / name).is_file() and (companions / name).resolve() != (folder / name).resolve():
-                shutil.copyfile(companions / name, folder / name)
+    for file in [*folder_of(config, weights, hub=hub, dtype=dtype, shard_bytes=shard_bytes), *copies(companions)]:
+        write_file(Path(folder) / file.name, file)
+
+
+def copies(companions: Path | None) -> list[File]:
+    """The small files that go with a model, from a folder of theirs."""
+    if companions is None or not companions.is_dir():
+        return []
+    return [of_bytes(name, (companions / name).read_bytes()) for name in COMPANIONS if (companions / name).is_file()]
+
+
+def cast(entry: Entry, dtype: Any) -> Entry:
+    """The tensor in another type, converted when its turn comes; itself where None."""
+    kind = entry.dtype if dtype is None else np.dtype(dtype)
+    return entry._replace(dtype=kind, make=lambda: entry.make().astype(kind, copy=False))
 
 
 def _kept_type(hub: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
@@ -155,11 +254,3 @@ def _kept_type(hub: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any
     ):
         return new | {k: hub[k] for k in ("model_type", "architectures")}
     return new
-
-
-def _cast(entry: Entry, dtype: np.dtype) -> Entry:
-    return Entry(entry.name, entry.shape, dtype, lambda: entry.make().astype(dtype, copy=False))
-
-
-def _name(dtype: np.dtype) -> str:
-    return str(np.dtype(dtype))

@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from pydantic import Field
 
 from argosy.checkpoint import manifest
 from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.core.formats import Entry
+from argosy.core.formats.files import File, of_text
+from argosy.core.formats.zarr import array_files
 from argosy.core.settings import Settings
 
 Arrays = dict[str, Any]  # {name: array}
@@ -209,6 +212,32 @@ class Checkpoints:
 def save_arrays(folder: Path, items: dict[str, Arrays]) -> None:
     """Writes the arrays of a checkpoint that is not one yet: its manifest makes it so."""
     _orbax().save_checkpointables(folder.absolute(), items)
+
+
+def array_by_array(entries: Iterable[Entry], item: str = WEIGHTS) -> list[File]:
+    """An item of a checkpoint as files that can be written one after the other, where `save_arrays` needs all arrays in
+    memory at once. Orbax reads both alike; here arrays are not compressed.
+
+    Raises:
+        Unsupported: a type that checkpoints have no name for.
+    """
+    entries = list(entries)
+    files = [file for entry in entries for file in array_files(entry)]
+    about = {"value_type": "np.ndarray", "skip_deserialize": False}
+    tree = {
+        f"('{entry.name}',)": {"key_metadata": [{"key": entry.name, "key_type": 2}], "value_metadata": about}
+        for entry in entries
+    }
+    layout = {"use_ocdbt": False, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
+    handler = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+    times = {"init_timestamp_nsecs": None, "commit_timestamp_nsecs": None}
+    checkpoint = {"item_handlers": {item: handler}, "metrics": {}, "performance_metrics": {}, "custom_metadata": {}}
+    described = {"tree_metadata": tree, **layout, "custom_metadata": None}
+    return [
+        *(file._replace(name=f"{item}/{file.name}") for file in files),
+        of_text(f"{item}/_METADATA", json.dumps(described)),
+        of_text("_CHECKPOINT_METADATA", json.dumps(checkpoint | times)),
+    ]
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -1,14 +1,24 @@
-"""`argosy convert SOURCE TARGET [to=hub or argosy] [dtype=...]`."""
+"""`argosy convert SOURCE TARGET [to=hub or argosy] [dtype=...]`, and `argosy convert A --check B`."""
 
+import os
+import sys
+import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 import typer
+from pydantic import Field
 
-from argosy.cli.output import answer
+from argosy.cli.output import answer, say
+from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.observe.readable import lasted
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+TELL_S = 5.0  # between lines where no line can be replaced
+REDRAW_S = 0.2
+MOST_LISTED = 20
 
 
 class Convert(Settings):
@@ -18,6 +28,15 @@ class Convert(Settings):
     """A Hub folder, or an Argosy checkpoint."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the tensors; as they are unless told."""
+    shard_gb: float = Field(5.0, gt=0)
+    """The largest file of a Hub folder, in 1e9 bytes; a larger tensor has one to itself."""
+
+
+class Check(Settings):
+    """When two models are the same."""
+
+    tolerance: float | None = Field(None, ge=0)
+    """None: every byte. A number: types may differ, and values by that share of the tensor's largest magnitude."""
 
 
 @app.command()
@@ -25,15 +44,134 @@ def convert(
     source: Annotated[
         str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)
     ],
-    target: Annotated[str, typer.Argument(help="a new folder", show_default=False)],
+    target: Annotated[str | None, typer.Argument(help="a new folder", show_default=False)] = None,
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[to=hub|argosy] [dtype=...]", show_default=False)
+        list[str] | None, typer.Argument(metavar="[to=hub|argosy] [dtype=...] [shard_gb=5]", show_default=False)
+    ] = None,
+    check: Annotated[
+        str | None, typer.Option("--check", metavar="OTHER", help="compare with this model; write nothing [tolerance=]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
-    """Converts a model, tensor by tensor."""
+    """Converts a model, tensor by tensor; the same command goes on where one was killed. With --check, compares two: exit
+    code 0 where they are the same, 1 where not."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is needed, and somebody may be using it
+    if check is not None:
+        _check(source, check, [word for word in (target, *(words or [])) if word is not None], as_json)
+        return
+    if target is None:
+        raise BadInput("no target", hint="`argosy convert SOURCE TARGET`, or `argosy convert A --check B`")
     how = read_settings(Convert, words_layer(words or [])).value
     from argosy.jobs.convert import convert as job
 
-    told = job(source, Path(target), how.to, how.dtype)
-    answer(f"{target}: {told['tensors']} tensors, {told['parameters']:,} parameters, {how.to} format", told, as_json)
+    with Progress("written") as progress:
+        told = job(source, Path(target), how.to, how.dtype, shard_gb=how.shard_gb, say=progress.say, told=progress)
+    text = f"{target}: {told['tensors']} tensors, {told['parameters']:,} parameters, {how.to} format\n"
+    rate = (told["bytes"] - told["kept_bytes"]) / 1e9 / max(told["seconds"], 1e-9)
+    kept = f", {told['kept_bytes'] / 1e9:.2f} GB of them kept from before" if told["kept_bytes"] else ""
+    text += (
+        f"{told['bytes'] / 1e9:.2f} GB in {lasted(told['seconds'])}{kept}, {rate:.2f} GB/s; {memory(told['memory'])}"
+    )
+    answer(text, told, as_json)
+
+
+def _check(a: str, b: str, words: list[str], as_json: bool) -> None:
+    if words and "=" not in words[0]:
+        raise BadInput(
+            f"`{words[0]}` and --check", hint="a target to write, or --check and another model to compare with"
+        )
+    how = read_settings(Check, words_layer(words)).value
+    from argosy.jobs.compare import compare
+
+    with Progress("compared") as progress:
+        told = compare(a, b, how.tolerance, say=progress.say, told=progress)
+    answer(compared_text(told), told, as_json)
+    if not told["equal"]:
+        raise typer.Exit(1)
+
+
+def memory(told: dict[str, Any]) -> str:
+    """What was used, what was allowed, and why."""
+    peak, bound = _size(told["peak_bytes"]), _size(told["bound_bytes"])
+    return f"peak memory {peak}, bound {bound} = 2 x largest tensor (`{told['largest']}`) + 500 MB"
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.0f} MB"
+
+
+def compared_text(told: dict[str, Any]) -> str:
+    """Equal, or what differs: a line each, the first of many."""
+    lines = [f"only in {told[side]}: {name}" for side in ("a", "b") for name in told[f"only_in_{side}"]]
+    lines += [f"setting {s['name']}: {s['a']} | {s['b']}" for s in told["settings"]]
+    lines += [_line(found) for found in told["differences"]]
+    rest = [f"and {len(lines) - MOST_LISTED} more; --json lists all"] if len(lines) > MOST_LISTED else []
+    within = f" within {told['tolerance']:g}" if told["tolerance"] is not None else ""
+    verdict = f"equal{within}" if told["equal"] else f"differences: {len(lines)}{within}"
+    verdict = f"{told['tensors']} tensors in both; {verdict}"
+    return "\n".join([*lines[:MOST_LISTED], *rest, verdict, memory(told["memory"])])
+
+
+def _line(found: dict[str, Any]) -> str:
+    if found["what"] == "shape":
+        return f"{found['name']}: shape {found['a']} | {found['b']}"
+    types = f"{found['a']} | {found['b']}, " if found["a"] != found["b"] else ""
+    apart = (
+        f"{found['max_abs']:.3g} apart at most, {found['relative']:.3g} of the largest, cosine {found['cosine']:.9f}"
+    )
+    return f"{found['name']}: {types}{apart}"
+
+
+class Progress:
+    """How far it is, on stderr: one line replaced in place at a terminal, elsewhere a line every few seconds. A context
+    manager; the line is gone afterwards."""
+
+    def __init__(self, done: str, stream: TextIO | None = None):
+        self.done, self.stream = done, stream or sys.stderr
+        self.is_live = self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self.start = self.shown = time.monotonic()
+        self.new = 0
+        self.width = 0
+
+    def __call__(self, new: int, all: int, kept: int) -> None:
+        now = time.monotonic()
+        if not self.new:
+            self.start = now  # what went before was looking
+            if kept and not new:
+                self.say(f"going on: {kept / 1e9:.2f} of {all / 1e9:.2f} GB are there already, and good")
+        self.new += new
+        if now - self.shown >= (REDRAW_S if self.is_live else TELL_S):
+            self.shown = now
+            self._show(self.line(all, kept, now - self.start))
+
+    def line(self, all: int, kept: int, seconds: float) -> str:
+        """Bytes, share, speed, time left."""
+        at = kept + self.new
+        rate = self.new / max(seconds, 1e-9)
+        left = lasted((all - at) / rate) if rate else "?"
+        return f"{at / 1e9:.2f} of {all / 1e9:.2f} GB {self.done}, {at / max(all, 1):.0%}, {rate / 1e9:.2f} GB/s, {left} left"
+
+    def say(self, text: str) -> None:
+        """Words of their own, above the line."""
+        self._clear()
+        say(text)
+
+    def _show(self, line: str) -> None:
+        if not self.is_live:
+            say(line)
+            return
+        self.stream.write("\r" + line.ljust(self.width))
+        self.stream.flush()
+        self.width = len(line)
+
+    def _clear(self) -> None:
+        if self.width:
+            self.stream.write("\r" + " " * self.width + "\r")
+            self.stream.flush()
+            self.width = 0
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._clear()

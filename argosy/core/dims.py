@@ -18,6 +18,11 @@ LEGEND: dict[str, str] = {
     "E": "experts",
     "M": "expert_ffn",
     "X": "rows",  # tokens sorted by expert
-    "R": "latent",  # latent attention
+    "R": "latent",  # latent attention: rank of keys and values
+    "Q": "query_latent",  # and of queries
+    "P": "rotary",  # the part of a head that rope turns, where it is apart
+    "C": "query_head",  # a head of both parts, H + P
+    "A": "positions",  # rows of a learned position embedding
+    "W": "conv",  # taps of a short convolution
     "L": "layers",
 }

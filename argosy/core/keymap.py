@@ -52,6 +52,7 @@ class Row:
     over      the layers that `{l}` in the names runs over
     optional  their tensors may be absent, all of them together; ours then are not filled
     tied_to   a second name under which the same tensor may stand, byte for byte equal
+    copies    further names of that kind, under which it is also written
     scales    theirs are one tensor's values and scales, put together by this row of `quants.SCALED`; read only
     """
 
@@ -61,6 +62,7 @@ class Row:
     over: Sequence[int] | None = None
     optional: bool = False
     tied_to: str | None = None
+    copies: tuple[str, ...] = ()
     scales: str | None = None
 
 
@@ -201,7 +203,7 @@ class _Group:
     how: How  # of one expert, where they keep one tensor an expert
     theirs: tuple[Names, ...]  # for each tensor on the left, its name for each expert
     ours: Names
-    tied: str | None
+    tied: Names  # where the same tensor may stand once more
     expert_axes: tuple[int, ...] | None  # of ours, where they keep one tensor an expert
 
     @property
@@ -241,7 +243,7 @@ def _groups(row: Row, sizes: Sizes) -> Iterator[_Group]:
     experts = range(sizes["E"]) if by_expert else (None,)
     for layer in (None,) if row.over is None else row.over:
         names = tuple(tuple(_filled(name, layer, e) for e in experts) for name in theirs)
-        tied = _filled(row.tied_to, layer) if row.tied_to else None
+        tied = tuple(_filled(name, layer) for name in ((row.tied_to,) if row.tied_to else ()) + row.copies)
         yield _Group(row, how, names, tuple(_filled(path, layer) for path in ours), tied, expert_axes)
 
 
@@ -269,8 +271,25 @@ def _check_row(row: Row, theirs: Names, ours: Names, how: How) -> None:
         raise ValueError("as many names as tensors")
     if row.scales and len(theirs) != 2:
         raise ValueError("a tensor of values and one of scales")
-    if row.tied_to and (len(theirs) > 1 or any("{e}" in name for name in theirs)):
+    if (row.tied_to or row.copies) and (len(theirs) > 1 or any("{e}" in name for name in theirs)):
         raise ValueError("only a tensor that is whole can be tied")
+
+
+class Kept(NamedTuple):
+    """One of our tensors as its row describes it: the path with `{l}` in it, its axes by name, its size, how many layers."""
+
+    path: str
+    axes: Names
+    size: int
+    layers: int
+
+
+def kept(rows: Iterable[Row], sizes: Sizes) -> Iterator[Kept]:
+    """What rows fill, without looking at any layer or expert: a count for the largest models too."""
+    for row in rows:
+        ours = (row.ours,) if isinstance(row.ours, str) else row.ours
+        for path, part in zip(ours, How.parse(row.how).ours, strict=True):
+            yield Kept(path, part.names(), math.prod(part.shape(sizes)), 1 if row.over is None else len(row.over))
 
 
 # ---- the table
@@ -288,7 +307,7 @@ class KeyMap:
         self._groups = [group for row in rows for group in _groups(row, self.sizes)]
         self._by_name = _once((name, group) for group in self._groups for name in group.names)
         self._by_path = _once((path, (group, i)) for group in self._groups for i, path in enumerate(group.ours))
-        self._tied = _once((group.tied, group) for group in self._groups if group.tied)
+        self._tied = _once((name, group) for group in self._groups for name in group.tied)
         if both := self._tied.keys() & self._by_name.keys():
             raise ValueError(f"{sorted(both)} are tied and have a row of their own")
 
@@ -333,8 +352,9 @@ class KeyMap:
         group, i = self._by_path[path]
         shapes = {name: reader.shape(name) for name in group.names if name in reader.names}
         _check_fit([(group.their_shapes(self.sizes), False)], shapes)
-        if group.tied and group.tied in reader.names:
-            _check_tied(reader, group.names[0], group.tied)
+        for name in group.tied:
+            if name in reader.names:
+                _check_tied(reader, group.names[0], name)
         if group.expert_axes is None:
             return _move(_sources(reader, group, 0), *group.how, i, self.sizes)
         first = _move(_sources(reader, group, 0), *group.how, i, self.sizes)
@@ -366,6 +386,9 @@ class KeyMap:
                 shape = group.how.theirs[i].shape(self.sizes)
                 for e, name in enumerate(names):
                     yield Entry(name, shape, dtype, partial(self._make, held, group, i, e))
+            for name in group.row.copies:
+                shape = group.how.theirs[0].shape(self.sizes)
+                yield Entry(name, shape, dtype, partial(self._make, held, group, 0, 0))
 
     def _make(self, held: "_Held", group: _Group, i: int, e: int) -> np.ndarray:
         arrays = group.of_expert(held.of(group), e)
@@ -417,7 +440,7 @@ def _one_dtype(reader: Reader, names: Sequence[str]) -> np.dtype:
 def _check_tied(reader: Reader, name: str, tied: str) -> None:
     a, b = reader.read(name), reader.read(tied)
     if a.dtype != b.dtype or a.shape != b.shape or any(x.tobytes() != y.tobytes() for x, y in zip(a, b)):
-        hint = "set tie_word_embeddings to false in config.json"
+        hint = "if it is the head: set tie_word_embeddings to false in config.json"
         raise BadInput(f"`{tied}` is tied to `{name}` by the config, and differs from it", hint=hint)
 
 

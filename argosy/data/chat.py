@@ -21,10 +21,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.errors import ArgosyError, BadInput, nearest
 
 Message = Mapping[str, Any]
-Span = tuple[int, int]
 
 WALL_S = 2.5  # for a render; the process itself gives up after 2 s of CPU
 START_S = 60.0  # for the interpreter and Jinja on a busy machine
@@ -51,7 +50,7 @@ def render(
         tools: JSON schemas of functions.
         add_generation_prompt: end with what makes the model answer.
         now: the clock of `strftime_now`; the machine's where not given.
-        extra: further variables, such as `enable_thinking`.
+        extra: further variables, such as `documents` or `enable_thinking`.
 
     Raises:
         BadInput: the template refuses these messages, is none, or costs too much; or what it is given is not JSON.
@@ -60,27 +59,18 @@ def render(
     return rendered(template, messages, special, variables, now)["text"]
 
 
-def render_with_mask(
-    template: str,
-    messages: Sequence[Message],
-    special: Mapping[str, str],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    now: datetime | None = None,
-    **extra: Any,
-) -> tuple[str, list[Span]]:
-    """`render`, and which characters an assistant said: half-open spans, from the template's `{% generation %}` tags.
+def choose_template(templates: Mapping[str, str], *, name: str | None = None, tools: bool = False) -> str:
+    """One of a tokenizer's chat templates: the named one; else `tool_use` where tools are given; else the default.
 
     Raises:
-        BadInput: as `render`; and where the template has no such tags, because a mask of nothing would train nothing.
+        BadInput: there is none, or none of that name.
     """
-    if "generation" not in template.replace("add_generation_prompt", ""):
-        raise BadInput(
-            "the chat template does not say what the assistant's words are",
-            hint="put {% generation %} and {% endgeneration %} around them in the template",
-        )
-    answer = rendered(template, messages, special, {"tools": tools, "add_generation_prompt": False} | extra, now)
-    return answer["text"], [(start, stop) for start, stop in answer["spans"]]
+    if not templates:
+        raise BadInput("this tokenizer has no chat template", hint="give messages as one text, or a template")
+    chosen = name or ("tool_use" if tools and "tool_use" in templates else "default")
+    if chosen not in templates:
+        raise BadInput(f"no chat template `{chosen}`", hint=nearest(chosen, templates))
+    return templates[chosen]
 
 
 def rendered(

@@ -4,7 +4,8 @@
     tokenizer.json            a file of the `tokenizers` library
     tokenizer.model           SentencePiece
     vocab.txt                 WordPiece
-    cl100k_base.tiktoken      ranks, where their rule is known by name
+    cl100k_base.tiktoken      ranks, where their rule is known by name (also Kimi's tiktoken.model)
+    bpe_simple_vocab.txt.gz   CLIP's list of merges
     model.gguf                the one inside a GGUF file
     a folder                  a Hub folder (also vocab.json with merges.txt), or a run directory (its tokenizer/)
 
@@ -20,7 +21,8 @@ from argosy.data.tokenizers.facts import Facts, read_bytes, read_facts, read_tex
 
 __all__ = ["Stream", "Tokenizer", "find_tokenizer", "load_tokenizer"]
 
-FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
+FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json",
+         "vocab.txt")  # fmt: skip
 """What a folder's tokenizer is read from: the first that is there."""
 KINDS = "`byte`, a tokenizer.json, a SentencePiece .model, a .gguf file, a Hub folder or a run directory"
 
@@ -57,36 +59,47 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
     if not path.is_dir():
         return read_file(path, read_facts(path.parent) if path.name in FILES else Facts())
     for folder in (path, path / "tokenizer"):
-        for name in FILES:
-            if (folder / name).is_file():
-                return read_file(folder / name, read_facts(folder))
+        for file in [*(folder / name for name in FILES), *sorted(folder.glob("*.tiktoken"))]:
+            if file.is_file():
+                return read_file(file, read_facts(folder))
     return None
 
 
 def read_file(path: Path, facts: Facts) -> Tokenizer | None:
     """The tokenizer of one file, by its suffix; `facts` are what stands beside it."""
-    from argosy.data.tokenizers import convert
+    from argosy.data.tokenizers import convert, ranks
 
     if path.suffix == ".gguf":
         from argosy.data.tokenizers.gguf import read_gguf
 
         return read_gguf(path)
     if path.suffix == ".model":
-        from argosy.data.tokenizers.pieces import PieceTokenizer
-
-        return PieceTokenizer(read_bytes(path), facts, path)
+        return read_model(path, facts)
     if path.name == "vocab.json":
         merges = read_text(path.with_name("merges.txt"))
-        text = convert.from_vocab_and_merges(read_text(path), merges, path)
-        return fast(text, facts.filled(convert.GPT2_ROLES), path)
+        return fast(*convert.from_vocab_and_merges(read_text(path), merges, facts, path), path)
     if path.suffix == ".json":
         return fast(read_text(path), facts, path)
     if path.suffix == ".txt":
-        text = convert.from_word_pieces(read_text(path).splitlines(), facts.config)
+        lines = read_text(path).removesuffix("\n").split("\n")  # a token may be one of Unicode's other line ends
+        text = convert.from_word_pieces([line.removesuffix("\r") for line in lines], facts.config)
         return fast(text, facts.filled(convert.BERT_ROLES), path)
     if path.suffix == ".tiktoken":
-        return fast(convert.from_ranks(read_text(path), path), facts, path)
+        return fast(*ranks.from_ranks(read_text(path), facts, path), path)
+    if path.name.endswith(".txt.gz"):
+        return fast(convert.from_clip(path), facts.filled(convert.CLIP_ROLES), path)
     raise BadInput(f"`{path.name}` is no tokenizer", where=str(path), hint=KINDS)
+
+
+def read_model(path: Path, facts: Facts) -> Tokenizer:
+    """A file called `.model`: SentencePiece's, or tiktoken's ranks under the same name."""
+    from argosy.data.tokenizers.pieces import PieceTokenizer
+    from argosy.data.tokenizers.ranks import from_ranks, holds_ranks
+
+    data = read_bytes(path)
+    if holds_ranks(data):
+        return fast(*from_ranks(read_text(path), facts, path), path)
+    return PieceTokenizer(data, facts, path)
 
 
 def fast(text: str, facts: Facts, path: Path) -> Tokenizer:

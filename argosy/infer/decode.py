@@ -61,6 +61,7 @@ class Decoder:
         self.graph, self.weights = split(model)
         self.context, self.vocab, self.dtype = model.config.context, model.config.vocab, model.dtype
         self.specs, self.stacked = model.layers.holds(), model.layers.run.stacked
+        self.reach = getattr(model.config, "reach", lambda tokens: None)
 
     def generate(self, prompts: list[list[int]], rows: list[Sampling], seeds: list[int], most: int) -> Iterator[Step]:
         """Tokens of all rows, step by step, at most `most` of them. The caller stops a row by no longer reading it.
@@ -76,14 +77,15 @@ class Decoder:
         for row, prompt in zip(tokens, prompts):
             row[: len(prompt)] = prompt
         room = bucket(longest + min(most, AHEAD))
+        reach = self.reach(longest + most)
         need = Need.of(rows)
         settings = {name: jnp.asarray(values) for name, values in table(rows).items()}
         keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
         cache = contiguous(self.specs, len(prompts), room, self.dtype)
-        live, step = _prefill(self.graph, need, self.dtype, self.vocab)(
+        live, step = _prefill(self.graph, need, self.dtype, self.vocab, reach)(
             self.weights, tokens, lengths, cache, settings, keys
         )
-        following = _decode(self.graph, need, self.dtype)
+        following = _decode(self.graph, need, self.dtype, reach)
         for i in range(most):
             ahead = None
             if i + 1 < most:
@@ -100,7 +102,7 @@ class Decoder:
 
         def one(name: str, arrays: Any) -> Any:
             axis = 2 if self.stacked else 1
-            per_token = {n for n, _ in self.specs[name][0].token}
+            per_token = {n for n, _ in self.specs[name][0].token}  # a ring keeps its size
             pad = {
                 n: [(0, room - a.shape[axis]) if i == axis else (0, 0) for i in range(a.ndim)]
                 for n, a in arrays.items()
@@ -117,7 +119,7 @@ def _with(graph: Any, weights: Leaves, dtype: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _prefill(graph: Any, need: Need, dtype: Any, vocab: int) -> Any:
+def _prefill(graph: Any, need: Need, dtype: Any, vocab: int, reach: int | None) -> Any:
     """(weights, tokens [B T] padded right, lengths, empty cache, settings, keys) -> (Live, the first Step)."""
 
     def prefill(
@@ -127,7 +129,7 @@ def _prefill(graph: Any, need: Need, dtype: Any, vocab: int) -> Any:
         at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
         here = at < lengths[:, None]
         model = _with(graph, weights, dtype)
-        x, cache, _ = model.hidden(tokens, Contiguous(at, here, fresh=True), cache)
+        x, cache, _ = model.hidden(tokens, Contiguous(at, here, fresh=True, reach=reach), cache)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], 1)
         seen = counts = None
         if need.penalties:
@@ -141,13 +143,14 @@ def _prefill(graph: Any, need: Need, dtype: Any, vocab: int) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _decode(graph: Any, need: Need, dtype: Any) -> Any:
+def _decode(graph: Any, need: Need, dtype: Any, reach: int | None) -> Any:
     """(weights, Live, settings, keys) -> (Live, Step)."""
 
     def decode(weights: Leaves, live: Live, settings: Any, keys: Any) -> tuple[Live, Step]:
         at = live.lengths[:, None]
         model = _with(graph, weights, dtype)
-        x, cache, _ = model.hidden(live.tokens[:, None], Contiguous(at, jnp.ones_like(at, bool)), live.cache)
+        attend = Contiguous(at, jnp.ones_like(at, bool), reach=reach)
+        x, cache, _ = model.hidden(live.tokens[:, None], attend, live.cache)
         live = live._replace(cache=cache, lengths=live.lengths + 1)
         return _chosen(model.unembed(x)[:, 0], live, settings, keys, need)
 

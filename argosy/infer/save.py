@@ -1,22 +1,29 @@
-"""An `LM` as files again."""
+"""A model as files again: an `LM`, or weights on their way from one format to another.
+
+Everything is planned, checked and counted before the first byte; then tensors pass one by one into a folder beside the
+target, which takes the target's name when it is whole (`checkpoint.partial`).
+"""
 
 import json
-import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from argosy.checkpoint import manifest
-from argosy.checkpoint.hub import save_folder
-from argosy.checkpoint.store import META, WEIGHTS, save_arrays
+from argosy.checkpoint.hub import cast, copies, folder_of
+from argosy.checkpoint.partial import Partial, taken
+from argosy.checkpoint.store import META, array_by_array
 from argosy.checkpoint.stored import COMPANIONS, check_fit, weights_of
+from argosy.checkpoint.stream import in_order
 from argosy.core.errors import BadInput
-from argosy.core.formats import Reader
+from argosy.core.formats import Entry, Reader
+from argosy.core.formats.files import File, of_text
 from argosy.core.schema import Choice
 from argosy.core.settings import dump
 from argosy.infer.lm import LM
 from argosy.models import FAMILIES
+
+Told = Callable[[int, int, int], None]  # bytes written since the last call, bytes in all, bytes kept from before
 
 
 def save(lm: LM, folder: Path, format: Literal["hub", "argosy"], dtype: Any = None) -> None:
@@ -38,46 +45,71 @@ def write(
     companions: Path | None,
     dtype: Any = None,
     tokenizer: Any = None,
+    *,
+    shard_bytes: float = 5e9,
+    facts: Mapping[str, Any] | None = None,
+    told: Told = lambda new, all, kept: None,
 ) -> None:
-    """Writes a model from its per-layer weights.
+    """Writes a model from its per-layer weights, a slab of a tensor in memory at a time.
+
+    Args:
+        shard_bytes: of the files of a Hub folder.
+        facts: what tells this work from another; a process with the same facts goes on where one was killed.
 
     Raises:
-        BadInput: the folder is not empty, or the weights are not those of the plain model (adapters, int8).
+        BadInput: the folder is not empty, the weights are not those of the plain model (adapters, int8), the disk is too
+            small, a left-over is of another conversion.
     """
-    if tokenizer is not None:  # readers of config.json take ids of their own where it names none
-        ids = {f"{n}_token_id": getattr(tokenizer, n) for n in ("bos", "eos", "pad")}
-        hub = {k: v for k, v in ids.items() if v is not None} | hub
     if format not in ("hub", "argosy"):
         raise BadInput(f"format `{format}`", hint="hub or argosy")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if taken(folder):
         raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
     check_fit(config.build(), weights)
-    if folder.exists():
-        folder.rmdir()
+    hub = _with_ids(hub, tokenizer)
     if format == "hub":
-        save_folder(folder, config, weights, hub=hub, companions=companions, dtype=dtype)
+        files = folder_of(config, weights, hub=hub, dtype=dtype, shard_bytes=shard_bytes)
     else:
-        _save_checkpoint(folder, config, weights, hub, companions, dtype)
-    if tokenizer is not None and not any(
-        (folder / name).exists() for name in COMPANIONS if "token" in name or "vocab" in name
-    ):
-        tokenizer.save(folder)
+        files = _checkpoint_of(config, weights, hub, dtype)
+    files += copies(companions)
+    all_bytes = sum(file.bytes for file in files)
+    with Partial(folder, facts) as part:
+        kept = part.plan(files)
+        told(0, all_bytes, kept)
+        part.told = lambda new: told(new, all_bytes, kept)
+        part.write(files, in_order)
+        if tokenizer is not None and not any(_is_tokenizer(file.name) for file in files):
+            tokenizer.save(part.folder)
+        if format == "argosy":
+            part.write([_manifest_of(part)])
+        part.commit()
 
 
-def _save_checkpoint(
-    folder: Path, config: Any, weights: Reader, hub: dict[str, Any], companions: Path | None, dtype: Any
-) -> None:
-    """One checkpoint without a run: weights by layer, settings, the small files; its manifest last."""
-    kind = np.dtype(dtype) if dtype is not None else None
-    arrays = {
-        n: np.ascontiguousarray(weights.read(n).astype(kind or weights.dtype(n), copy=False)) for n in weights.names
-    }
-    save_arrays(folder, {WEIGHTS: arrays})
+def _with_ids(hub: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Readers of config.json take ids of their own where it names none."""
+    if tokenizer is None:
+        return hub
+    ids = {f"{n}_token_id": getattr(tokenizer, n) for n in ("bos", "eos", "pad")}
+    return {k: v for k, v in ids.items() if v is not None} | hub
+
+
+def _is_tokenizer(name: str) -> bool:
+    return name in COMPANIONS and ("token" in name or "vocab" in name)
+
+
+def _checkpoint_of(config: Any, weights: Reader, hub: dict[str, Any], dtype: Any) -> list[File]:
+    """One checkpoint without a run: weights by layer, and settings."""
+    entries = [
+        cast(Entry(name, weights.shape(name), weights.dtype(name), lambda name=name: weights.read(name)), dtype)
+        for name in weights.names
+    ]
     family = Choice(FAMILIES, tag="family").name_of(config)
     meta = {"model": {"family": family} | dump(config), "decided": {"layers": "unroll"}, "hub": hub}
-    (folder / META).write_text(json.dumps(meta, indent=1))
-    if companions is not None and companions.is_dir():
-        for name in COMPANIONS:
-            if (companions / name).is_file():
-                shutil.copyfile(companions / name, folder / name)
-    manifest.write(folder)
+    return [*array_by_array(entries), of_text(META, json.dumps(meta, indent=1))]
+
+
+def _manifest_of(part: Partial) -> File:
+    """Of the hashes that were taken while writing; only what a tokenizer saved is read again."""
+    saved = [f for f in part.folder.iterdir() if f.is_file() and not f.name.startswith((".", manifest.NAME))]
+    beside = {f.name: manifest.describe(f, sync=True) for f in saved if f.name not in part.done}
+    files = dict(sorted((part.done | beside).items()))
+    return of_text(manifest.NAME, json.dumps({"files": files, "sha256": manifest._digest(files)}, indent=1))

@@ -4,3 +4,9 @@ from argosy.core.registry import Registry
 
 FAMILIES = Registry("model family")
 FAMILIES.add("llama", "argosy.models.llama:LlamaConfig")
+FAMILIES.add("qwen", "argosy.models.qwen:QwenConfig")
+FAMILIES.add("mixtral", "argosy.models.mixtral:MixtralConfig")
+FAMILIES.add("gemma", "argosy.models.gemma:GemmaConfig")
+FAMILIES.add("olmo", "argosy.models.olmo:OlmoConfig")
+FAMILIES.add("phi", "argosy.models.phi:PhiConfig")
+FAMILIES.add("gpt_oss", "argosy.models.gpt_oss:GptOssConfig")

@@ -4,14 +4,20 @@ A family is data and one file. Its config counts what it builds (the laws hold i
 on the Hub; its module is `hidden` and `unembed`.
 """
 
+from fractions import Fraction
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from argosy.core.keymap import Row
+from argosy.core.errors import ArgosyError, Unsupported
+from argosy.core.keymap import Row, kept
 from argosy.core.settings import Settings
 from argosy.models.parts.attend import Attend
+from argosy.models.parts.heads import Reach
+from argosy.models.parts.mlp import Activation
+from argosy.models.parts.moe import Experts
+from argosy.models.parts.rope import LongRope, Rope
 from argosy.models.parts.stack import Run, Stack, Told, Unroll
 
 UNROLL = Unroll()
@@ -45,6 +51,8 @@ class FamilyConfig(Settings):
 
     hub_types: ClassVar[tuple[str, ...]] = ()
     # The `model_type`s of config.json that this family reads.
+    hub_ignore: ClassVar[tuple[str, ...]] = ()
+    # Tensors that Hub folders of this family may hold and that follow from the config: causal masks, position numbers.
 
     preset: str | None = None
     """The preset these numbers came from."""
@@ -63,14 +71,36 @@ class FamilyConfig(Settings):
         """The module, every weight a description (`parts.weight`)."""
         raise NotImplementedError
 
-    def parameters(self) -> int:
-        """How many numbers it has, counted from the config alone."""
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each letter of its equations (`core.dims`)."""
         raise NotImplementedError
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts that its layers have."""
+        return getattr(self, "moe", None)
+
+    def parameters(self, active: bool = False) -> int:
+        """How many numbers it has, or how many of them a token meets; from the table of names, nothing is built."""
+        share = self._share if active else lambda axes: Fraction(1)
+        return int(sum(t.size * t.layers * share(t.axes) for t in kept(*self.hub_rows())))
 
     def flops(self, tokens: int) -> int:
         """Of one forward pass over a row of so many tokens: 2 for each multiply-add of every contraction, attention's
-        in full (causal halving and windows are for the caller to state)."""
+        in full (causal halving and windows are for the caller to state). A backward pass costs twice as much."""
+        met = (t for t in kept(*self.hub_rows()) if t.path.endswith(".w") and not {"V", "A"} & set(t.axes))
+        weights = sum(t.size * t.layers * self._share(t.axes) for t in met)
+        return int(2 * tokens * (weights + self.width * self.vocab)) + self.mixing_flops(tokens)
+
+    def mixing_flops(self, tokens: int) -> int:
+        """The part of `flops` in which tokens meet each other and no weight."""
         raise NotImplementedError
+
+    def _share(self, axes: tuple[str, ...]) -> Fraction:
+        """Of a weight with these axes: what one token meets. Experts lead with E; a router, which all tokens meet, ends in it."""
+        routed = self.experts is not None and len(axes) > 1 and axes[0] == "E"
+        return Fraction(self.experts.active, self.experts.count) if self.experts and routed else Fraction(1)
 
     def resolved(self) -> "FamilyConfig":
         """The same model with every size told that would otherwise follow from others."""
@@ -91,4 +121,132 @@ class FamilyConfig(Settings):
         raise NotImplementedError
 
     def to_hub(self) -> dict[str, Any]:
+        """What config.json says of this model. Written by way of `agreed`.
+
+        Raises:
+            Unsupported: no architecture of the Hub has these options together.
+        """
         raise NotImplementedError
+
+    def agreed(self, said: dict[str, Any]) -> dict[str, Any]:
+        """The same config.json, if reading it gives this model again.
+
+        Raises:
+            Unsupported: it does not; names the settings that would be lost.
+        """
+        hint = "convert with to=argosy, which keeps every setting"
+        try:
+            again = type(self).from_hub(said).resolved()
+        except (ArgosyError, ValueError) as error:
+            raise Unsupported(
+                f"the Hub's `{said['model_type']}` has no such model: {_line(error)}", hint=hint
+            ) from None
+        mine, theirs = (_without_training(config.model_dump()) for config in (self.resolved(), again))
+        if lost := [key for key in mine if mine[key] != theirs[key]]:
+            raise Unsupported(f"the Hub's `{said['model_type']}` cannot say {', '.join(lost)} of this model", hint=hint)
+        return said
+
+
+def _without_training(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without those that only training reads, and which config.json has no words for."""
+    moe = settings.get("moe")
+    kept = {k: v for k, v in moe.items() if k not in ("z_loss", "bias_rate", "capacity", "balance")} if moe else moe
+    return settings | {"preset": None} | ({"moe": kept} if moe else {})
+
+
+def _line(error: Exception) -> str:
+    return str(getattr(error, "what", error)).splitlines()[0]
+
+
+class DecoderConfig(FamilyConfig):
+    """What families with attention over heads of keys and values have in common."""
+
+    ffn: int = Field(gt=0)
+    """Width of the feed-forward layer F."""
+    heads: int = Field(gt=0)
+    """Query heads N."""
+    kv_heads: int | None = Field(None, gt=0)
+    """Key and value heads K, which must divide `heads`; as many as `heads` unless told."""
+    head_size: int | None = Field(None, gt=0)
+    """Head size H, even; width / heads unless told."""
+    rope: Rope = Rope()
+    """Rotary positions."""
+    window: int | None = Field(None, gt=0)
+    """A token of a local layer sees itself and the window-1 before it."""
+    pattern: str | None = None
+    """Which layers are local (L) and which see everything (G), repeated to the last layer: LLLLLG. All local if there is a
+    window, unless told."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Added to the mean square in RMSNorm."""
+    activation: Activation = "silu"
+    """Of the feed-forward gate."""
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "DecoderConfig":
+        if self.heads % self.K:
+            raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.K}")
+        if self.head_size is None and self.width % self.heads:
+            raise ValueError(f"width = {self.width} is not a multiple of heads = {self.heads}: set head_size")
+        if self.rope.turned(self.H) % 2:
+            raise ValueError(f"{self.rope.turned(self.H)} features of a head turn: rotary positions turn pairs")
+        if self.pattern is not None and (not self.pattern or set(self.pattern) - {"L", "G"}):
+            raise ValueError(f"pattern = {self.pattern}: L for a local layer, G for one that sees everything")
+        if self.window is None and "L" in (self.pattern or ""):
+            raise ValueError(f"pattern = {self.pattern} has local layers: set window")
+        return self
+
+    @property
+    def K(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def H(self) -> int:
+        return self.width // self.heads if self.head_size is None else self.head_size
+
+    @property
+    def dims(self) -> dict[str, int]:
+        sizes = {"D": self.width, "F": self.ffn, "N": self.heads, "K": self.K, "H": self.H, "V": self.vocab}
+        moe = self.experts
+        return sizes if moe is None else sizes | {"E": moe.count, "M": moe.ffn, "shared": moe.shared}
+
+    def resolved(self) -> Any:
+        mixed = len(set(self.spans)) > 1
+        return self.model_copy(
+            update={
+                "kv_heads": self.K,
+                "head_size": self.H,
+                "window": self.window if "L" in self.spans else None,
+                "pattern": shortest_pattern(self.spans) if mixed else None,
+            }
+        )
+
+    @property
+    def spans(self) -> str:
+        """L or G for each layer."""
+        pattern = self.pattern or ("L" if self.window else "G")
+        return (pattern * self.layers)[: self.layers]
+
+    def reaches(self, local_rope: Rope | None = None) -> list[Reach]:
+        """What is fixed about the attention of each layer.
+
+        Args:
+            local_rope: of local layers, where they turn differently.
+        """
+        local, whole = Reach(self.window, local_rope or self.rope), Reach(None, self.rope)
+        return [local if span == "L" else whole for span in self.spans]
+
+    def reach(self, tokens: int) -> int | None:
+        """How long sequences count as that grow to so many tokens, where rotary positions depend on it: one of two lengths,
+        so that an engine compiles two programs and not one for each request."""
+        if not isinstance(self.rope.scaling, LongRope):
+            return None
+        original = self.rope.scaling.original
+        return original if tokens <= original else original + 1
+
+    def mixing_flops(self, tokens: int) -> int:
+        return 4 * tokens * tokens * self.heads * self.H * self.layers
+
+
+def shortest_pattern(spans: str) -> str:
+    """The shortest pattern that repeats to this: LGLGL is LG."""
+    return next(spans[:n] for n in range(1, len(spans) + 1) if (spans[:n] * len(spans))[: len(spans)] == spans)

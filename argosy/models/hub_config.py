@@ -6,10 +6,12 @@ neither in the table nor known to leave the numbers alone is an error: a silent 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.models.parts.rope import Linear, Llama3, Rope, Yarn
+from argosy.models.family import shortest_pattern
+from argosy.models.parts.rope import Linear, Llama3, LongRope, Rope, Yarn
 
 # They leave the forward pass alone: bookkeeping, training-time settings, how text is generated.
 HARMLESS = frozenset(
@@ -31,10 +33,26 @@ WRITTEN = {"gelu_tanh": "gelu_pytorch_tanh"}
 ROPE_KEYS = frozenset(["rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"])
 
 
+# What nearly every architecture calls its sizes.
+SIZES = [
+    ("vocab_size", "vocab"),
+    ("hidden_size", "width"),
+    ("intermediate_size", "ffn"),
+    ("num_hidden_layers", "layers"),
+    ("num_attention_heads", "heads"),
+    ("num_key_value_heads", "kv_heads"),
+    ("head_dim", "head_size"),
+    ("max_position_embeddings", "context"),
+    ("rms_norm_eps", "norm_eps"),
+    ("hidden_act", "activation"),
+    ("tie_word_embeddings", "tied"),
+]
+
+
 @dataclass(frozen=True)
 class ConfigTable:
-    """(their key, our key) rows; what a missing key stands for; keys that must have one value because nothing else is built;
-    keys of no effect here."""
+    """(their key, our key) rows, our key dotted where it is in a group; what a missing key stands for; keys that must have one
+    value because nothing else is built; keys of no effect here."""
 
     rows: Sequence[tuple[str, str]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -59,38 +77,90 @@ class ConfigTable:
             raise BadInput(
                 "config.json: " + "; ".join(problems[:8]), hint="`argosy models` lists the architectures that are built"
             )
-        said = {ours: config[theirs] for theirs, ours in self.rows if config.get(theirs) is not None}
+        said: dict[str, Any] = {}
+        for theirs, ours in self.rows:
+            if config.get(theirs) is not None:
+                _put(said, ours.split("."), config[theirs])
         if "activation" in said:
             said["activation"] = ACTIVATIONS.get(said["activation"], said["activation"])
         return said
 
     def write(self, settings: Any) -> dict[str, Any]:
-        said = {theirs: getattr(settings, ours) for theirs, ours in self.rows}
-        if "hidden_act" in said:
-            said["hidden_act"] = WRITTEN.get(said["hidden_act"], said["hidden_act"])
-        return said
+        said = {theirs: attrgetter(ours)(settings) for theirs, ours in self.rows}
+        acts = {theirs: said[theirs] for theirs, ours in self.rows if ours == "activation"}
+        return said | {theirs: WRITTEN.get(act, act) for theirs, act in acts.items()}
 
 
-def read_rope(config: Mapping[str, Any], default_base: float = 10_000.0) -> dict[str, Any]:
+def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
+
+
+KINDS_OF_LAYERS = {"full_attention": "G", "sliding_attention": "L"}
+
+
+def read_pattern(config: Mapping[str, Any], read: Mapping[str, Any], otherwise: str | None = None) -> dict[str, Any]:
+    """The settings `window` and `pattern`, from the list `layer_types`.
+
+    Args:
+        read: what the table has read.
+        otherwise: L or G for each layer, where there is no such list.
+
+    Raises:
+        BadInput: a kind of layer that is not built.
+    """
+    kinds = config.get("layer_types")
+    if kinds is not None and (unknown := sorted(set(kinds) - set(KINDS_OF_LAYERS))):
+        raise BadInput(f"config.json: layers of kind {', '.join(map(str, unknown))} are not built for this family")
+    spans = otherwise if kinds is None else "".join(KINDS_OF_LAYERS[kind] for kind in kinds)
+    if spans is None:
+        return {}
+    if kinds is not None and len(spans) != read["layers"]:
+        raise BadInput(f"config.json: {len(spans)} layer_types for {read['layers']} layers")
+    return {"pattern": shortest_pattern(spans)} if "L" in spans else {"window": None}
+
+
+def write_pattern(spans: str) -> dict[str, Any]:
+    names = {ours: theirs for theirs, ours in KINDS_OF_LAYERS.items()}
+    return {"layer_types": [names[span] for span in spans]}
+
+
+def read_rope(
+    config: Mapping[str, Any],
+    default_base: float = 10_000.0,
+    *,
+    layer_type: str | None = None,
+    partial: float | None = None,
+) -> dict[str, Any]:
     """Settings of `Rope` from either generation of config.json.
+
+    Args:
+        layer_type: whose, where `rope_parameters` tells them by type of layer.
+        partial: the share of a head that turns, where nothing tells; None: this architecture turns whole heads.
 
     Raises:
         BadInput: a kind of scaling that is not built.
     """
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters = config.get("rope_parameters") or {}
+    if layer_type in parameters:
+        parameters = parameters[layer_type] or {}
+    scaling = dict(parameters or config.get("rope_scaling") or {})
     base = scaling.pop("rope_theta", None) or config.get("rope_theta") or default_base
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
-    for where in (scaling, config):
-        if where.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-            raise BadInput("config.json: a partial rotary factor is not built for this family")
+    told = [w.get("partial_rotary_factor") for w in (scaling, config)]
+    part = next((p for p in told if p is not None), 1.0 if partial is None else partial)
+    if partial is None and part != 1:
+        raise BadInput("config.json: a partial rotary factor is not built for this family")
     scaling.pop("partial_rotary_factor", None)
-    out: dict[str, Any] = {"base": base}
+    out: dict[str, Any] = {"base": base} | ({} if part == 1 else {"part": part})
     if kind not in READERS:
         raise BadInput(f"config.json: rope scaling `{kind}` is not built", hint=f"built are {', '.join(READERS)}")
     names = READERS[kind]
-    if kind == "yarn" and "original_max_position_embeddings" not in scaling:
-        scaling["original_max_position_embeddings"] = config["max_position_embeddings"]
+    if kind in ("yarn", "longrope") and "original_max_position_embeddings" not in scaling:
+        original = config.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        scaling["original_max_position_embeddings"] = original
     if kind == "default":  # newer writers name the old context here as well
         scaling.pop("original_max_position_embeddings", None)
     if left := {k for k, v in scaling.items() if v is not None} - set(names):
@@ -118,20 +188,27 @@ READERS: dict[str, dict[str, str]] = {
         "beta_slow": "slow",
         "truncate": "truncate",
         "attention_factor": "attention",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+    },
+    "longrope": {
+        "short_factor": "short",
+        "long_factor": "long",
+        "original_max_position_embeddings": "original",
+        "attention_factor": "attention",
     },
 }
-KINDS = {Linear: "linear", Llama3: "llama3", Yarn: "yarn"}
+KINDS = {Linear: "linear", Llama3: "llama3", Yarn: "yarn", LongRope: "longrope"}
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
     """Both generations at once, so that old and new readers agree."""
+    part = {} if rope.part == 1 else {"partial_rotary_factor": rope.part}
     if rope.scaling is None:
-        return {
-            "rope_theta": rope.base,
-            "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": rope.base},
-        }
+        new = {"rope_type": "default", "rope_theta": rope.base} | part
+        return {"rope_theta": rope.base, "rope_scaling": None, "rope_parameters": new} | part
     kind = KINDS[type(rope.scaling)]
     scaling = {t: getattr(rope.scaling, o) for t, o in READERS[kind].items() if getattr(rope.scaling, o) is not None}
-    scaling = {"rope_type": kind} | scaling
-    return {"rope_theta": rope.base, "rope_scaling": scaling, "rope_parameters": scaling | {"rope_theta": rope.base}}
+    scaling = {"rope_type": kind} | {t: list(v) if isinstance(v, tuple) else v for t, v in scaling.items()}
+    new = scaling | {"rope_theta": rope.base} | part
+    return {"rope_theta": rope.base, "rope_scaling": scaling, "rope_parameters": new} | part

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from argosy.models.parts.weight import Leaves, merge
 from argosy.train.objectives import Loss, Mean, Objective
+from argosy.train.objectives.routers import moved
 from argosy.train.schedule import Factor
 from argosy.train.state import TrainState
 
@@ -66,7 +67,10 @@ def make_step(
             "lr": jnp.asarray(rate(state.step)),
             "targets": loss.loss.weight,
         }
-        return TrainState(state.step + 1, params, state.rest, new, state.key), metrics
+        rest = state.rest
+        if loss.loads:
+            rest = moved(rest, loss.loads, merge(graph, state.params, rest).config.experts.bias_rate)
+        return TrainState(state.step + 1, params, rest, new, state.key), metrics
 
     return step
 

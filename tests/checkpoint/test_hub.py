@@ -1,15 +1,15 @@
 """Hub folders: what is read, what is refused, what is carried along. Tensors are checked with the safetensors library."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_weights import write_model
 from safetensors.numpy import load_file, save_file
 
-from argosy.checkpoint.hub import open_folder, save_folder
+from argosy.checkpoint.hub import config_from, open_folder, read_json, save_folder
 from argosy.checkpoint.stored import open_model
 from argosy.core.errors import BadInput, Damaged
 from argosy.jobs.convert import convert
@@ -20,7 +20,7 @@ PLAIN, TIED = "llama-grouped", "llama-multi-query-tied"  # the newer generation 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(GOLDENS / PLAIN, tmp_path / "folder"))
+    return write_model(GOLDENS / PLAIN, tmp_path / "folder")
 
 
 def configured(folder: Path, **changes: object) -> Path:
@@ -71,7 +71,7 @@ def test_a_shard_that_is_gone_is_named(folder: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("name", [PLAIN, TIED])
 def test_through_a_checkpoint_and_back_is_exact(name: str, tmp_path: Path):
-    source = Path(shutil.copytree(GOLDENS / name, tmp_path / "source"))
+    source = write_model(GOLDENS / name, tmp_path / "source")
     companions = {"generation_config.json": '{"eos_token_id": [2, 7]}', "chat_template.jinja": "{{ messages }}\n"}
     for file, text in companions.items():
         (source / file).write_text(text)
@@ -93,7 +93,7 @@ def test_a_key_that_is_not_understood_is_refused_and_named(folder: Path):
 def test_an_architecture_that_is_not_built_is_named(folder: Path):
     with pytest.raises(BadInput, match="`mistrall` is not built") as told:
         open_model(configured(folder, model_type="mistrall"))
-    assert told.value.hint == "did you mean `mistral`?"
+    assert "did you mean `mistral`? a new one is one file and one line" in (told.value.hint or "")
 
 
 def test_quantised_weights_are_refused(folder: Path):
@@ -123,13 +123,48 @@ def test_everything_wrong_with_the_tensors_is_said_at_once(folder: Path):
         assert name in str(told.value), name
 
 
+def test_a_vocabulary_that_is_miscounted_says_both_numbers_and_what_to_write(folder: Path):
+    """transformers 5 refuses it too: a size mismatch of embed_tokens and lm_head."""
+    with pytest.raises(BadInput, match=r"`vocab_size` is 90, and .* has 97 rows") as told:
+        open_model(configured(folder, vocab_size=90))
+    assert '"vocab_size": 97' in (told.value.hint or "")
+    assert open_model(configured(folder, vocab_size=97)).config.vocab == 97
+
+
+def test_buffers_that_follow_from_the_config_are_ignored_by_rule(folder: Path, monkeypatch):
+    tensors = load_file(folder / "model.safetensors")
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(5, np.float32)}
+    save_file(tensors | buffers, folder / "model.safetensors")
+    names = set(open_model(folder).weights.names)
+    buffers["h.0.attn.masked_bias"] = np.ones(1, np.float32)
+    save_file(tensors | buffers, folder / "model.safetensors")
+    with pytest.raises(BadInput, match=r"1 unexpected"):
+        open_model(folder)
+    monkeypatch.setattr(type(config_of(folder)), "hub_ignore", ("*.attn.masked_bias",), raising=False)
+    assert set(open_model(folder).weights.names) == names
+
+
+def config_of(folder: Path):
+    return config_from(read_json(folder / "config.json"), "")
+
+
+def test_types_are_looked_up_once(folder: Path):
+    """A mixture of experts has tens of thousands of names: what asks for each type must not go through all of them."""
+    weights = open_model(folder).weights
+    calls = []
+    weights.table.ours_of = lambda names: calls.append(1)
+    assert {weights.dtype(name) for name in weights.names} == {np.dtype(np.float32)}
+    assert not calls
+
+
 def test_a_tied_model_may_bring_its_head_along(tmp_path: Path):
-    tied = Path(shutil.copytree(GOLDENS / TIED, tmp_path / "tied"))
+    tied = write_model(GOLDENS / TIED, tmp_path / "tied")
+    alone = set(open_model(tied).weights.names)
     tensors = load_file(tied / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, tied / "model.safetensors")
     stored = open_model(tied)
     assert stored.config.tied
-    assert set(stored.weights.names) == set(open_model(GOLDENS / TIED).weights.names)
+    assert set(stored.weights.names) == alone
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\x00", "[" * 100_000])

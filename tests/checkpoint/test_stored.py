@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_weights import write_model
 
 from argosy.checkpoint.stored import check_fit, open_model
 from argosy.core.errors import BadInput, Damaged
@@ -16,14 +17,19 @@ GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 
 
 @pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stored") / "model"
-    convert(str(GOLDENS / "llama-grouped"), folder, "argosy", None)
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(GOLDENS / "llama-grouped", tmp_path_factory.mktemp("stored") / "hub")
+
+
+@pytest.fixture(scope="module")
+def step(hub: Path) -> Path:
+    folder = hub.parent / "model"
+    convert(str(hub), folder, "argosy", None)
     return folder
 
 
-def test_a_step_holds_what_the_folder_held(step: Path):
-    theirs, ours = open_model(GOLDENS / "llama-grouped"), open_model(step)
+def test_a_step_holds_what_the_folder_held(hub: Path, step: Path):
+    theirs, ours = open_model(hub), open_model(step)
     assert (theirs.kind, ours.kind) == ("hub", "argosy")
     assert set(ours.weights.names) == set(theirs.weights.names)
     for name in ours.weights.names:
@@ -53,8 +59,8 @@ def test_what_is_no_model_says_what_would_be(tmp_path: Path):
 
 
 @pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
-def test_every_weight_that_does_not_fit_is_listed(run):
-    stored = open_model(GOLDENS / "llama-grouped")
+def test_every_weight_that_does_not_fit_is_listed(hub: Path, run):
+    stored = open_model(hub)
     wider = stored.config.model_copy(update={"ffn": stored.config.ffn + 1, "tied": True})
     with pytest.raises(BadInput) as told:
         check_fit(wider.build(run), stored.weights)

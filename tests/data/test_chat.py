@@ -14,7 +14,7 @@ from helpers import shared
 
 from argosy.core.errors import BadInput
 from argosy.data import chat
-from argosy.data.chat import render, render_with_mask
+from argosy.data.chat import choose_template, render
 
 NAMES = [
     "SmolLM2-135M-Instruct", "HuggingFaceTB-SmolLM3-3B", "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "Qwen3.5-4B",
@@ -82,26 +82,27 @@ def test_what_templates_may_rely_on(template, text):
     assert render(template, messages, SPECIAL, now=datetime(2025, 1, 2), **given) == text
 
 
-# ---- the assistant's words
+@pytest.mark.parametrize(("given", "chosen"), [
+    ({}, "one"), ({"tools": True}, "two"), ({"name": "rag"}, "three"), ({"name": "rag", "tools": True}, "three"),
+])  # fmt: skip
+def test_one_of_many_templates_is_chosen(given, chosen):
+    """As transformers chooses: the named one, `tool_use` where tools are given, else the default."""
+    assert choose_template({"default": "one", "tool_use": "two", "rag": "three"}, **given) == chosen
+    assert choose_template({"default": "one"}, tools=True) == "one"
 
 
-MARKED = (
-    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<EOS>"
-    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)
+def test_a_template_that_is_not_there_is_named():
+    with pytest.raises(BadInput, match="rga") as caught:
+        choose_template({"default": "one", "rag": "three"}, name="rga")
+    assert "rag" in str(caught.value.hint)
+    with pytest.raises(BadInput, match="no chat template"):
+        choose_template({})
 
 
-def test_spans_of_the_assistants_words():
-    messages = [*HI, {"role": "assistant", "content": "yö 🎉"}, *HI, {"role": "assistant", "content": ""}]
-    text, spans = render_with_mask(MARKED, messages, SPECIAL)
-    assert text == "[user]hi[assistant]yö 🎉<EOS>[user]hi[assistant]<EOS>" == render(MARKED, messages, SPECIAL)
-    assert [text[start:stop] for start, stop in spans] == ["yö 🎉<EOS>", "<EOS>"]
-    assert render_with_mask(MARKED, HI, SPECIAL) == ("[user]hi", [])
-
-
-def test_a_template_without_marks_gives_no_silent_mask():
-    with pytest.raises(BadInput, match="assistant"):
-        render_with_mask("{% if add_generation_prompt %}x{% endif %}{{ messages }}", HI, SPECIAL)
+def test_documents_and_tools_reach_the_template():
+    template = "{{ documents[0].text }} {{ tools[0].name }} {{ controls.safety }}"
+    given = {"documents": [{"text": "d"}], "tools": [{"name": "t"}], "controls": {"safety": "s"}}
+    assert render(template, HI, SPECIAL, **given) == "d t s"
 
 
 # ---- harm
@@ -121,11 +122,12 @@ def test_a_template_without_marks_gives_no_silent_mask():
     "{{ " + "(" * 200_000,
     "{% set x = namespace(s='ab') %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}{{ x.s }}",
 ], ids=lambda template: template[:40])  # fmt: skip
-def test_costly_templates_end_within_three_seconds(template):
+def test_costly_templates_end_soon(template):
+    """After 2.5 s, and what a busy machine adds."""
     render("warm", [], {})
     start = time.monotonic()
     assert "costs too much" in refused(template)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 6
     assert render("{{ messages[0].content }}", HI, SPECIAL) == "hi"  # and the next one is served
 
 

@@ -3,6 +3,7 @@
 The goldens were made with tokenizers, tiktoken, sentencepiece and llama.cpp; see the README of the shared data.
 """
 
+import base64
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from argosy.data.bpe import train
 from argosy.data.tokenize import Tokenizer, find_tokenizer, load_tokenizer
 from argosy.data.tokenizers.byte import tokenizer_json
 from argosy.data.tokenizers.convert import byte_bpe
-from argosy.data.tokenizers.decoders import decoding
+from argosy.data.tokenizers.decoders import BYTES, decoding
 from argosy.data.tokenizers.facts import Facts
 from argosy.data.tokenizers.fast import FastTokenizer
 from argosy.data.tokenizers.gguf import Tables, byte_level, sentence_pieces
@@ -36,6 +37,7 @@ FILES = {  # name in golden.json -> what `load_tokenizer` is given
     "c4_32k": "tokenizers/c4_32k.model",
     "stories260k": "models/stories260k",
     "bert_uncased": "tokenizers/bert_uncased_vocab.txt",
+    "clip": "tokenizers/clip_bpe_simple_vocab_16e6.txt.gz",
 }
 PIECES = ["mistral_v1", "mistral_v3", "c4_32k", "stories260k"]
 LOADED: dict[str, Tokenizer] = {}
@@ -67,6 +69,10 @@ def random_ids(rng: random.Random, vocab: int) -> list[int]:
 
 
 # ---- against the references
+
+
+def test_every_golden_vocabulary_is_tested():
+    assert set(json.loads(shared("tokenizers/golden.json").read_text())["tokenizers"]) == set(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -202,6 +208,8 @@ ALL = [
     "c4_32k",
     "stories260k",
     "bert_uncased",
+    "clip",
+    "qwen",
     "gpt2.gguf",
     "stories260k.gguf",
 ]
@@ -218,7 +226,7 @@ def test_a_stream_joins_to_the_decoding_of_all(name, skip):
         assert "".join([stream.push(token) for token in ids]) + stream.end() == tokenizer.decode(ids, skip)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "bert_uncased"])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("bert_uncased", "clip")])  # they change the text
 def test_a_stream_never_shows_half_a_character(name):
     tokenizer = tokenizer_of(name)
     for text in ("日本語のテキスト", "🎉😀 👩\u200d💻", "naïve Zürich"):
@@ -228,6 +236,26 @@ def test_a_stream_never_shows_half_a_character(name):
             shown += stream.push(token)
             assert whole.startswith(shown)
         assert "\ufffd" not in shown + stream.end()
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("special", [False, True])
+def test_offsets_are_those_of_the_same_ids(name, special):
+    """They go on through the text and name the characters that a token alone decodes to."""
+    tokenizer = tokenizer_of(name)
+    for text in [*golden("gpt2")[0], "a<|im_end|>b</s> c<s>", "日<|endoftext|>é <eos>x"]:
+        ids, spans = tokenizer.encode_with_offsets(text, special)
+        assert ids == tokenizer.encode(text, special)
+        assert len(spans) == len(ids)
+        assert spans == sorted(spans) or name in ("bert_uncased", "qwen")  # normal forms may change the order of marks
+        assert all(0 <= begin <= end <= len(text) for begin, end in spans)
+        for token, (begin, end) in zip(ids, spans):
+            alone = tokenizer.decode([token], skip_special=False).strip().removeprefix("##").lower()
+            if text.isascii() and "⁇" not in alone:
+                assert alone in text[begin:end].lower()
+        if text.isascii() and name not in ("bert_uncased", "c4_32k"):  # which drop control characters
+            covered = {place for begin, end in spans for place in range(begin, end)}
+            assert all(place in covered or c.isspace() for place, c in enumerate(text))
 
 
 @pytest.mark.parametrize("name", ["byte", "gpt2", "mistral_v3"])
@@ -349,6 +377,137 @@ def test_an_added_token_that_cannot_have_its_id_is_damage(tmp_path):
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<far>": 9000}))
     with pytest.raises(Damaged, match="9000"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["additional_special_tokens", "extra_special_tokens"])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_special_tokens_without_a_role(place, file, tmp_path):
+    """Named in a list: found in rendered chats, hidden from decoded text, text where nobody asks."""
+    content = json.loads(tokenizer_json())
+    content["model"]["vocab"]["<|turn|>"] = 258
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / file).write_text(json.dumps({place: [{"content": "<|turn|>"}, "<|nowhere|>"]}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a<|turn|>", special=True) == [97, 258]
+    assert 258 not in tokenizer.encode("a<|turn|>")
+    assert tokenizer.decode([97, 258]) == "a"
+    tokenizer.save(tmp_path / "again")
+    assert attributes(load_tokenizer(tmp_path / "again")) == attributes(tokenizer)
+
+
+@pytest.mark.parametrize(("kind", "reference"), [
+    (None, "gpt2"), ("GPT2Tokenizer", "gpt2"), ("Qwen2TokenizerFast", "qwen"), ("CLIPTokenizer", "clip"),
+])  # fmt: skip
+def test_vocab_and_merges_are_read_as_their_class_says(kind, reference, tmp_path):
+    """The two files of each, written out of its other form."""
+    content = json.loads(tokenizer_of(reference)._text)["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(content["vocab"]))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    if kind:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    tokenizer = load_tokenizer(tmp_path)
+    texts, ids, decoded = golden(reference)
+    assert [tokenizer.encode(text) for text in texts] == ids
+    assert [tokenizer.decode(one) for one in ids] == decoded
+    assert tokenizer.special["eos_token"] == "<|endoftext|>"
+
+
+def test_vocab_and_merges_of_an_unknown_class_are_refused(tmp_path):
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").write_text("")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen3Tokenizer"}))
+    with pytest.raises(BadInput, match="Qwen3") as caught:
+        load_tokenizer(tmp_path)
+    assert "Qwen2" in str(caught.value.hint)
+
+
+def test_a_line_of_vocab_txt_ends_at_a_newline_only(tmp_path):
+    """Multilingual vocabularies hold U+2028 and U+0085 as tokens; splitting there would shift every id that follows."""
+    (tmp_path / "vocab.txt").write_bytes("[UNK]\r\n\u2028\n\x85\na\n".encode())
+    assert load_tokenizer(tmp_path).encode("a") == [3]
+    assert load_tokenizer(tmp_path).vocab == 4
+
+
+@pytest.mark.parametrize(("name", "token", "id", "vocab"), [
+    ("cl100k_base", "<|fim_prefix|>", 100_258, 100_277), ("cl100k_base", "<|endofprompt|>", 100_276, 100_277),
+    ("qwen", "<|im_start|>", 151_644, 151_851), ("qwen", "<|im_end|>", 151_645, 151_851),
+    ("clip", "<|startoftext|>", 49_406, 49_408),
+])  # fmt: skip
+def test_special_tokens_of_files_that_do_not_hold_them(name, token, id, vocab):
+    """As published: tiktoken_ext/openai_public.py, Qwen's tokenization_qwen.py, CLIP's simple_tokenizer.py."""
+    tokenizer = tokenizer_of(name)
+    assert tokenizer.encode(f"{token}", special=True) == [id]
+    assert tokenizer.decode([id]) == ""
+    assert tokenizer.vocab == vocab
+    assert id not in tokenizer.encode(token)
+
+
+def ranks_of(words: list[bytes]) -> str:
+    tokens = [*(bytes([byte]) for byte in range(256)), *words]
+    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
+
+
+def test_a_folder_of_kimi(tmp_path):
+    """Han by itself, digits by threes; 256 special ids after the ranks, some named by the config."""
+    words = ["你", "好", "你好", " a", " 你", "12", "123"]
+    (tmp_path / "tiktoken.model").write_text(ranks_of([*map(str.encode, words), "你".encode()[:2]]))
+    config = {
+        "added_tokens_decoder": {"264": {"content": "[BOS]", "special": True}, "266": {"content": "<|im_end|>"}},
+        "bos_token": "[BOS]", "eos_token": "<|im_end|>", "chat_template": "x",
+    }  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.vocab, tokenizer.bos, tokenizer.eos) == (520, 264, 266)
+    assert tokenizer.encode("你好") == [258]
+    assert tokenizer.encode("1234 a") == [262, 52, 259]
+    assert tokenizer.encode(" 你") == [32, 256]  # never one piece with the space in front, though it has a rank
+    assert tokenizer.encode("[BOS]a<|reserved_token_265|><|im_end|>", special=True) == [264, 97, 265, 266]
+    tokenizer.save(tmp_path / "again")
+    assert attributes(load_tokenizer(tmp_path / "again")) == attributes(tokenizer)
+
+
+def test_a_folder_of_tiktoken_ranks(tmp_path):
+    (tmp_path / "qwen.tiktoken").write_text(ranks_of([b" a"]))
+    assert load_tokenizer(tmp_path).encode("b a<|im_end|>", special=True) == [98, 256, 259]
+
+
+def test_ranks_called_tokenizer_model_are_named(tmp_path):
+    """Meta's own Llama 3: a file of ranks under SentencePiece's name, whose rule is said nowhere."""
+    (tmp_path / "tokenizer.model").write_text(ranks_of([]))
+    with pytest.raises(BadInput, match=r"tokenizer\.model"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_cut_everywhere_and_lose_nothing(name):
+    """Each is an expression that the library takes; joined, the pieces are the text."""
+    content = json.loads(tokenizer_json()) | {"pre_tokenizer": pre_tokenizer(RULES[name])}
+    library = Library.from_str(json.dumps(content))
+    for text in golden("gpt2")[0]:
+        pieces = library.pre_tokenizer.pre_tokenize_str(text)
+        assert "".join(text[begin:end] for _, (begin, end) in pieces if begin < end) == text or not text.isascii()
+        assert bytes(BYTES[c] for piece, _ in pieces for c in piece) == text.encode()
+
+
+@pytest.mark.parametrize(("name", "pieces"), [
+    ("gpt-2", "I|'m| 12345| fooBar| 日本のab|  | x|\n|\n|y|!!|\n"),
+    ("smollm", "I|'m| |1|2|3|4|5| fooBar| 日本のab|  | x|\n|\n|y|!!|\n"),
+    ("llama-bpe", "I|'m| |123|45| fooBar| 日本のab|  | x|\n\n|y|!!\n"),
+    ("qwen2", "I|'m| |1|2|3|4|5| fooBar| 日本のab|  | x|\n\n|y|!!\n"),
+    ("gpt-4o", "I'm| |123|45| foo|Bar| 日本のab|  | x|\n\n|y|!!\n"),
+    ("tekken", "I|'m| |1|2|3|4|5| foo|Bar| 日本のab|  | x|\n\n|y|!!\n"),
+    ("kimi-k2", "I'm| |123|45| foo|Bar| |日本|のab|  | x|\n\n|y|!!\n"),
+    ("deepseek-llm", "I|'|m| |12345| fooBar| |日本の|ab|  | x|\n|\n|y|!!|\n"),
+    ("deepseek-coder", "I|'|m| |1|2|3|4|5| fooBar| |日本の|ab|  | x|\n|\n|y|!!|\n"),
+    ("deepseek-v3", "I|'m| |123|45| fooBar| |日本の|ab|  | x|\n\n|y|!!\n"),
+])  # fmt: skip
+def test_each_family_cuts_in_its_own_way(name, pieces):
+    """By hand from the expressions, where the families differ: quotes, numbers, case, Han and kana, blanks, lines."""
+    content = json.loads(tokenizer_json()) | {"pre_tokenizer": pre_tokenizer(RULES[name])}
+    library = Library.from_str(json.dumps(content))
+    found = library.pre_tokenizer.pre_tokenize_str(pieces.replace("|", ""))
+    assert "|".join(bytes(BYTES[c] for c in piece).decode() for piece, _ in found) == pieces
 
 
 # ---- what else decides

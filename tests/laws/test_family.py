@@ -11,15 +11,19 @@ from laws.families import CASES, built, forward, tokens_of
 from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import Int8
 from argosy.adapt.surgery import swap
+from argosy.core.formats import Arrays
+from argosy.core.keymap import KeyMap
 from argosy.export.lower import lower, raise_again
 from argosy.models import FAMILIES
-from argosy.models.parts.attend import Bidirectional, Contiguous, Packed, Paged, contiguous, paged
+from argosy.models.parts.attend import Bidirectional, RECENT, Contiguous, Packed, Paged, contiguous, paged
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Scan, Unroll, from_layers, layer_addresses, to_layers
 from argosy.models.parts.weight import abstract, count, fill, merge, split, undrawn, variables
 from argosy.observe.flops import contraction_flops
+from argosy.ops import attention as ops_attention
+from argosy.ops import grouped
 
-TOLERANCE = 2e-5        # of the largest logit, float32
+TOLERANCE = 2e-5  # of the largest logit, float32
 RUNS = {"unroll": Unroll(), "scan": Scan()}
 
 each_case = pytest.mark.parametrize("case", CASES)
@@ -69,13 +73,35 @@ def test_counts_are_those_of_what_is_built(case):
 
 
 @each_case
-def test_flops_are_those_of_the_trace(case):
+def test_flops_are_those_of_the_trace(case, monkeypatch):
+    """Forward, and twice as much backward. Attention in full and experts by `ragged_dot`: what is needed, not what is padded."""
+    monkeypatch.setattr(grouped, "PREFERENCE", {})
+    monkeypatch.setattr(ops_attention, "PREFERENCE", {})
     config = CASES[case]
-    model = config.build(Scan())
-    graph, leaves = split(model)
+    graph, params, rest = split(config.build(Scan()), nnx.Param)
     tokens = jax.ShapeDtypeStruct((1, 23), jnp.int32)
-    traced = jax.make_jaxpr(lambda w, t: merge(graph, w)(t, Bidirectional(jnp.ones_like(t)))[0])(leaves, tokens)
-    assert contraction_flops(traced.jaxpr) == config.flops(23)
+
+    def forward(params, rest, tokens):
+        return merge(graph, params, rest)(tokens, Bidirectional(jnp.ones_like(tokens)))[0]
+
+    assert contraction_flops(jax.make_jaxpr(forward)(params, rest, tokens).jaxpr) == config.flops(23)
+    both = jax.make_jaxpr(jax.grad(lambda *a: forward(*a).sum()))(params, rest, tokens)
+    assert contraction_flops(both.jaxpr) == 3 * config.flops(23)
+
+
+@each_case
+def test_hub_folder_gives_the_model_again(case):
+    """config.json and every tensor, written and read: settings equal, weights bit for bit, each filled once."""
+    config = CASES[case]
+    model = built(config, Unroll())
+    again = type(config).from_hub(config.to_hub())
+    assert again.resolved() == config.resolved()
+    table = KeyMap(*config.hub_rows())
+    mine = {name: np.asarray(a) for name, a in split(model)[1].items()}
+    theirs = Arrays({entry.name: entry.make() for entry in table.inverse(Arrays(mine))})
+    assert set(table.plan({name: theirs.shape(name) for name in theirs.names})) == set(mine)
+    for name, weight in mine.items():
+        np.testing.assert_array_equal(table.read(theirs, name), weight, err_msg=name)
 
 
 @each_case
@@ -83,7 +109,9 @@ def test_scan_equals_unroll_gradients_too(case, full):
     config, tokens, expected = full(case)
     scanned = built(config, Scan())
     assert relative(forward(scanned)(tokens, Packed(jnp.ones_like(tokens)))[0], expected) < 1e-5
-    grads = {name: gradients(built(config, run), tokens) for name, run in (("unroll", Unroll()), ("scan", Scan("full")))}
+    grads = {
+        name: gradients(built(config, run), tokens) for name, run in (("unroll", Unroll()), ("scan", Scan("full")))
+    }
     for address, g in grads["unroll"].items():
         assert np.abs(g).max() > 0, f"{address} has no gradient"
         assert relative(grads["scan"][address], g) < 1e-3, address
@@ -114,9 +142,15 @@ def test_contiguous_decode_equals_full(case, run, full):
     padded = jnp.where(at < starts[:, None], tokens[:, :9], 5)
     logits, cache, _ = step(padded, Contiguous(at, at < starts[:, None]), cache)
     worst = max(relative(logits[b, : starts[b]], expected[b, : starts[b]]) for b in range(B))
-    for a in jax.tree.leaves(cache):
-        row = np.asarray(a)[:, 1] if RUNS[run].stacked else np.asarray(a)[1]
-        assert (np.take(row, range(4, 9), 1 if RUNS[run].stacked else 0) == np.float32(7.7)).all(), "padding was written"
+    tokens_of_row = [
+        (n, np.asarray(a)) for layer, arrays in cache.items() for n, a in arrays.items() if n in per_token(model, layer)
+    ]
+    for name, a in tokens_of_row:
+        row = a[:, 1] if RUNS[run].stacked else a[1]
+        padding = range(4, min(9, row.shape[RUNS[run].stacked]))  # a ring may be shorter than the prompt
+        assert (np.take(row, padding, int(RUNS[run].stacked)) == np.float32(7.7)).all(), (
+            f"padding was written to {name}"
+        )
     lengths = starts.copy()
     while (lengths < T).any():
         here = np.minimum(lengths, T - 1)
@@ -137,11 +171,14 @@ def test_paged_decode_equals_full(case, run, full):
     step = forward(model)
     T, page, pages, slots = tokens.shape[1], 4, 40, 5
     order = np.random.default_rng(0).permutation(pages)
-    own = order[:22].reshape(2, 11)  # 11 pages hold 41 tokens; entries that no token has reached yet, and all of a padding
-    table = jnp.asarray([[*own[0], own[1, 0]], [*own[1], own[0, 0]], [own[0, 0]] * 12], jnp.int32)  # row, are somebody else's
+    own = order[:22].reshape(
+        2, 11
+    )  # 11 pages hold 41 tokens; entries that no token has reached yet, and all of a padding
+    table = jnp.asarray(
+        [[*own[0], own[1, 0]], [*own[1], own[0, 0]], [own[0, 0]] * 12], jnp.int32
+    )  # row, are somebody else's
     slot = jnp.asarray([3, 1, slots], jnp.int32)
     cache = filled_with(paged(model.layers.holds(), slots, pages, page), 7.7)
-    before = {name: {n: np.asarray(a) for n, a in arrays.items()} for name, arrays in cache.items()}
     done, got = [0, 0], [[], []]
     for chunk in [(5, 9), (9, 3), (1, 1), (0, 4)] + [(1, 1)] * T:
         new = [min(n, T - d) for n, d in zip(chunk, done)]
@@ -159,11 +196,18 @@ def test_paged_decode_equals_full(case, run, full):
             done[b] += new[b]
     assert done == [T, T]
     assert max(relative(jnp.concatenate(got[b]), expected[b]) for b in range(2)) < TOLERANCE
-    untouched = order[22:]
-    for name, arrays in cache.items():
-        for n, a in arrays.items():
-            axis = a.ndim - before[name][n].ndim + (1 if RUNS[run].stacked else 0)
-            assert (np.take(np.asarray(a), untouched, axis) == np.float32(7.7)).all(), "a page of nobody was written"
+    for arrays in cache.values():
+        for a in arrays.values():
+            pooled = a.shape[int(RUNS[run].stacked)] == pages  # else one entry a slot: rings, states
+            untouched = order[22:] if pooled else [n for n in range(slots) if n not in (3, 1)]
+            kept = np.take(np.asarray(a), untouched, int(RUNS[run].stacked))
+            assert (kept == np.float32(7.7)).all(), "a page or slot of nobody was written"
+
+
+def per_token(model, layer: str) -> set[str]:
+    """The arrays of a cache that hold something for each token."""
+    names = {name for name, _ in model.layers.holds()[layer][0].token}
+    return names | {RECENT + name for name in names}
 
 
 def filled_with(cache, value):
@@ -200,10 +244,11 @@ def test_int8_stays_near(case, run, full):
     config, tokens, expected = full(case)
     model = built(config, RUNS[run])
     size = weight_bytes(model)
-    assert len(swap(model, r"layers\..*", Int8)) == (7 if RUNS[run].stacked else 7 * config.layers)
+    contractions = [n for n in nnx.iter_modules(model.layers) if isinstance(n[1], Contraction) and "router" not in n[0]]
+    assert len(swap(model, r"layers\.(?!.*router).*", Int8)) == len(contractions) > 0
     got = np.asarray(forward(model)(tokens, Packed(jnp.ones_like(tokens)))[0])
-    distance = np.linalg.norm(got - expected) / np.linalg.norm(expected)
-    assert 1e-4 < distance < 0.1, "int8 changed nothing, or too much"
+    apart = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+    assert 1e-4 < np.median(apart) < 0.1, "int8 changed nothing, or too much"  # a few tokens may change experts
     assert weight_bytes(model) < 0.5 * size
 
 
@@ -216,7 +261,7 @@ def weight_bytes(model) -> int:
 def test_lora_starts_at_the_base_trains_and_leaves_it_untouched(case, run, full):
     config, tokens, _ = full(case)
     model = built(config, RUNS[run])
-    swap(model, r"layers\.block\.mlp\..*", Int8)        # QLoRA there, LoRA elsewhere
+    swap(model, r"layers\..*\.(up|down)", Int8)  # QLoRA there, LoRA elsewhere
     packed = Packed(jnp.ones_like(tokens))
     base = np.asarray(forward(model)(tokens, packed)[0])
     frozen = {a: np.asarray(w) for a, w in split(model)[1].items()}

@@ -38,7 +38,7 @@ class Shared:
     """One latent [B S R] held for all heads: keys W_k c, values W_v c. Absorbed, W_k moves to the query."""
 
     def __init__(self, k, v):
-        self.k, self.v = k, v               # [R H] each
+        self.k, self.v = k, v  # [R H] each
 
     def expand(self, held):
         c = held["latent"]
@@ -130,7 +130,9 @@ def test_mixed_kinds_scan_as_they_unroll():
         stack = Stack(plan, make, run=run)
         fill(stack, jax.random.key(0), addresses=layer_addresses(stack))
         graph, weights = split(stack)
-        outs.append(jax.jit(lambda w, x, g=graph: merge(g, w)(x, None, Packed(jnp.ones((B, T), jnp.int32))))(weights, x))
+        outs.append(
+            jax.jit(lambda w, x, g=graph: merge(g, w)(x, None, Packed(jnp.ones((B, T), jnp.int32))))(weights, x)
+        )
     assert relative(outs[1][0], outs[0][0]) < 1e-6
     for kind in ("slow", "fast"):
         assert relative(outs[1][2][kind]["last"], outs[0][2][kind]["last"]) < 1e-6

@@ -25,7 +25,10 @@ def test_what_transformers_takes_where_nothing_is_said():
 
 
 def test_a_window_said_to_be_none_is_none_and_llama_never_has_one():
-    assert LlamaConfig.from_hub(BASE | {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": None}).window is None
+    assert (
+        LlamaConfig.from_hub(BASE | {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": None}).window
+        is None
+    )
     assert LlamaConfig.from_hub(BASE | {"sliding_window": 7}).window is None
 
 
@@ -49,7 +52,14 @@ def test_a_window_said_to_be_none_is_none_and_llama_never_has_one():
             (5e5, Llama3(factor=32)),
         ),
         (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}},
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
             (1e4, Yarn(factor=4, original=64)),
         ),
     ],
@@ -65,7 +75,7 @@ def test_rope_of_both_generations(said, expected):
     ("said", "match"),
     [
         ({"logit_softcapping": 30.0}, "logit_softcapping"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2, "strange": 1}}, "strange"),
         ({"partial_rotary_factor": 0.5}, "partial"),
     ],

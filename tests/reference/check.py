@@ -20,12 +20,14 @@ from make import GOLDENS, MODELS, answers, build
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("ARGOSY_TEST_DATA") or ROOT.parent / "shared" / "data")
-REBUILT = 1e-5      # another processor's matrix products round otherwise
-EXPORTED = 2e-5     # of the largest logit
+REBUILT = 1e-5  # another processor's matrix products round otherwise
+EXPORTED = 2e-5  # of the largest logit
 
 
 def load(folder: Path) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @torch.no_grad()

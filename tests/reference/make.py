@@ -1,97 +1,82 @@
 """Small random models by transformers, with what they answer: `./run reference make [NAME ...]`.
 
-Runs in an environment of its own, with torch; knows nothing of Argosy. Each golden is a Hub folder and golden.npz:
+Runs in an environment of its own, with torch; knows nothing of Argosy. Each golden is a folder:
 
-    tokens [2 41], logits [2 41 V] float32     one forward of whole sequences
-    greedy [31]                                11 given tokens and the 20 that follow
-    seed                                       that rebuilds the weights
+    config.json                                as transformers writes it, of this generation or the one before
+    tensors.json                               names, shapes and how each tensor is drawn (golden_weights.py)
+    golden.npz
+        tokens [2 41], logits [2 41 V] float32     one forward of whole sequences
+        greedy [31]                                11 given tokens and the 20 that follow
 
-Notable: every size is odd or divides by nothing convenient. Every parameter carries noise, biases and norms included,
-since zeros and ones would let a forgotten one pass. Weights are large enough that attention is far from uniform. Every
-greedy choice is clear of rounding: the second best is at least 5e-4 of the largest logit behind, 25 times the tolerance
-of the tests.
+Notable: every parameter carries noise, biases and norms included, since zeros and ones would let a forgotten one pass.
+Weights are large enough that attention is far from uniform. Every greedy choice is clear of rounding: the second best is
+at least 5e-4 of the largest logit behind, 25 times the tolerance of the tests.
 """
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from safetensors import safe_open
+from variants import BASE, MODELS
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from golden_weights import digest, drawn, write_model
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 MARGIN, SHARP = 5e-4, 0.3
 TOKENS, PROMPT, GREEDY = (2, 41), 11, 20
-FILE_BYTES = 200_000
-
-BASE = {
-    "vocab_size": 97,
-    "max_position_embeddings": 200,
-    "hidden_size": 42,
-    "intermediate_size": 58,
-    "num_hidden_layers": 2,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "rms_norm_eps": 3e-5,
-}
-GROUPED = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
-MULTI_QUERY = {"num_attention_heads": 3, "num_key_value_heads": 1}  # head_dim not given: 42 / 3
-MULTI_HEAD = {"num_attention_heads": 3, "num_key_value_heads": 3}
-LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10_000.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "rope_theta": 5e3,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50, "rope_theta": 1e4}
-YARN_TOLD = YARN | {"factor": 5.0, "beta_fast": 9.0, "beta_slow": 0.7, "truncate": False, "attention_factor": 1.15}
-
-# name -> (model type, generation of config.json, what differs from BASE)
-MODELS = {
-    "llama-grouped": ("llama", "new", GROUPED),
-    "llama-multi-query-tied": ("llama", "old", MULTI_QUERY | {"tie_word_embeddings": True, "num_hidden_layers": 3}),
-    "llama-multi-head-biased": ("llama", "new", MULTI_HEAD | {"attention_bias": True, "mlp_bias": True}),
-    "llama-linear-attention-bias": ("llama", "old", GROUPED | {"rope_parameters": LINEAR, "attention_bias": True}),
-    "llama-linear-multi-query": ("llama", "new", MULTI_QUERY | {"rope_parameters": LINEAR}),
-    "llama-llama3-mlp-bias-tied": (
-        "llama",
-        "new",
-        MULTI_HEAD | {"rope_parameters": LLAMA3, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
-    "llama-llama3-old": ("llama", "old", GROUPED | {"rope_parameters": LLAMA3}),
-    "llama-yarn": ("llama", "new", GROUPED | {"rope_parameters": YARN, "tie_word_embeddings": True}),
-    "llama-yarn-told": ("llama", "old", MULTI_HEAD | {"rope_parameters": YARN_TOLD, "attention_bias": True}),
-    "mistral-window": ("mistral", "new", GROUPED | {"sliding_window": 7}),
-    "mistral-window-tied": ("mistral", "old", MULTI_QUERY | {"sliding_window": 4, "tie_word_embeddings": True}),
-    "mistral-whole": (
-        "mistral",
-        "new",
-        MULTI_HEAD | {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    ),
-}
+GAIN = 12.0  # on the deviation of matrices as transformers draws them
 
 
 def config_of(name: str) -> transformers.PretrainedConfig:
     kind, _, differs = MODELS[name]
-    config = transformers.CONFIG_MAPPING[kind](**BASE | differs)
+    said = {k: v for k, v in (BASE | differs).items() if not k.startswith("_") and (v is not None or "window" in k)}
+    config = transformers.CONFIG_MAPPING[kind](**said | dict.fromkeys(differs.get("_none", ())))
     config._attn_implementation = "eager"
     return config
 
 
-def build(name: str, seed: int) -> torch.nn.Module:
-    """The model with weights that only the seed decides."""
-    torch.manual_seed(seed)
+def tensors_of(name: str) -> tuple[dict[str, list], dict]:
+    """{name on the Hub: [shape, mean, deviation]} and config.json, from what transformers writes of a new model."""
+    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config_of(name)).eval().float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(12.0 if parameter.ndim > 1 else 1.0)
-            parameter.add_(torch.randn_like(parameter) * (0.3 * parameter.std() + 0.05))
-    return model
+    gain = MODELS[name][2].get("_gain", GAIN)
+    out: dict[str, list] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        model.save_pretrained(scratch)
+        with safe_open(Path(scratch) / "model.safetensors", "np") as file:
+            for key in sorted(file.keys()):
+                value = file.get_tensor(key).astype(np.float64)
+                spread = float(value.std())
+                if value.ndim > 1:
+                    quiet = MODELS[name][2].get("_embed", 1.0) if "embed" in key else 1.0
+                    out[key] = [list(value.shape), 0.0, round(quiet * gain * spread, 4) or 0.24]
+                else:
+                    sharper = 1.0 if "q_norm" in key or "k_norm" in key else 0.0  # else attention stays near uniform
+                    sharper += MODELS[name][2].get("_means", {}).get(key.rpartition(".")[2], 0.0)
+                    out[key] = [
+                        list(value.shape),
+                        round(float(value.mean()) + sharper, 4),
+                        round(0.3 * spread + 0.1, 4),
+                    ]
+        return out, json.loads((Path(scratch) / "config.json").read_text(encoding="utf-8"))
+
+
+def load(folder: Path) -> torch.nn.Module:
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    assert not told["missing_keys"] | told["unexpected_keys"], told
+    return model.eval()
 
 
 @torch.no_grad()
@@ -100,15 +85,15 @@ def answers(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
     tokens = torch.from_numpy(np.random.default_rng(seed).integers(3, BASE["vocab_size"], TOKENS))
     greedy = tokens[:1, :PROMPT]
     for _ in range(GREEDY):
-        greedy = torch.cat([greedy, model(greedy).logits[:, -1].argmax(-1, keepdim=True)], 1)
-    found = {"tokens": tokens, "logits": model(tokens).logits, "greedy": greedy[0]}
+        greedy = torch.cat([greedy, model(greedy, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    found = {"tokens": tokens, "logits": model(tokens, use_cache=False).logits, "greedy": greedy[0]}
     return {key: value.numpy() for key, value in found.items()}
 
 
 @torch.no_grad()
 def margin(model: torch.nn.Module, greedy: np.ndarray) -> float:
     """How far the second best stayed behind at the closest greedy choice, as a share of the largest logit."""
-    logits = model(torch.from_numpy(greedy)[None]).logits[0, PROMPT - 1 : -1]
+    logits = model(torch.from_numpy(greedy)[None], use_cache=False).logits[0, PROMPT - 1 : -1]
     best = logits.topk(2).values
     return float(((best[:, 0] - best[:, 1]) / logits.abs().amax(-1)).min())
 
@@ -116,39 +101,51 @@ def margin(model: torch.nn.Module, greedy: np.ndarray) -> float:
 @torch.no_grad()
 def sharpness(model: torch.nn.Module, tokens: np.ndarray) -> float:
     """The largest attention weight of a query, over the second half of the sequence, on average; uniform is 0.03."""
-    weights = model(torch.from_numpy(tokens), output_attentions=True).attentions
-    return float(torch.stack(weights)[..., TOKENS[1] // 2 :, :].amax(-1).mean())
+    weights = model(torch.from_numpy(tokens), output_attentions=True, use_cache=False).attentions
+    return float(torch.stack([w for w in weights if w is not None])[..., TOKENS[1] // 2 :, :].amax(-1).mean())
 
 
 def make(name: str) -> None:
     """Writes one golden from the first seed whose greedy text is clear of rounding."""
+    folder = GOLDENS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, config = tensors_of(name)
+    write_config(folder / "config.json", config, MODELS[name][1])
     for seed in range(200):
-        model = build(name, seed)
+        said = {"seed": seed, "sha256": digest(drawn(tensors, seed)), "tensors": tensors}
+        (folder / "tensors.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        with tempfile.TemporaryDirectory() as scratch:
+            model = load(write_model(folder, Path(scratch) / "model"))
         found = answers(model, seed)
         clear, sharp = margin(model, found["greedy"]), sharpness(model, found["tokens"])
-        if clear > MARGIN and sharp > SHARP and len(set(found["greedy"][PROMPT:].tolist())) > GREEDY // 2:
+        if clear > MARGIN and sharp > SHARP and len(set(found["greedy"][PROMPT:].tolist())) > GREEDY // 3:
             break
     else:
         raise SystemExit(f"{name}: no seed gives a greedy text that is clear of rounding")
-    folder = GOLDENS / name
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    write_config(folder / "config.json", MODELS[name][1])
-    np.savez(folder / "golden.npz", **found, seed=np.int64(seed))
+    np.savez_compressed(folder / "golden.npz", **found)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    assert size < FILE_BYTES + found["logits"].nbytes + 5_000, f"{name} has {size} bytes"
-    print(f"{name:30s} seed {seed:3d}, closest choice {clear:.1e}, sharpness {sharp:.2f}, {size:,} bytes")
+    print(f"{name:30s} seed {seed:3d}, closest choice {clear:.1e}, sharpness {sharp:.2f}, {size:,} bytes", flush=True)
 
 
-def write_config(path: Path, generation: str) -> None:
+def write_config(path: Path, config: dict, generation: str) -> None:
     """config.json as transformers writes it now, or as it did before version 5."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters")
     if generation == "old":
-        rope = config.pop("rope_parameters")
-        config |= {"torch_dtype": config.pop("dtype"), "rope_theta": rope.pop("rope_theta"), "rope_scaling": None}
+        config |= {"torch_dtype": config.pop("dtype")}
+    if generation == "old" and rope:
+        config.pop("rope_parameters")
+        if "full_attention" in rope:  # by type of layer
+            rope, local = rope["full_attention"], rope["sliding_attention"]
+            if MODELS[path.parent.name][0] == "gemma3_text":
+                config["rope_local_base_freq"] = local["rope_theta"]
+        config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": None}
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
         kind = rope.pop("rope_type")
         if kind != "default":
             config["rope_scaling"] = {"type" if kind == "linear" else "rope_type": kind} | rope
+        if "layer_types" not in MODELS[path.parent.name][2]:
+            config.pop("layer_types", None)
     if "head_dim" not in MODELS[path.parent.name][2]:
         config.pop("head_dim", None)
     path.write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")

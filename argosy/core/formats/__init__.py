@@ -66,9 +66,9 @@ def map_file(path: Path) -> np.ndarray:
         BadInput: no such file, no permission, not a file.
         Damaged: an empty file.
     """
-    if path.is_dir():
-        raise BadInput(f"`{path}` is a folder, not a file")
     try:
+        if path.is_dir():
+            raise BadInput(f"`{path}` is a folder, not a file")
         return np.memmap(path, np.uint8, "r").view(np.ndarray)
     except FileNotFoundError:
         raise BadInput(f"no file `{path}`") from None

@@ -62,7 +62,8 @@ class GGUF:
         cursor = _Cursor(data.data, path)
         version, tensors, pairs = _preamble(cursor)
         meta = _metadata(cursor, pairs)
-        if meta.get("split.count", 1) not in (0, 1):
+        parts = meta.get("split.count", 1)
+        if type(parts) is not int or parts not in (0, 1):
             raise Unsupported("one part of a split GGUF", where=f"in {path}", hint="join it: llama-gguf-split --merge")
         alignment = meta.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):

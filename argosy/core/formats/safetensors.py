@@ -1,30 +1,28 @@
 """Safetensors files and Hub folders of them, in and out, tensor by tensor.
 
 Notable: a header is checked to the last byte before anything is allocated, duplicate names included, which the library
-of that name accepts in silence; tensors are views of the mapped file, bfloat16 and float8 too. Writing needs memory for
-one tensor, and a folder is replaced whole: a reader sees the old weights, the new ones, or a loud gap, never a mixture.
+of that name accepts in silence; tensors are views of the mapped file, bfloat16 and float8 too. Writing needs memory for a
+slab of one tensor.
 Format: 8 bytes with the header's length, a JSON header, the tensors' bytes without gap (huggingface/safetensors).
 Knows nothing of what the tensors are for.
 """
 
 import json
 import math
-import os
-import shutil
-from collections.abc import Iterable, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from argosy.core.errors import ArgosyError, BadInput, Damaged, Unsupported
 from argosy.core.formats import Entry, Shape, damaged, listed, map_file, quoted
+from argosy.core.formats.files import File, Order, check_space, of_text, slabs, write_file
 
 MOST_HEADER_BYTES = 100_000_000  # the library's own limit
 MOST_AXES = 32
-SLAB_BYTES = 1 << 26  # a transposed tensor is put in order and written this much at a time
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 DTYPES: dict[str, np.dtype] = {
@@ -286,42 +284,47 @@ def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, SafeTens
 # ---- writing
 
 
+def folder_files(
+    entries: Iterable[Entry], shard_bytes: float = 5e9, metadata: Mapping[str, str] | None = None
+) -> list[File]:
+    """Tensors in the order given as the files of a folder: one, or shards and, last, their index.
+
+    Args:
+        shard_bytes: of tensors in a shard; a larger tensor has a shard to itself.
+        metadata: of every file; {"format": "pt"} unless told, what transformers insists on.
+
+    Raises:
+        Unsupported: a type that safetensors has no name for.
+    """
+    entries = list(entries)
+    _check_entries(entries)
+    metadata = {"format": "pt"} if metadata is None else dict(metadata)
+    shards = _shards(entries, shard_bytes)
+    if len(shards) == 1:
+        return [_file(SINGLE, shards[0], metadata)]
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    files = [_file(name, shard, metadata) for name, shard in zip(names, shards)]
+    return [*files, of_text(INDEX, _index(dict(zip(names, shards))))]
+
+
 def write_folder(
     folder: str | Path,
     entries: Iterable[Entry],
     shard_bytes: float = 5e9,
     metadata: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Writes tensors in the order given, one in memory at a time: one file, or shards with an index. Returns the files.
-
-    Weights that an earlier write left in the folder are replaced. `metadata` is {"format": "pt"} unless told: what
-    transformers insists on.
+    """Writes `folder_files` into a folder that holds no weights yet, a slab in memory at a time. Returns the shards.
 
     Raises:
-        BadInput: the disk has too little space for all of them, found before anything is written.
-        ArgosyError: writing failed; nothing of it is left.
+        BadInput: there are weights already, or too little space.
     """
-    folder, entries = Path(folder), list(entries)
-    _check_entries(entries)
-    metadata = {"format": "pt"} if metadata is None else dict(metadata)
-    shards = _shards(entries, shard_bytes)
-    many = len(shards)
-    names = [f"model-{i + 1:05}-of-{many:05}.safetensors" for i in range(many)] if many > 1 else [SINGLE]
-    pending = [folder / f".{name}.{os.getpid()}.tmp" for name in (*names, INDEX)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _check_space(folder, sum(map(_bytes, entries)))
-        for path, shard in zip(pending, shards):
-            _write_file(path, shard, metadata)
-        if many > 1:
-            _write_index(pending[-1], dict(zip(names, shards)))
-        _commit(folder, names, pending)
-    except OSError as error:
-        raise ArgosyError(f"cannot write `{folder}`: {(error.strerror or str(error)).lower()}") from error
-    finally:
-        for path in pending:
-            path.unlink(missing_ok=True)
-    return [folder / name for name in names]
+    folder, files = Path(folder), folder_files(entries, shard_bytes, metadata)
+    if (folder / SINGLE).exists() or (folder / INDEX).exists():
+        raise BadInput(f"{folder} holds weights already", hint="name a new folder; nothing is ever overwritten")
+    check_space(folder, sum(file.bytes for file in files))
+    for file in files:
+        write_file(folder / file.name, file)
+    return [folder / file.name for file in files if file.name != INDEX]
 
 
 def _bytes(entry: Entry) -> int:
@@ -337,12 +340,6 @@ def _check_entries(entries: Sequence[Entry]) -> None:
             raise Unsupported(f"safetensors files have no type for {entry.dtype}, of tensor `{entry.name}`")
 
 
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise BadInput(f"{needed / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free", where=f"in {folder}")
-
-
 def _shards(entries: Sequence[Entry], most: float) -> list[list[Entry]]:
     """As many in a row as fit; a tensor larger than a shard has one to itself."""
     shards: list[list[Entry]] = [[]]
@@ -356,7 +353,7 @@ def _shards(entries: Sequence[Entry], most: float) -> list[list[Entry]]:
     return shards
 
 
-def _write_file(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+def _file(name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) -> File:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:
@@ -365,52 +362,23 @@ def _write_file(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    start = len(text).to_bytes(8, "little") + text
+
+    def parts(order: Order) -> Iterator[np.ndarray]:
+        yield np.frombuffer(start, np.uint8)
         for entry in entries:
-            _write_tensor(file, entry)
-        file.flush()
-        os.fsync(file.fileno())
+            yield from slabs(entry, order)
+
+    return File(name, len(start) + at, parts)
 
 
-def _write_tensor(file: BinaryIO, entry: Entry) -> None:
-    array = np.asarray(entry.make())
-    if array.shape != entry.shape or array.dtype != entry.dtype:
-        announced = f"{entry.dtype} {entry.shape}"
-        raise ValueError(f"`{entry.name}` came as {array.dtype} {array.shape}, announced as {announced}")
-    rows = array.reshape(1) if array.ndim == 0 else array
-    step = max(1, SLAB_BYTES // max(1, array.nbytes // max(1, len(rows))))
-    for start in range(0, len(rows), step):
-        slab = np.ascontiguousarray(rows[start : start + step], entry.dtype)
-        file.write(slab.reshape(-1).view(np.uint8).data)
-
-
-def _write_index(path: Path, shards: Mapping[str, Sequence[Entry]]) -> None:
+def _index(shards: Mapping[str, Sequence[Entry]]) -> str:
+    """As transformers writes it: sorted by name."""
     weight_map = {entry.name: name for name, shard in shards.items() for entry in shard}
-    total = sum(_bytes(entry) for shard in shards.values() for entry in shard)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(index, indent=2, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _commit(folder: Path, names: Sequence[str], pending: Sequence[Path]) -> None:
-    """Renames into place. A kill in between leaves the old weights whole, or a folder without an index: refused."""
-    stale = {path for path in folder.glob("model-*-of-*.safetensors") if path.name not in names}
-    if len(names) > 1:
-        (folder / INDEX).unlink(missing_ok=True)  # old index with new shards would be a silent mixture
-        stale.add(folder / SINGLE)
-    for path, name in zip(pending, names):
-        path.rename(folder / name)
-    if len(names) > 1:
-        pending[-1].rename(folder / INDEX)
-    else:
-        stale.add(folder / INDEX)
-    for path in stale:
-        path.unlink(missing_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    entries = [entry for shard in shards.values() for entry in shard]
+    total = {
+        "total_parameters": sum(math.prod(entry.shape) for entry in entries),
+        "total_size": sum(map(_bytes, entries)),
+    }
+    index = {"metadata": total, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2, ensure_ascii=False) + "\n"

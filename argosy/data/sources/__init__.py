@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from argosy.data.pack import Rows
     from argosy.data.settings import DataSettings
 
-SOURCES = Registry("data source", {
-    "text": "argosy.data.sources.text:TextFile",
-    "jsonl": "argosy.data.sources.text:JsonLines",
-    "folder": "argosy.data.sources.text:Folder",
-    "memory": "argosy.data.sources.text:Memory",
-    "stdlib": "argosy.data.sources.stdlib:StandardLibrary",
-    "docstrings": "argosy.data.sources.stdlib:Docstrings",
-    "synthetic": "argosy.data.sources.synthetic:Synthetic",
-})
+SOURCES = Registry(
+    "data source",
+    {
+        "text": "argosy.data.sources.text:TextFile",
+        "jsonl": "argosy.data.sources.text:JsonLines",
+        "folder": "argosy.data.sources.text:Folder",
+        "memory": "argosy.data.sources.text:Memory",
+        "stdlib": "argosy.data.sources.stdlib:StandardLibrary",
+        "docstrings": "argosy.data.sources.stdlib:Docstrings",
+        "synthetic": "argosy.data.sources.synthetic:Synthetic",
+    },
+)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from argosy.data.tokenizers.facts import DEFAULT, Facts
 
+Span = tuple[int, int]
+
 
 class Stream:
     """Ids in, text out, one at a time; never half a character."""
@@ -21,7 +23,7 @@ class Stream:
     def __init__(self, tokenizer: "Tokenizer", skip_special: bool = True):
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._text = codecs.getincrementaldecoder("utf-8")(tokenizer.invalid)
-        self._first, self._strip = True, tokenizer.strips
+        self._first, self._strip, self._held = True, tokenizer.strips, ""
 
     def push(self, token: int) -> str:
         """The characters that this token completes, perhaps none."""
@@ -29,13 +31,21 @@ class Stream:
             return ""
         piece = self._tokenizer.piece(token, self._first)
         self._first = self._first and self._tokenizer.lasting and not piece
-        return self._stripped(self._text.decode(piece))
+        return self._held_back(self._stripped(self._text.decode(piece)))
 
     def end(self) -> str:
         """What was left: U+FFFD for a character that never became whole."""
-        text = self._stripped(self._text.decode(b"", True))
+        text = self._held + self._stripped(self._text.decode(b"", True))
         self._text.reset()
-        return text
+        return text[: max(len(text.rstrip(" ")), len(text) - self._tokenizer.trims)]
+
+    def _held_back(self, text: str) -> str:
+        """Without the spaces that the text as a whole must not end with, should it end here."""
+        if not self._tokenizer.trims:
+            return text
+        text = self._held + text
+        self._held = text[len(text.rstrip(" ")) :]
+        return text[: len(text) - len(self._held)]
 
     def _stripped(self, text: str) -> str:
         """Without the spaces that the text as a whole must not begin with."""
@@ -57,7 +67,7 @@ class Tokenizer(ABC):
         special: the texts of special tokens by their role (`bos_token` ...), for chat templates.
         chat_template: Jinja, or None. chat_templates: all of them by name.
         hidden: ids that decode to nothing unless asked for.
-        strips: so many spaces are taken off the beginning of a decoded text.
+        strips, trims: so many spaces are taken off the beginning and the end of a decoded text.
         lasting: a token that decodes to nothing leaves the next one the first.
         invalid: codecs error handler of bytes that are not UTF-8.
     """
@@ -68,6 +78,7 @@ class Tokenizer(ABC):
     pad: int | None = None
     adds_bos: bool = False
     strips: int = 0
+    trims: int = 0
     lasting: bool = False
     invalid: str = "replace"
     hidden: frozenset[int] = frozenset()
@@ -96,6 +107,11 @@ class Tokenizer(ABC):
     def encode(self, text: str, special: bool = False) -> list[int]:
         """The ids of a text. special: names of special tokens in it become those tokens, as rendered chats need;
         otherwise they are text like any other."""
+
+    @abstractmethod
+    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
+        """`encode`, and which characters each token stands for: begin and end. Tokens that share a character, as its bytes
+        do, have the same; one that stands for none has an empty span."""
 
     @abstractmethod
     def piece(self, token: int, first: bool) -> bytes:

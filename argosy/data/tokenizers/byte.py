@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from argosy.data.tokenizers import Tokenizer, whole
+from argosy.data.tokenizers import Span, Tokenizer, whole
 from argosy.data.tokenizers.facts import Facts
 
 BOS, EOS = "<bos>", "<eos>"
@@ -32,6 +32,17 @@ class ByteTokenizer(Tokenizer):
             return list(whole(text).encode())
         parts = re.split(f"({'|'.join(NAMES)})", text)
         return [token for part in parts for token in ([NAMES[part]] if part in NAMES else self.encode(part))]
+
+    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
+        ids, spans, at = [], [], 0
+        for part in re.split(f"({'|'.join(NAMES)})", whole(text)) if special else [whole(text)]:
+            units = [part] if special and part in NAMES else part
+            for unit in units:
+                tokens = self.encode(unit, special)
+                ids += tokens
+                spans += [(at, at + len(unit))] * len(tokens)
+                at += len(unit)
+        return ids, spans
 
     def piece(self, token: int, first: bool) -> bytes:
         if 0 <= token < 256:

@@ -1,28 +1,40 @@
-"""Older vocabularies as the content of a tokenizer.json: GPT-2's pair of files, WordPiece, tiktoken's ranks.
+"""Older vocabularies as the content of a tokenizer.json: vocab.json with merges.txt, WordPiece, CLIP's list of merges.
 
-Notable: tiktoken merges any two neighbours whose union has the lowest rank, so every way to split a token becomes a merge
-here, in the order of the ranks. Its files do not say how text is cut: that is known by name, for few.
+Notable: none of these files says how text is cut. For vocab.json it follows from the class that tokenizer_config.json
+names, GPT-2 where there is none; a class that is not known is refused, because a wrong rule gives other ids and no error.
+tiktoken's ranks have a file of their own (`ranks`).
 """
 
-import base64
-import binascii
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, nearest
 from argosy.data.tokenizers.byte import byte_names
-from argosy.data.tokenizers.facts import damaged, parse_object
+from argosy.data.tokenizers.facts import Facts, damaged, parse_object, read_bytes
 from argosy.data.tokenizers.rules import BYTE_LEVEL, RULES, Rule, pre_tokenizer
 
-RANKS = {"cl100k": Rule(RULES["dbrx"].cuts, whole=True), "o200k": Rule(RULES["gpt-4o"].cuts, whole=True),
-         "qwen": Rule(RULES["qwen2"].cuts, nfc=True, whole=True)}  # fmt: skip
-"""Rules of tiktoken files, by how the file's name begins."""
-GPT2_ROLES = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+END = "<|endoftext|>"
+GPT2_ROLES = {"bos_token": END, "eos_token": END}
 BERT_ROLES = {
     "unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]",
 }  # fmt: skip
+ROBERTA_ROLES = {
+    "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>",
+    "mask_token": "<mask>",
+}  # fmt: skip
+CLIP_ROLES = {"bos_token": "<|startoftext|>", "eos_token": END, "unk_token": END, "pad_token": END}
+PAIRED: dict[str, tuple[Rule, dict[str, str]]] = {
+    **dict.fromkeys(["GPT2", "CodeGen"], (RULES["gpt-2"], GPT2_ROLES)),
+    **dict.fromkeys(["Roberta", "Bart", "Longformer", "LED"], (RULES["gpt-2"], ROBERTA_ROLES)),
+    "Qwen2": (RULES["qwen2"], {"eos_token": END, "pad_token": END}),
+}
+"""By class without its ending: how text is cut where the vocabulary is vocab.json, and the roles that go without saying."""
+CLIP_CUT = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+CLIP_MERGES = 49_152 - 256 - 2  # the list goes on, the vocabulary does not (openai/CLIP, simple_tokenizer.py)
+CLIP_BYTES = 8 << 20  # unpacked; the published list has 3 MB
 WHOLE_WORD_CHARACTERS = 100  # longer words are unknown to BERT (google-research/bert, tokenization.py)
 
 
@@ -51,20 +63,77 @@ def tokenizer_json(model: Any, normalizer: Any, cutting: Any, decoder: Any, adde
     )  # fmt: skip
 
 
-def from_vocab_and_merges(vocab: str, merges: str, path: Path) -> str:
-    """GPT-2's two files.
+def from_vocab_and_merges(vocab: str, merges: str, facts: Facts, path: Path) -> tuple[str, Facts]:
+    """vocab.json and merges.txt; the facts come back with the roles that go without saying.
 
     Raises:
+        BadInput: the class that the facts name says nothing of how text is cut.
         Damaged: a line of merges.txt is no pair, or vocab.json no table of ids.
     """
+    kind = str(facts.config.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast").removesuffix("Tokenizer")
+    if kind != "CLIP" and kind not in PAIRED:
+        where = f"`tokenizer_class` beside {path}"
+        raise BadInput(f"how text is cut for `{kind[:40]}` is not known", where=where, hint=nearest(kind, PAIRED))
     table = parse_object(vocab, path)
-    if not all(isinstance(number, int) for number in table.values()):
+    if not all(type(number) is int and 0 <= number < 2**31 for number in table.values()):
         raise damaged(path, "a token's id is no number")
     lines = [line for line in merges.split("\n") if line and not line.startswith("#version")]
     pairs = [line.rstrip("\r").split(" ") for line in lines]
     if wrong := next((pair for pair in pairs if len(pair) != 2), None):
         raise damaged(path.with_name("merges.txt"), f"{' '.join(wrong)[:40]!r} is no pair")
-    return byte_bpe(table, pairs, RULES["gpt-2"], [])
+    if kind == "CLIP":
+        return clip(table, pairs), facts.filled(CLIP_ROLES)
+    rule, roles = PAIRED[kind]
+    return byte_bpe(table, pairs, rule, []), facts.filled(roles)
+
+
+def from_clip(path: Path) -> str:
+    """CLIP's packed list of merges, from which its vocabulary follows: bytes, bytes that end a word, merges, two marks.
+
+    Raises:
+        Damaged: it does not unpack, or not to pairs.
+    """
+    unpacked = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        text = unpacked.decompress(read_bytes(path), CLIP_BYTES).decode("utf-8")
+    except (zlib.error, UnicodeDecodeError):
+        raise damaged(path, "it is no packed text") from None
+    pairs = [line.split() for line in text.split("\n")[1 : CLIP_MERGES + 1]]
+    if len(pairs) < CLIP_MERGES or any(len(pair) != 2 for pair in pairs):
+        raise damaged(path, f"it does not begin with {CLIP_MERGES} pairs")
+    alphabet = byte_names().values()
+    tokens = [*alphabet, *(f"{name}</w>" for name in alphabet), *map("".join, pairs), *list(CLIP_ROLES.values())[:2]]
+    return clip({token: number for number, token in enumerate(tokens)}, pairs)
+
+
+def clip(vocab: Mapping[str, int], merges: list[list[str]]) -> str:
+    """CLIP's byte-level BPE: lower-case, blanks as one, words with a mark at their end instead of a space before them."""
+    normalizers = [
+        {"type": "NFC"}, {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "}, {"type": "Lowercase"},
+    ]  # fmt: skip
+    words = {"type": "Split", "pattern": {"Regex": CLIP_CUT}, "behavior": "Removed", "invert": True}
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": END, "continuing_subword_prefix": "",
+        "end_of_word_suffix": "</w>", "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+        "vocab": vocab, "merges": merges,
+    }  # fmt: skip
+    space = byte_names()[ord(" ")]
+    decoders = [
+        {"type": "Replace", "pattern": {"String": "</w>"}, "content": space}, BYTE_LEVEL, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 0, "stop": 1},
+    ]  # fmt: skip
+    added = [
+        {"id": vocab[token], "content": token, "special": True}
+        for token in dict.fromkeys(CLIP_ROLES.values())
+        if token in vocab
+    ]
+    return tokenizer_json(
+        model,
+        {"type": "Sequence", "normalizers": normalizers},
+        {"type": "Sequence", "pretokenizers": [words, BYTE_LEVEL]},
+        {"type": "Sequence", "decoders": decoders},
+        added,
+    )
 
 
 def from_word_pieces(tokens: list[str], config: Mapping[str, Any]) -> str:
@@ -82,41 +151,3 @@ def from_word_pieces(tokens: list[str], config: Mapping[str, Any]) -> str:
     }  # fmt: skip
     decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     return tokenizer_json(model, normalizer, {"type": "BertPreTokenizer"}, decoder, [])
-
-
-def from_ranks(text: str, path: Path) -> str:
-    """tiktoken's file: a line a token, its bytes in base64 and its rank.
-
-    Raises:
-        BadInput: the name says nothing of how text is cut.
-        Damaged: a line that is none of these.
-    """
-    rule = next((rule for name, rule in RANKS.items() if path.name.startswith(name)), None)
-    if rule is None:
-        raise BadInput(
-            f"how text is cut for `{path.name}` is not known",
-            where="a .tiktoken file holds ranks only",
-            hint=f"known are files whose names begin with {', '.join(RANKS)}",
-        )
-    ranks = dict(ranked(line, path) for line in text.splitlines() if line)
-    names = byte_names()
-    merges = [
-        (rank, ranks[token[:cut]], token[:cut], token[cut:])
-        for token, rank in ranks.items()
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-
-    def spelt(token: bytes) -> str:
-        return "".join(names[byte] for byte in token)
-
-    pairs = [[spelt(left), spelt(right)] for _, _, left, right in sorted(merges)]
-    return byte_bpe({spelt(token): rank for token, rank in ranks.items()}, pairs, rule, [])
-
-
-def ranked(line: str, path: Path) -> tuple[bytes, int]:
-    token, _, rank = line.partition(" ")
-    try:
-        return base64.b64decode(token, validate=True), int(rank)
-    except (binascii.Error, ValueError):
-        raise damaged(path, f"the line {line[:40]!r} is no token with its rank") from None

@@ -23,10 +23,12 @@ codecs.register_error(EACH_BYTE, lambda error: ("\ufffd" * (error.end - error.st
 
 
 class Decoding(NamedTuple):
-    """steps: what happens to each token. strips: spaces taken off the whole. invalid: codecs error handler."""
+    """steps: what happens to each token. strips, trims: spaces taken off the beginning and the end of the whole. invalid:
+    codecs error handler."""
 
     steps: list[Step]
     strips: int = 0
+    trims: int = 0
     invalid: str = "replace"
 
     def piece(self, token: str, first: bool) -> bytes:
@@ -50,9 +52,10 @@ def decoding(spec: Spec | None, path: Path) -> Decoding:
     specs = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     kinds = [one["type"] for one in specs]
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
-    strips = sum(whole_strip(one, path) for one in specs[fused:])
+    ends = [whole_strip(one, path) for one in specs[fused:]]
+    strips, trims = sum(start for start, _ in ends), sum(stop for _, stop in ends)
     steps = [step_of(one, path) for one in specs[:fused]]
-    return Decoding(steps, strips, EACH_BYTE if "ByteFallback" in kinds else "replace")
+    return Decoding(steps, strips, trims, EACH_BYTE if "ByteFallback" in kinds else "replace")
 
 
 def step_of(spec: Spec, path: Path) -> Step:
@@ -61,13 +64,13 @@ def step_of(spec: Spec, path: Path) -> Step:
     return STEPS[spec["type"]](spec)
 
 
-def whole_strip(spec: Spec, path: Path) -> int:
-    """Spaces that a step after `Fuse` takes off the beginning of the text."""
+def whole_strip(spec: Spec, path: Path) -> tuple[int, int]:
+    """Spaces that a step after `Fuse` takes off the beginning and the end of the text."""
     if spec["type"] == "Fuse":
-        return 0
-    if spec["type"] != "Strip" or spec["content"] != " " or spec["stop"]:
+        return 0, 0
+    if spec["type"] != "Strip" or spec["content"] != " ":
         raise Unsupported(f"the decoder `{spec['type']}` after `Fuse` is not known", where=f"in {path}")
-    return spec["start"]
+    return spec["start"], spec["stop"]
 
 
 def byte_level(spec: Spec) -> Step:

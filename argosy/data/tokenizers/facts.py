@@ -6,6 +6,8 @@ nothing. Knows no vocabulary: a role's text has an id only where a tokenizer giv
 """
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,18 +18,22 @@ from argosy.core.errors import BadInput, Damaged
 VOCABULARY_BYTES = 256 << 20  # the largest published tokenizer.json has 33 MB
 CONFIG_BYTES = 16 << 20
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character; two of them are one, which is for JSON to say
+LONE = re.compile("[\ud800-\udfff]")
 DEFAULT = "default"  # the name of the chat template that has no other
 
 
 @dataclass(frozen=True)
 class Facts:
     """roles: text of each special token. adds_bos: None where nobody says. templates: chat templates by name.
-    added: tokens beside the vocabulary, by id. config: the whole tokenizer_config.json they came from."""
+    added: tokens beside the vocabulary, by id. more: special tokens without a role. config: the whole
+    tokenizer_config.json they came from."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
     adds_bos: bool | None = None
     templates: Mapping[str, str] = field(default_factory=dict)
     added: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    more: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self, roles: Mapping[str, str]) -> "Facts":
@@ -40,6 +46,8 @@ class Facts:
         config["add_bos_token"] = adds_bos
         if self.added:
             config["added_tokens_decoder"] = {str(number): dict(token) for number, token in self.added.items()}
+        if self.more:
+            config["additional_special_tokens"] = list(self.more)
         config.pop("chat_template", None)
         if set(self.templates) == {DEFAULT}:
             config["chat_template"] = self.templates[DEFAULT]
@@ -56,10 +64,11 @@ def read_facts(folder: Path) -> Facts:
         Damaged: a file that is not JSON, or not of the shape that its name promises.
     """
     config = read_object(folder / "tokenizer_config.json")
-    roles = texts_of(read_object(folder / "special_tokens_map.json")) | texts_of(config)
+    beside = read_object(folder / "special_tokens_map.json")
+    roles, more = texts_of(beside) | texts_of(config), dict.fromkeys([*more_of(beside), *more_of(config)])
     said = config.get("add_bos_token")
     adds_bos = said if isinstance(said, bool) else None
-    return Facts(roles, adds_bos, read_templates(folder, config), read_added(folder, config), config)
+    return Facts(roles, adds_bos, read_templates(folder, config), read_added(folder, config), tuple(more), config)
 
 
 def texts_of(config: Mapping[str, Any]) -> dict[str, str]:
@@ -71,6 +80,19 @@ def texts_of(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(text, str) and text:
             found[role] = text
     return found
+
+
+def more_of(config: Mapping[str, Any]) -> list[str]:
+    """Special tokens without a role, under the older and the newer name of their list."""
+    told = [config.get("additional_special_tokens"), config.get("extra_special_tokens")]
+    entries = [
+        entry
+        for one in told
+        if isinstance(one, list | dict)
+        for entry in (one.values() if isinstance(one, dict) else one)
+    ]
+    texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
+    return [text for text in texts if isinstance(text, str) and text]
 
 
 def read_added(folder: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
@@ -128,6 +150,8 @@ def parse_object(text: str, path: Path) -> dict[str, Any]:
         raise damaged(path, f"not JSON: {str(error)[:120]}") from None
     if not isinstance(value, dict):
         raise damaged(path, "not a JSON object")
+    if HALF.search(text) and LONE.search(json.dumps(value, ensure_ascii=False)):
+        raise damaged(path, "half a character: an escape of UTF-16 that stands alone")
     return value
 
 
@@ -140,7 +164,7 @@ def read_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            data = file.read(most + 1)
+            data = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)  # a read sets aside what it is told
     except OSError as error:
         raise BadInput(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
     if len(data) > most:

@@ -14,10 +14,10 @@ from pathlib import Path
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from argosy.data.tokenizers import Tokenizer, whole
+from argosy.data.tokenizers import Span, Tokenizer, whole
 from argosy.data.tokenizers.byte import byte_names
 from argosy.data.tokenizers.decoders import decoding
-from argosy.data.tokenizers.facts import Facts, damaged
+from argosy.data.tokenizers.facts import Facts, damaged, parse_object
 
 
 class FastTokenizer(Tokenizer):
@@ -42,13 +42,19 @@ class FastTokenizer(Tokenizer):
         self.adds_bos = self.bos is not None and (self._puts_bos() if facts.adds_bos is None else facts.adds_bos)
         decoder = self._library.decoder
         self._decoding = decoding(None if decoder is None else json.loads(decoder.__getstate__()), path)
-        self.strips, self.invalid = self._decoding.strips, self._decoding.invalid
+        self.strips, self.trims, self.invalid = self._decoding[1:]
         self._pieces: dict[tuple[int, bool], bytes] = {}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         library = self._parsing if special else self._library
         with refusals(self._path):
             return library.encode(whole(text), add_special_tokens=False).ids
+
+    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
+        library = self._parsing if special else self._library
+        with refusals(self._path):
+            encoding = library.encode(whole(text), add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         with refusals(self._path):
@@ -70,7 +76,7 @@ class FastTokenizer(Tokenizer):
 
     def identity(self) -> bytes:
         """The content, however it is written: order of keys, blanks, either spelling of merges."""
-        content = json.loads(self._text)
+        content = parse_object(self._text, self._path)  # the library takes some text that is no JSON
         model = content["model"]
         model["merges"] = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges") or []]
         parts = [content.get("added_tokens"), content.get("normalizer"), content.get("pre_tokenizer"), model]
@@ -93,7 +99,8 @@ class FastTokenizer(Tokenizer):
 
     def _puts_bos(self) -> bool:
         """Whether the file's own post-processor puts `bos` in front."""
-        return self._library.encode("").ids[:1] == [self.bos]
+        with refusals(self._path):
+            return self._library.encode("").ids[:1] == [self.bos]
 
 
 @contextmanager
@@ -135,6 +142,7 @@ def add(library: Library, facts: Facts, path: Path) -> bool:
         if library.token_to_id(told["content"]) != number:
             raise damaged(path, f"the added token {told['content'][:40]!r} cannot have the id {number}")
     markup = [text for role, text in facts.roles.items() if role != "unk_token"]  # what is unknown stays in the text
+    markup += facts.more
     roles = [text for text in markup if text not in special and library.token_to_id(text) is not None]
     library.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in dict.fromkeys(roles)])
     return bool(new or roles)

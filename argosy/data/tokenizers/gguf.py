@@ -36,9 +36,9 @@ def read_gguf(path: Path) -> Tokenizer | None:
     """
     meta = GGUF.open(path).meta
     kind = meta.get(f"{KEY}model")
-    if kind is None or kind in ("none", "no_vocab"):
+    if kind is None or (isinstance(kind, str) and kind in ("none", "no_vocab")):
         return None
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise Unsupported(f"the GGUF tokenizer `{str(kind)[:40]}` is not read", where=f"in {path}")
     return KINDS[kind](Tables(meta, path))
 

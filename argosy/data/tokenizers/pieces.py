@@ -8,17 +8,17 @@ the tokenizer's config says `legacy: false` (huggingface/transformers#24565).
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
 
 from argosy.core.errors import Unsupported
-from argosy.data.tokenizers import Tokenizer, whole
+from argosy.data.tokenizers import Span, Tokenizer, whole
 from argosy.data.tokenizers.decoders import EACH_BYTE
 from argosy.data.tokenizers.facts import Facts, damaged
-from argosy.data.tokenizers.proto import BYTE, CONTROL, NO_PREFIX, UNKNOWN, read_model
+from argosy.data.tokenizers.proto import BYTE, CONTROL, NO_PREFIX, UNKNOWN, fields, read_model
 
 SPACE = "\u2581"
 BEGINNING = ("Llama", "CodeLlama", "Gemma")  # classes of the Hub that put `bos` in front unless told otherwise
@@ -48,19 +48,36 @@ class PieceTokenizer(Tokenizer):
         self.lasting = self._model.trims
         self.bos, self.eos, self.pad = (self._id(f"{role}_token") for role in ("bos", "eos", "pad"))
         self.adds_bos = self.bos is not None and (self._begins(facts) if facts.adds_bos is None else facts.adds_bos)
-        self.hidden = frozenset(self._special.values()) - {n for n, t in self._added.items() if not is_special(facts, n, t)}
+        self.hidden = frozenset(self._special.values()) - {
+            n for n, t in self._added.items() if not is_special(facts, n, t)
+        }
         self._legacy = facts.config.get("legacy", True) is not False
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        if not special or not self._special:
-            return self._library.encode(whole(text))
         ids: list[int] = []
-        for place, part in enumerate(self._splitting.split(whole(text))):
-            if part in self._special:
-                ids.append(self._special[part])
-            elif part:
-                ids += (self._library if self._legacy or not place else self._joining).encode(part)
+        for token, library, part in self._parts(whole(text), special):
+            ids += library.encode(part) if token is None else [token]
         return ids
+
+    def _parts(self, text: str, special: bool) -> Iterator[tuple[int | None, SentencePieceProcessor, str]]:
+        """The text cut at special tokens: the id of one, or None and who encodes what stands between."""
+        parts = self._splitting.split(text) if special and self._special else [text]
+        for place, part in enumerate(parts):
+            if part:
+                library = self._library if self._legacy or not place else self._joining
+                yield (self._special.get(part) if len(parts) > 1 else None), library, part
+
+    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
+        ids, spans, at = [], [], 0
+        for token, library, part in self._parts(whole(text), special):
+            if token is not None:
+                found = [(token, 0, len(part))]
+            else:
+                found = aligned(library.encode(part, out_type="serialized_proto"), part, self._path)
+            ids += [number for number, _, _ in found]
+            spans += [(at + begin, at + end) for _, begin, end in found]
+            at += len(part)
+        return ids, spans
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return self._library.encode([whole(text) for text in texts])
@@ -118,6 +135,13 @@ class PieceTokenizer(Tokenizer):
         """The convention: Llama's kind (BPE) begins with `bos`, T5's (unigram) does not, unless its class does."""
         kind = facts.config.get("tokenizer_class")
         return kind.startswith(BEGINNING) if isinstance(kind, str) else self._model.bpe
+
+
+def aligned(answer: bytes, text: str, path: Path) -> list[tuple[int, int, int]]:
+    """Id, begin and end of each piece of the library's answer (sentencepiece.proto), its bytes counted as characters."""
+    characters = [place for place, character in enumerate(text) for _ in character.encode()] + [len(text)]
+    pieces = [dict(fields(bytes(value), path)) for number, value in fields(answer, path) if number == 2]
+    return [(int(p.get(2, 0)), characters[int(p.get(4, 0))], characters[int(p.get(5, 0))]) for p in pieces]
 
 
 def is_special(facts: Facts, number: int, text: str) -> bool:

@@ -2,7 +2,8 @@
 
 Notable: a GGUF names its rule and leaves it to the reader. The wrong rule gives other ids and no error: with GPT-2's in
 place of `smollm`, "\\n\\n1. First" has one token more. So an unknown name is refused. Names are those of llama.cpp
-(ggml-org/llama.cpp, src/llama-vocab.cpp), expressions those of the tokenizer.json that each family published.
+(ggml-org/llama.cpp at 00ad355, src/llama-vocab.cpp), expressions those of the tokenizer.json that each family published,
+where llama.cpp has rewritten them for its own engine.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from argosy.core.errors import BadInput, nearest
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _CAPITAL, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_NOT_HAN_CAPITAL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_NOT_HAN_SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _ASCII = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 
 DIGIT = r"\p{N}"
@@ -29,6 +32,24 @@ GPT4O = (
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
 DEEPSEEK3 = rf"{_ASCII}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN_CAPITAL}*{_NOT_HAN_SMALL}+{_ENDINGS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN_CAPITAL}+{_NOT_HAN_SMALL}*{_ENDINGS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)  # moonshotai/Kimi-K2-Instruct, tokenization_kimi.py
+BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+YOUTU = r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
+JAIS2_SPACES = (
+    "".join(rf"|\s{{{run}}}(?!\S)" for run in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")) + r"|\s"
+)
+BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+KANA, CJK = "[一-龥぀-ゟ゠-ヿ]+", "[一-龥ࠀ-一가-퟿]+"
+CASED = (  # of deepseek-llm: the letters that have a case
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbe"
+    "ῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
+    "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+MARKS = "!-/:-~！-／：-～‘-‟\u3000-。"
 
 
 @dataclass(frozen=True)
@@ -45,24 +66,44 @@ class Rule:
 DEFAULT = Rule((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
 _GPT2, _DIGITS, _QWEN2 = Rule((GPT2,)), Rule((DIGIT, GPT2)), Rule((QWEN2,), nfc=True)
 _LLAMA3 = Rule((LLAMA3,), whole=True, bos=True)
-_GPT4O = Rule((GPT4O,))
+
+
+def named(names: str, rule: Rule) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
 
 RULES = {
     "default": DEFAULT,
-    **dict.fromkeys(["gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion"], _GPT2),
-    **dict.fromkeys(["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"], _DIGITS),
-    **dict.fromkeys(
-        ["llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"], _LLAMA3
-    ),
-    **dict.fromkeys(["dbrx", "smaug-bpe", "chatglm-bpe", "glm4"], Rule((LLAMA3,))),
-    **dict.fromkeys(["qwen2", "deepseek-r1-qwen", "megrez"], _QWEN2),
-    **dict.fromkeys(["stablelm2", "hunyuan"], Rule((QWEN2,))),
-    "qwen35": Rule((QWEN35,), nfc=True),
-    "tekken": Rule((TEKKEN,), whole=True, bos=True),
-    **dict.fromkeys(["gpt-4o", "llama4"], _GPT4O),
-    **dict.fromkeys(["deepseek-v3", "hunyuan-dense"], Rule((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3))),
-    "falcon": Rule((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")),
+    **named("gpt-2 phi-2 mpt olmo jais exaone4 trillion granite-docling gigachat a.x-4.0 mellum modern-bert", _GPT2),
+    **named("roberta-bpe jina-v1-en jina-v2-code jina-v2-de jina-v2-es jina-de jina-es", _GPT2),
+    **named("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", _DIGITS),
+    **named("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3),
+    **named("dbrx smaug-bpe chatglm-bpe glm4", Rule((LLAMA3,))),
+    **named("qwen2 deepseek-r1-qwen megrez kormo f2llmv2", _QWEN2),
+    **named("stablelm2 hunyuan solar-open grok-2", Rule((QWEN2,))),
+    **named("qwen35", Rule((QWEN35,), nfc=True)),
+    **named("tekken", Rule((TEKKEN,), whole=True, bos=True)),
+    **named("gpt-4o llama4 kanana2 talkie minimax-m2", Rule((GPT4O,))),
+    **named("granite-embed-multi-97m", Rule((GPT4O,), whole=True)),
+    **named("tiny_aya cohere2moe", Rule((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O))),
+    **named("youtu", Rule((YOUTU, GPT4O.replace(r"\p{N}{1,3}", DIGIT)), whole=True)),
+    **named("kimi-k2", Rule((KIMI,), whole=True)),
+    **named("deepseek-llm", Rule((r"[\r\n]", rf"\s?[{CASED}]+", rf"\s?[{MARKS}]+", r"\s+$", CJK, r"\p{N}+"))),
+    **named("deepseek-coder", Rule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, DIGIT))),
+    **named("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Rule((r"\p{N}{1,3}", KANA, DEEPSEEK3))),
+    **named("spark2_5", Rule((DIGIT, KANA, DEEPSEEK3.replace(r"[\r\n]*|\s*[\r\n]+", r"|[\r\n]")))),
+    **named("falcon", Rule((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"))),
+    **named("jais-2", Rule((LLAMA3.replace(r"|\s+(?!\S)|\s+", JAIS2_SPACES),))),
+    **named("bailingmoe bailingmoe2 llada-moe", Rule((BAILING,))),
+    **named("seed-coder", Rule((QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+"),))),
+    **named("ufakzeka", Rule((QWEN2.removeprefix(f"{_ENDINGS}|"),))),
+    **named("laguna", Rule((r"[^\n]+|[\n]+", QWEN2))),
+    **named("minicpm5", Rule((r"\p{N}{1,3}", QWEN2.replace(r"\p{N}|", r"\p{N}+|")), whole=True)),
+    **named("bloom poro-chat gpt3-finnish", Rule((BLOOM,))),
+    **named("viking", Rule((BLOOM, DIGIT))),
 }
+"""Those of llama.cpp's table that are expressions. Left out, and so refused: rules written in C++ (afmoe, superbpe), and
+vocabularies that are not of bytes (gemma4, sarvam-moe, whitespace)."""
 
 
 def rule(name: str, where: str) -> Rule:

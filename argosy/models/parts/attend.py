@@ -9,6 +9,12 @@ A layer says what it keeps of the past, `holds() -> Spec`; the caller allocates 
 and asks `attend.positions` for rope. A strategy is a pytree whose every array leads with the batch, so rows can be split over
 devices and pipelines without knowing which strategy it is. There is no decode twin of a model and no mode.
 
+A layer that reads no further back than `span` tokens keeps a ring of that many and not everything: one for each row of
+`Contiguous`, one for each slot of `Paged`, token p at p modulo its size (`RECENT`). The caller sees one cache.
+
+A layer that reads no further back than `span` tokens keeps a ring of so many instead of everything (`RECENT`): one for each row
+of `Contiguous`, one for each slot of `Paged`. Token p lies at p modulo the ring's size. The caller sees one cache.
+
     Packed(segments)                        trains: whole sequences, several to a row
     Contiguous(at, live)                    evaluates and decodes: one buffer a row, rows of any length
     Paged(table, slots, lengths, new, t)    serves: rows own pages of a pool (Kwon et al. 2023, arXiv:2309.06180)
@@ -20,11 +26,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from argosy.ops.attention import Score, See, attention
 
-Cache = dict[str, Array]  # of one layer; names as in its Spec
+Cache = dict[str, Array]  # of one layer; names as in its Spec, `RECENT` before those that are rings
+RECENT = "recent."
+NOWHERE = np.int32(2**30)  # the position of a ring's entry that holds nothing: after every query
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,15 @@ class Attend(Protocol):
         """Of this call's tokens, each counted from the start of its own sequence."""
         ...
 
+    @property
+    def live(self) -> Bool[Array, "B T"]:
+        """Which tokens are real; what the others compute has no meaning."""
+        ...
+
+    def capacity(self, cache: Cache | None) -> int:
+        """The most tokens that a sequence of this call can reach, as far as what is held for it tells."""
+        ...
+
     def __call__(
         self, q: Float[Array, "B T N H"], held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score
     ) -> tuple[Float[Array, "B T N U"], Cache | None]: ...
@@ -148,13 +166,20 @@ class Packed:
     def positions(self) -> Int[Array, "B T"]:
         return _segment_positions(self.segments)
 
+    @property
+    def live(self) -> Bool[Array, "B T"]:
+        return self.segments > 0
+
+    def capacity(self, cache: Cache | None) -> int:
+        return self.segments.shape[1]
+
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         at = _rows(self.segments)
         see = See(at, at, self.segments, self.segments, aligned=True)
         return meet(q, held, read, score, see, self.absorb), cache
 
     def carry(self, cache: Cache | None) -> Carry:
-        return Carry(None, _segment_starts(self.segments), self.segments > 0)
+        return Carry(None, _segment_starts(self.segments), self.live)
 
     def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
         return cache
@@ -170,44 +195,65 @@ class Bidirectional:
     def positions(self) -> Int[Array, "B T"]:
         return _segment_positions(self.segments)
 
+    @property
+    def live(self) -> Bool[Array, "B T"]:
+        return self.segments > 0
+
+    def capacity(self, cache: Cache | None) -> int:
+        return self.segments.shape[1]
+
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         at = _rows(self.segments)
         see = See(at, at, self.segments, self.segments, causal=False, aligned=True)
         return meet(q, held, read, score, see, False), cache
 
     def carry(self, cache: Cache | None) -> Carry:
-        return Carry(None, _segment_starts(self.segments), self.segments > 0)
+        return Carry(None, _segment_starts(self.segments), self.live)
 
     def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
         return cache
 
 
-@_strategy("absorb", "fresh")
+@_strategy("absorb", "fresh", "reach")
 class Contiguous:
     """A buffer [B S ...] for each layer. Token t of row b lies at `at[b, t]`; tokens that are not `live` (padding on the
     right of shorter rows) are written nowhere, and what they compute has no meaning.
 
     fresh: these tokens are the first, `at` is 0..T-1. They then meet each other alone, as in training, and not the whole
     buffer: scores are [T T] and causal, where they would be [T S] and dense.
+    reach: the most tokens that these sequences will ever have, where the buffer may still grow.
     """
 
     at: Int[Array, "B T"]
     live: Bool[Array, "B T"]
     absorb: bool | None = None
     fresh: bool = False
+    reach: int | None = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:
         return self.at
 
+    def capacity(self, cache: Cache | None) -> int:
+        return _whole(cache).shape[1] if self.reach is None else self.reach
+
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         assert cache is not None, "Contiguous writes to a cache: allocate one with `contiguous`"
         B, S = next(iter(cache.values())).shape[:2]
-        row = jnp.arange(B)[:, None]
-        where = jnp.where(self.live, self.at, S)  # past the end: dropped
-        cache = {n: cache[n].at[row, where].set(held[n].astype(cache[n].dtype), mode="drop") for n in cache}
+        if ring := _is_ring(cache):
+            past, cache = cache, _ring_written(cache, jnp.arange(B), held, self.at, self.live)
+        else:
+            row = jnp.arange(B)[:, None]
+            where = jnp.where(self.live, self.at, S)  # past the end: dropped
+            past, cache = (
+                cache,
+                {n: cache[n].at[row, where].set(held[n].astype(cache[n].dtype), mode="drop") for n in cache},
+            )
         if self.fresh:
             return meet(q, held, read, score, See(self.at, self.at, aligned=True), self.absorb), cache
+        if ring:
+            before = jnp.where(self.live[:, 0], self.at[:, 0], 0)
+            return _ring_met(q, held, past, before, self.at, self.live, read, score, self.absorb), cache
         k_at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
         stored = {n: c.astype(q.dtype) for n, c in cache.items()}
         return meet(q, stored, read, score, See(self.at, k_at), self.absorb), cache
@@ -219,10 +265,10 @@ class Contiguous:
         return cache and {n: state[n].astype(cache[n].dtype) for n in cache}
 
 
-@_strategy("absorb")
+@_strategy("absorb", "reach")
 class Paged:
     """Row b owns the pages `table[b]` of a pool [pages page ...] and the slot `slots[b]` of the states; it has `lengths[b]`
-    tokens and brings `new[b]` of the T. A slot or page out of range is nobody's: writes to it are dropped."""
+    tokens and brings `new[b]` of the T. A slot or page out of range is nobody's: writes to it are dropped. `reach` as above."""
 
     table: Int[Array, "B P"]
     slots: Int[Array, "B"]
@@ -230,6 +276,7 @@ class Paged:
     new: Int[Array, "B"]
     t: Int[Array, "B T"]  # 0..T-1 in each row: it leads with the batch, and says T
     absorb: bool | None = None
+    reach: int | None = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -239,16 +286,24 @@ class Paged:
     def live(self) -> Bool[Array, "B T"]:
         return self.t < self.new[:, None]
 
+    def capacity(self, cache: Cache | None) -> int:
+        return self.table.shape[1] * _whole(cache).shape[1] if self.reach is None else self.reach
+
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         assert cache is not None, "Paged writes to a pool: allocate one with `paged`"
+        at = self.positions
+        if _is_ring(cache):
+            past = {n: jnp.take(c, self.slots, axis=0, mode="clip") for n, c in cache.items()}
+            y = _ring_met(q, held, past, self.lengths, at, self.live, read, score, self.absorb)
+            return y, _ring_written(cache, self.slots, held, at, self.live)
         pages, page = next(iter(cache.values())).shape[:2]
         B, P = self.table.shape
-        at = self.positions
+        S = P * page
         own = jnp.take_along_axis(self.table, jnp.minimum(at // page, P - 1), axis=1)
         where = jnp.where(self.live, own, pages), at % page
         cache = {n: cache[n].at[where].set(held[n].astype(cache[n].dtype), mode="drop") for n in cache}
-        mine = {n: p[self.table].reshape(B, P * page, *p.shape[2:]).astype(q.dtype) for n, p in cache.items()}
-        k_at = jnp.broadcast_to(jnp.arange(P * page, dtype=jnp.int32), (B, P * page))
+        mine = {n: p[self.table].reshape(B, S, *p.shape[2:]).astype(q.dtype) for n, p in cache.items()}
+        k_at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
         return meet(q, mine, read, score, See(at, k_at), self.absorb), cache
 
     def carry(self, cache: Cache | None) -> Carry:
@@ -259,23 +314,81 @@ class Paged:
         return cache and {n: p.at[self.slots].set(state[n].astype(p.dtype), mode="drop") for n, p in cache.items()}
 
 
+def _is_ring(cache: Cache) -> bool:
+    return next(iter(cache)).startswith(RECENT)
+
+
+def _whole(cache: Cache | None) -> Array:
+    """An array that holds everything.
+
+    Raises:
+        ValueError: there is none: a ring does not tell how long its sequence can become.
+    """
+    if cache is None or _is_ring(cache):
+        raise ValueError("no cache, or a ring: it does not tell how long a sequence can become")
+    return next(iter(cache.values()))
+
+
+def _ring_written(
+    cache: Cache, rows: Int[Array, "B"], held: Cache, at: Int[Array, "B T"], live: Bool[Array, "B T"]
+) -> Cache:
+    """The rings with the last of these tokens in them. Of a chunk longer than the ring, only its end is written."""
+    size = next(iter(cache.values())).shape[1]
+    last = jnp.max(jnp.where(live, at, -1), 1, keepdims=True)
+    where = jnp.where(live & (at > last - size), at % size, size)  # past the end: dropped
+    return {
+        name: ring.at[rows[:, None], where].set(held[name.removeprefix(RECENT)].astype(ring.dtype), mode="drop")
+        for name, ring in cache.items()
+    }
+
+
+def _ring_met(
+    q: Array,
+    held: Cache,
+    past: Cache,
+    before: Int[Array, "B"],
+    at: Int[Array, "B T"],
+    live: Bool[Array, "B T"],
+    read: Read,
+    score: Score,
+    absorb: bool | None,
+) -> Array:
+    """Attention on the rings as they were after `before` tokens, and on the new tokens beside them: so a chunk may be of
+    any length, and the ring no larger than the window."""
+    size = next(iter(past.values())).shape[1]
+    if score.window is None or score.window > size + 1:
+        raise ValueError(f"a ring of {size} tokens cannot serve a window of {score.window}")
+    newest = before[:, None] - 1
+    old = newest - (newest - jnp.arange(size, dtype=jnp.int32)) % size  # what each entry holds
+    k_at = jnp.concatenate([jnp.where(old >= 0, old, NOWHERE), jnp.where(live, at, NOWHERE)], 1)
+    both = {
+        n.removeprefix(RECENT): jnp.concatenate([ring.astype(q.dtype), held[n.removeprefix(RECENT)].astype(q.dtype)], 1)
+        for n, ring in past.items()
+    }
+    return meet(q, both, read, score, See(at, k_at), absorb)
+
+
 Specs = dict[str, tuple[Spec, int | None]]  # {cache name: what one layer holds, and how many share the array}
 
 
 def contiguous(specs: Specs, rows: int, length: int, dtype: Any = jnp.float32) -> dict[str, Cache]:
-    """Empty buffers for `Contiguous`: [rows length ...] for each token, [rows ...] for each sequence."""
-    return _allocate(specs, (rows, length), (rows,), dtype)
+    """Empty buffers for `Contiguous`: [rows length ...] for each token, [rows ...] for each sequence; of layers that reach
+    less far back than `length`, [rows span ...]."""
+    return _allocate(specs, (rows, length), rows, dtype, length)
 
 
 def paged(specs: Specs, slots: int, pages: int, page: int, dtype: Any = jnp.float32) -> dict[str, Cache]:
-    """Empty pools for `Paged`: [pages page ...] for each token, [slots ...] for each sequence."""
-    return _allocate(specs, (pages, page), (slots,), dtype)
+    """Empty pools for `Paged`: [pages page ...] for each token, [slots ...] for each sequence; of layers that reach back
+    `span` tokens, [slots span ...] where that is less."""
+    return _allocate(specs, (pages, page), slots, dtype, pages * page // slots)
 
 
-def _allocate(specs: Specs, token: tuple[int, ...], row: tuple[int, ...], dtype: Any) -> dict[str, Cache]:
+def _allocate(specs: Specs, token: tuple[int, int], rows: int, dtype: Any, roomy: int) -> dict[str, Cache]:
     def one(spec: Spec, layers: int | None) -> Cache:
         lead = () if layers is None else (layers,)
-        tokens = {n: jnp.zeros((*lead, *token, *shape), dtype) for n, shape in spec.token}
-        return tokens | {n: jnp.zeros((*lead, *row, *shape), jnp.float32) for n, shape in spec.row}
+        ring = spec.span is not None and spec.span < roomy
+        place = (rows, spec.span) if ring else token
+        tokens = {RECENT * ring + n: jnp.zeros((*lead, *place, *shape), dtype) for n, shape in spec.token}
+        return tokens | {n: jnp.zeros((*lead, rows, *shape), jnp.float32) for n, shape in spec.row}
 
     return {name: one(*spec) for name, spec in specs.items()}

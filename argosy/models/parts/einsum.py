@@ -17,20 +17,27 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Real
 
 from argosy.models.parts.weight import Draw, Meaning, weight
+from argosy.ops.grouped import grouped_matmul
 
 
 class Route(NamedTuple):
-    """Rows sorted by expert: how many rows each expert has, and which expert each row has."""
+    """Rows sorted by expert: how many rows each expert has, and which expert each row has.
+
+    even: every expert has the same number, known from the shape.
+    """
 
     sizes: Int[Array, "E"]
     expert: Int[Array, "X"]
+    even: bool = False
 
 
 def contract(eq: str, x: Float[Array, "..."], w: Real[Array, "..."], route: Route | None = None) -> Float[Array, "..."]:
     """The one place where a weight meets data; it is computed in the type of `x`."""
+    if route is not None and not route.even:
+        return grouped_matmul(x, w, route.sizes)
     w = w.astype(x.dtype)
     if route is not None:
-        return jax.lax.ragged_dot(x, w, route.sizes)
+        return jnp.einsum("EXD,EDM->EXM", x.reshape(len(w), -1, x.shape[-1]), w).reshape(len(x), -1)
     if (inner := _tail(eq)) is None:
         return jnp.einsum(eq, x, w)
     return _product(eq, x, w, inner)

@@ -1,4 +1,4 @@
-"""Gated feed-forward layers. Shazeer 2020 (arXiv:2002.05202)."""
+"""Feed-forward layers: gated (Shazeer 2020, arXiv:2002.05202) and plain."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -30,3 +30,15 @@ class GLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+
+
+class MLP(nnx.Module):
+    """down(act(up(x))): D to F and back, with biases."""
+
+    def __init__(self, dims: dict[str, int], activation: Activation = "gelu"):
+        self.activation = activation
+        self.up = Einsum("BTD,DF->BTF", dims, bias=True)
+        self.down = Einsum("BTF,FD->BTD", dims, bias=True)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down(ACTIVATIONS[self.activation](self.up(x)))

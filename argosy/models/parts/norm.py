@@ -11,14 +11,34 @@ from argosy.models.parts.weight import Draw, Meaning, weight
 class RMSNorm(nnx.Module):
     """x / rms(x) * (scale + offset). Zhang and Sennrich 2019 (arXiv:1910.07467).
 
-    `offset` 1 means that scale-1 is stored (Gemma, Qwen3-Next); it then starts at 0.
+    Args:
+        width: of the axes that are normalised together, the last ones of x.
+        offset: 1 where scale - 1 is stored (Gemma, Qwen3-Next); it then starts at 0.
+        letters: what those axes are, one each.
     """
 
-    def __init__(self, width: int, eps: float = 1e-6, offset: float = 0.0, letter: str = "D"):
-        self.eps, self.offset = eps, offset
-        self.scale = weight((width,), Meaning(letter), Draw("constant", 1.0 - offset))
+    def __init__(self, width: int | tuple[int, ...], eps: float = 1e-6, offset: float = 0.0, letters: str = "D"):
+        shape = (width,) if isinstance(width, int) else width
+        assert len(shape) == len(letters), f"{shape} as {letters}"
+        self.eps, self.offset, self.axes = eps, offset, tuple(range(-len(shape), 0))
+        self.scale = weight(shape, Meaning(letters), Draw("constant", 1.0 - offset))
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, self.axes, keepdims=True) + self.eps)
+        return (y * (self.scale[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / std * scale + bias. Ba et al. 2016 (arXiv:1607.06450)."""
+
+    def __init__(self, width: int, eps: float = 1e-5):
+        self.eps = eps
+        self.scale = weight((width,), Meaning("D"), Draw("constant", 1.0))
+        self.b = weight((width,), Meaning("D"), Draw("constant", 0.0))
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, -1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        return (y * (self.scale[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
+        return (y * self.scale[...].astype(jnp.float32) + self.b[...].astype(jnp.float32)).astype(x.dtype)

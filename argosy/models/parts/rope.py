@@ -21,7 +21,7 @@ class Linear(Settings):
     factor: float = Field(gt=0)
     """Longer by this factor than the model was trained for."""
 
-    def apply(self, freq: np.ndarray, base: float) -> tuple[np.ndarray, float]:
+    def apply(self, freq: np.ndarray, base: float, length: int | None) -> tuple[np.ndarray, float]:
         return freq / self.factor, 1.0
 
 
@@ -37,7 +37,7 @@ class Llama3(Settings):
     original: int = 8192
     """The original context, in tokens."""
 
-    def apply(self, freq: np.ndarray, base: float) -> tuple[np.ndarray, float]:
+    def apply(self, freq: np.ndarray, base: float, length: int | None) -> tuple[np.ndarray, float]:
         turns = self.original * freq / (2 * math.pi)
         kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
         return freq * kept + freq / self.factor * (1 - kept), 1.0
@@ -58,8 +58,15 @@ class Yarn(Settings):
     """Round the ends of the ramp to whole dimensions."""
     attention: float | None = None
     """Factor on cosine and sine; 0.1 ln(factor) + 1 unless told."""
+    mscale: float | None = None
+    """With `mscale_all_dim`: the factor is the ratio of 0.1 mscale ln(factor) + 1 of the two (DeepSeek, arXiv:2405.04434)."""
+    mscale_all_dim: float | None = None
+    """See `mscale`; latent attention also multiplies its scores by the square of this one's."""
 
-    def apply(self, freq: np.ndarray, base: float) -> tuple[np.ndarray, float]:
+    def sharpening(self, mscale: float = 1.0) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+    def apply(self, freq: np.ndarray, base: float, length: int | None) -> tuple[np.ndarray, float]:
         half = len(freq)
 
         def dimension(turns: float) -> float:
@@ -72,12 +79,40 @@ class Yarn(Settings):
         high = high + 0.001 if low == high else high
         divided = np.clip((np.arange(half) - low) / (high - low), 0, 1)
         sharper = self.attention
-        if sharper is None:
-            sharper = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+        if sharper is None and self.mscale and self.mscale_all_dim:
+            sharper = self.sharpening(self.mscale) / self.sharpening(self.mscale_all_dim)
+        elif sharper is None:
+            sharper = self.sharpening()
         return freq * (1 - divided) + freq / self.factor * divided, sharper
 
 
-SCALINGS = Registry("rope scaling", {"linear": Linear, "llama3": Llama3, "yarn": Yarn})
+class LongRope(Settings):
+    """A divisor of its own for each pair, from one list up to the original context and from another beyond.
+    Ding et al. 2024 (arXiv:2402.13753).
+
+    Which list is decided once for a sequence, by the longest it can become: keys turned by one list cannot meet
+    queries turned by the other.
+    """
+
+    short: tuple[float, ...]
+    """Divisors of sequences within the original context, one for each pair."""
+    long: tuple[float, ...]
+    """Divisors of longer ones."""
+    original: int = Field(gt=1)
+    """The original context, in tokens."""
+    attention: float = 1.0
+    """Factor on cosine and sine, at any length."""
+
+    def apply(self, freq: np.ndarray, base: float, length: int | None) -> tuple[np.ndarray, float]:
+        if length is None:
+            raise ValueError("longrope needs the length that a sequence can reach")
+        divisors = self.short if length <= self.original else self.long
+        if len(divisors) != len(freq):
+            raise ValueError(f"{len(divisors)} divisors for {len(freq)} rotary pairs")
+        return freq / np.asarray(divisors), self.attention
+
+
+SCALINGS = Registry("rope scaling", {"linear": Linear, "llama3": Llama3, "yarn": Yarn, "longrope": LongRope})
 
 
 class Rope(Settings):
@@ -89,25 +124,49 @@ class Rope(Settings):
     """How a longer context than the original is reached."""
     pairs: Literal["halves", "interleaved"] = "halves"
     """Feature i turns with i + H/2 (halves), or 2i with 2i + 1."""
+    part: float = Field(1.0, gt=0, le=1)
+    """The share of a head that turns: its first features. The others carry no position."""
 
-    def frequencies(self, size: int) -> tuple[np.ndarray, float]:
-        """Radians a token of each of the size/2 pairs, and the factor on cosine and sine."""
+    @property
+    def asks_length(self) -> bool:
+        """Whether its frequencies depend on how long a sequence can become."""
+        return isinstance(self.scaling, LongRope)
+
+    def turned(self, size: int) -> int:
+        """How many features of a head of this size turn."""
+        return int(size * self.part)
+
+    def frequencies(self, size: int, length: int | None = None) -> tuple[np.ndarray, float]:
+        """Radians a token of each of the size/2 pairs, and the factor on cosine and sine.
+
+        Args:
+            size: of what turns.
+            length: the most tokens that the sequence can reach, where the scaling asks.
+        """
         freq = self.base ** -(np.arange(0, size, 2, dtype=np.float64) / size)
         if self.scaling is None:
             return freq, 1.0
-        return self.scaling.apply(freq, self.base)
+        return self.scaling.apply(freq, self.base, length)
 
 
-def rotate(x: Float[Array, "B T N H"], at: Int[Array, "B T"], rope: Rope) -> Float[Array, "B T N H"]:
-    """Turns each pair of features by its position."""
-    freq, factor = rope.frequencies(x.shape[-1])
+def rotate(
+    x: Float[Array, "B T N H"], at: Int[Array, "B T"], rope: Rope, length: int | None = None
+) -> Float[Array, "B T N H"]:
+    """Turns each pair of features by its position.
+
+    Args:
+        length: the most tokens that these sequences can reach (`Attend.capacity`).
+    """
+    size = rope.turned(x.shape[-1])
+    freq, factor = rope.frequencies(size, length)
     angle = at.astype(jnp.float32)[:, :, None, None] * jnp.asarray(freq, jnp.float32)
     cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
-    y = x.astype(jnp.float32)
+    y = x[..., :size].astype(jnp.float32)
     if rope.pairs == "interleaved":
         a, b = y[..., 0::2], y[..., 1::2]
-        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape)
+        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(y.shape)
     else:
         a, b = jnp.split(y, 2, -1)
         turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-    return turned.astype(x.dtype)
+    turned = turned.astype(x.dtype)
+    return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], -1)

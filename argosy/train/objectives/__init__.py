@@ -27,10 +27,14 @@ class Mean(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """What is minimised, and what is told beside it."""
+    """What is minimised, and what is told beside it.
+
+    loads: how many tokens each expert got, by the address of the bias that this moves.
+    """
 
     loss: Mean
     metrics: dict[str, Mean]
+    loads: dict[str, Array] = {}  # noqa: RUF012
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from argosy.models.parts.attend import Packed
 from argosy.models.parts.einsum import Einsum
 from argosy.ops.cross_entropy import Losses, from_logits, row_chunks, vocabulary_blocks
 from argosy.train.objectives import Loss, Mean
+from argosy.train.objectives.routers import with_routers
 
 ROOMY_BYTES = 2 << 30  # of float32 logits that are simply kept, on each device
 
@@ -28,7 +29,7 @@ class NextToken(Settings):
     """Rows of logits alive at once under `chunks`."""
 
     def __call__(self, model: Any, batch: dict[str, Array], key: Array) -> Loss:
-        x, _, _ = model.hidden(batch["tokens"], Packed(batch["segments"]))
+        x, _, told = model.hidden(batch["tokens"], Packed(batch["segments"]))
         nll, lse = self.losses(model, x.reshape(-1, x.shape[-1]), batch["targets"].reshape(-1))
         mask = batch["mask"].reshape(-1)
         weight = jnp.sum(mask)
@@ -36,7 +37,7 @@ class NextToken(Settings):
         metrics = {"cross_entropy": Mean(cross_entropy, weight)}
         if self.z_loss:
             metrics["z_loss"] = Mean(self.z_loss * z, weight)
-        return Loss(Mean(cross_entropy + self.z_loss * z, weight), metrics)
+        return with_routers(Loss(Mean(cross_entropy + self.z_loss * z, weight), metrics), model, told, weight)
 
     def losses(self, model: Any, x: Array, targets: Array) -> Losses:
         how, plain = self.head, plain_head(model)

@@ -1,0 +1,115 @@
+"""Arrays as Zarr 3 keeps them, one file of values an array: what Orbax and TensorStore read back, whole or in parts.
+
+Notable: Orbax wants every array in memory at once to write a checkpoint; laid out here, they are written one after the
+other. An array is one shard of uncompressed chunks, runs of its leading axis, so a reader of a part takes only its chunks,
+and the file is the array in C order with a table of chunks at its end.
+Sources: zarr-specs, core 3.0 and the codec `sharding_indexed` 1.0. Knows nothing of what the arrays are for.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import Unsupported
+from argosy.core.formats import Entry, damaged, map_file
+from argosy.core.formats.files import File, Order, of_text, slabs
+
+CHUNK_BYTES = 1 << 24
+DTYPES = frozenset(
+    {"bool", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32"}
+    | {
+        "float64",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e4m3b11fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+    }
+)
+
+
+def array_files(entry: Entry) -> list[File]:
+    """An array's metadata and its values; names begin with the array's own.
+
+    Raises:
+        Unsupported: a type that Zarr has no name for.
+    """
+    if entry.dtype.name not in DTYPES:
+        raise Unsupported(f"checkpoints have no type for {entry.dtype}, of tensor `{entry.name}`")
+    rows, chunks = _chunks(entry)
+    files = [of_text(f"{entry.name}/zarr.json", json.dumps(_metadata(entry, rows, chunks)))]
+    if math.prod(entry.shape):
+        name = "/".join([entry.name, "c", *("0" for _ in entry.shape)])
+        size = chunks * (_chunk_bytes(entry, rows) + 16)
+        files.append(File(name, size, partial(_shard, entry, rows, chunks)))
+    return files
+
+
+def map_array(folder: Path) -> np.ndarray | None:
+    """An array as `array_files` laid it out, as a view of its mapped file; None where it is laid out otherwise.
+
+    Raises:
+        Damaged: a file whose length is not what its metadata says.
+    """
+    try:
+        stored = json.loads((folder / "zarr.json").read_bytes())
+        shape, dtype = tuple(stored["shape"]), np.dtype(stored["data_type"])
+        entry = Entry(folder.name, shape, dtype, lambda: np.empty(0))
+        if not math.prod(shape) or stored != _metadata(entry, *_chunks(entry)):
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    path = folder.joinpath("c", *("0" for _ in shape))
+    data, (rows, chunks) = map_file(path), _chunks(entry)
+    if len(data) != chunks * (_chunk_bytes(entry, rows) + 16):
+        raise damaged(path, f"{len(data)} bytes are not what {list(shape)} of {dtype} takes")
+    return data[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def _chunks(entry: Entry) -> tuple[int, int]:
+    """Rows of a chunk, and how many chunks; the last is filled up with zeros."""
+    if not math.prod(entry.shape):
+        return 1, 1
+    length = entry.shape[0] if entry.shape else 1
+    row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+    chunks = math.ceil(length / max(1, CHUNK_BYTES // row_bytes))
+    rows = math.ceil(length / chunks)
+    return rows, math.ceil(length / rows)
+
+
+def _chunk_bytes(entry: Entry, rows: int) -> int:
+    return rows * math.prod(entry.shape[1:]) * entry.dtype.itemsize
+
+
+def _metadata(entry: Entry, rows: int, chunks: int) -> dict[str, Any]:
+    rest = [max(1, n) for n in entry.shape[1:]]
+    inner = [rows, *rest] if entry.shape else []
+    outer = [rows * chunks, *rest] if entry.shape else []
+    plain = {"name": "bytes", "configuration": {"endian": "little"}}
+    sharding = {"chunk_shape": inner, "codecs": [plain], "index_codecs": [plain]}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(entry.shape),
+        "data_type": entry.dtype.name,
+        "fill_value": False if entry.dtype == bool else 0,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": outer}},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+    }
+
+
+def _shard(entry: Entry, rows: int, chunks: int, order: Order) -> Iterator[np.ndarray]:
+    """The values, zeros up to a whole chunk, then where each chunk begins and how long it is."""
+    size = _chunk_bytes(entry, rows)
+    yield from slabs(entry, order)
+    if missing := chunks * size - math.prod(entry.shape) * entry.dtype.itemsize:
+        yield np.zeros(missing, np.uint8)
+    index = np.stack([np.arange(chunks) * size, np.full(chunks, size)], axis=1)
+    yield index.astype("<u8").reshape(-1).view(np.uint8)

@@ -1,0 +1,113 @@
+"""tiktoken's vocabularies: a line a token, its bytes in base64 and its rank (openai/tiktoken, load.py).
+
+Notable: tiktoken merges any two neighbors whose union has the lowest rank, so every way to split a token becomes a merge
+here, in the order of the ranks. A file says neither how text is cut nor what its special tokens are: both are known by the
+file's name, for few.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from argosy.core.errors import BadInput
+from argosy.data.tokenizers.byte import byte_names
+from argosy.data.tokenizers.convert import END, byte_bpe
+from argosy.data.tokenizers.facts import Facts, damaged
+from argosy.data.tokenizers.rules import RULES, Rule
+
+MOST_RANK = 1 << 24  # the largest published vocabulary has 200,000
+RESERVED = 256  # special ids after the ranks of Kimi K2, named by its config or by their number
+QWEN = [END, "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205))]
+CL100K = {END: 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259, "<|fim_suffix|>": 100_260,
+          "<|endofprompt|>": 100_276}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kind:
+    """rule: how text is cut. special: ids of special tokens by name, given the lowest free id and the facts. roles: of
+    those that go without saying."""
+
+    rule: Rule
+    special: Callable[[int, Facts], Mapping[str, int]]
+    roles: Mapping[str, str] = field(default_factory=lambda: {"eos_token": END})
+
+
+def reserved(first: int, facts: Facts) -> dict[str, int]:
+    """Kimi's: named in tokenizer_config.json, else by number (moonshotai/Kimi-K2-Instruct, tokenization_kimi.py)."""
+    names = {number: str(token["content"]) for number, token in facts.added.items()}
+    return {names.get(number, f"<|reserved_token_{number}|>"): number for number in range(first, first + RESERVED)}
+
+
+def known(rule: str) -> Rule:
+    """A rule, with words that are tokens found before any merge, as tiktoken does it."""
+    return replace(RULES[rule], whole=True)
+
+
+KINDS = {
+    "r50k": Kind(known("gpt-2"), lambda first, facts: {END: 50_256}),
+    "p50k": Kind(known("gpt-2"), lambda first, facts: {END: 50_256}),
+    "cl100k": Kind(known("dbrx"), lambda first, facts: CL100K),
+    "o200k": Kind(known("gpt-4o"), lambda first, facts: {END: 199_999, "<|endofprompt|>": 200_018}),
+    "qwen": Kind(known("qwen2"), lambda first, facts: {name: first + n for n, name in enumerate(QWEN)}),
+    "tiktoken.model": Kind(known("kimi-k2"), reserved, {"bos_token": "[BOS]", "eos_token": "[EOS]"}),
+}
+"""By how the file's name begins."""
+
+
+def from_ranks(text: str, facts: Facts, path: Path) -> tuple[str, Facts]:
+    """The content of a tokenizer.json, and the facts with the roles that go without saying.
+
+    Raises:
+        BadInput: the file's name says nothing of how text is cut.
+        Damaged: a line that is no token with its rank, a token or rank that stands twice.
+    """
+    kind = next((kind for name, kind in KINDS.items() if path.name.startswith(name)), None)
+    if kind is None:
+        raise BadInput(
+            f"how text is cut for `{path.name}` is not known",
+            where="a file of tiktoken holds ranks only",
+            hint=f"known are files whose names begin with {', '.join(KINDS)}; else take the tokenizer.json",
+        )
+    lines = [ranked(line, path) for line in text.splitlines() if line]
+    ranks = dict(lines)
+    if len(ranks) < len(lines) or len(set(ranks.values())) < len(lines):
+        raise damaged(path, "a token or a rank stands twice")
+    special = dict(kind.special(max(ranks.values(), default=-1) + 1, facts))
+    if taken := set(special.values()) & set(ranks.values()):
+        raise damaged(path, f"{len(taken)} special tokens have the rank of another")
+    names = byte_names()
+    vocab = {"".join(names[byte] for byte in token): rank for token, rank in ranks.items()}
+    added = [{"id": number, "content": name, "special": True} for name, number in special.items()]
+    roles = {role: name for role, name in kind.roles.items() if name in special}
+    return byte_bpe(vocab | special, list(merges(ranks, names)), kind.rule, added), facts.filled(roles)
+
+
+def merges(ranks: Mapping[bytes, int], names: Mapping[int, str]) -> Iterator[list[str]]:
+    """Every way to split a token in two, in the order of ranks."""
+    pairs = [
+        (rank, ranks[token[:cut]], token[:cut], token[cut:])
+        for token, rank in ranks.items()
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    for _, _, left, right in sorted(pairs):
+        yield ["".join(names[byte] for byte in part) for part in (left, right)]
+
+
+def holds_ranks(data: bytes) -> bool:
+    """Whether a file called tokenizer.model is one of tiktoken's, as Meta's own Llama 3 has it, and not SentencePiece's."""
+    return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data[:4096]) is not None
+
+
+def ranked(line: str, path: Path) -> tuple[bytes, int]:
+    token, _, rank = line.partition(" ")
+    try:
+        data, number = base64.b64decode(token, validate=True), int(rank)
+    except (binascii.Error, ValueError):
+        raise damaged(path, f"the line {line[:40]!r} is no token with its rank") from None
+    if not data or not 0 <= number < MOST_RANK:
+        raise damaged(path, f"the line {line[:40]!r} is no token with its rank")
+    return data, number

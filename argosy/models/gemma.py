@@ -1,0 +1,211 @@
+"""Gemma 1, 2 and 3 (text): embeddings scaled by sqrt(D), norms that store their scale minus one, a tied head.
+
+    Gemma 1     h = x + Attention(norm(x))              y = h + GeGLU(norm(h))
+    Gemma 2, 3  h = x + norm(Attention(norm(x)))        y = h + norm(GeGLU(norm(h)))
+
+Gemma 2 alternates local and global layers and caps scores and logits. Gemma 3 has five local layers to a global one, normalises
+queries and keys over each head, and turns local and global layers with rotary positions of their own.
+
+Gemma team 2024, 2024, 2025 (arXiv:2403.08295, 2408.00118, 2503.19786).
+B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary.
+"""
+
+from typing import Any, ClassVar
+
+from flax import nnx
+from jaxtyping import Array, Float
+from pydantic import Field
+
+from argosy.core.keymap import Row
+from argosy.models import hub_rows as hub
+from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
+from argosy.models.parts.attend import Attend, Cache, Spec
+from argosy.models.parts.decoder import Decoder, PreNorm
+from argosy.models.parts.heads import Attention, Reach
+from argosy.models.parts.mlp import GLU, Activation
+from argosy.models.parts.norm import RMSNorm
+from argosy.models.parts.rope import Linear, Rope
+from argosy.models.parts.stack import Layer, Run
+
+
+class GemmaConfig(DecoderConfig):
+    """Gemma 1, 2 and 3, text (arXiv:2403.08295, 2408.00118, 2503.19786)."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ("gemma", "gemma2", "gemma3_text")
+
+    tied: bool = True
+    """The head is the embedding."""
+    norm_eps: float = Field(1e-6, gt=0)
+    """Added to the mean square in RMSNorm."""
+    activation: Activation = "gelu_tanh"
+    """Of the feed-forward gate."""
+    attention_bias: bool = False
+    """Biases on the four projections of attention."""
+    query_scalar: float | None = Field(None, gt=0)
+    """Scores are divided by the square root of this; of the head size unless told."""
+    post_norms: bool = False
+    """Each half of a layer is normalised before it is added, too (Gemma 2 and 3)."""
+    qk_norm: bool = False
+    """RMSNorm over each head of queries and keys (Gemma 3)."""
+    score_cap: float | None = Field(None, gt=0)
+    """Attention scores become cap * tanh(score / cap) (Gemma 2: 50)."""
+    logit_cap: float | None = Field(None, gt=0)
+    """Logits become cap * tanh(logit / cap) (Gemma 2: 30)."""
+    local_rope: Rope | None = None
+    """Rotary positions of local layers, where they differ (Gemma 3)."""
+
+    @classmethod
+    def examples(cls) -> dict[str, Any]:
+        odd: dict[str, Any] = {"vocab": 113, "width": 44, "ffn": 70, "heads": 4, "context": 200, "head_size": 14}
+        two = {"window": 7, "pattern": "LG", "score_cap": 3.0, "logit_cap": 4.0, "query_scalar": 11.0}
+        three = {"window": 6, "pattern": "LLG", "qk_norm": True, "rope": Rope(base=1e6, scaling=Linear(factor=8))}
+        return {
+            "1": cls(**odd, layers=2, kv_heads=1, attention_bias=True),
+            "2": cls(**odd, layers=4, kv_heads=2, post_norms=True, **two),
+            "3": cls(**odd, layers=5, kv_heads=4, post_norms=True, local_rope=Rope(), **three, tied=False),
+        }
+
+    def build(self, run: Run = UNROLL) -> Decoder:
+        """Its module; the plan says of each layer how far back it sees and how it turns."""
+
+        def norm() -> RMSNorm:
+            return RMSNorm(self.width, self.norm_eps, offset=1.0)
+
+        def head_norm(heads: int) -> RMSNorm:
+            return RMSNorm(self.H, self.norm_eps, offset=1.0, letters="H")
+
+        def block(kind: str) -> PreNorm | Sandwich:
+            bias = self.attention_bias
+            attention = Attention(
+                self.dims,
+                self.layers,
+                scale=(self.query_scalar or self.H) ** -0.5,
+                bias=bias,
+                out_bias=bias,
+                norms=head_norm if self.qk_norm else None,
+                cap=self.score_cap,
+            )
+            shape = Sandwich if self.post_norms else PreNorm
+            return shape(attention, GLU(self.dims, self.activation), norm)
+
+        plan = [Layer("block", reach) for reach in self.reaches(self.local_rope)]
+        return Decoder(self, plan, block, norm(), run, gain=self.width**0.5, logit_cap=self.logit_cap)
+
+    def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
+        over = range(self.layers)
+        rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias) + hub.glu(over)
+        rows += hub.norms(over, **POST_NORMS if self.post_norms else hub.PRE_NORMS)
+        rows += hub.head_norms(over) if self.qk_norm else []
+        return rows + hub.ends(self.tied), self.dims
+
+    @classmethod
+    def from_hub(cls, config: dict[str, Any]) -> "GemmaConfig":
+        kind = config["model_type"]
+        read = TABLES[kind].read(config)
+        if kind == "gemma":  # "gelu" there has always meant the approximation
+            read["activation"] = "gelu_tanh"
+            return cls(**read, rope=Rope(**read_rope(config)))
+        every = config.get("sliding_window_pattern") or (2 if kind == "gemma2" else 6)
+        spans = "".join("L" if (i + 1) % every else "G" for i in range(read["layers"]))
+        read |= {"post_norms": True, "qk_norm": kind == "gemma3_text"} | read_pattern(config, read, spans)
+        if kind == "gemma2":
+            return cls(**read, rope=Rope(**read_rope(config)))
+        by_type = "full_attention" in (config.get("rope_parameters") or {})
+        local = (
+            read_rope(config, layer_type="sliding_attention")
+            if by_type
+            else {"base": config.get("rope_local_base_freq", 1e4)}
+        )
+        return cls(**read, rope=Rope(**read_rope(config, 1e6, layer_type="full_attention")), local_rope=Rope(**local))
+
+    def to_hub(self) -> dict[str, Any]:
+        """The Gemma of transformers that has these options."""
+        kind = "gemma" if not self.post_norms else "gemma3_text" if self.qk_norm else "gemma2"
+        said = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
+        said |= {"num_key_value_heads": self.K, "head_dim": self.H}
+        if kind == "gemma":
+            said |= {"hidden_activation": said["hidden_act"]}
+        else:
+            said |= {"query_pre_attn_scalar": self.query_scalar or self.H} | write_pattern(self.spans)
+        if kind != "gemma3_text":
+            said |= write_rope(self.rope)
+        else:
+            whole, local = write_rope(self.rope), write_rope(self.local_rope or self.rope)
+            said |= {"rope_theta": whole["rope_theta"], "rope_scaling": whole["rope_scaling"]}
+            said |= {"rope_local_base_freq": local["rope_theta"]}
+            both = {"full_attention": whole["rope_parameters"], "sliding_attention": local["rope_parameters"]}
+            said |= {"rope_parameters": both, "attn_logit_softcapping": self.score_cap}
+        return self.agreed(said)
+
+    def resolved(self) -> "GemmaConfig":
+        """Gemma 1 has no query scale of its own, and only Gemma 3 two rotary bases."""
+        local = (self.local_rope or self.rope) if self.qk_norm else None
+        scalar = (self.query_scalar or self.H) if self.post_norms else self.query_scalar
+        return super().resolved().model_copy(update={"local_rope": local, "query_scalar": scalar})
+
+
+class Sandwich(nnx.Module):
+    """Attention, then the feed-forward layer, each between two norms."""
+
+    def __init__(self, attn: Attention, mlp: GLU, norm: Any):
+        self.attn_norm, self.attn, self.post_attn_norm = norm(), attn, norm()
+        self.mlp_norm, self.mlp, self.post_mlp_norm = norm(), mlp, norm()
+
+    def holds(self, each: Reach) -> Spec:
+        return self.attn.holds(each)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Cache | None, dict[str, Array]]:
+        y, cache = self.attn(self.attn_norm(x), each, cache, attend)
+        x = x + self.post_attn_norm(y)
+        return x + self.post_mlp_norm(self.mlp(self.mlp_norm(x))), cache, {}
+
+
+POST_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attn_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+ARCHITECTURES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+DEFAULTS = {
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+LATER = [(("hidden_activation" if theirs == "hidden_act" else theirs), ours) for theirs, ours in SIZES] + [
+    ("attention_bias", "attention_bias"),
+    ("query_pre_attn_scalar", "query_scalar"),
+    ("sliding_window", "window"),
+    ("attn_logit_softcapping", "score_cap"),
+    ("final_logit_softcapping", "logit_cap"),
+]
+PLAIN = {"use_bidirectional_attention": (None, False)}
+TABLES = {
+    "gemma": ConfigTable(
+        [*SIZES, ("attention_bias", "attention_bias")],
+        DEFAULTS | {"hidden_act": "gelu_pytorch_tanh"},
+        PLAIN | {"hidden_activation": (None, "gelu_pytorch_tanh"), "hidden_act": ("gelu", "gelu_pytorch_tanh")},
+    ),
+    "gemma2": ConfigTable(
+        LATER,
+        DEFAULTS
+        | {"query_pre_attn_scalar": 256, "sliding_window": 4096}
+        | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        PLAIN,
+        frozenset(["layer_types", "cache_implementation", "hidden_act"]),
+    ),
+    "gemma3_text": ConfigTable(
+        [row for row in LATER if row[1] != "score_cap"],
+        DEFAULTS | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "max_position_embeddings": 131072},
+        PLAIN | {"attn_logit_softcapping": (None,)},  # Gemma 3 normalises instead; transformers reads no cap there
+        frozenset(
+            """layer_types sliding_window_pattern _sliding_window_pattern rope_local_base_freq cache_implementation
+            hidden_act""".split()  # noqa: SIM905
+        ),
+    ),
+}

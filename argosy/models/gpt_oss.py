@@ -1,0 +1,154 @@
+"""gpt-oss: windows in every second layer, a learned sink in each head, experts with biases and a clipped, shifted SwiGLU.
+
+    h = x + Attention(RMSNorm(x))        y = h + MoE(RMSNorm(h))
+    expert(x) = W_down ((up + 1) * gate * sigmoid(alpha gate)),  gate at most `limit`, up within +-limit
+
+OpenAI 2025 (arXiv:2508.10925). Its expert weights are published in MXFP4: blocks of 32 with a common power of two.
+B batch, T time, D width, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
+"""
+
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+from pydantic import Field
+
+from argosy.core.keymap import Row
+from argosy.models import hub_rows as hub
+from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
+from argosy.models.parts.decoder import Decoder, PreNorm
+from argosy.models.parts.heads import Attention
+from argosy.models.parts.moe import Experts, MoE
+from argosy.models.parts.norm import RMSNorm
+from argosy.models.parts.rope import Rope, Yarn
+from argosy.models.parts.stack import Layer, Run
+
+
+class GptOssConfig(DecoderConfig):
+    """gpt-oss (arXiv:2508.10925). `ffn` is what its experts have, `moe.ffn`; it has no other."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+
+    attention_bias: bool = True
+    """Biases on the four projections of attention."""
+    moe: Experts
+    """The experts of every layer."""
+    limit: float = Field(7.0, gt=0)
+    """Gate and up are clipped to this."""
+    alpha: float = 1.702
+    """Of the sigmoid in the gate."""
+
+    @classmethod
+    def examples(cls) -> dict[str, Any]:
+        odd: dict[str, Any] = {"vocab": 113, "width": 44, "ffn": 38, "heads": 4, "context": 200}
+        chosen = {"ffn": 38, "score": "softmax_chosen"}
+        scaled = Rope(base=150_000.0, scaling=Yarn(factor=8, original=16, truncate=False))
+        return {
+            "plain": cls(
+                **odd,
+                layers=4,
+                kv_heads=2,
+                head_size=10,
+                window=7,
+                pattern="LG",
+                rope=scaled,
+                limit=0.5,
+                moe=Experts(count=6, active=2, **chosen),
+            ),
+            "unbiased": cls(
+                **odd, layers=3, head_size=14, attention_bias=False, limit=0.3, moe=Experts(count=5, active=3, **chosen)
+            ),
+        }
+
+    def build(self, run: Run = UNROLL) -> Decoder:
+        """Its module; the plan says how far back each layer sees."""
+        act = partial(clipped_swiglu, limit=self.limit, alpha=self.alpha)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(self.width, self.norm_eps)
+
+        def block(kind: str) -> PreNorm:
+            bias = self.attention_bias
+            attention = Attention(self.dims, self.layers, bias=bias, out_bias=bias, sinks=True)
+            return PreNorm(attention, MoE(self.dims, self.moe, act, bias=True), norm)
+
+        return Decoder(self, [Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+
+    def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
+        over = range(self.layers)
+
+        def both(theirs: str, kind: str, how: str) -> Row:
+            """Gate and up, side by side in pairs."""
+            return Row(hub.LAYER + theirs, (f"layers.{{l}}.mlp.gate.{kind}", f"layers.{{l}}.mlp.up.{kind}"), how, over)
+
+        rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
+        rows += hub.norms(over, **hub.PRE_NORMS) + hub.ends(self.tied)
+        rows += hub.of_layers(
+            over,
+            ("self_attn.sinks", "attn.sinks", "N -> N"),
+            ("mlp.router.weight", "mlp.router.w", "E D -> D E"),
+            ("mlp.router.bias", "mlp.router.b", "E -> E"),
+            ("mlp.experts.down_proj", "mlp.down.w", "E M D -> E M D"),
+            ("mlp.experts.down_proj_bias", "mlp.down.b", "E D -> E D"),
+        )
+        rows.append(both("mlp.experts.gate_up_proj", "w", "E D (M (1|1)) -> E D M, E D M"))
+        rows.append(both("mlp.experts.gate_up_proj_bias", "b", "E (M (1|1)) -> E M, E M"))
+        return rows, self.dims
+
+    @classmethod
+    def from_hub(cls, config: dict[str, Any]) -> "GptOssConfig":
+        read = TABLE.read(config)
+        read["moe"] |= {"ffn": read["ffn"], "score": "softmax_chosen"}
+        spans = ("LG" * read["layers"])[: read["layers"]]
+        if not (config.get("rope_parameters") or config.get("rope_scaling")):
+            config = config | {"rope_parameters": RELEASED}
+        return cls(**read | read_pattern(config, read, spans), rope=Rope(**read_rope(config)))
+
+    def to_hub(self) -> dict[str, Any]:
+        """As transformers writes it."""
+        said = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]} | TABLE.write(self)
+        said |= {"num_key_value_heads": self.K, "head_dim": self.H, "experts_per_token": self.moe.active}
+        return self.agreed(said | write_pattern(self.spans) | write_rope(self.rope))
+
+
+def clipped_swiglu(gate: Array, up: Array, limit: float, alpha: float) -> Array:
+    """Gate is clipped from above only."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
+# What transformers takes where config.json says nothing of positions: those of the released models.
+RELEASED = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+TABLE = ConfigTable(
+    [
+        *SIZES[:-2],
+        ("tie_word_embeddings", "tied"),
+        ("attention_bias", "attention_bias"),
+        ("sliding_window", "window"),
+        ("num_local_experts", "moe.count"),
+        ("num_experts_per_tok", "moe.active"),
+        ("router_aux_loss_coef", "moe.balance"),
+        ("swiglu_limit", "limit"),
+        ("swiglu_alpha", "alpha"),
+    ],
+    {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "router_aux_loss_coef": 0.001,
+    },
+    {"hidden_act": ("silu",)},
+    frozenset(["layer_types", "output_router_logits", "experts_per_token", "initial_context_length", "swiglu_limit"]),
+)

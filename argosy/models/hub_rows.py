@@ -1,0 +1,89 @@
+"""The names that most architectures on the Hub share, as rows of a `KeyMap`. A family lists what it has of these, and its own."""
+
+from collections.abc import Sequence
+
+from argosy.core.keymap import Row
+
+LAYER = "model.layers.{l}."
+
+
+def of_layers(over: Sequence[int], *names: tuple[str, str, str], prefix: str = LAYER) -> list[Row]:
+    """(their name, ours, how) of each layer."""
+    return [Row(prefix + theirs, "layers.{l}." + ours, how, over) for theirs, ours, how in names]
+
+
+def ends(tied: bool) -> list[Row]:
+    """Embedding, last norm, head."""
+    rows = [
+        Row("model.embed_tokens.weight", "embed.w", "V D -> V D", tied_to="lm_head.weight" if tied else None),
+        Row("model.norm.weight", "norm.scale", "D -> D"),
+    ]
+    return rows if tied else [*rows, Row("lm_head.weight", "head.w", "V D -> D V")]
+
+
+def norms(over: Sequence[int], **names: str) -> list[Row]:
+    """Norms of the width of the model: ours=theirs."""
+    return of_layers(over, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
+
+
+PRE_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+def attention(over: Sequence[int], *, bias: bool = False, out_bias: bool = False) -> list[Row]:
+    """Four projections."""
+    rows = of_layers(
+        over,
+        ("self_attn.q_proj.weight", "attn.q.w", "(N H) D -> D N H"),
+        ("self_attn.k_proj.weight", "attn.k.w", "(K H) D -> D K H"),
+        ("self_attn.v_proj.weight", "attn.v.w", "(K H) D -> D K H"),
+        ("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> N H D"),
+    )
+    if bias:
+        rows += of_layers(
+            over,
+            ("self_attn.q_proj.bias", "attn.q.b", "(N H) -> N H"),
+            ("self_attn.k_proj.bias", "attn.k.b", "(K H) -> K H"),
+            ("self_attn.v_proj.bias", "attn.v.b", "(K H) -> K H"),
+        )
+    if out_bias:
+        rows += of_layers(over, ("self_attn.o_proj.bias", "attn.o.b", "D -> D"))
+    return rows
+
+
+def head_norms(over: Sequence[int]) -> list[Row]:
+    """Norms over each head of queries and keys."""
+    return of_layers(
+        over,
+        ("self_attn.q_norm.weight", "attn.q_norm.scale", "H -> H"),
+        ("self_attn.k_norm.weight", "attn.k_norm.scale", "H -> H"),
+    )
+
+
+def glu(
+    over: Sequence[int], theirs: str = "mlp", ours: str = "mlp", width: str = "F", *, bias: bool = False
+) -> list[Row]:
+    """A gated feed-forward layer of this width."""
+    rows = of_layers(
+        over,
+        (f"{theirs}.gate_proj.weight", f"{ours}.gate.w", f"{width} D -> D {width}"),
+        (f"{theirs}.up_proj.weight", f"{ours}.up.w", f"{width} D -> D {width}"),
+        (f"{theirs}.down_proj.weight", f"{ours}.down.w", f"D {width} -> {width} D"),
+    )
+    if bias:
+        rows += of_layers(
+            over,
+            (f"{theirs}.gate_proj.bias", f"{ours}.gate.b", f"{width} -> {width}"),
+            (f"{theirs}.up_proj.bias", f"{ours}.up.b", f"{width} -> {width}"),
+            (f"{theirs}.down_proj.bias", f"{ours}.down.b", "D -> D"),
+        )
+    return rows
+
+
+def experts(over: Sequence[int], theirs: str = "mlp.experts.{e}") -> list[Row]:
+    """Routed experts, a tensor each; ours are one array a layer."""
+    return of_layers(
+        over,
+        (f"{theirs}.gate_proj.weight", "mlp.gate.w", "M D -> E D M"),
+        (f"{theirs}.up_proj.weight", "mlp.up.w", "M D -> E D M"),
+        (f"{theirs}.down_proj.weight", "mlp.down.w", "D M -> E M D"),
+    )

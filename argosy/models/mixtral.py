@@ -1,0 +1,99 @@
+"""Mixtral: Mistral with eight experts in place of each feed-forward layer, two for each token.
+
+    h = x + Attention(RMSNorm(x))        y = h + MoE(RMSNorm(h))
+
+Jiang et al. 2024 (arXiv:2401.04088).
+B batch, T time, D width, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
+"""
+
+from typing import Any, ClassVar
+
+from argosy.core.keymap import Row
+from argosy.models import hub_rows as hub
+from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
+from argosy.models.parts.decoder import Decoder, PreNorm
+from argosy.models.parts.heads import Attention
+from argosy.models.parts.moe import Experts, MoE
+from argosy.models.parts.norm import RMSNorm
+from argosy.models.parts.rope import Rope
+from argosy.models.parts.stack import Layer, Run
+
+
+class MixtralConfig(DecoderConfig):
+    """Mixtral (arXiv:2401.04088). `ffn` is what its experts have, `moe.ffn`; it has no other."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ("mixtral",)
+
+    moe: Experts
+    """The experts of every layer."""
+
+    @classmethod
+    def examples(cls) -> dict[str, Any]:
+        odd: dict[str, Any] = {
+            "vocab": 113,
+            "width": 44,
+            "layers": 3,
+            "ffn": 38,
+            "heads": 4,
+            "context": 200,
+            "head_size": 10,
+        }
+        return {
+            "plain": cls(**odd, kv_heads=2, moe=Experts(count=7, active=2, ffn=38)),
+            "window": cls(**odd, kv_heads=1, window=7, tied=True, moe=Experts(count=4, active=3, ffn=38)),
+        }
+
+    def build(self, run: Run = UNROLL) -> Decoder:
+        """Its module: every layer alike."""
+
+        def norm() -> RMSNorm:
+            return RMSNorm(self.width, self.norm_eps)
+
+        def block(kind: str) -> PreNorm:
+            return PreNorm(Attention(self.dims, self.layers), MoE(self.dims, self.moe), norm)
+
+        return Decoder(self, [Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+
+    def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
+        over = range(self.layers)
+        rows = hub.attention(over) + hub.norms(over, **hub.PRE_NORMS) + hub.ends(self.tied)
+        rows += hub.of_layers(
+            over,
+            ("block_sparse_moe.gate.weight", "mlp.router.w", "E D -> D E"),
+            ("block_sparse_moe.experts.{e}.w1.weight", "mlp.gate.w", "M D -> E D M"),
+            ("block_sparse_moe.experts.{e}.w3.weight", "mlp.up.w", "M D -> E D M"),
+            ("block_sparse_moe.experts.{e}.w2.weight", "mlp.down.w", "D M -> E M D"),
+        )
+        return rows, self.dims
+
+    @classmethod
+    def from_hub(cls, config: dict[str, Any]) -> "MixtralConfig":
+        read = TABLE.read(config)
+        return cls(**read | {"moe": read["moe"] | {"ffn": read["ffn"]}}, rope=Rope(**read_rope(config, 1e6)))
+
+    def to_hub(self) -> dict[str, Any]:
+        """As transformers writes it."""
+        said = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TABLE.write(self)
+        return self.agreed(said | {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope))
+
+
+TABLE = ConfigTable(
+    [
+        *SIZES,
+        ("sliding_window", "window"),
+        ("num_local_experts", "moe.count"),
+        ("num_experts_per_tok", "moe.active"),
+        ("router_aux_loss_coef", "moe.balance"),
+    ],
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+    },
+    fixed={"router_jitter_noise": (0, 0.0)},
+    harmless=frozenset(["output_router_logits"]),
+)

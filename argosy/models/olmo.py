@@ -1,0 +1,126 @@
+"""OLMo 2 and 3: no norm before a half of a layer, one after it, and one over all queries and over all keys together.
+
+    h = x + norm(Attention(x))        y = h + norm(SwiGLU(h))
+
+OLMo 3 has three local layers to a global one, which alone stretches its rotary positions.
+
+OLMo team 2025 (arXiv:2501.00656, 2512.13961).
+B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary.
+"""
+
+from typing import Any, ClassVar
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.core.keymap import Row
+from argosy.models import hub_rows as hub
+from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
+from argosy.models.parts.attend import Attend, Cache, Spec
+from argosy.models.parts.decoder import Decoder
+from argosy.models.parts.heads import Attention, Reach
+from argosy.models.parts.mlp import GLU
+from argosy.models.parts.norm import RMSNorm
+from argosy.models.parts.rope import Rope, Yarn
+from argosy.models.parts.stack import Layer, Run
+
+
+class OlmoConfig(DecoderConfig):
+    """OLMo 2 and 3 (arXiv:2501.00656, 2512.13961)."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ("olmo2", "olmo3")
+
+    attention_bias: bool = False
+    """Biases on the four projections of attention."""
+    local_rope: Rope | None = None
+    """Rotary positions of local layers, where they differ."""
+
+    @classmethod
+    def examples(cls) -> dict[str, Any]:
+        odd: dict[str, Any] = {"vocab": 113, "width": 48, "ffn": 70, "heads": 4, "context": 200}
+        scaled = Rope(base=5e5, scaling=Yarn(factor=8, original=16))
+        return {
+            "2": cls(**odd, layers=3, kv_heads=2, attention_bias=True),
+            "3": cls(**odd, layers=5, window=6, pattern="LLLG", rope=scaled, local_rope=Rope(base=5e5)),
+        }
+
+    def build(self, run: Run = UNROLL) -> Decoder:
+        """Its module; the plan says of each layer how far back it sees and how it turns."""
+
+        def norm() -> RMSNorm:
+            return RMSNorm(self.width, self.norm_eps)
+
+        def over_all_heads(heads: int) -> RMSNorm:
+            return RMSNorm((heads, self.H), self.norm_eps, letters="NH" if heads == self.heads else "KH")
+
+        def block(kind: str) -> PostNorm:
+            bias = self.attention_bias
+            attention = Attention(self.dims, self.layers, bias=bias, out_bias=bias, norms=over_all_heads)
+            return PostNorm(attention, GLU(self.dims, self.activation), norm)
+
+        return Decoder(self, [Layer("block", r) for r in self.reaches(self.local_rope)], block, norm(), run)
+
+    def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
+        over = range(self.layers)
+        rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias) + hub.glu(over)
+        rows += hub.norms(over, post_attn_norm="post_attention_layernorm", post_mlp_norm="post_feedforward_layernorm")
+        rows += hub.of_layers(
+            over,
+            ("self_attn.q_norm.weight", "attn.q_norm.scale", "(N H) -> N H"),
+            ("self_attn.k_norm.weight", "attn.k_norm.scale", "(K H) -> K H"),
+        )
+        return rows + hub.ends(self.tied), self.dims
+
+    @classmethod
+    def from_hub(cls, config: dict[str, Any]) -> "OlmoConfig":
+        kind = config["model_type"]
+        read = TABLES[kind].read(config)
+        if kind == "olmo2":
+            return cls(**read, rope=Rope(**read_rope(config)))
+        spans = "".join("L" if (i + 1) % 4 else "G" for i in range(read["layers"]))
+        whole = Rope(**read_rope(config, 5e5, layer_type="full_attention"))
+        by_type = "sliding_attention" in (config.get("rope_parameters") or {})
+        local = Rope(**read_rope(config, 5e5, layer_type="sliding_attention")) if by_type else Rope(base=whole.base)
+        return cls(**read | read_pattern(config, read, spans), rope=whole, local_rope=local)
+
+    def to_hub(self) -> dict[str, Any]:
+        """OLMo 3 where there is a window, else OLMo 2."""
+        kind = "olmo3" if self.window or self.local_rope else "olmo2"
+        said = {"model_type": kind, "architectures": [kind.replace("olmo", "Olmo") + "ForCausalLM"]}
+        said |= TABLES[kind].write(self) | {"num_key_value_heads": self.K} | write_rope(self.rope)
+        if kind == "olmo2":
+            return self.agreed(said)
+        local = write_rope(self.local_rope or self.rope)["rope_parameters"]
+        both = {"full_attention": said["rope_parameters"], "sliding_attention": local}
+        return self.agreed(said | write_pattern(self.spans) | {"rope_parameters": both})
+
+
+class PostNorm(nnx.Module):
+    """Attention, then the feed-forward layer, what each gives normalised before it is added."""
+
+    def __init__(self, attn: Attention, mlp: GLU, norm: Any):
+        self.attn, self.post_attn_norm = attn, norm()
+        self.mlp, self.post_mlp_norm = mlp, norm()
+
+    def holds(self, each: Reach) -> Spec:
+        return self.attn.holds(each)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Cache | None, dict[str, Array]]:
+        y, cache = self.attn(x, each, cache, attend)
+        x = x + self.post_attn_norm(y)
+        return x + self.post_mlp_norm(self.mlp(x)), cache, {}
+
+
+ROWS = [*(row for row in SIZES if row[0] != "head_dim"), ("attention_bias", "attention_bias")]
+DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+TABLES = {
+    "olmo2": ConfigTable(ROWS, DEFAULTS, harmless=frozenset(["head_dim"])),
+    "olmo3": ConfigTable(
+        [*ROWS, ("sliding_window", "window")],
+        DEFAULTS | {"sliding_window": 4096},
+        harmless=frozenset(["head_dim", "layer_types"]),
+    ),
+}

@@ -1,0 +1,49 @@
+"""Modules that predict further ahead than the next token, one for each token more, in a chain.
+
+    h_d = norm(layer(W [norm(embedding of token t+d) ; norm(h_(d-1))]))        the head on h_d predicts token t+d+1
+
+h_0 is what the head of the model reads, after its last norm: so vLLM (deepseek_mtp.py) and transformers (MtpModel) feed it, and
+both put the embedding first. Embedding and head are the model's own. DeepSeek-V3 (arXiv:2412.19437, section 2.2).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.parts.attend import Attend, Cache
+from argosy.models.parts.einsum import Einsum
+
+
+class Depth(nnx.Module):
+    """One of the chain.
+
+    Args:
+        width: of the residual stream D.
+        block: one layer, as in `Stack`.
+        each: what is fixed about that layer.
+        norm: builds a norm of that width.
+    """
+
+    def __init__(self, width: int, block: Any, each: Any, norm: Callable[[], nnx.Module]):
+        self.each = each
+        self.embed_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
+        self.proj = Einsum("BTF,FD->BTD", {"F": 2 * width, "D": width})
+        self.block = block
+
+    def __call__(
+        self, x: Float[Array, "B T D"], embedded: Float[Array, "B T D"], attend: Attend, cache: Cache | None = None
+    ) -> tuple[Float[Array, "B T D"], Cache | None, dict[str, Array]]:
+        x = self.proj(jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(x)], -1))
+        x, cache, told = self.block(x, self.each, cache, attend)
+        return self.norm(x), cache, told
+
+
+class Ahead(nnx.Module):
+    """The chain; its members are named "0", "1", ..."""
+
+    def __init__(self, depths: int, make: Callable[[], Depth]):
+        for d in range(depths):
+            setattr(self, str(d), make())

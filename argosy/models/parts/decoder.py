@@ -1,0 +1,96 @@
+"""The model around the layers: tokens to logits. And the block that most families have, norms before each half.
+
+h = x + attn(norm(x))        y = h + mlp(norm(h))
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from argosy.models.parts.attend import Attend, Cache, Spec
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.moe import MoE
+from argosy.models.parts.stack import Layer, Run, Stack, Told, on_rows
+
+
+class PreNorm(nnx.Module):
+    """Attention, then the feed-forward layer or the experts, each on a normalised copy of the residual stream."""
+
+    def __init__(self, attn: Any, mlp: Any, norm: Callable[[], nnx.Module]):
+        self.attn_norm, self.attn = norm(), attn
+        self.mlp_norm, self.mlp = norm(), mlp
+
+    def holds(self, each: Any) -> Spec:
+        return self.attn.holds(each)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], each: Any, cache: Cache | None, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Cache | None, dict[str, Array]]:
+        y, cache = self.attn(self.attn_norm(x), each, cache, attend)
+        x = x + y
+        y, told = fed(self.mlp, self.mlp_norm(x), attend.live)
+        return x + y, cache, told
+
+
+def fed(mlp: Any, x: Float[Array, "B T D"], live: Bool[Array, "B T"]) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+    """Through a feed-forward layer, which tells nothing, or through experts, which do."""
+    return mlp(x, live) if isinstance(mlp, MoE) else (mlp(x), {})
+
+
+class Decoder(nnx.Module):
+    """Tokens to logits. `dtype` is what activations, and so contractions, are computed in.
+
+    Args:
+        config: of the family: vocab, width, tied, dims.
+        plan, make, run: as in `Stack`.
+        norm: the last one.
+        gain: multiplies what the embedding gives.
+        logit_cap: logits become cap * tanh(logits / cap).
+        head_bias: one number for each word.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        plan: Sequence[Layer],
+        make: Callable[[str], Any],
+        norm: nnx.Module,
+        run: Run,
+        *,
+        gain: float | None = None,
+        logit_cap: float | None = None,
+        head_bias: bool = False,
+    ):
+        self.config, self.dtype = config, jnp.float32
+        self.gain, self.logit_cap = gain, logit_cap
+        self.embed = Einsum("BTV,VD->BTD", config.dims, scale=0.02)
+        self.layers = Stack(plan, make, run=run)
+        self.norm = norm
+        self.head = None if config.tied else Einsum("BTD,DV->BTV", config.dims, bias=head_bias)
+
+    def embedded(self, tokens: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T D"]:
+        """What the first layer reads."""
+        x = self.embed.take(tokens).astype(self.dtype)
+        return x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)
+
+    def hidden(
+        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
+    ) -> tuple[Float[Array, "B T D"], Any, Told]:
+        """What the head reads, the cache after these tokens, and what the layers told."""
+        x, cache, told = self.layers(self.embedded(tokens, attend), cache, attend)
+        return on_rows(self.norm(x), self.layers.rows), cache, told
+
+    def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits, float32."""
+        y = self.embed.via("BTD,VD->BTV", x) if self.head is None else self.head(x)
+        y = y.astype(jnp.float32)
+        return y if self.logit_cap is None else self.logit_cap * jnp.tanh(y / self.logit_cap)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
+    ) -> tuple[Float[Array, "B T V"], Any, Told]:
+        x, cache, told = self.hidden(tokens, attend, cache)
+        return self.unembed(x), cache, told

@@ -1,0 +1,83 @@
+"""Attention over heads of keys and values, and what families differ by: biases, norms on queries and keys, soft caps, sinks,
+and for each layer a window and its own rotary positions.
+
+    y = softmax(score(rope(norm(q)), rope(norm(k)))) v        q = W_q x, k = W_k x, v = W_v x
+
+Grouped queries: Ainslie et al. 2023 (arXiv:2305.13245). Norms on queries and keys: Dehghani et al. 2023 (arXiv:2302.05442).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.parts.attend import HEADS, Attend, Cache, Spec
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.rope import Rope, rotate
+from argosy.models.parts.weight import Draw, Meaning, weight
+from argosy.ops.attention import Score
+
+
+class Reach(NamedTuple):
+    """What is fixed about one layer's attention: how far back it sees (None: everything) and how positions turn its
+    queries and keys (None: they do not)."""
+
+    window: int | None = None
+    rope: Rope | None = None
+
+
+class Attention(nnx.Module):
+    """Attention of one layer.
+
+    Args:
+        dims: sizes of D, N, K and H.
+        layers: how many there are; the residual stream keeps its variance at any depth.
+        scale: of the scores; 1/sqrt(H) unless told.
+        bias: on queries, keys and values; out_bias: on the output.
+        norms: builds the norm of queries and that of keys, from the number of their heads.
+        cap, sinks: as in `Score`; sinks are learned, one a head.
+    """
+
+    def __init__(
+        self,
+        dims: dict[str, int],
+        layers: int,
+        *,
+        scale: float | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        norms: Callable[[int], nnx.Module] | None = None,
+        cap: float | None = None,
+        sinks: bool = False,
+    ):
+        N, K, H = dims["N"], dims["K"], dims["H"]
+        self.scale, self.cap, self.held = H**-0.5 if scale is None else scale, cap, (K, H)
+        self.q = Einsum("BTD,DNH->BTNH", dims, bias=bias)
+        self.k = Einsum("BTD,DKH->BTKH", dims, bias=bias)
+        self.v = Einsum("BTD,DKH->BTKH", dims, bias=bias)
+        self.o = Einsum("BTNH,NHD->BTD", dims, bias=out_bias, scale=(N * H * 2 * layers) ** -0.5)
+        self.q_norm: Any = norms(N) if norms else None
+        self.k_norm: Any = norms(K) if norms else None
+        self.sinks = weight((N,), Meaning("N"), Draw("normal", 1.0)) if sinks else None
+
+    def holds(self, each: Reach) -> Spec:
+        return Spec(token=(("k", self.held), ("v", self.held)), span=each.window)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+        q, k = self.q(x), self.k(x)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = turned(q, each, cache, attend), turned(k, each, cache, attend)
+        score = Score(self.scale, each.window, self.cap, None if self.sinks is None else self.sinks[...])
+        y, cache = attend(q, {"k": k, "v": self.v(x)}, cache, HEADS, score=score)
+        return self.o(y), cache
+
+
+def turned(x: Float[Array, "B T N H"], each: Reach, cache: Cache | None, attend: Attend) -> Float[Array, "B T N H"]:
+    """Queries or keys, turned by the positions of their tokens."""
+    if each.rope is None:
+        return x
+    return rotate(x, attend.positions, each.rope, attend.capacity(cache) if each.rope.asks_length else None)

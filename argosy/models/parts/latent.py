@@ -1,0 +1,98 @@
+"""Latent attention: what is kept of a token is one short vector and one rotary key, shared by all heads.
+
+    c = norm(W_dkv x),  r = rope(W_kr x)                 kept: c [R] and r [P], nothing else
+    q = W_q x, or W_uq norm(W_dq x)                      of each head: a plain part [H] and a rotary part [P]
+    k = [W_uk c ; r],  v = W_uv c                        expanded: keys and values of each head, as training wants them
+    [W_uk' q ; q_r] against [c ; r], then W_uv           absorbed: one key head in the space of what is kept, for decoding
+
+Both forms are the same function. DeepSeek-V2 (arXiv:2405.04434, section 2.1).
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.parts.attend import Attend, Cache, Spec
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.heads import Reach, turned
+from argosy.models.parts.norm import RMSNorm
+from argosy.ops.attention import Score
+
+LATENT_EPS = 1e-6  # of the norms over latents, whatever the others have
+
+
+class LatentAttention(nnx.Module):
+    """Latent attention of one layer.
+
+    Args:
+        dims: sizes of D, N, R, H, P, C = H + P, U; of Q, where queries go through a latent of their own.
+        layers: how many there are; the residual stream keeps its variance at any depth.
+        scale: of the scores.
+        bias: on the projections down to latents and on the output.
+    """
+
+    def __init__(self, dims: dict[str, int], layers: int, *, scale: float, bias: bool = False):
+        self.scale, self.plain = scale, dims["H"]
+        self.kept = (("latent", (dims["R"],)), ("rope", (dims["P"],)))
+        if "Q" in dims:
+            self.q_down = Einsum("BTD,DQ->BTQ", dims, bias=bias)
+            self.q_norm = RMSNorm(dims["Q"], LATENT_EPS, letters="Q")
+            self.q_up = Einsum("BTQ,QNC->BTNC", dims)
+        else:
+            self.q = Einsum("BTD,DNC->BTNC", dims)
+        self.kv_down = Einsum("BTD,DR->BTR", dims, bias=bias)
+        self.kv_norm = RMSNorm(dims["R"], LATENT_EPS, letters="R")
+        self.k_rope = Einsum("BTD,DP->BTP", dims, bias=bias)
+        self.k_up = Einsum("BTR,RNH->BTNH", dims)
+        self.v_up = Einsum("BTR,RNU->BTNU", dims)
+        self.o = Einsum("BTNU,NUD->BTD", dims, bias=bias, scale=(dims["N"] * dims["U"] * 2 * layers) ** -0.5)
+
+    def holds(self, each: Reach) -> Spec:
+        return Spec(token=self.kept, span=each.window)
+
+    def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N C"]:
+        return self.q_up(self.q_norm(self.q_down(x))) if hasattr(self, "q_up") else self.q(x)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+        q = self.queries(x)
+        q = jnp.concatenate([q[..., : self.plain], turned(q[..., self.plain :], each, cache, attend)], -1)
+        rope = turned(self.k_rope(x)[:, :, None], each, cache, attend)[:, :, 0]
+        held = {"latent": self.kv_norm(self.kv_down(x)), "rope": rope}
+        y, cache = attend(q, held, cache, Latent(self), score=Score(self.scale, each.window))
+        return self.o(y), cache
+
+
+class Latent:
+    """An `attend.Read` of what latent attention keeps."""
+
+    def __init__(self, layer: LatentAttention):
+        self.layer = layer
+
+    def expand(self, held: Cache) -> tuple[Array, Array]:
+        latent, rope = held["latent"], held["rope"]
+        k = self.layer.k_up(latent)
+        shared = jnp.broadcast_to(rope[:, :, None], (*k.shape[:3], rope.shape[-1]))
+        return jnp.concatenate([k, shared], -1), self.layer.v_up(latent)
+
+    def absorb(self, q: Array, held: Cache) -> tuple[Array, Array, Array]:
+        H = self.layer.plain
+        latent, rope = held["latent"][:, :, None], held["rope"][:, :, None]
+        q = jnp.concatenate([self.layer.k_up.via("BTNH,RNH->BTNR", q[..., :H]), q[..., H:]], -1)
+        return q, jnp.concatenate([latent, rope], -1), latent
+
+    def release(self, y: Array) -> Array:
+        return self.layer.v_up.via("BTNR,RNU->BTNU", y)
+
+    def multiplications(self, T: int, S: int) -> tuple[int, int]:
+        R, N, H, U, P = self._sizes()
+        expanded = S * N * R * (H + U) + T * S * N * (H + P + U)
+        absorbed = T * N * R * (H + U) + T * S * N * (R + P + R)
+        return expanded, absorbed
+
+    def _sizes(self) -> tuple[int, int, int, int, int]:
+        sizes: dict[str, Any] = self.layer.k_up.sizes | self.layer.v_up.sizes | self.layer.k_rope.sizes
+        return sizes["R"], sizes["N"], sizes["H"], sizes["U"], sizes["P"]

@@ -1,0 +1,123 @@
+"""Phi 3 and 4: Llama with fused projections on the Hub, part of each head turned (Phi-4-mini), and LongRoPE (128k models).
+
+    h = x + Attention(RMSNorm(x))        y = h + SwiGLU(RMSNorm(h))
+
+Abdin et al. 2024 (arXiv:2404.14219, 2412.08905), Microsoft 2025 (arXiv:2503.01743).
+B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary.
+"""
+
+import math
+from typing import Any, ClassVar
+
+from argosy.core.keymap import Row
+from argosy.models import hub_rows as hub
+from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
+from argosy.models.parts.decoder import Decoder, PreNorm
+from argosy.models.parts.heads import Attention
+from argosy.models.parts.mlp import GLU
+from argosy.models.parts.norm import RMSNorm
+from argosy.models.parts.rope import LongRope, Rope
+from argosy.models.parts.stack import Layer, Run
+
+
+class PhiConfig(DecoderConfig):
+    """Phi 3 and 4 (arXiv:2404.14219, 2412.08905, 2503.01743)."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ("phi3",)
+
+    @classmethod
+    def examples(cls) -> dict[str, Any]:
+        odd: dict[str, Any] = {"vocab": 113, "width": 48, "layers": 3, "ffn": 70, "heads": 4, "context": 200}
+        pairs = {"short": (1.0, 1.1, 1.2, 1.4), "long": (1.0, 1.7, 3.0, 9.0)}
+        turned = Rope(part=0.7, scaling=LongRope(**pairs, original=16, attention=1.19))
+        return {
+            "window": cls(**odd, window=7),
+            "long": cls(**odd, kv_heads=2, tied=True, rope=turned),
+        }
+
+    def build(self, run: Run = UNROLL) -> Decoder:
+        """Its module: every layer alike."""
+
+        def norm() -> RMSNorm:
+            return RMSNorm(self.width, self.norm_eps)
+
+        def block(kind: str) -> PreNorm:
+            return PreNorm(Attention(self.dims, self.layers), GLU(self.dims, self.activation), norm)
+
+        return Decoder(self, [Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+
+    def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
+        over = range(self.layers)
+
+        def fused(theirs: str, ours: tuple[str, ...], how: str) -> Row:
+            return Row(hub.LAYER + theirs, tuple(f"layers.{{l}}.{name}" for name in ours), how, over)
+
+        rows = [
+            fused(
+                "self_attn.qkv_proj.weight",
+                ("attn.q.w", "attn.k.w", "attn.v.w"),
+                "((N|K|K) H) D -> D N H, D K H, D K H",
+            ),
+            fused("mlp.gate_up_proj.weight", ("mlp.gate.w", "mlp.up.w"), "(F|F) D -> D F, D F"),
+        ]
+        rows += hub.of_layers(
+            over,
+            ("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> N H D"),
+            ("mlp.down_proj.weight", "mlp.down.w", "D F -> F D"),
+        )
+        return rows + hub.norms(over, **hub.PRE_NORMS) + hub.ends(self.tied), self.dims
+
+    @classmethod
+    def from_hub(cls, config: dict[str, Any]) -> "PhiConfig":
+        rope = read_rope(_newer(config), partial=1.0)
+        read = TABLE.read(config)
+        scaling = rope.get("scaling", {})
+        if scaling.get("kind") == "longrope" and "attention" not in scaling:
+            scaling["attention"] = _attention_factor(config, scaling["original"])
+        if read.get("window", 0) >= read["context"]:
+            read["window"] = None
+        return cls(**read, rope=Rope(**rope))
+
+    def to_hub(self) -> dict[str, Any]:
+        """As transformers writes it."""
+        said = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]} | TABLE.write(self) | write_rope(self.rope)
+        original = getattr(self.rope.scaling, "original", self.context)
+        return self.agreed(said | {"num_key_value_heads": self.K, "original_max_position_embeddings": original})
+
+
+def _newer(config: dict[str, Any]) -> dict[str, Any]:
+    """What read_rope knows: `su` and, in Phi's own first files, `yarn` are names of longrope; a factor that says nothing new."""
+    config = dict(config)
+    for key in ("rope_scaling", "rope_parameters"):
+        if scaling := dict(config.get(key) or {}):
+            for name in ("type", "rope_type"):
+                if scaling.get(name) == "su":
+                    scaling[name] = "longrope"
+            scaling.pop("factor", None)
+            config[key] = scaling
+    return config
+
+
+def _attention_factor(config: dict[str, Any], original: int) -> float:
+    """The factor of the paper (arXiv:2402.13753) for the ratio of the two contexts."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    factor = scaling.get("factor") or config["max_position_embeddings"] / original
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+TABLE = ConfigTable(
+    [*(row for row in SIZES if row[0] != "head_dim"), ("sliding_window", "window")],
+    {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    harmless=frozenset(
+        [
+            "head_dim",
+            "original_max_position_embeddings",
+            "resid_pdrop",
+            "embd_pdrop",
+            "attention_bias",
+            "lm_head_bias",
+            "mlp_bias",
+        ]
+    ),
+)

@@ -1,0 +1,196 @@
+"""Qwen 2, 2.5 and 3, dense and with experts.
+
+    h = x + Attention(RMSNorm(x))        y = h + SwiGLU(RMSNorm(h)), or h + MoE(RMSNorm(h))
+
+Qwen2 has biases on queries, keys and values; Qwen3 instead normalises queries and keys over each head. Qwen2's experts stand
+beside a shared one with a gate of its own; Qwen3's stand alone.
+
+Yang et al. 2024 (arXiv:2407.10671, 2412.15115), the Qwen team 2025 (arXiv:2505.09388).
+B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
+"""
+
+from typing import Any, ClassVar
+
+from pydantic import model_validator
+
+from argosy.core.keymap import Row
+from argosy.models import hub_rows as hub
+from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
+from argosy.models.parts.decoder import Decoder, PreNorm
+from argosy.models.parts.heads import Attention
+from argosy.models.parts.mlp import GLU
+from argosy.models.parts.moe import Experts, MoE
+from argosy.models.parts.norm import RMSNorm
+from argosy.models.parts.rope import Rope, Yarn
+from argosy.models.parts.stack import Layer, Run
+
+
+class QwenConfig(DecoderConfig):
+    """Qwen 2, 2.5 and 3 (arXiv:2407.10671, 2412.15115, 2505.09388)."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+
+    qkv_bias: bool = False
+    """Biases on queries, keys and values."""
+    out_bias: bool = False
+    """A bias on the output of attention."""
+    qk_norm: bool = False
+    """RMSNorm over each head of queries and keys."""
+    moe: Experts | None = None
+    """Experts in place of the feed-forward layer."""
+    dense: tuple[int, ...] = ()
+    """Layers, counted from 0, that keep the feed-forward layer."""
+
+    @model_validator(mode="after")
+    def _dense_are_layers(self) -> "QwenConfig":
+        if self.dense and (self.moe is None or not set(self.dense) < set(range(self.layers))):
+            raise ValueError(f"dense = {list(self.dense)}: some of the {self.layers} layers, where there are experts")
+        return self
+
+    @classmethod
+    def examples(cls) -> dict[str, Any]:
+        odd: dict[str, Any] = {"vocab": 113, "width": 44, "layers": 3, "ffn": 70, "heads": 4, "context": 200}
+        return {
+            "2": cls(**{**odd, "width": 48}, kv_heads=2, qkv_bias=True, window=7, pattern="GLL"),
+            "3": cls(
+                **odd, kv_heads=1, head_size=10, qk_norm=True, tied=True, rope=Rope(scaling=Yarn(factor=4, original=16))
+            ),
+            "2-experts": cls(
+                **odd,
+                head_size=10,
+                qkv_bias=True,
+                moe=Experts(count=5, active=2, ffn=34, shared=26, shared_gate=True, normalized=False),
+            ),
+            "3-experts": cls(
+                **{**odd, "layers": 4},
+                kv_heads=2,
+                head_size=14,
+                qk_norm=True,
+                qkv_bias=True,
+                out_bias=True,
+                moe=Experts(count=9, active=3, ffn=22),
+                dense=(0, 2),
+            ),
+        }
+
+    @property
+    def kinds(self) -> list[str]:
+        """What stands behind the attention of each layer."""
+        return ["dense" if self.moe is None or i in self.dense else "experts" for i in range(self.layers)]
+
+    def build(self, run: Run = UNROLL) -> Decoder:
+        """Its module; layers differ in what stands behind attention, and in how far back they see."""
+        d, moe = self.dims, self.moe
+
+        def norm() -> RMSNorm:
+            return RMSNorm(self.width, self.norm_eps)
+
+        def head_norm(heads: int) -> RMSNorm:
+            return RMSNorm(self.H, self.norm_eps, letters="H")
+
+        def block(kind: str) -> PreNorm:
+            attention = Attention(
+                d, self.layers, bias=self.qkv_bias, out_bias=self.out_bias, norms=head_norm if self.qk_norm else None
+            )
+            mlp = MoE(d, moe) if moe and kind == "experts" else GLU(d, self.activation)
+            return PreNorm(attention, mlp, norm)
+
+        plan = [Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
+        return Decoder(self, plan, block, norm(), run)
+
+    def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
+        over = range(self.layers)
+        dense, sparse = ([i for i in over if self.kinds[i] == kind] for kind in ("dense", "experts"))
+        rows = hub.attention(over, bias=self.qkv_bias, out_bias=self.out_bias) + hub.norms(over, **hub.PRE_NORMS)
+        rows += hub.head_norms(over) if self.qk_norm else []
+        rows += hub.glu(dense) if dense else []
+        if self.moe is not None:
+            rows += hub.of_layers(sparse, ("mlp.gate.weight", "mlp.router.w", "E D -> D E")) + hub.experts(sparse)
+            if self.moe.shared:
+                rows += hub.glu(sparse, "mlp.shared_expert", "mlp.shared", "shared")
+            if self.moe.shared_gate:
+                rows += hub.of_layers(sparse, ("mlp.shared_expert_gate.weight", "mlp.shared_gate.w", "1 D -> D 1"))
+        return rows + hub.ends(self.tied), self.dims
+
+    @classmethod
+    def from_hub(cls, config: dict[str, Any]) -> "QwenConfig":
+        kind = config["model_type"]
+        if kind == "qwen3_moe" and "num_local_experts" in config:  # transformers 5 writes this name, and reads both
+            config = {"num_experts": config["num_local_experts"]} | config
+        read = TABLES[kind].read(config)
+        biased = {} if kind.startswith("qwen3") else {"qkv_bias": config.get("qkv_bias", True)}
+        if kind.endswith("moe"):
+            read["moe"] = dict(read["moe"]) | EXPERTS[kind]
+            every, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+            biased["dense"] = tuple(i for i in range(read["layers"]) if i in plain or (i + 1) % every)
+        return cls(
+            **read,
+            **biased,
+            qk_norm=kind.startswith("qwen3"),
+            out_bias=read.get("qkv_bias", False),
+            rope=Rope(**read_rope(config)),
+            **windows(config, read),
+        )
+
+    def to_hub(self) -> dict[str, Any]:
+        """The architecture of transformers that has these options."""
+        moe = self.moe
+        kind = ("qwen3" if self.qk_norm else "qwen2") + ("_moe" if moe else "")
+        said = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
+        said |= {"num_key_value_heads": self.K} | write_rope(self.rope)
+        said |= {} if kind == "qwen2" else {"head_dim": self.H}
+        if kind == "qwen2_moe":
+            said |= {"qkv_bias": self.qkv_bias}
+        if moe:
+            said |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
+        if kind == "qwen3_moe" and moe:
+            said |= {"num_local_experts": moe.count}
+        said |= {"use_sliding_window": bool(self.window), "sliding_window": self.window}
+        return self.agreed(
+            said if moe else said | {"max_window_layers": self.spans.find("L")} | write_pattern(self.spans)
+        )
+
+
+def windows(config: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
+    """`window` and `pattern`: windows are off unless told, and then begin at the layer `max_window_layers`."""
+    if not config.get("use_sliding_window"):
+        return {}
+    first = config.get("max_window_layers", 28) if "max_window_layers" in config or "moe" not in read else 0
+    spans = "".join("L" if i >= first else "G" for i in range(read["layers"]))
+    return {"window": config.get("sliding_window", 4096)} | read_pattern(config, read, spans)
+
+
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+WINDOWS = frozenset(["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"])
+DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+MOE = [
+    *SIZES,
+    ("num_experts", "moe.count"),
+    ("num_experts_per_tok", "moe.active"),
+    ("moe_intermediate_size", "moe.ffn"),
+    ("norm_topk_prob", "moe.normalized"),
+    ("router_aux_loss_coef", "moe.balance"),
+]
+SPARSE = frozenset(["decoder_sparse_step", "mlp_only_layers", "output_router_logits", "qkv_bias", "num_local_experts"])
+TABLES = {
+    "qwen2": ConfigTable([r for r in SIZES if r[0] != "head_dim"], DEFAULTS, harmless=WINDOWS | {"head_dim"}),
+    "qwen3": ConfigTable([*SIZES, ("attention_bias", "qkv_bias")], DEFAULTS | {"head_dim": 128}, harmless=WINDOWS),
+    "qwen2_moe": ConfigTable(
+        [*MOE, ("shared_expert_intermediate_size", "moe.shared")],
+        DEFAULTS | {"norm_topk_prob": False, "router_aux_loss_coef": 0.001},
+        harmless=WINDOWS | SPARSE,
+    ),
+    "qwen3_moe": ConfigTable(
+        [*MOE, ("attention_bias", "qkv_bias")],
+        DEFAULTS | {"norm_topk_prob": False, "router_aux_loss_coef": 0.001},
+        harmless=WINDOWS | SPARSE,
+    ),
+}
+# What no key of config.json tells, because the architecture fixes it.
+EXPERTS: dict[str, dict[str, Any]] = {"qwen2_moe": {"shared_gate": True}, "qwen3_moe": {}}

@@ -1,0 +1,75 @@
+"""The grouped matrix product of a mixture of experts: rows sorted by expert, each group times its own weight.
+
+`ragged_dot` is XLA's own and the default on GPUs and TPUs. On a CPU XLA multiplies every row by every expert, so there
+`blocked` is the default: it does the work that is needed. `megablox` (a Pallas kernel of JAX) and `tokamax` are asked for
+by name. Nothing here knows how rows were routed.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Real
+
+from argosy.core.errors import Unsupported
+from argosy.core.registry import Registry
+
+
+class Implementation(NamedTuple):
+    """A function of (x, w, sizes), and why it cannot be used on x and w, or None."""
+
+    run: Callable[[Array, Array, Array], Array]
+    refuses: Callable[[Array, Array], str | None]
+
+
+def grouped_matmul(
+    x: Float[Array, "X D"], w: Real[Array, "E D M"], sizes: Int[Array, "E"], *, implementation: str | None = None
+) -> Float[Array, "X M"]:
+    """y[r] = x[r] @ w[e], where expert e owns the `sizes[e]` rows after those of expert e-1. In the type of x.
+
+    Rows after the last group give zeros, and get none of the gradient. Differentiable in x and, unless it holds integers,
+    in w (reverse mode only). Summed in float32.
+
+    Raises:
+        Unsupported: the implementation asked for by name cannot run here.
+        UnknownName: there is none of this name.
+    """
+    known = isinstance(x.shape[0], int)  # not in an export with lengths left open, which is for many platforms at once
+    preferred = PREFERENCE.get(platform(), "ragged_dot") if known else "ragged_dot"
+    chosen: Implementation = IMPLEMENTATIONS[implementation or preferred]
+    if reason := chosen.refuses(x, w):
+        raise Unsupported(f"grouped matmul `{implementation}`: {reason}")
+    return chosen.run(x, w, jnp.asarray(sizes, jnp.int32))
+
+
+def platform() -> str:
+    """Where the program being traced will run: the default device decides, which may belong to a described topology."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if device is None:
+        return jax.default_backend()
+    return device.split(":")[0] if isinstance(device, str) else device.platform
+
+
+def cleared(product: Callable[[Array, Array, Array], Array]) -> Callable[[Array, Array, Array], Array]:
+    """A library's product with the rows that no expert owns set to zero, in the output and in the gradient of x.
+
+    Libraries leave them unwritten or do not say. XLA merges both masks with what comes before and after.
+    """
+
+    def run(x: Array, w: Array, sizes: Array) -> Array:
+        owned = (jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None]
+        y = product(jnp.where(owned, x, 0), w.astype(x.dtype), sizes)
+        return jnp.where(owned, y, 0).astype(x.dtype)
+
+    return run
+
+
+IMPLEMENTATIONS = Registry("grouped matmul implementation")
+IMPLEMENTATIONS.add("ragged_dot", Implementation(cleared(jax.lax.ragged_dot), lambda *_: None))
+IMPLEMENTATIONS.add("blocked", "argosy.ops.grouped_blocked:BLOCKED")
+IMPLEMENTATIONS.add("megablox", "argosy.ops.grouped_kernels:MEGABLOX")
+IMPLEMENTATIONS.add("tokamax", "argosy.ops.grouped_kernels:TOKAMAX")
+
+# What each platform uses unless told; others use `ragged_dot`. Each entry was measured to be faster there: docs/log.md.
+PREFERENCE: dict[str, str] = {"cpu": "blocked"}

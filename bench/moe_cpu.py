@@ -1,0 +1,172 @@
+"""A feed-forward layer of experts on a CPU: ours beside transformers' Qwen3-MoE block in each of its implementations.
+
+    ./run python bench/moe_cpu.py --torch PYTHON [--rounds 3] [--ffn 256 512]
+
+PYTHON is an interpreter with torch and transformers (`./run reference` makes one). 64 experts, 8 chosen by each of 2,048
+tokens, width 512, float32, random weights, a thread for each core the process may use (`taskset -c 0` for one). Router,
+choice, sort, three products and the weighted sum: forward alone, then forward and backward to all weights and the input.
+Every measurement is a process of its own, and the programs take turns. All get huge pages (`GLIBC_TUNABLES`), as
+`argosy train` does. The floor is the FLOPs of the experts and the router at the speed of a 2048^3 product.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+TOKENS, EXPERTS, TOP, WIDTH = 2048, 64, 8, 512
+REPEATS = {"forward": 15, "both": 5}
+TORCH = ("eager", "grouped_mm", "batched_mm")
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--torch", help="an interpreter with torch and transformers")
+    words.add_argument("--rounds", type=int, default=3)
+    words.add_argument("--ffn", type=int, nargs="+", default=[256, 512], help="width of an expert")
+    words.add_argument("--only", help=argparse.SUPPRESS)
+    given = words.parse_args()
+    if given.only:
+        print(json.dumps(ours(given.ffn[0]) if given.only == "argosy" else theirs(given.only, given.ffn[0])))
+        return
+    print(f"{EXPERTS} experts, top {TOP}, width {WIDTH}, {TOKENS} tokens, float32, {threads()} threads")
+    print(f"medians (best) of {given.rounds} rounds\n")
+    print("| expert width | | forward ms | argosy is | CPU ms | forward and backward ms | argosy is | CPU ms |")
+    print("|---|---|---|---|---|---|---|---|")
+    for ffn in given.ffn:
+        table(ffn, given.torch, given.rounds)
+
+
+def threads() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def table(ffn: int, torch: str | None, rounds: int) -> None:
+    told: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(rounds):
+        for name in ("argosy", *(TORCH if torch else ())):
+            told.setdefault(name, []).append(apart(torch if name in TORCH and torch else sys.executable, name, ffn))
+    flops = 2 * TOKENS * WIDTH * (EXPERTS + 3 * TOP * ffn)
+    peak = max(run["peak"] for run in told["argosy"])
+    mine = {mode: median(run[mode]["wall"] for run in told["argosy"]) for mode in REPEATS}
+    for name, runs in told.items():
+        if "refused" in runs[0]:
+            print(f"| {ffn} | transformers {name} | {runs[0]['refused']} | | | | | |")
+            continue
+        cells = []
+        for mode in REPEATS:
+            wall, cpu = (median(run[mode][key] for run in runs) for key in ("wall", "cpu"))
+            best = min(run[mode]["best"] for run in runs)
+            cells += [
+                f"{wall * 1e3:.0f} ({best * 1e3:.0f})",
+                "" if name == "argosy" else f"{wall / mine[mode]:.2f} x",
+                f"{cpu * 1e3:.0f}",
+            ]
+        print(f"| {ffn} | {'' if name == 'argosy' else 'transformers '}{name} | {' | '.join(cells)} |", flush=True)
+    floors = (
+        f"{flops * times / peak * 1e3:.0f} | {flops * times / peak / mine[mode]:.2f} x |"
+        for mode, times in zip(REPEATS, (1, 3))
+    )
+    print(f"| {ffn} | floor, at {peak / 1e9:.0f} GFLOP/s | {' | '.join(floors)} |", flush=True)
+
+
+def apart(python: str, name: str, ffn: int) -> dict[str, Any]:
+    """One program in a process of its own."""
+    environment = os.environ | {
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "JAX_PLATFORMS": "cpu",
+        "OMP_NUM_THREADS": "2",
+    }
+    command = [python, __file__, "--only", name, "--ffn", str(ffn)]
+    told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return json.loads(told.stdout.splitlines()[-1])
+
+
+def timed(run: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Median and best seconds of the wall and median of the processor, the first two runs left out."""
+    wall, cpu = [], []
+    for _ in range(repeats + 2):
+        start, used = time.perf_counter(), time.process_time()
+        run()
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - used)
+    return {"wall": median(wall[2:]), "best": min(wall[2:]), "cpu": median(cpu[2:])}
+
+
+def ours(ffn: int) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    shapes = {"router": (WIDTH, EXPERTS), "gate": (EXPERTS, WIDTH, ffn), "up": (EXPERTS, WIDTH, ffn)}
+    shapes |= {"down": (EXPERTS, ffn, WIDTH), "x": (TOKENS, WIDTH)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    drawn = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items())}
+    x = drawn.pop("x")
+    weights = {name: w / WIDTH**0.5 for name, w in drawn.items()}
+    forward = jax.jit(block)
+    both = jax.jit(jax.grad(lambda weights, x: jnp.sum(jnp.sin(block(weights, x))), (0, 1)))
+    told: dict[str, Any] = {
+        mode: timed(lambda run=run: jax.block_until_ready(run(weights, x)), REPEATS[mode])
+        for mode, run in (("forward", forward), ("both", both))
+    }
+    square = jnp.ones((2048, 2048))
+    product = jax.jit(jnp.dot)
+    best = min(timed(lambda: product(square, square).block_until_ready(), 1)["wall"] for _ in range(8))
+    return told | {"peak": 2 * 2048**3 / best}
+
+
+def block(weights: dict[str, Any], x: Any) -> Any:
+    """Tokens through their experts and back: rows in order of their expert between two exchanges."""
+    import jax
+    import jax.numpy as jnp
+
+    from argosy.ops.grouped import grouped_matmul
+
+    scores = jax.nn.softmax(x @ weights["router"], -1)
+    share, chosen = jax.lax.top_k(scores, TOP)
+    share = share / jnp.sum(share, -1, keepdims=True)
+    flat = chosen.reshape(-1)
+    order = jnp.sort(flat * flat.size + jnp.arange(flat.size)) % flat.size  # one key: faster than argsort, and stable
+    sizes = jnp.bincount(flat, length=EXPERTS)
+    rows = x[order // TOP]
+    h = jax.nn.silu(grouped_matmul(rows, weights["gate"], sizes)) * grouped_matmul(rows, weights["up"], sizes)
+    y = grouped_matmul(h, weights["down"], sizes) * share.reshape(-1)[order, None]
+    return jnp.zeros_like(x).at[order // TOP].add(y)
+
+
+def theirs(name: str, ffn: int) -> dict[str, Any]:
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig  # pyright: ignore[reportMissingImports]
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock  # pyright: ignore[reportMissingImports]
+
+    if name == "batched_mm":  # a copy of its expert's weights for each row
+        return {"refused": f"copies {TOKENS * TOP * 3 * WIDTH * ffn * 4 / 2**30:.0f} GiB of weights: not run"}
+    torch.manual_seed(0)
+    torch.set_num_threads(threads())
+    sizes = {"hidden_size": WIDTH, "moe_intermediate_size": ffn, "num_experts": EXPERTS, "num_experts_per_tok": TOP}
+    config = Qwen3MoeConfig(**sizes, norm_topk_prob=True)
+    config._experts_implementation = name
+    layer = Qwen3MoeSparseMoeBlock(config)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=WIDTH**-0.5)
+    x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+
+    def forward() -> None:
+        with torch.no_grad():
+            layer(x)
+
+    def both() -> None:
+        layer.zero_grad()
+        x.grad = None
+        layer(x).sin().sum().backward()
+
+    return {mode: timed(run, REPEATS[mode]) for mode, run in (("forward", forward), ("both", both))}
+
+
+if __name__ == "__main__":
+    main()

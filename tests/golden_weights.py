@@ -1,0 +1,41 @@
+"""The weights of the small reference models, drawn again from what a golden says of each tensor: shape, mean, deviation.
+
+Goldens hold no weights, only how to draw them: a hundred models in two megabytes. NumPy alone, so that the reference
+implementation's environment and the suite's draw the same; a digest says if they ever do not.
+"""
+
+import hashlib
+import json
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+
+def drawn(tensors: dict[str, list], seed: int) -> dict[str, np.ndarray]:
+    """{name: [shape, mean, deviation]} as float32 arrays. Each tensor has a stream of its own name."""
+    out = {}
+    for name, (shape, mean, deviation) in tensors.items():
+        noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
+        out[name] = np.ascontiguousarray(mean + deviation * noise, np.float32)
+    return out
+
+
+def digest(weights: dict[str, np.ndarray]) -> str:
+    whole = hashlib.sha256()
+    for name in sorted(weights):
+        whole.update(name.encode() + weights[name].tobytes())
+    return whole.hexdigest()
+
+
+def write_model(golden: Path, folder: Path) -> Path:
+    """The Hub folder that a golden is about."""
+    said = json.loads((golden / "tensors.json").read_text(encoding="utf-8"))
+    weights = drawn(said["tensors"], said["seed"])
+    assert digest(weights) == said["sha256"], f"{golden.name}: the drawn weights are not those of the golden"
+    folder.mkdir(parents=True)
+    shutil.copyfile(golden / "config.json", folder / "config.json")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,135 @@
+"""`--check` against differences made by hand, and distances against their definition."""
+
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from golden_weights import write_model
+from helpers import shared
+from safetensors.numpy import load_file, save_file
+
+from argosy.cli import main
+from argosy.jobs.compare import compare, distances
+from argosy.jobs.convert import convert
+
+GOLDEN = Path(__file__).parents[1] / "goldens" / "models" / "llama-grouped"
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(GOLDEN, tmp_path_factory.mktemp("compare") / "source")
+
+
+def changed(source: Path, folder: Path, change) -> Path:
+    shutil.copytree(source, folder)
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_every_kind_of_folder_compares_with_every_other(source, tmp_path):
+    convert(str(source), tmp_path / "ours", "argosy", None)
+    convert(str(source), tmp_path / "shards", "hub", None, shard_gb=3e-5)
+    for a in (source, tmp_path / "ours", tmp_path / "shards"):
+        for b in (source, tmp_path / "ours", tmp_path / "shards"):
+            told = compare(str(a), str(b))
+            assert told["equal"], told
+            assert told["tensors"] == len(load_file(source / "model.safetensors"))
+
+
+def test_a_gguf_compares_with_the_folder_it_was_made_from():
+    folder = str(shared("models/stories260k"))
+    told = compare(folder, str(shared("gguf/stories260K-f32.gguf")))
+    assert (told["differences"], told["only_in_a"], told["only_in_b"]) == ([], [], [])
+    packed = compare(folder, str(shared("gguf/stories260K-q8_0.gguf")), 0.0)["differences"]
+    assert packed
+    assert max(found["relative"] for found in packed) < 1 / 127, (
+        "half of one of 127 steps, and the scale's own rounding"
+    )
+
+
+def test_one_bit_is_found_and_named(source, tmp_path, capsys):
+    def flip(tensors):
+        tensors[UP].view(np.uint8).reshape(-1)[777] ^= 1
+
+    other = changed(source, tmp_path / "other", flip)
+    assert main(["convert", str(source), "--check", str(other)]) == 1
+    said = capsys.readouterr()
+    assert "layers.1.mlp.up.w: " in said.out
+    assert "differences: 1" in said.out
+    assert main(["convert", str(source), "--check", str(other), "tolerance=1e-3"]) == 0
+    assert main(["convert", str(source), "--check", str(other), "tolerance=0", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))
+    (found,) = told["differences"]
+    a, b = (load_file(f / "model.safetensors")[UP].astype(np.float64) for f in (source, other))
+    assert found["max_abs"] == np.abs(a - b).max() > 0
+    assert found["relative"] == np.abs(a - b).max() / np.abs(b).max()
+
+
+def test_types_differ_unless_a_tolerance_is_told(source, tmp_path):
+    convert(str(source), tmp_path / "half", "argosy", "bfloat16")
+    told = compare(str(source), str(tmp_path / "half"))
+    assert {found["what"] for found in told["differences"]} == {"dtype"}
+    assert len(told["differences"]) == told["tensors"]
+    assert {(found["a"], found["b"]) for found in told["differences"]} == {("float32", "bfloat16")}
+    assert compare(str(source), str(tmp_path / "half"), 2**-8)["equal"], "half a unit of the last of eight bits"
+    assert not compare(str(source), str(tmp_path / "half"), 2**-12)["equal"]
+
+
+def test_shapes_names_and_settings(source, tmp_path):
+    def narrow(tensors):
+        for name in list(tensors):
+            if "mlp.up" in name or "mlp.gate" in name:
+                tensors[name] = np.ascontiguousarray(tensors[name][:-1])
+            if "mlp.down" in name:
+                tensors[name] = np.ascontiguousarray(tensors[name][:, :-1])
+        del tensors["lm_head.weight"]
+
+    other = changed(source, tmp_path / "other", narrow)
+    config = json.loads((other / "config.json").read_text()) | {"intermediate_size": 57, "tie_word_embeddings": True}
+    (other / "config.json").write_text(json.dumps(config))
+    told = compare(str(source), str(other))
+    assert not told["equal"]
+    assert (told["only_in_a"], told["only_in_b"]) == (["head.w"], [])
+    assert compare(str(other), str(source))["only_in_b"] == ["head.w"]
+    shapes = {found["name"]: (found["a"], found["b"]) for found in told["differences"] if found["what"] == "shape"}
+    assert shapes["layers.0.mlp.up.w"] == ([42, 58], [42, 57])
+    assert len(shapes) == 6
+    assert {"name": "ffn", "a": 58, "b": 57} in told["settings"]
+
+
+def test_nan_equals_itself_and_nothing_else(source, tmp_path):
+    def spoil(tensors):
+        tensors[NORM][3] = np.nan
+
+    other = changed(source, tmp_path / "other", spoil)
+    assert compare(str(other), str(other))["equal"]
+    for a, b in ((source, other), (other, source)):
+        for tolerance in (None, 1e6):
+            (found,) = compare(str(a), str(b), tolerance)["differences"]
+            assert found["name"] == "norm.scale"
+            assert np.isnan(found["max_abs"])
+
+
+@pytest.mark.parametrize("slab", [1, 7, 1 << 20])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_distances_are_those_of_their_definition(monkeypatch, dtype, slab):
+    monkeypatch.setattr("argosy.jobs.compare.SLAB_VALUES", slab)
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=(5, 3, 4)).astype(dtype).transpose(2, 0, 1) for _ in range(2))
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    found = distances(a, b)
+    assert found["max_abs"] == np.abs(x - y).max()
+    assert found["largest"] == np.abs(y).max()
+    assert np.isclose(found["cosine"], (x * y).sum() / np.linalg.norm(x) / np.linalg.norm(y), rtol=1e-12)
+
+
+def test_distances_of_zeros():
+    zero, one = np.zeros(3, np.float32), np.ones(3, np.float32)
+    assert distances(zero, zero) == {"max_abs": 0.0, "relative": 0.0, "cosine": 1.0, "largest": 0.0}
+    assert distances(one, zero) == {"max_abs": 1.0, "relative": np.inf, "cosine": 0.0, "largest": 0.0}
