@@ -15,10 +15,11 @@ from safetensors.numpy import save_file
 
 
 def drawn(tensors: dict[str, list], seed: int) -> dict[str, np.ndarray]:
-    """{name: [shape, mean, deviation]} as float32 arrays. Each tensor has a stream of its own name."""
+    """{name: [shape, mean, deviation]} as float32 arrays. Each tensor has a stream of its own name, or of the name that
+    follows: a copy."""
     out = {}
-    for name, (shape, mean, deviation) in tensors.items():
-        noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
+    for name, (shape, mean, deviation, *source) in tensors.items():
+        noise = np.random.default_rng([seed, zlib.crc32((source or [name])[0].encode())]).standard_normal(shape)
         out[name] = np.ascontiguousarray(mean + deviation * noise, np.float32)
     return out
 

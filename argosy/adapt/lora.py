@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from argosy.adapt.surgery import find, swap
+from argosy.core.errors import BadInput
 from argosy.models.parts.einsum import Contraction, Einsum, Route, contract
 from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
 
@@ -69,6 +71,18 @@ class LoRA(Contraction):
         if of.b is not None:
             of.b = nnx.Param(of.b.get_value(), **{k: of.b.get_metadata()[k] for k in ("meaning", "draw")})
         return of
+
+
+def merge(model: nnx.Module) -> list[str]:
+    """Every adapter becomes part of its weight; returns the names of the contractions, never none.
+
+    Raises:
+        BadInput: there is no adapter, or one lies on a quantised weight, which would round it away.
+    """
+    found = find(model, ".*", LoRA)
+    if quantised := [name for name, adapted in found.items() if not isinstance(adapted.of, Einsum)]:
+        raise BadInput(f"adapters on quantised weights cannot be merged: {', '.join(quantised[:4])}")
+    return swap(model, ".*", LoRA.merged, LoRA)
 
 
 def _frozen(of: Contraction) -> Contraction:

@@ -40,9 +40,11 @@ def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contractio
     return found
 
 
-def swap(model: nnx.Module, where: str, make: Callable[[Any], Any]) -> list[str]:
+def swap(
+    model: nnx.Module, where: str, make: Callable[[Any], Any], of: type | tuple[type, ...] = Contraction
+) -> list[str]:
     """Replaces every contraction that matches by `make(contraction)`; returns their names, never none."""
-    found = find(model, where)
+    found = find(model, where, of)
     for name, node in found.items():
         *way, last = name.split(".")
         parent: Any = model

@@ -5,8 +5,9 @@ pickle is read, and `auto_map` in a config imports nothing.
 """
 
 import json
-from collections.abc import KeysView, Mapping
+from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
 from copy import copy
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from argosy.checkpoint.stored import COMPANIONS, Stored
 from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.formats import Entry, Reader
 from argosy.core.formats.files import File, of_bytes, of_text, write_file
+from argosy.core.formats.quants import FP8_BLOCK
 from argosy.core.formats.safetensors import Folder, folder_files
 from argosy.core.keymap import IGNORED, How, KeyMap, Row
 from argosy.models import FAMILIES
@@ -58,19 +60,37 @@ def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
         )
         hint = f"{nearest(str(kind), families)} {adding}"
         raise BadInput(f"architecture `{kind}` is not built", where=where, hint=hint)
-    if hub.get("quantization_config"):
-        method = str(hub["quantization_config"].get("quant_method", "?"))[:40]
-        raise BadInput(
-            f"weights quantised by `{method}` are not read",
-            where=where,
-            hint="take the original weights, or a GGUF file",
-        )
+    check_quantised(hub, where)
     try:
-        return families[kind].from_hub(hub)
+        return families[kind].from_hub(families[kind].hub_text(_plain(hub)))
     except BadInput as error:
         raise BadInput(error.what, where=error.where or where, hint=error.hint) from None
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise BadInput(f"config.json does not make a model: {_first(error)}", where=where) from None
+
+
+def check_quantised(hub: dict[str, Any], where: str) -> None:
+    """That weights come plain, or in blocks beside their scales as DeepSeek-V3 and gpt-oss are published.
+
+    Raises:
+        BadInput: they are packed in another way.
+    """
+    told = hub.get("quantization_config")
+    if not told:
+        return
+    method = str(told.get("quant_method", "?"))[:40]
+    blocks = told.get("weight_block_size")
+    if method == "mxfp4" or (method == "fp8" and blocks == [FP8_BLOCK, FP8_BLOCK]):
+        return
+    how = f"`{method}`" + (f" in blocks of {str(blocks)[:40]}" if method == "fp8" else "")
+    raise BadInput(
+        f"weights quantised by {how} are not read", where=where, hint="take the original weights, or a GGUF file"
+    )
+
+
+def _plain(hub: dict[str, Any] | None) -> dict[str, Any]:
+    """A config.json of weights that are not quantised: what is read becomes plain."""
+    return {key: value for key, value in (hub or {}).items() if key != "quantization_config"}
 
 
 def check_bounds(hub: dict[str, Any], where: str) -> None:
@@ -103,6 +123,37 @@ def _first(error: Exception) -> str:
     return f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
 
 
+class Renamed:
+    """Tensors under other names: {new name: name}."""
+
+    def __init__(self, reader: Reader, name_of: Mapping[str, str]):
+        self.reader, self.name_of = reader, dict(name_of)
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self.name_of.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.reader.shape(self.name_of[name])
+
+    def dtype(self, name: str) -> np.dtype:
+        return self.reader.dtype(self.name_of[name])
+
+    def read(self, name: str) -> np.ndarray:
+        return self.reader.read(self.name_of[name])
+
+
+def prefixed(reader: Reader, prefixes: Sequence[str], known: Collection[str]) -> Reader:
+    """The tensors under the names that are known, where theirs differ from those by a prefix that is there or not: the whole
+    model and its body alone are saved by different classes. Where both stand, the known name is the one that counts."""
+    name_of = {name: name for name in reader.names}
+    for name in set(reader.names) - set(known):
+        others = [other for prefix in prefixes for other in (prefix + name, name.removeprefix(prefix))]
+        if (other := next((other for other in others if other in known), name)) not in name_of:
+            name_of[other] = name_of.pop(name)
+    return Renamed(reader, name_of)
+
+
 class Mapped:
     """Another format's tensors under our per-layer names, through a `KeyMap`."""
 
@@ -131,14 +182,17 @@ class Mapped:
         return self._shapes[name]
 
     def dtype(self, name: str) -> np.dtype:
-        return self.reader.dtype(self._theirs[name])
+        return np.dtype(np.float32) if self.table.is_scaled(name) else self.reader.dtype(self._theirs[name])
 
     def read(self, name: str) -> np.ndarray:
         return self.table.read(self.reader, name)
 
 
-def open_folder(folder: Path) -> Stored:
+def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
     """A Hub folder.
+
+    Args:
+        warn: is told of tensors that the model has no part for.
 
     Raises:
         BadInput: an architecture that is not built; tensors missing, unexpected or misshapen, all listed.
@@ -146,11 +200,24 @@ def open_folder(folder: Path) -> Stored:
     """
     hub = read_json(folder / "config.json")
     config = config_from(hub, str(folder / "config.json"))
+    tensors: Reader = Folder.open(folder)
+    if config.hub_prefixes:
+        tensors = prefixed(tensors, config.hub_prefixes, KeyMap(*config.hub_rows()).names)
+    config = config.fitted(tensors.names)
+    left_out = [n for n in tensors.names if any(fnmatchcase(n, pattern) for pattern in config.hub_left_out)]
+    if left_out:
+        warn(f"{folder}: {len(left_out)} tensors are left out, the model has no part for them: {_patterns(left_out)}")
+    hub = type(config).hub_text(hub)
     rows, sizes = config.hub_rows()
-    table = KeyMap(rows, sizes, ignore=(*IGNORED, *getattr(config, "hub_ignore", ())))
-    tensors = Folder.open(folder)
+    if hub.get("quantization_config"):
+        rows = config.hub_scaled(rows, tensors.names)
+    table = KeyMap(rows, sizes, ignore=(*IGNORED, *config.hub_ignore, *config.hub_left_out))
     check_vocabulary(rows, sizes, tensors, str(folder))
     return Stored(folder, "hub", config, Mapped(table, tensors, str(folder)), folder, hub)
+
+
+def _patterns(names: list[str]) -> str:
+    return ", ".join(sorted({name.split(".")[0] + ".*" for name in names}))
 
 
 def check_vocabulary(rows: list[Row], sizes: Mapping[str, int], tensors: Reader, where: str) -> None:
@@ -185,7 +252,7 @@ def check_tied(stored: Stored) -> None:
     if stored.kind != "hub" or not isinstance(stored.weights, Mapped):
         return
     for row in stored.config.hub_rows()[0]:
-        if row.tied_to in stored.weights.reader.names and isinstance(row.ours, str):
+        if {row.tied_to, *row.copies} & set(stored.weights.reader.names) and isinstance(row.ours, str):
             stored.weights.read(row.ours)
 
 
@@ -209,7 +276,7 @@ def folder_of(
     """
     entries = [cast(entry, dtype) for entry in KeyMap(*config.hub_rows()).inverse(weights)]
     kind = str(entries[0].dtype)
-    written = dict(hub or {}) | _kept_type(hub, config.to_hub()) | {"dtype": kind, "torch_dtype": kind}
+    written = _plain(hub) | _kept_type(hub, config.to_hub()) | {"dtype": kind, "torch_dtype": kind}
     return [*folder_files(entries, shard_bytes), of_text("config.json", json.dumps(written, indent=2) + "\n")]
 
 

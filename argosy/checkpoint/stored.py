@@ -34,6 +34,10 @@ COMPANIONS = (
     "generation_config.json",
     "chat_template.jinja",
     "chat_template.json",
+    "modules.json",  # of sentence encoders: what is made of their vectors
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
 )
 
 
@@ -65,7 +69,7 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
     if (path / "config.json").is_file():
         from argosy.checkpoint.hub import open_folder
 
-        return open_folder(path)
+        return open_folder(path, warn)
     if (path / META).is_file():
         manifest.verify(path)
         return _open_step(path)

@@ -28,6 +28,8 @@ class Convert(Settings):
     """A Hub folder, or an Argosy checkpoint."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the tensors; as they are unless told."""
+    adapter: str | None = None
+    """A folder of low-rank adapters (PEFT's) to merge on the way."""
     shard_gb: float = Field(5.0, gt=0)
     """The largest file of a Hub folder, in 1e9 bytes; a larger tensor has one to itself."""
 
@@ -46,7 +48,8 @@ def convert(
     ],
     target: Annotated[str | None, typer.Argument(help="a new folder", show_default=False)] = None,
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[to=hub|argosy] [dtype=...] [shard_gb=5]", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[to=hub|argosy] [dtype=...] [adapter=FOLDER] [shard_gb=5]", show_default=False),
     ] = None,
     check: Annotated[
         str | None, typer.Option("--check", metavar="OTHER", help="compare with this model; write nothing [tolerance=]")
@@ -65,7 +68,13 @@ def convert(
     from argosy.jobs.convert import convert as job
 
     with Progress("written") as progress:
-        told = job(source, Path(target), how.to, how.dtype, shard_gb=how.shard_gb, say=progress.say, told=progress)
+        told = job(
+            *(source, Path(target), how.to, how.dtype),
+            shard_gb=how.shard_gb,
+            adapter=how.adapter,
+            say=progress.say,
+            told=progress,
+        )
     text = f"{target}: {told['tensors']} tensors, {told['parameters']:,} parameters, {how.to} format\n"
     rate = (told["bytes"] - told["kept_bytes"]) / 1e9 / max(told["seconds"], 1e-9)
     kept = f", {told['kept_bytes'] / 1e9:.2f} GB of them kept from before" if told["kept_bytes"] else ""

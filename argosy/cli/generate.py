@@ -47,6 +47,8 @@ class Generate(Settings):
     """Log-probabilities of the tokens, with --json."""
     dtype: str | None = None
     """What to compute in: float32 or bfloat16."""
+    adapter: str | None = None
+    """A folder of low-rank adapters (PEFT's) on the model."""
 
 
 PROMPT = "text, @file, or - for stdin; then settings: " + ", ".join(Generate.model_fields)
@@ -80,7 +82,8 @@ def generate(
     machine.start_jax()
     from argosy.jobs.public import load
 
-    lm = load(model, dtype=how.dtype)
+    lm = load(model, dtype=how.dtype, adapter=how.adapter)
+    lm.check_predicts()
     sampling = told_sampling(how, lm.generation)
     if how.n > 1 and not sampling.get("temperature"):
         raise BadInput(f"n={how.n} answers at temperature 0 are one answer", hint="set temperature, such as 0.7")

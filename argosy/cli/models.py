@@ -65,7 +65,13 @@ def told(found: dict[str, Any]) -> str:
         "weights": weights,
         "cache": f"{sized(token['bfloat16'])} a token in bfloat16, {sized(token['float32'])} in float32",
         " ": f"{sized(cache['bfloat16'])} and {sized(cache['float32'])} {at}{window}",
-        "recipes": ", ".join(found["recipes"]) or "none names it; any takes model=NAME",
+        "recipes": recipes_told(found["recipes"]),
     }
     lines = [f"  {name:<12}{value}".rstrip() for name, value in facts.items()]
     return "\n".join([f"{found['name']}: {found['family']}", "", found["block"], "", *lines])
+
+
+def recipes_told(recipes: list[str] | None) -> str:
+    if recipes is None:
+        return "none: it predicts no tokens"
+    return ", ".join(recipes) or "none names it; any takes model=NAME"

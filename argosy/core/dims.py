@@ -23,6 +23,11 @@ LEGEND: dict[str, str] = {
     "P": "rotary",  # the part of a head that rope turns, where it is apart
     "C": "query_head",  # a head of both parts, H + P
     "A": "positions",  # rows of a learned position embedding
+    "Y": "token_types",  # rows of a learned embedding of which of two texts a token is of
+    "O": "pooled",  # what an encoder's pooler makes of a sequence
     "W": "conv",  # taps of a short convolution
     "L": "layers",
 }
+
+# Axes along which rows are looked up; no product sums over them.
+LOOKED_UP = frozenset("VAY")

@@ -325,6 +325,10 @@ class KeyMap:
         """Of one of ours."""
         return self._by_path[path][0].our_shapes(self.sizes)[path]
 
+    def is_scaled(self, path: str) -> bool:
+        """Whether this one of ours is put together from values and scales, and so is float32."""
+        return self._by_path[path][0].row.scales is not None
+
     def ours_of(self, names: Iterable[str]) -> dict[str, Names]:
         """For each of their names that has a row, the paths of ours that it goes into."""
         return {name: self._by_name[name].ours for name in names if name in self._by_name}

@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from argosy.models.parts.attend import Packed
 from argosy.models.parts.weight import Leaves, abstract, merge, split
 
 
 def lower(model: Any, *, platforms: Sequence[str] = ("cpu", "cuda", "tpu")) -> bytes:
-    """The logits of whole sequences, as a program: (weights, tokens [B T], segments [B T]) -> [B T V].
+    """The logits of whole sequences, as a program: (weights, tokens [B T], segments [B T]) -> [B T V]; of an encoder, its
+    vectors [B T D].
 
     B and T are left open, so one program serves every shape.
     """
     graph, _ = split(model)
 
     def forward(weights: Leaves, tokens: Any, segments: Any) -> Any:
-        return merge(graph, weights)(tokens, Packed(segments))[0]
+        return merge(graph, weights)(tokens, model.config.attend(segments))[0]
 
     B, T = export.symbolic_shape("B, T")
     ids = jax.ShapeDtypeStruct((B, T), jnp.int32)

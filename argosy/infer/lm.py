@@ -62,8 +62,9 @@ class LM:
         """Of whole sequences, causal: [B T] ints (or [T]) -> [B T V] float32.
 
         Raises:
-            BadInput: ids outside the vocabulary, or a sequence longer than the model's context.
+            BadInput: ids outside the vocabulary, a sequence longer than the model's context, an encoder.
         """
+        self.check_predicts()
         ids = _ids(tokens)
         ids = ids[None] if ids.ndim == 1 else ids
         self._check(ids.ravel(), ids.shape[1])
@@ -99,7 +100,8 @@ class LM:
             sampling: the settings of `infer.sample.Sampling`: temperature, top_k, top_p, min_p and penalties.
 
         Raises:
-            BadInput: text without a tokenizer, ids outside the vocabulary, a prompt that leaves no room in the context.
+            BadInput: text without a tokenizer, ids outside the vocabulary, a prompt that leaves no room in the context, an
+                encoder.
         """
         if isinstance(prompts, str):
             raise BadInput("one text where a list of prompts is wanted", hint="generate([text])")
@@ -143,10 +145,32 @@ class LM:
         text = render(self.tokenizer.chat_template, list(messages), self.tokenizer.special, add_generation_prompt=True)
         return self.tokenizer.encode(text, special=True)
 
+    # ---------------------------------------------------------------- vectors
+
+    def embed(self, texts: Sequence[Prompt], normalize: bool | None = None, **how: Any) -> np.ndarray:
+        """Of each text a vector, [texts D] float32, as the model's folder says (`infer.embed`).
+
+        Args:
+            normalize: to length 1; as the folder says unless told.
+            how: pooling and batch, as in `infer.embed.embed`.
+
+        Raises:
+            BadInput: a model that predicts tokens, no tokenizer, ids outside the vocabulary, steps that are not built.
+        """
+        from argosy.infer.embed import embed
+
+        return embed(self, texts, normalize, **how)
+
     # ---------------------------------------------------------------- files
 
-    def save(self, folder: str | Path, format: Literal["hub", "argosy"] = "hub", dtype: Any = None) -> None:
-        """Writes the model as a Hub folder or an Argosy checkpoint, tokenizer and all."""
+    def merge(self) -> list[str]:
+        """Adapters become part of the weights; returns the contractions that had one. `save(format="peft")` keeps them."""
+        from argosy.adapt.lora import merge
+
+        return merge(self.module)
+
+    def save(self, folder: str | Path, format: Literal["hub", "argosy", "peft"] = "hub", dtype: Any = None) -> None:
+        """Writes the model as a Hub folder or an Argosy checkpoint, tokenizer and all; or its adapters as a PEFT folder."""
         from argosy.infer.save import save
 
         save(self, Path(folder), format, dtype)
@@ -168,6 +192,15 @@ class LM:
         for source in (self.generation.get("eos_token_id"), self.hub.get("eos_token_id")):
             found |= set(source) if isinstance(source, list) else {source} if isinstance(source, int) else set()
         return found
+
+    def check_predicts(self) -> None:
+        """That this is a model that predicts tokens.
+
+        Raises:
+            BadInput: it is an encoder.
+        """
+        if not self.config.causal:
+            raise BadInput("this model is an encoder: it predicts no tokens", hint="lm.embed(texts) gives its vectors")
 
     def _check(self, ids: Any, length: int) -> None:
         ids = np.asarray(ids)
@@ -192,6 +225,7 @@ class Answers:
         seed: int,
         sampling: Mapping[str, Any],
     ):
+        lm.check_predicts()
         if not prompts:
             raise BadInput("no prompt")
         if any(isinstance(p, int | np.integer) for p in prompts):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from argosy.checkpoint.hub import read_json
+from argosy.checkpoint.peft import put_adapter, read_adapter
 from argosy.checkpoint.stored import Stored, open_model, read_into
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
@@ -17,21 +18,30 @@ from argosy.models.parts.weight import fill, put, split
 
 
 def load(
-    path: str | Path, *, dtype: Any = None, run: Run | None = None, warn: Callable[[str], None] = lambda _: None
+    path: str | Path,
+    *,
+    dtype: Any = None,
+    run: Run | None = None,
+    adapter: str | Path | None = None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> LM:
     """A model from a Hub folder, a GGUF file, a run directory or a checkpoint.
 
     Args:
         dtype: what weights are kept and activations computed in: float32 on CPUs, bfloat16 elsewhere, unless told.
         run: how layers run; unrolled up to 32 on CPUs, scanned elsewhere, unless told.
+        adapter: a PEFT folder; layers are then unrolled, since each may carry adapters of its own.
 
     Raises:
         BadInput, Damaged: nothing is there, it is no model, or not one that is built.
     """
     stored = open_model(path, warn)
     dtype = as_dtype(dtype)
-    model = stored.config.build(run or default_run(stored.config))
+    adapters = read_adapter(adapter, stored.config) if adapter is not None else {}
+    model = stored.config.build(Unroll() if adapters else run or default_run(stored.config))
     read_into(model, stored.weights, dtype=dtype)
+    if adapters:
+        put_adapter(model, adapters)
     model.dtype = dtype
     tokenizer = tokenizer_of(stored)
     if tokenizer is not None and tokenizer.vocab > stored.config.vocab:

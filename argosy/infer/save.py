@@ -12,6 +12,7 @@ from typing import Any, Literal
 from argosy.checkpoint import manifest
 from argosy.checkpoint.hub import cast, copies, folder_of
 from argosy.checkpoint.partial import Partial, taken
+from argosy.checkpoint.peft import adapters_of, write_adapter
 from argosy.checkpoint.store import META, array_by_array
 from argosy.checkpoint.stored import COMPANIONS, check_fit, weights_of
 from argosy.checkpoint.stream import in_order
@@ -26,12 +27,16 @@ from argosy.models import FAMILIES
 Told = Callable[[int, int, int], None]  # bytes written since the last call, bytes in all, bytes kept from before
 
 
-def save(lm: LM, folder: Path, format: Literal["hub", "argosy"], dtype: Any = None) -> None:
-    """Writes a model with its tokenizer; the numbers in the type it came in, unless told.
+def save(lm: LM, folder: Path, format: Literal["hub", "argosy", "peft"], dtype: Any = None) -> None:
+    """Writes a model with its tokenizer; the numbers in the type it came in, unless told. Or its adapters alone.
 
     Raises:
-        BadInput: the folder holds something already, or adapters are not merged.
+        BadInput: the folder holds something already, adapters are not merged, or there are none.
     """
+    if format == "peft":
+        base = lm.hub.get("_name_or_path") or (str(lm.companions) if lm.companions else None)
+        write_adapter(folder, lm.config, adapters_of(lm.module), base)
+        return
     came_in = lm.hub.get("dtype") or lm.hub.get("torch_dtype")
     write(folder, format, lm.config, weights_of(lm.module), dict(lm.hub), lm.companions, dtype or came_in, lm.tokenizer)
 

@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint.hub import check_tied
+from argosy.checkpoint.peft import Merged, read_adapter
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.checkpoint.stream import largest, streamed
 from argosy.infer.load import no_weights, tokenizer_of
@@ -37,6 +39,7 @@ def convert(
     dtype: str | None,
     *,
     shard_gb: float = 5.0,
+    adapter: str | None = None,
     say: Say = lambda _: None,
     told: Told = lambda new, all, kept: None,
 ) -> dict[str, Any]:
@@ -45,6 +48,7 @@ def convert(
     Args:
         dtype: float32, float16 or bfloat16; as it is where None.
         shard_gb: the largest file of a Hub folder, in 1e9 bytes.
+        adapter: a PEFT folder to merge on the way.
         told: bytes written since the last call, bytes in all, bytes kept from a process that was killed.
 
     Raises:
@@ -52,6 +56,12 @@ def convert(
     """
     start = time.monotonic()
     stored = opened(source, say)
+    facts = facts_of(stored, to, dtype, shard_gb)
+    if adapter is not None:
+        adapters = read_adapter(adapter, stored.config)
+        stored = replace(stored, weights=Merged(stored.weights, adapters, stored.config))
+        facts["adapter"] = hashlib.sha256((Path(adapter) / "adapter_model.safetensors").read_bytes()).hexdigest()[:12]
+        say(f"merging adapters on {len(adapters)} weights")
     tokenizer = tokenizer_of(stored)
     if tokenizer is not None and tokenizer.vocab > stored.config.vocab:
         say(f"the tokenizer has {tokenizer.vocab} tokens, the model {stored.config.vocab}: do they belong together?")
@@ -62,7 +72,7 @@ def convert(
             DTYPES[dtype] if dtype else None,
             tokenizer,
             shard_bytes=shard_gb * 1e9,
-            facts=facts_of(stored, to, dtype, shard_gb),
+            facts=facts,
             told=count,
         )
     except KeyboardInterrupt:

@@ -77,7 +77,7 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
         "cache_bytes": {d: cache_bytes(kept, tokens, BYTES[d]) for d in ("float32", "bfloat16")},
         "window": next((k.span for k in kept if k.span), None),
         "block": block(model),
-        "recipes": used_by(name),
+        "recipes": used_by(name) if config.causal else None,
     }
 
 
@@ -155,8 +155,11 @@ def block(model: Any) -> str:
     config, stack = model.config, model.layers
     lines = ["tokens", f"  embed   {config.vocab} x {config.width}", "  │"]
     for indexes in stack.indexes().values():
-        layer = stack.example(stack.plan[indexes[0]])
-        lines += _box(f" {len(indexes)} x ", _rows(layer, config))
+        layers = [stack.plan[i] for i in indexes]
+        reaches = list(dict.fromkeys(_reach(layer.each, config) for layer in layers))
+        lines += _box(f" {len(indexes)} x ", _rows(stack.example(layers[0]), reaches))
+    if not config.causal:
+        return "\n".join([*lines, f"vectors   {config.width}"])
     head = "the embedding again" if config.tied else f"{config.width} x {config.vocab}"
     return "\n".join([*lines, "  norm", f"  head    {head}", "logits"])
 
@@ -167,21 +170,23 @@ def _box(title: str, rows: list[str]) -> list[str]:
     return [f"  ├─{title:─<{width + 2}}┐", *sides, f"  ├{'─' * (width + 3)}┘", "  │"]
 
 
-def _rows(layer: Any, config: Any) -> list[str]:
+def _rows(layer: Any, reaches: list[str]) -> list[str]:
     """The sublayers of a block in the order it was built with."""
     rows: list[str] = []
+    formula = getattr(layer, "formula", "x + {}(norm(x))")
     for sub in (name for name in vars(layer) if name in SUBLAYERS):
         part = getattr(layer, sub)
         shapes = {name: getattr(getattr(part, name), "w", None) for name in vars(part)}
         told = [f"{name} {'x'.join(map(str, w.shape))}" for name, w in shapes.items() if w is not None]
-        rows += [""] * bool(rows) + [f"x + {SUBLAYERS[sub]}(norm(x))", f"    {'  '.join(told)}"]
-        rows += [f"    {_reach(part, config)}"] if hasattr(part, "holds") else []
+        rows += [""] * bool(rows) + [formula.format(SUBLAYERS[sub]), f"    {'  '.join(told)}"]
+        rows += [f"    {reach}" for reach in reaches] if hasattr(part, "holds") else []
     return rows
 
 
-def _reach(attention: Any, config: Any) -> str:
-    span, rope = attention.holds().span, getattr(config, "rope", None)
-    seen = f"window {span:,}" if span else "causal"
+def _reach(each: Any, config: Any) -> str:
+    """How far back a layer sees, and how its positions turn."""
+    span, rope = getattr(each, "window", None), getattr(each, "rope", None)
+    seen = f"window {span:,}" if span else "causal" if config.causal else "both ways"
     return f"{seen}, rope {rope.base:,.0f}{_scaling(rope)}" if rope else seen
 
 

@@ -4,30 +4,35 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from argosy.core.errors import BadInput
 from argosy.jobs.compose import preset_layers, presets
 from argosy.jobs.train import Outcome, View, train
 
 
-def load(model: str | Path, *, random: int | None = None, dtype: Any = None) -> Any:
-    """A language model in hand: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`.
+def load(model: str | Path, *, random: int | None = None, dtype: Any = None, adapter: str | Path | None = None) -> Any:
+    """A language model in hand: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`; an encoder has `.embed`
+    in place of the two in the middle.
 
     Args:
         model: a Hub folder, a .gguf file, a run directory (its last good checkpoint), one checkpoint step; or, with `random`,
             the name of a preset.
         random: the seed of random weights for a preset.
         dtype: what weights are kept and activations computed in; float32 on CPUs, bfloat16 elsewhere, unless told.
+        adapter: a folder of low-rank adapters as the PEFT library writes it; `lm.merge()` makes them part of the weights.
 
     Raises:
         UnknownName, BadInput, Damaged: there is no such model, or it is none.
     """
     from argosy.infer import load as loading
 
+    if random is not None and adapter is not None:
+        raise BadInput("an adapter on random weights", hint="give the folder of the model that it was trained on")
     if random is not None:
         _say(f"{model}: random weights from seed {random}")
         return loading.random(preset_config(str(model)), random, dtype=dtype)
     if not Path(model).exists():
         raise loading.no_weights(str(model), presets())
-    return loading.load(model, dtype=dtype, warn=_say)
+    return loading.load(model, dtype=dtype, adapter=adapter, warn=_say)
 
 
 def preset_config(name: str) -> Any:

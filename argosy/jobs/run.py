@@ -108,6 +108,8 @@ class Run(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Run":
+        if not self.model.causal:
+            raise ValueError("model is an encoder: it predicts no tokens, and no objective is built that trains one")
         if self.data.sequence > self.model.context:
             raise ValueError(
                 f"data.sequence = {self.data.sequence} is longer than the model's context, "

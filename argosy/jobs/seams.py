@@ -16,7 +16,7 @@ from argosy.adapt.quant import Int8
 from argosy.adapt.surgery import swap
 from argosy.export.lower import lower, raise_again
 from argosy.models import FAMILIES
-from argosy.models.parts.attend import Contiguous, Packed, Paged, contiguous, paged
+from argosy.models.parts.attend import Contiguous, Paged, contiguous, paged
 from argosy.models.parts.stack import Run, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import abstract, fill, logical, merge, put, split, variables
 from argosy.parallel.mesh import MeshSettings
@@ -65,12 +65,12 @@ def worst(got: Any, expected: Any) -> float:
     return float(np.abs(np.asarray(got) - np.asarray(expected)).max() / np.abs(np.asarray(expected)).max())
 
 
-def cells(config: Any, run: Run, expected: np.ndarray, tokens: Any) -> dict[str, float]:
-    """One row of the table."""
+def cells(config: Any, run: Run, expected: np.ndarray, tokens: Any) -> dict[str, float | None]:
+    """One row of the table. None: an encoder decodes nothing."""
     model = build(config, run)
     step = call(model)
     ones = jnp.ones_like(tokens)
-    whole = step(tokens, Packed(ones))[0]
+    whole = step(tokens, config.attend(ones))[0]
     lora = build(config, run)
     swap(lora, r"layers\..*", lambda of: LoRA(of, 3, 6.0))
     fill(lora, jax.random.key(1), addresses=layer_addresses(lora))
@@ -79,25 +79,27 @@ def cells(config: Any, run: Run, expected: np.ndarray, tokens: Any) -> dict[str,
     quantised = call(int8)
     return {
         "whole": worst(whole, expected),
-        "packed": packed(step, tokens),
-        "contiguous decode": worst(contiguous_decode(model, step, tokens), expected),
-        "paged decode": worst(paged_decode(model, step, tokens), expected),
-        "LoRA at its start": worst(call(lora)(tokens, Packed(ones))[0], expected),
+        "packed": packed(config, step, tokens),
+        "contiguous decode": worst(contiguous_decode(model, step, tokens), expected) if config.causal else None,
+        "paged decode": worst(paged_decode(model, step, tokens), expected) if config.causal else None,
+        "LoRA at its start": worst(call(lora)(tokens, config.attend(ones))[0], expected),
         "int8 decode against int8 whole": worst(
-            paged_decode(int8, quantised, tokens), quantised(tokens, Packed(ones))[0]
-        ),
+            paged_decode(int8, quantised, tokens), quantised(tokens, config.attend(ones))[0]
+        )
+        if config.causal
+        else None,
         "8 devices": worst(eight_devices(model, tokens), expected),
         "exported StableHLO": worst(raise_again(lower(model))(split(model)[1], tokens, ones), expected),
     }
 
 
-def packed(step: Callable[..., Any], tokens: Any) -> float:
+def packed(config: Any, step: Callable[..., Any], tokens: Any) -> float:
     """Two texts in one row against each alone."""
     cut = LENGTH // 3
     segments = jnp.concatenate([jnp.ones((ROWS, cut), jnp.int32), jnp.full((ROWS, LENGTH - cut), 2, jnp.int32)], 1)
-    together = step(tokens, Packed(segments))[0]
-    first = step(tokens[:, :cut], Packed(segments[:, :cut]))[0]
-    second = step(tokens[:, cut:], Packed(segments[:, cut:]))[0]
+    together = step(tokens, config.attend(segments))[0]
+    first = step(tokens[:, :cut], config.attend(segments[:, :cut]))[0]
+    second = step(tokens[:, cut:], config.attend(segments[:, cut:]))[0]
     return worst(together, jnp.concatenate([first, second], 1))
 
 
@@ -133,7 +135,7 @@ def eight_devices(model: Any, tokens: Any) -> Any:
     shapes = {a: s.shape for a, s in abstract(model).items()}
     places = shardings(logical(model), shapes, FSDP, mesh)
     placed = {a: jax.device_put(w, places[a]) for a, w in weights.items()}
-    forward = jax.jit(lambda w, t: merge(graph, w)(t, Packed(jnp.ones_like(t)))[0])
+    forward = jax.jit(lambda w, t: merge(graph, w)(t, model.config.attend(jnp.ones_like(t)))[0])
     return forward(placed, jax.device_put(tokens, batch_sharding(mesh)))
 
 
@@ -142,12 +144,15 @@ def table() -> str:
     lines, header = [], None
     for name, config in examples().items():
         tokens = jnp.asarray(np.random.default_rng(7).integers(3, config.vocab, (ROWS, LENGTH)), jnp.int32)
-        expected = np.asarray(call(build(config, Unroll()))(tokens, Packed(jnp.ones_like(tokens)))[0])
+        expected = np.asarray(call(build(config, Unroll()))(tokens, config.attend(jnp.ones_like(tokens)))[0])
         for run_name, run in RUNS.items():
             row = cells(config, run, expected, tokens)
             if header is None:
                 header = "| family | layers | " + " | ".join(row) + " |\n|---|---|" + "---|" * len(row)
-            lines.append(
-                f"| {name} | {run_name} | " + " | ".join(f"{v:.1e}" if v else "equal" for v in row.values()) + " |"
-            )
+            lines.append(f"| {name} | {run_name} | " + " | ".join(map(shown, row.values())) + " |")
     return "\n".join([header or "", *lines])
+
+
+def shown(apart: float | None) -> str:
+    """One cell."""
+    return "" if apart is None else f"{apart:.1e}" if apart else "equal"

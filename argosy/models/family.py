@@ -4,16 +4,19 @@ A family is data and one file. Its config counts what it builds (the laws hold i
 on the Hub; its module is `hidden` and `unembed`.
 """
 
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 from pydantic import Field, model_validator
 
+from argosy.core.dims import LOOKED_UP
 from argosy.core.errors import ArgosyError, Unsupported
 from argosy.core.keymap import Row, kept
 from argosy.core.settings import Settings
-from argosy.models.parts.attend import Attend
+from argosy.models.hub_rows import scaled
+from argosy.models.parts.attend import Attend, Bidirectional, Packed
 from argosy.models.parts.heads import Reach
 from argosy.models.parts.mlp import Activation
 from argosy.models.parts.moe import Experts
@@ -53,6 +56,15 @@ class FamilyConfig(Settings):
     # The `model_type`s of config.json that this family reads.
     hub_ignore: ClassVar[tuple[str, ...]] = ()
     # Tensors that Hub folders of this family may hold and that follow from the config: causal masks, position numbers.
+    hub_left_out: ClassVar[tuple[str, ...]] = ()
+    # Tensors that its folders may hold and this model has no part for: left out, and said so each time.
+    hub_prefixes: ClassVar[tuple[str, ...]] = ()
+    # What the names of tensors may begin with, or not, as the class that wrote them was.
+    causal: ClassVar[bool] = True
+    # A token sees what is before it. False: it sees all of its sequence, and no token is predicted (encoders).
+
+    hub_blocks: ClassVar[Mapping[str, str]] = {}
+    # Where its folders may hold MXFP4 blocks: how a weight reads from them, by how it reads plain.
 
     preset: str | None = None
     """The preset these numbers came from."""
@@ -81,6 +93,10 @@ class FamilyConfig(Settings):
         """The mixture of experts that its layers have."""
         return getattr(self, "moe", None)
 
+    def attend(self, segments: Int[Array, "B T"]) -> Attend:
+        """How the tokens of whole sequences meet; segment 0 is padding."""
+        return Packed(segments) if self.causal else Bidirectional(segments)
+
     def parameters(self, active: bool = False) -> int:
         """How many numbers it has, or how many of them a token meets; from the table of names, nothing is built."""
         share = self._share if active else lambda axes: Fraction(1)
@@ -89,9 +105,11 @@ class FamilyConfig(Settings):
     def flops(self, tokens: int) -> int:
         """Of one forward pass over a row of so many tokens: 2 for each multiply-add of every contraction, attention's
         in full (causal halving and windows are for the caller to state). A backward pass costs twice as much."""
-        met = (t for t in kept(*self.hub_rows()) if t.path.endswith(".w") and not {"V", "A"} & set(t.axes))
+        apart = LOOKED_UP | {"O"}  # rows that are picked, and what meets a sequence's summary alone
+        met = (t for t in kept(*self.hub_rows()) if t.path.endswith(".w") and not apart & set(t.axes))
         weights = sum(t.size * t.layers * self._share(t.axes) for t in met)
-        return int(2 * tokens * (weights + self.width * self.vocab)) + self.mixing_flops(tokens)
+        head = self.width * self.vocab if self.causal else 0
+        return int(2 * tokens * (weights + head)) + self.mixing_flops(tokens)
 
     def mixing_flops(self, tokens: int) -> int:
         """The part of `flops` in which tokens meet each other and no weight."""
@@ -114,6 +132,19 @@ class FamilyConfig(Settings):
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         """Names on the Hub, and the sizes its readings use."""
         raise NotImplementedError
+
+    def hub_scaled(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
+        """The rows for a folder with tensors of these names, of which some are values and some their scales."""
+        return scaled(rows, names, self.hub_blocks)
+
+    def fitted(self, names: Collection[str]) -> "FamilyConfig":
+        """The same model without parts that config.json tells of and a folder with tensors of these names leaves out."""
+        return self
+
+    @classmethod
+    def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """The part of a config.json that is about this model, where it tells of more than text."""
+        return config
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "FamilyConfig":
@@ -245,6 +276,38 @@ class DecoderConfig(FamilyConfig):
 
     def mixing_flops(self, tokens: int) -> int:
         return 4 * tokens * tokens * self.heads * self.H * self.layers
+
+
+class AbsoluteConfig(FamilyConfig):
+    """What families have in common that learn a vector for each position, have LayerNorm, a plain feed-forward layer and
+    biases everywhere."""
+
+    ffn: int = Field(gt=0)
+    """Width of the feed-forward layer F."""
+    heads: int = Field(gt=0)
+    """Heads N, which must divide the width."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Added to the variance in LayerNorm."""
+    activation: Activation = "gelu"
+    """Of the feed-forward layer."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "AbsoluteConfig":
+        if self.width % self.heads:
+            raise ValueError(f"width = {self.width} is not a multiple of heads = {self.heads}")
+        return self
+
+    @property
+    def H(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def dims(self) -> dict[str, int]:
+        heads = {"N": self.heads, "K": self.heads, "H": self.H}
+        return {"D": self.width, "F": self.ffn, **heads, "V": self.vocab, "A": self.context}
+
+    def mixing_flops(self, tokens: int) -> int:
+        return 4 * tokens * tokens * self.width * self.layers
 
 
 def shortest_pattern(spans: str) -> str:

@@ -32,7 +32,9 @@ from argosy.models.parts.stack import Layer, Run
 class GemmaConfig(DecoderConfig):
     """Gemma 1, 2 and 3, text (arXiv:2403.08295, 2408.00118, 2503.19786)."""
 
-    hub_types: ClassVar[tuple[str, ...]] = ("gemma", "gemma2", "gemma3_text")
+    hub_types: ClassVar[tuple[str, ...]] = ("gemma", "gemma2", "gemma3_text", "gemma3")
+    hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)  # of folders that hold a vision tower, too
+    hub_left_out: ClassVar[tuple[str, ...]] = ("vision_tower.*", "multi_modal_projector.*")
 
     tied: bool = True
     """The head is the embedding."""
@@ -42,7 +44,7 @@ class GemmaConfig(DecoderConfig):
     """Of the feed-forward gate."""
     attention_bias: bool = False
     """Biases on the four projections of attention."""
-    query_scalar: float | None = Field(None, gt=0)
+    query_scalar: int | None = Field(None, gt=0)
     """Scores are divided by the square root of this; of the head size unless told."""
     post_norms: bool = False
     """Each half of a layer is normalised before it is added, too (Gemma 2 and 3)."""
@@ -58,7 +60,7 @@ class GemmaConfig(DecoderConfig):
     @classmethod
     def examples(cls) -> dict[str, Any]:
         odd: dict[str, Any] = {"vocab": 113, "width": 44, "ffn": 70, "heads": 4, "context": 200, "head_size": 14}
-        two = {"window": 7, "pattern": "LG", "score_cap": 3.0, "logit_cap": 4.0, "query_scalar": 11.0}
+        two = {"window": 7, "pattern": "LG", "score_cap": 3.0, "logit_cap": 4.0, "query_scalar": 11}
         three = {"window": 6, "pattern": "LLG", "qk_norm": True, "rope": Rope(base=1e6, scaling=Linear(factor=8))}
         return {
             "1": cls(**odd, layers=2, kv_heads=1, attention_bias=True),
@@ -98,6 +100,16 @@ class GemmaConfig(DecoderConfig):
         rows += hub.norms(over, **POST_NORMS if self.post_norms else hub.PRE_NORMS)
         rows += hub.head_norms(over) if self.qk_norm else []
         return rows + hub.ends(self.tied), self.dims
+
+    @classmethod
+    def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Gemma 3 from 4B on is published with a vision tower; its text model is told of in `text_config`."""
+        if config.get("model_type") != "gemma3":
+            return config
+        kept = {k: v for k, v in config.items() if k.endswith("token_id") or k in ("torch_dtype", "dtype")}
+        return (
+            kept | dict(config["text_config"]) | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+        )
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "GemmaConfig":
@@ -201,7 +213,10 @@ TABLES = {
     ),
     "gemma3_text": ConfigTable(
         [row for row in LATER if row[1] != "score_cap"],
-        DEFAULTS | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "max_position_embeddings": 131072},
+        DEFAULTS
+        | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "max_position_embeddings": 131072}
+        | {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+        | {"num_attention_heads": 8, "num_key_value_heads": 4},
         PLAIN | {"attn_logit_softcapping": (None,)},  # Gemma 3 normalises instead; transformers reads no cap there
         frozenset(
             """layer_types sliding_window_pattern _sliding_window_pattern rope_local_base_freq cache_implementation

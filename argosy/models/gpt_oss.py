@@ -7,6 +7,7 @@ OpenAI 2025 (arXiv:2508.10925). Its expert weights are published in MXFP4: block
 B batch, T time, D width, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -31,6 +32,10 @@ class GptOssConfig(DecoderConfig):
     """gpt-oss (arXiv:2508.10925). `ffn` is what its experts have, `moe.ffn`; it has no other."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+    hub_blocks: ClassVar[Mapping[str, str]] = {
+        "E D (M (1|1)) -> E D M, E D M": "E (M (1|1)) D -> E D M, E D M",
+        "E M D -> E M D": "E D M -> E M D",
+    }
 
     attention_bias: bool = True
     """Biases on the four projections of attention."""

@@ -1,8 +1,9 @@
 """The names that most architectures on the Hub share, as rows of a `KeyMap`. A family lists what it has of these, and its own."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from argosy.core.keymap import Row
+from argosy.core.keymap import How, Row
 
 LAYER = "model.layers.{l}."
 
@@ -87,3 +88,37 @@ def experts(over: Sequence[int], theirs: str = "mlp.experts.{e}") -> list[Row]:
         (f"{theirs}.up_proj.weight", "mlp.up.w", "M D -> E D M"),
         (f"{theirs}.down_proj.weight", "mlp.down.w", "D M -> E M D"),
     )
+
+
+def scaled(rows: Sequence[Row], names: Collection[str], blocks: Mapping[str, str]) -> list[Row]:
+    """The rows for a folder in which some weights are quantised: values beside scales.
+
+    Args:
+        names: of the tensors in the folder.
+        blocks: how a weight reads from MXFP4 blocks, by how it reads plain: blocks lie along what is summed, which stands last.
+    """
+    out: list[Row] = []
+    for row in rows:
+        kinds = {layer: _scales(row, layer, names) for layer in row.over or (None,)}
+        for kind in dict.fromkeys(kinds.values()):
+            over = None if row.over is None else tuple(layer for layer in row.over if kinds[layer] == kind)
+            out.append(_with_scales(replace(row, over=over), kind, blocks))
+    return out
+
+
+def _scales(row: Row, layer: int | None, names: Collection[str]) -> str | None:
+    """How this row's tensor is quantised at a layer; of experts, the first tells."""
+    if not isinstance(row.theirs, str) or row.scales:
+        return None
+    name = row.theirs.replace("{l}", str(layer)).replace("{e}", "0")
+    if f"{name}_scale_inv" in names and len(How.parse(row.how).theirs[0].axes) == 2:
+        return "fp8_blocks"
+    return "mxfp4" if f"{name}_blocks" in names else None
+
+
+def _with_scales(row: Row, kind: str | None, blocks: Mapping[str, str]) -> Row:
+    if kind == "fp8_blocks":
+        return replace(row, theirs=(row.theirs, f"{row.theirs}_scale_inv"), scales=kind)
+    if kind == "mxfp4" and row.how in blocks:
+        return replace(row, theirs=(f"{row.theirs}_blocks", f"{row.theirs}_scales"), how=blocks[row.how], scales=kind)
+    return row

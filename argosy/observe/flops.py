@@ -1,6 +1,7 @@
 """FLOPs of a traced program: 2 for each multiply-add of every contraction, scans multiplied by their length.
 
-Elementwise work is not counted. Attention is counted as it is computed: in full where it is dense.
+Elementwise work is not counted. Attention is counted as it is computed: in full where it is dense. So is a triangular solve,
+as a product with a whole matrix; its gradient then costs twice as much, as that of any contraction.
 """
 
 import math
@@ -19,6 +20,8 @@ def contraction_flops(jaxpr: Any) -> int:
             total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
         if eqn.primitive.name == "ragged_dot_general":
             total += _ragged_flops(eqn)
+        if eqn.primitive.name == "triangular_solve":
+            total += 2 * math.prod(eqn.outvars[0].aval.shape) * eqn.invars[0].aval.shape[-1]
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += times * sum(contraction_flops(inner) for inner in jaxprs_in_params(eqn.params))
     return total
@@ -26,10 +29,9 @@ def contraction_flops(jaxpr: Any) -> int:
 
 def _ragged_flops(eqn: Any) -> int:
     """Each row meets one of the groups' matrices, whatever a backend then computes."""
-    (contracted, _), (batch, _) = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    lhs, rhs, out = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
-    ragged = eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
-    summed = math.prod(lhs[i] for i in contracted)
-    if set(ragged) <= set(contracted):  # rows are what is summed: the gradient of the weights
-        return 2 * math.prod(out[1:]) * summed
-    return 2 * math.prod(out) * summed
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    rows, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    summed = math.prod(rows[i] for i in contracted)
+    rows_are_summed = set(numbers.lhs_ragged_dimensions) <= set(contracted)  # the gradient of the weights
+    return 2 * math.prod(out[1:] if rows_are_summed else out) * summed

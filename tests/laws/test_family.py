@@ -15,7 +15,7 @@ from argosy.core.formats import Arrays
 from argosy.core.keymap import KeyMap
 from argosy.export.lower import lower, raise_again
 from argosy.models import FAMILIES
-from argosy.models.parts.attend import Bidirectional, RECENT, Contiguous, Packed, Paged, contiguous, paged
+from argosy.models.parts.attend import RECENT, Bidirectional, Contiguous, Paged, contiguous, paged
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Scan, Unroll, from_layers, layer_addresses, to_layers
 from argosy.models.parts.weight import abstract, count, fill, merge, split, undrawn, variables
@@ -27,6 +27,7 @@ TOLERANCE = 2e-5  # of the largest logit, float32
 RUNS = {"unroll": Unroll(), "scan": Scan()}
 
 each_case = pytest.mark.parametrize("case", CASES)
+each_causal = pytest.mark.parametrize("case", [name for name, config in CASES.items() if config.causal])
 each_run = pytest.mark.parametrize("run", RUNS)
 
 
@@ -34,7 +35,7 @@ def whole(case):
     config = CASES[case]
     tokens = tokens_of(config)
     model = built(config, Unroll())
-    return config, tokens, np.asarray(forward(model)(tokens, Packed(jnp.ones_like(tokens)))[0])
+    return config, tokens, np.asarray(forward(model)(tokens, config.attend(jnp.ones_like(tokens)))[0])
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +109,15 @@ def test_hub_folder_gives_the_model_again(case):
 def test_scan_equals_unroll_gradients_too(case, full):
     config, tokens, expected = full(case)
     scanned = built(config, Scan())
-    assert relative(forward(scanned)(tokens, Packed(jnp.ones_like(tokens)))[0], expected) < 1e-5
+    assert relative(forward(scanned)(tokens, config.attend(jnp.ones_like(tokens)))[0], expected) < 1e-5
     grads = {
         name: gradients(built(config, run), tokens) for name, run in (("unroll", Unroll()), ("scan", Scan("full")))
     }
+    # Without positions that turn, a bias on keys moves all scores of a query alike: its gradient is rounding.
+    floor = 1e-4 * max(np.abs(g).max() for g in grads["unroll"].values())
     for address, g in grads["unroll"].items():
-        assert np.abs(g).max() > 0, f"{address} has no gradient"
-        assert relative(grads["scan"][address], g) < 1e-3, address
+        assert np.abs(g).max() > 0 or address.startswith(("pooler.", "mtp.")), f"{address} has no gradient"
+        assert np.abs(grads["scan"][address] - g).max() <= 1e-3 * max(np.abs(g).max(), floor), address
 
 
 def gradients(model, tokens):
@@ -122,13 +125,19 @@ def gradients(model, tokens):
     graph, params, rest = split(model, nnx.Param)
 
     def loss(params):
-        logits = merge(graph, params, rest)(tokens, Packed(jnp.ones_like(tokens)))[0]
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1))
+        attend = model.config.attend(jnp.ones_like(tokens))
+        return cross_entropy(merge(graph, params, rest)(tokens, attend)[0], tokens)
 
     return {name: np.asarray(g) for name, g in to_layers(model, jax.jit(jax.grad(loss))(params)).items()}
 
 
-@each_case
+def cross_entropy(logits, tokens):
+    """Of the tokens that follow. An encoder's vectors stand for logits of as many words as they are wide."""
+    following = tokens[:, 1:, None] % logits.shape[-1]
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), following, -1))
+
+
+@each_causal
 @each_run
 def test_contiguous_decode_equals_full(case, run, full):
     """Rows of unequal length: a padded prefill, then one token at a time, each row at its own place."""
@@ -162,7 +171,7 @@ def test_contiguous_decode_equals_full(case, run, full):
     assert worst < TOLERANCE
 
 
-@each_case
+@each_causal
 @each_run
 def test_paged_decode_equals_full(case, run, full):
     """Shuffled pages, ragged chunks, a padding row, garbage in the pool and in dead tokens."""
@@ -220,9 +229,9 @@ def test_packed_equals_alone(case, full):
     step = forward(built(config, Unroll()))
     T, cut = tokens.shape[1], 17
     segments = jnp.asarray([[1] * cut + [2] * (T - cut), [4] * 6 + [9] * 20 + [0] * (T - 26)], jnp.int32)
-    together = step(tokens, Packed(segments))[0]
+    together = step(tokens, config.attend(segments))[0]
     for row, low, high in ((0, 0, cut), (0, cut, T), (1, 0, 6), (1, 6, 26)):
-        alone = step(tokens[row : row + 1, low:high], Packed(jnp.ones((1, high - low), jnp.int32)))[0][0]
+        alone = step(tokens[row : row + 1, low:high], config.attend(jnp.ones((1, high - low), jnp.int32)))[0][0]
         assert relative(together[row, low:high], alone) < TOLERANCE
 
 
@@ -246,7 +255,7 @@ def test_int8_stays_near(case, run, full):
     size = weight_bytes(model)
     contractions = [n for n in nnx.iter_modules(model.layers) if isinstance(n[1], Contraction) and "router" not in n[0]]
     assert len(swap(model, r"layers\.(?!.*router).*", Int8)) == len(contractions) > 0
-    got = np.asarray(forward(model)(tokens, Packed(jnp.ones_like(tokens)))[0])
+    got = np.asarray(forward(model)(tokens, config.attend(jnp.ones_like(tokens)))[0])
     apart = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
     assert 1e-4 < np.median(apart) < 0.1, "int8 changed nothing, or too much"  # a few tokens may change experts
     assert weight_bytes(model) < 0.5 * size
@@ -262,7 +271,7 @@ def test_lora_starts_at_the_base_trains_and_leaves_it_untouched(case, run, full)
     config, tokens, _ = full(case)
     model = built(config, RUNS[run])
     swap(model, r"layers\..*\.(up|down)", Int8)  # QLoRA there, LoRA elsewhere
-    packed = Packed(jnp.ones_like(tokens))
+    packed = config.attend(jnp.ones_like(tokens))
     base = np.asarray(forward(model)(tokens, packed)[0])
     frozen = {a: np.asarray(w) for a, w in split(model)[1].items()}
     contractions = [n for _, n in nnx.iter_modules(model.layers) if isinstance(n, Contraction)]
@@ -275,8 +284,7 @@ def test_lora_starts_at_the_base_trains_and_leaves_it_untouched(case, run, full)
     graph, adapters, rest = split(model, nnx.LoRAParam)
 
     def loss(adapters):
-        logits = merge(graph, adapters, rest)(tokens, packed)[0]
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1))
+        return cross_entropy(merge(graph, adapters, rest)(tokens, packed)[0], tokens)
 
     descend = jax.jit(lambda a: jax.tree.map(lambda w, g: w - 0.5 * g, a, jax.grad(loss)(a)))
     first = float(loss(adapters))

@@ -1,9 +1,12 @@
-"""The goldens against a fresh run of transformers, and our exports loaded by it: `./run reference check`.
+"""The goldens against a fresh run of transformers and PEFT, and our exports loaded by them: `./run reference check [NAME ...]`.
 
 Runs in the environment of make.py. Checked are
-    goldens     weights rebuilt from their seeds, and what the stored folder answers
+    goldens     what the stored recipe for the weights answers
     exports     each golden through `./run convert`, straight and by way of an Argosy checkpoint; stories260K too, from its
                 folder and from its GGUF: the tensors, the logits and, where there is a tokenizer, its ids
+    adapters    each adapter through `lm.save(format="peft")`: PEFT's logits with it
+
+The figures of the exports go to tests/goldens/exports.json, for the table of docs/reference/families.md.
 """
 
 import json
@@ -11,38 +14,31 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import peft
 import torch
 import transformers
-from make import GOLDENS, MODELS, answers, build
+from adapters import ADAPTERS
+from make import GOLDENS, answers, load, write_model
+from variants import MODELS
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("ARGOSY_TEST_DATA") or ROOT.parent / "shared" / "data")
-REBUILT = 1e-5  # another processor's matrix products round otherwise
-EXPORTED = 2e-5  # of the largest logit
+FIGURES = GOLDENS.parent / "exports.json"
+AGAIN = 1e-5        # another processor's matrix products round otherwise
+EXPORTED = 2e-5     # of the largest logit
+ADAPTER_OUT = "import argosy, sys; argosy.load(sys.argv[1], adapter=sys.argv[2]).save(sys.argv[3], format='peft')"
 
 
-def load(folder: Path) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-
-
-@torch.no_grad()
-def logits_of(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
-    return model(torch.from_numpy(np.asarray(tokens))).logits.numpy()
-
-
-def apart(a: np.ndarray, b: np.ndarray) -> float:
-    """Largest difference as a share of the largest magnitude of `b`."""
-    return float(np.abs(a - b).max() / np.abs(b).max())
-
-
-def convert(source: Path, target: Path, *words: str) -> Path:
-    subprocess.run([ROOT / "run", "convert", source, target, *words], check=True, stdout=subprocess.DEVNULL)
-    return target
+def apart(model: torch.nn.Module, name: str) -> float:
+    """The largest difference from a golden's answer, as a share of its largest number."""
+    golden = np.load(GOLDENS / name / "golden.npz")
+    seed = json.loads((GOLDENS / name / "tensors.json").read_text(encoding="utf-8"))["seed"]
+    found, key = answers(model, seed), "logits" if "logits" in golden else "hidden"
+    return float(np.abs(found[key] - golden[key]).max() / np.abs(golden[key]).max())
 
 
 def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -50,31 +46,38 @@ def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def check_golden(name: str) -> str | None:
+def convert(source: Path, target: Path, *words: str) -> Path:
+    subprocess.run([ROOT / "run", "convert", source, target, *words], check=True, capture_output=True)
+    return target
+
+
+def check_golden(name: str, folder: Path) -> str | None:
     """What is wrong with a stored golden, if anything."""
-    golden = np.load(GOLDENS / name / "golden.npz")
-    seed = int(golden["seed"])
-    stored, rebuilt = load(GOLDENS / name), build(name, seed)
-    for key, value in rebuilt.state_dict().items():
-        if not torch.allclose(value, stored.state_dict()[key], atol=1e-6):
-            return f"weights {key} are not those of seed {seed}"
-    found = answers(stored, seed)
-    if (worst := apart(found["logits"], golden["logits"])) > REBUILT:
-        return f"logits {worst:.1e} apart"
-    if not (np.array_equal(found["greedy"], golden["greedy"]) and np.array_equal(found["tokens"], golden["tokens"])):
-        return "another greedy text"
-    return None
+    worst = apart(load(folder), name)
+    return None if worst < AGAIN else f"{worst:.1e} apart"
 
 
-def check_export(name: str, folder: Path) -> str | None:
+def check_export(name: str, folder: Path, base: Path, figures: dict[str, float]) -> str | None:
     """What is wrong with a folder that we wrote from a golden, if anything."""
-    golden, exported = np.load(GOLDENS / name / "golden.npz"), load(folder)
-    if not same_weights(exported, load(GOLDENS / name)):
+    exported = load(folder)
+    if not same_weights(exported, load(base)):
         return "weights differ"
-    worst = apart(logits_of(exported, golden["tokens"]), golden["logits"])
-    return None if worst < EXPORTED else f"logits {worst:.1e} apart"
+    figures[name] = apart(exported, name)
+    return None if figures[name] < EXPORTED else f"{figures[name]:.1e} apart"
 
 
+@torch.no_grad()
+def check_adapter(name: str, base: Path, folder: Path) -> str | None:
+    """What is wrong with an adapter that we read and wrote again, if anything."""
+    subprocess.run([ROOT / "run", "python", "-c", ADAPTER_OUT, base, ADAPTERS / name, folder], check=True)
+    golden = np.load(ADAPTERS / name / "golden.npz")
+    model = peft.PeftModel.from_pretrained(load(base), folder).eval()
+    logits = model(torch.from_numpy(golden["tokens"]), use_cache=False).logits.numpy()
+    worst = float(np.abs(logits - golden["logits"]).max() / np.abs(golden["logits"]).max())
+    return None if worst < EXPORTED else f"{worst:.1e} apart"
+
+
+@torch.no_grad()
 def check_stories(folder: Path) -> str | None:
     """What is wrong with stories260K as we wrote it, if anything."""
     golden = json.loads((DATA / "models" / "stories260k" / "golden.json").read_text(encoding="utf-8"))
@@ -82,20 +85,25 @@ def check_stories(folder: Path) -> str | None:
     for case in golden["cases"]:
         if tokenizer(case["prompt"])["input_ids"] != case["ids"]:
             return f"ids of {case['prompt']!r} are {tokenizer(case['prompt'])['input_ids']}"
-        worst = apart(logits_of(model, [case["ids"]])[0, -1], np.array(case["last_logits"]))
+        logits, expected = model(torch.tensor([case["ids"]])).logits[0, -1].numpy(), np.array(case["last_logits"])
+        worst = np.abs(logits - expected).max() / np.abs(expected).max()
         if worst > EXPORTED:
             return f"logits of {case['prompt']!r} {worst:.1e} apart"
     return None
 
 
-def checks(folder: Path):
+def checks(folder: Path, names: list[str]) -> Iterator[tuple[str, str | None]]:
     """(what is checked, what is wrong with it or None), one after the other."""
-    for name in MODELS:
-        yield f"golden {name}", check_golden(name)
-    for name in MODELS:
-        yield f"export {name}", check_export(name, convert(GOLDENS / name, folder / name))
-        checkpoint = convert(GOLDENS / name, folder / f"{name}.argosy", "to=argosy")
-        yield f"export {name} by checkpoint", check_export(name, convert(checkpoint, folder / f"{name}.again"))
+    figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    for name in names:
+        base = write_model(GOLDENS / name, folder / f"{name}.base")
+        yield f"golden {name}", check_golden(name, base)
+        yield f"export {name}", check_export(name, convert(base, folder / name), base, figures)
+        checkpoint = convert(base, folder / f"{name}.argosy", "to=argosy")
+        yield f"export {name} by checkpoint", check_export(name, convert(checkpoint, folder / f"{name}.again"), base, figures)
+        FIGURES.write_text(json.dumps(dict(sorted(figures.items())), indent=1) + "\n")
+        if (ADAPTERS / name).exists():
+            yield f"adapter {name}", check_adapter(name, base, folder / f"{name}.adapter")
     for source in ("models/stories260k", "gguf/stories260K-f32.gguf"):
         if (DATA / source).exists():
             yield f"export {source}", check_stories(convert(DATA / source, folder / Path(source).name))
@@ -106,7 +114,7 @@ if __name__ == "__main__":
     transformers.logging.disable_progress_bar()
     wrong = 0
     with tempfile.TemporaryDirectory() as scratch:
-        for what, problem in checks(Path(scratch)):
+        for what, problem in checks(Path(scratch), sys.argv[1:] or list(MODELS)):
             print(f"{what:50s} {problem or 'ok'}", flush=True)
             wrong += problem is not None
     sys.exit(1 if wrong else 0)

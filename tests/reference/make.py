@@ -7,6 +7,10 @@ Runs in an environment of its own, with torch; knows nothing of Argosy. Each gol
     golden.npz
         tokens [2 41], logits [2 41 V] float32     one forward of whole sequences
         greedy [31]                                11 given tokens and the 20 that follow
+        ahead [2 40 V]                             of the token after the next one, where a model predicts it
+    golden.npz of an encoder
+        tokens, types, mask [2 41]                 one row whole, one padded; tokens of both types
+        hidden [2 41 D], pooled [2 D]              the last layer's vectors; what the pooler makes of them, if there is one
 
 Notable: every parameter carries noise, biases and norms included, since zeros and ones would let a forgotten one pass.
 Weights are large enough that attention is far from uniform. Every greedy choice is clear of rounding: the second best is
@@ -22,6 +26,8 @@ import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 from variants import BASE, MODELS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -30,6 +36,8 @@ from golden_weights import digest, drawn, write_model
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 MARGIN, SHARP = 5e-4, 0.3
 TOKENS, PROMPT, GREEDY = (2, 41), 11, 20
+ENCODERS, LIVE = ("bert", "roberta", "xlm-roberta"), 26
+MTP_NAMES = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
 GAIN = 12.0  # on the deviation of matrices as transformers draws them
 
 
@@ -44,7 +52,9 @@ def config_of(name: str) -> transformers.PretrainedConfig:
 def tensors_of(name: str) -> tuple[dict[str, list], dict]:
     """{name on the Hub: [shape, mean, deviation]} and config.json, from what transformers writes of a new model."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(name)).eval().float()
+    config = config_of(name)
+    pooled = {} if "_pooler" not in MODELS[name][2] else {"add_pooling_layer": MODELS[name][2]["_pooler"]}
+    model = class_of(config.model_type).from_config(config, **pooled).eval().float()
     gain = MODELS[name][2].get("_gain", GAIN)
     out: dict[str, list] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -54,7 +64,7 @@ def tensors_of(name: str) -> tuple[dict[str, list], dict]:
                 value = file.get_tensor(key).astype(np.float64)
                 spread = float(value.std())
                 if value.ndim > 1:
-                    quiet = MODELS[name][2].get("_embed", 1.0) if "embed" in key else 1.0
+                    quiet = MODELS[name][2].get("_embed", 1.0) if "embed" in key or "wte" in key else 1.0
                     out[key] = [list(value.shape), 0.0, round(quiet * gain * spread, 4) or 0.24]
                 else:
                     sharper = 1.0 if "q_norm" in key or "k_norm" in key else 0.0  # else attention stays near uniform
@@ -64,30 +74,85 @@ def tensors_of(name: str) -> tuple[dict[str, list], dict]:
                         round(float(value.mean()) + sharper, 4),
                         round(0.3 * spread + 0.1, 4),
                     ]
+        if MODELS[name][2].get("_mtp"):
+            out |= further_tensors(out, config_of(name))
         return out, json.loads((Path(scratch) / "config.json").read_text(encoding="utf-8"))
 
 
+def class_of(kind: str) -> type:
+    """Of a model type: with a head, or an encoder."""
+    return transformers.AutoModel if kind in ENCODERS else transformers.AutoModelForCausalLM
+
+
+def further_tensors(tensors: dict[str, list], config: transformers.PretrainedConfig) -> dict[str, list]:
+    """Those of the module that predicts further ahead, as DeepSeek-V3 lays them out: one more layer, with copies of the
+    embedding and the head."""
+    last, new = (f"model.layers.{config.num_hidden_layers - n}." for n in (1, 0))
+    out = {name.replace(last, new): how for name, how in tensors.items() if name.startswith(last)}
+    width = config.hidden_size
+    out |= {f"{new}{norm}.weight": [[width], 1.0, 0.1] for norm in ("enorm", "hnorm", "shared_head.norm")}
+    out |= {f"{new}eh_proj.weight": [[width, 2 * width], 0.0, 0.24]}
+    copies = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+    return out | {f"{new}{name}.weight": [*tensors[of], of] for name, of in copies.items()}
+
+
 def load(folder: Path) -> torch.nn.Module:
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        output_loading_info=True,
-    )
-    assert not told["missing_keys"] | told["unexpected_keys"], told
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if kind in ENCODERS:
+        with safe_open(folder / "model.safetensors", "np") as file:
+            how |= {"add_pooling_layer": any(key.startswith("pooler.") for key in file.keys())}  # noqa: SIM118
+    else:
+        how |= {"experts_implementation": "eager"}
+    model, told = class_of(kind).from_pretrained(folder, **how, output_loading_info=True)
+    further = f"model.layers.{model.config.num_hidden_layers}."
+    unexpected = {key for key in told["unexpected_keys"] if not key.startswith(further)}
+    assert not told["missing_keys"] | unexpected, told
     return model.eval()
 
 
 @torch.no_grad()
 def answers(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
     """What the model says to tokens drawn from the seed."""
-    tokens = torch.from_numpy(np.random.default_rng(seed).integers(3, BASE["vocab_size"], TOKENS))
+    draw = np.random.default_rng(seed)
+    tokens = torch.from_numpy(draw.integers(3, BASE["vocab_size"], TOKENS))
+    if model.config.model_type in ENCODERS:
+        types = torch.from_numpy(draw.integers(0, model.config.type_vocab_size, TOKENS))
+        mask = torch.ones(TOKENS, dtype=torch.long)
+        mask[1, LIVE:] = 0
+        said = model(tokens, attention_mask=mask, token_type_ids=types)
+        found = {"tokens": tokens, "types": types, "mask": mask, "hidden": said.last_hidden_state}
+        found |= {} if said.pooler_output is None else {"pooled": said.pooler_output}
+        return {key: value.numpy() for key, value in found.items()}
     greedy = tokens[:1, :PROMPT]
     for _ in range(GREEDY):
         greedy = torch.cat([greedy, model(greedy, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
     found = {"tokens": tokens, "logits": model(tokens, use_cache=False).logits, "greedy": greedy[0]}
     return {key: value.numpy() for key, value in found.items()}
+
+
+@torch.no_grad()
+def ahead(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
+    """Logits [B T-1 V] of the module that predicts further ahead: of the token after the next one."""
+    last, folder = model.config.num_hidden_layers, Path(model.config._name_or_path)
+    deeper = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        num_hidden_layers=last + 1,  # its layer, read as one more of the others
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    ).eval()
+    further = MtpModel(model, 1).eval()
+    further.layers[0].mtp_block = deeper.model.layers[last]
+    further.layers[0].mtp_block.self_attn.layer_idx = 0
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for ours, theirs in MTP_NAMES.items():
+            getattr(further.layers[0], ours).weight.copy_(file.get_tensor(f"model.layers.{last}.{theirs}.weight"))
+    x = model.model(torch.from_numpy(tokens), use_cache=False).last_hidden_state[:, :-1]
+    at = torch.arange(1, tokens.shape[1])[None].expand(len(tokens), -1)
+    cache = MtpCache(config=model.config.get_mtp_config())
+    x = further.forward_layer(0, x, at, cache, input_ids=torch.from_numpy(tokens[:, 1:]))
+    return further._project_to_logits(x).numpy()
 
 
 @torch.no_grad()
@@ -101,7 +166,8 @@ def margin(model: torch.nn.Module, greedy: np.ndarray) -> float:
 @torch.no_grad()
 def sharpness(model: torch.nn.Module, tokens: np.ndarray) -> float:
     """The largest attention weight of a query, over the second half of the sequence, on average; uniform is 0.03."""
-    weights = model(torch.from_numpy(tokens), output_attentions=True, use_cache=False).attentions
+    kept = {} if model.config.model_type in ENCODERS else {"use_cache": False}
+    weights = model(torch.from_numpy(tokens), output_attentions=True, **kept).attentions
     return float(torch.stack([w for w in weights if w is not None])[..., TOKENS[1] // 2 :, :].amax(-1).mean())
 
 
@@ -116,9 +182,13 @@ def make(name: str) -> None:
         (folder / "tensors.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         with tempfile.TemporaryDirectory() as scratch:
             model = load(write_model(folder, Path(scratch) / "model"))
-        found = answers(model, seed)
-        clear, sharp = margin(model, found["greedy"]), sharpness(model, found["tokens"])
-        if clear > MARGIN and sharp > SHARP and len(set(found["greedy"][PROMPT:].tolist())) > GREEDY // 3:
+            found = answers(model, seed)
+            if MODELS[name][2].get("_mtp"):
+                found["ahead"] = ahead(model, found["tokens"])
+        sharp = sharpness(model, found["tokens"])
+        clear = margin(model, found["greedy"]) if "greedy" in found else 1.0
+        varied = "greedy" not in found or len(set(found["greedy"][PROMPT:].tolist())) > GREEDY // 3
+        if clear > MARGIN and sharp > SHARP and varied:
             break
     else:
         raise SystemExit(f"{name}: no seed gives a greedy text that is clear of rounding")

@@ -4,7 +4,8 @@
 
 Keys with an underscore are not the config's: `_gain` scales matrices (12 unless told), `_embed` the embedding beside that (a
 tied head over a loud one repeats its input); `_none` names keys that are set to None; `_means` moves vectors by the end of
-their name (a delta net as transformers draws it forgets at once).
+their name (a delta net as transformers draws it forgets at once); `_pooler` is whether an encoder has one; `_mtp` adds the
+tensors of a module that predicts further ahead.
 """
 
 from typing import Any
@@ -237,6 +238,7 @@ GPT_OSS = {
 }
 
 LATENT = {
+    "_gain": 22.0,  # scores are made of latents, which are normalised: 12 leaves attention near uniform
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
     "qk_nope_head_dim": 10,
@@ -253,7 +255,8 @@ MSCALES = YARN | {"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_
 GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
 ONE_GROUP = {"n_routed_experts": 5, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 DEEPSEEK = {
-    "deepseek_v3-groups": ("deepseek_v3", "new", LATENT | GROUPS),
+    "deepseek_v3-groups": ("deepseek_v3", "new", LATENT | GROUPS),  # its config tells of a module that is not there
+    "deepseek_v3-mtp": ("deepseek_v3", "old", LATENT | GROUPS | {"n_shared_experts": 2, "_mtp": True}),
     "deepseek_v3-yarn": (
         "deepseek_v3",
         "old",
@@ -293,6 +296,7 @@ NEXT = {
     "shared_expert_intermediate_size": 26,
     "num_hidden_layers": 4,
     "_means": {"A_log": -2.0},
+    "_gain": 6.0,
 }
 RECURRENT = "linear_attention"
 QWEN3_NEXT = {
@@ -304,7 +308,8 @@ QWEN3_NEXT = {
         | TIED
         | NEXT
         | {"head_dim": 16, "num_hidden_layers": 8, "decoder_sparse_step": 2, "rope_parameters": PLAIN}
-        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3},
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3}
+        | {"rms_norm_eps": 1e-3},
     ),
     "qwen3-next-mixed": (
         "qwen3_next",
@@ -318,4 +323,32 @@ QWEN3_NEXT = {
     ),
 }
 
-MODELS = LLAMA | QWEN | MIXTRAL | GEMMA | OLMO | PHI | GPT_OSS | DEEPSEEK | QWEN3_NEXT
+LAYER_NORM = {"rms_norm_eps": None, "intermediate_size": None, "layer_norm_epsilon": 3e-5}
+GPT2 = {
+    "gpt2-tied": ("gpt2", "old", LAYER_NORM | TIED | {"num_attention_heads": 6, "n_inner": 58, "_embed": 0.2}),
+    "gpt2-untied": (
+        "gpt2",
+        "new",
+        LAYER_NORM | {"num_attention_heads": 3, "activation_function": "relu", "num_hidden_layers": 3},
+    ),
+}
+
+ENCODER = {"rms_norm_eps": None, "tie_word_embeddings": None, "layer_norm_eps": 3e-5}
+BERT = {
+    "bert-pooler": ("bert", "new", ENCODER | {"num_attention_heads": 3}),
+    "bert-no-pooler": (
+        "bert",
+        "old",
+        ENCODER
+        | {"num_attention_heads": 6, "hidden_act": "gelu_new", "type_vocab_size": 3, "num_hidden_layers": 3}
+        | {"_pooler": False, "_gain": 16.0},
+    ),
+    "roberta-pooler": ("roberta", "old", ENCODER | {"num_attention_heads": 3, "pad_token_id": 1}),
+    "xlm-roberta-no-pooler": (
+        "xlm-roberta",
+        "new",
+        ENCODER | {"num_attention_heads": 3, "pad_token_id": 2, "type_vocab_size": 1, "_pooler": False},
+    ),
+}
+
+MODELS = LLAMA | QWEN | MIXTRAL | GEMMA | OLMO | PHI | GPT_OSS | DEEPSEEK | QWEN3_NEXT | GPT2 | BERT

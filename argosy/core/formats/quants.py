@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from argosy.core.errors import Damaged, Unsupported
+from argosy.core.errors import BadInput, Damaged, Unsupported
 from argosy.core.formats import Shape
 
 CHUNK = 1 << 16  # values decoded at once: temporaries of 256 KB stay in cache, and peak memory near the output's size
@@ -267,6 +267,10 @@ def _fp8(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Each 128 x 128 tile of an fp8 matrix times its scale (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
     if values.dtype.itemsize != 1 or values.dtype.kind in "iub":
         raise Damaged(f"fp8 values are stored as {values.dtype}", hint="is the weight really one of fp8 blocks?")
+    if scales.dtype.kind in "iub" or scales.dtype.itemsize < 2:
+        raise Damaged(f"scales of fp8 blocks are stored as {scales.dtype}")
+    if not np.isfinite(np.asarray(scales, np.float32)).all():
+        raise Damaged("a scale of fp8 blocks is no finite number")
     out = np.empty(values.shape, np.float32)
     for i, row in enumerate(np.asarray(scales, np.float32)):
         rows = slice(i * FP8_BLOCK, (i + 1) * FP8_BLOCK)
@@ -277,7 +281,7 @@ def _fp8(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def _mxfp4_shapes(shape: Shape) -> tuple[Shape, ...]:
     *lead, last = shape
     if last % 32:
-        raise ValueError(f"MXFP4 scales 32 values at once, and the last axis has {last}")
+        raise BadInput(f"MXFP4 scales 32 values at once, and the last axis has {last}")
     return ((*lead, last // 32, 16), (*lead, last // 32))
 
 

@@ -301,9 +301,9 @@ def folder_files(
     metadata = {"format": "pt"} if metadata is None else dict(metadata)
     shards = _shards(entries, shard_bytes)
     if len(shards) == 1:
-        return [_file(SINGLE, shards[0], metadata)]
+        return [tensors_file(SINGLE, shards[0], metadata)]
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    files = [_file(name, shard, metadata) for name, shard in zip(names, shards)]
+    files = [tensors_file(name, shard, metadata) for name, shard in zip(names, shards)]
     return [*files, of_text(INDEX, _index(dict(zip(names, shards))))]
 
 
@@ -353,7 +353,7 @@ def _shards(entries: Sequence[Entry], most: float) -> list[list[Entry]]:
     return shards
 
 
-def _file(name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) -> File:
+def tensors_file(name: str, entries: Sequence[Entry], metadata: Mapping[str, str]) -> File:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:

@@ -50,6 +50,7 @@ class Decoder(nnx.Module):
         gain: multiplies what the embedding gives.
         logit_cap: logits become cap * tanh(logits / cap).
         head_bias: one number for each word.
+        positions: a learned vector for each position is added to what the embedding gives.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class Decoder(nnx.Module):
         gain: float | None = None,
         logit_cap: float | None = None,
         head_bias: bool = False,
+        positions: bool = False,
     ):
         self.config, self.dtype = config, jnp.float32
         self.gain, self.logit_cap = gain, logit_cap
         self.embed = Einsum("BTV,VD->BTD", config.dims, scale=0.02)
+        self.positions = Einsum("BTA,AD->BTD", config.dims, scale=0.02) if positions else None
         self.layers = Stack(plan, make, run=run)
         self.norm = norm
         self.head = None if config.tied else Einsum("BTD,DV->BTV", config.dims, bias=head_bias)
@@ -74,7 +77,8 @@ class Decoder(nnx.Module):
     def embedded(self, tokens: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T D"]:
         """What the first layer reads."""
         x = self.embed.take(tokens).astype(self.dtype)
-        return x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)
+        x = x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)
+        return x if self.positions is None else x + self.positions.take(attend.positions).astype(x.dtype)
 
     def hidden(
         self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None

@@ -49,13 +49,12 @@ class Block(Protocol):
 class Step(NamedTuple):
     """One layer as a pure function of its weights."""
 
-    graphs: Mapping[str, Any]  # by kind
     remat: Remat
     rows: Any = None  # where the residual stream lies on a mesh
 
-    def __call__(self, layer: Layer, weights: Leaves, x: Array, cache: Cache | None, attend: Attend) -> Any:
+    def __call__(self, graph: Any, layer: Layer, weights: Leaves, x: Array, cache: Cache | None, attend: Attend) -> Any:
         def run(weights: Leaves, x: Array, cache: Cache | None, attend: Attend) -> Any:
-            x, cache, said = merge(self.graphs[layer.kind], weights)(x, layer.each, cache, attend)
+            x, cache, said = merge(graph, weights)(x, layer.each, cache, attend)
             return on_rows(x, self.rows), cache, said
 
         return rematerialised(run, self.remat)(weights, x, cache, attend)
@@ -99,7 +98,8 @@ class Unroll:
         kept, told = {}, {}
         for i, layer in enumerate(stack.plan):
             name = str(i)
-            x, kept[name], said = step(layer, split(getattr(stack, name))[1], x, cache and cache[name], attend)
+            graph, weights = split(getattr(stack, name))  # its own: layers of a kind may carry different adapters
+            x, kept[name], said = step(graph, layer, weights, x, cache and cache[name], attend)
             told.setdefault(layer.kind, []).append(said)
         return x, cache and kept, {kind: _stack_trees(said) for kind, said in told.items()}
 
@@ -112,7 +112,9 @@ class Scan:
     stacked = True
 
     def __call__(self, stack: "Stack", step: Step, x: Array, cache: Any, attend: Attend) -> tuple[Array, Any, Told]:
-        weights = {kind: split(getattr(stack, kind))[1] for kind in stack.kinds}
+        apart = {kind: split(getattr(stack, kind)) for kind in stack.kinds}
+        graphs = {kind: graph for kind, (graph, _) in apart.items()}
+        weights = {kind: leaves for kind, (_, leaves) in apart.items()}
         taken: dict[str, int] = {}
         outs = []
         for start, period, repeats in groups(stack.plan):
@@ -131,7 +133,7 @@ class Scan:
 
             def body(x: Array, group: Any, part: tuple[Layer, ...] = part) -> Any:
                 weights, cache = group
-                return _one_group(stack, step, part, x, weights, cache, attend)
+                return _one_group(stack, step, graphs, part, x, weights, cache, attend)
 
             x, ys = jax.lax.scan(body, x, xs)
             outs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), ys))
@@ -139,7 +141,14 @@ class Scan:
 
 
 def _one_group(
-    stack: "Stack", step: Step, part: Sequence[Layer], x: Array, weights: Any, cache: Any, attend: Attend
+    stack: "Stack",
+    step: Step,
+    graphs: Mapping[str, Any],
+    part: Sequence[Layer],
+    x: Array,
+    weights: Any,
+    cache: Any,
+    attend: Attend,
 ) -> Any:
     """The layers of one group, each with its slice of the weights and caches."""
     seen: dict[str, int] = {}
@@ -148,7 +157,9 @@ def _one_group(
         name = stack.cache_name(layer)
         i = seen[layer.kind] = seen.get(layer.kind, -1) + 1
         j = seen["cache " + name] = seen.get("cache " + name, -1) + 1
-        x, new, said = step(layer, _at(weights[layer.kind], i), x, cache and _at(cache[name], j), attend)
+        x, new, said = step(
+            graphs[layer.kind], layer, _at(weights[layer.kind], i), x, cache and _at(cache[name], j), attend
+        )
         kept.setdefault(name, []).append(new)
         told.setdefault(layer.kind, []).append(said)
     return x, (cache and {n: _stack_trees(v) for n, v in kept.items()}, {k: _stack_trees(v) for k, v in told.items()})
@@ -216,11 +227,7 @@ class Stack(nnx.Module):
         return out
 
     def __call__(self, x: Float[Array, "B T D"], cache: Any, attend: Attend) -> tuple[Float[Array, "B T D"], Any, Told]:
-        if self.run.stacked:
-            graphs = {kind: split(getattr(self, kind))[0] for kind in self.kinds}
-        else:
-            graphs = {layer.kind: split(self.example(layer))[0] for layer in self.plan}
-        return self.run(self, Step(graphs, self.run.remat, self.rows), on_rows(x, self.rows), cache, attend)
+        return self.run(self, Step(self.run.remat, self.rows), on_rows(x, self.rows), cache, attend)
 
 
 # ---------------------------------------------------------------- one layout and the other

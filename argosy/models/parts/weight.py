@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from argosy.core.dims import LEGEND
+from argosy.core.dims import LEGEND, LOOKED_UP
 
 Leaves = dict[str, Any]  # {address: array or jax.ShapeDtypeStruct}
 
@@ -39,8 +39,8 @@ class Meaning(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """It maps features to features: what matrix optimizers and weight decay are for. A lookup of words is not."""
-        return bool(self.inner) and "V" not in self.letters
+        """It maps features to features: what matrix optimizers and weight decay are for. A lookup of words or positions is not."""
+        return bool(self.inner) and not LOOKED_UP & set(self.letters)
 
 
 def weight(shape: tuple[int, ...], meaning: Meaning, draw: Draw, kind: type[nnx.Variable] = nnx.Param) -> nnx.Variable:

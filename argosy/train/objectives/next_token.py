@@ -28,6 +28,10 @@ class NextToken(Settings):
     chunk: int = Field(1024, gt=0)
     """Rows of logits alive at once under `chunks`."""
 
+    mtp: float = Field(0.3, ge=0)
+    """Weight of predicting further ahead, where a model has modules for that: of their mean cross-entropy (arXiv:2412.19437,
+    equation 25)."""
+
     def __call__(self, model: Any, batch: dict[str, Array], key: Array) -> Loss:
         x, _, told = model.hidden(batch["tokens"], Packed(batch["segments"]))
         nll, lse = self.losses(model, x.reshape(-1, x.shape[-1]), batch["targets"].reshape(-1))
@@ -37,7 +41,30 @@ class NextToken(Settings):
         metrics = {"cross_entropy": Mean(cross_entropy, weight)}
         if self.z_loss:
             metrics["z_loss"] = Mean(self.z_loss * z, weight)
-        return with_routers(Loss(Mean(cross_entropy + self.z_loss * z, weight), metrics), model, told, weight)
+        total = cross_entropy + self.z_loss * z
+        depths = getattr(model.config, "mtp", 0) if self.mtp else 0
+        if depths:
+            further, told_ahead = self.further(model, x, batch, depths)
+            metrics["mtp_cross_entropy"], told = further, told | {"mtp": told_ahead}
+            total = total + self.mtp / depths * further.total
+        return with_routers(Loss(Mean(total, weight), metrics), model, told, weight)
+
+    def further(self, model: Any, x: Array, batch: dict[str, Array], depths: int) -> tuple[Mean, dict[str, Array]]:
+        """Cross-entropy of the tokens after the next one, over all depths, and what their layers told, [depths ...].
+
+        Args:
+            x: what the head of the model reads [B T D].
+        """
+        segments, sums, told = batch["segments"], [], []
+        for depth in range(1, depths + 1):
+            inside = _later(segments, depth) == segments  # the token that is predicted belongs to the same text
+            attend = Packed(jnp.where(inside, segments, 0))
+            x, _, said = model.ahead(depth, x, _later(batch["tokens"], depth), attend)
+            targets, mask = _later(batch["targets"], depth), jnp.where(inside, _later(batch["mask"], depth), 0.0)
+            nll, _ = self.losses(model, x.reshape(-1, x.shape[-1]), targets.reshape(-1))
+            sums.append(Mean(jnp.sum(nll * mask.reshape(-1)), jnp.sum(mask)))
+            told.append(said)
+        return sum(sums[1:], sums[0]), jax.tree.map(lambda *each: jnp.stack(each), *told)
 
     def losses(self, model: Any, x: Array, targets: Array) -> Losses:
         how, plain = self.head, plain_head(model)
@@ -49,6 +76,11 @@ class NextToken(Settings):
         if how == "chunks":
             return row_chunks(lambda rows: model.unembed(rows[None])[0], x, targets, min(self.chunk, len(targets)))
         return from_logits(model.unembed(x[None])[0], targets)
+
+
+def _later(a: Array, steps: int) -> Array:
+    """What stands so many steps later in each row; 0 beyond its end."""
+    return jnp.pad(a[:, steps:], ((0, 0), (0, steps)))
 
 
 def plain_head(model: Any) -> tuple[Array, str] | None:

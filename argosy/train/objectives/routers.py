@@ -24,7 +24,7 @@ def with_routers(loss: Loss, model: Any, told: Told, weight: Float[Array, ""]) -
     Raises:
         ValueError: the config has experts, and no layer told of them.
     """
-    how = model.config.experts
+    how = getattr(model.config, "experts", None)
     if how is None:
         return loss
     layers = [said for said in told.values() if "load" in said]
@@ -52,8 +52,10 @@ def _by_address(model: Any, told: Told) -> dict[str, Array]:
     }
     out = {}
     for address in moved:
-        name = address.removeprefix("layers.").split(".")[0]
-        if name in kind_of:
+        root, name = address.split(".")[:2]
+        if root != "layers":  # modules beside the layers tell under their own name, a row each, if they are run
+            out |= {address: told[root]["load"][int(name)]} if root in told else {}
+        elif name in kind_of:
             kind, i = kind_of[name]
             out[address] = told[kind]["load"][i]
         elif name in told:

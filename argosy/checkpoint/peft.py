@@ -1,0 +1,353 @@
+"""Low-rank adapters in the PEFT library's folders, in and out: adapter_config.json and adapter_model.safetensors.
+
+Names follow from the family's Hub table. Where it says how a weight is read, the two factors of its adapter are read the same
+way: A on the axes that the weight sums over, B on the others.
+
+    base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight [r in]     layers.3.attn.q.a [D r]
+    base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight [out r]    layers.3.attn.q.b [r N H]
+
+Where the Hub fuses what is apart here (Phi's qkv_proj), all parts share A. Written back, parts whose A differ become one
+adapter of the sum of their ranks, its B in blocks: the same function, nothing rounded.
+
+The gain is alpha / r, or alpha / sqrt(r) with `use_rslora`; ranks and alphas may differ by module (`rank_pattern`,
+`alpha_pattern`). What would change the function and is not built is refused: DoRA, trained biases, modules saved whole.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from argosy.adapt.lora import LoRA
+from argosy.adapt.surgery import swap
+from argosy.checkpoint.hub import read_json
+from argosy.core.errors import BadInput, Unsupported, nearest
+from argosy.core.formats import Arrays, Entry, Reader
+from argosy.core.formats.files import write_file
+from argosy.core.formats.safetensors import SafeTensors, tensors_file
+from argosy.core.keymap import How, KeyMap, Row
+from argosy.models.parts.einsum import Contraction
+from argosy.models.parts.stack import Unroll, to_layers
+from argosy.models.parts.weight import put, split
+
+CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+# Keys that change the function, and the values that leave it alone.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+}
+
+
+class Adapter(NamedTuple):
+    """The factors of one contraction, by the letters of `adapt.lora`, and what multiplies their product."""
+
+    a: np.ndarray
+    b: np.ndarray
+    gain: float
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module on the Hub that may carry an adapter, the contractions it stands for, and how its factors are read."""
+
+    module: str  # {e} in it where there is one an expert
+    ours: tuple[str, ...]
+    how_a: str
+    how_b: str
+    table: bool  # a lookup: PEFT gives its factors other names
+
+    def names(self) -> tuple[str, str]:
+        """Of A and B on the Hub."""
+        kind = ("lora_embedding_A", "lora_embedding_B") if self.table else ("lora_A.weight", "lora_B.weight")
+        return f"{PREFIX}{self.module}.{kind[0]}", f"{PREFIX}{self.module}.{kind[1]}"
+
+    def rows(self, part: int) -> list[Row]:
+        """A as the part of this number sees it, and B."""
+        a, b = self.names()
+        return [
+            Row(a, f"{self.ours[part]}.a", self.how_a),
+            Row(b, tuple(f"{name}.b" for name in self.ours), self.how_b),
+        ]
+
+
+def sites(config: Any) -> list[Site]:
+    """Every module of the Hub's model that a low-rank adapter fits."""
+    specs = {
+        ".".join(map(str, path)): m
+        for path, m in nnx.iter_modules(config.build(Unroll()))
+        if isinstance(m, Contraction)
+    }
+    out = []
+    for row in config.hub_rows()[0]:
+        ours = (row.ours,) if isinstance(row.ours, str) else row.ours
+        if not isinstance(row.theirs, str) or not all(path.endswith(".w") for path in ours):
+            continue
+        for layer in (None,) if row.over is None else row.over:
+            names = tuple(path.removesuffix(".w").replace("{l}", str(layer)) for path in ours)
+            if (hows := _hows(row.how, specs[names[0]])) is not None:
+                module = row.theirs.removesuffix(".weight").replace("{l}", str(layer))
+                out.append(Site(module, names, *hows, table="V" in specs[names[0]].inner))
+    return out
+
+
+def _hows(how: str, weight: Contraction) -> tuple[str, str] | None:
+    """The readings of A and B, from that of the weight; None where theirs is no matrix of inputs and outputs."""
+    left, right = how.split("->")
+    theirs, parts = _axes(left), [_axes(part) for part in right.split(",")]
+    summed = [axis for axis, letter in zip(parts[0], weight.spec) if letter in weight.inner]
+    group = [axis for axis, letter in zip(parts[0], weight.spec) if letter in weight.group]
+    names = {name for axis in summed for name in re.findall(r"\w+", axis)}
+    side = [set(re.findall(r"\w+", axis)) == names for axis in theirs]
+    if len(theirs) != 2 or sum(side) != 1:
+        return None
+    inputs, outputs = theirs[side.index(True)], theirs[side.index(False)]
+    kept = [[a for a, x in zip(part, weight.spec) if x in weight.out and x not in weight.inner] for part in parts]
+    how_a = f"r {inputs} -> {' '.join([*group, *summed, 'r'])}"
+    how_b = f"{outputs} r -> {', '.join(' '.join([*group, 'r', *axes]) for axes in kept)}"
+    return how_a, how_b
+
+
+def _axes(side: str) -> list[str]:
+    """One tensor's axes as they are written: `((N|K|K) H) D` is two."""
+    out, depth = [""], 0
+    for char in side.strip():
+        depth += (char == "(") - (char == ")")
+        if char == " " and depth == 0:
+            out.append("")
+        else:
+            out[-1] += char
+    return [axis for axis in out if axis]
+
+
+# ---------------------------------------------------------------- in
+
+
+def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
+    """The adapters of a PEFT folder, by the contraction of ours that each is on.
+
+    Raises:
+        BadInput: it is no such folder; factors missing or misshapen; modules that the model does not have, all listed.
+        Unsupported: it says something that would change the function and is not built.
+    """
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file():
+        raise BadInput(f"no {CONFIG}", where=str(folder), hint="a folder that PEFT's save_pretrained wrote")
+    said = read_json(folder / CONFIG)
+    _check(said, folder)
+    if not (folder / WEIGHTS).is_file():
+        raise BadInput(f"no {WEIGHTS}", where=str(folder), hint="weights saved as pickles are never read")
+    file = SafeTensors.open(folder / WEIGHTS)
+    out, used = {}, set()
+    experts = config.dims.get("E", 0)
+    for site in sites(config):
+        names = [[n.replace("{e}", str(e)) for e in range(experts if "{e}" in n else 1)] for n in site.names()]
+        if not any(name in file.names for name in (*names[0], *names[1])):
+            continue
+        rank = file.shape(names[0][0])[0] if names[0][0] in file.names else 0
+        used.update(*names)
+        gain = _gain(said, site.module, rank)
+        for part, ours in enumerate(site.ours):
+            table = KeyMap(site.rows(part), config.hub_rows()[1] | {"r": rank})
+            out[ours] = Adapter(table.read(file, f"{ours}.a"), table.read(file, f"{ours}.b"), gain)
+    if strange := sorted(set(file.names) - used):
+        hint = nearest(strange[0], [name for site in sites(config) for name in site.names()])
+        what = f"{len(strange)} tensors are on no module of this model: {', '.join(strange[:4])}"
+        raise BadInput(what, where=str(folder), hint=hint)
+    if not out:
+        raise BadInput("the folder holds no adapter", where=str(folder))
+    return out
+
+
+def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
+    """Puts adapters on the contractions of a model whose layers are unrolled; returns their names."""
+    alike: dict[tuple[int, float], list[str]] = {}
+    for name, adapter in adapters.items():
+        alike.setdefault((adapter.a.shape[-1], adapter.gain), []).append(name)
+    done = []
+    for (rank, gain), names in alike.items():
+        done += swap(model, "|".join(map(re.escape, names)), lambda of, r=rank, g=gain: LoRA(of, r, g * r))
+    leaves = {f"{n}.{f}": np.ascontiguousarray(getattr(adapters[n], f), np.float32) for n in done for f in "ab"}
+    put(model, leaves)
+    return done
+
+
+class Merged:
+    """A model's weights with adapters added, W + gain A B, each as it is read; in the type the weights have.
+
+    sign: -1 takes them out again, to rounding.
+    """
+
+    def __init__(self, weights: Reader, adapters: Mapping[str, Adapter], config: Any, sign: int = 1):
+        self.weights, self.adapters = weights, {f"{name}.w": adapter for name, adapter in adapters.items()}
+        self.sign = np.float32(sign)
+        modules = nnx.iter_modules(config.build(Unroll()))
+        self.specs = {".".join([*map(str, path), "w"]): m for path, m in modules if isinstance(m, Contraction)}
+
+    @property
+    def names(self) -> Any:
+        return self.weights.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.weights.shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        return self.weights.dtype(name)
+
+    def read(self, name: str) -> np.ndarray:
+        weight = self.weights.read(name)
+        if name not in self.adapters:
+            return weight
+        of, adapter = self.specs[name], self.adapters[name]
+        outer = "".join(letter for letter in of.spec if letter not in of.inner + of.group)
+        eq = f"{of.group}{of.inner}r,{of.group}r{outer}->{of.spec}"
+        delta = np.einsum(eq, adapter.a.astype(np.float32), adapter.b.astype(np.float32), optimize=True)
+        return (weight.astype(np.float32) + self.sign * np.float32(adapter.gain) * delta).astype(weight.dtype)
+
+
+def _check(said: Mapping[str, Any], folder: Path) -> None:
+    if str(said.get("peft_type", "LORA")).upper() != "LORA":
+        raise Unsupported(f"adapters of kind {said['peft_type']} are not built", hint="low-rank adapters (LORA) are")
+    wrong = [f"{key} = {said[key]!r}" for key, plain in PLAIN.items() if key in said and said[key] not in plain]
+    if wrong:
+        raise Unsupported(f"{folder / CONFIG}: {', '.join(wrong)}: not built", hint="merge it with PEFT first")
+
+
+def _gain(said: Mapping[str, Any], module: str, rank: int) -> float:
+    """alpha / r, or alpha / sqrt(r) (arXiv:2312.03732); alpha by module where a pattern says so, as PEFT matches them."""
+    alpha = float(said.get("lora_alpha", 8))
+    for pattern, value in (said.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = float(value)
+            break
+    return alpha / (math.sqrt(rank) if said.get("use_rslora") else rank) if rank else 0.0
+
+
+# ---------------------------------------------------------------- out
+
+
+def adapters_of(model: Any) -> dict[str, Adapter]:
+    """The adapters on a model in either layout, by the per-layer name of their contraction.
+
+    Raises:
+        BadInput: there is none.
+    """
+    layers = to_layers(model, split(model)[1])
+    gains = {".".join(map(str, path)): m.gain for path, m in nnx.iter_modules(model) if isinstance(m, LoRA)}
+    kinds = {re.sub(r"^(layers)\.[^.]+\.", r"\1.*.", name): gain for name, gain in gains.items()}
+    out = {}
+    for address in layers:
+        name = address.removesuffix(".a")
+        gain = gains.get(name, kinds.get(re.sub(r"^(layers)\.\d+\.", r"\1.*.", name)))
+        if address.endswith(".a") and gain is not None and f"{name}.b" in layers:
+            out[name] = Adapter(np.asarray(layers[address]), np.asarray(layers[f"{name}.b"]), gain)
+    if not out:
+        raise BadInput(
+            "the model has no adapters", hint="put some on it first: adapt.surgery.swap with adapt.lora.LoRA"
+        )
+    return out
+
+
+def write_adapter(folder: str | Path, config: Any, adapters: Mapping[str, Adapter], base: str | None = None) -> None:
+    """A PEFT folder from adapters.
+
+    Args:
+        base: what the config names as the model they belong to.
+
+    Raises:
+        BadInput: the folder is not empty.
+        Unsupported: an adapter on a weight that PEFT has no name for.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
+    theirs, modules = dict[str, np.ndarray](), dict[str, tuple[int, float]]()
+    homes = {name: site for site in sites(config) for name in site.ours}
+    if homeless := sorted(set(adapters) - set(homes)):
+        raise Unsupported(f"PEFT has no name for adapters on {', '.join(homeless[:4])}", hint="merge them instead")
+    for site in dict.fromkeys(homes[name] for name in adapters):
+        parts = [adapters.get(name) for name in site.ours]
+        for name, array, rank, gain in _theirs(site, parts, config.hub_rows()[1]):
+            theirs[name] = array
+            modules[re.sub(r"\.lora_.*", "", name.removeprefix(PREFIX))] = (rank, gain)
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = [
+        Entry(name, array.shape, array.dtype, lambda array=array: array) for name, array in sorted(theirs.items())
+    ]
+    write_file(folder / WEIGHTS, tensors_file(WEIGHTS, entries, {"format": "pt"}))
+    (folder / CONFIG).write_text(json.dumps(_config(modules, base), indent=2) + "\n", encoding="utf-8")
+
+
+def _theirs(
+    site: Site, parts: Sequence[Adapter | None], sizes: Mapping[str, int]
+) -> Iterator[tuple[str, np.ndarray, int, float]]:
+    """A and B of one site, with rank and gain."""
+    present = [part for part in parts if part is not None]
+    shared = len(present) == len(parts) and all(
+        part.gain == present[0].gain and np.array_equal(part.a, present[0].a) for part in present
+    )
+    if shared:
+        a, bs, gain = present[0].a, [part.b for part in present], present[0].gain
+    else:  # ranks side by side; a part sees its own alone
+        gain = 1.0
+        a = np.concatenate([part.a for part in present], -1)
+        axis = 1 if "{e}" in site.module else 0
+        bs, start = [], 0
+        for i, part in enumerate(parts):
+            shape = list(part.b.shape if part else _kept_shape(site, i, sizes, axis, present[0]))
+            shape[axis] = a.shape[-1]
+            b = np.zeros(shape, np.float32)
+            if part is not None:
+                where = [slice(None)] * b.ndim
+                where[axis] = slice(start, start + part.a.shape[-1])
+                b[tuple(where)] = part.gain * part.b
+                start += part.a.shape[-1]
+            bs.append(b)
+    rank = a.shape[-1]
+    table = KeyMap(site.rows(0), dict(sizes) | {"r": rank})
+    ours = {f"{site.ours[0]}.a": a} | {f"{name}.b": b for name, b in zip(site.ours, bs)}
+    for entry in table.inverse(Arrays({name: np.asarray(array, np.float32) for name, array in ours.items()})):
+        yield entry.name, np.ascontiguousarray(entry.make()), rank, gain
+
+
+def _kept_shape(site: Site, i: int, sizes: Mapping[str, int], axis: int, like: Adapter) -> tuple[int, ...]:
+    """Of B for a part that has none."""
+    part = How.parse(site.how_b).ours[i]
+    return part.shape(dict(sizes) | {"r": like.a.shape[-1]})
+
+
+def _config(modules: Mapping[str, tuple[int, float]], base: str | None) -> dict[str, Any]:
+    ranks = [rank for rank, _ in modules.values()]
+    rank = max(set(ranks), key=ranks.count)
+    alphas = {module: gain * r for module, (r, gain) in modules.items()}
+    alpha = max(set(alphas.values()), key=list(alphas.values()).count)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "target_modules": sorted(modules),
+        "rank_pattern": {module: r for module, (r, _) in modules.items() if r != rank},
+        "alpha_pattern": {module: a for module, a in alphas.items() if a != alpha},
+        "inference_mode": True,
+    }

@@ -1,0 +1,224 @@
+"""Texts to vectors, with an encoder: `lm.embed(texts)`.
+
+What is made of a text is said by the small files of sentence-transformers beside the weights: modules.json lists the steps,
+1_Pooling/config.json how the vectors of tokens become one, sentence_bert_config.json how many tokens are read. A step that
+is not built is an error. Without these files: the mean over all tokens, not normalised.
+
+Texts are taken in batches sorted by length, so that little is padding; programs are compiled once for each bucket of lengths.
+Knows no file of weights and no family.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from argosy.core.errors import BadInput, Damaged
+from argosy.data.tokenizers.facts import read_object, read_text
+from argosy.infer.decode import bucket, row_bucket
+from argosy.infer.lm import LM, Prompt
+from argosy.models.parts.weight import merge, split
+
+POOLINGS = ("mean", "cls", "max")
+# What 1_Pooling/config.json calls them.
+MODES = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "max": "pooling_mode_max_tokens"}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """pooling: how the vectors of tokens become one. normalize: to length 1. tokens: at most so many are read, None: as many
+    as the model can. lower, prompt: what is done to a text before."""
+
+    pooling: str = "mean"
+    normalize: bool = False
+    tokens: int | None = None
+    lower: bool = False
+    prompt: str = ""
+
+
+def embed(
+    lm: LM,
+    texts: Sequence[Prompt],
+    normalize: bool | None = None,
+    *,
+    pooling: str | None = None,
+    batch: int = 32,
+) -> np.ndarray:
+    """A vector for each text, [texts D] float32.
+
+    Args:
+        texts: strings; or token ids, which are taken as they are, [CLS] and [SEP] and all. What a text has beyond the
+            longest sequence is not read.
+        normalize: to length 1; as the folder says unless told.
+        pooling: mean, cls or max over the vectors of tokens; as the folder says unless told.
+        batch: texts at a time.
+
+    Raises:
+        BadInput: a model that predicts tokens, text without a tokenizer, ids outside the vocabulary, steps that are not
+            built.
+    """
+    if lm.config.causal:
+        raise BadInput(
+            "this model predicts tokens: it is no encoder", hint="lm.logits and lm.generate are what it does"
+        )
+    if isinstance(texts, str):
+        raise BadInput("one text where a list of texts is wanted", hint="embed([text])")
+    if any(isinstance(text, int | np.integer) for text in texts):
+        raise BadInput("one list of token ids where a list of texts is wanted", hint="embed([ids])")
+    if pooling not in (None, *POOLINGS):
+        raise BadInput(f"pooling `{pooling}` is not built", hint=f"one of {', '.join(POOLINGS)}")
+    if batch < 1:
+        raise BadInput(f"batch = {batch}", hint="at least 1")
+    steps = Steps() if lm.companions is None else read_steps(lm.companions)
+    rows = ids_of(lm, texts, steps)
+    pooled = _pooled(split(lm.module)[0], lm.module.dtype, pooling or steps.pooling)
+    out = np.zeros((len(rows), lm.config.width), np.float32)
+    order = sorted(
+        range(len(rows)), key=lambda row: -len(rows[row])
+    )  # the longest first: what does not fit fails at once
+    weights = split(lm.module)[1]
+    for at in range(0, len(order), batch):
+        chosen = order[at : at + batch]
+        out[chosen] = np.asarray(pooled(weights, *_padded([rows[row] for row in chosen], lm.config.context)))[
+            : len(chosen)
+        ]
+    if steps.normalize if normalize is None else normalize:
+        out /= np.maximum(np.linalg.norm(out, axis=1, keepdims=True), 1e-12)
+    return out
+
+
+def ids_of(lm: LM, texts: Sequence[Prompt], steps: Steps) -> list[list[int]]:
+    """The ids of each text: those of the tokenizer between its [CLS] and [SEP], cut to the longest sequence.
+
+    Raises:
+        BadInput: there is no tokenizer, or it has no such tokens; ids outside the vocabulary, or none.
+    """
+    rows = [[] if isinstance(text, str) else lm.encode(text) for text in texts]
+    strings = [i for i, text in enumerate(texts) if isinstance(text, str)]
+    if strings:
+        first, last = frame(lm)
+        most = max(min(steps.tokens or lm.config.context, lm.config.context) - 2, 0)
+        whole = [steps.prompt + str(texts[i]).strip() for i in strings]
+        for i, ids in zip(
+            strings, lm.tokenizer.encode_many([t.lower() if steps.lower else t for t in whole]), strict=True
+        ):
+            rows[i] = [first, *ids[:most], last]
+    for row in rows:
+        if not row:
+            raise BadInput("a text of no tokens", hint="a sequence has at least its [CLS]")
+        lm._check(row, len(row))
+    return rows
+
+
+def frame(lm: LM) -> tuple[int, int]:
+    """The ids that stand before and after a text.
+
+    Raises:
+        BadInput: there is no tokenizer, or it has no such tokens.
+    """
+    if lm.tokenizer is None:
+        raise BadInput("this model came without a tokenizer", hint="give token ids")
+    found = []
+    for role in ("cls_token", "sep_token"):
+        ids = lm.tokenizer.encode(lm.tokenizer.special.get(role, ""), special=True)
+        if len(ids) != 1:
+            raise BadInput(f"the tokenizer has no {role}", hint="give token ids")
+        found += ids
+    return found[0], found[1]
+
+
+# ---------------------------------------------------------------- what a folder says
+
+
+def read_steps(folder: Path) -> Steps:
+    """What sentence-transformers would do with this model.
+
+    Raises:
+        BadInput: a step, or a way to pool, that is not built.
+        Damaged: files that are not what they should be.
+    """
+    beside = read_object(folder / "sentence_bert_config.json")
+    tokens = beside.get("max_seq_length") or read_object(folder / "tokenizer_config.json").get("model_max_length")
+    prompt = _prompt(read_object(folder / "config_sentence_transformers.json"))
+    counted = isinstance(tokens, int | float) and tokens > 0
+    said: dict[str, Any] = {"tokens": int(tokens) if counted else None, "lower": bool(beside.get("do_lower_case"))}
+    for kind, where in _modules(folder):
+        if kind == "Pooling":
+            said["pooling"] = _pooling(read_object(folder / where / "config.json"), prompt, str(folder / where))
+        elif kind == "Normalize":
+            said["normalize"] = True
+        elif kind != "Transformer":
+            raise BadInput(f"the step `{kind}` of modules.json is not built", where=str(folder))
+    return Steps(**said, prompt=prompt)
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """The steps of modules.json and their folders; none without it."""
+    if not (folder / "modules.json").is_file():
+        return []
+    try:
+        listed = json.loads(read_text(folder / "modules.json", 1 << 20))
+        return [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in listed]
+    except (ValueError, TypeError, KeyError):
+        raise Damaged("modules.json lists no modules", where=str(folder)) from None
+
+
+def _pooling(config: Mapping[str, Any], prompt: str, where: str) -> str:
+    """The one way to pool that a Pooling module is set to."""
+    told = [config["pooling_mode"]] if isinstance(config.get("pooling_mode"), str) else []
+    told += [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    found = [name for name in POOLINGS if name in told or MODES[name] in told]
+    if len(told) != 1 or not found:
+        raise BadInput(f"pooling by {' and '.join(told) or 'nothing'} is not built", where=where, hint="pass pooling=")
+    if prompt and config.get("include_prompt") is False:
+        raise BadInput("pooling that leaves out the prompt is not built", where=where)
+    return found[0]
+
+
+def _prompt(config: Mapping[str, Any]) -> str:
+    """What is put before every text."""
+    prompts = config.get("prompts")
+    return str(prompts.get(config.get("default_prompt_name")) or "") if isinstance(prompts, dict) else ""
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _padded(rows: list[list[int]], context: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and segments [B T], B and T of the sizes that programs are compiled for."""
+    longest = max(map(len, rows))
+    tokens = np.zeros((row_bucket(len(rows)), max(longest, min(bucket(longest), context))), np.int32)
+    segments = np.zeros_like(tokens)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
+    return tokens, segments
+
+
+@lru_cache(maxsize=16)
+def _pooled(graph: Any, dtype: Any, pooling: str) -> Any:
+    """(weights, tokens [B T], segments [B T]) -> [B D]; compiled once for each model and shape."""
+
+    def pooled(weights: Any, tokens: Any, segments: Any) -> Any:
+        model = merge(graph, weights)
+        model.dtype = dtype
+        attend = model.config.attend(segments)
+        return pool(model.hidden(tokens, attend)[0].astype(jnp.float32), attend.live, pooling)
+
+    return jax.jit(pooled)
+
+
+def pool(x: Float[Array, "B T D"], live: Bool[Array, "B T"], pooling: str) -> Float[Array, "B D"]:
+    """One vector of those of the tokens that are live."""
+    if pooling == "cls":
+        return x[:, 0]
+    if pooling == "max":
+        return jnp.max(jnp.where(live[..., None], x, -jnp.inf), 1)
+    share = live.astype(x.dtype)
+    return jnp.einsum("BTD,BT->BD", x, share) / jnp.maximum(share.sum(1), 1)[:, None]

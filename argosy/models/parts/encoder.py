@@ -1,0 +1,102 @@
+"""The model around the layers where every token sees its whole sequence: tokens to vectors. And the block that BERT has, norms
+behind each half.
+
+    h = norm(x + attn(x))        y = norm(h + mlp(h))
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from argosy.models.parts.attend import Attend, Cache, Spec
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.stack import Layer, Run, Stack, Told, on_rows
+
+
+class PostNorm(nnx.Module):
+    """Attention, then the feed-forward layer; the residual stream is normalised after each (Vaswani et al. 2017,
+    arXiv:1706.03762)."""
+
+    formula = "norm(x + {}(x))"
+
+    def __init__(self, attn: Any, mlp: Any, norm: Callable[[], nnx.Module]):
+        self.attn, self.attn_norm = attn, norm()
+        self.mlp, self.mlp_norm = mlp, norm()
+
+    def holds(self, each: Any) -> Spec:
+        """Nothing: a sequence is there as a whole."""
+        return Spec()
+
+    def __call__(
+        self, x: Float[Array, "B T D"], each: Any, cache: Cache | None, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Cache | None, dict[str, Array]]:
+        y, cache = self.attn(x, each, cache, attend)
+        x = self.attn_norm(x + y)
+        return self.mlp_norm(x + self.mlp(x)), cache, {}
+
+
+class Encoder(nnx.Module):
+    """Tokens to a vector each. `dtype` is what activations, and so contractions, are computed in.
+
+    Args:
+        config: of the family: width, dims.
+        plan, make, run: as in `Stack`.
+        norm: of what the three embeddings add up to.
+        first: the row of positions that the first token has.
+        pooler: a projection of the first token's vector, for `pooled`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        plan: Sequence[Layer],
+        make: Callable[[str], Any],
+        norm: nnx.Module,
+        run: Run,
+        *,
+        first: int = 0,
+        pooler: bool = False,
+    ):
+        self.config, self.dtype, self.first = config, jnp.float32, first
+        self.embed = Einsum("BTV,VD->BTD", config.dims, scale=0.02)
+        self.positions = Einsum("BTA,AD->BTD", config.dims, scale=0.02)
+        self.types = Einsum("BTY,YD->BTD", config.dims, scale=0.02)
+        self.embed_norm = norm
+        self.layers = Stack(plan, make, run=run)
+        self.pooler = Einsum("BD,DO->BO", config.dims, bias=True) if pooler else None
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        attend: Attend,
+        cache: Any = None,
+        types: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any, Told]:
+        """A vector for each token, the cache as it was, and what the layers told.
+
+        Args:
+            types: which of two texts a token is of, 0 or 1; all of the first unless told.
+        """
+        x = self.embed.take(tokens) + self.positions.take(attend.positions + self.first)
+        x = x + self.types.take(jnp.zeros_like(tokens) if types is None else types)
+        x = self.embed_norm(x.astype(self.dtype))
+        x, cache, told = self.layers(x, cache, attend)
+        return on_rows(x, self.layers.rows), cache, told
+
+    def pooled(self, x: Float[Array, "B T D"]) -> Float[Array, "B O"]:
+        """What the pooler makes of these sequences: tanh of a projection of their first token.
+
+        Raises:
+            ValueError: this model has no pooler.
+        """
+        if self.pooler is None:
+            raise ValueError("this model has no pooler")
+        return jnp.tanh(self.pooler(x[:, 0]))
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
+    ) -> tuple[Float[Array, "B T D"], Any, Told]:
+        return self.hidden(tokens, attend, cache)

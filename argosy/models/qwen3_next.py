@@ -1,0 +1,380 @@
+"""Qwen3-Next: three gated delta nets to one gated attention, experts behind each of them.
+
+    h = x + Mix(norm(x))        y = h + MoE(norm(h)) + sigmoid(w_s norm(h)) Shared(norm(h))
+
+    attention    W_o (softmax attention * sigmoid(W_g x)), queries and keys normalised, a quarter of each head turned
+    delta net    W_o (norm(delta rule(q, k, v)) * silu(W_z x)), where q, k, v pass a short convolution and silu,
+                 q and k have length 1, the state fades by exp(-exp(A) softplus(W_a x + dt)) and is written at sigmoid(W_b x)
+
+A delta net keeps a state of fixed size for each sequence, whatever its length. Norms store their scale minus one, but for the
+one inside the delta net. Attention layers see everything; nothing is local.
+
+The Qwen team 2025, Yang et al. 2024 (arXiv:2412.06464).
+B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn; in a
+delta net K key heads of size H, each serving G value heads of size U, and W taps.
+"""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+from pydantic import Field, model_validator
+
+from argosy.core.errors import BadInput
+from argosy.core.keymap import Row
+from argosy.core.settings import Settings
+from argosy.models import hub_rows as hub
+from argosy.models.family import UNROLL, DecoderConfig, shortest_pattern
+from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
+from argosy.models.parts.attend import HEADS, Attend, Cache, Spec
+from argosy.models.parts.decoder import Decoder, PreNorm
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.heads import Attention, Reach, turned
+from argosy.models.parts.mlp import GLU
+from argosy.models.parts.moe import Experts, MoE
+from argosy.models.parts.norm import RMSNorm
+from argosy.models.parts.rope import Rope, Yarn
+from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.weight import Draw, Meaning, weight
+from argosy.ops import delta
+from argosy.ops.attention import Score
+from argosy.ops.conv import causal_conv
+
+
+class DeltaHeads(Settings):
+    """Sizes of a gated delta net."""
+
+    key_heads: int = Field(gt=0)
+    """Heads of queries and keys."""
+    value_heads: int = Field(gt=0)
+    """Heads of values, each with a state; a multiple of `key_heads`."""
+    key_size: int = Field(gt=0)
+    """Size of a query or key."""
+    value_size: int = Field(gt=0)
+    """Size of a value."""
+    taps: int = Field(4, gt=0)
+    """Tokens that the short convolution reads: the token itself and those just before it."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "DeltaHeads":
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"value_heads = {self.value_heads} is not a multiple of key_heads = {self.key_heads}")
+        return self
+
+    @property
+    def dims(self) -> dict[str, int]:
+        group = self.value_heads // self.key_heads
+        return {"K": self.key_heads, "G": group, "H": self.key_size, "U": self.value_size, "W": self.taps}
+
+
+class Qwen3NextConfig(DecoderConfig):
+    """Qwen3-Next (arXiv:2412.06464 for its delta nets)."""
+
+    hub_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
+    hub_left_out: ClassVar[tuple[str, ...]] = ("mtp.*",)  # predict further tokens; config.json says nothing of them
+
+    norm_eps: float = Field(1e-6, gt=0)
+    """Added to the mean square in RMSNorm."""
+    rope: Rope = Rope(base=1e7, part=0.25)
+    """Rotary positions of the attention layers."""
+    pattern: str | None = "RRRG"
+    """Which layers are recurrent (R, a delta net) and which attend to everything (G), repeated to the last layer."""
+    delta: DeltaHeads
+    """The delta net of recurrent layers."""
+    attention_bias: bool = False
+    """Biases on the projections of attention, its gate included."""
+    moe: Experts
+    """Experts in place of the feed-forward layer."""
+    dense: tuple[int, ...] = ()
+    """Layers, counted from 0, that keep the feed-forward layer."""
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "Qwen3NextConfig":
+        """As of any decoder, but for the letters of the pattern."""
+        DecoderConfig._sizes_fit(self.model_copy(update={"pattern": None}))  # pyright: ignore[reportCallIssue]
+        if self.window is not None:
+            raise ValueError(f"window = {self.window}: no layer of this family is local")
+        if not self.pattern or set(self.pattern) - {"R", "G"}:
+            raise ValueError(f"pattern = {self.pattern}: R for a recurrent layer, G for one that sees everything")
+        if not set(self.dense) <= set(range(self.layers)):
+            raise ValueError(f"dense = {list(self.dense)}: some of the {self.layers} layers")
+        return self
+
+    @classmethod
+    def examples(cls) -> dict[str, Any]:
+        odd: dict[str, Any] = {"vocab": 113, "width": 44, "ffn": 70, "heads": 4, "context": 200}
+        shared = {"shared": 26, "shared_gate": True}
+        return {
+            "plain": cls(
+                **odd,
+                layers=4,
+                kv_heads=2,
+                head_size=12,
+                rope=Rope(part=0.5),
+                delta=DeltaHeads(key_heads=2, value_heads=6, key_size=10, value_size=14),
+                moe=Experts(count=6, active=2, ffn=34, **shared),
+            ),
+            "mixed": cls(
+                **odd,
+                layers=5,
+                kv_heads=1,
+                head_size=10,
+                tied=True,
+                rope=Rope(scaling=Yarn(factor=4, original=16)),
+                pattern="RG",
+                attention_bias=True,
+                delta=DeltaHeads(key_heads=3, value_heads=3, key_size=8, value_size=9, taps=3),
+                moe=Experts(count=5, active=3, ffn=22, normalized=False, **shared),
+                dense=(0, 3),
+            ),
+        }
+
+    def resolved(self) -> "Qwen3NextConfig":
+        return super().resolved().model_copy(update={"pattern": shortest_pattern(self.spans)})
+
+    @property
+    def kinds(self) -> list[str]:
+        """What mixes tokens in each layer, and what stands behind it."""
+        mixes = ("delta" if span == "R" else "attention" for span in self.spans)
+        return [f"{mix}_{'dense' if i in self.dense else 'experts'}" for i, mix in enumerate(mixes)]
+
+    def build(self, run: Run = UNROLL) -> Decoder:
+        """Its module; layers differ in what mixes tokens, and in what stands behind it."""
+        d = self.dims
+
+        def norm() -> RMSNorm:
+            return RMSNorm(self.width, self.norm_eps, offset=1.0)
+
+        def head_norm(heads: int) -> RMSNorm:
+            return RMSNorm(self.H, self.norm_eps, offset=1.0, letters="H")
+
+        def block(kind: str) -> PreNorm:
+            if kind.startswith("delta"):
+                mix = DeltaNet(self.delta, self.width, self.layers, self.norm_eps)
+            else:
+                mix = GatedAttention(d, self.layers, bias=self.attention_bias, norms=head_norm)
+            return PreNorm(mix, GLU(d, self.activation) if kind.endswith("dense") else MoE(d, self.moe), norm)
+
+        whole = Reach(None, self.rope)
+        plan = [Layer(kind, whole if kind.startswith("attention") else None) for kind in self.kinds]
+        return Decoder(self, plan, block, norm(), run)
+
+    def mixing_flops(self, tokens: int) -> int:
+        recurrent = self.spans.count("R")
+        sizes = {letter: size for letter, size in self.delta.dims.items() if letter != "W"}
+        attention = 4 * tokens * tokens * self.heads * self.H * (self.layers - recurrent)
+        return attention + recurrent * delta.flops(tokens, **sizes)
+
+    def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
+        """Small letters are sizes of the delta net."""
+        over = range(self.layers)
+        recurrent, whole = ([i for i in over if self.spans[i] == span] for span in "RG")
+        dense, sparse = ([i for i in over if (i in self.dense) == told] for told in (True, False))
+        rows = hub.norms(over, **hub.PRE_NORMS) + _attention(whole, self.attention_bias) + _delta_net(recurrent)
+        rows += hub.glu(dense) + hub.experts(sparse) + hub.glu(sparse, "mlp.shared_expert", "mlp.shared", "shared")
+        rows += hub.of_layers(
+            sparse,
+            ("mlp.gate.weight", "mlp.router.w", "E D -> D E"),
+            ("mlp.shared_expert_gate.weight", "mlp.shared_gate.w", "1 D -> D 1"),
+        )
+        sizes = self.dims | {letter.lower(): size for letter, size in self.delta.dims.items()}
+        return rows + hub.ends(self.tied), sizes
+
+    @classmethod
+    def from_hub(cls, config: dict[str, Any]) -> "Qwen3NextConfig":
+        read = TABLE.read(config)
+        read["moe"] |= {"shared_gate": True}
+        every, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+        dense = tuple(i for i in range(read["layers"]) if i in plain or (i + 1) % every)
+        rope = Rope(**read_rope(config, partial=0.25))
+        return cls(**read, dense=dense, rope=rope, pattern=shortest_pattern(_spans(config, read["layers"])))
+
+    def to_hub(self) -> dict[str, Any]:
+        """As transformers writes it. The share of a head that turns is told even where it is the whole."""
+        said = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]} | TABLE.write(self)
+        said |= {"num_key_value_heads": self.K, "head_dim": self.H} | write_rope(self.rope)
+        said |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
+        said |= {"partial_rotary_factor": self.rope.part}
+        said["rope_parameters"] |= {"partial_rotary_factor": self.rope.part}
+        names = {span: kind for kind, span in KINDS.items()}
+        return self.agreed(said | {"layer_types": [names[span] for span in self.spans]})
+
+
+def _spans(config: dict[str, Any], layers: int) -> str:
+    """R or G for each layer: by name, or every so many attends."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        every = config.get("full_attention_interval", 4)
+        return "".join("R" if (i + 1) % every else "G" for i in range(layers))
+    if unknown := sorted(set(map(str, kinds)) - set(KINDS)):
+        raise BadInput(f"config.json: layers of kind {', '.join(unknown)} are not built for this family")
+    if len(kinds) != layers:
+        raise BadInput(f"config.json: {len(kinds)} layer_types for {layers} layers")
+    return "".join(KINDS[kind] for kind in kinds)
+
+
+def _attention(over: list[int], bias: bool) -> list[Row]:
+    """Each query head's output gate lies behind it."""
+
+    def both(theirs: str, kind: str, how: str) -> Row:
+        return Row(hub.LAYER + theirs, (f"layers.{{l}}.attn.q.{kind}", f"layers.{{l}}.attn.gate.{kind}"), how, over)
+
+    rows = [row for row in hub.attention(over, bias=bias, out_bias=bias) if not str(row.ours).startswith(QUERY)]
+    rows += [both("self_attn.q_proj.weight", "w", "(N (H|H)) D -> D N H, D N H"), *hub.head_norms(over)]
+    return rows + ([both("self_attn.q_proj.bias", "b", "(N (H|H)) -> N H, N H")] if bias else [])
+
+
+def _delta_net(over: list[int]) -> list[Row]:
+    """Fused by key head: a query, a key, and the values and gates of the heads it serves."""
+
+    def fused(theirs: str, ours: tuple[str, ...], how: str) -> Row:
+        return Row(hub.LAYER + theirs, tuple(f"layers.{{l}}.attn.{name}" for name in ours), how, over)
+
+    return [
+        fused(
+            "linear_attn.in_proj_qkvz.weight",
+            ("q.w", "k.w", "v.w", "z.w"),
+            "(k (h|h|g u|g u)) D -> D k h, D k h, D k g u, D k g u",
+        ),
+        fused("linear_attn.in_proj_ba.weight", ("b.w", "a.w"), "(k (g|g)) D -> D k g, D k g"),
+        fused(
+            "linear_attn.conv1d.weight",
+            ("q_taps", "k_taps", "v_taps"),
+            "(k h|k h|k g u) 1 w -> k h w, k h w, k g u w",
+        ),
+        *hub.of_layers(
+            over,
+            ("linear_attn.A_log", "attn.a_log", "(k g) -> k g"),
+            ("linear_attn.dt_bias", "attn.dt", "(k g) -> k g"),
+            ("linear_attn.norm.weight", "attn.norm.scale", "u -> u"),
+            ("linear_attn.out_proj.weight", "attn.o.w", "D (k g u) -> k g u D"),
+        ),
+    ]
+
+
+class GatedAttention(Attention):
+    """Attention whose output is multiplied, feature by feature, by a gate (Qiu et al. 2025, arXiv:2505.06708)."""
+
+    def __init__(self, dims: dict[str, int], layers: int, *, bias: bool, norms: Any):
+        super().__init__(dims, layers, bias=bias, out_bias=bias, norms=norms)
+        self.gate = Einsum("BTD,DNH->BTNH", dims, bias=bias)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+        q = turned(self.q_norm(self.q(x)), each, cache, attend)
+        k = turned(self.k_norm(self.k(x)), each, cache, attend)
+        y, cache = attend(q, {"k": k, "v": self.v(x)}, cache, HEADS, score=Score(self.scale))
+        return self.o(y * jax.nn.sigmoid(self.gate(x))), cache
+
+
+class DeltaNet(nnx.Module):
+    """A gated delta net (arXiv:2412.06464).
+
+    Args:
+        heads: its sizes.
+        width: of the residual stream.
+        layers: how many there are; the residual stream keeps its variance at any depth.
+        eps: of the norm on what the state answers.
+    """
+
+    def __init__(self, heads: DeltaHeads, width: int, layers: int, eps: float):
+        d = heads.dims | {"D": width}
+        self.d = tuple(d.items())
+        self.q, self.k = Einsum("BTD,DKH->BTKH", d), Einsum("BTD,DKH->BTKH", d)
+        self.v, self.z = Einsum("BTD,DKGU->BTKGU", d), Einsum("BTD,DKGU->BTKGU", d)
+        self.a, self.b = Einsum("BTD,DKG->BTKG", d), Einsum("BTD,DKG->BTKG", d)
+        self.q_taps, self.k_taps, self.v_taps = (_taps(letters, d) for letters in ("KHW", "KHW", "KGUW"))
+        # exp(A) softplus(dt) is what fades a token: 0.05 where A is 0, in the middle of the paper's 0.001 to 0.1 for dt.
+        self.a_log = weight((d["K"], d["G"]), Meaning("KG"), Draw("normal", 1.0))
+        self.dt = weight((d["K"], d["G"]), Meaning("KG"), Draw("constant", -3.0))
+        self.norm = RMSNorm(d["U"], eps, letters="U")
+        self.o = Einsum("BTKGU,KGUD->BTD", d, scale=(d["K"] * d["G"] * d["U"] * 2 * layers) ** -0.5)
+
+    def holds(self, each: Any) -> Spec:
+        d = dict(self.d)
+        K, G, H, U, back = d["K"], d["G"], d["H"], d["U"], d["W"] - 1
+        inputs = ("q", (back, K, H)), ("k", (back, K, H)), ("v", (back, K, G, U))
+        return Spec(row=(*inputs, ("state", (K, G, H, U))))
+
+    def __call__(
+        self, x: Float[Array, "B T D"], each: Any, cache: Cache | None, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+        held, starts, live = attend.carry(cache)
+        if held is None:
+            held = {name: jnp.zeros((x.shape[0], *shape), jnp.float32) for name, shape in self.holds(each).row}
+        new: Cache = {}
+
+        def mixed(name: str, y: Array, taps: Any) -> Array:
+            y, new[name] = causal_conv(y, taps[...], held[name], starts, live)
+            return jax.nn.silu(y)
+
+        q = unit(mixed("q", self.q(x), self.q_taps)) * dict(self.d)["H"] ** -0.5
+        k, v = unit(mixed("k", self.k(x), self.k_taps)), mixed("v", self.v(x), self.v_taps)
+        a, b = (project(x).astype(jnp.float32) for project in (self.a, self.b))
+        decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * jax.nn.softplus(a + self.dt[...].astype(jnp.float32))
+        y, new["state"] = delta.delta_rule(q, k, v, decay, jax.nn.sigmoid(b), held["state"], starts, live)
+        y = self.norm(y) * jax.nn.silu(self.z(x).astype(jnp.float32))
+        return self.o(y.astype(x.dtype)), attend.keep(cache, new)
+
+
+def _taps(letters: str, dims: dict[str, int]) -> Any:
+    """Weights of a short convolution."""
+    return weight(tuple(dims[a] for a in letters), Meaning(letters), Draw("normal", dims["W"] ** -0.5))
+
+
+def unit(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Of length 1, float32; a zero stays one."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
+
+
+KINDS = {"linear_attention": "R", "full_attention": "G"}
+QUERY = "layers.{l}.attn.q."
+TABLE = ConfigTable(
+    [
+        *SIZES,
+        ("attention_bias", "attention_bias"),
+        ("linear_num_key_heads", "delta.key_heads"),
+        ("linear_num_value_heads", "delta.value_heads"),
+        ("linear_key_head_dim", "delta.key_size"),
+        ("linear_value_head_dim", "delta.value_size"),
+        ("linear_conv_kernel_dim", "delta.taps"),
+        ("num_experts", "moe.count"),
+        ("num_experts_per_tok", "moe.active"),
+        ("moe_intermediate_size", "moe.ffn"),
+        ("shared_expert_intermediate_size", "moe.shared"),
+        ("norm_topk_prob", "moe.normalized"),
+        ("router_aux_loss_coef", "moe.balance"),
+    ],
+    {
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+    },
+    {"hidden_act": ("silu",), "use_sliding_window": (False, None)},
+    frozenset(
+        [
+            "decoder_sparse_step",
+            "full_attention_interval",
+            "layer_types",
+            "mlp_only_layers",
+            "output_router_logits",
+            "sliding_window",
+        ]
+    ),
+)

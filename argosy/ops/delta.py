@@ -1,0 +1,149 @@
+"""The gated delta rule: a state that fades, and for each key replaces what it held by what it is told
+(Yang et al. 2024, arXiv:2412.06464; without gates, arXiv:2406.06484).
+
+    S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}' k_t))'        y_t = S_t' q_t        a_t = exp(decay), b_t = rate
+
+`recurrent` is the specification, a token at a time; `chunked` is the same function, a chunk at a time: one triangular
+solve gives what each token of a chunk writes, and a scan hands the state from chunk to chunk. Borders between sequences
+are masks on the decay between two tokens, never infinities in its running sum, whose differences would be NaN.
+
+Each of the K key heads serves G value heads. Computed in float32 at least: a state sums over thousands of tokens.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+CHUNK = 64  # tokens; what the paper's kernels and transformers take
+
+
+def delta_rule(
+    q: Float[Array, "B T K H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K G U"],
+    decay: Float[Array, "B T K G"],
+    rate: Float[Array, "B T K G"],
+    state: Float[Array, "B K G H U"],
+    starts: Bool[Array, "B T"],
+    live: Bool[Array, "B T"],
+    *,
+    chunk: int = CHUNK,
+) -> tuple[Float[Array, "B T K G U"], Float[Array, "B K G H U"]]:
+    """What the state answers to each query, float32, and the state after the last live token.
+
+    Args:
+        k: of length 1 at most, or the state can grow without bound.
+        decay: the logarithm of what is kept of the state, 0 or less. rate: how much is replaced, 0 to 1.
+        state: before the first token; any numbers at all where that one starts a sequence.
+        starts: a sequence begins here: it sees nothing of what was before.
+        live: the real tokens. The others leave the state alone.
+        chunk: tokens at a time; at 1, and for a single token, the recurrence itself.
+    """
+    kind = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    q, k, v, decay, rate, state = (a.astype(kind) for a in (q, k, v, decay, rate, state))
+    decay, rate = (jnp.where(live[..., None, None], a, 0) for a in (decay, rate))
+    starts = starts & live
+    state = jnp.where(starts[:, 0, None, None, None, None], 0, state)  # a slot's former owner may have left NaN
+    T = q.shape[1]
+    if chunk == 1 or T == 1:
+        return recurrent(q, k, v, decay, rate, state, starts)
+    # A program for any length (`export`) has no number here; it computes whole chunks.
+    return chunked(q, k, v, decay, rate, state, starts, min(chunk, T) if isinstance(T, int) else chunk)
+
+
+def recurrent(
+    q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array, starts: Array
+) -> tuple[Array, Array]:
+    """A token at a time; arguments as `delta_rule` passes them."""
+
+    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, decay, rate, starts = token
+        state = jnp.where(starts[:, None, None, None, None], 0, state) * jnp.exp(decay)[..., None, None]
+        wrong = v - jnp.einsum("BKGHU,BKH->BKGU", state, k)
+        state = state + k[:, :, None, :, None] * (rate[..., None] * wrong)[..., None, :]
+        return state, jnp.einsum("BKGHU,BKH->BKGU", state, q)
+
+    state, y = jax.lax.scan(step, state, tuple(jnp.moveaxis(a, 1, 0) for a in (q, k, v, decay, rate, starts)))
+    return jnp.moveaxis(y, 0, 1), state
+
+
+def chunked(
+    q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array, starts: Array, size: int
+) -> tuple[Array, Array]:
+    """`size` tokens at a time; arguments as `delta_rule` passes them. In equations C counts chunks, I and J tokens in one."""
+    T = q.shape[1]
+    q, k, v, decay, rate, starts = (_in_chunks(a, size) for a in (q, k, v, decay, rate, starts))
+    v, decay, rate = (jnp.moveaxis(a, 2, 4) for a in (v, decay, rate))  # [B C K G I ...]
+
+    sequence = jax.lax.cumsum(starts.astype(jnp.int32), 2)  # 0: still the one that the state belongs to
+    faded = jax.lax.cumsum(decay, 4)
+    place = jnp.arange(size)
+    same = (sequence[..., :, None] == sequence[..., None, :]) & (place[:, None] >= place)
+    same = same[:, :, None, None]
+    between = jnp.where(same, jnp.exp(jnp.where(same, faded[..., :, None] - faded[..., None, :], 0)), 0)
+    past = jnp.where((sequence == 0)[:, :, None, None], jnp.exp(faded), 0)  # what token I sees of the state
+
+    # What token I writes is rate (v - past S' k), less what it sees of the writes before it: a triangular system.
+    system = jnp.einsum("BCIKH,BCJKH->BCKIJ", k, k)[:, :, :, None] * between * rate[..., None]
+    keys = jnp.moveaxis(k, 2, 3)[:, :, :, None]
+    sides = jnp.concatenate([v * rate[..., None], keys * (past * rate)[..., None]], -1)
+    solved = unit_solve(system, sides)
+    told, asked = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    seen = jnp.einsum("BCIKH,BCJKH->BCKIJ", q, k)[:, :, :, None] * between
+
+    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, told, asked, seen, past, left = chunk
+        written = told - jnp.einsum("BKGIH,BKGHU->BKGIU", asked, state)
+        y = jnp.einsum("BIKH,BKGHU->BKGIU", q, state) * past[..., None]
+        y = y + jnp.einsum("BKGIJ,BKGJU->BKGIU", seen, written)
+        new = jnp.einsum("BJKH,BKGJU->BKGHU", k, written * left[..., None])
+        return state * past[..., -1, None, None] + new, y
+
+    chunks = (q, k, told, asked, seen, past, between[..., -1, :])
+    state, y = jax.lax.scan(step, state, tuple(jnp.moveaxis(a, 1, 0) for a in chunks))
+    y = jnp.moveaxis(y, (0, 4), (1, 2))  # [B C I K G U]
+    return y.reshape(y.shape[0], y.shape[1] * size, *y.shape[3:])[:, :T], state
+
+
+@jax.custom_vjp
+def unit_solve(system: Float[Array, "... I I"], sides: Float[Array, "... I X"]) -> Float[Array, "... I X"]:
+    """x of (1 + system below its diagonal) x = sides. Its gradient is one more solve, where JAX's own traces two."""
+    return _solve(system, sides)
+
+
+def _solve(system: Array, sides: Array, transposed: bool = False) -> Array:
+    return jax.lax.linalg.triangular_solve(
+        system, sides, left_side=True, lower=True, unit_diagonal=True, transpose_a=transposed
+    )
+
+
+def _forward(system: Array, sides: Array) -> tuple[Array, tuple[Array, Array]]:
+    x = _solve(system, sides)
+    return x, (system, x)
+
+
+def _backward(kept: tuple[Array, Array], dx: Array) -> tuple[Array, Array]:
+    system, x = kept
+    dsides = _solve(system, dx, transposed=True)
+    return -jnp.tril(jnp.einsum("...IX,...JX->...IJ", dsides, x), -1), dsides
+
+
+unit_solve.defvjp(_forward, _backward)
+
+
+def _in_chunks(a: Array, size: int) -> Array:
+    """[B T ...] as [B C size ...]; what is added at the end neither fades, writes nor starts anything."""
+    B, T, *rest = a.shape
+    chunks = (T + size - 1) // size
+    a = jnp.pad(a, [(0, 0), (0, chunks * size - T)] + [(0, 0)] * len(rest))
+    return a.reshape(B, chunks, size, *rest)
+
+
+def flops(tokens: int, K: int, G: int, H: int, U: int, *, chunk: int = CHUNK) -> int:
+    """Of the contractions over one row of so many tokens, 2 for each multiply-add; the triangular solve counts as a product
+    with a whole matrix."""
+    if chunk == 1 or tokens == 1:
+        return 4 * tokens * K * G * H * U
+    size = min(chunk, tokens)
+    padded = -(-tokens // size) * size
+    return 2 * padded * (2 * size * K * H + K * G * (3 * H * U + size * (H + 2 * U)))

@@ -1,0 +1,145 @@
+"""Adapters of the PEFT library: goldens that it wrote (tests/reference/adapters.py), and folders of ours read again."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from golden_weights import write_model
+from helpers import relative
+
+import argosy
+from argosy.adapt.lora import LoRA
+from argosy.adapt.surgery import swap
+from argosy.checkpoint.peft import CONFIG, WEIGHTS, Merged, adapters_of, read_adapter
+from argosy.checkpoint.stored import open_model, weights_of
+from argosy.core.errors import BadInput, Unsupported
+from argosy.core.formats.safetensors import SafeTensors
+from argosy.jobs.convert import convert
+from argosy.models.parts.stack import Scan, layer_addresses
+from argosy.models.parts.weight import fill
+
+ADAPTERS = Path(__file__).parents[1] / "goldens" / "adapters"
+NAMES = sorted(folder.name for folder in ADAPTERS.iterdir())
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def case(request, tmp_path_factory) -> tuple[Path, Path, dict[str, np.ndarray]]:
+    """The base model's folder, the adapter's, and what PEFT says."""
+    base = write_model(ADAPTERS.parent / "models" / request.param, tmp_path_factory.mktemp("base") / request.param)
+    return base, ADAPTERS / request.param, dict(np.load(ADAPTERS / request.param / "golden.npz"))
+
+
+def test_logits_equal_the_library(case):
+    base, adapter, golden = case
+    assert relative(argosy.load(base, adapter=adapter).logits(golden["tokens"]), golden["logits"]) < 2e-5
+    assert relative(argosy.load(base).logits(golden["tokens"]), golden["logits"]) > 0.1, "the adapter does nothing"
+
+
+def test_merged_on_the_way_and_in_memory(case, tmp_path):
+    base, adapter, golden = case
+    convert(str(base), tmp_path / "merged", "hub", None, adapter=str(adapter))
+    assert relative(argosy.load(tmp_path / "merged").logits(golden["tokens"]), golden["logits"]) < 2e-5
+    lm = argosy.load(base, adapter=adapter)
+    adapters = adapters_of(lm.module)
+    assert sorted(lm.merge()) == sorted(adapters)
+    assert relative(lm.logits(golden["tokens"]), golden["logits"]) < 2e-5
+    out = Merged(weights_of(lm.module), adapters, lm.config, sign=-1)      # and taken out again
+    for name in open_model(base).weights.names:
+        np.testing.assert_allclose(out.read(name), open_model(base).weights.read(name), atol=2e-6)
+
+
+def test_written_again_it_is_the_same(case, tmp_path):
+    base, adapter, _ = case
+    lm = argosy.load(base, adapter=adapter)
+    lm.save(tmp_path / "again", format="peft")
+    theirs, ours = SafeTensors.open(adapter / WEIGHTS), SafeTensors.open(tmp_path / "again" / WEIGHTS)
+    assert sorted(ours.names) == sorted(theirs.names)
+    for name in theirs.names:
+        np.testing.assert_array_equal(ours.read(name), theirs.read(name))
+    read = [read_adapter(folder, lm.config) for folder in (adapter, tmp_path / "again")]
+    assert {n: a.gain for n, a in read[0].items()} == pytest.approx({n: a.gain for n, a in read[1].items()})
+
+
+def test_parts_of_a_fused_module_that_differ_become_one_adapter(tmp_path):
+    """Queries and values of Phi, adapted apart, in the stacked layout, are one module on the Hub."""
+    base = write_model(ADAPTERS.parent / "models" / "phi3-window", tmp_path / "base")
+    lm = argosy.load(base)
+    model = lm.config.build(Scan())
+    from argosy.checkpoint.stored import read_into
+
+    read_into(model, open_model(base).weights)
+    swap(model, r"layers\.block\.attn\.[qv]", lambda of: LoRA(of, 2, 3.0))
+    fill(model, jax.random.key(0), addresses=layer_addresses(model))
+    for kind in "qv":
+        factor = getattr(model.layers.block.attn, kind).b
+        factor.set_value(jax.random.normal(jax.random.key(ord(kind)), factor.shape))
+    adapted = argosy.LM(lm.config, model)
+    adapted.save(tmp_path / "adapter", format="peft")
+    assert json.loads((tmp_path / "adapter" / CONFIG).read_text())["r"] == 4
+    tokens = np.arange(3, 20)
+    again = argosy.load(base, adapter=tmp_path / "adapter")
+    assert relative(again.logits(tokens), adapted.logits(tokens)) < 2e-5
+    assert relative(lm.logits(tokens), adapted.logits(tokens)) > 1e-2
+
+
+def test_experts_have_an_adapter_each(tmp_path):
+    base = write_model(ADAPTERS.parent / "models" / "mixtral-plain", tmp_path / "base")
+    lm = argosy.load(base)
+    swap(lm.module, r"layers\..*\.(gate|down|router)", lambda of: LoRA(of, 3, 2.0))
+    fill(lm.module, jax.random.key(1), addresses=layer_addresses(lm.module))
+    for i in range(lm.config.layers):
+        factor = getattr(lm.module.layers, str(i)).mlp.down.b
+        factor.set_value(0.1 * jax.random.normal(jax.random.key(i), factor.shape))
+    adapted = argosy.LM(lm.config, lm.module)
+    adapted.save(tmp_path / "adapter", format="peft")
+    names = SafeTensors.open(tmp_path / "adapter" / WEIGHTS).names
+    assert "base_model.model.model.layers.1.block_sparse_moe.experts.4.w2.lora_B.weight" in names
+    tokens = np.arange(3, 20)
+    again = argosy.load(base, adapter=tmp_path / "adapter")
+    assert relative(again.logits(tokens), adapted.logits(tokens)) < 2e-5
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A golden adapter's copy, to be broken."""
+    shutil.copytree(ADAPTERS / "llama-grouped", tmp_path / "adapter")
+    config = open_model(write_model(ADAPTERS.parent / "models" / "llama-grouped", tmp_path / "base")).config
+    return tmp_path / "adapter", config
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "match"),
+    [
+        ({"use_dora": True}, Unsupported, "use_dora"),
+        ({"bias": "all"}, Unsupported, "bias"),
+        ({"modules_to_save": ["lm_head"]}, Unsupported, "modules_to_save"),
+        ({"peft_type": "IA3"}, Unsupported, "IA3"),
+    ],
+)
+def test_what_would_change_the_function_is_refused(broken, said, error, match):
+    folder, config = broken
+    old = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(old | said))
+    with pytest.raises(error, match=match):
+        read_adapter(folder, config)
+
+
+def test_an_adapter_of_another_model_is_refused(broken):
+    folder, config = broken
+    with pytest.raises(BadInput):
+        read_adapter(folder, config.model_copy(update={"width": 48}))
+    with pytest.raises(BadInput, match="on no module"):
+        read_adapter(folder, config.model_copy(update={"layers": 1}))
+    with pytest.raises(BadInput, match=CONFIG):
+        read_adapter(folder.parent / "base", config)
+
+
+def test_a_model_without_adapters_has_none_to_save_or_merge(tmp_path):
+    lm = argosy.load(write_model(ADAPTERS.parent / "models" / "llama-grouped", tmp_path / "base"))
+    with pytest.raises(BadInput, match="no adapters"):
+        lm.save(tmp_path / "adapter", format="peft")
+    with pytest.raises(BadInput):
+        lm.merge()

@@ -1,0 +1,66 @@
+"""The table of docs/reference/families.md: every small reference model, and how far we are from it. `./run docs` prints it there.
+
+A row is one golden of tests/goldens/models: a random model of transformers in odd sizes. Logits and greedy text are compared here
+and now; the last column is what `./run reference check` measured when it loaded our exports with transformers.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from golden_weights import write_model
+from helpers import relative
+
+import argosy
+from argosy.jobs.convert import convert
+from argosy.jobs.models import family_of
+
+GOLDENS = Path(__file__).parent / "goldens" / "models"
+EXPORTS = GOLDENS.parent / "exports.json"
+PROMPT = 11
+HEAD = "| family | reference model | architecture | layers | parameters | numbers | greedy text | folder to Argosy to folder | our export in transformers |"
+
+
+def row(name: str, scratch: Path, exports: dict[str, float]) -> str:
+    golden = dict(np.load(GOLDENS / name / "golden.npz"))
+    folder = write_model(GOLDENS / name, scratch / name)
+    lm = argosy.load(folder)
+    if lm.config.causal:
+        apart, text = relative(lm.logits(golden["tokens"]), golden["logits"]), greedy(lm, golden["greedy"].tolist())
+    else:
+        from argosy.infer.embed import hidden_of
+
+        apart, text = relative(hidden_of(lm, golden), golden["hidden"]), "-"
+    convert(str(folder), scratch / f"{name}.argosy", "argosy", None)
+    convert(str(scratch / f"{name}.argosy"), scratch / f"{name}.hub", "hub", None)
+    exact = "exact" if tensors(scratch / f"{name}.hub") == tensors(folder) else "DIFFERS"
+    cells = [family_of(lm.config), name, lm.config.to_hub()["model_type"], lm.config.layers, lm.config.parameters()]
+    export = f"{exports[name]:.1e}" if name in exports else "-"
+    return "| " + " | ".join(map(str, [*cells, f"{apart:.1e}", text, exact, export])) + " |"
+
+
+def greedy(lm: argosy.LM, row: list[int]) -> str:
+    got = lm.generate([row[:PROMPT]], max_tokens=len(row) - PROMPT, temperature=0.0, ignore_eos=True)[0].tokens
+    return "equal" if got == row[PROMPT:] else "DIFFERS"
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    from safetensors.numpy import load_file
+
+    return {name: array.tobytes() for name, array in load_file(folder / "model.safetensors").items()}
+
+
+def table() -> str:
+    exports = json.loads(EXPORTS.read_text()) if EXPORTS.exists() else {}
+    names = sorted(folder.name for folder in GOLDENS.iterdir())
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = [row(name, Path(scratch), exports) for name in names]
+    return "\n".join([HEAD, "|" + " --- |" * (HEAD.count("|") - 1), *sorted(rows)])
+
+
+if __name__ == "__main__":
+    print(table())
