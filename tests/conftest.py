@@ -8,8 +8,9 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Unoptimised code compiles three times as fast, and compiling is what most tests do; `./run docs` and the benchmarks run the
 # optimised programs.
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+).strip()
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,11 +19,15 @@ from helpers import relative
 import argosy
 from argosy.jobs.convert import convert
 from argosy.jobs.models import family_of
+from argosy.models.parts.attend import Bidirectional
 
 GOLDENS = Path(__file__).parent / "goldens" / "models"
 EXPORTS = GOLDENS.parent / "exports.json"
 PROMPT = 11
-HEAD = "| family | reference model | architecture | layers | parameters | numbers | greedy text | folder to Argosy to folder | our export in transformers |"
+COLUMNS = [
+    *("family", "reference model", "architecture", "layers", "parameters", "difference", "greedy text"),
+    *("folder to Argosy to folder", "our export in transformers"),
+]
 
 
 def row(name: str, scratch: Path, exports: dict[str, float]) -> str:
@@ -32,9 +37,9 @@ def row(name: str, scratch: Path, exports: dict[str, float]) -> str:
     if lm.config.causal:
         apart, text = relative(lm.logits(golden["tokens"]), golden["logits"]), greedy(lm, golden["greedy"].tolist())
     else:
-        from argosy.infer.embed import hidden_of
-
-        apart, text = relative(hidden_of(lm, golden), golden["hidden"]), "-"
+        tokens, types, live = (jnp.asarray(golden[name], jnp.int32) for name in ("tokens", "types", "mask"))
+        vectors, seen = lm.module.hidden(tokens, Bidirectional(live), types=types)[0], np.asarray(live, bool)
+        apart, text = relative(np.asarray(vectors)[seen], golden["hidden"][seen]), "-"
     convert(str(folder), scratch / f"{name}.argosy", "argosy", None)
     convert(str(scratch / f"{name}.argosy"), scratch / f"{name}.hub", "hub", None)
     exact = "exact" if tensors(scratch / f"{name}.hub") == tensors(folder) else "DIFFERS"
@@ -59,7 +64,7 @@ def table() -> str:
     names = sorted(folder.name for folder in GOLDENS.iterdir())
     with tempfile.TemporaryDirectory() as scratch:
         rows = [row(name, Path(scratch), exports) for name in names]
-    return "\n".join([HEAD, "|" + " --- |" * (HEAD.count("|") - 1), *sorted(rows)])
+    return "\n".join([f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS), *sorted(rows)])
 
 
 if __name__ == "__main__":

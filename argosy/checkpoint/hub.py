@@ -25,6 +25,7 @@ from argosy.models.family import FamilyConfig
 
 CONFIG_BYTES = 16 << 20
 MOST_LAYERS = 10_000  # the deepest published model has 126
+MOST_EXPERTS = 1_000_000  # of all layers together; Kimi K2 has 23,040
 MOST_DEPTH = 32  # of values in values; published ones have 4
 
 
@@ -53,20 +54,38 @@ def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
     """
     check_bounds(hub, where)
     kind = hub.get("model_type")
-    families = {t: FAMILIES[name] for name in FAMILIES for t in FAMILIES[name].hub_types}
+    families = by_hub_type()
     if not isinstance(kind, str) or kind not in families:
-        adding = (
-            "a new one is one file and one line: FAMILIES.add, in argosy/models/__init__.py or in a package of yours"
-        )
-        hint = f"{nearest(str(kind), families)} {adding}"
+        hint = f"{nearest(str(kind), families)}; a new one is one file and one line: docs/new-family.md"
         raise BadInput(f"architecture `{kind}` is not built", where=where, hint=hint)
     check_quantised(hub, where)
     try:
-        return families[kind].from_hub(families[kind].hub_text(_plain(hub)))
+        text = families[kind].hub_text(_plain(hub))
+        check_bounds(text, where)
+        config = families[kind].from_hub(text)
     except BadInput as error:
         raise BadInput(error.what, where=error.where or where, hint=error.hint) from None
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise BadInput(f"config.json does not make a model: {_first(error)}", where=where) from None
+    if config.experts and config.layers * config.experts.count > MOST_EXPERTS:
+        many = f"{config.experts.count:.4g} experts in each of {config.layers} layers"
+        raise BadInput(f"config.json: {many}: at most {MOST_EXPERTS:,} in all are built", where=where)
+    return config
+
+
+def by_hub_type() -> dict[str, type[FamilyConfig]]:
+    """The family that reads each `model_type`.
+
+    Raises:
+        ValueError: two families claim one.
+    """
+    out: dict[str, type[FamilyConfig]] = {}
+    for name in FAMILIES:
+        for kind in FAMILIES[name].hub_types:
+            if kind in out:
+                raise ValueError(f"{FAMILIES[name].__name__} and {out[kind].__name__} both read `{kind}`")
+            out[kind] = FAMILIES[name]
+    return out
 
 
 def check_quantised(hub: dict[str, Any], where: str) -> None:
@@ -143,12 +162,14 @@ class Renamed:
         return self.reader.read(self.name_of[name])
 
 
-def prefixed(reader: Reader, prefixes: Sequence[str], known: Collection[str]) -> Reader:
-    """The tensors under the names that are known, where theirs differ from those by a prefix that is there or not: the whole
-    model and its body alone are saved by different classes. Where both stand, the known name is the one that counts."""
+def known_as(reader: Reader, prefixes: Sequence[str], old: Mapping[str, str], known: Collection[str]) -> Reader:
+    """The tensors under the names that are known, where theirs differ from those by a prefix that is there or not (the whole
+    model and its body alone are saved by different classes) or end as they did of old. Where both stand, the known name is
+    the one that counts."""
     name_of = {name: name for name in reader.names}
     for name in set(reader.names) - set(known):
-        others = [other for prefix in prefixes for other in (prefix + name, name.removeprefix(prefix))]
+        newer = next((name.removesuffix(end) + new for end, new in old.items() if name.endswith(end)), name)
+        others = [newer, *(other for prefix in prefixes for other in (prefix + newer, newer.removeprefix(prefix)))]
         if (other := next((other for other in others if other in known), name)) not in name_of:
             name_of[other] = name_of.pop(name)
     return Renamed(reader, name_of)
@@ -202,7 +223,7 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> S
     config = config_from(hub, str(folder / "config.json"))
     tensors: Reader = Folder.open(folder)
     if config.hub_prefixes:
-        tensors = prefixed(tensors, config.hub_prefixes, KeyMap(*config.hub_rows()).names)
+        tensors = known_as(tensors, config.hub_prefixes, config.hub_old_ends, KeyMap(*config.hub_rows()).names)
     config = config.fitted(tensors.names)
     left_out = [n for n in tensors.names if any(fnmatchcase(n, pattern) for pattern in config.hub_left_out)]
     if left_out:

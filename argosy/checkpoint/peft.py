@@ -159,7 +159,8 @@ def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
             continue
         rank = file.shape(names[0][0])[0] if names[0][0] in file.names else 0
         used.update(*names)
-        gain = _gain(said, site.module, rank)
+        _check_tied(site, config)
+        gain = _gain(said, site.module, rank, len(names[0]))
         for part, ours in enumerate(site.ours):
             table = KeyMap(site.rows(part), config.hub_rows()[1] | {"r": rank})
             out[ours] = Adapter(table.read(file, f"{ours}.a"), table.read(file, f"{ours}.b"), gain)
@@ -226,14 +227,26 @@ def _check(said: Mapping[str, Any], folder: Path) -> None:
         raise Unsupported(f"{folder / CONFIG}: {', '.join(wrong)}: not built", hint="merge it with PEFT first")
 
 
-def _gain(said: Mapping[str, Any], module: str, rank: int) -> float:
+def _check_tied(site: Site, config: Any) -> None:
+    """PEFT adapts the lookup and leaves the head that is tied to it alone; here they are one weight."""
+    if site.table and config.tied:
+        what = f"an adapter on `{site.module}`, to which the head is tied: not built"
+        raise Unsupported(what, hint="untie the head first, or leave the embedding out of the adapter")
+
+
+def _gain(said: Mapping[str, Any], module: str, rank: int, experts: int) -> float:
     """alpha / r, or alpha / sqrt(r) (arXiv:2312.03732); alpha by module where a pattern says so, as PEFT matches them."""
-    alpha = float(said.get("lora_alpha", 8))
+    alphas = {_alpha(said, module.replace("{e}", str(e))) for e in range(experts)}
+    if len(alphas) > 1:
+        raise Unsupported(f"experts of `{module}` with an alpha each: not built", hint="merge it with PEFT first")
+    return alphas.pop() / (math.sqrt(rank) if said.get("use_rslora") else rank) if rank else 0.0
+
+
+def _alpha(said: Mapping[str, Any], module: str) -> float:
     for pattern, value in (said.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = float(value)
-            break
-    return alpha / (math.sqrt(rank) if said.get("use_rslora") else rank) if rank else 0.0
+            return float(value)
+    return float(said.get("lora_alpha", 8))
 
 
 # ---------------------------------------------------------------- out
@@ -279,6 +292,7 @@ def write_adapter(folder: str | Path, config: Any, adapters: Mapping[str, Adapte
     if homeless := sorted(set(adapters) - set(homes)):
         raise Unsupported(f"PEFT has no name for adapters on {', '.join(homeless[:4])}", hint="merge them instead")
     for site in dict.fromkeys(homes[name] for name in adapters):
+        _check_tied(site, config)
         parts = [adapters.get(name) for name in site.ours]
         for name, array, rank, gain in _theirs(site, parts, config.hub_rows()[1]):
             theirs[name] = array

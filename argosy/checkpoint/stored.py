@@ -31,6 +31,10 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "vocab.txt",
+    "tiktoken.model",
+    "qwen.tiktoken",
+    "spiece.model",
+    "sentencepiece.bpe.model",
     "generation_config.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -94,7 +98,14 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
 
 
 def config_of(dumped: dict[str, Any]) -> FamilyConfig:
-    """A model's settings as `dump` wrote them, family included."""
+    """A model's settings as `dump` wrote them, family included.
+
+    Raises:
+        BadInput: a family that is not registered here, or settings that it does not have.
+    """
+    if (family := str(dumped.get("family"))) not in FAMILIES:
+        what = f"a model of the family `{family}`, which is not registered"
+        raise BadInput(what, hint=f"import the package that has it; {nearest(family, FAMILIES)}")
     return Choice(FAMILIES, tag="family").build(dumped)  # type: ignore[return-value]
 
 

@@ -57,13 +57,17 @@ def told(found: dict[str, Any]) -> str:
     weights = ", ".join(f"{sized(n)} in {dtype}" for dtype, n in found["weight_bytes"].items())
     cache, token = found["cache_bytes"], found["cache_bytes_per_token"]
     window = f", window {found['window']:,}" if found["window"] else ""
+    active = found["parameters_active"]
+    met = f", {active:,} ({counted(active)}) of them for each token" if active != total and found["experts"] else ""
+    state = f", beside {sized(found['state_bytes'])} a sequence" if found["state_bytes"] else ""
     facts = {
-        "parameters": f"{total:,} ({counted(total)})",
+        "parameters": f"{total:,} ({counted(total)}){met}",
         "": parts,
         "sizes": "  ".join(f"{letter} {size}" for letter, size in found["dims"].items()),
-        "forward": f"{flops(found['flops_per_token_at_1'])} a token, {flops(found['flops_per_token'])} {at}, attention in full",
+        "forward": f"{flops(found['flops_per_token_at_1'])} a token, {flops(found['flops_per_token'])} {at}, attention in full; "
+        "backward twice as much",
         "weights": weights,
-        "cache": f"{sized(token['bfloat16'])} a token in bfloat16, {sized(token['float32'])} in float32",
+        "cache": f"{sized(token['bfloat16'])} a token in bfloat16, {sized(token['float32'])} in float32{state}",
         " ": f"{sized(cache['bfloat16'])} and {sized(cache['float32'])} {at}{window}",
         "recipes": recipes_told(found["recipes"]),
     }

@@ -3,11 +3,13 @@
     OPTIMIZERS = Registry("optimizer")
     OPTIMIZERS.add("adamw", "argosy.train.optim:AdamW")      # one line registers; nothing is imported until it is asked for
 
-A package outside Argosy registers in the same way, from its own `__init__`.
+A package outside Argosy registers in the same way, from its own `__init__`; or, to be known to the command line too, by an
+entry point of the group that the registry names.
 """
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
 from argosy.core.errors import UnknownName
@@ -20,12 +22,19 @@ class Registry(Mapping[str, Any]):
         self.noun = noun
         self._items: dict[str, Any] = dict(items or {})
 
+    def add_installed(self, group: str) -> None:
+        """Registers what installed packages offer under this group of entry points; nothing of theirs is imported yet."""
+        for point in entry_points(group=group):
+            self.add(point.name, point.value)
+
     def add(self, name: str, item: Any) -> None:
         """Registers `item`, or the "module:name" it will be imported from.
 
         Raises:
-            ValueError: the name is taken.
+            ValueError: the name is taken, or the text is not "module:name".
         """
+        if isinstance(item, str) and not all(item.partition(":")):
+            raise ValueError(f"{self.noun} `{name}`: `{item}` is not module:name")
         if name in self._items:
             raise ValueError(f"{self.noun} `{name}` is already registered as {self._items[name]!r}")
         self._items[name] = item
@@ -36,7 +45,11 @@ class Registry(Mapping[str, Any]):
         item = self._items[name]
         if isinstance(item, str):
             module, _, attribute = item.partition(":")
-            item = self._items[name] = getattr(import_module(module), attribute)
+            try:
+                item = self._items[name] = getattr(import_module(module), attribute)
+            except (ImportError, AttributeError) as error:
+                error.add_note(f"{self.noun} `{name}` is registered as {item}")
+                raise
         return item
 
     def __contains__(self, name: object) -> bool:

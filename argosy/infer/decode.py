@@ -77,22 +77,23 @@ class Decoder:
         for row, prompt in zip(tokens, prompts):
             row[: len(prompt)] = prompt
         room = bucket(longest + min(most, AHEAD))
-        reach = self.reach(longest + most)
+        reaches = [self.reach(len(prompt) + most) for prompt in prompts]
+        reach = None if None in reaches else jnp.asarray(reaches, jnp.int32)
         need = Need.of(rows)
         settings = {name: jnp.asarray(values) for name, values in table(rows).items()}
         keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
         cache = contiguous(self.specs, len(prompts), room, self.dtype)
-        live, step = _prefill(self.graph, need, self.dtype, self.vocab, reach)(
-            self.weights, tokens, lengths, cache, settings, keys
+        live, step = _prefill(self.graph, need, self.dtype, self.vocab)(
+            self.weights, tokens, lengths, cache, settings, keys, reach
         )
-        following = _decode(self.graph, need, self.dtype, reach)
+        following = _decode(self.graph, need, self.dtype)
         for i in range(most):
             ahead = None
             if i + 1 < most:
                 if longest + i + 1 > room:
                     room = bucket(room + 1)
                     live = live._replace(cache=self.longer(live.cache, room))
-                ahead = following(self.weights, live, settings, keys)
+                ahead = following(self.weights, live, settings, keys, reach)
             yield step
             if ahead is not None:
                 live, step = ahead
@@ -119,11 +120,11 @@ def _with(graph: Any, weights: Leaves, dtype: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _prefill(graph: Any, need: Need, dtype: Any, vocab: int, reach: int | None) -> Any:
-    """(weights, tokens [B T] padded right, lengths, empty cache, settings, keys) -> (Live, the first Step)."""
+def _prefill(graph: Any, need: Need, dtype: Any, vocab: int) -> Any:
+    """(weights, tokens [B T] padded right, lengths, empty cache, settings, keys, reach) -> (Live, the first Step)."""
 
     def prefill(
-        weights: Leaves, tokens: Array, lengths: Array, cache: Any, settings: Any, keys: Any
+        weights: Leaves, tokens: Array, lengths: Array, cache: Any, settings: Any, keys: Any, reach: Array | None
     ) -> tuple[Live, Step]:
         B, T = tokens.shape
         at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
@@ -143,10 +144,10 @@ def _prefill(graph: Any, need: Need, dtype: Any, vocab: int, reach: int | None) 
 
 
 @lru_cache(maxsize=64)
-def _decode(graph: Any, need: Need, dtype: Any, reach: int | None) -> Any:
-    """(weights, Live, settings, keys) -> (Live, Step)."""
+def _decode(graph: Any, need: Need, dtype: Any) -> Any:
+    """(weights, Live, settings, keys, reach) -> (Live, Step)."""
 
-    def decode(weights: Leaves, live: Live, settings: Any, keys: Any) -> tuple[Live, Step]:
+    def decode(weights: Leaves, live: Live, settings: Any, keys: Any, reach: Array | None) -> tuple[Live, Step]:
         at = live.lengths[:, None]
         model = _with(graph, weights, dtype)
         attend = Contiguous(at, jnp.ones_like(at, bool), reach=reach)

@@ -78,12 +78,12 @@ def embed(
         raise BadInput(f"batch = {batch}", hint="at least 1")
     steps = Steps() if lm.companions is None else read_steps(lm.companions)
     rows = ids_of(lm, texts, steps)
-    pooled = _pooled(split(lm.module)[0], lm.module.dtype, pooling or steps.pooling)
+    graph, weights = split(lm.module)
+    pooled = _pooled(graph, lm.module.dtype, pooling or steps.pooling)
     out = np.zeros((len(rows), lm.config.width), np.float32)
     order = sorted(
         range(len(rows)), key=lambda row: -len(rows[row])
     )  # the longest first: what does not fit fails at once
-    weights = split(lm.module)[1]
     for at in range(0, len(order), batch):
         chosen = order[at : at + batch]
         out[chosen] = np.asarray(pooled(weights, *_padded([rows[row] for row in chosen], lm.config.context)))[
@@ -147,8 +147,8 @@ def read_steps(folder: Path) -> Steps:
     beside = read_object(folder / "sentence_bert_config.json")
     tokens = beside.get("max_seq_length") or read_object(folder / "tokenizer_config.json").get("model_max_length")
     prompt = _prompt(read_object(folder / "config_sentence_transformers.json"))
-    counted = isinstance(tokens, int | float) and tokens > 0
-    said: dict[str, Any] = {"tokens": int(tokens) if counted else None, "lower": bool(beside.get("do_lower_case"))}
+    most = int(tokens) if isinstance(tokens, int | float) and tokens > 0 else None
+    said: dict[str, Any] = {"tokens": most, "lower": bool(beside.get("do_lower_case"))}
     for kind, where in _modules(folder):
         if kind == "Pooling":
             said["pooling"] = _pooling(read_object(folder / where / "config.json"), prompt, str(folder / where))

@@ -130,19 +130,26 @@ class LM:
         """`generate`, step by step; the result holds `completions` when it has been run through."""
         return Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, sampling)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """A conversation as token ids, by the model's own template.
+
+        Args:
+            tools: descriptions of functions, for templates that tell the model of them.
 
         Raises:
             BadInput: there is no tokenizer or no template, or the template refuses these messages.
         """
-        if self.tokenizer is None or not self.tokenizer.chat_template:
+        templates = getattr(self.tokenizer, "chat_templates", None) or {}
+        if not templates:
             raise BadInput(
                 "this model has no chat template", hint="generate without --chat, or give messages as one text"
             )
-        from argosy.data.chat import render
+        from argosy.data.chat import choose_template, render
 
-        text = render(self.tokenizer.chat_template, list(messages), self.tokenizer.special, add_generation_prompt=True)
+        template = choose_template(templates, tools=bool(tools))
+        text = render(template, list(messages), self.tokenizer.special, tools=tools, add_generation_prompt=True)
         return self.tokenizer.encode(text, special=True)
 
     # ---------------------------------------------------------------- vectors

@@ -16,9 +16,11 @@ from argosy.core.settings import dump
 from argosy.jobs.compose import presets, recipe_layers, recipes
 from argosy.jobs.public import preset_config
 from argosy.models import FAMILIES
+from argosy.models.parts.moe import Experts, MoE
 from argosy.models.parts.weight import variables
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+STATE_BYTES = 4  # recurrent states are float32 whatever the cache is
 SUBLAYERS = {"attn": "attention", "mlp": "feed-forward"}
 
 
@@ -68,13 +70,17 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
         "config": dump(config),
         "dims": dict(config.dims),
         "parameters": parameters,
+        "parameters_active": config.parameters(active=True),
+        "experts": dump(config.experts) if config.experts else None,
         "parts": parts(model),
         "context": tokens,
         "flops_per_token": round(work / tokens),
         "flops_per_token_at_1": config.flops(1),
+        "flops_per_token_backward": round(2 * work / tokens),
         "weight_bytes": {dtype: size * parameters for dtype, size in BYTES.items()},
         "cache_bytes_per_token": {d: BYTES[d] * sum(k.layers * k.token for k in kept) for d in ("float32", "bfloat16")},
         "cache_bytes": {d: cache_bytes(kept, tokens, BYTES[d]) for d in ("float32", "bfloat16")},
+        "state_bytes": STATE_BYTES * sum(k.layers * k.row for k in kept),
         "window": next((k.span for k in kept if k.span), None),
         "block": block(model),
         "recipes": used_by(name) if config.causal else None,
@@ -134,7 +140,7 @@ def what_is_kept(model: Any) -> list[Kept]:
 
 def cache_bytes(kept: Iterable[Kept], tokens: int, size: int) -> int:
     """Bytes that a sequence of so many tokens needs; a windowed layer never more than its window."""
-    return size * sum(k.layers * (k.token * min(tokens, k.span or tokens) + k.row) for k in kept)
+    return sum(k.layers * (size * k.token * min(tokens, k.span or tokens) + STATE_BYTES * k.row) for k in kept)
 
 
 def parts(model: Any) -> dict[str, int]:
@@ -178,9 +184,19 @@ def _rows(layer: Any, reaches: list[str]) -> list[str]:
         part = getattr(layer, sub)
         shapes = {name: getattr(getattr(part, name), "w", None) for name in vars(part)}
         told = [f"{name} {'x'.join(map(str, w.shape))}" for name, w in shapes.items() if w is not None]
-        rows += [""] * bool(rows) + [formula.format(SUBLAYERS[sub]), f"    {'  '.join(told)}"]
+        what = getattr(part, "called", SUBLAYERS[sub])
+        rows += [""] * bool(rows) + [formula.format(what), f"    {'  '.join(told)}"]
+        if isinstance(part, MoE):
+            rows.append(f"    {_routing(part.how)}")
         rows += [f"    {reach}" for reach in reaches] if hasattr(part, "holds") else []
     return rows
+
+
+def _routing(how: Experts) -> str:
+    """How a token's experts are chosen."""
+    groups = f" in {how.kept_groups} of {how.groups} groups" if how.groups > 1 else ""
+    shared = f", beside a shared one of {how.shared}" if how.shared else ""
+    return f"{how.active} of {how.count} experts{groups}, by {how.score.replace('_', ' of the ')}{shared}"
 
 
 def _reach(each: Any, config: Any) -> str:

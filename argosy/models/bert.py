@@ -30,6 +30,8 @@ class BertConfig(AbsoluteConfig):
     hub_types: ClassVar[tuple[str, ...]] = ("bert", "roberta", "xlm-roberta")
     hub_ignore: ClassVar[tuple[str, ...]] = ("*embeddings.position_ids", "*embeddings.token_type_ids")
     hub_prefixes: ClassVar[tuple[str, ...]] = ("bert.", "roberta.")
+    hub_left_out: ClassVar[tuple[str, ...]] = ("cls.*", "lm_head.*")  # heads that predict masked words
+    hub_old_ends: ClassVar[dict[str, str]] = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
     causal: ClassVar[bool] = False
 
     norm_eps: float = Field(1e-12, gt=0)

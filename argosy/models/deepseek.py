@@ -181,7 +181,7 @@ class DeepSeekConfig(FamilyConfig):
         def both(theirs: str, ours: tuple[str, str], how: str) -> Row:
             return Row(f"{hub.LAYER}self_attn.{theirs}", tuple(f"layers.{{l}}.attn.{o}" for o in ours), how, over)
 
-        rows = hub.norms(over, **hub.PRE_NORMS)
+        rows = hub.norms(over, hub.PRE_NORMS)
         rows += [
             both("kv_a_proj_with_mqa.weight", ("kv_down.w", "k_rope.w"), "(R|P) D -> D R, D P"),
             both("kv_b_proj.weight", ("k_up.w", "v_up.w"), "(N (H|U)) R -> R N H, R N U"),

@@ -20,7 +20,7 @@ from argosy.models.parts.attend import Attend, Bidirectional, Packed
 from argosy.models.parts.heads import Reach
 from argosy.models.parts.mlp import Activation
 from argosy.models.parts.moe import Experts
-from argosy.models.parts.rope import LongRope, Rope
+from argosy.models.parts.rope import Rope
 from argosy.models.parts.stack import Run, Stack, Told, Unroll
 
 UNROLL = Unroll()
@@ -60,6 +60,8 @@ class FamilyConfig(Settings):
     # Tensors that its folders may hold and this model has no part for: left out, and said so each time.
     hub_prefixes: ClassVar[tuple[str, ...]] = ()
     # What the names of tensors may begin with, or not, as the class that wrote them was.
+    hub_old_ends: ClassVar[Mapping[str, str]] = {}
+    # How names of tensors ended in old folders, and end now.
     causal: ClassVar[bool] = True
     # A token sees what is before it. False: it sees all of its sequence, and no token is predicted (encoders).
 
@@ -267,12 +269,8 @@ class DecoderConfig(FamilyConfig):
         return [local if span == "L" else whole for span in self.spans]
 
     def reach(self, tokens: int) -> int | None:
-        """How long sequences count as that grow to so many tokens, where rotary positions depend on it: one of two lengths,
-        so that an engine compiles two programs and not one for each request."""
-        if not isinstance(self.rope.scaling, LongRope):
-            return None
-        original = self.rope.scaling.original
-        return original if tokens <= original else original + 1
+        """How long a sequence counts as that grows to so many tokens; None where no rotary positions depend on it."""
+        return tokens if self.rope.asks_length else None
 
     def mixing_flops(self, tokens: int) -> int:
         return 4 * tokens * tokens * self.heads * self.H * self.layers

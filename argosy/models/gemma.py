@@ -97,7 +97,7 @@ class GemmaConfig(DecoderConfig):
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
         rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias) + hub.glu(over)
-        rows += hub.norms(over, **POST_NORMS if self.post_norms else hub.PRE_NORMS)
+        rows += hub.norms(over, POST_NORMS if self.post_norms else hub.PRE_NORMS)
         rows += hub.head_norms(over) if self.qk_norm else []
         return rows + hub.ends(self.tied), self.dims
 
@@ -209,7 +209,7 @@ TABLES = {
         | {"query_pre_attn_scalar": 256, "sliding_window": 4096}
         | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
         PLAIN,
-        frozenset(["layer_types", "cache_implementation", "hidden_act"]),
+        frozenset(["layer_types", "cache_implementation", "hidden_act", "sliding_window_size"]),
     ),
     "gemma3_text": ConfigTable(
         [row for row in LATER if row[1] != "score_cap"],

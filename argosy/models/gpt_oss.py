@@ -52,6 +52,9 @@ class GptOssConfig(DecoderConfig):
         chosen = {"ffn": 38, "score": "softmax_chosen"}
         scaled = Rope(base=150_000.0, scaling=Yarn(factor=8, original=16, truncate=False))
         return {
+            "unbiased": cls(
+                **odd, layers=3, head_size=14, attention_bias=False, limit=0.3, moe=Experts(count=5, active=3, **chosen)
+            ),
             "plain": cls(
                 **odd,
                 layers=4,
@@ -62,9 +65,6 @@ class GptOssConfig(DecoderConfig):
                 rope=scaled,
                 limit=0.5,
                 moe=Experts(count=6, active=2, **chosen),
-            ),
-            "unbiased": cls(
-                **odd, layers=3, head_size=14, attention_bias=False, limit=0.3, moe=Experts(count=5, active=3, **chosen)
             ),
         }
 
@@ -90,7 +90,7 @@ class GptOssConfig(DecoderConfig):
             return Row(hub.LAYER + theirs, (f"layers.{{l}}.mlp.gate.{kind}", f"layers.{{l}}.mlp.up.{kind}"), how, over)
 
         rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
-        rows += hub.norms(over, **hub.PRE_NORMS) + hub.ends(self.tied)
+        rows += hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied)
         rows += hub.of_layers(
             over,
             ("self_attn.sinks", "attn.sinks", "N -> N"),
@@ -155,5 +155,5 @@ TABLE = ConfigTable(
         "router_aux_loss_coef": 0.001,
     },
     {"hidden_act": ("silu",)},
-    frozenset(["layer_types", "output_router_logits", "experts_per_token", "initial_context_length", "swiglu_limit"]),
+    frozenset(["layer_types", "output_router_logits", "experts_per_token", "initial_context_length"]),
 )

@@ -18,11 +18,13 @@ HARMLESS = frozenset(
     """architectures attention_dropout attn_implementation auto_map bos_token_id chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id dtype eos_token_id finetuning_task forced_bos_token_id
     forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder label2id model_type output_attentions
-    output_hidden_states pad_token_id prefix pretraining_tp problem_type return_dict return_dict_in_generate sep_token_id
+    output_hidden_states output_past pad_token_id prefix pretraining_tp problem_type return_dict return_dict_in_generate sep_token_id
     task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers_version
     transformers.js_config unsloth_version unsloth_fixed use_bfloat16 use_cache add_cross_attention bad_words_ids do_sample
     early_stopping length_penalty max_length min_length num_beams temperature top_k top_p repetition_penalty
-    no_repeat_ngram_size is_llama_config""".split()  # noqa: SIM905
+    no_repeat_ngram_size encoder_no_repeat_ngram_size num_beam_groups num_return_sequences diversity_penalty typical_p
+    remove_invalid_values output_scores suppress_tokens begin_suppress_tokens exponential_decay_length_penalty
+    gradient_checkpointing is_llama_config""".split()  # noqa: SIM905
 )
 
 # Their names of activations, where ours differ.

@@ -13,18 +13,21 @@ def of_layers(over: Sequence[int], *names: tuple[str, str, str], prefix: str = L
     return [Row(prefix + theirs, "layers.{l}." + ours, how, over) for theirs, ours, how in names]
 
 
-def ends(tied: bool) -> list[Row]:
-    """Embedding, last norm, head."""
+def ends(tied: bool, *, bias: bool = False) -> list[Row]:
+    """Embedding, last norm (a LayerNorm's bias, too), head."""
     rows = [
         Row("model.embed_tokens.weight", "embed.w", "V D -> V D", tied_to="lm_head.weight" if tied else None),
         Row("model.norm.weight", "norm.scale", "D -> D"),
     ]
+    rows += [Row("model.norm.bias", "norm.b", "D -> D")] if bias else []
     return rows if tied else [*rows, Row("lm_head.weight", "head.w", "V D -> D V")]
 
 
-def norms(over: Sequence[int], **names: str) -> list[Row]:
-    """Norms of the width of the model: ours=theirs."""
-    return of_layers(over, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
+def norms(over: Sequence[int], names: Mapping[str, str], *, bias: bool = False) -> list[Row]:
+    """Norms of the width of the model, {ours: theirs}. A LayerNorm has a bias."""
+    rows = of_layers(over, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
+    more = of_layers(over, *((f"{theirs}.bias", f"{ours}.b", "D -> D") for ours, theirs in names.items()))
+    return rows + more if bias else rows
 
 
 PRE_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

@@ -64,7 +64,7 @@ class OlmoConfig(DecoderConfig):
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
         rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias) + hub.glu(over)
-        rows += hub.norms(over, post_attn_norm="post_attention_layernorm", post_mlp_norm="post_feedforward_layernorm")
+        rows += hub.norms(over, POST_NORMS)
         rows += hub.of_layers(
             over,
             ("self_attn.q_norm.weight", "attn.q_norm.scale", "(N H) -> N H"),
@@ -114,6 +114,7 @@ class PostNorm(nnx.Module):
         return x + self.post_mlp_norm(self.mlp(x)), cache, {}
 
 
+POST_NORMS = {"post_attn_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
 ROWS = [*(row for row in SIZES if row[0] != "head_dim"), ("attention_bias", "attention_bias")]
 DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 TABLES = {

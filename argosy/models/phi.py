@@ -66,7 +66,7 @@ class PhiConfig(DecoderConfig):
             ("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> N H D"),
             ("mlp.down_proj.weight", "mlp.down.w", "D F -> F D"),
         )
-        return rows + hub.norms(over, **hub.PRE_NORMS) + hub.ends(self.tied), self.dims
+        return rows + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied), self.dims
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "PhiConfig":
@@ -92,7 +92,7 @@ def _newer(config: dict[str, Any]) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         if scaling := dict(config.get(key) or {}):
             for name in ("type", "rope_type"):
-                if scaling.get(name) == "su":
+                if scaling.get(name) in ("su", "yarn"):
                     scaling[name] = "longrope"
             scaling.pop("factor", None)
             config[key] = scaling
@@ -109,15 +109,13 @@ def _attention_factor(config: dict[str, Any], original: int) -> float:
 TABLE = ConfigTable(
     [*(row for row in SIZES if row[0] != "head_dim"), ("sliding_window", "window")],
     {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    harmless=frozenset(
-        [
-            "head_dim",
-            "original_max_position_embeddings",
-            "resid_pdrop",
-            "embd_pdrop",
-            "attention_bias",
-            "lm_head_bias",
-            "mlp_bias",
-        ]
-    ),
+    # What Phi-4-mini's file tells beside these, at the values that leave a plain model.
+    {
+        "attention_bias": (False, None),
+        "mlp_bias": (False, None),
+        "lm_head_bias": (False, None),
+        "full_attn_mod": (1, None),
+        "interpolate_factor": (1, None),
+    },
+    frozenset(["head_dim", "original_max_position_embeddings", "resid_pdrop", "embd_pdrop"]),
 )

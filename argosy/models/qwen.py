@@ -102,7 +102,7 @@ class QwenConfig(DecoderConfig):
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
         dense, sparse = ([i for i in over if self.kinds[i] == kind] for kind in ("dense", "experts"))
-        rows = hub.attention(over, bias=self.qkv_bias, out_bias=self.out_bias) + hub.norms(over, **hub.PRE_NORMS)
+        rows = hub.attention(over, bias=self.qkv_bias, out_bias=self.out_bias) + hub.norms(over, hub.PRE_NORMS)
         rows += hub.head_norms(over) if self.qk_norm else []
         rows += hub.glu(dense) if dense else []
         if self.moe is not None:
@@ -147,17 +147,23 @@ class QwenConfig(DecoderConfig):
         if kind == "qwen3_moe" and moe:
             said |= {"num_local_experts": moe.count}
         said |= {"use_sliding_window": bool(self.window), "sliding_window": self.window}
-        return self.agreed(
-            said if moe else said | {"max_window_layers": self.spans.find("L")} | write_pattern(self.spans)
-        )
+        if kind == "qwen3_moe":  # its windows are in all layers or in none
+            return self.agreed(said)
+        first = {} if moe else {"max_window_layers": (self.spans + "L").find("L")}
+        return self.agreed(said | first | write_pattern(self.spans))
 
 
 def windows(config: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
-    """`window` and `pattern`: windows are off unless told, and then begin at the layer `max_window_layers`."""
+    """`window` and `pattern`: windows are off unless told. Which layers have them where `layer_types` does not say, and whether
+    it may, differs by architecture: from the layer `max_window_layers` on (Qwen2 and 3), in every second layer before it
+    (Qwen2 with experts), in all layers whatever else is told (Qwen3 with experts)."""
     if not config.get("use_sliding_window"):
         return {}
-    first = config.get("max_window_layers", 28) if "max_window_layers" in config or "moe" not in read else 0
-    spans = "".join("L" if i >= first else "G" for i in range(read["layers"]))
+    kind, first = config["model_type"], config.get("max_window_layers", 28)
+    if kind == "qwen3_moe":
+        return {"window": config.get("sliding_window", 4096)}
+    local = (lambda i: i % 2 == 0 and i < first) if kind == "qwen2_moe" else (lambda i: i >= first)
+    spans = "".join("L" if local(i) else "G" for i in range(read["layers"]))
     return {"window": config.get("sliding_window", 4096)} | read_pattern(config, read, spans)
 
 
@@ -167,6 +173,7 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+PLAIN = {"use_mrope": (False, None)}  # Qwen2.5 tells it; positions of images and time are another architecture's
 WINDOWS = frozenset(["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"])
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
 MOE = [
@@ -179,7 +186,7 @@ MOE = [
 ]
 SPARSE = frozenset(["decoder_sparse_step", "mlp_only_layers", "output_router_logits", "qkv_bias", "num_local_experts"])
 TABLES = {
-    "qwen2": ConfigTable([r for r in SIZES if r[0] != "head_dim"], DEFAULTS, harmless=WINDOWS | {"head_dim"}),
+    "qwen2": ConfigTable([r for r in SIZES if r[0] != "head_dim"], DEFAULTS, PLAIN, WINDOWS | {"head_dim"}),
     "qwen3": ConfigTable([*SIZES, ("attention_bias", "qkv_bias")], DEFAULTS | {"head_dim": 128}, harmless=WINDOWS),
     "qwen2_moe": ConfigTable(
         [*MOE, ("shared_expert_intermediate_size", "moe.shared")],

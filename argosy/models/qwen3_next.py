@@ -172,7 +172,7 @@ class Qwen3NextConfig(DecoderConfig):
         over = range(self.layers)
         recurrent, whole = ([i for i in over if self.spans[i] == span] for span in "RG")
         dense, sparse = ([i for i in over if (i in self.dense) == told] for told in (True, False))
-        rows = hub.norms(over, **hub.PRE_NORMS) + _attention(whole, self.attention_bias) + _delta_net(recurrent)
+        rows = hub.norms(over, hub.PRE_NORMS) + _attention(whole, self.attention_bias) + _delta_net(recurrent)
         rows += hub.glu(dense) + hub.experts(sparse) + hub.glu(sparse, "mlp.shared_expert", "mlp.shared", "shared")
         rows += hub.of_layers(
             sparse,
@@ -279,6 +279,8 @@ class DeltaNet(nnx.Module):
         layers: how many there are; the residual stream keeps its variance at any depth.
         eps: of the norm on what the state answers.
     """
+
+    called = "delta net"
 
     def __init__(self, heads: DeltaHeads, width: int, layers: int, eps: float):
         d = heads.dims | {"D": width}

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from golden_weights import write_model
 from helpers import relative
+from laws.families import CASES
 
 import argosy
 from argosy.adapt.lora import LoRA
 from argosy.adapt.surgery import swap
-from argosy.checkpoint.peft import CONFIG, WEIGHTS, Merged, adapters_of, read_adapter
+from argosy.checkpoint.peft import CONFIG, WEIGHTS, Adapter, Merged, adapters_of, read_adapter, write_adapter
 from argosy.checkpoint.stored import open_model, weights_of
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.formats.safetensors import SafeTensors
@@ -100,6 +101,35 @@ def test_experts_have_an_adapter_each(tmp_path):
     tokens = np.arange(3, 20)
     again = argosy.load(base, adapter=tmp_path / "adapter")
     assert relative(again.logits(tokens), adapted.logits(tokens)) < 2e-5
+
+
+def test_an_alpha_by_module_holds_for_experts_too(tmp_path):
+    """Written by us, as a pattern for each expert; and told by one expression for all of them."""
+    config = CASES["mixtral-plain"]
+    E, D, M = config.moe.count, config.width, config.moe.ffn
+    draw = np.random.default_rng(0).standard_normal
+    a, b = draw((E, D, 2)).astype(np.float32), draw((E, 2, M)).astype(np.float32)
+    given = {"layers.1.mlp.gate": Adapter(a, b, 4.0), "layers.1.mlp.up": Adapter(a, b, 0.5)}
+    write_adapter(tmp_path / "adapter", config, given)
+    assert {n: f.gain for n, f in read_adapter(tmp_path / "adapter", config).items()} == {n: f.gain for n, f in given.items()}
+    said = json.loads((tmp_path / "adapter" / CONFIG).read_text()) | {"lora_alpha": 8}
+    for patterns, gain in (({r"experts\.\d+\.w3": 3}, 1.5), ({}, 4.0)):
+        (tmp_path / "adapter" / CONFIG).write_text(json.dumps(said | {"alpha_pattern": patterns}))
+        assert read_adapter(tmp_path / "adapter", config)["layers.1.mlp.up"].gain == gain
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(said | {"alpha_pattern": {r"experts\.0\.w3": 3}}))
+    with pytest.raises(Unsupported, match="an alpha each"):
+        read_adapter(tmp_path / "adapter", config)
+
+
+def test_an_adapter_on_a_tied_embedding_is_refused(tmp_path):
+    """In PEFT the head does not see it; merged, it does."""
+    config = CASES["mixtral-window"]
+    assert config.tied
+    factors = Adapter(np.ones((config.vocab, 2), np.float32), np.ones((2, config.width), np.float32), 1.0)
+    write_adapter(tmp_path / "adapter", config.model_copy(update={"tied": False}), {"embed": factors})
+    for refused in (read_adapter, lambda folder, config: write_adapter(folder / "again", config, {"embed": factors})):
+        with pytest.raises(Unsupported, match="the head is tied"):
+            refused(tmp_path / "adapter", config)
 
 
 @pytest.fixture

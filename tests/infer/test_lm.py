@@ -82,6 +82,23 @@ def test_draws_depend_on_the_seed_and_not_on_the_rows_beside(lm):
     assert len({tuple(c.tokens) for c in same_prompt}) == 3, "rows share their randomness"
 
 
+def test_positions_that_turn_by_length_turn_by_each_rows_own():
+    """LongRoPE has two sets of frequencies, for sequences up to 16 tokens here and for longer ones: which a row gets depends
+    neither on the rows beside it nor on how far it is padded."""
+    config = CASES["phi-long"]
+    scaling = config.rope.scaling
+    always = config.model_copy(
+        update={"rope": config.rope.model_copy(update={"scaling": scaling.model_copy(update={"long": scaling.short})})}
+    )
+    lm, short = (LM(c, built(c, Unroll())) for c in (config, always))
+    prompt, longer = [5, 9, 100, 23, 7], [*range(3, 33)]
+    together = lm.generate([prompt, longer], 6, ignore_eos=True)
+    assert together[0].tokens == lm.generate([prompt], 6, ignore_eos=True)[0].tokens
+    assert together[0].logprobs == pytest.approx(short.generate([prompt], 6, ignore_eos=True)[0].logprobs, rel=1e-4)
+    assert relative(lm.logits([prompt]), short.logits([prompt])) < 2e-5
+    assert relative(lm.logits([longer]), short.logits([longer])) > 1e-2
+
+
 def test_repetition_penalty_counts_prompt_and_answer(lm):
     free = lm.generate([PROMPTS[0]], 30, ignore_eos=True)[0].tokens
     bound = lm.generate([PROMPTS[0]], 30, repetition_penalty=1e6, ignore_eos=True)[0].tokens

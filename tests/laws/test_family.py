@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import relative
-from laws.families import CASES, built, forward, tokens_of
+from laws.families import CASES, built, forward, marked, tokens_of
 
 from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import Int8
@@ -27,7 +27,9 @@ TOLERANCE = 2e-5  # of the largest logit, float32
 RUNS = {"unroll": Unroll(), "scan": Scan()}
 
 each_case = pytest.mark.parametrize("case", CASES)
-each_causal = pytest.mark.parametrize("case", [name for name, config in CASES.items() if config.causal])
+# Laws that compile: by default for the fullest example of each family, for all of them with the longer proofs.
+each_compiled = pytest.mark.parametrize("case", marked(CASES))
+each_causal = pytest.mark.parametrize("case", marked(name for name, config in CASES.items() if config.causal))
 each_run = pytest.mark.parametrize("run", RUNS)
 
 
@@ -55,7 +57,7 @@ def test_every_family_has_an_example():
     assert {type(c) for c in CASES.values()} == set(FAMILIES.values())
 
 
-@each_case
+@each_compiled
 @each_run
 def test_export_equals_eager(case, run, full):
     """As portable StableHLO, both lengths left open, run on another shape than it was made for."""
@@ -105,7 +107,7 @@ def test_hub_folder_gives_the_model_again(case):
         np.testing.assert_array_equal(table.read(theirs, name), weight, err_msg=name)
 
 
-@each_case
+@each_compiled
 def test_scan_equals_unroll_gradients_too(case, full):
     config, tokens, expected = full(case)
     scanned = built(config, Scan())
@@ -223,7 +225,7 @@ def filled_with(cache, value):
     return jax.tree.map(lambda a: jnp.full_like(a, value), cache)
 
 
-@each_case
+@each_compiled
 def test_packed_equals_alone(case, full):
     config, tokens, _ = full(case)
     step = forward(built(config, Unroll()))
@@ -247,7 +249,7 @@ def test_layouts_convert_without_a_change(case):
         assert (np.asarray(back[address]) == np.asarray(w)).all(), address
 
 
-@each_case
+@each_compiled
 @each_run
 def test_int8_stays_near(case, run, full):
     config, tokens, expected = full(case)
@@ -265,7 +267,7 @@ def weight_bytes(model) -> int:
     return sum(v.get_value().nbytes for v in variables(model).values())
 
 
-@each_case
+@each_compiled
 @each_run
 def test_lora_starts_at_the_base_trains_and_leaves_it_untouched(case, run, full):
     config, tokens, _ = full(case)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from argosy.checkpoint.hub import config_from
 from argosy.core.errors import BadInput, Unsupported
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.rope import Linear, Llama3, Yarn
@@ -89,3 +90,50 @@ def test_both_a_window_and_biases_cannot_be_said_on_the_hub():
     config = LlamaConfig.from_hub(BASE | {"attention_bias": True}).model_copy(update={"window": 5})
     with pytest.raises(Unsupported):
         config.to_hub()
+
+
+GROUPS = {"num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"model_type": "gemma2", "sliding_window_size": 4096, "cache_implementation": "hybrid"},  # google/gemma-2-9b-it
+        {"model_type": "qwen2", "use_mrope": False},  # Qwen/Qwen2.5-7B
+        {"model_type": "phi3", "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},  # Phi-4-mini
+    ],
+)
+def test_keys_of_released_files_that_change_nothing(said):
+    plain = BASE | GROUPS | {"model_type": said["model_type"]}
+    assert config_from(BASE | GROUPS | said, "").resolved() == config_from(plain, "").resolved()
+    wrong = {key: 7 for key in said if key in ("use_mrope", "full_attn_mod", "interpolate_factor", "lm_head_bias")}
+    for key, value in wrong.items():
+        with pytest.raises(BadInput, match=key):
+            config_from(BASE | GROUPS | said | {key: value}, "")
+
+
+@pytest.mark.parametrize(
+    ("said", "spans"),
+    [  # what transformers 5 makes of the same file
+        ({"model_type": "qwen2_moe"}, "LGLGLG"),
+        ({"model_type": "qwen2_moe", "max_window_layers": 3}, "LGLGGG"),
+        ({"model_type": "qwen3", "max_window_layers": 2}, "GGLLLL"),
+        ({"model_type": "qwen3_moe", "max_window_layers": 3}, "LLLLLL"),
+    ],
+)
+def test_which_layers_of_qwen_have_windows(said, spans):
+    experts = MOE if "moe" in said["model_type"] else {}
+    experts = experts | ({"shared_expert_intermediate_size": 16} if said["model_type"] == "qwen2_moe" else {})
+    windows = {"use_sliding_window": True, "sliding_window": 7, "num_hidden_layers": 6}
+    config = config_from(BASE | GROUPS | experts | windows | said, "")
+    assert config.spans == spans
+    assert config_from(config.to_hub(), "").spans == spans
+
+
+def test_sizes_beyond_reason_are_refused_before_anything_is_built():
+    text = BASE | GROUPS | {"model_type": "gemma3_text", "num_hidden_layers": 10**9}
+    with pytest.raises(BadInput, match="num_hidden_layers"):
+        config_from({"model_type": "gemma3", "text_config": text}, "")
+    with pytest.raises(BadInput, match="experts in each"):
+        config_from(BASE | GROUPS | {"model_type": "mixtral", "num_local_experts": 10**9}, "")

@@ -56,7 +56,9 @@ def make(name: str) -> None:
     said["base_model_name_or_path"] = name  # not where it lay
     (folder / "adapter_config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
     tokens = torch.from_numpy(np.load(GOLDENS / name / "golden.npz")["tokens"])
-    np.savez_compressed(folder / "golden.npz", tokens=tokens.numpy(), logits=model(tokens, use_cache=False).logits.numpy())
+    np.savez_compressed(
+        folder / "golden.npz", tokens=tokens.numpy(), logits=model(tokens, use_cache=False).logits.numpy()
+    )
     print(name, sum(f.stat().st_size for f in folder.iterdir()), flush=True)
 
 

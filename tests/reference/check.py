@@ -22,15 +22,14 @@ import peft
 import torch
 import transformers
 from adapters import ADAPTERS
-from make import GOLDENS, answers, load, write_model
+from make import GOLDENS, answers, load
 from variants import MODELS
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("ARGOSY_TEST_DATA") or ROOT.parent / "shared" / "data")
 FIGURES = GOLDENS.parent / "exports.json"
-AGAIN = 1e-5        # another processor's matrix products round otherwise
-EXPORTED = 2e-5     # of the largest logit
-ADAPTER_OUT = "import argosy, sys; argosy.load(sys.argv[1], adapter=sys.argv[2]).save(sys.argv[3], format='peft')"
+AGAIN = 1e-5  # another processor's matrix products round otherwise
+EXPORTED = 2e-5  # of the largest logit
 
 
 def apart(model: torch.nn.Module, name: str) -> float:
@@ -69,7 +68,6 @@ def check_export(name: str, folder: Path, base: Path, figures: dict[str, float])
 @torch.no_grad()
 def check_adapter(name: str, base: Path, folder: Path) -> str | None:
     """What is wrong with an adapter that we read and wrote again, if anything."""
-    subprocess.run([ROOT / "run", "python", "-c", ADAPTER_OUT, base, ADAPTERS / name, folder], check=True)
     golden = np.load(ADAPTERS / name / "golden.npz")
     model = peft.PeftModel.from_pretrained(load(base), folder).eval()
     logits = model(torch.from_numpy(golden["tokens"]), use_cache=False).logits.numpy()
@@ -95,12 +93,12 @@ def check_stories(folder: Path) -> str | None:
 def checks(folder: Path, names: list[str]) -> Iterator[tuple[str, str | None]]:
     """(what is checked, what is wrong with it or None), one after the other."""
     figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    subprocess.run([ROOT / "run", "python", Path(__file__).with_name("exports.py"), folder, *names], check=True)
     for name in names:
-        base = write_model(GOLDENS / name, folder / f"{name}.base")
+        base = folder / f"{name}.base"
         yield f"golden {name}", check_golden(name, base)
-        yield f"export {name}", check_export(name, convert(base, folder / name), base, figures)
-        checkpoint = convert(base, folder / f"{name}.argosy", "to=argosy")
-        yield f"export {name} by checkpoint", check_export(name, convert(checkpoint, folder / f"{name}.again"), base, figures)
+        yield f"export {name}", check_export(name, folder / name, base, figures)
+        yield f"export {name} by checkpoint", check_export(name, folder / f"{name}.again", base, figures)
         FIGURES.write_text(json.dumps(dict(sorted(figures.items())), indent=1) + "\n")
         if (ADAPTERS / name).exists():
             yield f"adapter {name}", check_adapter(name, base, folder / f"{name}.adapter")

@@ -28,7 +28,7 @@ import transformers
 from safetensors import safe_open
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
-from variants import BASE, MODELS
+from variants import BASE, EVERY, OUTSIDE
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from golden_weights import digest, drawn, write_model
@@ -42,7 +42,7 @@ GAIN = 12.0  # on the deviation of matrices as transformers draws them
 
 
 def config_of(name: str) -> transformers.PretrainedConfig:
-    kind, _, differs = MODELS[name]
+    kind, _, differs = EVERY[name]
     said = {k: v for k, v in (BASE | differs).items() if not k.startswith("_") and (v is not None or "window" in k)}
     config = transformers.CONFIG_MAPPING[kind](**said | dict.fromkeys(differs.get("_none", ())))
     config._attn_implementation = "eager"
@@ -53,9 +53,9 @@ def tensors_of(name: str) -> tuple[dict[str, list], dict]:
     """{name on the Hub: [shape, mean, deviation]} and config.json, from what transformers writes of a new model."""
     torch.manual_seed(0)
     config = config_of(name)
-    pooled = {} if "_pooler" not in MODELS[name][2] else {"add_pooling_layer": MODELS[name][2]["_pooler"]}
+    pooled = {} if "_pooler" not in EVERY[name][2] else {"add_pooling_layer": EVERY[name][2]["_pooler"]}
     model = class_of(config.model_type).from_config(config, **pooled).eval().float()
-    gain = MODELS[name][2].get("_gain", GAIN)
+    gain = EVERY[name][2].get("_gain", GAIN)
     out: dict[str, list] = {}
     with tempfile.TemporaryDirectory() as scratch:
         model.save_pretrained(scratch)
@@ -64,17 +64,17 @@ def tensors_of(name: str) -> tuple[dict[str, list], dict]:
                 value = file.get_tensor(key).astype(np.float64)
                 spread = float(value.std())
                 if value.ndim > 1:
-                    quiet = MODELS[name][2].get("_embed", 1.0) if "embed" in key or "wte" in key else 1.0
+                    quiet = EVERY[name][2].get("_embed", 1.0) if "embed" in key or "wte" in key else 1.0
                     out[key] = [list(value.shape), 0.0, round(quiet * gain * spread, 4) or 0.24]
                 else:
                     sharper = 1.0 if "q_norm" in key or "k_norm" in key else 0.0  # else attention stays near uniform
-                    sharper += MODELS[name][2].get("_means", {}).get(key.rpartition(".")[2], 0.0)
+                    sharper += EVERY[name][2].get("_means", {}).get(key.rpartition(".")[2], 0.0)
                     out[key] = [
                         list(value.shape),
                         round(float(value.mean()) + sharper, 4),
                         round(0.3 * spread + 0.1, 4),
                     ]
-        if MODELS[name][2].get("_mtp"):
+        if EVERY[name][2].get("_mtp"):
             out |= further_tensors(out, config_of(name))
         return out, json.loads((Path(scratch) / "config.json").read_text(encoding="utf-8"))
 
@@ -173,17 +173,17 @@ def sharpness(model: torch.nn.Module, tokens: np.ndarray) -> float:
 
 def make(name: str) -> None:
     """Writes one golden from the first seed whose greedy text is clear of rounding."""
-    folder = GOLDENS / name
+    folder = (GOLDENS.with_name("outside") if name in OUTSIDE else GOLDENS) / name
     folder.mkdir(parents=True, exist_ok=True)
     tensors, config = tensors_of(name)
-    write_config(folder / "config.json", config, MODELS[name][1])
+    write_config(folder / "config.json", config, EVERY[name][1])
     for seed in range(200):
         said = {"seed": seed, "sha256": digest(drawn(tensors, seed)), "tensors": tensors}
         (folder / "tensors.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         with tempfile.TemporaryDirectory() as scratch:
             model = load(write_model(folder, Path(scratch) / "model"))
             found = answers(model, seed)
-            if MODELS[name][2].get("_mtp"):
+            if EVERY[name][2].get("_mtp"):
                 found["ahead"] = ahead(model, found["tokens"])
         sharp = sharpness(model, found["tokens"])
         clear = margin(model, found["greedy"]) if "greedy" in found else 1.0
@@ -206,7 +206,7 @@ def write_config(path: Path, config: dict, generation: str) -> None:
         config.pop("rope_parameters")
         if "full_attention" in rope:  # by type of layer
             rope, local = rope["full_attention"], rope["sliding_attention"]
-            if MODELS[path.parent.name][0] == "gemma3_text":
+            if EVERY[path.parent.name][0] == "gemma3_text":
                 config["rope_local_base_freq"] = local["rope_theta"]
         config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": None}
         if "partial_rotary_factor" in rope:
@@ -214,9 +214,9 @@ def write_config(path: Path, config: dict, generation: str) -> None:
         kind = rope.pop("rope_type")
         if kind != "default":
             config["rope_scaling"] = {"type" if kind == "linear" else "rope_type": kind} | rope
-        if "layer_types" not in MODELS[path.parent.name][2]:
+        if "layer_types" not in EVERY[path.parent.name][2]:
             config.pop("layer_types", None)
-    if "head_dim" not in MODELS[path.parent.name][2]:
+    if "head_dim" not in EVERY[path.parent.name][2]:
         config.pop("head_dim", None)
     path.write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -224,5 +224,5 @@ def write_config(path: Path, config: dict, generation: str) -> None:
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    for name in sys.argv[1:] or MODELS:
+    for name in sys.argv[1:] or EVERY:
         make(name)

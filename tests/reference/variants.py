@@ -352,3 +352,15 @@ BERT = {
 }
 
 MODELS = LLAMA | QWEN | MIXTRAL | GEMMA | OLMO | PHI | GPT_OSS | DEEPSEEK | QWEN3_NEXT | GPT2 | BERT
+
+# Of a family that lies outside of the package: tests/fixtures/starcoder2.py.
+STARCODER2 = {"rms_norm_eps": None, "norm_epsilon": 3e-5}
+OUTSIDE = {
+    "starcoder2-plain": (
+        "starcoder2",
+        "old",
+        MULTI_QUERY | STARCODER2 | {"sliding_window": None, "use_bias": False, "hidden_act": "relu"},
+    ),
+    "starcoder2-window": ("starcoder2", "new", GROUPED | STARCODER2 | TIED | QUIET | {"sliding_window": 7}),
+}
+EVERY = MODELS | OUTSIDE

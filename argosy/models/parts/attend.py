@@ -9,9 +9,6 @@ A layer says what it keeps of the past, `holds() -> Spec`; the caller allocates 
 and asks `attend.positions` for rope. A strategy is a pytree whose every array leads with the batch, so rows can be split over
 devices and pipelines without knowing which strategy it is. There is no decode twin of a model and no mode.
 
-A layer that reads no further back than `span` tokens keeps a ring of that many and not everything: one for each row of
-`Contiguous`, one for each slot of `Paged`, token p at p modulo its size (`RECENT`). The caller sees one cache.
-
 A layer that reads no further back than `span` tokens keeps a ring of so many instead of everything (`RECENT`): one for each row
 of `Contiguous`, one for each slot of `Paged`. Token p lies at p modulo the ring's size. The caller sees one cache.
 
@@ -33,6 +30,7 @@ from argosy.ops.attention import Score, See, attention
 
 Cache = dict[str, Array]  # of one layer; names as in its Spec, `RECENT` before those that are rings
 RECENT = "recent."
+Capacity = int | Int[Array, "B _"]
 NOWHERE = np.int32(2**30)  # the position of a ring's entry that holds nothing: after every query
 
 
@@ -108,8 +106,9 @@ class Attend(Protocol):
         """Which tokens are real; what the others compute has no meaning."""
         ...
 
-    def capacity(self, cache: Cache | None) -> int:
-        """The most tokens that a sequence of this call can reach, as far as what is held for it tells."""
+    def capacity(self, cache: Cache | None) -> Capacity:
+        """The most tokens that a sequence of this call can reach, as far as what is held for it tells; one number for all,
+        or one for each token or row."""
         ...
 
     def __call__(
@@ -151,6 +150,15 @@ def _segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return t - jax.lax.cummax(jnp.where(_segment_starts(segments), t, 0), axis=1)
 
 
+def _segment_lengths(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Of the segment that each token is in."""
+    at = _segment_positions(segments)
+    ends = jnp.concatenate([_segment_starts(segments)[:, 1:], jnp.ones_like(segments[:, :1], bool)], 1)
+    t = _rows(segments)
+    end = jax.lax.cummin(jnp.where(ends, t, NOWHERE), axis=1, reverse=True)
+    return at + end - t + 1
+
+
 def _rows(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
 
@@ -170,8 +178,8 @@ class Packed:
     def live(self) -> Bool[Array, "B T"]:
         return self.segments > 0
 
-    def capacity(self, cache: Cache | None) -> int:
-        return self.segments.shape[1]
+    def capacity(self, cache: Cache | None) -> Capacity:
+        return _segment_lengths(self.segments)
 
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         at = _rows(self.segments)
@@ -199,8 +207,8 @@ class Bidirectional:
     def live(self) -> Bool[Array, "B T"]:
         return self.segments > 0
 
-    def capacity(self, cache: Cache | None) -> int:
-        return self.segments.shape[1]
+    def capacity(self, cache: Cache | None) -> Capacity:
+        return _segment_lengths(self.segments)
 
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         at = _rows(self.segments)
@@ -214,28 +222,28 @@ class Bidirectional:
         return cache
 
 
-@_strategy("absorb", "fresh", "reach")
+@_strategy("absorb", "fresh")
 class Contiguous:
     """A buffer [B S ...] for each layer. Token t of row b lies at `at[b, t]`; tokens that are not `live` (padding on the
     right of shorter rows) are written nowhere, and what they compute has no meaning.
 
     fresh: these tokens are the first, `at` is 0..T-1. They then meet each other alone, as in training, and not the whole
     buffer: scores are [T T] and causal, where they would be [T S] and dense.
-    reach: the most tokens that these sequences will ever have, where the buffer may still grow.
+    reach: the most tokens that each sequence will ever have, where the buffer does not tell.
     """
 
     at: Int[Array, "B T"]
     live: Bool[Array, "B T"]
     absorb: bool | None = None
     fresh: bool = False
-    reach: int | None = None
+    reach: Int[Array, "B"] | None = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:
         return self.at
 
-    def capacity(self, cache: Cache | None) -> int:
-        return _whole(cache).shape[1] if self.reach is None else self.reach
+    def capacity(self, cache: Cache | None) -> Capacity:
+        return _whole(cache).shape[1] if self.reach is None else self.reach[:, None]
 
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         assert cache is not None, "Contiguous writes to a cache: allocate one with `contiguous`"
@@ -265,7 +273,7 @@ class Contiguous:
         return cache and {n: state[n].astype(cache[n].dtype) for n in cache}
 
 
-@_strategy("absorb", "reach")
+@_strategy("absorb")
 class Paged:
     """Row b owns the pages `table[b]` of a pool [pages page ...] and the slot `slots[b]` of the states; it has `lengths[b]`
     tokens and brings `new[b]` of the T. A slot or page out of range is nobody's: writes to it are dropped. `reach` as above."""
@@ -276,7 +284,7 @@ class Paged:
     new: Int[Array, "B"]
     t: Int[Array, "B T"]  # 0..T-1 in each row: it leads with the batch, and says T
     absorb: bool | None = None
-    reach: int | None = None
+    reach: Int[Array, "B"] | None = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -286,8 +294,8 @@ class Paged:
     def live(self) -> Bool[Array, "B T"]:
         return self.t < self.new[:, None]
 
-    def capacity(self, cache: Cache | None) -> int:
-        return self.table.shape[1] * _whole(cache).shape[1] if self.reach is None else self.reach
+    def capacity(self, cache: Cache | None) -> Capacity:
+        return self.table.shape[1] * _whole(cache).shape[1] if self.reach is None else self.reach[:, None]
 
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         assert cache is not None, "Paged writes to a pool: allocate one with `paged`"

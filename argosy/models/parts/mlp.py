@@ -33,12 +33,12 @@ class GLU(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """down(act(up(x))): D to F and back, with biases."""
+    """down(act(up(x))): D to F and back."""
 
-    def __init__(self, dims: dict[str, int], activation: Activation = "gelu"):
+    def __init__(self, dims: dict[str, int], activation: Activation = "gelu", *, bias: bool = True):
         self.activation = activation
-        self.up = Einsum("BTD,DF->BTF", dims, bias=True)
-        self.down = Einsum("BTF,FD->BTD", dims, bias=True)
+        self.up = Einsum("BTD,DF->BTF", dims, bias=bias)
+        self.down = Einsum("BTF,FD->BTD", dims, bias=bias)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.down(ACTIVATIONS[self.activation](self.up(x)))

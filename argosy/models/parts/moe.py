@@ -74,6 +74,8 @@ class Experts(Settings):
             raise ValueError(f"active = {self.active} of count = {self.count} experts")
         if self.count % self.groups:
             raise ValueError(f"count = {self.count} experts do not divide into groups = {self.groups}")
+        if self.groups == self.count > 1 and self.group_strength == "top2":
+            raise ValueError(f"groups = {self.groups} of one expert each have no best two: group_strength = max")
         if self.kept_groups > self.groups or self.active > self.kept_groups * (self.count // self.groups):
             raise ValueError(
                 f"kept_groups = {self.kept_groups} of {self.groups} hold fewer than active = {self.active} experts"
@@ -122,6 +124,8 @@ class MoE(nnx.Module):
         bias: on the router and on the experts' projections (gpt-oss).
     """
 
+    called = "experts"
+
     def __init__(self, dims: dict[str, int], how: Experts, act: Act = swiglu, *, bias: bool = False):
         sizes = dims | {"E": how.count, "M": how.ffn, "F": how.shared}
         self.how, self.act = how, act
@@ -136,7 +140,8 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], live: Bool[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        logits = self.router(x.astype(jnp.float32)).reshape(-1, self.how.count)
+        with jax.default_matmul_precision("highest"):  # by default accelerators multiply float32 as bfloat16 or TF32
+            logits = self.router(x.astype(jnp.float32)).reshape(-1, self.how.count)
         alive = live.reshape(-1)
         weights, chosen = choose(logits, self.how, None if self.bias is None else self.bias[...])
         rows = x.reshape(-1, x.shape[-1])

@@ -14,6 +14,9 @@ from pydantic import Field
 from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings
 
+Length = int | Int[Array, "B _"] | None  # of a sequence: one for all, or one for each token or row
+Frequencies = np.ndarray | Float[Array, "B _ pairs"]  # [pairs], or as many for each token or row
+
 
 class Linear(Settings):
     """Every position divided by `factor`. Chen et al. 2023 (arXiv:2306.15595)."""
@@ -103,13 +106,17 @@ class LongRope(Settings):
     attention: float = 1.0
     """Factor on cosine and sine, at any length."""
 
-    def apply(self, freq: np.ndarray, base: float, length: int | None) -> tuple[np.ndarray, float]:
+    def apply(self, freq: np.ndarray, base: float, length: Length) -> tuple[Frequencies, float]:
         if length is None:
             raise ValueError("longrope needs the length that a sequence can reach")
-        divisors = self.short if length <= self.original else self.long
-        if len(divisors) != len(freq):
-            raise ValueError(f"{len(divisors)} divisors for {len(freq)} rotary pairs")
-        return freq / np.asarray(divisors), self.attention
+        for divisors in (self.short, self.long):
+            if len(divisors) != len(freq):
+                raise ValueError(f"{len(divisors)} divisors for {len(freq)} rotary pairs")
+        short, long = freq / np.asarray(self.short), freq / np.asarray(self.long)
+        if isinstance(length, int):
+            return short if length <= self.original else long, self.attention
+        within = (length <= self.original)[..., None]
+        return jnp.where(within, jnp.asarray(short, jnp.float32), jnp.asarray(long, jnp.float32)), self.attention
 
 
 SCALINGS = Registry("rope scaling", {"linear": Linear, "llama3": Llama3, "yarn": Yarn, "longrope": LongRope})
@@ -136,7 +143,7 @@ class Rope(Settings):
         """How many features of a head of this size turn."""
         return int(size * self.part)
 
-    def frequencies(self, size: int, length: int | None = None) -> tuple[np.ndarray, float]:
+    def frequencies(self, size: int, length: Length = None) -> tuple[Frequencies, float]:
         """Radians a token of each of the size/2 pairs, and the factor on cosine and sine.
 
         Args:
@@ -150,7 +157,7 @@ class Rope(Settings):
 
 
 def rotate(
-    x: Float[Array, "B T N H"], at: Int[Array, "B T"], rope: Rope, length: int | None = None
+    x: Float[Array, "B T N H"], at: Int[Array, "B T"], rope: Rope, length: Length = None
 ) -> Float[Array, "B T N H"]:
     """Turns each pair of features by its position.
 
@@ -159,7 +166,8 @@ def rotate(
     """
     size = rope.turned(x.shape[-1])
     freq, factor = rope.frequencies(size, length)
-    angle = at.astype(jnp.float32)[:, :, None, None] * jnp.asarray(freq, jnp.float32)
+    freq = jnp.asarray(freq, jnp.float32)
+    angle = at.astype(jnp.float32)[:, :, None, None] * (freq if freq.ndim == 1 else freq[:, :, None])
     cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
     y = x[..., :size].astype(jnp.float32)
     if rope.pairs == "interleaved":

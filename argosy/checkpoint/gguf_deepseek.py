@@ -1,0 +1,128 @@
+"""llama.cpp's `deepseek2`: DeepSeek V2, V3 and R1, and Kimi K2, whose keys and values come from a latent.
+
+llama.cpp judges a group of experts by its best two; V2's is judged by its best one, and is so here. Files before September
+2025 do not tell the groups: all experts are one, as for llama.cpp then. Modules that predict further ahead are not in these
+files. Sources: llama.cpp's convert_hf_to_gguf.py and llama-model.cpp.
+"""
+
+from typing import Any
+
+from argosy.checkpoint import gguf_rows as rows
+from argosy.checkpoint.gguf_meta import Metadata, decimal, read_experts, read_rope
+from argosy.checkpoint.gguf_rows import Model, fused
+from argosy.core.keymap import Row
+from argosy.models.deepseek import DeepSeekConfig
+from argosy.models.parts.moe import Experts
+from argosy.models.parts.rope import Rope, Yarn
+
+
+def read_deepseek2(meta: Metadata) -> Model:
+    """DeepSeek V2, V3, R1 and Kimi K2. Rotary pairs are interleaved, as on the Hub. Since April 2025 the keys of a file count
+    one head of keys, the latent, and keep the sizes of heads apart."""
+    config = _config(meta)
+    dense, sparse = range(config.dense), range(config.dense, config.layers)
+    every = range(config.layers)
+    table = rows.ends(config.tied) + rows.norms(every, rows.NORMS) + _latent(meta, config)
+    table += (rows.glu(dense) if dense else []) + rows.experts(meta, sparse)
+    table += rows.shared_expert(sparse) if config.moe.shared else []
+    table += rows.blocks(sparse, ("exp_probs_b.bias", "mlp.bias", "E -> E")) if config.moe.bias else []
+    return Model(config, table, config.dims)
+
+
+def _config(meta: Metadata) -> DeepSeekConfig:
+    sizes, turned = _sizes(meta), meta.count("rope.dimension_count")
+    first = meta.some("leading_dense_block_count") or 0
+    return DeepSeekConfig(
+        **sizes | {"head_size": sizes["head_size"] - turned},
+        rope_size=turned,
+        latent_rank=meta.count("attention.kv_lora_rank"),
+        query_rank=meta.some("attention.q_lora_rank"),
+        attention_bias=meta.has("blk.0.attn_output.bias"),
+        rope=_rope(meta, turned),
+        dense=first,
+        moe=_experts(meta, first),
+    )
+
+
+def _experts(meta: Metadata, first: int) -> Experts:
+    """The first layer that has experts tells whether scores have a bias."""
+    score = "sigmoid" if meta.said("expert_gating_func") == 2 else "softmax"
+    width = meta.count("expert_feed_forward_length")
+    return read_experts(
+        meta,
+        width,
+        score=score,
+        normalized=bool(meta.said("expert_weights_norm")),
+        shared=(meta.some("expert_shared_count") or 0) * width,
+        groups=meta.count("expert_group_count", 1),
+        kept_groups=meta.count("expert_group_used_count", 1),
+        group_strength="max" if score == "softmax" else "top2",
+        bias=meta.has(f"blk.{first}.exp_probs_b.bias"),
+    )
+
+
+def _sizes(meta: Metadata) -> dict[str, Any]:
+    """Sizes; those of heads under the keys that this file has for them."""
+    absorbed = meta.said("attention.key_length_mla") is not None
+    end, rank = ("_mla", meta.count("attention.kv_lora_rank")) if absorbed else ("", 0)
+    heads = meta.count("attention.head_count")
+    sizes: dict[str, Any] = {
+        "vocab": meta.axis("token_embd.weight", 0),
+        "width": meta.count("embedding_length"),
+        "layers": meta.layers,
+        "ffn": meta.count("feed_forward_length"),
+        "heads": heads,
+        "head_size": meta.count(f"attention.key_length{end}"),
+        "value_size": meta.count(f"attention.value_length{end}"),
+        "context": meta.count("context_length"),
+        "norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "tied": not meta.has("output.weight"),
+    }
+    meta.must("attention.causal", True)
+    meta.must("attention.head_count_kv", 1 if absorbed else heads, heads)
+    if absorbed:
+        meta.must("attention.key_length", rank + meta.count("rope.dimension_count"))
+        meta.must("attention.value_length", rank)
+    return sizes
+
+
+def _rope(meta: Metadata, turned: int) -> Rope:
+    """The key of YaRN's sharpening is a tenth of `mscale_all_dim`; `mscale` is the same in every released model."""
+    rope = read_rope(meta, turned).model_copy(update={"pairs": "interleaved"})
+    if isinstance(rope.scaling, Yarn) and meta.said(sharpening := "rope.scaling.yarn_log_multiplier"):
+        sharper = decimal(10 * meta.number(sharpening))
+        told = {"mscale": sharper, "mscale_all_dim": sharper}
+        return rope.model_copy(update={"scaling": rope.scaling.model_copy(update=told)})
+    return rope
+
+
+def _latent(meta: Metadata, config: DeepSeekConfig) -> list[Row]:
+    every = range(config.layers)
+    table = rows.blocks(
+        every,
+        ("attn_kv_a_norm.weight", "attn.kv_norm.scale", "R -> R"),
+        ("attn_output.weight", "attn.o.w", "D (N U) -> N U D"),
+    )
+    down = ("attn.kv_down.w", "attn.k_rope.w")
+    table.append(fused(every, "attn_kv_a_mqa.weight", down, "(R|P) D -> D R, D P"))
+    if meta.has("blk.0.attn_kv_b.weight"):
+        up = ("attn.k_up.w", "attn.v_up.w")
+        table.append(fused(every, "attn_kv_b.weight", up, "(N (H|U)) R -> R N H, R N U"))
+    else:
+        table += rows.blocks(every, ("attn_k_b.weight", "attn.k_up.w", "N R H -> R N H"))
+        table += rows.blocks(every, ("attn_v_b.weight", "attn.v_up.w", "N U R -> R N U"))
+    if config.query_rank is None:
+        table += rows.blocks(every, ("attn_q.weight", "attn.q.w", "(N C) D -> D N C"))
+    else:
+        table += rows.blocks(
+            every,
+            ("attn_q_a.weight", "attn.q_down.w", "Q D -> D Q"),
+            ("attn_q_a_norm.weight", "attn.q_norm.scale", "Q -> Q"),
+            ("attn_q_b.weight", "attn.q_up.w", "(N C) Q -> Q N C"),
+        )
+    if config.attention_bias:
+        table.append(fused(every, "attn_kv_a_mqa.bias", ("attn.kv_down.b", "attn.k_rope.b"), "(R|P) -> R, P"))
+        table += rows.blocks(every, ("attn_output.bias", "attn.o.b", "D -> D"))
+    if config.attention_bias and config.query_rank:
+        table += rows.blocks(every, ("attn_q_a.bias", "attn.q_down.b", "Q -> Q"))
+    return table

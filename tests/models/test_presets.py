@@ -1,0 +1,62 @@
+"""Presets against what their publishers count, and against config.json of the Hub and back."""
+
+import pytest
+
+from argosy.jobs.compose import presets
+from argosy.jobs.public import preset_config
+from argosy.models.parts.weight import abstract, count
+
+# Parameters as the Hub's safetensors index of each model counts them; of experts, what the paper says are active, in billions.
+PUBLISHED = {
+    "bert-base": 109_482_240,
+    "deepseek2-lite-16b": 15_706_484_224,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952,
+    "gpt2": 124_439_808,
+    "llama2-7b": 6_738_415_616,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "minilm-l6": 22_713_216,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mixtral-8x7b": 46_702_792_704,
+    "phi3-mini-4k": 3_821_079_552,
+    "phi4-14b": 14_659_507_200,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+}
+ACTIVE = {
+    "mixtral-8x7b": 12.9,        # arXiv:2401.04088
+    "deepseek2-236b": 21,        # arXiv:2405.04434
+    "deepseek3-671b": 37,        # arXiv:2412.19437
+    "qwen3-30b-a3b": 3.3,        # arXiv:2505.09388
+    "qwen3-235b-a22b": 22,
+    "kimi-k2-1t": 32,            # arXiv:2507.20534
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_published(name):
+    assert preset_config(name).parameters() == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_active_parameters_are_those_published(name):
+    """Embeddings counted or not, papers differ: within 5 %."""
+    assert preset_config(name).parameters(active=True) / 1e9 == pytest.approx(ACTIVE[name], rel=0.05)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_is_what_it_counts_and_can_be_said_on_the_hub(name):
+    config = preset_config(name)
+    assert count(abstract(config.build())) == config.parameters()
+    assert type(config).from_hub(config.to_hub()).resolved().parameters() == config.parameters()
