@@ -15,7 +15,7 @@ import numpy as np
 
 from argosy.checkpoint.stored import COMPANIONS, Stored
 from argosy.core.errors import BadInput, Damaged, nearest
-from argosy.core.formats import Entry, Reader
+from argosy.core.formats import Entry, Reader, read_part
 from argosy.core.formats.files import File, of_bytes, of_text, write_file
 from argosy.core.formats.quants import FP8_BLOCK
 from argosy.core.formats.safetensors import Folder, folder_files
@@ -56,7 +56,7 @@ def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
     kind = hub.get("model_type")
     families = by_hub_type()
     if not isinstance(kind, str) or kind not in families:
-        hint = f"{nearest(str(kind), families)}; a new one is one file and one line: docs/new-family.md"
+        hint = f"{nearest(str(kind), families)} a new one is one file and one line: docs/new-family.md"
         raise BadInput(f"architecture `{kind}` is not built", where=where, hint=hint)
     check_quantised(hub, where)
     try:
@@ -161,6 +161,9 @@ class Renamed:
     def read(self, name: str) -> np.ndarray:
         return self.reader.read(self.name_of[name])
 
+    def read_part(self, name: str, i: int) -> np.ndarray:
+        return read_part(self.reader, self.name_of[name], i)
+
 
 def known_as(reader: Reader, prefixes: Sequence[str], old: Mapping[str, str], known: Collection[str]) -> Reader:
     """The tensors under the names that are known, where theirs differ from those by a prefix that is there or not (the whole
@@ -208,6 +211,17 @@ class Mapped:
     def read(self, name: str) -> np.ndarray:
         return self.table.read(self.reader, name)
 
+    def is_apart(self, name: str) -> bool:
+        return self.table.is_apart(name)
+
+    def read_part(self, name: str, i: int) -> np.ndarray:
+        return self.table.read_part(self.reader, name, i) if self.is_apart(name) else self.read(name)[i]
+
+    @property
+    def scaled(self) -> list[str]:
+        """Those put together from values and scales."""
+        return [name for name in self.names if self.table.is_scaled(name)]
+
 
 def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
     """A Hub folder.
@@ -224,7 +238,11 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> S
     tensors: Reader = Folder.open(folder)
     if config.hub_prefixes:
         tensors = known_as(tensors, config.hub_prefixes, config.hub_old_ends, KeyMap(*config.hub_rows()).names)
-    config = config.fitted(tensors.names)
+    told, config = config, config.fitted(tensors.names)
+    for key in (key for key in type(config).model_fields if getattr(config, key) != getattr(told, key)):
+        warn(
+            f"{folder}: config.json says {key} = {getattr(told, key)}, its tensors {key} = {getattr(config, key)}: they count"
+        )
     left_out = [n for n in tensors.names if any(fnmatchcase(n, pattern) for pattern in config.hub_left_out)]
     if left_out:
         warn(f"{folder}: {len(left_out)} tensors are left out, the model has no part for them: {_patterns(left_out)}")
@@ -330,7 +348,10 @@ def copies(companions: Path | None) -> list[File]:
 def cast(entry: Entry, dtype: Any) -> Entry:
     """The tensor in another type, converted when its turn comes; itself where None."""
     kind = entry.dtype if dtype is None else np.dtype(dtype)
-    return entry._replace(dtype=kind, make=lambda: entry.make().astype(kind, copy=False))
+    cast_to = entry._replace(dtype=kind, make=lambda: entry.make().astype(kind, copy=False))
+    if (parts := entry.parts) is None:
+        return cast_to
+    return cast_to._replace(parts=lambda: (part.astype(kind, copy=False) for part in parts()))
 
 
 def _kept_type(hub: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:

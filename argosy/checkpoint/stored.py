@@ -13,7 +13,7 @@ import numpy as np
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint.store import META, Checkpoints, load_weights, read_meta, stored_shapes
-from argosy.core.errors import BadInput, Damaged
+from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.formats import Arrays, Reader
 from argosy.core.schema import Choice
 from argosy.models import FAMILIES

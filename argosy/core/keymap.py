@@ -17,12 +17,12 @@ along that axis of the one tensor on the other side which is written with bars:
 
 `{e}` in their name says that they keep one tensor an expert where ours has the axis E: "M D -> E D M".
 
-Notable: our side is per layer, and layers are never stacked on the way. What is read is a view where it can be.
+Notable: our side is per layer, and layers are never stacked on the way. What is read is a view where it can be. Where the
+experts lead one of ours, one of them is read or written without the others: all of DeepSeek-V3's take 15 GB.
 Knows neither files nor families: tensors come from any `formats.Reader`, rows and sizes from `models`.
 """
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,18 +31,14 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from argosy.core.axes import Axes, How, Names, Sizes, move
 from argosy.core.errors import BadInput, Unsupported
-from argosy.core.formats import Entry, Reader, Shape, listed
+from argosy.core.formats import Entry, Parted, Reader, Shape, listed, read_part
 from argosy.core.formats.quants import SCALED
 
 IGNORED = ("*rotary_emb.inv_freq",)  # a buffer that follows from the config, in folders written before 2023
 
-_TOKEN = re.compile(r"[A-Za-z_]\w*|1\b|[()|]")
-
-Names = tuple[str, ...]
 T = TypeVar("T")
-Cut = tuple[Names, ...]  # the pieces of an axis, each a product of names
-Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -66,132 +62,6 @@ class Row:
     scales: str | None = None
 
 
-# ---- the grammar
-
-
-class Axes(NamedTuple):
-    """One tensor's axes: each a product of names, of which one may be a `Cut`."""
-
-    axes: tuple[tuple[str | Cut, ...], ...]
-
-    @property
-    def leaves(self) -> tuple[str | Cut, ...]:
-        return tuple(leaf for axis in self.axes for leaf in axis)
-
-    @property
-    def cut(self) -> Cut:
-        """Its pieces; a tensor without a cut is one piece."""
-        return next((leaf for leaf in self.leaves if isinstance(leaf, tuple)), ())
-
-    def names(self, piece: int = 0) -> Names:
-        """Flat, with one piece in place of the cut."""
-        return tuple(name for leaf in self.leaves for name in (leaf[piece] if isinstance(leaf, tuple) else (leaf,)))
-
-    def shape(self, sizes: Sizes) -> Shape:
-        return tuple(math.prod(_size(leaf, sizes) for leaf in axis) for axis in self.axes)
-
-    def flat(self, sizes: Sizes) -> Shape:
-        return tuple(_size(leaf, sizes) for leaf in self.leaves)
-
-
-def _size(leaf: str | Cut, sizes: Sizes) -> int:
-    if isinstance(leaf, str):
-        return sizes[leaf]
-    return sum(math.prod(sizes[name] for name in piece) for piece in leaf)
-
-
-def _axes(text: str) -> Axes:
-    tokens = _TOKEN.findall(text)
-    if "".join(tokens) != "".join(text.split()):
-        raise ValueError(f"`{text}` holds more than names, 1, ( ) and |")
-    axes = []
-    while tokens:
-        axes.append(tuple(_axis(tokens)))
-    parsed = Axes(tuple(axes))
-    if sum(isinstance(leaf, tuple) for leaf in parsed.leaves) > 1:
-        raise ValueError(f"`{text}` cuts two axes")
-    return parsed
-
-
-def _axis(tokens: list[str]) -> list[str | Cut]:
-    """Takes the next axis and resolves its parentheses."""
-    token = tokens.pop(0)
-    if token in ")|":
-        raise ValueError(f"`{token}` outside of parentheses")
-    if token != "(":
-        return [] if token == "1" else [token]
-    pieces: list[list[str | Cut]] = [[]]
-    while tokens and tokens[0] != ")":
-        if tokens[0] == "|":
-            tokens.pop(0)
-            pieces.append([])
-        else:
-            pieces[-1] += _axis(tokens)
-    if not tokens:
-        raise ValueError("a parenthesis is not closed")
-    tokens.pop(0)
-    if len(pieces) == 1:
-        return pieces[0]
-    cut = tuple(tuple(name for name in piece if isinstance(name, str)) for piece in pieces)
-    if sum(map(len, cut)) < sum(map(len, pieces)):
-        raise ValueError("a cut inside a cut")
-    return [cut]
-
-
-class How(NamedTuple):
-    """Both sides of a reading: a tensor of one side is whole, those of the other are its pieces."""
-
-    theirs: tuple[Axes, ...]
-    ours: tuple[Axes, ...]
-
-    @staticmethod
-    def parse(text: str) -> "How":
-        left, _, right = text.partition("->")
-        return How(tuple(map(_axes, left.split(","))), tuple(map(_axes, right.split(","))))
-
-    def check(self, sizes: Sizes) -> None:
-        """Raises ValueError unless each piece has the same names on both sides, none twice, all with a size."""
-        wholes, parts = (self.theirs, self.ours) if len(self.theirs) == 1 else (self.ours, self.theirs)
-        whole, *more = wholes
-        if more or any(part.cut for part in parts) or max(1, len(whole.cut)) != len(parts):
-            raise ValueError("one tensor on one side, as many on the other as it has pieces")
-        for i, part in enumerate(parts):
-            a, b = whole.names(i), part.names()
-            if len(set(a)) < len(a) or sorted(a) != sorted(b):
-                raise ValueError(f"[{' '.join(a)}] on one side, [{' '.join(b)}] on the other")
-            if unknown := set(a) - set(sizes):
-                raise ValueError(f"no size for {', '.join(sorted(unknown))}")
-
-
-def _move(
-    arrays: Sequence[np.ndarray], source: Sequence[Axes], target: Sequence[Axes], i: int, sizes: Sizes
-) -> np.ndarray:
-    """The `i`-th tensor of the target's side, from all those of the source's."""
-    if len(source) == 1:
-        return _piece(arrays[0], source[0], i, target[i], sizes)
-    return _fused(arrays, source, target[0], sizes)
-
-
-def _piece(array: np.ndarray, whole: Axes, i: int, part: Axes, sizes: Sizes) -> np.ndarray:
-    x = array.reshape(whole.flat(sizes))
-    if cut := whole.cut:
-        axis, start = whole.leaves.index(cut), _size(cut[:i], sizes)
-        x = np.moveaxis(np.moveaxis(x, axis, 0)[start : start + _size(cut[i : i + 1], sizes)], 0, axis)
-    names = whole.names(i)
-    x = x.reshape([sizes[name] for name in names])
-    return x.transpose([names.index(name) for name in part.names()]).reshape(part.shape(sizes))
-
-
-def _fused(arrays: Sequence[np.ndarray], parts: Sequence[Axes], whole: Axes, sizes: Sizes) -> np.ndarray:
-    axis, flat = whole.leaves.index(whole.cut), whole.flat(sizes)
-    pieces = []
-    for i, (array, part) in enumerate(zip(arrays, parts)):
-        names = part.names()
-        x = array.reshape([sizes[name] for name in names]).transpose([names.index(name) for name in whole.names(i)])
-        pieces.append(x.reshape(*flat[:axis], _size(whole.cut[i : i + 1], sizes), *flat[axis + 1 :]))
-    return np.concatenate(pieces, axis).reshape(whole.shape(sizes))
-
-
 # ---- rows at one layer
 
 
@@ -210,11 +80,25 @@ class _Group:
     def names(self) -> Names:
         return tuple(name for names in self.theirs for name in names)
 
-    def their_shapes(self, sizes: Sizes) -> dict[str, Shape]:
+    @property
+    def is_stacked(self) -> bool:
+        """Whether experts lead all matrices of both sides: one of them is then read as if there were but one."""
+        sides = (*self.how.theirs, *self.how.ours)
+        lead = all(len(part.axes) > 2 and part.axes[0] == ("E",) for part in sides)
+        return lead and self.expert_axes is None and not self.tied
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether one expert of ours can be read or written without the others."""
+        return self.is_stacked if self.expert_axes is None else not any(self.expert_axes)
+
+    def their_shapes(self, sizes: Sizes, e: int | None = None) -> dict[str, Shape]:
+        """Of all of theirs, or of those that hold one expert."""
         shapes = [part.shape(sizes) for part in self.how.theirs]
         if self.row.scales:
             shapes = SCALED[self.row.scales].shapes(shapes[0])
-        return {name: shape for names, shape in zip(self.theirs, shapes, strict=True) for name in names}
+        at = slice(None) if e is None or self.expert_axes is None else slice(e, e + 1)
+        return {name: shape for names, shape in zip(self.theirs, shapes, strict=True) for name in names[at]}
 
     def our_shapes(self, sizes: Sizes) -> dict[str, Shape]:
         shapes = [list(part.shape(sizes)) for part in self.how.ours]
@@ -223,10 +107,8 @@ class _Group:
         return {path: tuple(shape) for path, shape in zip(self.ours, shapes)}
 
     def of_expert(self, ours: Sequence[np.ndarray], e: int) -> list[np.ndarray]:
-        """One expert's part of ours; all of it where experts are not apart."""
-        if self.expert_axes is None:
-            return list(ours)
-        return [np.moveaxis(x, axis, 0)[e] for x, axis in zip(ours, self.expert_axes)]
+        """One expert's part of ours, which are whole."""
+        return [np.moveaxis(x, axis, 0)[e] for x, axis in zip(ours, self.expert_axes or ())]
 
 
 def _groups(row: Row, sizes: Sizes) -> Iterator[_Group]:
@@ -354,20 +236,34 @@ class KeyMap:
                 different types, a tied tensor that differs.
         """
         group, i = self._by_path[path]
-        shapes = {name: reader.shape(name) for name in group.names if name in reader.names}
-        _check_fit([(group.their_shapes(self.sizes), False)], shapes)
+        _check_fit([(group.their_shapes(self.sizes), False)], _shapes(reader, group.names))
         for name in group.tied:
             if name in reader.names:
                 _check_tied(reader, group.names[0], name)
         if group.expert_axes is None:
-            return _move(_sources(reader, group, 0), *group.how, i, self.sizes)
-        first = _move(_sources(reader, group, 0), *group.how, i, self.sizes)
+            return move(_sources(reader, group), *group.how, i, self.sizes)
+        first = self._expert(reader, group, i, 0)
         out = np.empty(self.shape(path), first.dtype)
         experts = np.moveaxis(out, group.expert_axes[i], 0)
         experts[0] = first
         for e in range(1, len(experts)):
-            experts[e] = _move(_sources(reader, group, e), *group.how, i, self.sizes)
+            experts[e] = self._expert(reader, group, i, e)
         return out
+
+    def is_apart(self, path: str) -> bool:
+        """Whether `read_part` reads this one of ours."""
+        return self._by_path[path][0].is_apart
+
+    def read_part(self, reader: Reader, path: str, e: int) -> np.ndarray:
+        """One expert of one of ours that `is_apart`, from what is theirs of that expert. Raises as `read`."""
+        group, i = self._by_path[path]
+        expected = group.their_shapes(self.sizes, e)
+        _check_fit([(expected, False)], _shapes(reader, expected))
+        return self._expert(reader, group, i, e)
+
+    def _expert(self, reader: Reader, group: _Group, i: int, e: int) -> np.ndarray:
+        one = move(_sources(reader, group, e), *group.how, i, self.sizes | {"E": 1})
+        return one[0] if group.is_stacked else one
 
     def inverse(self, ours: Reader) -> Iterator[Entry]:
         """Theirs, from ours, as entries for `safetensors.write_folder`; ours are read when their turn comes.
@@ -386,43 +282,74 @@ class KeyMap:
             if group.row.scales:
                 raise Unsupported(f"`{group.names[0]}` and its scales are read only", hint="write plain weights")
             dtype = _one_dtype(ours, group.ours)
-            for i, names in enumerate(group.theirs):
-                shape = group.how.theirs[i].shape(self.sizes)
-                for e, name in enumerate(names):
-                    yield Entry(name, shape, dtype, partial(self._make, held, group, i, e))
+            for e in range(len(group.theirs[0])):
+                for i, names in enumerate(group.theirs):
+                    yield self._entry(names[e], dtype, held, group, i, e)
             for name in group.row.copies:
-                shape = group.how.theirs[0].shape(self.sizes)
-                yield Entry(name, shape, dtype, partial(self._make, held, group, 0, 0))
+                yield self._entry(name, dtype, held, group, 0, 0)
+
+    def _entry(self, name: str, dtype: np.dtype, held: "_Held", group: _Group, i: int, e: int) -> Entry:
+        by_part = group.is_stacked and held.is_parted
+        return Entry(
+            name,
+            group.how.theirs[i].shape(self.sizes),
+            dtype,
+            partial(self._make, held, group, i, e),
+            partial(self._parts, held, group, i) if by_part else None,
+        )
 
     def _make(self, held: "_Held", group: _Group, i: int, e: int) -> np.ndarray:
-        arrays = group.of_expert(held.of(group), e)
-        return _move(arrays, group.how.ours, group.how.theirs, i, self.sizes)
+        ours = held.of(group) if group.expert_axes is None else held.of_expert(group, e)
+        return move(ours, group.how.ours, group.how.theirs, i, self.sizes)
+
+    def _parts(self, held: "_Held", group: _Group, i: int) -> Iterator[np.ndarray]:
+        for e in range(self.sizes["E"]):
+            ours = [x[None] for x in held.of_expert(group, e)]
+            yield move(ours, group.how.ours, group.how.theirs, i, self.sizes | {"E": 1})[0]
 
 
 class _Held:
-    """Ours, one group at a time: those that several of theirs are cut from are read once."""
+    """Ours, one group at a time, or one expert of it where that can be: those that several of theirs are cut from are read
+    once."""
 
     def __init__(self, ours: Reader):
-        self.ours = ours
-        self.group: _Group | None = None
+        self.ours, self.is_parted = ours, isinstance(ours, Parted)
+        self.key: tuple[_Group, int | None] | None = None
         self.arrays: list[np.ndarray] = []
 
     def of(self, group: _Group) -> list[np.ndarray]:
-        if self.group is not group:
-            self.group, self.arrays = None, []  # let go before the next are read
-            self.arrays = [self.ours.read(path) for path in group.ours]
-            self.group = group
+        return self._read(group, None)
+
+    def of_expert(self, group: _Group, e: int) -> list[np.ndarray]:
+        if self.is_parted and group.is_apart:
+            return self._read(group, e)
+        return group.of_expert(self._read(group, None), e)
+
+    def _read(self, group: _Group, e: int | None) -> list[np.ndarray]:
+        if self.key != (group, e):
+            self.key, self.arrays = None, []  # let go before the next are read
+            self.arrays = [self.ours.read(p) if e is None else read_part(self.ours, p, e) for p in group.ours]
+            self.key = group, e
         return self.arrays
 
 
-def _sources(reader: Reader, group: _Group, e: int) -> list[np.ndarray]:
-    """Theirs for one expert, as the left side describes them."""
-    names = [names[e] for names in group.theirs]
-    arrays = [reader.read(name) for name in names]
+def _sources(reader: Reader, group: _Group, e: int | None = None) -> list[np.ndarray]:
+    """Theirs as the left side describes them. Of one expert, where told: its own tensors, or a stack of one."""
+    if e is not None and group.is_stacked:
+        names = list(group.names)
+        arrays = [read_part(reader, name, e)[None] for name in names]
+    else:
+        names = [names[e or 0] for names in group.theirs]
+        arrays = [reader.read(name) for name in names]
     if group.row.scales:
         return [SCALED[group.row.scales].read(*arrays)]
     _one_dtype(reader, names)
     return arrays
+
+
+def _shapes(reader: Reader, names: Iterable[str]) -> dict[str, Shape]:
+    """Of those that are there."""
+    return {name: reader.shape(name) for name in names if name in reader.names}
 
 
 def _once(items: Iterable[tuple[str, T]]) -> dict[str, T]:

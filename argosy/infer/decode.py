@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from argosy.infer.sample import Need, Sampling, choose, table
-from argosy.models.parts.attend import Contiguous, contiguous
+from argosy.models.parts.attend import Contiguous
+from argosy.models.parts.cache import contiguous
 from argosy.models.parts.weight import Leaves, merge, split
 
 SMALLEST = 32  # of the buckets, in tokens

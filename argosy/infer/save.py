@@ -17,7 +17,7 @@ from argosy.checkpoint.store import META, array_by_array
 from argosy.checkpoint.stored import COMPANIONS, check_fit, weights_of
 from argosy.checkpoint.stream import in_order
 from argosy.core.errors import BadInput
-from argosy.core.formats import Entry, Reader
+from argosy.core.formats import Entry, Reader, is_apart, read_part
 from argosy.core.formats.files import File, of_text
 from argosy.core.schema import Choice
 from argosy.core.settings import dump
@@ -103,13 +103,16 @@ def _is_tokenizer(name: str) -> bool:
 
 def _checkpoint_of(config: Any, weights: Reader, hub: dict[str, Any], dtype: Any) -> list[File]:
     """One checkpoint without a run: weights by layer, and settings."""
-    entries = [
-        cast(Entry(name, weights.shape(name), weights.dtype(name), lambda name=name: weights.read(name)), dtype)
-        for name in weights.names
-    ]
+    entries = [cast(_entry(weights, name), dtype) for name in weights.names]
     family = Choice(FAMILIES, tag="family").name_of(config)
     meta = {"model": {"family": family} | dump(config), "decided": {"layers": "unroll"}, "hub": hub}
     return [*array_by_array(entries), of_text(META, json.dumps(meta, indent=1))]
+
+
+def _entry(weights: Reader, name: str) -> Entry:
+    shape = weights.shape(name)
+    parts = (lambda: (read_part(weights, name, i) for i in range(shape[0]))) if is_apart(weights, name) else None
+    return Entry(name, shape, weights.dtype(name), lambda: weights.read(name), parts)
 
 
 def _manifest_of(part: Partial) -> File:

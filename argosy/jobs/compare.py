@@ -5,13 +5,14 @@ Two tensors are in memory at a time, and differences are summed in float64 a sla
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from argosy.checkpoint.stored import Stored
 from argosy.checkpoint.stream import in_order, size
+from argosy.core.formats import Reader, is_apart, read_part
 from argosy.core.formats.files import pieces
 from argosy.infer.save import Told
 from argosy.jobs.convert import memory, opened
@@ -80,15 +81,24 @@ def _difference(one: Stored, other: Stored, name: str, tolerance: float | None) 
     shapes = one.weights.shape(name), other.weights.shape(name)
     if shapes[0] != shapes[1]:
         return {"what": "shape", "a": list(shapes[0]), "b": list(shapes[1])}
-    a, b = one.weights.read(name), other.weights.read(name)
-    types = {"a": a.dtype.name, "b": b.dtype.name}
-    if a.dtype == b.dtype and _same_bytes(a, b):
+    a, b = one.weights.dtype(name), other.weights.dtype(name)
+    types = {"a": a.name, "b": b.name}
+    if a == b and all(_same_bytes(x, y) for x, y in _pairs(one.weights, other.weights, name)):
         return None
-    found = distances(a, b)
+    found = _distances(slabs for pair in _pairs(one.weights, other.weights, name) for slabs in _slabs(*pair))
     if tolerance is not None:
         return None if found["max_abs"] <= tolerance * found["largest"] else {"what": "values"} | types | found
     what = "dtype" if types["a"] != types["b"] else "values"
     return {"what": what} | types | found
+
+
+def _pairs(one: Reader, other: Reader, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The tensor of both; part by part where either comes so."""
+    if not (is_apart(one, name) or is_apart(other, name)):
+        yield one.read(name), other.read(name)
+        return
+    for i in range(one.shape(name)[0]):
+        yield read_part(one, name, i), read_part(other, name, i)
 
 
 def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
@@ -110,8 +120,12 @@ def distances(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
         max_abs: the largest difference of two values; relative: as a share of `largest`, the largest magnitude in `b`;
         cosine: of the angle between them, 1 where they point the same way. NaN where either holds one.
     """
+    return _distances(_slabs(a, b))
+
+
+def _distances(slabs: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
     max_abs, largest, dot, a_square, b_square = 0.0, 0.0, 0.0, 0.0, 0.0
-    for x, y in _slabs(a, b):
+    for x, y in slabs:
         x, y = x.ravel().astype(np.float64), y.ravel().astype(np.float64)
         if not x.size:
             continue

@@ -1,7 +1,7 @@
 """`argosy convert`: a model from one format to another, without building it, tensor by tensor.
 
-Memory stays under twice the largest tensor and 500 MB, and the answer says both the bound and what was used. A conversion
-that was stopped, killed or met a full disk goes on when the same command is given again.
+Memory stays under twice the largest tensor of the source and 500 MB, and the answer says both the bound and what was used.
+A conversion that was stopped, killed or met a full disk goes on when the same command is given again.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from argosy.checkpoint import manifest
-from argosy.checkpoint.hub import check_tied
+from argosy.checkpoint.hub import Mapped, check_tied
 from argosy.checkpoint.peft import Merged, read_adapter
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.checkpoint.stream import largest, streamed
@@ -56,6 +56,9 @@ def convert(
     """
     start = time.monotonic()
     stored = opened(source, say)
+    if dtype is None and isinstance(stored.weights, Mapped) and (scaled := stored.weights.scaled):
+        many = f"{len(scaled)} tensors are stored in blocks with scales (fp8, mxfp4)"
+        say(f"{many} and become float32; dtype=bfloat16 halves that")
     facts = facts_of(stored, to, dtype, shard_gb)
     if adapter is not None:
         adapters = read_adapter(adapter, stored.config)

@@ -16,7 +16,8 @@ from argosy.adapt.quant import Int8
 from argosy.adapt.surgery import swap
 from argosy.export.lower import lower, raise_again
 from argosy.models import FAMILIES
-from argosy.models.parts.attend import Contiguous, Paged, contiguous, paged
+from argosy.models.parts.attend import Contiguous, Paged
+from argosy.models.parts.cache import contiguous, paged
 from argosy.models.parts.stack import Run, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import abstract, fill, logical, merge, put, split, variables
 from argosy.parallel.mesh import MeshSettings

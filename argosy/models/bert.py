@@ -123,7 +123,7 @@ class BertConfig(AbsoluteConfig):
         return cls(**read | {"first": first, "context": read["context"] - first})
 
     def to_hub(self) -> dict[str, Any]:
-        """As transformers writes it; `add_pooling_layer` is what its class calls that choice."""
+        """As transformers writes it; `has_pooler` is what its class calls that choice."""
         said = {"model_type": "bert", "architectures": ["BertModel"]} | TABLE.write(self)
         if self.first:
             said |= {"model_type": "roberta", "architectures": ["RobertaModel"], "pad_token_id": self.first - 1}
@@ -142,7 +142,7 @@ TABLE = ConfigTable(
         ("type_vocab_size", "types"),
         ("layer_norm_eps", "norm_eps"),
         ("hidden_act", "activation"),
-        ("add_pooling_layer", "pooler"),
+        ("has_pooler", "pooler"),
     ],
     defaults={
         "vocab_size": 30522,

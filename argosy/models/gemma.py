@@ -20,7 +20,8 @@ from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
 from argosy.models.family import UNROLL, DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
-from argosy.models.parts.attend import Attend, Cache, Spec
+from argosy.models.parts.attend import Attend
+from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.decoder import Decoder, PreNorm
 from argosy.models.parts.heads import Attention, Reach
 from argosy.models.parts.mlp import GLU, Activation

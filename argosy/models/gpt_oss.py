@@ -152,7 +152,6 @@ TABLE = ConfigTable(
         "max_position_embeddings": 131072,
         "sliding_window": 128,
         "attention_bias": True,
-        "router_aux_loss_coef": 0.001,
     },
     {"hidden_act": ("silu",)},
     frozenset(["layer_types", "output_router_logits", "experts_per_token", "initial_context_length"]),

@@ -32,6 +32,8 @@ ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish
 
 WRITTEN = {"gelu_tanh": "gelu_pytorch_tanh"}
 
+BALANCE, ROUTED = "moe.balance", "output_router_logits"
+
 ROPE_KEYS = frozenset(["rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"])
 
 
@@ -81,6 +83,8 @@ class ConfigTable:
             )
         said: dict[str, Any] = {}
         for theirs, ours in self.rows:
+            if ours == BALANCE and not config.get(ROUTED):
+                continue  # transformers adds that loss only where this asks for it, whatever the weight
             if config.get(theirs) is not None:
                 _put(said, ours.split("."), config[theirs])
         if "activation" in said:
@@ -89,6 +93,10 @@ class ConfigTable:
 
     def write(self, settings: Any) -> dict[str, Any]:
         said = {theirs: attrgetter(ours)(settings) for theirs, ours in self.rows}
+        for theirs in [theirs for theirs, ours in self.rows if ours == BALANCE]:
+            said |= {ROUTED: True} if said[theirs] else {ROUTED: False}
+            if not said[theirs]:
+                del said[theirs]
         acts = {theirs: said[theirs] for theirs, ours in self.rows if ours == "activation"}
         return said | {theirs: WRITTEN.get(act, act) for theirs, act in acts.items()}
 

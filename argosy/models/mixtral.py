@@ -92,7 +92,6 @@ TABLE = ConfigTable(
         "num_key_value_heads": 8,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
     },
     fixed={"router_jitter_noise": (0, 0.0)},
     harmless=frozenset(["output_router_logits"]),

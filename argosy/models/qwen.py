@@ -190,12 +190,12 @@ TABLES = {
     "qwen3": ConfigTable([*SIZES, ("attention_bias", "qkv_bias")], DEFAULTS | {"head_dim": 128}, harmless=WINDOWS),
     "qwen2_moe": ConfigTable(
         [*MOE, ("shared_expert_intermediate_size", "moe.shared")],
-        DEFAULTS | {"norm_topk_prob": False, "router_aux_loss_coef": 0.001},
+        DEFAULTS | {"norm_topk_prob": False},
         harmless=WINDOWS | SPARSE,
     ),
     "qwen3_moe": ConfigTable(
         [*MOE, ("attention_bias", "qkv_bias")],
-        DEFAULTS | {"norm_topk_prob": False, "router_aux_loss_coef": 0.001},
+        DEFAULTS | {"norm_topk_prob": False},
         harmless=WINDOWS | SPARSE,
     ),
 }

@@ -28,7 +28,8 @@ from argosy.core.settings import Settings
 from argosy.models import hub_rows as hub
 from argosy.models.family import UNROLL, DecoderConfig, shortest_pattern
 from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
-from argosy.models.parts.attend import HEADS, Attend, Cache, Spec
+from argosy.models.parts.attend import HEADS, Attend
+from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.decoder import Decoder, PreNorm
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.heads import Attention, Reach, turned
@@ -366,7 +367,6 @@ TABLE = ConfigTable(
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
-        "router_aux_loss_coef": 0.001,
     },
     {"hidden_act": ("silu",), "use_sliding_window": (False, None)},
     frozenset(

@@ -411,6 +411,64 @@ def test_ours_are_read_once_on_the_way_back():
     assert reads == ["gate.0", "up.0", "gate.1", "up.1"]
 
 
+class InParts(Arrays):
+    """Keeps what was read: a name, or a name and the part."""
+
+    def __init__(self, arrays):
+        super().__init__(arrays)
+        self.reads: list = []
+
+    def read(self, name):
+        self.reads.append(name)
+        return super().read(name)
+
+    def read_part(self, name, i):
+        self.reads.append((name, i))
+        return super().read(name)[i]
+
+
+EXPERTS = [Row("e.{e}", ("gate", "up"), "(M|M) D -> E D M, E D M")]
+STACKED = [Row("x", ("gate", "up"), "E D (M (1|1)) -> E D M, E D M")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "theirs", "touched"),
+    [
+        (EXPERTS, {f"e.{e}": random(10, 6, seed=e) for e in range(3)}, ["e.2"]),
+        (STACKED, {"x": random(3, 6, 10)}, [("x", 2)]),
+    ],
+    ids=["a tensor each", "stacked"],
+)
+def test_one_expert_is_read_without_the_others(rows, theirs, touched):
+    """And written back without them, from the same part of each of ours."""
+    table = KeyMap(rows, SIZES)
+    whole = {path: table.read(Arrays(theirs), path) for path in table.paths}
+    reader = InParts(theirs)
+    assert table.is_apart("up")
+    assert np.array_equal(table.read_part(reader, "up", 2), whole["up"][2])
+    assert reader.reads == touched
+    ours = InParts(whole)
+    for entry in table.inverse(ours):
+        back = entry.make() if entry.parts is None else np.stack(list(entry.parts()))
+        assert back.tobytes() == theirs[entry.name].tobytes()
+    assert ours.reads == [(path, e) for e in range(3) for path in ("gate", "up")]
+
+
+def test_experts_that_do_not_lead_are_read_whole():
+    for how in ("M D -> D E M", "M D -> M D E"):
+        assert not KeyMap([Row("e.{e}", "y", how)], SIZES).is_apart("y")
+    for how in ("D E -> E D", "E D M -> D E M", "E M -> E M", "D (E M) -> E D M"):
+        assert not KeyMap([Row("x", "y", how)], SIZES).is_apart("y"), how
+
+
+def test_one_expert_is_checked():
+    table = KeyMap(EXPERTS, SIZES)
+    with pytest.raises(BadInput, match="1 misshapen"):
+        table.read_part(Arrays({"e.1": random(6, 10)}), "up", 1)
+    with pytest.raises(BadInput, match="1 missing"):
+        table.read_part(Arrays({"e.1": random(10, 6)}), "up", 2)
+
+
 # ---- real files
 
 

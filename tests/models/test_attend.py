@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 from helpers import relative
 
-from argosy.models.parts.attend import Contiguous, Packed, Paged, Score, Spec, contiguous, paged
+from argosy.models.parts.attend import Contiguous, Packed, Paged, Score
+from argosy.models.parts.cache import Spec, contiguous, paged
 from argosy.models.parts.stack import Layer, Scan, Stack, Unroll, groups, layer_addresses
 from argosy.models.parts.weight import Draw, Meaning, fill, merge, split, weight
 

@@ -15,7 +15,8 @@ import argosy
 from argosy.core.errors import BadInput, Unsupported
 from argosy.jobs.convert import convert
 from argosy.models.deepseek import DeepSeekConfig
-from argosy.models.parts.attend import Contiguous, Packed, Paged, contiguous, paged
+from argosy.models.parts.attend import Contiguous, Packed, Paged
+from argosy.models.parts.cache import contiguous, paged
 from argosy.models.parts.latent import Latent
 from argosy.models.parts.moe import Experts
 from argosy.models.parts.stack import Unroll

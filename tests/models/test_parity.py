@@ -85,7 +85,7 @@ def test_every_option_is_met_both_ways():
     assert heads == {(True, False), (False, True), (False, False)}
     ropes = [c.get("rope_parameters") or c.get("rope_scaling") or {} for c in configs]
     kinds = {r.get("rope_type") or r.get("type") or "default" for r in ropes}
-    assert kinds >= {"default", "linear", "llama3", "yarn"}
+    assert kinds >= {"default", "linear", "llama3", "yarn", "longrope"}
 
 
 def test_logits_equal_the_reference(case):

@@ -93,6 +93,19 @@ QWEN |= {
         | EXPERTS
         | {"shared_expert_intermediate_size": 30, "norm_topk_prob": True, "decoder_sparse_step": 2},
     ),
+    "qwen2-moe-windows": (
+        "qwen2_moe",
+        "new",
+        MULTI_QUERY
+        | EXPERTS
+        | {"shared_expert_intermediate_size": 26, "num_hidden_layers": 4, "use_sliding_window": True}
+        | {"sliding_window": 6, "max_window_layers": 3},
+    ),
+    "qwen3-moe-windows": (
+        "qwen3_moe",
+        "new",
+        GROUPED | EXPERTS | {"use_sliding_window": True, "sliding_window": 6},
+    ),
     "qwen3-moe": ("qwen3_moe", "new", GROUPED | EXPERTS | {"norm_topk_prob": True}),
     "qwen3-moe-mixed": (
         "qwen3_moe",

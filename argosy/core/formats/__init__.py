@@ -5,7 +5,7 @@ is written from descriptions, so that one tensor at a time is in memory. Files a
 Knows no model and no name of any tensor; `core.keymap` does names.
 """
 
-from collections.abc import Callable, Iterable, KeysView, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -30,13 +30,41 @@ class Reader(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
+@runtime_checkable
+class Parted(Protocol):
+    """A `Reader` that reads single entries of a tensor's first axis too, such as experts, without the others."""
+
+    def read_part(self, name: str, i: int) -> np.ndarray: ...
+
+
+@runtime_checkable
+class Composed(Protocol):
+    """A `Reader` some of whose tensors are put together of parts, and take more memory than what they are read from."""
+
+    def is_apart(self, name: str) -> bool: ...
+
+
+def is_apart(reader: Reader, name: str) -> bool:
+    """Whether the tensor is better read part by part."""
+    return isinstance(reader, Composed) and reader.is_apart(name)
+
+
+def read_part(reader: Reader, name: str, i: int) -> np.ndarray:
+    """The `i`-th entry along the first axis of a tensor, cut from all of it where the reader knows no other way."""
+    return reader.read_part(name, i) if isinstance(reader, Parted) else reader.read(name)[i]
+
+
 class Entry(NamedTuple):
-    """A tensor about to be written: `make` is called once, when its turn has come."""
+    """A tensor about to be written: `make` is called once, when its turn has come.
+
+    parts: called in its place, where there is one; gives the entries of the first axis, one after the other.
+    """
 
     name: str
     shape: Shape
     dtype: np.dtype
     make: Callable[[], np.ndarray]
+    parts: Callable[[], Iterator[np.ndarray]] | None = None
 
 
 class Arrays:

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from argosy.core.errors import BadInput
-from argosy.core.formats import Entry
+from argosy.core.formats import Entry, Shape
 
 SLAB_BYTES = 1 << 23  # the allocator hands these out again; of 32 MB, each would be new pages from the system
 
@@ -75,15 +75,26 @@ def write_all(out: BinaryIO, slab: np.ndarray) -> None:
 
 
 def slabs(entry: Entry, order: Order) -> Iterator[np.ndarray]:
-    """A tensor's bytes in C order.
+    """A tensor's bytes in C order, whole or part by part.
 
     Raises:
         ValueError: it came otherwise than announced.
     """
-    array = np.asarray(entry.make())
-    if array.shape != entry.shape or array.dtype != entry.dtype:
-        announced = f"{entry.dtype} {entry.shape}"
-        raise ValueError(f"`{entry.name}` came as {array.dtype} {array.shape}, announced as {announced}")
+    if entry.parts is None:
+        yield from _in_slabs(entry.name, entry.make(), entry.shape, entry.dtype, order)
+        return
+    count = 0
+    for part in entry.parts():
+        count += 1
+        yield from _in_slabs(entry.name, part, entry.shape[1:], entry.dtype, order)
+    if count != entry.shape[0]:
+        raise ValueError(f"`{entry.name}` came in {count} parts, announced as {entry.shape}")
+
+
+def _in_slabs(name: str, values: np.ndarray, shape: Shape, dtype: np.dtype, order: Order) -> Iterator[np.ndarray]:
+    array = np.asarray(values)
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(f"`{name}` came as {array.dtype} {array.shape}, announced as {dtype} {shape}")
     for piece in pieces(array, SLAB_BYTES):
         yield order(piece).reshape(-1).view(np.uint8)
 

@@ -104,6 +104,12 @@ class GGUF:
         view = self.data[place.begin : place.begin + place.bytes].view(place.kind.dtype)
         return np.require(view.reshape(place.shape), requirements="A")
 
+    def read_part(self, name: str, i: int) -> np.ndarray:
+        """As `read`, of one entry of the first of several axes: only that is dequantized."""
+        if (kind := self.places[name].kind).dtype is None:
+            return dequantize(kind.name, self.raw(name)[i])
+        return self.read(name)[i]
+
 
 class _Cursor:
     """Reads on from a position, never beyond the end."""

@@ -100,7 +100,16 @@ class SafeTensors:
 
     def read(self, name: str) -> np.ndarray:
         """A view of the file; copied only where its writer did not align it."""
+        return self._view(self.places[name])
+
+    def read_part(self, name: str, i: int) -> np.ndarray:
+        """As `read`, of one entry of the first axis: no more than that is copied."""
         place = self.places[name]
+        n_bytes = (place.end - place.begin) // place.shape[0]
+        begin = place.begin + i * n_bytes
+        return self._view(place._replace(shape=place.shape[1:], begin=begin, end=begin + n_bytes))
+
+    def _view(self, place: Place) -> np.ndarray:
         view = self.data[place.begin : place.end].view(place.dtype).reshape(place.shape)
         return np.require(view, requirements="A")
 
@@ -234,6 +243,9 @@ class Folder:
 
     def read(self, name: str) -> np.ndarray:
         return self.files[name].read(name)
+
+    def read_part(self, name: str, i: int) -> np.ndarray:
+        return self.files[name].read_part(name, i)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.parts.attend import Attend, Cache
+from argosy.models.parts.attend import Attend
+from argosy.models.parts.cache import Cache
 from argosy.models.parts.einsum import Einsum
 
 

@@ -9,9 +9,6 @@ A layer says what it keeps of the past, `holds() -> Spec`; the caller allocates 
 and asks `attend.positions` for rope. A strategy is a pytree whose every array leads with the batch, so rows can be split over
 devices and pipelines without knowing which strategy it is. There is no decode twin of a model and no mode.
 
-A layer that reads no further back than `span` tokens keeps a ring of so many instead of everything (`RECENT`): one for each row
-of `Contiguous`, one for each slot of `Paged`. Token p lies at p modulo the ring's size. The caller sees one cache.
-
     Packed(segments)                        trains: whole sequences, several to a row
     Contiguous(at, live)                    evaluates and decodes: one buffer a row, rows of any length
     Paged(table, slots, lengths, new, t)    serves: rows own pages of a pool (Kwon et al. 2023, arXiv:2309.06180)
@@ -23,24 +20,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from argosy.models.parts.cache import NOWHERE, Cache, beside, is_ring, whole, with_tokens
 from argosy.ops.attention import Score, See, attention
 
-Cache = dict[str, Array]  # of one layer; names as in its Spec, `RECENT` before those that are rings
-RECENT = "recent."
 Capacity = int | Int[Array, "B _"]
-NOWHERE = np.int32(2**30)  # the position of a ring's entry that holds nothing: after every query
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What one layer keeps: arrays for each token, arrays for each sequence, and how many tokens back it ever reads."""
-
-    token: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    row: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    span: int | None = None
 
 
 @runtime_checkable
@@ -127,6 +112,25 @@ def meet(q: Array, held: Cache, read: Read, score: Score, see: See, absorb: bool
         if absorb or absorbed <= expanded:
             return read.release(attention(*form, see, score))
     return attention(q, *read.expand(held), see, score)
+
+
+def meet_ring(
+    q: Array,
+    held: Cache,
+    past: Cache,
+    before: Int[Array, "B"],
+    at: Int[Array, "B T"],
+    live: Bool[Array, "B T"],
+    read: Read,
+    score: Score,
+    absorb: bool | None,
+) -> Array:
+    """Attention on rings that held `before` tokens, and on the new ones."""
+    size = next(iter(past.values())).shape[1]
+    if score.window is None or score.window > size + 1:
+        raise ValueError(f"a ring of {size} tokens cannot serve a window of {score.window}")
+    both, k_at = beside(past, held, before, at, live, q.dtype)
+    return meet(q, both, read, score, See(at, k_at), absorb)
 
 
 def _strategy(*static: str) -> Any:
@@ -243,13 +247,13 @@ class Contiguous:
         return self.at
 
     def capacity(self, cache: Cache | None) -> Capacity:
-        return _whole(cache).shape[1] if self.reach is None else self.reach[:, None]
+        return whole(cache).shape[1] if self.reach is None else self.reach[:, None]
 
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         assert cache is not None, "Contiguous writes to a cache: allocate one with `contiguous`"
         B, S = next(iter(cache.values())).shape[:2]
-        if ring := _is_ring(cache):
-            past, cache = cache, _ring_written(cache, jnp.arange(B), held, self.at, self.live)
+        if ring := is_ring(cache):
+            past, cache = cache, with_tokens(cache, jnp.arange(B), held, self.at, self.live)
         else:
             row = jnp.arange(B)[:, None]
             where = jnp.where(self.live, self.at, S)  # past the end: dropped
@@ -261,7 +265,7 @@ class Contiguous:
             return meet(q, held, read, score, See(self.at, self.at, aligned=True), self.absorb), cache
         if ring:
             before = jnp.where(self.live[:, 0], self.at[:, 0], 0)
-            return _ring_met(q, held, past, before, self.at, self.live, read, score, self.absorb), cache
+            return meet_ring(q, held, past, before, self.at, self.live, read, score, self.absorb), cache
         k_at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
         stored = {n: c.astype(q.dtype) for n, c in cache.items()}
         return meet(q, stored, read, score, See(self.at, k_at), self.absorb), cache
@@ -295,15 +299,15 @@ class Paged:
         return self.t < self.new[:, None]
 
     def capacity(self, cache: Cache | None) -> Capacity:
-        return self.table.shape[1] * _whole(cache).shape[1] if self.reach is None else self.reach[:, None]
+        return self.table.shape[1] * whole(cache).shape[1] if self.reach is None else self.reach[:, None]
 
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         assert cache is not None, "Paged writes to a pool: allocate one with `paged`"
         at = self.positions
-        if _is_ring(cache):
+        if is_ring(cache):
             past = {n: jnp.take(c, self.slots, axis=0, mode="clip") for n, c in cache.items()}
-            y = _ring_met(q, held, past, self.lengths, at, self.live, read, score, self.absorb)
-            return y, _ring_written(cache, self.slots, held, at, self.live)
+            y = meet_ring(q, held, past, self.lengths, at, self.live, read, score, self.absorb)
+            return y, with_tokens(cache, self.slots, held, at, self.live)
         pages, page = next(iter(cache.values())).shape[:2]
         B, P = self.table.shape
         S = P * page
@@ -320,83 +324,3 @@ class Paged:
 
     def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
         return cache and {n: p.at[self.slots].set(state[n].astype(p.dtype), mode="drop") for n, p in cache.items()}
-
-
-def _is_ring(cache: Cache) -> bool:
-    return next(iter(cache)).startswith(RECENT)
-
-
-def _whole(cache: Cache | None) -> Array:
-    """An array that holds everything.
-
-    Raises:
-        ValueError: there is none: a ring does not tell how long its sequence can become.
-    """
-    if cache is None or _is_ring(cache):
-        raise ValueError("no cache, or a ring: it does not tell how long a sequence can become")
-    return next(iter(cache.values()))
-
-
-def _ring_written(
-    cache: Cache, rows: Int[Array, "B"], held: Cache, at: Int[Array, "B T"], live: Bool[Array, "B T"]
-) -> Cache:
-    """The rings with the last of these tokens in them. Of a chunk longer than the ring, only its end is written."""
-    size = next(iter(cache.values())).shape[1]
-    last = jnp.max(jnp.where(live, at, -1), 1, keepdims=True)
-    where = jnp.where(live & (at > last - size), at % size, size)  # past the end: dropped
-    return {
-        name: ring.at[rows[:, None], where].set(held[name.removeprefix(RECENT)].astype(ring.dtype), mode="drop")
-        for name, ring in cache.items()
-    }
-
-
-def _ring_met(
-    q: Array,
-    held: Cache,
-    past: Cache,
-    before: Int[Array, "B"],
-    at: Int[Array, "B T"],
-    live: Bool[Array, "B T"],
-    read: Read,
-    score: Score,
-    absorb: bool | None,
-) -> Array:
-    """Attention on the rings as they were after `before` tokens, and on the new tokens beside them: so a chunk may be of
-    any length, and the ring no larger than the window."""
-    size = next(iter(past.values())).shape[1]
-    if score.window is None or score.window > size + 1:
-        raise ValueError(f"a ring of {size} tokens cannot serve a window of {score.window}")
-    newest = before[:, None] - 1
-    old = newest - (newest - jnp.arange(size, dtype=jnp.int32)) % size  # what each entry holds
-    k_at = jnp.concatenate([jnp.where(old >= 0, old, NOWHERE), jnp.where(live, at, NOWHERE)], 1)
-    both = {
-        n.removeprefix(RECENT): jnp.concatenate([ring.astype(q.dtype), held[n.removeprefix(RECENT)].astype(q.dtype)], 1)
-        for n, ring in past.items()
-    }
-    return meet(q, both, read, score, See(at, k_at), absorb)
-
-
-Specs = dict[str, tuple[Spec, int | None]]  # {cache name: what one layer holds, and how many share the array}
-
-
-def contiguous(specs: Specs, rows: int, length: int, dtype: Any = jnp.float32) -> dict[str, Cache]:
-    """Empty buffers for `Contiguous`: [rows length ...] for each token, [rows ...] for each sequence; of layers that reach
-    less far back than `length`, [rows span ...]."""
-    return _allocate(specs, (rows, length), rows, dtype, length)
-
-
-def paged(specs: Specs, slots: int, pages: int, page: int, dtype: Any = jnp.float32) -> dict[str, Cache]:
-    """Empty pools for `Paged`: [pages page ...] for each token, [slots ...] for each sequence; of layers that reach back
-    `span` tokens, [slots span ...] where that is less."""
-    return _allocate(specs, (pages, page), slots, dtype, pages * page // slots)
-
-
-def _allocate(specs: Specs, token: tuple[int, int], rows: int, dtype: Any, roomy: int) -> dict[str, Cache]:
-    def one(spec: Spec, layers: int | None) -> Cache:
-        lead = () if layers is None else (layers,)
-        ring = spec.span is not None and spec.span < roomy
-        place = (rows, spec.span) if ring else token
-        tokens = {RECENT * ring + n: jnp.zeros((*lead, *place, *shape), dtype) for n, shape in spec.token}
-        return tokens | {n: jnp.zeros((*lead, rows, *shape), jnp.float32) for n, shape in spec.row}
-
-    return {name: one(*spec) for name, spec in specs.items()}

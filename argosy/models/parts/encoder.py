@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from argosy.models.parts.attend import Attend, Cache, Spec
+from argosy.models.parts.attend import Attend
+from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.stack import Layer, Run, Stack, Told, on_rows
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.parts.attend import HEADS, Attend, Cache, Spec
+from argosy.models.parts.attend import HEADS, Attend
+from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.rope import Rope, rotate
 from argosy.models.parts.weight import Draw, Meaning, weight

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.parts.attend import Attend, Cache, Spec
+from argosy.models.parts.attend import Attend
+from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.heads import Reach, turned
 from argosy.models.parts.norm import RMSNorm

@@ -20,7 +20,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.parts.attend import Attend, Cache, Spec, Specs
+from argosy.models.parts.attend import Attend
+from argosy.models.parts.cache import Cache, Spec, Specs
 from argosy.models.parts.weight import Leaves, merge, split, variables
 
 Remat = Literal["none", "dots", "full"]

@@ -323,6 +323,34 @@ def test_one_tensor_in_memory_at_a_time(tmp_path, monkeypatch):
     assert Folder.open(tmp_path).read("t7").all()
 
 
+def test_a_part_is_that_of_the_whole(tmp_path):
+    """Where the file did not align the tensor, no more than the part is copied."""
+    odd, x = np.ones(3, np.uint8), np.arange(8 << 17, dtype=np.float32).reshape(8, 1 << 10, 1 << 7)
+    write_folder(tmp_path, entries({"odd": odd, "x": x}))
+    folder = Folder.open(tmp_path)
+    tracemalloc.start()
+    for i in range(8):
+        part = folder.read_part("x", i)
+        assert part.flags.aligned
+        assert same(part, x[i])
+    assert tracemalloc.get_traced_memory()[1] < x.nbytes / 2, "of 4 MB"
+    tracemalloc.stop()
+
+
+def test_a_tensor_written_part_by_part(tmp_path):
+    x = np.random.default_rng(0).normal(size=(5, 30, 40)).astype(np.float32)
+    entry = entries({"x": x})[0]
+
+    def never() -> np.ndarray:
+        raise AssertionError("the whole is not asked for")
+
+    write_folder(tmp_path, [entry._replace(make=never, parts=lambda: (part.T.copy().T for part in x))])
+    assert same(safetensors.numpy.load_file(tmp_path / "model.safetensors")["x"], x)
+    for parts in (lambda: iter(x[:4]), lambda: iter(x.swapaxes(1, 2)), lambda: iter(x.astype(np.float64))):
+        with pytest.raises(ValueError, match="announced as"):
+            write_folder(tmp_path / "other", [entry._replace(parts=parts)])
+
+
 def test_transposed_tensors_in_slabs(tmp_path, monkeypatch):
     monkeypatch.setattr("argosy.core.formats.files.SLAB_BYTES", 100)
     x = np.arange(3 * 41 * 5).reshape(5, 41, 3).T

@@ -1,0 +1,144 @@
+"""The grammar of a row's `how`: axes by name on two sides, and the array moves that follow from it.
+
+Notable: a tensor of one side is whole and those of the other are its pieces, so one pair of functions reads every layout in
+either direction: a reshape, a cut and a transpose, views where they can be. `core.keymap` shows the grammar by examples.
+Knows neither names nor files.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from argosy.core.formats import Shape
+
+_TOKEN = re.compile(r"[A-Za-z_]\w*|1\b|[()|]")
+
+Names = tuple[str, ...]
+Cut = tuple[Names, ...]  # the pieces of an axis, each a product of names
+Sizes = Mapping[str, int]
+
+
+class Axes(NamedTuple):
+    """One tensor's axes: each a product of names, of which one may be a `Cut`."""
+
+    axes: tuple[tuple[str | Cut, ...], ...]
+
+    @property
+    def leaves(self) -> tuple[str | Cut, ...]:
+        return tuple(leaf for axis in self.axes for leaf in axis)
+
+    @property
+    def cut(self) -> Cut:
+        """Its pieces; a tensor without a cut is one piece."""
+        return next((leaf for leaf in self.leaves if isinstance(leaf, tuple)), ())
+
+    def names(self, piece: int = 0) -> Names:
+        """Flat, with one piece in place of the cut."""
+        return tuple(name for leaf in self.leaves for name in (leaf[piece] if isinstance(leaf, tuple) else (leaf,)))
+
+    def shape(self, sizes: Sizes) -> Shape:
+        return tuple(math.prod(_size(leaf, sizes) for leaf in axis) for axis in self.axes)
+
+    def flat(self, sizes: Sizes) -> Shape:
+        return tuple(_size(leaf, sizes) for leaf in self.leaves)
+
+
+def _size(leaf: str | Cut, sizes: Sizes) -> int:
+    if isinstance(leaf, str):
+        return sizes[leaf]
+    return sum(math.prod(sizes[name] for name in piece) for piece in leaf)
+
+
+def _axes(text: str) -> Axes:
+    tokens = _TOKEN.findall(text)
+    if "".join(tokens) != "".join(text.split()):
+        raise ValueError(f"`{text}` holds more than names, 1, ( ) and |")
+    axes = []
+    while tokens:
+        axes.append(tuple(_axis(tokens)))
+    parsed = Axes(tuple(axes))
+    if sum(isinstance(leaf, tuple) for leaf in parsed.leaves) > 1:
+        raise ValueError(f"`{text}` cuts two axes")
+    return parsed
+
+
+def _axis(tokens: list[str]) -> list[str | Cut]:
+    """Takes the next axis and resolves its parentheses."""
+    token = tokens.pop(0)
+    if token in ")|":
+        raise ValueError(f"`{token}` outside of parentheses")
+    if token != "(":
+        return [] if token == "1" else [token]
+    pieces: list[list[str | Cut]] = [[]]
+    while tokens and tokens[0] != ")":
+        if tokens[0] == "|":
+            tokens.pop(0)
+            pieces.append([])
+        else:
+            pieces[-1] += _axis(tokens)
+    if not tokens:
+        raise ValueError("a parenthesis is not closed")
+    tokens.pop(0)
+    if len(pieces) == 1:
+        return pieces[0]
+    cut = tuple(tuple(name for name in piece if isinstance(name, str)) for piece in pieces)
+    if sum(map(len, cut)) < sum(map(len, pieces)):
+        raise ValueError("a cut inside a cut")
+    return [cut]
+
+
+class How(NamedTuple):
+    """Both sides of a reading: a tensor of one side is whole, those of the other are its pieces."""
+
+    theirs: tuple[Axes, ...]
+    ours: tuple[Axes, ...]
+
+    @staticmethod
+    def parse(text: str) -> "How":
+        left, _, right = text.partition("->")
+        return How(tuple(map(_axes, left.split(","))), tuple(map(_axes, right.split(","))))
+
+    def check(self, sizes: Sizes) -> None:
+        """Raises ValueError unless each piece has the same names on both sides, none twice, all with a size."""
+        wholes, parts = (self.theirs, self.ours) if len(self.theirs) == 1 else (self.ours, self.theirs)
+        whole, *more = wholes
+        if more or any(part.cut for part in parts) or max(1, len(whole.cut)) != len(parts):
+            raise ValueError("one tensor on one side, as many on the other as it has pieces")
+        for i, part in enumerate(parts):
+            a, b = whole.names(i), part.names()
+            if len(set(a)) < len(a) or sorted(a) != sorted(b):
+                raise ValueError(f"[{' '.join(a)}] on one side, [{' '.join(b)}] on the other")
+            if unknown := set(a) - set(sizes):
+                raise ValueError(f"no size for {', '.join(sorted(unknown))}")
+
+
+def move(
+    arrays: Sequence[np.ndarray], source: Sequence[Axes], target: Sequence[Axes], i: int, sizes: Sizes
+) -> np.ndarray:
+    """The `i`-th tensor of the target's side, from all those of the source's."""
+    if len(source) == 1:
+        return _piece(arrays[0], source[0], i, target[i], sizes)
+    return _fused(arrays, source, target[0], sizes)
+
+
+def _piece(array: np.ndarray, whole: Axes, i: int, part: Axes, sizes: Sizes) -> np.ndarray:
+    x = array.reshape(whole.flat(sizes))
+    if cut := whole.cut:
+        axis, start = whole.leaves.index(cut), _size(cut[:i], sizes)
+        x = np.moveaxis(np.moveaxis(x, axis, 0)[start : start + _size(cut[i : i + 1], sizes)], 0, axis)
+    names = whole.names(i)
+    x = x.reshape([sizes[name] for name in names])
+    return x.transpose([names.index(name) for name in part.names()]).reshape(part.shape(sizes))
+
+
+def _fused(arrays: Sequence[np.ndarray], parts: Sequence[Axes], whole: Axes, sizes: Sizes) -> np.ndarray:
+    axis, flat = whole.leaves.index(whole.cut), whole.flat(sizes)
+    pieces = []
+    for i, (array, part) in enumerate(zip(arrays, parts)):
+        names = part.names()
+        x = array.reshape([sizes[name] for name in names]).transpose([names.index(name) for name in whole.names(i)])
+        pieces.append(x.reshape(*flat[:axis], _size(whole.cut[i : i + 1], sizes), *flat[axis + 1 :]))
+    return np.concatenate(pieces, axis).reshape(whole.shape(sizes))
