@@ -239,7 +239,9 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> S
     if config.hub_prefixes:
         tensors = known_as(tensors, config.hub_prefixes, config.hub_old_ends, KeyMap(*config.hub_rows()).names)
     told, config = config, config.fitted(tensors.names)
-    for key in (key for key in type(config).model_fields if getattr(config, key) != getattr(told, key)):
+    for key in set(type(config).model_fields) - config.hub_unsaid:
+        if getattr(config, key) == getattr(told, key):
+            continue
         warn(
             f"{folder}: config.json says {key} = {getattr(told, key)}, its tensors {key} = {getattr(config, key)}: they count"
         )

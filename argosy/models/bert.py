@@ -30,6 +30,7 @@ class BertConfig(AbsoluteConfig):
     hub_types: ClassVar[tuple[str, ...]] = ("bert", "roberta", "xlm-roberta")
     hub_ignore: ClassVar[tuple[str, ...]] = ("*embeddings.position_ids", "*embeddings.token_type_ids")
     hub_prefixes: ClassVar[tuple[str, ...]] = ("bert.", "roberta.")
+    hub_unsaid: ClassVar[frozenset[str]] = frozenset(["pooler"])
     hub_left_out: ClassVar[tuple[str, ...]] = ("cls.*", "lm_head.*")  # heads that predict masked words
     hub_old_ends: ClassVar[dict[str, str]] = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
     causal: ClassVar[bool] = False

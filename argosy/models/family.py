@@ -56,6 +56,8 @@ class FamilyConfig(Settings):
     # The `model_type`s of config.json that this family reads.
     hub_ignore: ClassVar[tuple[str, ...]] = ()
     # Tensors that Hub folders of this family may hold and that follow from the config: causal masks, position numbers.
+    hub_unsaid: ClassVar[frozenset[str]] = frozenset()
+    # Settings that config.json has no word for: the tensors decide them (`fitted`).
     hub_left_out: ClassVar[tuple[str, ...]] = ()
     # Tensors that its folders may hold and this model has no part for: left out, and said so each time.
     hub_prefixes: ClassVar[tuple[str, ...]] = ()

@@ -199,7 +199,7 @@ def test_tensors_that_do_not_fit(source, tmp_path, change, parts):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"model_type": "lama"}, ["`lama` is not built", "did you mean `llama`?", "FAMILIES.add"]),
+        ({"model_type": "lama"}, ["`lama` is not built", "did you mean `llama`?", "docs/new-family.md"]),
         ({"vocab_size": 98}, ["`vocab_size` is 98", "97 rows", '"vocab_size": 97']),
         ({"intermediate_size": 59}, ["6 misshapen", "expected [59, 42]"]),
         ({"num_hidden_layers": 3}, ["9 missing", "`model.layers.2."]),

@@ -107,8 +107,11 @@ class Attend(Protocol):
 
 def meet(q: Array, held: Cache, read: Read, score: Score, see: See, absorb: bool | None) -> Array:
     """Attention on what is held: expanded or absorbed, whichever multiplies less, unless told."""
+    T, S = q.shape[1], see.k_at.shape[1]
+    if absorb is None and not (isinstance(T, int) and isinstance(S, int)):
+        absorb = False  # an export with lengths left open
     if absorb is not False and (form := read.absorb(q, held)) is not None:
-        expanded, absorbed = read.multiplications(q.shape[1], see.k_at.shape[1])
+        expanded, absorbed = read.multiplications(T, S)
         if absorb or absorbed <= expanded:
             return read.release(attention(*form, see, score))
     return attention(q, *read.expand(held), see, score)
