@@ -57,7 +57,7 @@ class GptOssConfig(DecoderConfig):
             ),
             "plain": cls(
                 **odd,
-                layers=4,
+                layers=3,
                 kv_heads=2,
                 head_size=10,
                 window=7,
