@@ -6,6 +6,8 @@ arXiv:2305.14314).
 """
 
 import math
+import re
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from flax import nnx
@@ -56,7 +58,7 @@ class LoRA(Contraction):
         return self.of.take(ids) + self.gain * self.a[...][ids] @ self.b[...]
 
     def merged(self) -> Einsum:
-        """One weight again, W + gain A B, in float32.
+        """One weight again, W + gain A B, in float32. This adapter stays as it is.
 
         Raises:
             ValueError: W is quantised: merging would round the adapter away.
@@ -66,15 +68,16 @@ class LoRA(Contraction):
         a, b = self.down.split(",")[1].split("->")[0], self.up.split(",")[1].split("->")[0]
         lead = "L" * self.stacked
         delta = jnp.einsum(f"{lead}{a},{lead}{b}->{lead}{self.spec}", self.a[...], self.b[...])
-        of = self.of
+        of = nnx.merge(*nnx.split(self.of))
         of.w = nnx.Param(of.w[...] + self.gain * delta, **{k: of.w.get_metadata()[k] for k in ("meaning", "draw")})
         if of.b is not None:
             of.b = nnx.Param(of.b.get_value(), **{k: of.b.get_metadata()[k] for k in ("meaning", "draw")})
         return of
 
 
-def merge(model: nnx.Module) -> list[str]:
-    """Every adapter becomes part of its weight; returns the names of the contractions, never none.
+def merge(model: nnx.Module) -> dict[str, LoRA]:
+    """Every adapter becomes part of its weight. Returns what was merged by the name of its contraction, never none: keep it to
+    `unmerge`, let it go and the memory of the weights without adapters is free.
 
     Raises:
         BadInput: there is no adapter, or one lies on a quantised weight, which would round it away.
@@ -82,7 +85,23 @@ def merge(model: nnx.Module) -> list[str]:
     found = find(model, ".*", LoRA)
     if quantised := [name for name, adapted in found.items() if not isinstance(adapted.of, Einsum)]:
         raise BadInput(f"adapters on quantised weights cannot be merged: {', '.join(quantised[:4])}")
-    return swap(model, ".*", LoRA.merged, LoRA)
+    swap(model, ".*", LoRA.merged, LoRA)
+    return found
+
+
+def unmerge(model: nnx.Module, merged: Mapping[str, LoRA]) -> list[str]:
+    """Puts back what `merge` returned, bit for bit; returns the names.
+
+    Raises:
+        BadInput: the model has no such contraction, or one of another shape; nothing is changed then.
+    """
+    found = find(model, "|".join(map(re.escape, merged)))
+    wrong = [name for name, adapted in merged.items() if name not in found or found[name].shape != adapted.shape]
+    if wrong:
+        raise BadInput(f"adapters of another model: it has no such contraction at {', '.join(wrong[:4])}")
+    for name, adapted in merged.items():
+        swap(model, re.escape(name), lambda _, adapted=adapted: adapted)
+    return list(merged)
 
 
 def _frozen(of: Contraction) -> Contraction:

@@ -15,9 +15,9 @@ from argosy.checkpoint import gguf_families as families
 from argosy.checkpoint.gguf_deepseek import read_deepseek2
 from argosy.checkpoint.gguf_meta import ROPE_TENSORS, Metadata
 from argosy.checkpoint.gguf_rows import Model
-from argosy.checkpoint.hub import Mapped, _first
+from argosy.checkpoint.hub import Mapped
 from argosy.checkpoint.stored import Stored
-from argosy.core.errors import BadInput, Unsupported, nearest
+from argosy.core.errors import BadInput, Unsupported, complaint, nearest
 from argosy.core.formats import Reader, listed
 from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap
@@ -52,7 +52,7 @@ def _model(read: Callable[[Metadata], Model], meta: Metadata) -> Model:
     except BadInput as error:
         problems = meta.problems or [error.what]
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
-        problems = meta.problems or [_first(error)]
+        problems = meta.problems or [complaint(error)]
     if model is None or problems:
         raise BadInput(f"its metadata makes no model: {listed(problems, 8)}", where=str(meta.file.path))
     return model

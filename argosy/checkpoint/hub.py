@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from argosy.checkpoint.stored import COMPANIONS, Stored
-from argosy.core.errors import BadInput, Damaged, nearest
+from argosy.core.errors import BadInput, Damaged, complaint, nearest
 from argosy.core.formats import Entry, Reader, read_part
 from argosy.core.formats.files import File, of_bytes, of_text, write_file
 from argosy.core.formats.quants import FP8_BLOCK
@@ -56,7 +56,8 @@ def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
     kind = hub.get("model_type")
     families = by_hub_type()
     if not isinstance(kind, str) or kind not in families:
-        hint = f"{nearest(str(kind), families)} a new one is one file and one line: docs/new-family.md"
+        near = nearest(str(kind), families) or ""
+        hint = f"{near}{'' if near.endswith('?') else '.'} A new family is one file and one line: docs/new-family.md"
         raise BadInput(f"architecture `{kind}` is not built", where=where, hint=hint)
     check_quantised(hub, where)
     try:
@@ -66,7 +67,7 @@ def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
     except BadInput as error:
         raise BadInput(error.what, where=error.where or where, hint=error.hint) from None
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-        raise BadInput(f"config.json does not make a model: {_first(error)}", where=where) from None
+        raise BadInput(f"config.json does not make a model: {complaint(error)}", where=where) from None
     if config.experts and config.layers * config.experts.count > MOST_EXPERTS:
         many = f"{config.experts.count:.4g} experts in each of {config.layers} layers"
         raise BadInput(f"config.json: {many}: at most {MOST_EXPERTS:,} in all are built", where=where)
@@ -133,15 +134,6 @@ def depth(value: Any, most: int) -> int:
     return 1 + max((depth(one, most - 1) for one in inner), default=0) if most >= 0 else 0
 
 
-def _first(error: Exception) -> str:
-    """The first complaint of a validation, in one line."""
-    errors = getattr(error, "errors", None)
-    if errors is None:
-        return (str(error) or type(error).__name__).splitlines()[0][:200]
-    one = errors()[0]
-    return f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
-
-
 class Renamed:
     """Tensors under other names: {new name: name}."""
 
@@ -188,9 +180,8 @@ class Mapped:
         except BadInput as error:
             raise BadInput(error.what, where=f"{where}: {error.where}", hint=error.hint) from None
         self._theirs = {path: name for name, ours in table.ours_of(reader.names).items() for path in ours}
-        self._shapes = {
-            path: shapes[path] for path in self._theirs if path in shapes
-        }  # in their order: files are read on
+        # In their order: files are read on.
+        self._shapes = {path: shapes[path] for path in self._theirs if path in shapes}
 
     def over(self, reader: Reader) -> "Mapped":
         """The same tensors through another reader of them."""
@@ -236,15 +227,13 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> S
     hub = read_json(folder / "config.json")
     config = config_from(hub, str(folder / "config.json"))
     tensors: Reader = Folder.open(folder)
-    if config.hub_prefixes:
+    if config.hub_prefixes or config.hub_old_ends:
         tensors = known_as(tensors, config.hub_prefixes, config.hub_old_ends, KeyMap(*config.hub_rows()).names)
     told, config = config, config.fitted(tensors.names)
-    for key in set(type(config).model_fields) - config.hub_unsaid:
-        if getattr(config, key) == getattr(told, key):
-            continue
-        warn(
-            f"{folder}: config.json says {key} = {getattr(told, key)}, its tensors {key} = {getattr(config, key)}: they count"
-        )
+    for key in type(config).model_fields:
+        says, found = getattr(told, key), getattr(config, key)
+        if says != found and key not in config.hub_unsaid:
+            warn(f"{folder}: config.json says {key} = {says}, its tensors {key} = {found}: they count")
     left_out = [n for n in tensors.names if any(fnmatchcase(n, pattern) for pattern in config.hub_left_out)]
     if left_out:
         warn(f"{folder}: {len(left_out)} tensors are left out, the model has no part for them: {_patterns(left_out)}")

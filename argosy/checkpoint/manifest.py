@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.errors import Damaged
+from argosy.core.formats.files import sync
 
 NAME = "manifest.json"
 CHUNK_BYTES = 1 << 22
@@ -21,15 +22,20 @@ def write(folder: Path) -> None:
     """Hashes and syncs every file, then commits the manifest by renaming it into place."""
     files = {str(f.relative_to(folder)): describe(f, sync=True) for f in _files(folder)}
     for directory in (folder, *(d for d in folder.rglob("*") if d.is_dir())):
-        _sync(directory)
+        sync(directory)
     temporary = folder / (NAME + ".part")
     with temporary.open("w") as out:
-        json.dump({"files": files, "sha256": _digest(files)}, out, indent=1)
+        out.write(text(files))
         out.flush()
         os.fsync(out.fileno())
     temporary.rename(folder / NAME)
-    _sync(folder)
-    _sync(folder.parent)
+    sync(folder)
+    sync(folder.parent)
+
+
+def text(files: dict[str, Any]) -> str:
+    """A manifest of {file: size and hash}."""
+    return json.dumps({"files": files, "sha256": _digest(files)}, indent=1)
 
 
 def verify(folder: Path) -> None:
@@ -94,11 +100,3 @@ def _files(folder: Path) -> list[Path]:
 
 def _digest(files: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -22,7 +22,7 @@ import numpy as np
 from argosy.checkpoint import manifest
 from argosy.checkpoint.output import Output, Pipe
 from argosy.core.errors import ArgosyError, BadInput, Busy
-from argosy.core.formats.files import File, Order, check_space
+from argosy.core.formats.files import File, Order, check_space, sync
 
 JOURNAL = ".journal.jsonl"
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}  # some network file systems: nobody is kept out
@@ -94,11 +94,11 @@ class Partial:
         with _refused(self.folder):
             inside = [path for path in self.folder.rglob("*") if path.name != JOURNAL]
             for path in (*inside, self.folder):  # all at the end: one by one, small files cost 20 ms each
-                _sync(path)
+                sync(path)
             self.folder.rename(self.target)  # over an empty folder, too
             (self.target / JOURNAL).unlink()
-            _sync(self.target)
-            _sync(self.target.absolute().parent)
+            sync(self.target)
+            sync(self.target.absolute().parent)
 
     def __enter__(self) -> "Partial":
         return self
@@ -214,15 +214,6 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _sync(path: Path) -> None:
-    """A file or a directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class _refused:

@@ -152,7 +152,7 @@ def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
         raise BadInput(f"no {WEIGHTS}", where=str(folder), hint="weights saved as pickles are never read")
     file = SafeTensors.open(folder / WEIGHTS)
     out, used = {}, set()
-    experts = config.dims.get("E", 0)
+    sizes, experts = config.hub_rows()[1], config.dims.get("E", 0)
     for site in sites(config):
         names = [[n.replace("{e}", str(e)) for e in range(experts if "{e}" in n else 1)] for n in site.names()]
         if not any(name in file.names for name in (*names[0], *names[1])):
@@ -162,7 +162,7 @@ def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
         _check_tied(site, config)
         gain = _gain(said, site.module, rank, len(names[0]))
         for part, ours in enumerate(site.ours):
-            table = KeyMap(site.rows(part), config.hub_rows()[1] | {"r": rank})
+            table = KeyMap(site.rows(part), sizes | {"r": rank})
             out[ours] = Adapter(table.read(file, f"{ours}.a"), table.read(file, f"{ours}.b"), gain)
     if strange := sorted(set(file.names) - used):
         hint = nearest(strange[0], [name for site in sites(config) for name in site.names()])
@@ -291,10 +291,11 @@ def write_adapter(folder: str | Path, config: Any, adapters: Mapping[str, Adapte
     homes = {name: site for site in sites(config) for name in site.ours}
     if homeless := sorted(set(adapters) - set(homes)):
         raise Unsupported(f"PEFT has no name for adapters on {', '.join(homeless[:4])}", hint="merge them instead")
+    sizes = config.hub_rows()[1]
     for site in dict.fromkeys(homes[name] for name in adapters):
         _check_tied(site, config)
         parts = [adapters.get(name) for name in site.ours]
-        for name, array, rank, gain in _theirs(site, parts, config.hub_rows()[1]):
+        for name, array, rank, gain in _theirs(site, parts, sizes):
             theirs[name] = array
             modules[re.sub(r"\.lora_.*", "", name.removeprefix(PREFIX))] = (rank, gain)
     folder.mkdir(parents=True, exist_ok=True)
@@ -321,7 +322,7 @@ def _theirs(
         axis = 1 if "{e}" in site.module else 0
         bs, start = [], 0
         for i, part in enumerate(parts):
-            shape = list(part.b.shape if part else _kept_shape(site, i, sizes, axis, present[0]))
+            shape = list(part.b.shape if part else How.parse(site.how_b).ours[i].shape(dict(sizes) | {"r": 0}))
             shape[axis] = a.shape[-1]
             b = np.zeros(shape, np.float32)
             if part is not None:
@@ -335,12 +336,6 @@ def _theirs(
     ours = {f"{site.ours[0]}.a": a} | {f"{name}.b": b for name, b in zip(site.ours, bs)}
     for entry in table.inverse(Arrays({name: np.asarray(array, np.float32) for name, array in ours.items()})):
         yield entry.name, np.ascontiguousarray(entry.make()), rank, gain
-
-
-def _kept_shape(site: Site, i: int, sizes: Mapping[str, int], axis: int, like: Adapter) -> tuple[int, ...]:
-    """Of B for a part that has none."""
-    part = How.parse(site.how_b).ours[i]
-    return part.shape(dict(sizes) | {"r": like.a.shape[-1]})
 
 
 def _config(modules: Mapping[str, tuple[int, float]], base: str | None) -> dict[str, Any]:

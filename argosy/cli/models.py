@@ -63,7 +63,7 @@ def told(found: dict[str, Any]) -> str:
     facts = {
         "parameters": f"{total:,} ({counted(total)}){met}",
         "": parts,
-        "sizes": "  ".join(f"{letter} {size}" for letter, size in found["dims"].items()),
+        "sizes": "  ".join(f"{letter} {size}" for letter, size in found["dims"].items() if size),
         "forward": f"{flops(found['flops_per_token_at_1'])} a token, {flops(found['flops_per_token'])} {at}, attention in full; "
         "backward twice as much",
         "weights": weights,

@@ -72,6 +72,16 @@ class SettingsError(UserError):
         return "\n\n".join(map(str, self.problems))
 
 
+def complaint(error: Exception) -> str:
+    """What an error of any kind complains of first, in one line: for telling it as one of ours."""
+    if isinstance(error, ArgosyError):
+        return error.what.splitlines()[0]
+    if (errors := getattr(error, "errors", None)) is not None:  # a validation's
+        one = errors()[0]
+        return f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
 def nearest(name: str, known: Iterable[str], most: int = 8) -> str | None:
     """A hint with the known name closest to a wrong one, or with the first few where none is close."""
     known = sorted(known)

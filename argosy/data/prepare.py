@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.core.formats.files import sync
 from argosy.data.batch import Fingerprint
 from argosy.data.pack import Corpus, Encoded
 from argosy.data.sources import Document, Source
@@ -371,15 +372,6 @@ def one_writer(folder: Path) -> Iterator[Path]:
             lock.unlink(missing_ok=True)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Forces a file, or a folder's names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def sha256(path: Path) -> str:

@@ -81,14 +81,11 @@ def embed(
     graph, weights = split(lm.module)
     pooled = _pooled(graph, lm.module.dtype, pooling or steps.pooling)
     out = np.zeros((len(rows), lm.config.width), np.float32)
-    order = sorted(
-        range(len(rows)), key=lambda row: -len(rows[row])
-    )  # the longest first: what does not fit fails at once
+    order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))  # what does not fit in memory fails at once
     for at in range(0, len(order), batch):
         chosen = order[at : at + batch]
-        out[chosen] = np.asarray(pooled(weights, *_padded([rows[row] for row in chosen], lm.config.context)))[
-            : len(chosen)
-        ]
+        vectors = pooled(weights, *_padded([rows[row] for row in chosen], lm.config.context))
+        out[chosen] = np.asarray(vectors)[: len(chosen)]
     if steps.normalize if normalize is None else normalize:
         out /= np.maximum(np.linalg.norm(out, axis=1, keepdims=True), 1e-12)
     return out

@@ -170,11 +170,17 @@ class LM:
 
     # ---------------------------------------------------------------- files
 
-    def merge(self) -> list[str]:
-        """Adapters become part of the weights; returns the contractions that had one. `save(format="peft")` keeps them."""
+    def merge(self) -> dict[str, Any]:
+        """Adapters become part of the weights; returns them by the contraction that each was on, for `unmerge`."""
         from argosy.adapt.lora import merge
 
         return merge(self.module)
+
+    def unmerge(self, merged: Mapping[str, Any]) -> list[str]:
+        """Puts adapters back beside the weights as they were before `merge`; returns their contractions."""
+        from argosy.adapt.lora import unmerge
+
+        return unmerge(self.module, merged)
 
     def save(self, folder: str | Path, format: Literal["hub", "argosy", "peft"] = "hub", dtype: Any = None) -> None:
         """Writes the model as a Hub folder or an Argosy checkpoint, tokenizer and all; or its adapters as a PEFT folder."""

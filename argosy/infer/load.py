@@ -38,7 +38,7 @@ def load(
     stored = open_model(path, warn)
     dtype = as_dtype(dtype)
     adapters = read_adapter(adapter, stored.config) if adapter is not None else {}
-    model = stored.config.build(Unroll() if adapters else run or default_run(stored.config))
+    model = _dropless(stored.config).build(Unroll() if adapters else run or default_run(stored.config))
     read_into(model, stored.weights, dtype=dtype)
     if adapters:
         put_adapter(model, adapters)
@@ -51,6 +51,13 @@ def load(
             hint="they do not belong together",
         )
     return LM(stored.config, model, tokenizer, generation_of(stored), stored.hub, stored.companions)
+
+
+def _dropless(config: FamilyConfig) -> FamilyConfig:
+    """Without a capacity of experts: an answer must not hang on what else is in its batch."""
+    if config.experts is None or config.experts.capacity is None:
+        return config
+    return config.model_copy(update={"moe": config.experts.model_copy(update={"capacity": None})})
 
 
 def random(config: FamilyConfig, seed: int, *, dtype: Any = None, run: Run | None = None) -> LM:

@@ -120,4 +120,4 @@ def _manifest_of(part: Partial) -> File:
     saved = [f for f in part.folder.iterdir() if f.is_file() and not f.name.startswith((".", manifest.NAME))]
     beside = {f.name: manifest.describe(f, sync=True) for f in saved if f.name not in part.done}
     files = dict(sorted((part.done | beside).items()))
-    return of_text(manifest.NAME, json.dumps({"files": files, "sha256": manifest._digest(files)}, indent=1))
+    return of_text(manifest.NAME, manifest.text(files))

@@ -124,7 +124,7 @@ class BertConfig(AbsoluteConfig):
         return cls(**read | {"first": first, "context": read["context"] - first})
 
     def to_hub(self) -> dict[str, Any]:
-        """As transformers writes it; `has_pooler` is what its class calls that choice."""
+        """As transformers writes it, and `has_pooler`: there the choice is an argument of the class, which no config keeps."""
         said = {"model_type": "bert", "architectures": ["BertModel"]} | TABLE.write(self)
         if self.first:
             said |= {"model_type": "roberta", "architectures": ["RobertaModel"], "pad_token_id": self.first - 1}

@@ -62,7 +62,7 @@ class DeepSeekConfig(FamilyConfig):
     norm_eps: float = Field(1e-6, gt=0)
     """Added to the mean square in RMSNorm; norms over latents have 1e-6 whatever this is."""
     activation: Activation = "silu"
-    """Of the gate, in the layers that have no experts."""
+    """Of the gate, in the feed-forward layer and in experts."""
     moe: Experts
     """The experts."""
     dense: int = Field(1, ge=0)
@@ -147,7 +147,9 @@ class DeepSeekConfig(FamilyConfig):
 
         def block(kind: str) -> PreNorm:
             attention = LatentAttention(d, self.layers, scale=self.scale, bias=self.attention_bias)
-            return PreNorm(attention, MoE(d, self.moe) if kind == "experts" else GLU(d, self.activation), norm)
+            return PreNorm(
+                attention, MoE(d, self.moe, self.activation) if kind == "experts" else GLU(d, self.activation), norm
+            )
 
         return DeepSeek(self, block, norm, run)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field, model_validator
 
 from argosy.core.dims import LOOKED_UP
-from argosy.core.errors import ArgosyError, Unsupported
+from argosy.core.errors import ArgosyError, Unsupported, complaint
 from argosy.core.keymap import Row, kept
 from argosy.core.settings import Settings
 from argosy.models.hub_rows import scaled
@@ -174,7 +174,7 @@ class FamilyConfig(Settings):
             again = type(self).from_hub(said).resolved()
         except (ArgosyError, ValueError) as error:
             raise Unsupported(
-                f"the Hub's `{said['model_type']}` has no such model: {_line(error)}", hint=hint
+                f"the Hub's `{said['model_type']}` has no such model: {complaint(error)}", hint=hint
             ) from None
         mine, theirs = (_without_training(config.model_dump()) for config in (self.resolved(), again))
         if lost := [key for key in mine if mine[key] != theirs[key]]:
@@ -187,10 +187,6 @@ def _without_training(settings: dict[str, Any]) -> dict[str, Any]:
     moe = settings.get("moe")
     kept = {k: v for k, v in moe.items() if k not in ("z_loss", "bias_rate", "capacity", "balance")} if moe else moe
     return settings | {"preset": None} | ({"moe": kept} if moe else {})
-
-
-def _line(error: Exception) -> str:
-    return str(getattr(error, "what", error)).splitlines()[0]
 
 
 class DecoderConfig(FamilyConfig):

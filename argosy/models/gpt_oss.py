@@ -78,7 +78,7 @@ class GptOssConfig(DecoderConfig):
         def block(kind: str) -> PreNorm:
             bias = self.attention_bias
             attention = Attention(self.dims, self.layers, bias=bias, out_bias=bias, sinks=True)
-            return PreNorm(attention, MoE(self.dims, self.moe, act, bias=True), norm)
+            return PreNorm(attention, MoE(self.dims, self.moe, act=act, bias=True), norm)
 
         return Decoder(self, [Layer("block", reach) for reach in self.reaches()], block, norm(), run)
 

@@ -79,7 +79,8 @@ class ConfigTable:
                 problems.append(f"`{key}` = {config[key]!r}: only {' or '.join(map(repr, allowed))} is built")
         if problems:
             raise BadInput(
-                "config.json: " + "; ".join(problems[:8]), hint="`argosy models` lists the architectures that are built"
+                "config.json: " + "; ".join(problems[:8]),
+                hint="take out a key that has no effect on the numbers; what has one is not built here",
             )
         said: dict[str, Any] = {}
         for theirs, ours in self.rows:
@@ -94,9 +95,9 @@ class ConfigTable:
     def write(self, settings: Any) -> dict[str, Any]:
         said = {theirs: attrgetter(ours)(settings) for theirs, ours in self.rows}
         for theirs in [theirs for theirs, ours in self.rows if ours == BALANCE]:
-            said |= {ROUTED: True} if said[theirs] else {ROUTED: False}
-            if not said[theirs]:
-                del said[theirs]
+            said[ROUTED] = bool(said[theirs])
+            if not said[ROUTED]:
+                del said[theirs]  # what the folder came with stays
         acts = {theirs: said[theirs] for theirs, ours in self.rows if ours == "activation"}
         return said | {theirs: WRITTEN.get(act, act) for theirs, act in acts.items()}
 
@@ -134,6 +135,12 @@ def read_pattern(config: Mapping[str, Any], read: Mapping[str, Any], otherwise: 
 def write_pattern(spans: str) -> dict[str, Any]:
     names = {ours: theirs for theirs, ours in KINDS_OF_LAYERS.items()}
     return {"layer_types": [names[span] for span in spans]}
+
+
+def read_dense(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Qwen's way to tell which layers have no experts: each named, and all but every so many."""
+    every, named = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    return tuple(i for i in range(layers) if i in named or (i + 1) % every)
 
 
 def read_rope(

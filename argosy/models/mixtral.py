@@ -51,7 +51,7 @@ class MixtralConfig(DecoderConfig):
             return RMSNorm(self.width, self.norm_eps)
 
         def block(kind: str) -> PreNorm:
-            return PreNorm(Attention(self.dims, self.layers), MoE(self.dims, self.moe), norm)
+            return PreNorm(Attention(self.dims, self.layers), MoE(self.dims, self.moe, self.activation), norm)
 
         return Decoder(self, [Layer("block", reach) for reach in self.reaches()], block, norm(), run)
 

@@ -16,7 +16,7 @@ from pydantic import model_validator
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
 from argosy.models.family import UNROLL, DecoderConfig
-from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
+from argosy.models.hub_config import SIZES, ConfigTable, read_dense, read_pattern, read_rope, write_pattern, write_rope
 from argosy.models.parts.decoder import Decoder, PreNorm
 from argosy.models.parts.heads import Attention
 from argosy.models.parts.mlp import GLU
@@ -93,7 +93,7 @@ class QwenConfig(DecoderConfig):
             attention = Attention(
                 d, self.layers, bias=self.qkv_bias, out_bias=self.out_bias, norms=head_norm if self.qk_norm else None
             )
-            mlp = MoE(d, moe) if moe and kind == "experts" else GLU(d, self.activation)
+            mlp = MoE(d, moe, self.activation) if moe and kind == "experts" else GLU(d, self.activation)
             return PreNorm(attention, mlp, norm)
 
         plan = [Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
@@ -118,20 +118,11 @@ class QwenConfig(DecoderConfig):
         kind = config["model_type"]
         if kind == "qwen3_moe" and "num_local_experts" in config:  # transformers 5 writes this name, and reads both
             config = {"num_experts": config["num_local_experts"]} | config
-        read = TABLES[kind].read(config)
-        biased = {} if kind.startswith("qwen3") else {"qkv_bias": config.get("qkv_bias", True)}
-        if kind.endswith("moe"):
-            read["moe"] = dict(read["moe"]) | EXPERTS[kind]
-            every, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-            biased["dense"] = tuple(i for i in range(read["layers"]) if i in plain or (i + 1) % every)
-        return cls(
-            **read,
-            **biased,
-            qk_norm=kind.startswith("qwen3"),
-            out_bias=read.get("qkv_bias", False),
-            rope=Rope(**read_rope(config)),
-            **windows(config, read),
-        )
+        read = TABLES[kind].read(config) | FIXED[kind]
+        if "moe" in read:
+            read["moe"] |= {"shared_gate": bool(read["moe"].get("shared"))}
+            read["dense"] = read_dense(config, read["layers"])
+        return cls(**read | windows(config, read), rope=Rope(**read_rope(config)))
 
     def to_hub(self) -> dict[str, Any]:
         """The architecture of transformers that has these options."""
@@ -140,8 +131,6 @@ class QwenConfig(DecoderConfig):
         said = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
         said |= {"num_key_value_heads": self.K} | write_rope(self.rope)
         said |= {} if kind == "qwen2" else {"head_dim": self.H}
-        if kind == "qwen2_moe":
-            said |= {"qkv_bias": self.qkv_bias}
         if moe:
             said |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
         if kind == "qwen3_moe" and moe:
@@ -184,20 +173,21 @@ MOE = [
     ("norm_topk_prob", "moe.normalized"),
     ("router_aux_loss_coef", "moe.balance"),
 ]
-SPARSE = frozenset(["decoder_sparse_step", "mlp_only_layers", "output_router_logits", "qkv_bias", "num_local_experts"])
+BIASES = [("attention_bias", "qkv_bias"), ("attention_bias", "out_bias")]
+SHARED = [("shared_expert_intermediate_size", "moe.shared"), ("qkv_bias", "qkv_bias")]
+SPARSE = frozenset(["decoder_sparse_step", "mlp_only_layers", "output_router_logits", "num_local_experts"])
 TABLES = {
     "qwen2": ConfigTable([r for r in SIZES if r[0] != "head_dim"], DEFAULTS, PLAIN, WINDOWS | {"head_dim"}),
-    "qwen3": ConfigTable([*SIZES, ("attention_bias", "qkv_bias")], DEFAULTS | {"head_dim": 128}, harmless=WINDOWS),
+    "qwen3": ConfigTable([*SIZES, *BIASES], DEFAULTS | {"head_dim": 128}, harmless=WINDOWS),
     "qwen2_moe": ConfigTable(
-        [*MOE, ("shared_expert_intermediate_size", "moe.shared")],
-        DEFAULTS | {"norm_topk_prob": False},
-        harmless=WINDOWS | SPARSE,
+        [*MOE, *SHARED], DEFAULTS | {"norm_topk_prob": False, "qkv_bias": True}, harmless=WINDOWS | SPARSE
     ),
-    "qwen3_moe": ConfigTable(
-        [*MOE, ("attention_bias", "qkv_bias")],
-        DEFAULTS | {"norm_topk_prob": False},
-        harmless=WINDOWS | SPARSE,
-    ),
+    "qwen3_moe": ConfigTable([*MOE, *BIASES], DEFAULTS | {"norm_topk_prob": False}, harmless=WINDOWS | SPARSE),
 }
 # What no key of config.json tells, because the architecture fixes it.
-EXPERTS: dict[str, dict[str, Any]] = {"qwen2_moe": {"shared_gate": True}, "qwen3_moe": {}}
+FIXED: dict[str, dict[str, Any]] = {
+    "qwen2": {"qkv_bias": True},
+    "qwen2_moe": {},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True},
+}

@@ -27,7 +27,7 @@ from argosy.core.keymap import Row
 from argosy.core.settings import Settings
 from argosy.models import hub_rows as hub
 from argosy.models.family import UNROLL, DecoderConfig, shortest_pattern
-from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
+from argosy.models.hub_config import SIZES, ConfigTable, read_dense, read_rope, write_rope
 from argosy.models.parts.attend import HEADS, Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.decoder import Decoder, PreNorm
@@ -156,7 +156,9 @@ class Qwen3NextConfig(DecoderConfig):
                 mix = DeltaNet(self.delta, self.width, self.layers, self.norm_eps)
             else:
                 mix = GatedAttention(d, self.layers, bias=self.attention_bias, norms=head_norm)
-            return PreNorm(mix, GLU(d, self.activation) if kind.endswith("dense") else MoE(d, self.moe), norm)
+            return PreNorm(
+                mix, GLU(d, self.activation) if kind.endswith("dense") else MoE(d, self.moe, self.activation), norm
+            )
 
         whole = Reach(None, self.rope)
         plan = [Layer(kind, whole if kind.startswith("attention") else None) for kind in self.kinds]
@@ -187,10 +189,13 @@ class Qwen3NextConfig(DecoderConfig):
     def from_hub(cls, config: dict[str, Any]) -> "Qwen3NextConfig":
         read = TABLE.read(config)
         read["moe"] |= {"shared_gate": True}
-        every, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-        dense = tuple(i for i in range(read["layers"]) if i in plain or (i + 1) % every)
         rope = Rope(**read_rope(config, partial=0.25))
-        return cls(**read, dense=dense, rope=rope, pattern=shortest_pattern(_spans(config, read["layers"])))
+        return cls(
+            **read,
+            dense=read_dense(config, read["layers"]),
+            rope=rope,
+            pattern=shortest_pattern(_spans(config, read["layers"])),
+        )
 
     def to_hub(self) -> dict[str, Any]:
         """As transformers writes it. The share of a head that turns is told even where it is the whole."""

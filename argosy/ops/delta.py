@@ -45,10 +45,11 @@ def delta_rule(
     starts = starts & live
     state = jnp.where(starts[:, 0, None, None, None, None], 0, state)  # a slot's former owner may have left NaN
     T = q.shape[1]
-    if chunk == 1 or T == 1:
-        return recurrent(q, k, v, decay, rate, state, starts)
-    # A program for any length (`export`) has no number here; it computes whole chunks.
-    return chunked(q, k, v, decay, rate, state, starts, min(chunk, T) if isinstance(T, int) else chunk)
+    with jax.default_matmul_precision("highest"):  # by default accelerators multiply float32 as bfloat16 or TF32
+        if chunk == 1 or T == 1:
+            return recurrent(q, k, v, decay, rate, state, starts)
+        # A program for any length (`export`) has no number here; it computes whole chunks.
+        return chunked(q, k, v, decay, rate, state, starts, min(chunk, T) if isinstance(T, int) else chunk)
 
 
 def recurrent(

@@ -93,7 +93,7 @@ def test_a_key_that_is_not_understood_is_refused_and_named(folder: Path):
 def test_an_architecture_that_is_not_built_is_named(folder: Path):
     with pytest.raises(BadInput, match="`mistrall` is not built") as told:
         open_model(configured(folder, model_type="mistrall"))
-    assert "did you mean `mistral`? a new one is one file and one line" in (told.value.hint or "")
+    assert "did you mean `mistral`? A new family is one file and one line" in (told.value.hint or "")
 
 
 def test_quantised_weights_are_refused(folder: Path):

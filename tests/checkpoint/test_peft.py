@@ -45,11 +45,22 @@ def test_merged_on_the_way_and_in_memory(case, tmp_path):
     assert relative(argosy.load(tmp_path / "merged").logits(golden["tokens"]), golden["logits"]) < 2e-5
     lm = argosy.load(base, adapter=adapter)
     adapters = adapters_of(lm.module)
-    assert sorted(lm.merge()) == sorted(adapters)
+    before = lm.logits(golden["tokens"])
+    merged = lm.merge()
+    assert sorted(merged) == sorted(adapters)
     assert relative(lm.logits(golden["tokens"]), golden["logits"]) < 2e-5
+    with pytest.raises(BadInput, match="no adapters"):
+        adapters_of(lm.module)
     out = Merged(weights_of(lm.module), adapters, lm.config, sign=-1)      # and taken out again
     for name in open_model(base).weights.names:
         np.testing.assert_allclose(out.read(name), open_model(base).weights.read(name), atol=2e-6)
+    assert lm.unmerge(merged) == list(merged)
+    np.testing.assert_array_equal(lm.logits(golden["tokens"]), before)
+    lm.merge()
+    other = argosy.load(base)
+    strange = {"layers.9.attn.q": merged[next(iter(merged))]}
+    with pytest.raises(BadInput, match=r"layers\.9\.attn\.q|nothing in the model"):
+        other.unmerge(strange)
 
 
 def test_written_again_it_is_the_same(case, tmp_path):

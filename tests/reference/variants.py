@@ -122,7 +122,9 @@ MIXTRAL = {
     "mixtral-window": (
         "mixtral",
         "old",
-        MULTI_QUERY | TIED | {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 6},
+        MULTI_QUERY
+        | TIED
+        | {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 6, "hidden_act": "gelu_pytorch_tanh"},
     ),
 }
 

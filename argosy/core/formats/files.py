@@ -52,6 +52,15 @@ def write_file(path: Path, file: File, order: Order = np.ascontiguousarray) -> N
         pending.unlink(missing_ok=True)
 
 
+def sync(path: Path) -> None:
+    """Forces a file, or a folder's names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def check_space(folder: Path, needed: int) -> None:
     """That so many bytes fit, in a folder that need not be there yet.
 

@@ -1,6 +1,8 @@
-"""The model around the layers: tokens to logits. And the block that most families have, norms before each half.
+"""The model around the layers: tokens to logits. And the block that most families have, norms before each half:
 
-h = x + attn(norm(x))        y = h + mlp(norm(h))
+    h = x + attn(norm(x))        y = h + mlp(norm(h))
+
+B batch, T time, D width, V vocabulary, A positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +52,6 @@ class Decoder(nnx.Module):
         norm: the last one.
         gain: multiplies what the embedding gives.
         logit_cap: logits become cap * tanh(logits / cap).
-        head_bias: one number for each word.
         positions: a learned vector for each position is added to what the embedding gives.
     """
 
@@ -64,7 +65,6 @@ class Decoder(nnx.Module):
         *,
         gain: float | None = None,
         logit_cap: float | None = None,
-        head_bias: bool = False,
         positions: bool = False,
     ):
         self.config, self.dtype = config, jnp.float32
@@ -73,7 +73,7 @@ class Decoder(nnx.Module):
         self.positions = Einsum("BTA,AD->BTD", config.dims, scale=0.02) if positions else None
         self.layers = Stack(plan, make, run=run)
         self.norm = norm
-        self.head = None if config.tied else Einsum("BTD,DV->BTV", config.dims, bias=head_bias)
+        self.head = None if config.tied else Einsum("BTD,DV->BTV", config.dims)
 
     def embedded(self, tokens: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T D"]:
         """What the first layer reads."""

@@ -9,7 +9,8 @@ computes the same number of rows and the tokens beyond it pass by; first choices
 The router computes in float32 whatever the model does: a choice is discrete, and bfloat16 makes ties. Tokens that are not live
 are sent to no expert and counted nowhere.
 
-What a layer tells: `load`, the assignments of each expert; `balance` and `router_z`, the two auxiliary losses, unweighted.
+What a layer tells: `load`, the assignments of each expert; `balance` and `router_z`, the two auxiliary losses, unweighted;
+with a capacity `dropped`, the share of assignments that it passed by.
 """
 
 import math
@@ -24,7 +25,7 @@ from pydantic import Field, model_validator
 
 from argosy.core.settings import Settings
 from argosy.models.parts.einsum import Einsum, Route
-from argosy.models.parts.mlp import GLU
+from argosy.models.parts.mlp import ACTIVATIONS, GLU, Activation
 from argosy.models.parts.weight import Draw, Meaning, weight
 
 Act = Callable[[Array, Array], Array]
@@ -66,7 +67,13 @@ class Experts(Settings):
     z_loss: float = Field(0.0, ge=0)
     """Weight of the router's squared log partition function (Zoph et al. 2022, arXiv:2202.08906: 1e-3)."""
     capacity: float | None = Field(None, gt=0)
-    """An expert computes at most this many times the rows of an even load; no limit unless told."""
+    """An expert computes at most this many times the rows of an even load; no limit unless told. In training alone: a
+    model that is loaded drops nothing."""
+
+    def places(self, tokens: int) -> int:
+        """Rows that an expert computes at most. It meets a token once."""
+        even = tokens * self.active / self.count
+        return tokens if self.capacity is None else min(tokens, math.ceil(self.capacity * even))
 
     @model_validator(mode="after")
     def _consistent(self) -> "Experts":
@@ -111,30 +118,35 @@ def _looked_at(rank: Float[Array, "X E"], how: Experts) -> Bool[Array, "X E"]:
     return jnp.repeat(kept, groups.shape[-1], -1)
 
 
-def swiglu(gate: Array, up: Array) -> Array:
-    return jax.nn.silu(gate) * up
-
-
 class MoE(nnx.Module):
     """x [B T D] through the experts of each token.
 
     Args:
         dims: size of D.
-        act: of gate and up.
+        activation: of the gate, in the shared expert too.
+        act: of gate and up, where that is another function than activation(gate) * up.
         bias: on the router and on the experts' projections (gpt-oss).
     """
 
     called = "experts"
 
-    def __init__(self, dims: dict[str, int], how: Experts, act: Act = swiglu, *, bias: bool = False):
+    def __init__(
+        self,
+        dims: dict[str, int],
+        how: Experts,
+        activation: Activation = "silu",
+        *,
+        act: Act | None = None,
+        bias: bool = False,
+    ):
         sizes = dims | {"E": how.count, "M": how.ffn, "F": how.shared}
-        self.how, self.act = how, act
+        self.how, self.activation, self.act = how, activation, act
         self.router = Einsum("BTD,DE->BTE", sizes, bias=bias)
         self.bias = weight((how.count,), Meaning("E"), Draw("constant", 0.0), Moved) if how.bias else None
         self.gate = Einsum("XD,EDM->XM", sizes, bias=bias)
         self.up = Einsum("XD,EDM->XM", sizes, bias=bias)
         self.down = Einsum("XM,EMD->XD", sizes, bias=bias)
-        self.shared = GLU(sizes) if how.shared else None
+        self.shared = GLU(sizes, activation) if how.shared else None
         self.shared_gate = Einsum("BTD,DO->BTO", sizes | {"O": 1}) if how.shared_gate else None
 
     def __call__(
@@ -169,9 +181,8 @@ class MoE(nnx.Module):
         self, x: Float[Array, "X D"], weights: Float[Array, "X k"], chosen: Int[Array, "X k"]
     ) -> Float[Array, "X D"]:
         """Each expert has the same number of places; who finds none is dropped."""
-        assert self.how.capacity is not None
         E, (X, k) = self.how.count, chosen.shape
-        places = min(X, math.ceil(self.how.capacity * X * k / E))
+        places = self.how.places(X)
         ranked = chosen.T.reshape(-1)  # first choices first
         mine = ranked[:, None] == jnp.arange(E)
         place = jnp.sum(jnp.where(mine, jnp.cumsum(mine, 0) - 1, 0), 1)
@@ -184,7 +195,9 @@ class MoE(nnx.Module):
         return jnp.sum(picked.reshape(k, X, -1) * weights.T[..., None].astype(y.dtype), 0)
 
     def experts(self, rows: Float[Array, "X D"], route: Route) -> Float[Array, "X D"]:
-        return self.down(self.act(self.gate(rows, route), self.up(rows, route)), route)
+        gate, up = self.gate(rows, route), self.up(rows, route)
+        y = ACTIVATIONS[self.activation](gate) * up if self.act is None else self.act(gate, up)
+        return self.down(y, route)
 
 
 def sorted_by(expert: Int[Array, "X"], count: int) -> Int[Array, "X"]:
@@ -210,7 +223,9 @@ def said(
     scores = jax.nn.sigmoid(logits) if how.score == "sigmoid" else jax.nn.softmax(logits)
     share = jnp.sum(real[:, None] * scores / jnp.sum(scores, -1, keepdims=True), 0) / tokens
     lse = jax.nn.logsumexp(logits, -1)
-    return {
+    over = jnp.maximum(load - how.places(alive.shape[0]), 0.0)
+    dropped = {} if how.capacity is None else {"dropped": jnp.sum(over) / jnp.maximum(jnp.sum(load), 1.0)}
+    return dropped | {
         "load": load,
         "balance": how.count * jnp.sum(load / tokens * share),
         "router_z": jnp.sum(real * lse * lse) / tokens,

@@ -38,6 +38,8 @@ def with_routers(loss: Loss, model: Any, told: Told, weight: Float[Array, ""]) -
         "expert_load_max": jnp.max(share),
         "experts_idle": jnp.mean(load == 0),
     }
+    if how.capacity is not None:
+        metrics["experts_dropped"] = jnp.mean(jnp.concatenate([said["dropped"] for said in layers]))
     added = (how.balance * metrics["router_balance"] + how.z_loss * metrics["router_z"]) * weight
     told_of = {name: Mean(value * weight, weight) for name, value in metrics.items()}
     loads = _by_address(model, told) if how.bias else {}

@@ -1,0 +1,222 @@
+"""Experts against a dense oracle in float64: every expert computes every token, and a mask says who counts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import relative
+
+import argosy
+from argosy.models.mixtral import MixtralConfig
+from argosy.models.parts.moe import Experts, MoE, choose
+from argosy.models.parts.stack import Unroll, layer_addresses
+from argosy.models.parts.weight import fill, merge, put, split, variables
+from argosy.train.objectives.next_token import NextToken
+
+WIDTH = 22
+HOWS = {
+    "softmax": Experts(count=7, active=3, ffn=10),
+    "not normalized": Experts(count=7, active=3, ffn=10, normalized=False, scale=2.5),
+    "softmax of the chosen": Experts(count=7, active=3, ffn=10, score="softmax_chosen"),
+    "sigmoid, groups of two, bias": Experts(
+        count=12, active=4, ffn=10, score="sigmoid", groups=4, kept_groups=2, bias=True, scale=2.5
+    ),
+    "groups by their best": Experts(count=12, active=2, ffn=10, groups=6, kept_groups=3, group_strength="max"),
+    "shared, gated": Experts(count=5, active=2, ffn=10, shared=14, shared_gate=True),
+    "one of one": Experts(count=1, active=1, ffn=10),
+}
+
+
+def made(how: Experts, activation="silu", *, bias=False, seed=0) -> MoE:
+    """With noise on every weight, the biases too."""
+    moe = MoE({"D": WIDTH}, how, activation, bias=bias)
+    rng = np.random.default_rng(seed)
+    put(moe, {name: jnp.asarray(rng.standard_normal(v.shape) * 0.4, jnp.float32) for name, v in variables(moe).items()})
+    return moe
+
+
+def inputs(B=3, T=17, seed=1):
+    rng = np.random.default_rng(seed)
+    live = rng.random((B, T)) < 0.8
+    return rng.standard_normal((B, T, WIDTH)).astype(np.float32), live
+
+
+ACTS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def weights_by_hand(how: Experts, logits: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """[X E]: the weight of each expert for each token, a token at a time, as the papers tell it; 0 where it is not chosen."""
+    out = np.zeros_like(logits)
+    for row, (z, w) in enumerate(zip(logits, out, strict=True)):
+        scores = 1 / (1 + np.exp(-z)) if how.score == "sigmoid" else softmax(z)
+        ranked = (z if how.score == "softmax_chosen" else scores) + bias
+        size = how.count // how.groups
+        strengths = []
+        for g in range(how.groups):
+            best = sorted(ranked[g * size : (g + 1) * size], reverse=True)
+            strengths.append(best[0] if how.group_strength == "max" else sum(best[:2]))
+        kept = sorted(range(how.groups), key=lambda g: -strengths[g])[: how.kept_groups]
+        allowed = [e for e in range(how.count) if e // size in kept]
+        chosen = sorted(allowed, key=lambda e: -ranked[e])[: how.active]
+        if how.score == "softmax_chosen":
+            w[chosen] = softmax(z[chosen])
+        else:
+            w[chosen] = scores[chosen] / (scores[chosen].sum() if how.normalized else 1)
+        out[row] *= how.scale
+    return out
+
+
+def oracle(moe: MoE, x: np.ndarray, live: np.ndarray, drop=lambda weights: weights) -> np.ndarray:
+    """What the part should give. drop: takes assignments out of [X E] weights."""
+    of = {name: np.asarray(v[...], np.float64) for name, v in variables(moe).items()}
+    how, act, rows = moe.how, ACTS[moe.activation], x.reshape(-1, WIDTH).astype(np.float64)
+
+    def through(name, rows, eq):
+        bias = of.get(f"{name}.b", 0.0)
+        return np.einsum(eq, rows, of[f"{name}.w"]) + (bias if np.ndim(bias) == 0 else bias[:, None])
+
+    logits = rows @ of["router.w"] + of.get("router.b", 0.0)
+    weights = weights_by_hand(how, logits, of.get("bias", np.zeros(how.count)))
+    weights = drop(weights * live.reshape(-1, 1))
+    y = act(through("gate", rows, "xd,edm->exm")) * through("up", rows, "xd,edm->exm")
+    y = np.einsum("xe,exd->xd", weights, through("down", y, "exm,emd->exd"))
+    if how.shared:
+        z = (act(rows @ of["shared.gate.w"]) * (rows @ of["shared.up.w"])) @ of["shared.down.w"]
+        y += z / (1 + np.exp(-rows @ of["shared_gate.w"])) if how.shared_gate else z
+    return y.reshape(x.shape)
+
+
+def run(moe: MoE, x, live):
+    graph, leaves = split(moe)
+    return jax.jit(lambda leaves, x, live: merge(graph, leaves)(x, live))(leaves, x, live)
+
+
+@pytest.mark.parametrize("name", HOWS)
+def test_dropless_equals_every_expert_on_every_token(name):
+    moe = made(HOWS[name])
+    x, live = inputs()
+    y, said = run(moe, x, live)
+    assert relative(y, oracle(moe, x, live)) < 1e-5
+    assert int(said["load"].sum()) == live.sum() * moe.how.active
+
+
+@pytest.mark.parametrize("activation", ACTS)
+def test_activation_and_biases(activation):
+    """Of the experts and of the shared one."""
+    moe = made(HOWS["shared, gated"], activation, bias=True)
+    x, live = inputs()
+    assert relative(run(moe, x, live)[0], oracle(moe, x, live)) < 1e-5
+
+
+def test_a_capacity_that_nobody_reaches_drops_nothing():
+    how = HOWS["softmax"]
+    x, live = inputs()
+    moe = made(how.model_copy(update={"capacity": how.count / how.active}))
+    y, said = run(moe, x, live)
+    assert relative(y, oracle(moe, x, live)) < 1e-5
+    assert float(said["dropped"]) == 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_capacity_serves_first_choices_first(bias):
+    how = HOWS["softmax"].model_copy(update={"capacity": 0.6})
+    moe = made(how, bias=bias)
+    x, live = inputs()
+    places = -(-6 * live.size * how.active // (10 * how.count))
+    dropped = []
+
+    def drop(weights):
+        """A choice at a time, tokens in their order, until an expert is full."""
+        out, used = np.zeros_like(weights), np.zeros(how.count, int)
+        ranks = np.argsort(-weights, axis=1)[:, : how.active]
+        for choice in range(how.active):
+            for token in range(len(weights)):
+                e = ranks[token, choice]
+                if weights[token, e] == 0:
+                    continue
+                if used[e] < places:
+                    out[token, e], used[e] = weights[token, e], used[e] + 1
+                else:
+                    dropped.append((token, e))
+        return out
+
+    expected = oracle(moe, x, live, drop)
+    y, said = run(moe, x, live)
+    assert len(dropped) > 5
+    assert relative(y, expected) < 1e-5
+    assert float(said["dropped"]) == pytest.approx(len(dropped) / (live.sum() * how.active))
+    assert relative(y, oracle(moe, x, live)) > 1e-2, "nothing was dropped"
+
+
+@pytest.mark.parametrize("capacity", [None, 0.6])
+def test_tokens_that_are_not_live_reach_no_expert(capacity):
+    """Their contents, NaN too, change nothing of the others; they take no place and are counted nowhere."""
+    moe = made(HOWS["softmax"].model_copy(update={"capacity": capacity}))
+    x, live = inputs()
+    y, said = run(moe, x, live)
+    z, again = run(moe, np.where(live[..., None], x, 3 - x).astype(np.float32), live)
+    np.testing.assert_array_equal(y[live], z[live])
+    for name in said:
+        np.testing.assert_array_equal(said[name], again[name])
+    assert not np.asarray(y)[~live].any()
+
+
+def test_auxiliary_losses_by_hand():
+    how = HOWS["softmax"]
+    moe = made(how)
+    x, live = inputs()
+    said = run(moe, x, live)[1]
+    logits = x[live].astype(np.float64) @ np.asarray(moe.router.w[...], np.float64)
+    chosen = np.argsort(-logits, 1)[:, : how.active]
+    f = np.bincount(chosen.ravel(), minlength=how.count) / len(logits)
+    assert float(said["balance"]) == pytest.approx(how.count * (f * softmax(logits).mean(0)).sum(), rel=1e-5)
+    lse = np.log(np.exp(logits).sum(1))
+    assert float(said["router_z"]) == pytest.approx((lse**2).mean(), rel=1e-5)
+
+
+def test_the_bias_moves_choices_and_not_weights():
+    how = HOWS["sigmoid, groups of two, bias"].model_copy(update={"groups": 1, "kept_groups": 1, "normalized": False})
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((50, how.count)), jnp.float32)
+    bias = jnp.zeros(how.count).at[5].set(10.0)
+    weights, chosen = choose(logits, how, bias)
+    assert (chosen[:, 0] == 5).all()
+    np.testing.assert_allclose(weights[:, 0], how.scale * jax.nn.sigmoid(logits[:, 5]), rtol=1e-6)
+    assert not (choose(logits, how)[1] == 5).any(1).all()
+
+
+def test_gradients_reach_router_and_experts_through_a_capacity():
+    moe = made(HOWS["softmax"].model_copy(update={"capacity": 0.8}))
+    graph, leaves = split(moe)
+    x, live = map(jnp.asarray, inputs())
+    grads = jax.jit(jax.grad(lambda leaves: jnp.sum(merge(graph, leaves)(x, live)[0] ** 2)))(leaves)
+    assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in grads.values())
+
+
+TINY = MixtralConfig(
+    vocab=101, width=24, layers=2, ffn=20, heads=2, context=64, moe=Experts(count=4, active=2, ffn=20, capacity=0.5)
+)
+
+
+def test_training_tells_what_is_dropped_and_a_loaded_model_drops_nothing(tmp_path):
+    model = TINY.build(Unroll())
+    fill(model, jax.random.key(0), addresses=layer_addresses(model))
+    tokens = np.random.default_rng(0).integers(3, TINY.vocab, (2, 24))
+    batch = {"tokens": tokens, "targets": tokens, "segments": np.ones_like(tokens), "mask": np.ones(tokens.shape, np.float32)}
+    metrics = NextToken(head="logits")(model, jax.tree.map(jnp.asarray, batch), jax.random.key(0)).metrics
+    dropped = metrics["experts_dropped"]
+    assert float(dropped.total / dropped.weight) > 0.2
+    argosy.LM(TINY, model).save(tmp_path / "kept", format="argosy")
+    lm = argosy.load(tmp_path / "kept")
+    assert lm.config.moe.capacity == 0.5
+    alone = [lm.logits(tokens[i : i + 1]) for i in range(2)]
+    assert relative(lm.logits(tokens), np.concatenate(alone)) < 1e-5
+    assert relative(argosy.LM(TINY, model).logits(tokens), np.concatenate(alone)) > 1e-3
