@@ -20,7 +20,8 @@ from argosy.core.registry import Registry
 class Score:
     """How a query and a key make a score. It belongs to the layer; an implementation that cannot honour it refuses.
 
-    window: a query sees itself and the window-1 tokens before it. cap: scores become cap * tanh(score / cap).
+    window: a query sees itself and the window-1 tokens before it. chunked: of these only the ones in its own chunk: sequences
+    are cut every `window` tokens (Llama 4). cap: scores become cap * tanh(score / cap).
     sinks: one more logit for each head that takes weight and gives nothing (gpt-oss).
     """
 
@@ -28,13 +29,14 @@ class Score:
     window: int | None = None
     cap: float | None = None
     sinks: Float[Array, "N"] | None = None
+    chunked: bool = False
 
 
 @dataclass(frozen=True)
 class See:
     """Which keys a query may see: those of its own segment and, if causal, not after it.
 
-    aligned: queries and keys are the same tokens in the same order, positions 0..T-1.
+    aligned: queries and keys are the same tokens in the same order, positions 0..T-1. picked: of those, only these.
     """
 
     q_at: Int[Array, "B T"]
@@ -43,6 +45,7 @@ class See:
     k_segment: Int[Array, "B S"] | None = None
     causal: bool = True
     aligned: bool = False
+    picked: Bool[Array, "B T S"] | None = None
 
     def dense(self, window: int | None) -> Bool[Array, "B T S"]:
         ahead = self.q_at[:, :, None] - self.k_at[:, None, :]
@@ -53,7 +56,7 @@ class See:
             seen &= (ahead if self.causal else jnp.abs(ahead)) < window
         if self.q_segment is not None and self.k_segment is not None:
             seen &= self.q_segment[:, :, None] == self.k_segment[:, None, :]
-        return seen
+        return seen if self.picked is None else seen & self.picked
 
 
 class Implementation(NamedTuple):

@@ -21,7 +21,7 @@ MOST_BLOCKS = 16  # the program is unrolled over them: longer sequences get long
 
 
 def _refuses(q: Array, k: Array, v: Array, see: See, score: Score) -> str | None:
-    if not (see.aligned and see.causal):
+    if not (see.aligned and see.causal) or see.picked is not None:
         return "only a causal pass over a whole sequence"
     if score.cap is not None or score.sinks is not None:
         return "no soft cap and no sinks"

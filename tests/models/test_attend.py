@@ -52,6 +52,9 @@ class Shared:
     def release(self, y):
         return jnp.einsum("BTNR,RH->BTNH", y, self.v)
 
+    def narrow(self, held, see, window):
+        return see
+
     def multiplications(self, T, S):
         return S * 2, T
 

@@ -8,6 +8,8 @@ Runs in an environment of its own, with torch; knows nothing of Argosy. Each gol
         tokens [2 41], logits [2 41 V] float32     one forward of whole sequences
         greedy [31]                                11 given tokens and the 20 that follow
         ahead [2 40 V]                             of the token after the next one, where a model predicts it
+        double [1 41 V] float64                    logits of the first row in float64, where layers recur: there float32's own
+                                                   rounding grows with depth
     golden.npz of an encoder
         tokens, types, mask [2 41]                 one row whole, one padded; tokens of both types
         hidden [2 41 D], pooled [2 D]              the last layer's vectors; what the pooler makes of them, if there is one
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
+from transformers import modeling_rope_utils
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 from variants import BASE, EVERY, OUTSIDE
@@ -155,6 +158,30 @@ def ahead(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
     return further._project_to_logits(x).numpy()
 
 
+class Doubled:
+    """`torch` with float64 in the place of float32."""
+
+    def __getattr__(self, name: str) -> object:
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+
+@torch.no_grad()
+def double(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
+    """Logits of the first row computed in float64 throughout: also where the code says float32."""
+    modules, to_float = (sys.modules[type(model).__module__], modeling_rope_utils), torch.Tensor.float
+    try:
+        torch.Tensor.float = torch.Tensor.double
+        for module in modules:
+            module.torch = Doubled()
+        whole = type(model)(model.config).double().eval()  # built anew: it keeps a table of rotations
+        whole.load_state_dict(model.state_dict())
+        return whole(torch.from_numpy(tokens[:1]), use_cache=False).logits.numpy()
+    finally:
+        torch.Tensor.float = to_float
+        for module in modules:
+            module.torch = torch
+
+
 @torch.no_grad()
 def margin(model: torch.nn.Module, greedy: np.ndarray) -> float:
     """How far the second best stayed behind at the closest greedy choice, as a share of the largest logit."""
@@ -185,6 +212,8 @@ def make(name: str) -> None:
             found = answers(model, seed)
             if EVERY[name][2].get("_mtp"):
                 found["ahead"] = ahead(model, found["tokens"])
+            if EVERY[name][2].get("_double"):
+                found["double"] = double(model, found["tokens"])
         sharp = sharpness(model, found["tokens"])
         clear = margin(model, found["greedy"]) if "greedy" in found else 1.0
         varied = "greedy" not in found or len(set(found["greedy"][PROMPT:].tolist())) > GREEDY // 3

@@ -311,6 +311,7 @@ NEXT = {
     "shared_expert_intermediate_size": 26,
     "num_hidden_layers": 4,
     "_means": {"A_log": -2.0},
+    "_double": True,
     "_gain": 6.0,
 }
 RECURRENT = "linear_attention"

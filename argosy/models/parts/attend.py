@@ -15,7 +15,7 @@ devices and pipelines without knowing which strategy it is. There is no decode t
     Bidirectional(segments)                 encoders and diffusion: everything in a segment sees everything
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -44,6 +44,10 @@ class Read(Protocol):
         """An output in that space, back in heads."""
         ...
 
+    def narrow(self, held: Cache, see: See, window: int | None) -> See:
+        """Who sees whom, where what is held has a say in it (sparse attention)."""
+        ...
+
     def multiplications(self, T: int, S: int) -> tuple[int, int]:
         """Of T queries against S tokens, a row: expanded, absorbed."""
         ...
@@ -60,6 +64,9 @@ class Heads:
 
     def release(self, y: Array) -> Array:
         return y
+
+    def narrow(self, held: Cache, see: See, window: int | None) -> See:
+        return see
 
     def multiplications(self, T: int, S: int) -> tuple[int, int]:
         return 0, 0
@@ -107,6 +114,9 @@ class Attend(Protocol):
 
 def meet(q: Array, held: Cache, read: Read, score: Score, see: See, absorb: bool | None) -> Array:
     """Attention on what is held: expanded or absorbed, whichever multiplies less, unless told."""
+    if score.chunked and score.window and see.q_segment is None:
+        see = replace(see, q_segment=see.q_at // score.window, k_segment=see.k_at // score.window)
+    see = read.narrow(held, see, score.window)
     T, S = q.shape[1], see.k_at.shape[1]
     if absorb is None and not (isinstance(T, int) and isinstance(S, int)):
         absorb = False  # an export with lengths left open
@@ -189,8 +199,11 @@ class Packed:
         return _segment_lengths(self.segments)
 
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
-        at = _rows(self.segments)
-        see = See(at, at, self.segments, self.segments, aligned=True)
+        at, segments = _rows(self.segments), self.segments
+        if score.chunked and score.window:
+            starts = _segment_starts(segments) | (self.positions % score.window == 0)
+            segments = jnp.cumsum(starts, 1, dtype=jnp.int32)
+        see = See(at, at, segments, segments, aligned=True)
         return meet(q, held, read, score, see, self.absorb), cache
 
     def carry(self, cache: Cache | None) -> Carry:

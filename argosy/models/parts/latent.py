@@ -19,7 +19,7 @@ from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.heads import Reach, turned
 from argosy.models.parts.norm import RMSNorm
-from argosy.ops.attention import Score
+from argosy.ops.attention import Score, See
 
 LATENT_EPS = 1e-6  # of the norms over latents, whatever the others have
 
@@ -87,6 +87,9 @@ class Latent:
 
     def release(self, y: Array) -> Array:
         return self.layer.v_up.via("BTNR,RNU->BTNU", y)
+
+    def narrow(self, held: Cache, see: See, window: int | None) -> See:
+        return see
 
     def multiplications(self, T: int, S: int) -> tuple[int, int]:
         R, N, H, U, P = self._sizes()
