@@ -102,12 +102,17 @@ def ours(ffn: int) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    shapes = {"router": (WIDTH, EXPERTS), "gate": (EXPERTS, WIDTH, ffn), "up": (EXPERTS, WIDTH, ffn)}
-    shapes |= {"down": (EXPERTS, ffn, WIDTH), "x": (TOKENS, WIDTH)}
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    drawn = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items())}
-    x = drawn.pop("x")
-    weights = {name: w / WIDTH**0.5 for name, w in drawn.items()}
+    from argosy.models.parts.moe import Experts, MoE
+    from argosy.models.parts.weight import fill, merge, split
+
+    layer = MoE({"D": WIDTH}, Experts(count=EXPERTS, active=TOP, ffn=ffn))
+    fill(layer, jax.random.key(0), addresses=lambda address: [address])
+    graph, weights = split(layer)
+    x, live = jax.random.normal(jax.random.key(1), (1, TOKENS, WIDTH)), jnp.ones((1, TOKENS), bool)
+
+    def block(weights: Any, x: Any) -> Any:
+        return merge(graph, weights)(x, live)[0]
+
     forward = jax.jit(block)
     both = jax.jit(jax.grad(lambda weights, x: jnp.sum(jnp.sin(block(weights, x))), (0, 1)))
     told: dict[str, Any] = {
@@ -118,25 +123,6 @@ def ours(ffn: int) -> dict[str, Any]:
     product = jax.jit(jnp.dot)
     best = min(timed(lambda: product(square, square).block_until_ready(), 1)["wall"] for _ in range(8))
     return told | {"peak": 2 * 2048**3 / best}
-
-
-def block(weights: dict[str, Any], x: Any) -> Any:
-    """Tokens through their experts and back: rows in order of their expert between two exchanges."""
-    import jax
-    import jax.numpy as jnp
-
-    from argosy.ops.grouped import grouped_matmul
-
-    scores = jax.nn.softmax(x @ weights["router"], -1)
-    share, chosen = jax.lax.top_k(scores, TOP)
-    share = share / jnp.sum(share, -1, keepdims=True)
-    flat = chosen.reshape(-1)
-    order = jnp.sort(flat * flat.size + jnp.arange(flat.size)) % flat.size  # one key: faster than argsort, and stable
-    sizes = jnp.bincount(flat, length=EXPERTS)
-    rows = x[order // TOP]
-    h = jax.nn.silu(grouped_matmul(rows, weights["gate"], sizes)) * grouped_matmul(rows, weights["up"], sizes)
-    y = grouped_matmul(h, weights["down"], sizes) * share.reshape(-1)[order, None]
-    return jnp.zeros_like(x).at[order // TOP].add(y)
 
 
 def theirs(name: str, ffn: int) -> dict[str, Any]:

@@ -288,6 +288,29 @@ def made(*ways: tuple[str, Callable[[gguf.GGUFWriter], None]]) -> list[Files]:
         return [{"model.gguf": data, "model.json": tree_of(Path(folder) / "y.gguf", data)} for data in files]
 
 
+GOLDENS = Path(__file__).parent / "goldens" / "models"
+
+
+def families_gguf() -> list[Files]:
+    """A small model of each architecture, as llama.cpp's converter writes it."""
+    import tempfile
+
+    from gguf_files import ARCHS, write_gguf
+    from golden_weights import write_model
+    from safetensors.numpy import load_file
+
+    found: dict[str, Files] = {}
+    for golden in sorted(GOLDENS.iterdir()):
+        config = json.loads((golden / "config.json").read_text(encoding="utf-8"))
+        if (kind := config["model_type"]) in found or kind not in ARCHS:
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            weights = load_file(write_model(golden, Path(scratch) / "hub") / "model.safetensors")
+            data = write_gguf(Path(scratch) / "x.gguf", config, weights).read_bytes()
+            found[kind] = {"model.gguf": data, "model.json": tree_of(Path(scratch) / "y.gguf", data)}
+    return list(found.values())
+
+
 def tree_of(path: Path, data: bytes) -> bytes:
     """What a GGUF file says, as JSON, for mutations by value."""
     from argosy.core.formats.gguf import GGUF
@@ -322,7 +345,8 @@ def read_gguf(folder: Path) -> None:
 
 @cache
 def configs_good() -> list[Files]:
-    """Two generations of config.json of every example of every family that the Hub can express; the laws ask for more."""
+    """Two generations of config.json of every example of every family that the Hub can express (the laws ask for more), and
+    those that transformers wrote."""
     from argosy.checkpoint.hub import config_from
     from argosy.models import FAMILIES
 
@@ -336,7 +360,10 @@ def configs_good() -> list[Files]:
                 continue
             old = {key: value for key, value in hub.items() if key != "rope_parameters"}
             found += [{"config.json": json.dumps(one).encode()} for one in (hub, old)]
-    return found
+    theirs = [golden / "config.json" for golden in sorted(GOLDENS.iterdir())]
+    inner = json.loads((GOLDENS / "gemma3-plain" / "config.json").read_text(encoding="utf-8"))
+    outer = {"model_type": "gemma3", "text_config": inner, "vision_config": {"hidden_size": 16}, "mm_tokens_per_image": 256}
+    return [*found, *({"config.json": path.read_bytes()} for path in theirs), {"config.json": json.dumps(outer).encode()}]
 
 
 def mutate_config(draw: random.Random, files: Files, other: Files) -> Files:
@@ -495,7 +522,7 @@ KINDS: dict[str, Kind] = {
     "shards": Kind(
         shards_good, either(any_value("model.safetensors.index.json"), header("one.safetensors")), read_tensors
     ),
-    "gguf": Kind(cache(lambda: made(("llama", put_model))), GGUF, read_gguf),
+    "gguf": Kind(cache(lambda: [*made(("llama", put_model)) * 4, *families_gguf()]), GGUF, read_gguf),
     "gguf vocabulary": Kind(
         cache(lambda: made(("llama", put_pieces), ("llama", put_bytes), ("bert", put_words))), GGUF, read_tokenizer
     ),

@@ -20,7 +20,8 @@ from argosy.models.parts.weight import Frozen, Leaves, put, variable, variables
 
 
 def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contraction) -> dict[str, Any]:
-    """`{name: module}` of the modules of a type whose name matches; outermost ones only (a LoRA, not what it wraps).
+    """`{name: module}` of the modules of a type whose name matches; outermost ones only (a LoRA, not what it wraps), and
+    none that only a choice follows from (`Contraction.chooses`).
 
     Raises:
         BadInput: nothing matches, or the pattern is no regular expression.
@@ -30,7 +31,7 @@ def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contractio
     names: list[str] = []
     for path, node in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         name = ".".join(map(str, path))
-        if not isinstance(node, of) or any(name.startswith(outer + ".") for outer in found):
+        if not isinstance(node, of) or getattr(node, "chooses", False) or _within(name, found):
             continue
         names.append(_kind_name(model, name))
         if rule.fullmatch(name) or rule.fullmatch(names[-1]):
@@ -110,6 +111,10 @@ def _own(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _matches(model: nnx.Module, rule: re.Pattern[str], name: str) -> bool:
     return bool(rule.fullmatch(name) or rule.fullmatch(_kind_name(model, name)))
+
+
+def _within(name: str, found: Mapping[str, Any]) -> bool:
+    return any(name.startswith(outer + ".") for outer in found)
 
 
 def _kind_name(model: nnx.Module, name: str) -> str:

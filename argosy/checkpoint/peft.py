@@ -28,7 +28,7 @@ from argosy.adapt.lora import LoRA
 from argosy.adapt.surgery import swap
 from argosy.checkpoint.hub import read_json
 from argosy.core.errors import BadInput, Unsupported, nearest
-from argosy.core.formats import Arrays, Entry, Reader
+from argosy.core.formats import Arrays, Entry, Reader, is_apart, read_part
 from argosy.core.formats.files import write_file
 from argosy.core.formats.safetensors import SafeTensors, tensors_file
 from argosy.core.keymap import How, KeyMap, Row
@@ -36,7 +36,8 @@ from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Unroll, to_layers
 from argosy.models.parts.weight import put, split
 
-CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
 # Keys that change the function, and the values that leave it alone.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
@@ -98,7 +99,8 @@ def sites(config: Any) -> list[Site]:
             continue
         for layer in (None,) if row.over is None else row.over:
             names = tuple(path.removesuffix(".w").replace("{l}", str(layer)) for path in ours)
-            if (hows := _hows(row.how, specs[names[0]])) is not None:
+            hows = None if specs[names[0]].chooses else _hows(row.how, specs[names[0]])
+            if hows is not None:
                 module = row.theirs.removesuffix(".weight").replace("{l}", str(layer))
                 out.append(Site(module, names, *hows, table="V" in specs[names[0]].inner))
     return out
@@ -209,13 +211,24 @@ class Merged:
         return self.weights.dtype(name)
 
     def read(self, name: str) -> np.ndarray:
-        weight = self.weights.read(name)
+        return self._merged(name, self.weights.read(name), slice(None))
+
+    def is_apart(self, name: str) -> bool:
+        return is_apart(self.weights, name)
+
+    def read_part(self, name: str, i: int) -> np.ndarray:
+        return self._merged(name, read_part(self.weights, name, i)[None], slice(i, i + 1))[0]
+
+    def _merged(self, name: str, weight: np.ndarray, of_experts: slice) -> np.ndarray:
+        """A weight, or those entries of its first axis, which is that of experts."""
         if name not in self.adapters:
             return weight
         of, adapter = self.specs[name], self.adapters[name]
+        experts = of_experts if of.group else slice(None)
+        a, b = (factor[experts].astype(np.float32) for factor in (adapter.a, adapter.b))
         outer = "".join(letter for letter in of.spec if letter not in of.inner + of.group)
-        eq = f"{of.group}{of.inner}r,{of.group}r{outer}->{of.spec}"
-        delta = np.einsum(eq, adapter.a.astype(np.float32), adapter.b.astype(np.float32), optimize=True)
+        delta = np.einsum(f"{of.group}{of.inner}r,{of.group}r{outer}->{of.spec}", a, b, optimize=True)
+        delta = delta if of.group else delta[of_experts]
         return (weight.astype(np.float32) + self.sign * np.float32(adapter.gain) * delta).astype(weight.dtype)
 
 

@@ -26,6 +26,8 @@ LEGEND: dict[str, str] = {
     "Y": "token_types",  # rows of a learned embedding of which of two texts a token is of
     "O": "pooled",  # what an encoder's pooler makes of a sequence
     "W": "conv",  # taps of a short convolution
+    "I": "index_heads",  # of the index of sparse attention
+    "J": "index",  # and their size
     "L": "layers",
 }
 

@@ -168,7 +168,7 @@ class Assembly:
     @property
     def flops_per_step(self) -> int:
         """Forward and backward, attention in full; twice the forward pass for the backward one."""
-        return 3 * self.run.data.batch * self.run.model.flops(self.run.data.sequence)
+        return self.run.data.batch * self.run.model.training_flops(self.run.data.sequence)
 
 
 def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:

@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from argosy.checkpoint import manifest
+from argosy.checkpoint import manifest, peft
 from argosy.checkpoint.hub import Mapped, check_tied
 from argosy.checkpoint.peft import Merged, read_adapter
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
@@ -63,7 +63,9 @@ def convert(
     if adapter is not None:
         adapters = read_adapter(adapter, stored.config)
         stored = replace(stored, weights=Merged(stored.weights, adapters, stored.config))
-        facts["adapter"] = hashlib.sha256((Path(adapter) / "adapter_model.safetensors").read_bytes()).hexdigest()[:12]
+        facts["adapter"] = hashlib.sha256(b"".join((Path(adapter) / n).read_bytes() for n in peft.FILES)).hexdigest()[
+            :12
+        ]
         say(f"merging adapters on {len(adapters)} weights")
     tokenizer = tokenizer_of(stored)
     if tokenizer is not None and tokenizer.vocab > stored.config.vocab:

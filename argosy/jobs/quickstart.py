@@ -131,7 +131,7 @@ def make_vocabulary(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
 
 def predict(run: Run, speak: Callable[[str], None]) -> float:
     """Seconds of steps, from the FLOPs of the model and the matrix products this machine does in a second."""
-    flops = 3 * run.data.batch * run.model.flops(run.data.sequence)
+    flops = run.data.batch * run.model.training_flops(run.data.sequence)
     rate = matmul_rate()
     seconds = run.steps * flops / (SHARE_OF_PEAK * rate)
     weights = run.model.parameters() * 4

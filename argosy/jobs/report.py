@@ -69,7 +69,7 @@ def facts(values: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, A
         told["model"] = values["model"].get("preset") or values["model"]["family"]
         told["data"], told["optimizer"] = values["data"]["source"], values["optimizer"]["name"]
         told["parameters"] = config.parameters()
-        told["flops_per_step"] = 3 * values["data"]["batch"] * config.flops(values["data"]["sequence"])
+        told["flops_per_step"] = values["data"]["batch"] * config.training_flops(values["data"]["sequence"])
     except (ArgosyError, ValueError, KeyError, TypeError):
         pass  # settings of another version, or edited by hand: the page does without
     return told

@@ -4,6 +4,7 @@ from argosy.core.registry import Registry
 
 FAMILIES = Registry("model family")
 FAMILIES.add("llama", "argosy.models.llama:LlamaConfig")
+FAMILIES.add("llama4", "argosy.models.llama4:Llama4Config")
 FAMILIES.add("qwen", "argosy.models.qwen:QwenConfig")
 FAMILIES.add("mixtral", "argosy.models.mixtral:MixtralConfig")
 FAMILIES.add("gemma", "argosy.models.gemma:GemmaConfig")

@@ -1,14 +1,15 @@
-"""DeepSeek V2, V2-Lite, V3 and R1, and Kimi K2: latent attention, experts in groups beside a shared one, and a module that
-predicts a token further ahead.
+"""DeepSeek V2, V2-Lite, V3, R1 and V3.2, and Kimi K2: latent attention, experts in groups beside a shared one, an index that
+picks what is attended to, and a module that predicts a token further ahead.
 
     h = x + LatentAttention(RMSNorm(x))        y = h + MoE(RMSNorm(h)), in the first layers h + SwiGLU(RMSNorm(h))
 
 V2 scores experts by softmax and judges a group by its best; V3 scores by sigmoid, judges a group by its best two, and a bias
-moved by load keeps experts even. V3 is published in FP8, a scale for each 128 x 128 values.
+moved by load keeps experts even. V3 is published in FP8, a scale for each 128 x 128 values. V3.2 has the
+index (`parts.indexer`).
 
-DeepSeek-AI 2024 (arXiv:2405.04434, 2412.19437), 2025 (arXiv:2501.12948), Moonshot AI 2025 (arXiv:2507.20534).
+DeepSeek-AI 2024 (arXiv:2405.04434, 2412.19437), 2025 (arXiv:2501.12948, 2512.02556), Moonshot AI 2025 (arXiv:2507.20534).
 B batch, T time, D width, F feed-forward, N heads, H plain and P rotary part of a head, C both, U value size, R and Q ranks of
-the latents of keys and of queries, V vocabulary, E experts, M expert ffn.
+the latents of keys and of queries, I and J heads and size of the index, V vocabulary, E experts, M expert ffn.
 """
 
 from collections.abc import Callable, Collection
@@ -28,6 +29,7 @@ from argosy.models.parts.ahead import Ahead, Depth
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.decoder import Decoder, PreNorm
 from argosy.models.parts.heads import Reach
+from argosy.models.parts.indexer import Index
 from argosy.models.parts.latent import LatentAttention
 from argosy.models.parts.mlp import GLU, Activation
 from argosy.models.parts.moe import Experts, MoE
@@ -37,9 +39,9 @@ from argosy.models.parts.stack import Layer, Run
 
 
 class DeepSeekConfig(FamilyConfig):
-    """DeepSeek V2, V3, R1 (arXiv:2405.04434, 2412.19437, 2501.12948) and Kimi K2 (arXiv:2507.20534)."""
+    """DeepSeek V2, V3, R1, V3.2 (arXiv:2405.04434, 2412.19437, 2501.12948, 2512.02556) and Kimi K2 (arXiv:2507.20534)."""
 
-    hub_types: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+    hub_types: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 
     ffn: int = Field(gt=0)
     """Width of the feed-forward layer F, in the layers that have no experts."""
@@ -63,6 +65,8 @@ class DeepSeekConfig(FamilyConfig):
     """Added to the mean square in RMSNorm; norms over latents have 1e-6 whatever this is."""
     activation: Activation = "silu"
     """Of the gate, in the feed-forward layer and in experts."""
+    index: Index | None = None
+    """Picks the tokens that are attended to; all that are seen unless told."""
     moe: Experts
     """The experts."""
     dense: int = Field(1, ge=0)
@@ -76,6 +80,10 @@ class DeepSeekConfig(FamilyConfig):
             raise ValueError(f"dense = {self.dense} of {self.layers} layers leaves none with experts")
         if self.rope.part < 1:
             raise ValueError(f"rope.part = {self.rope.part}: the whole of rope_size turns")
+        if self.index is not None and self.query_rank is None:
+            raise ValueError("index asks with the latent of queries: set query_rank")
+        if self.index is not None and self.index.size < self.rope_size:
+            raise ValueError(f"index.size = {self.index.size}: of its heads rope_size = {self.rope_size} features turn")
         return self
 
     @classmethod
@@ -84,6 +92,14 @@ class DeepSeekConfig(FamilyConfig):
         sizes: dict[str, Any] = {"head_size": 10, "rope_size": 6, "value_size": 9, "latent_rank": 14}
         grouped: dict[str, Any] = {"normalized": False, "groups": 3, "kept_groups": 2, "group_strength": "max"}
         yarn = Yarn(factor=8, original=16, mscale=0.707, mscale_all_dim=1.3)
+        sigmoid: dict[str, Any] = {"score": "sigmoid", "bias": True, "scale": 2.5, "groups": 4, "kept_groups": 2}
+        third: dict[str, Any] = {
+            **odd | sizes | {"heads": 3, "latent_rank": 8},
+            "query_rank": 15,
+            "attention_bias": True,
+            "mtp": 1,
+            "moe": Experts(count=8, active=3, ffn=26, shared=26, **sigmoid),
+        }
         return {
             "2": cls(
                 **odd,
@@ -101,26 +117,12 @@ class DeepSeekConfig(FamilyConfig):
                 dense=0,
                 moe=Experts(count=5, active=2, ffn=22, score="softmax", normalized=False, group_strength="max"),
             ),
-            "3": cls(
-                **{**odd, "heads": 3},
-                **{**sizes, "latent_rank": 8},
-                layers=5,
-                query_rank=15,
-                attention_bias=True,
-                dense=2,
-                mtp=1,
-                rope=Rope(scaling=yarn),
-                moe=Experts(
-                    count=8,
-                    active=3,
-                    ffn=26,
-                    shared=26,
-                    score="sigmoid",
-                    groups=4,
-                    kept_groups=2,
-                    bias=True,
-                    scale=2.5,
-                ),
+            "3": cls(**third, layers=5, dense=2, rope=Rope(scaling=yarn)),
+            "3.2": cls(
+                **third,
+                layers=3,
+                rope=Rope(pairs="interleaved", scaling=yarn),
+                index=Index(heads=7, size=11, topk=9),
             ),
         }
 
@@ -129,7 +131,8 @@ class DeepSeekConfig(FamilyConfig):
         sizes = {"D": self.width, "F": self.ffn, "N": self.heads, "H": self.head_size, "P": self.rope_size}
         sizes |= {"C": self.head_size + self.rope_size, "U": self.value_size, "R": self.latent_rank, "V": self.vocab}
         sizes |= {"E": self.moe.count, "M": self.moe.ffn, "shared": self.moe.shared, "twice": 2 * self.width}
-        return sizes if self.query_rank is None else sizes | {"Q": self.query_rank}
+        sizes |= {} if self.query_rank is None else {"Q": self.query_rank}
+        return sizes if self.index is None else sizes | {"I": self.index.heads, "J": self.index.size}
 
     @property
     def scale(self) -> float:
@@ -146,7 +149,8 @@ class DeepSeekConfig(FamilyConfig):
             return RMSNorm(self.width, self.norm_eps)
 
         def block(kind: str) -> PreNorm:
-            attention = LatentAttention(d, self.layers, scale=self.scale, bias=self.attention_bias)
+            how: dict[str, Any] = {"scale": self.scale, "bias": self.attention_bias, "index": self.index}
+            attention = LatentAttention(d, self.layers, **how)
             return PreNorm(
                 attention, MoE(d, self.moe, self.activation) if kind == "experts" else GLU(d, self.activation), norm
             )
@@ -162,7 +166,21 @@ class DeepSeekConfig(FamilyConfig):
         return self._alone().flops(tokens) if self.mtp else super().flops(tokens)
 
     def mixing_flops(self, tokens: int) -> int:
-        return 2 * tokens * tokens * self.heads * (self.head_size + self.rope_size + self.value_size) * self.layers
+        met = self.heads * (self.head_size + self.rope_size + self.value_size)
+        return 2 * tokens * tokens * met * self.layers + self._index_flops(tokens)
+
+    def choosing_flops(self, tokens: int) -> int:
+        if self.index is None:
+            return 0
+        how, d = self.index, self.dims
+        weights = d["Q"] * how.heads * how.size + self.width * (how.size + how.heads)
+        return 2 * tokens * weights * self.layers + self._index_flops(tokens)
+
+    def _index_flops(self, tokens: int) -> int:
+        """Of its scores, which a row no longer than what is picked does without."""
+        if self.index is None or tokens <= self.index.topk:
+            return 0
+        return 2 * tokens * tokens * self.index.heads * (self.index.size + 1) * self.layers
 
     def _alone(self) -> "DeepSeekConfig":
         return self.model_copy(update={"mtp": 0})
@@ -207,7 +225,17 @@ class DeepSeekConfig(FamilyConfig):
             rows += hub.of_layers(over, ("self_attn.o_proj.bias", "attn.o.b", "D -> D"))
         if self.attention_bias and self.query_rank:
             rows += hub.of_layers(over, ("self_attn.q_a_proj.bias", "attn.q_down.b", "Q -> Q"))
-        return rows
+        return rows + (self._index_rows(over) if self.index else [])
+
+    def _index_rows(self, over: range) -> list[Row]:
+        return hub.of_layers(
+            over,
+            ("self_attn.indexer.wq_b.weight", "attn.index.q.w", "(I J) Q -> Q I J"),
+            ("self_attn.indexer.wk.weight", "attn.index.k.w", "J D -> D J"),
+            ("self_attn.indexer.k_norm.weight", "attn.index.k_norm.scale", "J -> J"),
+            ("self_attn.indexer.k_norm.bias", "attn.index.k_norm.b", "J -> J"),
+            ("self_attn.indexer.weights_proj.weight", "attn.index.weigh.w", "I D -> D I"),
+        )
 
     def _expert_rows(self, over: range) -> list[Row]:
         rows = hub.of_layers(over, ("mlp.gate.weight", "mlp.router.w", "E D -> D E")) + hub.experts(over)
@@ -250,12 +278,13 @@ class DeepSeekConfig(FamilyConfig):
         moe = read["moe"] | EXPERTS[kind] | {"shared": (said["n_shared_experts"] or 0) * read["moe"]["ffn"]}
         if said.get("topk_method") == "greedy":
             moe |= {"groups": 1, "kept_groups": 1}
+        read |= _layers_told(config, read["layers"])
         pairs = "halves" if said.get("rope_interleave") is False else "interleaved"
         return cls(**read | {"moe": moe}, rope=Rope(**read_rope(config), pairs=pairs))
 
     def to_hub(self) -> dict[str, Any]:
-        """V2 if experts are scored by softmax, else V3."""
-        kind = "deepseek_v2" if self.moe.score == "softmax" else "deepseek_v3"
+        """V2 if experts are scored by softmax, V3.2 if there is an index, else V3."""
+        kind = "deepseek_v2" if self.moe.score == "softmax" else "deepseek_v32" if self.index else "deepseek_v3"
         said = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
         said |= {"num_key_value_heads": self.heads, "n_shared_experts": self.moe.shared // self.moe.ffn or None}
         said |= {"moe_layer_freq": 1, "head_dim": self.rope_size}
@@ -263,7 +292,9 @@ class DeepSeekConfig(FamilyConfig):
             method = "greedy" if self.moe.groups == 1 else "group_limited_greedy"
             return self.agreed(said | {"topk_method": method, "scoring_func": "softmax"} | write_rope(self.rope))
         said |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_mtp_layers": self.mtp}
-        return self.agreed(said | {"rope_interleave": self.rope.pairs == "interleaved"} | write_rope(self.rope))
+        if kind == "deepseek_v3":
+            said |= {"rope_interleave": self.rope.pairs == "interleaved"}
+        return self.agreed(said | write_rope(self.rope))
 
 
 class DeepSeek(Decoder):
@@ -290,7 +321,31 @@ class DeepSeek(Decoder):
         return getattr(self.mtp, str(depth - 1))(x, self.embedded(tokens, attend), attend, cache)
 
 
-ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+def _layers_told(config: dict[str, Any], layers: int) -> dict[str, int]:
+    """What transformers' lists of kinds of layers say: that all have the index, and which of them have experts."""
+    attention, mlp = (config.get(name) for name in ("layer_types", "mlp_layer_types"))
+    if attention is not None and not _is(attention, layers, [INDEXED]):
+        raise BadInput(f"config.json: `layer_types`: only {layers} times {INDEXED} is built")
+    if mlp is None:
+        return {}
+    if not _is(mlp, layers, ["dense", "sparse"]):
+        raise BadInput(f"config.json: `mlp_layer_types`: only dense layers and then sparse ones, {layers}, are built")
+    return {"dense": mlp.count("dense")}
+
+
+def _is(kinds: Any, layers: int, order: list[str]) -> bool:
+    """Whether this lists so many layers, of these kinds in this order."""
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in order for kind in kinds):
+        return False
+    return kinds == sorted(kinds, key=order.index)
+
+
+INDEXED = "indexed_attention"
+ARCHITECTURES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+}
 ROWS = [
     *(row for row in SIZES if row[1] not in ("kv_heads", "head_size")),
     ("qk_nope_head_dim", "head_size"),
@@ -350,11 +405,25 @@ V3 = ConfigTable(
     {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
     HARMLESS | {"rope_interleave"},
 )
-TABLES = {"deepseek_v2": V2, "deepseek_v3": V3, "kimi_k2": V3}
+V32 = ConfigTable(
+    [*V3.rows, ("index_n_heads", "index.heads"), ("index_head_dim", "index.size"), ("index_topk", "index.topk")],
+    {
+        **V3.defaults,
+        "max_position_embeddings": 163840,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+    },
+    # The index turns in halves, attention in neighbours.
+    {**V3.fixed, "mlp_bias": (False, None), "rope_interleave": (True, None), "indexer_rope_interleave": (False, None)},
+    HARMLESS | {"mlp_layer_types", "layer_types"},
+)
+TABLES = {"deepseek_v2": V2, "deepseek_v3": V3, "deepseek_v32": V32, "kimi_k2": V3}
 # What no key of config.json tells, because the architecture fixes it.
 SIGMOID: dict[str, Any] = {"score": "sigmoid", "group_strength": "top2", "bias": True}
 EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"score": "softmax", "normalized": False, "group_strength": "max"},
     "deepseek_v3": SIGMOID,
+    "deepseek_v32": SIGMOID,
     "kimi_k2": SIGMOID,
 }

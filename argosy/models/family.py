@@ -115,9 +115,17 @@ class FamilyConfig(Settings):
         head = self.width * self.vocab if self.causal else 0
         return int(2 * tokens * (weights + head)) + self.mixing_flops(tokens)
 
+    def training_flops(self, tokens: int) -> int:
+        """Of a forward and a backward pass over such a row."""
+        return 3 * self.flops(tokens) - 2 * self.choosing_flops(tokens)
+
     def mixing_flops(self, tokens: int) -> int:
         """The part of `flops` in which tokens meet each other and no weight."""
         raise NotImplementedError
+
+    def choosing_flops(self, tokens: int) -> int:
+        """The part of `flops` that only a choice follows from: no gradient goes back through it."""
+        return 0
 
     def _share(self, axes: tuple[str, ...]) -> Fraction:
         """Of a weight with these axes: what one token meets. Experts lead with E; a router, which all tokens meet, ends in it."""

@@ -19,7 +19,7 @@ from pydantic import Field
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
 from argosy.models.family import UNROLL, DecoderConfig
-from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
+from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, text_of, write_pattern, write_rope
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.decoder import Decoder, PreNorm
@@ -105,12 +105,7 @@ class GemmaConfig(DecoderConfig):
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Gemma 3 from 4B on is published with a vision tower; its text model is told of in `text_config`."""
-        if config.get("model_type") != "gemma3":
-            return config
-        kept = {k: v for k, v in config.items() if k.endswith("token_id") or k in ("torch_dtype", "dtype")}
-        return (
-            kept | dict(config["text_config"]) | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
-        )
+        return text_of(config, "gemma3", {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]})
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "GemmaConfig":

@@ -102,6 +102,18 @@ class ConfigTable:
         return said | {theirs: WRITTEN.get(act, act) for theirs, act in acts.items()}
 
 
+def text_of(config: dict[str, Any], whole: str, text: dict[str, Any]) -> dict[str, Any]:
+    """The text model's config.json, where that of a model of type `whole` with towers for other things was read.
+
+    Args:
+        text: its architecture.
+    """
+    if config.get("model_type") != whole:
+        return config
+    kept = {k: v for k, v in config.items() if k.endswith("token_id") or k in ("torch_dtype", "dtype")}
+    return kept | dict(config["text_config"]) | text
+
+
 def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
     for name in path[:-1]:
         tree = tree.setdefault(name, {})

@@ -112,6 +112,13 @@ def test_experts_have_an_adapter_each(tmp_path):
     tokens = np.arange(3, 20)
     again = argosy.load(base, adapter=tmp_path / "adapter")
     assert relative(again.logits(tokens), adapted.logits(tokens)) < 2e-5
+    merged = Merged(open_model(base).weights, read_adapter(tmp_path / "adapter", lm.config), lm.config)
+    for name in ("layers.1.mlp.down.w", "layers.1.mlp.router.w", "layers.1.mlp.up.w"):
+        whole = merged.read(name)
+        np.testing.assert_array_equal(np.stack([merged.read_part(name, i) for i in range(len(whole))]), whole)
+    assert merged.is_apart("layers.1.mlp.down.w")
+    convert(str(base), tmp_path / "merged", "hub", None, adapter=str(tmp_path / "adapter"))
+    assert relative(argosy.load(tmp_path / "merged").logits(tokens), adapted.logits(tokens)) < 2e-5
 
 
 def test_an_alpha_by_module_holds_for_experts_too(tmp_path):

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import relative
-from laws.families import CASES, built, forward, marked, tokens_of
+from laws.families import CASES, RUNS, built, each_layout, forward, marked, tokens_of
 
 from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import Int8
@@ -26,13 +26,11 @@ from argosy.ops import attention as ops_attention
 from argosy.ops import grouped
 
 TOLERANCE = 2e-5  # of the largest logit, float32
-RUNS = {"unroll": Unroll(), "scan": Scan()}
 
 each_case = pytest.mark.parametrize("case", CASES)
 # Laws that compile: by default for the fullest example of each family, for all of them with the longer proofs.
 each_compiled = pytest.mark.parametrize("case", marked(CASES))
-each_causal = pytest.mark.parametrize("case", marked(name for name, config in CASES.items() if config.causal))
-each_run = pytest.mark.parametrize("run", RUNS)
+CAUSAL = [name for name, config in CASES.items() if config.causal]
 
 
 def whole(case):
@@ -59,8 +57,7 @@ def test_every_family_has_an_example():
     assert {type(c) for c in CASES.values()} == set(FAMILIES.values())
 
 
-@each_compiled
-@each_run
+@each_layout(0)
 def test_export_equals_eager(case, run, full):
     """As portable StableHLO, both lengths left open, run on another shape than it was made for."""
     config, tokens, expected = full(case)
@@ -79,7 +76,8 @@ def test_counts_are_those_of_what_is_built(case):
 
 @each_case
 def test_flops_are_those_of_the_trace(case, monkeypatch):
-    """Forward, and twice as much backward. Attention in full and experts by `ragged_dot`: what is needed, not what is padded."""
+    """Forward, and twice as much backward but for what only a choice follows from. Attention in full and experts by `ragged_dot`:
+    what is needed, not what is padded."""
     monkeypatch.setattr(grouped, "PREFERENCE", {})
     monkeypatch.setattr(ops_attention, "PREFERENCE", {})
     config = CASES[case]
@@ -91,7 +89,7 @@ def test_flops_are_those_of_the_trace(case, monkeypatch):
 
     assert contraction_flops(jax.make_jaxpr(forward)(params, rest, tokens).jaxpr) == config.flops(23)
     both = jax.make_jaxpr(jax.grad(lambda *a: forward(*a).sum()))(params, rest, tokens)
-    assert contraction_flops(both.jaxpr) == 3 * config.flops(23)
+    assert contraction_flops(both.jaxpr) == config.training_flops(23)
 
 
 @each_case
@@ -141,8 +139,7 @@ def cross_entropy(logits, tokens):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), following, -1))
 
 
-@each_causal
-@each_run
+@each_layout(1, CAUSAL)
 def test_contiguous_decode_equals_full(case, run, full):
     """Rows of unequal length: a padded prefill, then one token at a time, each row at its own place."""
     config, tokens, expected = full(case)
@@ -175,8 +172,7 @@ def test_contiguous_decode_equals_full(case, run, full):
     assert worst < TOLERANCE
 
 
-@each_causal
-@each_run
+@each_layout(2, CAUSAL)
 def test_paged_decode_equals_full(case, run, full):
     """Shuffled pages, ragged chunks, a padding row, garbage in the pool and in dead tokens."""
     config, tokens, expected = full(case)
@@ -252,26 +248,29 @@ def test_layouts_convert_without_a_change(case):
         assert (np.asarray(back[address]) == np.asarray(w)).all(), address
 
 
-@each_compiled
-@each_run
+@each_layout(3)
 def test_int8_stays_near(case, run, full):
     config, tokens, expected = full(case)
     model = built(config, RUNS[run])
-    size = weight_bytes(model)
-    contractions = [n for n in nnx.iter_modules(model.layers) if isinstance(n[1], Contraction) and "router" not in n[0]]
+    size = weight_bytes(model.layers)
+    contractions = [path for path in adaptable(model) if "router" not in path]
     assert len(swap(model, r"layers\.(?!.*router).*", Int8)) == len(contractions) > 0
     got = np.asarray(forward(model)(tokens, config.attend(jnp.ones_like(tokens)))[0])
     apart = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
     assert 1e-4 < np.median(apart) < 0.1, "int8 changed nothing, or too much"  # a few tokens may change experts
-    assert weight_bytes(model) < 0.5 * size
+    assert weight_bytes(model.layers) < 0.5 * size
+
+
+def adaptable(model) -> list[tuple]:
+    """Paths of the contractions in the layers, but for those that only a choice follows from."""
+    return [path for path, n in nnx.iter_modules(model.layers) if isinstance(n, Contraction) and not n.chooses]
 
 
 def weight_bytes(model) -> int:
     return sum(v.get_value().nbytes for v in variables(model).values())
 
 
-@each_compiled
-@each_run
+@each_layout(4)
 def test_lora_starts_at_the_base_trains_and_leaves_it_untouched(case, run, full):
     config, tokens, _ = full(case)
     model = built(config, RUNS[run])
@@ -279,7 +278,7 @@ def test_lora_starts_at_the_base_trains_and_leaves_it_untouched(case, run, full)
     packed = config.attend(jnp.ones_like(tokens))
     base = np.asarray(forward(model)(tokens, packed)[0])
     frozen = {a: np.asarray(w) for a, w in split(model)[1].items()}
-    contractions = [n for _, n in nnx.iter_modules(model.layers) if isinstance(n, Contraction)]
+    contractions = adaptable(model)
     swapped = swap(model, r"layers\..*", lambda of: LoRA(of, 3, 6.0))
     assert len(swapped) == len(contractions)
     assert len(fill(model, jax.random.key(1), addresses=layer_addresses(model))) == 2 * len(swapped)

@@ -11,6 +11,7 @@ from argosy.models.parts.attend import Contiguous, Packed, Paged, Score
 from argosy.models.parts.cache import Spec, contiguous, paged
 from argosy.models.parts.stack import Layer, Scan, Stack, Unroll, groups, layer_addresses
 from argosy.models.parts.weight import Draw, Meaning, fill, merge, split, weight
+from argosy.ops import attention as ops_attention
 
 B, T, D = 2, 11, 6
 
@@ -140,3 +141,94 @@ def test_mixed_kinds_scan_as_they_unroll():
     assert relative(outs[1][0], outs[0][0]) < 1e-6
     for kind in ("slow", "fast"):
         assert relative(outs[1][2][kind]["last"], outs[0][2][kind]["last"]) < 1e-6
+
+
+# ---------------------------------------------------------------- chunks
+
+CHUNK, LONG = 4, 23
+CHUNKED = Score(0.5, CHUNK, chunked=True)
+
+
+def heads(seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal((B, LONG, n, D)), jnp.float32) for n in (6, 2, 2)]
+
+
+def by_hand(q, k, v, segments):
+    """A query at a time, in float64: each sequence is cut every CHUNK tokens, from its own start."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    out = np.zeros(q.shape)
+    for b, row in enumerate(segments):
+        start = 0
+        for t, segment in enumerate(row):
+            start = t if t == 0 or segment != row[t - 1] else start
+            low = t - (t - start) % CHUNK
+            for n in range(q.shape[2]):
+                p = np.exp(k[b, low : t + 1, n // 3] @ q[b, t, n] * CHUNKED.scale)
+                out[b, t, n] = p / p.sum() @ v[b, low : t + 1, n // 3]
+    return out
+
+
+def held(k, v):
+    return {"k": k, "v": v}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "none"])
+def test_chunks_begin_where_their_sequence_does(backend, monkeypatch):
+    """Sequences that begin in the middle of a row, padding between and after them."""
+    monkeypatch.setattr(ops_attention, "PREFERENCE", {"cpu": ("blocked",)} if backend == "cpu" else {})
+    q, k, v = heads()
+    segments = np.asarray([[1] * 9 + [2] * 3 + [3] * 11, [4] * 6 + [0] * 3 + [9] * 13 + [0]], np.int32)
+    y, _ = Packed(jnp.asarray(segments))(q, held(k, v), None, score=CHUNKED)
+    live = segments > 0
+    assert relative(np.asarray(y)[live], by_hand(q, k, v, segments)[live]) < 1e-6
+    plain, _ = Packed(jnp.asarray(segments))(q, held(k, v), None, score=Score(0.5, CHUNK))
+    assert relative(np.asarray(plain)[live], by_hand(q, k, v, segments)[live]) > 1e-2
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_chunks_are_decoded_as_they_are_read(ring):
+    """A first piece that ends within a chunk, one that spans several, then a token at a time; rows at their own places."""
+    q, k, v = heads(1)
+    expected = by_hand(q, k, v, np.ones((B, LONG), np.int32))
+    spec = Spec(token=(("k", (2, D)), ("v", (2, D))), span=CHUNK if ring else None)
+    cache = jax.tree.map(lambda a: a + 7.7, contiguous({"layer": (spec, None)}, B, LONG)["layer"])
+    step = jax.jit(lambda q, k, v, attend, cache: attend(q, held(k, v), cache, score=CHUNKED))
+    done = np.zeros(B, int)
+    for new in ([6, 3], [9, 5], *[[1, 1]] * LONG):
+        take = np.minimum(new, LONG - done)
+        at = done[:, None] + np.arange(max(new))
+        live = np.arange(max(new)) < take[:, None]
+        rows = np.arange(B)[:, None], np.minimum(at, LONG - 1)
+        attend = Contiguous(jnp.asarray(at, jnp.int32), jnp.asarray(live), fresh=not done.any())
+        y, cache = step(q[rows], k[rows], v[rows], attend, cache)
+        for b in range(B):
+            if take[b]:
+                assert relative(y[b, : take[b]], expected[b, done[b] : done[b] + take[b]]) < 1e-5
+        done += take
+    assert (done == LONG).all()
+
+
+@pytest.mark.parametrize("ring", [True, False])
+def test_chunks_are_served_as_they_are_read(ring):
+    """Shuffled pages that are longer than a chunk, or rings in slots; ragged pieces; a row of nobody."""
+    q, k, v = heads(2)
+    expected = by_hand(q, k, v, np.ones((B, LONG), np.int32))
+    spec = Spec(token=(("k", (2, D)), ("v", (2, D))), span=CHUNK if ring else None)
+    cache = jax.tree.map(lambda a: a + 7.7, paged({"layer": (spec, None)}, 3, 12, 5)["layer"])
+    table = jnp.asarray([[7, 2, 11, 0, 5], [1, 9, 3, 10, 4], [0] * 5], jnp.int32)
+    slots = jnp.asarray([2, 0, 3], jnp.int32)
+    step = jax.jit(lambda q, k, v, attend, cache: attend(q, held(k, v), cache, score=CHUNKED))
+    done = np.zeros(B, int)
+    for new in ([6, 11], [0, 2], [7, 1], *[[1, 1]] * LONG):
+        take = np.minimum(new, LONG - done)
+        at = np.minimum(done[:, None] + np.arange(max(new)), LONG - 1)
+        padded = [jnp.concatenate([a[np.arange(B)[:, None], at], jnp.full_like(a[:1, : max(new)], 9.0)]) for a in (q, k, v)]
+        t = jnp.broadcast_to(jnp.arange(max(new), dtype=jnp.int32), (B + 1, max(new)))
+        attend = Paged(table, slots, jnp.asarray([*done, 0], jnp.int32), jnp.asarray([*take, 0], jnp.int32), t)
+        y, cache = step(*padded, attend, cache)
+        for b in range(B):
+            if take[b]:
+                assert relative(y[b, : take[b]], expected[b, done[b] : done[b] + take[b]]) < 1e-5
+        done += take
+    assert (done == LONG).all()

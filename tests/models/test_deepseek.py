@@ -1,4 +1,5 @@
-"""DeepSeek beyond the laws: the two forms of latent attention, the module that predicts further ahead, what config.json says."""
+"""DeepSeek beyond the laws: the two forms of latent attention, the index, the module that predicts further ahead, what
+config.json says."""
 
 import json
 from pathlib import Path
@@ -10,17 +11,31 @@ import pytest
 from golden_weights import write_model
 from helpers import relative
 from laws.families import CASES, built, forward, tokens_of
+from train.test_next_token import batch_of
 
 import argosy
+from argosy.adapt.lora import LoRA
+from argosy.adapt.surgery import freeze, swap, thaw
+from argosy.checkpoint.peft import sites
 from argosy.core.errors import BadInput, Unsupported
 from argosy.jobs.convert import convert
+from argosy.jobs.public import preset_config
 from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.parts.attend import Contiguous, Packed, Paged
 from argosy.models.parts.cache import contiguous, paged
+from argosy.models.parts.heads import Reach
+from argosy.models.parts.indexer import Index, largest
 from argosy.models.parts.latent import Latent
 from argosy.models.parts.moe import Experts
-from argosy.models.parts.stack import Unroll
+from argosy.models.parts.rope import Rope
+from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, split
+from argosy.ops.attention import See
+from argosy.train.objectives.next_token import NextToken
+from argosy.train.optim import AdamW
+from argosy.train.schedule import Constant
+from argosy.train.state import TrainState, meanings_of, trained
+from argosy.train.step import make_step
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 TOLERANCE = 2e-5
@@ -34,7 +49,9 @@ def config_json(name: str) -> dict:
 # ---------------------------------------------------------------- absorbed and expanded
 
 
-@pytest.fixture(scope="module", params=["deepseek-2", "deepseek-3"])
+@pytest.fixture(
+    scope="module", params=["deepseek-2", pytest.param("deepseek-3", marks=pytest.mark.slow), "deepseek-3.2"]
+)
 def latent(request):
     config = CASES[request.param]
     model, tokens = built(config, Unroll()), tokens_of(config)
@@ -75,11 +92,11 @@ def test_paged_forms_are_equal(latent, absorb):
 
 
 def test_only_latents_and_rope_are_kept(latent):
-    """R + P numbers a token and layer, whatever the number of heads."""
+    """R + P numbers a token and layer, whatever the number of heads; a key of the index beside."""
     model, config = latent[0], latent[0].config
-    assert {spec.token for spec, _ in model.layers.holds().values()} == {
-        (("latent", (config.latent_rank,)), ("rope", (config.rope_size,)))
-    }
+    kept = (("latent", (config.latent_rank,)), ("rope", (config.rope_size,)))
+    kept += (("index", (config.index.size,)),) if config.index else ()
+    assert {spec.token for spec, _ in model.layers.holds().values()} == {kept}
 
 
 def test_decoding_absorbs_and_training_expands():
@@ -96,6 +113,135 @@ def test_decoding_absorbs_and_training_expands():
     assert expanded < absorbed
 
 
+# ---------------------------------------------------------------- the index
+
+
+def picked_by_hand(indexer, x, latent, segments, topk: int, base: float) -> np.ndarray:
+    """[B T S], a score at a time, in float64."""
+    w = {name: np.asarray(a, np.float64) for name, a in split(indexer)[1].items()}
+    x, latent, segments = np.asarray(x, np.float64), np.asarray(latent, np.float64), np.asarray(segments)
+    half = indexer.turns // 2
+
+    def at(y, t: int):
+        """Features i and i + P/2 as a complex number, turned by t."""
+        turn = np.exp(1j * t * base ** -(np.arange(half) / half))
+        z = (y[..., :half] + 1j * y[..., half : 2 * half]) * turn
+        return np.concatenate([z.real, z.imag, y[..., 2 * half :]], -1)
+
+    out = np.zeros((*segments.shape, segments.shape[1]), bool)
+    for b, row in enumerate(segments):
+        starts = [t - list(row).index(row[t]) for t in range(len(row))]
+        k = x[b] @ w["k.w"]
+        k = (k - k.mean(-1, keepdims=True)) / np.sqrt(k.var(-1, keepdims=True) + 1e-6)
+        k = k * w["k_norm.scale"] + w["k_norm.b"]
+        keys = [at(k[s], starts[s]) for s in range(len(row))]
+        for t in range(len(row)):
+            q = at(np.einsum("q,qij->ij", latent[b, t], w["q.w"]), starts[t])
+            seen = [s for s in range(t + 1) if row[s] == row[t]]
+            scores = np.asarray([np.maximum(q @ keys[s], 0) @ (x[b, t] @ w["weigh.w"]) for s in seen])
+            best = np.argsort(-scores, kind="stable")
+            if len(seen) > topk:
+                assert scores[best[topk - 1]] - scores[best[topk]] > 1e-5 * np.abs(scores).max(), "too close to call"
+            out[b, t, [seen[i] for i in best[:topk]]] = True
+    return out
+
+
+def test_what_is_picked_equals_brute_force():
+    """Within its own segment, never ahead, and everything where less is seen than may be picked."""
+    model, draw = built(CASES["deepseek-3.2"], Unroll()), np.random.default_rng(5)
+    indexer = getattr(model.layers, "1").attn.index
+    x, latent = (jnp.asarray(draw.standard_normal((2, 41, n)), jnp.float32) for n in (44, 15))
+    segments = jnp.asarray([[1] * 6 + [2] * 35, [3] * 22 + [4] * 19], jnp.int32)
+    packed = Packed(segments)
+    asked, keys = indexer(x, latent, Reach(rope=Rope(base=50, pairs="interleaved")), None, packed)
+    t = jnp.broadcast_to(jnp.arange(41, dtype=jnp.int32), segments.shape)
+    see = indexer.pick(asked, keys, See(t, t, segments, segments, aligned=True), None)
+    expected = picked_by_hand(indexer, x, latent, segments, topk=9, base=50)
+    np.testing.assert_array_equal(np.asarray(see.picked), expected)
+    np.testing.assert_array_equal(expected.sum(-1), np.minimum(np.asarray(packed.positions) + 1, 9))
+
+
+def test_of_equals_the_first_are_picked():
+    scores = np.random.default_rng(0).integers(-3, 3, (3, 5, 12)).astype(np.float32)
+    scores[0] = -np.inf
+    expected = np.zeros(scores.shape, bool)
+    np.put_along_axis(expected, np.argsort(-scores, -1, kind="stable")[..., :4], True, -1)
+    np.testing.assert_array_equal(np.asarray(largest(jnp.asarray(scores), 4)), expected)
+
+
+def test_an_index_that_picks_everything_changes_nothing():
+    config = CASES["deepseek-3.2"]
+    tokens = tokens_of(config)
+    packed = Packed(jnp.ones_like(tokens))
+    plain = forward(built(config.model_copy(update={"index": None}), Unroll()))(tokens, packed)[0]
+    for topk, same in ((41, True), (40, False)):  # of 40, only the last of 41 queries leaves one out
+        index = config.index.model_copy(update={"topk": topk})
+        got = forward(built(config.model_copy(update={"index": index}), Unroll()))(tokens, packed)[0]
+        assert (got[:, :40] == plain[:, :40]).all() if same else relative(got[:, :40], plain[:, :40]) < TOLERANCE
+        assert (relative(got[:, 40], plain[:, 40]) < TOLERANCE) == same
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32-plain", "deepseek_v32-groups"])
+def test_the_goldens_depend_on_what_is_picked(name: str, tmp_path: Path):
+    """test_parity would pass on an index that is never asked, if nothing followed from it."""
+    folder = write_model(GOLDENS / name, tmp_path / "model")
+    golden = dict(np.load(GOLDENS / name / "golden.npz"))
+    (folder / "config.json").write_text(json.dumps(config_json(name) | {"index_topk": 41}))
+    assert relative(argosy.load(folder).logits(golden["tokens"]), golden["logits"]) > 1e-2
+
+
+def is_index(address: str) -> bool:
+    return ".attn.index." in address
+
+
+def test_a_step_leaves_the_index_alone():
+    """With decay on everything: no gradient would bring back what it takes."""
+    model = built(CASES["deepseek-3.2"], Unroll())
+    graph, params, rest = trained(model)
+    assert not any(map(is_index, params))
+    assert sum(map(is_index, rest)) == 5 * 4  # three layers, and that of the module ahead
+    rate = Constant(warmup=0).build(10)
+    optimizer = AdamW(learning_rate=1e-2, weight_decay=0.5, decay="all").build(rate, meanings_of(model))
+    state = TrainState.start(params, rest, optimizer.init(params), 0)
+    after, _ = jax.jit(make_step(graph, NextToken(), optimizer, rate))(state, batch_of())
+    assert all((np.asarray(after.rest[a]) == np.asarray(rest[a])).all() for a in rest if is_index(a))
+    assert all((np.asarray(after.params[a]) != np.asarray(params[a])).any() for a in params)
+
+
+def test_no_gradient_goes_through_the_choice():
+    """Nor to what the index reads: the whole model differentiated, its frozen weights too."""
+    config = CASES["deepseek-3.2"]
+    graph, weights = split(built(config, Unroll()))
+    tokens = tokens_of(config)
+
+    def loss(weights):
+        return jnp.sum(merge(graph, weights)(tokens, Packed(jnp.ones_like(tokens)))[0] ** 2)
+
+    grads = jax.jit(jax.grad(loss))(weights)
+    assert {a for a, g in grads.items() if a.startswith("layers.") and not np.asarray(g).any()} == {
+        a for a in weights if a.startswith("layers.") and (is_index(a) or a.endswith("mlp.bias"))
+    }
+
+
+@pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
+def test_the_index_is_neither_adapted_nor_thawed(run):
+    model = CASES["deepseek-3.2"].build(run)
+    adapted = swap(model, r"layers\..*", lambda of: LoRA(of, 2, 4.0))
+    assert adapted
+    assert not any(".index" in name for name in adapted)
+    with pytest.raises(BadInput, match="nothing"):
+        swap(model, r".*\.index\..*", lambda of: LoRA(of, 2, 4.0))
+    freeze(model, r"mtp\..*norm.*")
+    assert not any(map(is_index, thaw(model, ".*")))
+
+
+def test_adapters_on_the_index_have_no_place():
+    """PEFT puts them there where it adapts every linear layer."""
+    modules = [site.module for site in sites(CASES["deepseek-3.2"])]
+    assert any("q_b_proj" in module for module in modules)
+    assert not any("indexer" in module for module in modules)
+
+
 # ---------------------------------------------------------------- further ahead
 
 
@@ -104,10 +250,11 @@ def further(tmp_path_factory) -> Path:
     return write_model(GOLDENS / "deepseek_v3-mtp", tmp_path_factory.mktemp("mtp") / "model")
 
 
-def test_the_module_ahead_equals_the_reference(further: Path):
+@pytest.mark.parametrize("name", ["deepseek_v3-mtp", "deepseek_v32-groups"])
+def test_the_module_ahead_equals_the_reference(name: str, tmp_path: Path):
     """transformers' MtpModel: logits of the token after the next one."""
-    model = argosy.load(further).module
-    golden = dict(np.load(GOLDENS / "deepseek_v3-mtp" / "golden.npz"))
+    model = argosy.load(write_model(GOLDENS / name, tmp_path / "model")).module
+    golden = dict(np.load(GOLDENS / name / "golden.npz"))
     tokens = jnp.asarray(golden["tokens"], jnp.int32)
     graph, weights = split(model)
 
@@ -163,7 +310,7 @@ def test_half_a_module_is_an_error(further: Path, tmp_path: Path):
 
 
 def test_counts_leave_out_what_logits_do_without():
-    config = CASES["deepseek-3"]
+    config = CASES["deepseek-3.2"]
     alone = config.model_copy(update={"mtp": 0})
     assert config.parameters() > alone.parameters()
     assert config.parameters(active=True) == alone.parameters(active=True)
@@ -213,6 +360,55 @@ def test_deepseek_v3_has_the_published_size():
     assert config.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
 
 
+# What the config.json of DeepSeek-V3.2 says beside.
+PUBLISHED_V32 = PUBLISHED_V3 | {
+    "model_type": "deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048, "attention_bias": False,
+}  # fmt: skip
+
+
+def test_deepseek_v32_is_v3_with_an_index():
+    config = DeepSeekConfig.from_hub(PUBLISHED_V32)
+    assert config.model_dump(exclude={"preset"}) == preset_config("deepseek3.2-671b").model_dump(exclude={"preset"})
+    assert config.model_copy(update={"index": None}) == DeepSeekConfig.from_hub(PUBLISHED_V3)
+    assert config.to_hub()["model_type"] == "deepseek_v32"
+    kinds = {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58, "layer_types": ["indexed_attention"] * 61}
+    assert DeepSeekConfig.from_hub(PUBLISHED_V32 | kinds | {"first_k_dense_replace": 7}) == config
+
+
+def test_its_flops_are_counted_by_hand():
+    """The index of a layer: 1536 x 64 x 128 + 7168 x (128 + 64) weights, and 64 x 129 for each pair of tokens."""
+    config = DeepSeekConfig.from_hub(PUBLISHED_V32)
+    plain = config.model_copy(update={"index": None})
+    weights = 61 * 2 * (1536 * 64 * 128 + 7168 * 192)
+    for tokens, scores in ((2048, 0), (4096, 61 * 2 * 64 * 129 * 4096 * 4096)):
+        assert config.flops(tokens) - plain.flops(tokens) == tokens * weights + scores
+        assert config.training_flops(tokens) - plain.training_flops(tokens) == tokens * weights + scores
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"layer_types": ["full_attention"] * 61}, "`layer_types`: only 61 times indexed_attention"),
+        ({"layer_types": ["indexed_attention"] * 60}, "`layer_types`: only 61"),
+        ({"mlp_layer_types": ["sparse"] * 60 + ["dense"]}, "`mlp_layer_types`: only dense layers and then sparse"),
+        ({"mlp_layer_types": ["dense"] * 3}, "`mlp_layer_types`"),
+        ({"mlp_layer_types": 3, "layer_types": None}, "`mlp_layer_types`"),
+        ({"rope_interleave": False}, "`rope_interleave`"),
+        ({"indexer_rope_interleave": True}, "`indexer_rope_interleave`"),
+    ],
+)
+def test_what_is_not_built_of_v32_is_refused(changed, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        DeepSeekConfig.from_hub(PUBLISHED_V32 | changed)
+
+
+def test_an_index_asks_with_the_latent_of_queries():
+    config = CASES["deepseek-3.2"]
+    for changed, complaint in (({"query_rank": None}, "set query_rank"), ({"index": Index(size=4)}, "rope_size = 6")):
+        with pytest.raises(ValueError, match=complaint):
+            DeepSeekConfig(**dict(config) | changed)
+
+
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
@@ -241,3 +437,6 @@ def test_what_the_hub_cannot_say_is_not_written():
     ahead = config.model_copy(update={"mtp": 1})
     with pytest.raises(Unsupported, match="mtp"):
         ahead.to_hub()
+    indexed = config.model_copy(update={"index": Index(size=8)})
+    with pytest.raises(Unsupported, match="index"):
+        indexed.to_hub()

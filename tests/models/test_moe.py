@@ -23,6 +23,9 @@ HOWS = {
     ),
     "groups by their best": Experts(count=12, active=2, ffn=10, groups=6, kept_groups=3, group_strength="max"),
     "shared, gated": Experts(count=5, active=2, ffn=10, shared=14, shared_gate=True),
+    "sigmoid, on what is read": Experts(
+        count=7, active=3, ffn=10, shared=14, score="sigmoid", normalized=False, weigh="input"
+    ),
     "one of one": Experts(count=1, active=1, ffn=10),
 }
 
@@ -87,8 +90,10 @@ def oracle(moe: MoE, x: np.ndarray, live: np.ndarray, drop=lambda weights: weigh
     logits = rows @ of["router.w"] + of.get("router.b", 0.0)
     weights = weights_by_hand(how, logits, of.get("bias", np.zeros(how.count)))
     weights = drop(weights * live.reshape(-1, 1))
-    y = act(through("gate", rows, "xd,edm->exm")) * through("up", rows, "xd,edm->exm")
-    y = np.einsum("xe,exd->xd", weights, through("down", y, "exm,emd->exd"))
+    read = rows[None] * (weights.T[..., None] if how.weigh == "input" else np.ones((how.count, 1, 1)))
+    y = act(through("gate", read, "exd,edm->exm")) * through("up", read, "exd,edm->exm")
+    counts = weights > 0 if how.weigh == "input" else weights
+    y = np.einsum("xe,exd->xd", counts, through("down", y, "exm,emd->exd"))
     if how.shared:
         z = (act(rows @ of["shared.gate.w"]) * (rows @ of["shared.up.w"])) @ of["shared.down.w"]
         y += z / (1 + np.exp(-rows @ of["shared_gate.w"])) if how.shared_gate else z
@@ -126,9 +131,10 @@ def test_a_capacity_that_nobody_reaches_drops_nothing():
     assert float(said["dropped"]) == 0
 
 
+@pytest.mark.parametrize("name", ["softmax", "sigmoid, on what is read"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_capacity_serves_first_choices_first(bias):
-    how = HOWS["softmax"].model_copy(update={"capacity": 0.6})
+def test_a_capacity_serves_first_choices_first(name, bias):
+    how = HOWS[name].model_copy(update={"capacity": 0.6})
     moe = made(how, bias=bias)
     x, live = inputs()
     places = -(-6 * live.size * how.active // (10 * how.count))
@@ -157,10 +163,11 @@ def test_a_capacity_serves_first_choices_first(bias):
     assert relative(y, oracle(moe, x, live)) > 1e-2, "nothing was dropped"
 
 
+@pytest.mark.parametrize("weigh", ["output", "input"])
 @pytest.mark.parametrize("capacity", [None, 0.6])
-def test_tokens_that_are_not_live_reach_no_expert(capacity):
+def test_tokens_that_are_not_live_reach_no_expert(capacity, weigh):
     """Their contents, NaN too, change nothing of the others; they take no place and are counted nowhere."""
-    moe = made(HOWS["softmax"].model_copy(update={"capacity": capacity}))
+    moe = made(HOWS["softmax"].model_copy(update={"capacity": capacity, "weigh": weigh}))
     x, live = inputs()
     y, said = run(moe, x, live)
     z, again = run(moe, np.where(live[..., None], x, 3 - x).astype(np.float32), live)
@@ -193,12 +200,53 @@ def test_the_bias_moves_choices_and_not_weights():
     assert not (choose(logits, how)[1] == 5).any(1).all()
 
 
-def test_gradients_reach_router_and_experts_through_a_capacity():
-    moe = made(HOWS["softmax"].model_copy(update={"capacity": 0.8}))
+def test_experts_are_told_apart_where_a_sigmoid_is_one():
+    """And where a softmax is zero: as the reference implementation of Llama 4 chooses."""
+    logits = jnp.asarray([[18.0, 25.0, 20.0, 30.0, -300.0, -200.0, -250.0]])
+    for score in ("sigmoid", "softmax"):
+        how = Experts(count=7, active=7, ffn=10, score=score, normalized=False)
+        assert choose(logits, how)[1].tolist() == [[3, 1, 2, 0, 5, 6, 4]]
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid, on what is read"])
+def test_gradients_reach_router_and_experts_through_a_capacity(name):
+    moe = made(HOWS[name].model_copy(update={"capacity": 0.8}))
     graph, leaves = split(moe)
     x, live = map(jnp.asarray, inputs())
     grads = jax.jit(jax.grad(lambda leaves: jnp.sum(merge(graph, leaves)(x, live)[0] ** 2)))(leaves)
     assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in grads.values())
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid, groups of two, bias", "sigmoid, on what is read"])
+def test_gradients_of_dropless_are_those_of_every_expert(name):
+    """Of the weights, of what comes in, and through the choice's weights of the router."""
+    moe = made(HOWS[name])
+    graph, leaves = split(moe)
+    x, live = map(jnp.asarray, inputs())
+
+    def dense(leaves, x):
+        """Every expert on every token, then a sum in which those not chosen have weight 0."""
+        model, rows, how = merge(graph, leaves), x.reshape(-1, WIDTH), moe.how
+        bias = None if model.bias is None else model.bias[...]
+        weights, chosen = choose(rows @ model.router.w[...], how, bias)
+        each = jnp.zeros((len(rows), how.count)).at[jnp.arange(len(rows))[:, None], chosen].set(weights)
+        each = each * live.reshape(-1, 1).astype(each.dtype)
+        inside = each if how.weigh == "input" else jnp.ones_like(each)
+        y = jnp.einsum("xe,xd->exd", inside, rows)
+        y = jax.nn.silu(jnp.einsum("exd,edm->exm", y, model.gate.w[...])) * jnp.einsum("exd,edm->exm", y, model.up.w[...])
+        y = jnp.einsum("exm,emd->exd", y, model.down.w[...])
+        y = jnp.einsum("xe,exd->xd", jnp.sign(each) if how.weigh == "input" else each, y).reshape(x.shape)
+        return y if model.shared is None else y + model.shared(x)
+
+    def slope(run):
+        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(run(*a))), (0, 1)))(leaves, x)
+
+    (ours, dx), (theirs, dense_dx) = slope(lambda w, x: merge(graph, w)(x, live)[0]), slope(dense)
+    assert relative(dx, dense_dx) < 1e-5
+    for address, expected in theirs.items():
+        if np.abs(expected).max():  # the bias has none
+            assert relative(ours[address], expected) < 1e-5, address
+    assert np.abs(theirs["router.w"]).max() > 1e-3
 
 
 TINY = MixtralConfig(

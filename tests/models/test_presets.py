@@ -10,6 +10,7 @@ from argosy.models.parts.weight import abstract, count
 PUBLISHED = {
     "bert-base": 109_482_240,
     "deepseek2-lite-16b": 15_706_484_224,
+    "deepseek3.2-671b": 685_355_329_792 - 2 * 129_280 * 7168,  # without the copies of embedding and head
     "gemma-2b": 2_506_172_416,
     "gemma-7b": 8_537_680_896,
     "gemma2-2b": 2_614_341_888,
@@ -21,6 +22,8 @@ PUBLISHED = {
     "llama3.1-8b": 8_030_261_248,
     "llama3.1-70b": 70_553_706_496,
     "llama3.2-1b": 1_235_814_400,
+    "llama4-17b-16e": 108_641_793_536 - 871_932_416,        # without the vision tower
+    "llama4-17b-128e": 401_583_781_376 - 871_932_416,
     "minilm-l6": 22_713_216,
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-nemo-12b": 12_247_782_400,
@@ -40,6 +43,8 @@ ACTIVE = {
     "deepseek3-671b": 37,        # arXiv:2412.19437
     "qwen3-30b-a3b": 3.3,        # arXiv:2505.09388
     "qwen3-235b-a22b": 22,
+    "llama4-17b-16e": 17,        # Meta 2025
+    "llama4-17b-128e": 17,
     "kimi-k2-1t": 32,            # arXiv:2507.20534
 }
 

@@ -138,16 +138,23 @@ def answers(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
 def ahead(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
     """Logits [B T-1 V] of the module that predicts further ahead: of the token after the next one."""
     last, folder = model.config.num_hidden_layers, Path(model.config._name_or_path)
+    kinds = {k: v for k in ("layer_types", "mlp_layer_types") if (v := getattr(model.config, k, None))}
+    for name, told in kinds.items():
+        setattr(model.config, f"mtp_{name}", told[-1:])
     deeper = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         num_hidden_layers=last + 1,  # its layer, read as one more of the others
+        **{name: told + told[-1:] for name, told in kinds.items()},
         dtype=torch.float32,
         attn_implementation="eager",
         experts_implementation="eager",
     ).eval()
     further = MtpModel(model, 1).eval()
+    further.config.layer_types = None  # it knows no mask for indexed attention: that of full attention is the same
     further.layers[0].mtp_block = deeper.model.layers[last]
-    further.layers[0].mtp_block.self_attn.layer_idx = 0
+    for module in further.layers[0].mtp_block.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = 0
     with safe_open(folder / "model.safetensors", "pt") as file:
         for ours, theirs in MTP_NAMES.items():
             getattr(further.layers[0], ours).weight.copy_(file.get_tensor(f"model.layers.{last}.{theirs}.weight"))
@@ -243,8 +250,8 @@ def write_config(path: Path, config: dict, generation: str) -> None:
         kind = rope.pop("rope_type")
         if kind != "default":
             config["rope_scaling"] = {"type" if kind == "linear" else "rope_type": kind} | rope
-        if "layer_types" not in EVERY[path.parent.name][2]:
-            config.pop("layer_types", None)
+        for lists in {"layer_types", "mlp_layer_types"} - set(EVERY[path.parent.name][2]):
+            config.pop(lists, None)
     if "head_dim" not in EVERY[path.parent.name][2]:
         config.pop("head_dim", None)
     path.write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")

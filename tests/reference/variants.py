@@ -91,7 +91,8 @@ QWEN |= {
         "old",
         MULTI_HEAD
         | EXPERTS
-        | {"shared_expert_intermediate_size": 30, "norm_topk_prob": True, "decoder_sparse_step": 2},
+        | {"shared_expert_intermediate_size": 30, "norm_topk_prob": True, "decoder_sparse_step": 2}
+        | {"hidden_act": "gelu_pytorch_tanh"},
     ),
     "qwen2-moe-windows": (
         "qwen2_moe",
@@ -122,9 +123,7 @@ MIXTRAL = {
     "mixtral-window": (
         "mixtral",
         "old",
-        MULTI_QUERY
-        | TIED
-        | {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 6, "hidden_act": "gelu_pytorch_tanh"},
+        MULTI_QUERY | TIED | {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 6},
     ),
 }
 
@@ -269,6 +268,7 @@ NO_QUERY_LATENT = {"q_lora_rank": None, "_none": ("q_lora_rank",)}
 MSCALES = YARN | {"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 1.3, "factor": 6.0}
 GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
 ONE_GROUP = {"n_routed_experts": 5, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+INDEX = {"index_n_heads": 9, "index_head_dim": 10, "index_topk": 7}
 DEEPSEEK = {
     "deepseek_v3-groups": ("deepseek_v3", "new", LATENT | GROUPS),  # its config tells of a module that is not there
     "deepseek_v3-mtp": ("deepseek_v3", "old", LATENT | GROUPS | {"n_shared_experts": 2, "_mtp": True}),
@@ -286,6 +286,17 @@ DEEPSEEK = {
         | TIED
         | {"rope_interleave": False, "norm_topk_prob": False, "n_shared_experts": 2, "num_hidden_layers": 4}
         | {"first_k_dense_replace": 2, "num_mtp_layers": 0},
+    ),
+    "deepseek_v32-plain": ("deepseek_v32", "new", LATENT | ONE_GROUP | INDEX | TIED | {"attention_bias": True}),
+    "deepseek_v32-groups": (
+        "deepseek_v32",
+        "old",
+        LATENT
+        | GROUPS
+        | INDEX
+        | {"index_n_heads": 8, "index_head_dim": 13, "index_topk": 11, "rope_parameters": MSCALES}
+        | {"n_shared_experts": 2, "num_hidden_layers": 4, "first_k_dense_replace": 2}
+        | {"num_mtp_layers": 1, "_mtp": True},
     ),
     "deepseek_v2-groups": (
         "deepseek_v2",
@@ -367,7 +378,31 @@ BERT = {
     ),
 }
 
-MODELS = LLAMA | QWEN | MIXTRAL | GEMMA | OLMO | PHI | GPT_OSS | DEEPSEEK | QWEN3_NEXT | GPT2 | BERT
+FED = {"intermediate_size": 22, "intermediate_size_mlp": 58, "num_local_experts": 6, "attention_chunk_size": 7}
+STEP = LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0}  # as Scout has it: no ramp between slow and fast
+LLAMA4 = {
+    "llama4-plain": ("llama4_text", "new", GROUPED | FED | {"rope_parameters": STEP, "num_hidden_layers": 5}),
+    "llama4-interleaved": (
+        "llama4_text",
+        "old",
+        MULTI_QUERY
+        | FED
+        | TIED
+        | {"head_dim": 14, "num_local_experts": 5, "num_experts_per_tok": 2, "num_hidden_layers": 4}
+        | {"interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 0, 1], "floor_scale": 4, "attn_scale": 0.7}
+        | {"use_qk_norm": False, "attention_bias": True, "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "llama4-untempered": (
+        "llama4_text",
+        "new",
+        MULTI_HEAD
+        | FED
+        | {"head_dim": 18, "num_experts_per_tok": 3, "num_hidden_layers": 3, "moe_layers": [0, 1]}
+        | {"no_rope_layer_interval": 2, "attn_temperature_tuning": False, "rope_parameters": YARN | {"factor": 6.0}},
+    ),
+}
+
+MODELS = LLAMA | LLAMA4 | QWEN | MIXTRAL | GEMMA | OLMO | PHI | GPT_OSS | DEEPSEEK | QWEN3_NEXT | GPT2 | BERT
 
 # Of a family that lies outside of the package: tests/fixtures/starcoder2.py.
 STARCODER2 = {"rms_norm_eps": None, "norm_epsilon": 3e-5}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Real
 
-from argosy.models.parts.weight import Draw, Meaning, weight
+from argosy.models.parts.weight import Choosing, Draw, Meaning, weight
 from argosy.ops.grouped import grouped_matmul
 
 
@@ -89,6 +89,11 @@ class Contraction(nnx.Module):
         raise NotImplementedError
 
     @property
+    def chooses(self) -> bool:
+        """Only a choice follows from it: an adapter on it would never move."""
+        return isinstance(getattr(self, "w", None), Choosing)
+
+    @property
     def x(self) -> str:
         return self.eq.split(",")[0]
 
@@ -138,17 +143,25 @@ class Einsum(Contraction):
         dims: the size of each letter of the weight.
         bias: one number for each kept channel.
         scale: standard deviation at the start; 1/sqrt(fan-in) unless told.
+        kind: of its variables: `Choosing` where only a choice follows from it.
     """
 
-    def __init__(self, eq: str, dims: dict[str, int], *, bias: bool = False, scale: float | None = None):
+    def __init__(
+        self,
+        eq: str,
+        dims: dict[str, int],
+        *,
+        bias: bool = False,
+        scale: float | None = None,
+        kind: type[nnx.Variable] = nnx.Param,
+    ):
         self.eq = eq
         fan_in = math.prod(dims[a] for a in self.inner)
         meaning = Meaning(self.spec, self.inner, self.group)
-        self.w = weight(
-            tuple(dims[a] for a in self.spec), meaning, Draw("normal", fan_in**-0.5 if scale is None else scale)
-        )
+        draw = Draw("normal", fan_in**-0.5 if scale is None else scale)
+        self.w = weight(tuple(dims[a] for a in self.spec), meaning, draw, kind)
         b = tuple(dims[a] for a in self.kept)
-        self.b = weight(b, Meaning(self.kept, "", self.group), Draw("constant", 0.0)) if bias else None
+        self.b = weight(b, Meaning(self.kept, "", self.group), Draw("constant", 0.0), kind) if bias else None
 
     @property
     def shape(self) -> tuple[int, ...]:

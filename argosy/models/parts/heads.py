@@ -1,5 +1,5 @@
 """Attention over heads of keys and values, and what families differ by: biases, norms on queries and keys, soft caps, sinks,
-and for each layer a window and its own rotary positions.
+and for each layer a window, its own rotary positions and its own temperature.
 
     y = softmax(score(rope(norm(q)), rope(norm(k)))) v        q = W_q x, k = W_k x, v = W_v x
 
@@ -9,23 +9,45 @@ Grouped queries: Ainslie et al. 2023 (arXiv:2305.13245). Norms on queries and ke
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+from pydantic import Field
 
+from argosy.core.settings import Settings
 from argosy.models.parts.attend import HEADS, Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.norm import over_rms
 from argosy.models.parts.rope import Rope, rotate
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.ops.attention import Score
 
 
+class Temper(Settings):
+    """Queries grow with their position, so that attention stays as sharp as more is seen: 1 + scale log(1 + (position + 1) //
+    floor). Nakanishi 2025 (arXiv:2501.19399), in the steps of Llama 4."""
+
+    floor: int = Field(8192, gt=0)
+    """Tokens from a step to the next; before the first nothing grows."""
+    scale: float = 0.1
+    """How much the logarithm of the steps counts."""
+
+
 class Reach(NamedTuple):
-    """What is fixed about one layer's attention: how far back it sees (None: everything) and how positions turn its
-    queries and keys (None: they do not)."""
+    """What is fixed about one layer's attention.
+
+    window: how far back it sees; None: everything. chunked: of that, its own chunk only (`Score`).
+    rope: how positions turn its queries and keys; None: they do not.
+    unit: each head of them is divided by its RMS after it turns, with this added to the mean square.
+    temper: how its queries grow with their position.
+    """
 
     window: int | None = None
     rope: Rope | None = None
+    chunked: bool = False
+    unit: float | None = None
+    temper: Temper | None = None
 
 
 class Attention(nnx.Module):
@@ -71,14 +93,23 @@ class Attention(nnx.Module):
         q, k = self.q(x), self.k(x)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = turned(q, each, cache, attend), turned(k, each, cache, attend)
-        score = Score(self.scale, each.window, self.cap, None if self.sinks is None else self.sinks[...])
+        q, k = tempered(turned(q, each, cache, attend), each, attend), turned(k, each, cache, attend)
+        score = Score(self.scale, each.window, self.cap, None if self.sinks is None else self.sinks[...], each.chunked)
         y, cache = attend(q, {"k": k, "v": self.v(x)}, cache, HEADS, score=score)
         return self.o(y), cache
 
 
 def turned(x: Float[Array, "B T N H"], each: Reach, cache: Cache | None, attend: Attend) -> Float[Array, "B T N H"]:
     """Queries or keys, turned by the positions of their tokens."""
-    if each.rope is None:
-        return x
-    return rotate(x, attend.positions, each.rope, attend.capacity(cache) if each.rope.asks_length else None)
+    if each.rope is not None:
+        x = rotate(x, attend.positions, each.rope, attend.capacity(cache) if each.rope.asks_length else None)
+    return x if each.unit is None else over_rms(x.astype(jnp.float32), each.unit).astype(x.dtype)
+
+
+def tempered(q: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:
+    """Queries, grown with the positions of their tokens."""
+    if each.temper is None:
+        return q
+    steps = (attend.positions + 1) // each.temper.floor
+    growth = 1 + each.temper.scale * jnp.log1p(steps.astype(jnp.float32))
+    return (q * growth[:, :, None, None]).astype(q.dtype)

@@ -5,7 +5,8 @@
     k = [W_uk c ; r],  v = W_uv c                        expanded: keys and values of each head, as training wants them
     [W_uk' q ; q_r] against [c ; r], then W_uv           absorbed: one key head in the space of what is kept, for decoding
 
-Both forms are the same function. DeepSeek-V2 (arXiv:2405.04434, section 2.1).
+Both forms are the same function. With an index (`parts.indexer`) a query attends to the tokens that it picks alone, and its keys
+are kept beside. DeepSeek-V2 (arXiv:2405.04434, section 2.1).
 """
 
 from typing import Any
@@ -18,6 +19,7 @@ from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.heads import Reach, turned
+from argosy.models.parts.indexer import Asked, Index, Indexer
 from argosy.models.parts.norm import RMSNorm
 from argosy.ops.attention import Score, See
 
@@ -28,15 +30,20 @@ class LatentAttention(nnx.Module):
     """Latent attention of one layer.
 
     Args:
-        dims: sizes of D, N, R, H, P, C = H + P, U; of Q, where queries go through a latent of their own.
+        dims: sizes of D, N, R, H, P, C = H + P, U; of Q, where queries go through a latent of their own; of I and J, where
+            there is an index.
         layers: how many there are; the residual stream keeps its variance at any depth.
         scale: of the scores.
         bias: on the projections down to latents and on the output.
+        index: picks the tokens that are attended to; its queries come from the latent of queries.
     """
 
-    def __init__(self, dims: dict[str, int], layers: int, *, scale: float, bias: bool = False):
+    def __init__(
+        self, dims: dict[str, int], layers: int, *, scale: float, bias: bool = False, index: Index | None = None
+    ):
         self.scale, self.plain = scale, dims["H"]
         self.kept = (("latent", (dims["R"],)), ("rope", (dims["P"],)))
+        self.kept += () if index is None else (("index", (dims["J"],)),)
         if "Q" in dims:
             self.q_down = Einsum("BTD,DQ->BTQ", dims, bias=bias)
             self.q_norm = RMSNorm(dims["Q"], LATENT_EPS, letters="Q")
@@ -49,29 +56,37 @@ class LatentAttention(nnx.Module):
         self.k_up = Einsum("BTR,RNH->BTNH", dims)
         self.v_up = Einsum("BTR,RNU->BTNU", dims)
         self.o = Einsum("BTNU,NUD->BTD", dims, bias=bias, scale=(dims["N"] * dims["U"] * 2 * layers) ** -0.5)
+        self.index: Any = None if index is None else Indexer(dims, index.topk)
 
     def holds(self, each: Reach) -> Spec:
         return Spec(token=self.kept, span=each.window)
 
-    def queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N C"]:
-        return self.q_up(self.q_norm(self.q_down(x))) if hasattr(self, "q_up") else self.q(x)
+    def queries(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T N C"], Array]:
+        """Of each head, and what they come from: their latent, or x."""
+        if not hasattr(self, "q_up"):
+            return self.q(x), x
+        latent = self.q_norm(self.q_down(x))
+        return self.q_up(latent), latent
 
     def __call__(
         self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        q = self.queries(x)
+        q, source = self.queries(x)
         q = jnp.concatenate([q[..., : self.plain], turned(q[..., self.plain :], each, cache, attend)], -1)
         rope = turned(self.k_rope(x)[:, :, None], each, cache, attend)[:, :, 0]
         held = {"latent": self.kv_norm(self.kv_down(x)), "rope": rope}
-        y, cache = attend(q, held, cache, Latent(self), score=Score(self.scale, each.window))
+        asked = None
+        if self.index is not None:
+            asked, held["index"] = self.index(x, source, each, cache, attend)
+        y, cache = attend(q, held, cache, Latent(self, asked), score=Score(self.scale, each.window))
         return self.o(y), cache
 
 
 class Latent:
-    """An `attend.Read` of what latent attention keeps."""
+    """An `attend.Read` of what latent attention keeps, for tokens that ask the index for this."""
 
-    def __init__(self, layer: LatentAttention):
-        self.layer = layer
+    def __init__(self, layer: LatentAttention, asked: Asked | None = None):
+        self.layer, self.asked = layer, asked
 
     def expand(self, held: Cache) -> tuple[Array, Array]:
         latent, rope = held["latent"], held["rope"]
@@ -89,7 +104,7 @@ class Latent:
         return self.layer.v_up.via("BTNR,RNU->BTNU", y)
 
     def narrow(self, held: Cache, see: See, window: int | None) -> See:
-        return see
+        return see if self.asked is None else self.layer.index.pick(self.asked, held["index"], see, window)
 
     def multiplications(self, T: int, S: int) -> tuple[int, int]:
         R, N, H, U, P = self._sizes()

@@ -24,20 +24,29 @@ class RMSNorm(nnx.Module):
         self.scale = weight(shape, Meaning(letters), Draw("constant", 1.0 - offset))
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, self.axes, keepdims=True) + self.eps)
+        y = over_rms(x.astype(jnp.float32), self.eps, self.axes)
         return (y * (self.scale[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
 
 
+def over_rms(x: Float[Array, "..."], eps: float, axes: tuple[int, ...] = (-1,)) -> Float[Array, "..."]:
+    """x / rms(x), in the type of x: RMSNorm without a weight."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axes, keepdims=True) + eps)
+
+
 class LayerNorm(nnx.Module):
-    """(x - mean) / std * scale + bias. Ba et al. 2016 (arXiv:1607.06450)."""
+    """(x - mean) / std * scale + bias. Ba et al. 2016 (arXiv:1607.06450).
 
-    def __init__(self, width: int, eps: float = 1e-5):
+    Args:
+        letters: what the normalised axis is.
+        kind: of its variables: `Choosing` where only a choice follows from it.
+    """
+
+    def __init__(self, width: int, eps: float = 1e-5, letters: str = "D", kind: type[nnx.Variable] = nnx.Param):
         self.eps = eps
-        self.scale = weight((width,), Meaning("D"), Draw("constant", 1.0))
-        self.b = weight((width,), Meaning("D"), Draw("constant", 0.0))
+        self.scale = weight((width,), Meaning(letters), Draw("constant", 1.0), kind)
+        self.b = weight((width,), Meaning(letters), Draw("constant", 0.0), kind)
 
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         y = x.astype(jnp.float32)
         y = y - jnp.mean(y, -1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)

@@ -42,7 +42,8 @@ class Llama3(Settings):
 
     def apply(self, freq: np.ndarray, base: float, length: int | None) -> tuple[np.ndarray, float]:
         turns = self.original * freq / (2 * math.pi)
-        kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        ramp = max(self.high - self.low, 1e-9)  # Llama 4 Scout has none: low and high are 1
+        kept = np.clip((turns - self.low) / ramp, 0, 1)
         return freq * kept + freq / self.factor * (1 - kept), 1.0
 
 

@@ -52,6 +52,10 @@ class Frozen(nnx.Variable):
     """A weight that is kept but not trained: quantised, or frozen by surgery."""
 
 
+class Choosing(nnx.Variable):
+    """A weight that only a choice follows from. No gradient reaches it: nothing here trains, decays or adapts it."""
+
+
 def split(model: nnx.Module, *kinds: Any) -> tuple[Any, ...]:
     """The model's graph, and its weights as `{address: array}`: one dict for each kind asked, and one for the rest.
 

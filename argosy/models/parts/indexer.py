@@ -1,0 +1,112 @@
+"""The index of sparse attention: a few small heads score every token that a query sees, and attention reads the best of them.
+
+    I_ts = sum over h of  w_th relu(q_th . k_s)        q and w of each index head, one key for all of them
+    picked for query t: the `topk` tokens s of the largest I_ts; all that it sees where those are fewer
+
+Only a choice follows from the index. No gradient reaches its weights (`Choosing`), and a model that is trained here keeps the
+index it came with: DeepSeek trains it apart, towards the weights that attention gives, with a loss that is not built. As the
+router does, it scores in float32. DeepSeek's kernels first turn queries and keys by a Hadamard matrix and round them to FP8: the
+turn leaves products alone, the rounding is left out.
+
+Attention makes the scores of all tokens and drops those not picked: the same function, no faster.
+
+DeepSeek-V3.2 (arXiv:2512.02556, section 2.1).
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+from pydantic import Field
+
+from argosy.core.settings import Settings
+from argosy.models.parts.attend import Attend
+from argosy.models.parts.cache import Cache
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.heads import Reach, turned
+from argosy.models.parts.norm import LayerNorm
+from argosy.models.parts.weight import Choosing
+from argosy.ops.attention import See
+
+KEY_EPS = 1e-6  # of the norm over keys, whatever the others have
+
+
+class Index(Settings):
+    """An index that picks the tokens attention reads."""
+
+    heads: int = Field(64, gt=0)
+    """Heads I."""
+    size: int = Field(128, gt=0)
+    """Size of a head J; its first features turn with positions, as many as those of attention."""
+    topk: int = Field(2048, gt=0)
+    """Tokens that a query attends to; all that it sees where those are fewer."""
+
+
+class Asked(NamedTuple):
+    """What the tokens of one call look for: a query for each index head, and how much that head counts."""
+
+    q: Float[Array, "B T I J"]
+    weights: Float[Array, "B T I"]
+
+
+class Indexer(nnx.Module):
+    """The index of one layer.
+
+    Args:
+        dims: sizes of D, Q, I, J, and P, of which the first features of a head turn.
+    """
+
+    def __init__(self, dims: dict[str, int], topk: int):
+        self.topk, self.turns = topk, dims["P"]
+        self.scale = (dims["I"] * dims["J"]) ** -0.5
+        self.q = Einsum("BTQ,QIJ->BTIJ", dims, kind=Choosing)
+        self.k = Einsum("BTD,DJ->BTJ", dims, kind=Choosing)
+        self.k_norm = LayerNorm(dims["J"], KEY_EPS, "J", Choosing)
+        self.weigh = Einsum("BTD,DI->BTI", dims, kind=Choosing)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        latent: Float[Array, "B T Q"],
+        each: Reach,
+        cache: Cache | None,
+        attend: Attend,
+    ) -> tuple[Asked, Float[Array, "B T J"]]:
+        """What these tokens look for, and the keys they are found by."""
+        x, latent = jax.lax.stop_gradient((x, latent))
+        with jax.default_matmul_precision("highest"):  # a choice is discrete
+            q, k = self.q(latent), self.k_norm(self.k(x))
+            weights = self.weigh(x.astype(jnp.float32)) * self.scale
+        k = self.positioned(k[:, :, None], each, cache, attend)[:, :, 0]
+        return Asked(self.positioned(q, each, cache, attend), weights), k
+
+    def positioned(
+        self, x: Float[Array, "B T N J"], each: Reach, cache: Cache | None, attend: Attend
+    ) -> Float[Array, "B T N J"]:
+        """The first features turned, always in halves."""
+        halves = each.rope and each.rope.model_copy(update={"pairs": "halves"})
+        first = turned(x[..., : self.turns], Reach(rope=halves), cache, attend)
+        return jnp.concatenate([first, x[..., self.turns :]], -1)
+
+    def pick(self, asked: Asked, keys: Float[Array, "B S J"], see: See, window: int | None) -> See:
+        """Of the tokens that each query sees, the best."""
+        if isinstance(keys.shape[1], int) and keys.shape[1] <= self.topk:
+            return see  # of so few, all
+        seen = see.dense(window)
+        with jax.default_matmul_precision("highest"):
+            met = jnp.einsum("BTIJ,BSJ->BTIS", asked.q.astype(jnp.float32), keys.astype(jnp.float32))
+            scores = jnp.einsum("BTIS,BTI->BTS", jax.nn.relu(met), asked.weights)
+        return replace(see, picked=seen & largest(jnp.where(seen, scores, -jnp.inf), self.topk))
+
+
+def largest(scores: Float[Array, "B T S"], k: int) -> Bool[Array, "B T S"]:
+    """Which are the k largest of each row; of equals the first ones."""
+    S = scores.shape[-1]
+    # Left open in an export, S may turn out to be less than k.
+    wide = scores if isinstance(S, int) else jnp.pad(scores, ((0, 0), (0, 0), (0, k)), constant_values=-jnp.inf)
+    chosen = jax.lax.top_k(wide, k)[1]
+    mark = jax.vmap(jax.vmap(lambda row, at: jnp.zeros_like(row, bool).at[at].set(True)))
+    return mark(wide, chosen)[..., :S]
