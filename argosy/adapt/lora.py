@@ -6,14 +6,13 @@ arXiv:2305.14314).
 """
 
 import math
-import re
 from collections.abc import Mapping
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from argosy.adapt.surgery import find, swap
+from argosy.adapt.surgery import at, find, put_at
 from argosy.core.errors import BadInput
 from argosy.models.parts.einsum import Contraction, Einsum, Route, contract
 from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
@@ -58,7 +57,7 @@ class LoRA(Contraction):
         return self.of.take(ids) + self.gain * self.a[...][ids] @ self.b[...]
 
     def merged(self) -> Einsum:
-        """One weight again, W + gain A B, in float32. This adapter stays as it is.
+        """One weight again, W + gain A B, added in float32 and kept in the type of W. This adapter stays as it is.
 
         Raises:
             ValueError: W is quantised: merging would round the adapter away.
@@ -69,24 +68,36 @@ class LoRA(Contraction):
         lead = "L" * self.stacked
         delta = jnp.einsum(f"{lead}{a},{lead}{b}->{lead}{self.spec}", self.a[...], self.b[...])
         of = nnx.merge(*nnx.split(self.of))
-        of.w = nnx.Param(of.w[...] + self.gain * delta, **{k: of.w.get_metadata()[k] for k in ("meaning", "draw")})
+        w = (of.w[...].astype(jnp.float32) + self.gain * delta).astype(of.w.dtype)
+        of.w = nnx.Param(w, **{k: of.w.get_metadata()[k] for k in ("meaning", "draw")})
         if of.b is not None:
             of.b = nnx.Param(of.b.get_value(), **{k: of.b.get_metadata()[k] for k in ("meaning", "draw")})
         return of
 
 
-def merge(model: nnx.Module) -> dict[str, LoRA]:
-    """Every adapter becomes part of its weight. Returns what was merged by the name of its contraction, never none: keep it to
-    `unmerge`, let it go and the memory of the weights without adapters is free.
+def merge(model: nnx.Module, kept: dict[str, LoRA] | None = None) -> list[str]:
+    """Every adapter becomes part of its weight, one after the other; returns the names of their contractions, never none.
+
+    Args:
+        kept: is given what was merged, for `unmerge`; without it the weights without adapters are let go.
 
     Raises:
         BadInput: there is no adapter, or one lies on a quantised weight, which would round it away.
     """
+    if not any(isinstance(module, LoRA) for _, module in nnx.iter_modules(model)):
+        raise BadInput(
+            "the model has no adapters", hint="argosy.load(MODEL, adapter=FOLDER), or put some on it: docs/adapters.md"
+        )
     found = find(model, ".*", LoRA)
     if quantised := [name for name, adapted in found.items() if not isinstance(adapted.of, Einsum)]:
         raise BadInput(f"adapters on quantised weights cannot be merged: {', '.join(quantised[:4])}")
-    swap(model, ".*", LoRA.merged, LoRA)
-    return found
+    names = list(found)
+    if kept is not None:
+        kept |= found
+    found.clear()  # each is let go when it is merged
+    for name in names:
+        put_at(model, name, at(model, name).merged())
+    return names
 
 
 def unmerge(model: nnx.Module, merged: Mapping[str, LoRA]) -> list[str]:
@@ -95,12 +106,13 @@ def unmerge(model: nnx.Module, merged: Mapping[str, LoRA]) -> list[str]:
     Raises:
         BadInput: the model has no such contraction, or one of another shape; nothing is changed then.
     """
-    found = find(model, "|".join(map(re.escape, merged)))
-    wrong = [name for name, adapted in merged.items() if name not in found or found[name].shape != adapted.shape]
+    own = {name: module for name, module in find(model, ".*").items() if name in merged}
+    wrong = [name for name, adapted in merged.items() if name not in own or own[name].shape != adapted.shape]
     if wrong:
-        raise BadInput(f"adapters of another model: it has no such contraction at {', '.join(wrong[:4])}")
+        hint = "the model that they were merged into, in the same layout"
+        raise BadInput(f"no such contraction, or one of another shape: {', '.join(wrong[:4])}", hint=hint)
     for name, adapted in merged.items():
-        swap(model, re.escape(name), lambda _, adapted=adapted: adapted)
+        put_at(model, name, adapted)
     return list(merged)
 
 

@@ -29,13 +29,21 @@ def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contractio
     rule = _compiled(where)
     found: dict[str, Any] = {}
     names: list[str] = []
+    choosing = False
     for path, node in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         name = ".".join(map(str, path))
-        if not isinstance(node, of) or getattr(node, "chooses", False) or _within(name, found):
+        if not isinstance(node, of) or any(name.startswith(outer + ".") for outer in found):
             continue
-        names.append(_kind_name(model, name))
-        if rule.fullmatch(name) or rule.fullmatch(names[-1]):
+        kind = _kind_name(model, name)
+        matches = bool(rule.fullmatch(name) or rule.fullmatch(kind))
+        if getattr(node, "chooses", False):
+            choosing |= matches
+            continue
+        names.append(kind)
+        if matches:
             found[name] = node
+    if choosing and not found:
+        raise BadInput(f"`{where}`: only a choice follows from what matches", hint="it is neither trained nor adapted")
     if not found:
         raise BadInput(f"nothing in the model matches `{where}`", hint=nearest(where, set(names)))
     return found
@@ -47,12 +55,21 @@ def swap(
     """Replaces every contraction that matches by `make(contraction)`; returns their names, never none."""
     found = find(model, where, of)
     for name, node in found.items():
-        *way, last = name.split(".")
-        parent: Any = model
-        for step in way:
-            parent = getattr(parent, step)
-        setattr(parent, last, make(node))
+        put_at(model, name, make(node))
     return list(found)
+
+
+def at(model: nnx.Module, name: str) -> Any:
+    """The module of this dotted name."""
+    node: Any = model
+    for step in name.split("."):
+        node = getattr(node, step)
+    return node
+
+
+def put_at(model: nnx.Module, name: str, module: Any) -> None:
+    way, _, last = name.rpartition(".")
+    setattr(at(model, way) if way else model, last, module)
 
 
 def freeze(model: nnx.Module, where: str) -> list[str]:
@@ -92,11 +109,7 @@ def _retype(model: nnx.Module, where: str, old: type[nnx.Variable], new: type[nn
             continue
         if new is nnx.Param and not jax.numpy.issubdtype(v.dtype, jax.numpy.floating):
             continue
-        *way, last = address.split(".")
-        parent: Any = model
-        for step in way:
-            parent = getattr(parent, step)
-        setattr(parent, last, new(v.get_value(), **_own(v.get_metadata())))
+        put_at(model, address, new(v.get_value(), **_own(v.get_metadata())))
         done.append(address)
     if not done:
         raise BadInput(
@@ -111,10 +124,6 @@ def _own(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _matches(model: nnx.Module, rule: re.Pattern[str], name: str) -> bool:
     return bool(rule.fullmatch(name) or rule.fullmatch(_kind_name(model, name)))
-
-
-def _within(name: str, found: Mapping[str, Any]) -> bool:
-    return any(name.startswith(outer + ".") for outer in found)
 
 
 def _kind_name(model: nnx.Module, name: str) -> str:

@@ -5,6 +5,7 @@ pickle is read, and `auto_map` in a config imports nothing.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
 from copy import copy
 from fnmatch import fnmatchcase
@@ -15,13 +16,14 @@ import numpy as np
 
 from argosy.checkpoint.stored import COMPANIONS, Stored
 from argosy.core.errors import BadInput, Damaged, complaint, nearest
-from argosy.core.formats import Entry, Reader, read_part
+from argosy.core.formats import Reader, is_apart, read_part
 from argosy.core.formats.files import File, of_bytes, of_text, write_file
 from argosy.core.formats.quants import FP8_BLOCK
 from argosy.core.formats.safetensors import Folder, folder_files
 from argosy.core.keymap import IGNORED, How, KeyMap, Row
 from argosy.models import FAMILIES
 from argosy.models.family import FamilyConfig
+from argosy.models.parts.weight import exact
 
 CONFIG_BYTES = 16 << 20
 MOST_LAYERS = 10_000  # the deepest published model has 126
@@ -298,14 +300,14 @@ def folder_of(
 
     Args:
         hub: the config.json it once came with; what is not architecture (token ids, and so on) is carried along.
-        dtype: of the tensors; theirs unless told.
+        dtype: of the tensors, as `typed` takes it.
 
     Raises:
         BadInput: weights missing, unexpected or misshapen, all listed.
         Unsupported: a type that safetensors has no name for.
     """
-    entries = [cast(entry, dtype) for entry in KeyMap(*config.hub_rows()).inverse(weights)]
-    kind = str(entries[0].dtype)
+    entries = list(KeyMap(*config.hub_rows()).inverse(typed(config, weights, dtype)))
+    kind = Counter(str(entry.dtype) for entry in entries).most_common(1)[0][0]
     written = _plain(hub) | _kept_type(hub, config.to_hub()) | {"dtype": kind, "torch_dtype": kind}
     return [*folder_files(entries, shard_bytes), of_text("config.json", json.dumps(written, indent=2) + "\n")]
 
@@ -336,13 +338,42 @@ def copies(companions: Path | None) -> list[File]:
     return [of_bytes(name, (companions / name).read_bytes()) for name in COMPANIONS if (companions / name).is_file()]
 
 
-def cast(entry: Entry, dtype: Any) -> Entry:
-    """The tensor in another type, converted when its turn comes; itself where None."""
-    kind = entry.dtype if dtype is None else np.dtype(dtype)
-    cast_to = entry._replace(dtype=kind, make=lambda: entry.make().astype(kind, copy=False))
-    if (parts := entry.parts) is None:
-        return cast_to
-    return cast_to._replace(parts=lambda: (part.astype(kind, copy=False) for part in parts()))
+def typed(config: FamilyConfig, weights: Reader, dtype: Any) -> Reader:
+    """Per-layer weights in another type. What a rounding would turn into another choice keeps its own (`weight.exact`).
+
+    Args:
+        dtype: of all, or {name: of this one}; None, and names that are not there: their own.
+    """
+    if dtype is None:
+        return weights
+    told = dtype if isinstance(dtype, Mapping) else dict.fromkeys(weights.names, dtype)
+    return Typed(weights, {name: np.dtype(told[name]) for name in set(told) - exact(config.build())})
+
+
+class Typed:
+    """Tensors of which some are converted when they are read: {name: type}."""
+
+    def __init__(self, reader: Reader, kinds: Mapping[str, np.dtype]):
+        self.reader, self.kinds = reader, kinds
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self.reader.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.reader.shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        return self.kinds.get(name, self.reader.dtype(name))
+
+    def read(self, name: str) -> np.ndarray:
+        return self.reader.read(name).astype(self.dtype(name), copy=False)
+
+    def is_apart(self, name: str) -> bool:
+        return is_apart(self.reader, name)
+
+    def read_part(self, name: str, i: int) -> np.ndarray:
+        return read_part(self.reader, name, i).astype(self.dtype(name), copy=False)
 
 
 def _kept_type(hub: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from argosy.models.parts.weight import put, split
 
 FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+SLAB_BYTES = 1 << 26  # of float32
 # Keys that change the function, and the values that leave it alone.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
@@ -87,27 +88,34 @@ class Site:
 
 def sites(config: Any) -> list[Site]:
     """Every module of the Hub's model that a low-rank adapter fits."""
-    specs = {
-        ".".join(map(str, path)): m
-        for path, m in nnx.iter_modules(config.build(Unroll()))
-        if isinstance(m, Contraction)
-    }
     out = []
+    for module, names, row, weights in _modules(config):
+        if not weights[0].chooses and (hows := _hows(row.how, weights)) is not None:
+            out.append(Site(module, names, *hows, table="V" in weights[0].inner))
+    return out
+
+
+def _modules(config: Any) -> Iterator[tuple[str, tuple[str, ...], Row, list[Contraction]]]:
+    """The Hub's modules that hold the weights of contractions of ours: their names, how they are read, and ours."""
+    modules = nnx.iter_modules(config.build(Unroll()))
+    specs = {".".join(map(str, path)): m for path, m in modules if isinstance(m, Contraction)}
     for row in config.hub_rows()[0]:
         ours = (row.ours,) if isinstance(row.ours, str) else row.ours
         if not isinstance(row.theirs, str) or not all(path.endswith(".w") for path in ours):
             continue
         for layer in (None,) if row.over is None else row.over:
             names = tuple(path.removesuffix(".w").replace("{l}", str(layer)) for path in ours)
-            hows = None if specs[names[0]].chooses else _hows(row.how, specs[names[0]])
-            if hows is not None:
-                module = row.theirs.removesuffix(".weight").replace("{l}", str(layer))
-                out.append(Site(module, names, *hows, table="V" in specs[names[0]].inner))
-    return out
+            yield (
+                row.theirs.removesuffix(".weight").replace("{l}", str(layer)),
+                names,
+                row,
+                [specs[name] for name in names],
+            )
 
 
-def _hows(how: str, weight: Contraction) -> tuple[str, str] | None:
-    """The readings of A and B, from that of the weight; None where theirs is no matrix of inputs and outputs."""
+def _hows(how: str, weights: Sequence[Contraction]) -> tuple[str, str] | None:
+    """The readings of A and B, from that of the weights; None where theirs is no matrix of inputs and outputs."""
+    weight = weights[0]
     left, right = how.split("->")
     theirs, parts = _axes(left), [_axes(part) for part in right.split(",")]
     summed = [axis for axis, letter in zip(parts[0], weight.spec) if letter in weight.inner]
@@ -117,7 +125,7 @@ def _hows(how: str, weight: Contraction) -> tuple[str, str] | None:
     if len(theirs) != 2 or sum(side) != 1:
         return None
     inputs, outputs = theirs[side.index(True)], theirs[side.index(False)]
-    kept = [[a for a, x in zip(part, weight.spec) if x in weight.out and x not in weight.inner] for part in parts]
+    kept = [[a for a, x in zip(part, w.spec) if x in w.out and x not in w.inner] for part, w in zip(parts, weights)]
     how_a = f"r {inputs} -> {' '.join([*group, *summed, 'r'])}"
     how_b = f"{outputs} r -> {', '.join(' '.join([*group, 'r', *axes]) for axes in kept)}"
     return how_a, how_b
@@ -166,6 +174,14 @@ def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
         for part, ours in enumerate(site.ours):
             table = KeyMap(site.rows(part), sizes | {"r": rank})
             out[ours] = Adapter(table.read(file, f"{ours}.a"), table.read(file, f"{ours}.b"), gain)
+    choosing = tuple(f"{PREFIX}{module}.lora_" for module, _, _, weights in _modules(config) if weights[0].chooses)
+    if index := [name for name in set(file.names) - used if choosing and name.startswith(choosing)]:
+        if any(file.read(name).any() for name in index if ".lora_B." in name):
+            what = (
+                f"adapters on the index of sparse attention, which only makes a choice: {', '.join(sorted(index)[:4])}"
+            )
+            raise Unsupported(what, hint="leave it out of target_modules")
+        used.update(index)  # B is zero: no gradient reaches them
     if strange := sorted(set(file.names) - used):
         hint = nearest(strange[0], [name for site in sites(config) for name in site.names()])
         what = f"{len(strange)} tensors are on no module of this model: {', '.join(strange[:4])}"
@@ -224,12 +240,21 @@ class Merged:
         if name not in self.adapters:
             return weight
         of, adapter = self.specs[name], self.adapters[name]
-        experts = of_experts if of.group else slice(None)
-        a, b = (factor[experts].astype(np.float32) for factor in (adapter.a, adapter.b))
         outer = "".join(letter for letter in of.spec if letter not in of.inner + of.group)
-        delta = np.einsum(f"{of.group}{of.inner}r,{of.group}r{outer}->{of.spec}", a, b, optimize=True)
-        delta = delta if of.group else delta[of_experts]
-        return (weight.astype(np.float32) + self.sign * np.float32(adapter.gain) * delta).astype(weight.dtype)
+        letters_a, letters_b = f"{of.group}{of.inner}r", f"{of.group}r{outer}"
+        first, gain = of_experts.start or 0, self.sign * np.float32(adapter.gain)
+        out = np.empty_like(weight)
+        rows = max(1, SLAB_BYTES * len(weight) // (4 * weight.size))
+        for low in range(0, len(weight), rows):  # a slab at a time: whole, five arrays of its size would be held
+            here = slice(low, min(low + rows, len(weight)))
+            there = slice(first + here.start, first + here.stop)
+            a, b = (
+                factor[tuple(there if letter == of.spec[0] else slice(None) for letter in letters)].astype(np.float32)
+                for factor, letters in ((adapter.a, letters_a), (adapter.b, letters_b))
+            )
+            delta = np.einsum(f"{letters_a},{letters_b}->{of.spec}", a, b, optimize=True)
+            out[here] = (weight[here].astype(np.float32) + gain * delta).astype(weight.dtype)
+        return out
 
 
 def _check(said: Mapping[str, Any], folder: Path) -> None:

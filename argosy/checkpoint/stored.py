@@ -19,7 +19,7 @@ from argosy.core.schema import Choice
 from argosy.models import FAMILIES
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import layer_addresses, stored_addresses
-from argosy.models.parts.weight import put, variables
+from argosy.models.parts.weight import kept_in, put, variables
 
 # Small files that go with a model from folder to folder, untouched.
 COMPANIONS = (
@@ -168,7 +168,7 @@ def read_into(model: Any, weights: Reader, *, dtype: Any = None, place: Callable
     check_fit(model, weights)
     for address, v in own.items():
         stacked = len(v.shape) > len(v.get_metadata()["meaning"].letters)
-        target = np.dtype(dtype or jnp.float32)
+        target = np.dtype(kept_in(v, dtype or jnp.float32))
         if stacked:
             whole = np.empty(v.shape, target)
             for i, name in enumerate(names(address)):

@@ -35,9 +35,11 @@ class Registry(Mapping[str, Any]):
         """
         if isinstance(item, str) and not all(item.partition(":")):
             raise ValueError(f"{self.noun} `{name}`: `{item}` is not module:name")
-        if name in self._items:
+        if name in self._items and _named(self._items[name]) != _named(item):
             raise ValueError(f"{self.noun} `{name}` is already registered as {self._items[name]!r}")
-        self._items[name] = item
+        self._items.setdefault(
+            name, item
+        )  # the same again, by an entry point and by the module it names: once is enough
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._items:
@@ -63,3 +65,9 @@ class Registry(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Registry({self.noun!r}: {', '.join(self._items)})"
+
+
+def _named(item: Any) -> Any:
+    """A class or function as "module:name"; anything else is itself."""
+    is_named = hasattr(item, "__module__") and hasattr(item, "__qualname__")
+    return f"{item.__module__}:{item.__qualname__}" if is_named else item

@@ -76,7 +76,7 @@ def embed(
         raise BadInput(f"pooling `{pooling}` is not built", hint=f"one of {', '.join(POOLINGS)}")
     if batch < 1:
         raise BadInput(f"batch = {batch}", hint="at least 1")
-    steps = Steps() if lm.companions is None else read_steps(lm.companions)
+    steps = Steps() if lm.companions is None else read_steps(lm.companions, pooling)
     rows = ids_of(lm, texts, steps)
     graph, weights = split(lm.module)
     pooled = _pooled(graph, lm.module.dtype, pooling or steps.pooling)
@@ -134,8 +134,11 @@ def frame(lm: LM) -> tuple[int, int]:
 # ---------------------------------------------------------------- what a folder says
 
 
-def read_steps(folder: Path) -> Steps:
+def read_steps(folder: Path, pooling: str | None = None) -> Steps:
     """What sentence-transformers would do with this model.
+
+    Args:
+        pooling: in place of what the folder says.
 
     Raises:
         BadInput: a step, or a way to pool, that is not built.
@@ -148,7 +151,8 @@ def read_steps(folder: Path) -> Steps:
     said: dict[str, Any] = {"tokens": most, "lower": bool(beside.get("do_lower_case"))}
     for kind, where in _modules(folder):
         if kind == "Pooling":
-            said["pooling"] = _pooling(read_object(folder / where / "config.json"), prompt, str(folder / where))
+            config = read_object(folder / where / "config.json")
+            said["pooling"] = pooling or _pooling(config, prompt, str(folder / where))
         elif kind == "Normalize":
             said["normalize"] = True
         elif kind != "Transformer":

@@ -46,7 +46,7 @@ class LM:
     """A language model: its settings, its module, its tokenizer (None: token ids only).
 
     generation: the settings of its generation_config.json. hub: the config.json it came with. companions: where its small
-    files lie.
+    files lie. dtypes: the types that tensors came in, by weight of a layer. merged: adapters that `merge(keep=True)` took off.
     """
 
     config: Any
@@ -55,6 +55,14 @@ class LM:
     generation: Mapping[str, Any] = field(default_factory=dict)
     hub: Mapping[str, Any] = field(default_factory=dict)
     companions: Path | None = None
+    dtypes: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    merged: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        words = "no tokenizer" if self.tokenizer is None else f"{self.tokenizer.vocab:,} tokens"
+        return (
+            f"LM({type(self.config).__name__}, {self.config.parameters():,} parameters in {self.module.dtype}, {words})"
+        )
 
     # ---------------------------------------------------------------- numbers
 
@@ -170,17 +178,34 @@ class LM:
 
     # ---------------------------------------------------------------- files
 
-    def merge(self) -> dict[str, Any]:
-        """Adapters become part of the weights; returns them by the contraction that each was on, for `unmerge`."""
+    def merge(self, *, keep: bool = False) -> list[str]:
+        """Adapters become part of the weights, in the weights' type; returns the contractions that had one.
+
+        Args:
+            keep: the weights without them stay in memory too, for `unmerge`.
+
+        Raises:
+            BadInput: there is no adapter, or one lies on a quantised weight.
+        """
         from argosy.adapt.lora import merge
 
-        return merge(self.module)
+        kept: dict[str, Any] = {}
+        names = merge(self.module, kept if keep else None)
+        self.merged = kept
+        return names
 
-    def unmerge(self, merged: Mapping[str, Any]) -> list[str]:
-        """Puts adapters back beside the weights as they were before `merge`; returns their contractions."""
+    def unmerge(self) -> list[str]:
+        """Adapters and weights apart again, bit for bit as they were before `merge(keep=True)`; returns the contractions.
+
+        Raises:
+            BadInput: nothing was kept.
+        """
         from argosy.adapt.lora import unmerge
 
-        return unmerge(self.module, merged)
+        if not self.merged:
+            raise BadInput("no merged adapters were kept", hint="lm.merge(keep=True)")
+        names, self.merged = unmerge(self.module, self.merged), {}
+        return names
 
     def save(self, folder: str | Path, format: Literal["hub", "argosy", "peft"] = "hub", dtype: Any = None) -> None:
         """Writes the model as a Hub folder or an Argosy checkpoint, tokenizer and all; or its adapters as a PEFT folder."""

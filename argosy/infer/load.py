@@ -6,15 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from argosy.checkpoint.hub import read_json
+from argosy.checkpoint.hub import Mapped, read_json
 from argosy.checkpoint.peft import put_adapter, read_adapter
 from argosy.checkpoint.stored import Stored, open_model, read_into
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import Run, Scan, Unroll, layer_addresses
-from argosy.models.parts.weight import fill, put, split
+from argosy.models.parts.weight import fill, kept_in, put, variables
+from argosy.observe.environment import memory_bytes
+from argosy.observe.readable import sized
 
 
 def load(
@@ -38,7 +41,8 @@ def load(
     stored = open_model(path, warn)
     dtype = as_dtype(dtype)
     adapters = read_adapter(adapter, stored.config) if adapter is not None else {}
-    model = _dropless(stored.config).build(Unroll() if adapters else run or default_run(stored.config))
+    check_memory(stored.config, dtype)
+    model = stored.config.build(Unroll() if adapters else run or default_run(stored.config))
     read_into(model, stored.weights, dtype=dtype)
     if adapters:
         put_adapter(model, adapters)
@@ -50,23 +54,43 @@ def load(
             where=str(path),
             hint="they do not belong together",
         )
-    return LM(stored.config, model, tokenizer, generation_of(stored), stored.hub, stored.companions)
+    return LM(stored.config, model, tokenizer, generation_of(stored), stored.hub, stored.companions, dtypes_of(stored))
 
 
-def _dropless(config: FamilyConfig) -> FamilyConfig:
-    """Without a capacity of experts: an answer must not hang on what else is in its batch."""
-    if config.experts is None or config.experts.capacity is None:
-        return config
-    return config.model_copy(update={"moe": config.experts.model_copy(update={"capacity": None})})
+def dtypes_of(stored: Stored) -> dict[str, Any]:
+    """The types of a Hub folder's tensors, but of those in blocks with scales, which come as float32."""
+    weights = stored.weights
+    if not isinstance(weights, Mapped):
+        return {}
+    return (
+        {name: weights.dtype(name) for name in set(weights.names) - set(weights.scaled)} if stored.kind == "hub" else {}
+    )
 
 
 def random(config: FamilyConfig, seed: int, *, dtype: Any = None, run: Run | None = None) -> LM:
     """A model with random weights and no tokenizer."""
+    dtype = as_dtype(dtype)
+    check_memory(config, np.float32)  # drawn in float32
     model = config.build(run or default_run(config))
-    model.dtype = as_dtype(dtype)
+    model.dtype = dtype
     fill(model, jax.random.key(seed), addresses=layer_addresses(model))
-    put(model, {address: w.astype(model.dtype) for address, w in split(model)[1].items()})
+    put(model, {a: v[...].astype(kept_in(v, model.dtype)) for a, v in variables(model).items()})
     return LM(config, model)
+
+
+def check_memory(config: FamilyConfig, dtype: Any) -> None:
+    """That the weights fit into memory, where that is the computer's own: the system ends a process that takes too much, with
+    no word.
+
+    Raises:
+        BadInput: they do not.
+    """
+    needed, free = config.parameters() * np.dtype(dtype).itemsize, memory_bytes()[1]
+    if jax.default_backend() == "cpu" and free is not None and needed > free:
+        raise BadInput(
+            f"{config.parameters():,} weights in {np.dtype(dtype).name} need {sized(needed)}, and {sized(free)} are free",
+            hint="a smaller model; `argosy models show` tells what one needs",
+        )
 
 
 def as_dtype(dtype: Any) -> Any:
@@ -77,12 +101,10 @@ def as_dtype(dtype: Any) -> Any:
     """
     if dtype is None:
         return default_dtype()
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise BadInput(f"dtype `{dtype}` is no floating type", hint="float32, bfloat16 or float16")
+    known = ["float32", "bfloat16", "float16", *(["float64"] if jax.config.read("jax_enable_x64") else [])]
+    found = next((jnp.dtype(name) for name in known if dtype in (name, getattr(jnp, name), jnp.dtype(name))), None)
+    if found is None:
+        raise BadInput(f"dtype `{dtype}` is nothing to compute in", hint=f"{', '.join(known[:-1])} or {known[-1]}")
     return found
 
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from flax import nnx
+
 from argosy.checkpoint import manifest
-from argosy.checkpoint.hub import cast, copies, folder_of
+from argosy.checkpoint.hub import copies, folder_of, typed
 from argosy.checkpoint.partial import Partial, taken
 from argosy.checkpoint.peft import adapters_of, write_adapter
 from argosy.checkpoint.store import META, array_by_array
@@ -22,23 +24,33 @@ from argosy.core.formats.files import File, of_text
 from argosy.core.schema import Choice
 from argosy.core.settings import dump
 from argosy.infer.lm import LM
+from argosy.infer.load import as_dtype
 from argosy.models import FAMILIES
+from argosy.models.parts.einsum import Contraction
 
 Told = Callable[[int, int, int], None]  # bytes written since the last call, bytes in all, bytes kept from before
 
 
 def save(lm: LM, folder: Path, format: Literal["hub", "argosy", "peft"], dtype: Any = None) -> None:
-    """Writes a model with its tokenizer; the numbers in the type it came in, unless told. Or its adapters alone.
+    """Writes a model with its tokenizer; each tensor in the type it came in, unless told. Or its adapters alone.
 
     Raises:
-        BadInput: the folder holds something already, adapters are not merged, or there are none.
+        BadInput: the folder holds something already, adapters are not merged, or there are none; a type that is none.
     """
     if format == "peft":
         base = lm.hub.get("_name_or_path") or (str(lm.companions) if lm.companions else None)
         write_adapter(folder, lm.config, adapters_of(lm.module), base)
         return
+    wrapped = {type(m).__name__ for _, m in nnx.iter_modules(lm.module) if isinstance(m, Contraction)} - {"Einsum"}
+    if wrapped:
+        hint = 'lm.merge() first, or format="peft" for the adapters alone'
+        raise BadInput(f"the model carries {' and '.join(sorted(wrapped))}", hint=hint if "LoRA" in wrapped else None)
+    dtype = None if dtype is None else as_dtype(dtype)
     came_in = lm.hub.get("dtype") or lm.hub.get("torch_dtype")
-    write(folder, format, lm.config, weights_of(lm.module), dict(lm.hub), lm.companions, dtype or came_in, lm.tokenizer)
+    weights = weights_of(lm.module)
+    if dtype is None and came_in is not None:
+        dtype = {name: lm.dtypes.get(name, came_in) for name in weights.names}
+    write(folder, format, lm.config, weights, dict(lm.hub), lm.companions, dtype, lm.tokenizer)
 
 
 def write(
@@ -66,7 +78,7 @@ def write(
             small, a left-over is of another conversion.
     """
     if format not in ("hub", "argosy"):
-        raise BadInput(f"format `{format}`", hint="hub or argosy")
+        raise BadInput(f"format `{format}`", hint="hub, argosy or peft")
     if taken(folder):
         raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
     check_fit(config.build(), weights)
@@ -103,7 +115,8 @@ def _is_tokenizer(name: str) -> bool:
 
 def _checkpoint_of(config: Any, weights: Reader, hub: dict[str, Any], dtype: Any) -> list[File]:
     """One checkpoint without a run: weights by layer, and settings."""
-    entries = [cast(_entry(weights, name), dtype) for name in weights.names]
+    weights = typed(config, weights, dtype)
+    entries = [_entry(weights, name) for name in weights.names]
     family = Choice(FAMILIES, tag="family").name_of(config)
     meta = {"model": {"family": family} | dump(config), "decided": {"layers": "unroll"}, "hub": hub}
     return [*array_by_array(entries), of_text(META, json.dumps(meta, indent=1))]

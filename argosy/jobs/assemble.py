@@ -4,6 +4,7 @@ What "auto" stood for is decided here, from the devices, and kept with the run: 
 it started with, since scan and unroll agree to rounding only.
 """
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +20,9 @@ from argosy.data.tokenize import Tokenizer, load_tokenizer
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import Run as LayerRun
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
-from argosy.models.parts.weight import abstract, count, fill, logical
+from argosy.models.parts.weight import Choosing, abstract, count, fill, logical, variables
+from argosy.observe.environment import memory_bytes
+from argosy.observe.readable import sized
 from argosy.parallel.place import batch_sharding, like_weights, place_batch, stream_sharding
 from argosy.parallel.rules import FSDP, shardings
 from argosy.train.state import TrainState, meanings_of, named, trained, unnamed
@@ -171,6 +174,18 @@ class Assembly:
         return self.run.data.batch * self.run.model.training_flops(self.run.data.sequence)
 
 
+def _check_memory(state: TrainState, params: Any) -> None:
+    """That weights, gradients and optimizer fit, where memory is the computer's own: the system ends a process that takes too
+    much, with no word."""
+    leaves = jax.tree.leaves((state.params, state.rest, state.optimizer, {a: state.params[a] for a in params}))
+    needed, free = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves), memory_bytes()[1]
+    if backend() == "cpu" and free is not None and needed > free:
+        raise BadInput(
+            f"weights, gradients and optimizer need {sized(needed)}, and {sized(free)} of memory are free",
+            hint="a smaller model; `argosy models show` tells what one needs",
+        )
+
+
 def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     """Checks and builds everything; draws and reads no weights.
 
@@ -196,6 +211,13 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         evals = pipeline.eval_batches(run.data, tokenizer, limit=run.eval.batches, **common)
 
     model = run.model.build(decided.run(run.layers.remat))
+    if not (run.init.weights or run.init.state) and (
+        drawn := [a for a, v in variables(model).items() if isinstance(v, Choosing)]
+    ):
+        raise BadInput(
+            f"{len(drawn)} weights of the index that picks what is attended to would stay as they are drawn: nothing trains them",
+            hint="start from trained ones (init.weights=FOLDER), or leave the index out: model.index=none",
+        )
     if mesh.size > 1:
         model.layers.rows = stream_sharding(mesh)
     graph, params, rest = trained(model)
@@ -212,6 +234,7 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         {a: shapes[a] for a in params},
         {a: shapes[a] for a in rest},
     )
+    _check_memory(state, params)
     places = like_weights(state, weights, shapes, mesh)
     learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731
     return Assembly(

@@ -22,6 +22,7 @@ from argosy.checkpoint.hub import Mapped, check_tied
 from argosy.checkpoint.peft import Merged, read_adapter
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.checkpoint.stream import largest, streamed
+from argosy.core.errors import BadInput
 from argosy.infer.load import no_weights, tokenizer_of
 from argosy.infer.save import Told, write
 from argosy.jobs.compose import presets
@@ -54,8 +55,10 @@ def convert(
     Raises:
         BadInput, Damaged: the source is no model, the target exists, the disk is too small; nothing is written.
     """
+    if target.suffix == ".gguf":
+        raise BadInput(f"{target}: GGUF is read here, not written", hint="name a new folder")
     start = time.monotonic()
-    stored = opened(source, say)
+    original = stored = opened(source, say)
     if dtype is None and isinstance(stored.weights, Mapped) and (scaled := stored.weights.scaled):
         many = f"{len(scaled)} tensors are stored in blocks with scales (fp8, mxfp4)"
         say(f"{many} and become float32; dtype=bfloat16 halves that")
@@ -63,9 +66,7 @@ def convert(
     if adapter is not None:
         adapters = read_adapter(adapter, stored.config)
         stored = replace(stored, weights=Merged(stored.weights, adapters, stored.config))
-        facts["adapter"] = hashlib.sha256(b"".join((Path(adapter) / n).read_bytes() for n in peft.FILES)).hexdigest()[
-            :12
-        ]
+        facts["adapter"] = [manifest.describe(Path(adapter) / name)["sha256"][:12] for name in peft.FILES]
         say(f"merging adapters on {len(adapters)} weights")
     tokenizer = tokenizer_of(stored)
     if tokenizer is not None and tokenizer.vocab > stored.config.vocab:
@@ -96,7 +97,7 @@ def convert(
         "bytes": count.all,
         "kept_bytes": count.kept,
         "seconds": seconds,
-        "memory": memory([stored]),
+        "memory": memory([original]),
     }
 
 

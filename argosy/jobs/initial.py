@@ -12,6 +12,7 @@ from argosy.checkpoint.store import META, STATE, Checkpoints, load_item, read_me
 from argosy.checkpoint.stored import StepReader, Stored, config_of, open_model, read_into
 from argosy.core.errors import BadInput
 from argosy.core.settings import diff, dump
+from argosy.infer.load import tokenizer_of
 from argosy.jobs.assemble import Assembly
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, stored_addresses
@@ -31,6 +32,9 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
     places = assembly.places.params | assembly.places.rest
     read_into(assembly.model, stored.weights, place=places.__getitem__)
     say(f"weights from {model}")
+    theirs, ours = tokenizer_of(stored), assembly.tokenizer
+    if theirs is not None and ours is not None and theirs.fingerprint != ours.fingerprint:
+        say(f"they were trained with another tokenizer than this run's: data.tokenizer={model} takes theirs")
     _, params, rest = trained(assembly.model)
     return assembly.begin(params, rest), stored
 

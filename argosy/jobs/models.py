@@ -76,7 +76,7 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
         "context": tokens,
         "flops_per_token": round(work / tokens),
         "flops_per_token_at_1": config.flops(1),
-        "flops_per_token_backward": round(2 * work / tokens),
+        "flops_per_token_backward": round((config.training_flops(tokens) - work) / tokens),
         "weight_bytes": {dtype: size * parameters for dtype, size in BYTES.items()},
         "cache_bytes_per_token": {d: BYTES[d] * sum(k.layers * k.token for k in kept) for d in ("float32", "bfloat16")},
         "cache_bytes": {d: cache_bytes(kept, tokens, BYTES[d]) for d in ("float32", "bfloat16")},
@@ -188,6 +188,9 @@ def _rows(layer: Any, reaches: list[str]) -> list[str]:
         rows += [""] * bool(rows) + [formula.format(what), f"    {'  '.join(told)}"]
         if isinstance(part, MoE):
             rows.append(f"    {_routing(part.how)}")
+        if (index := getattr(part, "index", None)) is not None:
+            sizes = index.q.sizes
+            rows.append(f"    an index of {sizes['I']} heads of {sizes['J']} picks {index.topk:,} tokens")
         rows += [f"    {reach}" for reach in reaches] if hasattr(part, "holds") else []
     return rows
 
@@ -202,8 +205,11 @@ def _routing(how: Experts) -> str:
 def _reach(each: Any, config: Any) -> str:
     """How far back a layer sees, and how its positions turn."""
     span, rope = getattr(each, "window", None), getattr(each, "rope", None)
-    seen = f"window {span:,}" if span else "causal" if config.causal else "both ways"
-    return f"{seen}, rope {rope.base:,.0f}{_scaling(rope)}" if rope else seen
+    far = f"its chunk of {span:,}" if getattr(each, "chunked", False) else f"window {span:,}" if span else None
+    seen = far or ("causal" if config.causal else "both ways")
+    seen += f", rope {rope.base:,.0f}{_scaling(rope)}" if rope else ""
+    temper = getattr(each, "temper", None)
+    return seen if temper is None else f"{seen}, queries grow every {temper.floor:,} tokens"
 
 
 def _scaling(rope: Any) -> str:

@@ -42,6 +42,7 @@ class DeepSeekConfig(FamilyConfig):
     """DeepSeek V2, V3, R1, V3.2 (arXiv:2405.04434, 2412.19437, 2501.12948, 2512.02556) and Kimi K2 (arXiv:2507.20534)."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
+    moe_parts: ClassVar[frozenset[str]] = frozenset(["shared", "bias"])
 
     ffn: int = Field(gt=0)
     """Width of the feed-forward layer F, in the layers that have no experts."""

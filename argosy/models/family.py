@@ -4,7 +4,7 @@ A family is data and one file. Its config counts what it builds (the laws hold i
 on the Hub; its module is `hidden` and `unembed`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -60,6 +60,8 @@ class FamilyConfig(Settings):
     # Settings that config.json has no word for: the tensors decide them (`fitted`).
     hub_left_out: ClassVar[tuple[str, ...]] = ()
     # Tensors that its folders may hold and this model has no part for: left out, and said so each time.
+    moe_parts: ClassVar[frozenset[str]] = frozenset()
+    """Of `shared`, `shared_gate` and `bias`, those that its experts may have."""
     hub_prefixes: ClassVar[tuple[str, ...]] = ()
     # What the names of tensors may begin with, or not, as the class that wrote them was.
     hub_old_ends: ClassVar[Mapping[str, str]] = {}
@@ -91,6 +93,19 @@ class FamilyConfig(Settings):
     def dims(self) -> dict[str, int]:
         """The size of each letter of its equations (`core.dims`)."""
         raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _experts_have_names(self) -> "FamilyConfig":
+        """What the Hub's table has no row for would be built, and neither counted, read nor written."""
+        how = self.experts
+        strange = [
+            part
+            for part in ("shared", "shared_gate", "bias")
+            if how and getattr(how, part) and part not in self.moe_parts
+        ]
+        if strange:
+            raise ValueError(f"{', '.join(f'moe.{part}' for part in strange)}: experts of this family have none")
+        return self
 
     @property
     def experts(self) -> Experts | None:
@@ -177,7 +192,7 @@ class FamilyConfig(Settings):
         Raises:
             Unsupported: it does not; names the settings that would be lost.
         """
-        hint = "convert with to=argosy, which keeps every setting"
+        hint = 'Argosy\'s own format keeps every setting: to=argosy, lm.save(..., format="argosy")'
         try:
             again = type(self).from_hub(said).resolved()
         except (ArgosyError, ValueError) as error:
@@ -185,9 +200,18 @@ class FamilyConfig(Settings):
                 f"the Hub's `{said['model_type']}` has no such model: {complaint(error)}", hint=hint
             ) from None
         mine, theirs = (_without_training(config.model_dump()) for config in (self.resolved(), again))
-        if lost := [key for key in mine if mine[key] != theirs[key]]:
+        if lost := list(_differing(mine, theirs)):
             raise Unsupported(f"the Hub's `{said['model_type']}` cannot say {', '.join(lost)} of this model", hint=hint)
         return said
+
+
+def _differing(mine: Any, theirs: Any, at: str = "") -> Iterator[str]:
+    """The settings that differ, each with its value here."""
+    if not (isinstance(mine, dict) and isinstance(theirs, dict)):
+        yield from [f"{at} = {mine}"] if mine != theirs else []
+        return
+    for key in mine:
+        yield from _differing(mine[key], theirs.get(key), f"{at}.{key}" if at else key)
 
 
 def _without_training(settings: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
@@ -45,6 +45,18 @@ class GptOssConfig(DecoderConfig):
     """Gate and up are clipped to this."""
     alpha: float = 1.702
     """Of the sigmoid in the gate."""
+
+    @model_validator(mode="after")
+    def _is_all_experts(self) -> "GptOssConfig":
+        if self.ffn != self.moe.ffn:
+            raise ValueError(
+                f"ffn = {self.ffn}, moe.ffn = {self.moe.ffn}: every layer has experts, and both are their width"
+            )
+        if self.activation != "silu":
+            raise ValueError(
+                f"activation = {self.activation}: gate and up are clipped and meet in a function of their own"
+            )
+        return self
 
     @classmethod
     def examples(cls) -> dict[str, Any]:

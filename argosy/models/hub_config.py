@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from argosy.core.errors import BadInput
+from argosy.core.formats import listed
 from argosy.models.family import shortest_pattern
 from argosy.models.parts.rope import Linear, Llama3, LongRope, Rope, Yarn
 
@@ -78,10 +79,8 @@ class ConfigTable:
             if key in config and config[key] not in allowed:
                 problems.append(f"`{key}` = {config[key]!r}: only {' or '.join(map(repr, allowed))} is built")
         if problems:
-            raise BadInput(
-                "config.json: " + "; ".join(problems[:8]),
-                hint="take out a key that has no effect on the numbers; what has one is not built here",
-            )
+            takes = "take out a key that has no effect on the numbers; what has one is not built here"
+            raise BadInput(f"config.json: {listed(problems, 8)}", hint=takes if unknown else None)
         said: dict[str, Any] = {}
         for theirs, ours in self.rows:
             if ours == BALANCE and not config.get(ROUTED):
@@ -107,11 +106,17 @@ def text_of(config: dict[str, Any], whole: str, text: dict[str, Any]) -> dict[st
 
     Args:
         text: its architecture.
+
+    Raises:
+        BadInput: it tells of none.
     """
     if config.get("model_type") != whole:
         return config
+    inner = config.get("text_config")
+    if not isinstance(inner, dict):
+        raise BadInput(f"config.json: a `{whole}` without a `text_config`, which tells of its text model")
     kept = {k: v for k, v in config.items() if k.endswith("token_id") or k in ("torch_dtype", "dtype")}
-    return kept | dict(config["text_config"]) | text
+    return kept | inner | text
 
 
 def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:

@@ -33,6 +33,7 @@ class Llama4Config(DecoderConfig):
     """Llama 4, text."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("llama4_text", "llama4")
+    moe_parts: ClassVar[frozenset[str]] = frozenset(["shared"])
     hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)  # of folders that hold a vision tower, too
     hub_left_out: ClassVar[tuple[str, ...]] = ("vision_model.*", "multi_modal_projector.*")
 

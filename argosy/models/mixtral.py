@@ -8,6 +8,8 @@ B batch, T time, D width, N query heads, K key heads, H head size, V vocabulary,
 
 from typing import Any, ClassVar
 
+from pydantic import model_validator
+
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
 from argosy.models.family import UNROLL, DecoderConfig
@@ -27,6 +29,14 @@ class MixtralConfig(DecoderConfig):
 
     moe: Experts
     """The experts of every layer."""
+
+    @model_validator(mode="after")
+    def _is_all_experts(self) -> "MixtralConfig":
+        if self.ffn != self.moe.ffn:
+            raise ValueError(
+                f"ffn = {self.ffn}, moe.ffn = {self.moe.ffn}: every layer has experts, and both are their width"
+            )
+        return self
 
     @classmethod
     def examples(cls) -> dict[str, Any]:

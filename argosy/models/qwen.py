@@ -30,6 +30,7 @@ class QwenConfig(DecoderConfig):
     """Qwen 2, 2.5 and 3 (arXiv:2407.10671, 2412.15115, 2505.09388)."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+    moe_parts: ClassVar[frozenset[str]] = frozenset(["shared", "shared_gate"])
 
     qkv_bias: bool = False
     """Biases on queries, keys and values."""

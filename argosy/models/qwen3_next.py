@@ -74,6 +74,7 @@ class Qwen3NextConfig(DecoderConfig):
     """Qwen3-Next (arXiv:2412.06464 for its delta nets)."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
+    moe_parts: ClassVar[frozenset[str]] = frozenset(["shared", "shared_gate"])
     hub_left_out: ClassVar[tuple[str, ...]] = ("mtp.*",)  # predict further tokens; config.json says nothing of them
 
     norm_eps: float = Field(1e-6, gt=0)
@@ -101,6 +102,14 @@ class Qwen3NextConfig(DecoderConfig):
             raise ValueError(f"pattern = {self.pattern}: R for a recurrent layer, G for one that sees everything")
         if not set(self.dense) <= set(range(self.layers)):
             raise ValueError(f"dense = {list(self.dense)}: some of the {self.layers} layers")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_shared_expert(self) -> "Qwen3NextConfig":
+        if not (self.moe.shared and self.moe.shared_gate):
+            raise ValueError(
+                "moe.shared, moe.shared_gate: its experts stand beside a shared one with a gate of its own"
+            )
         return self
 
     @classmethod

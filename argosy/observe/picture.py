@@ -166,6 +166,10 @@ def stepped(numbers: Mapping[str, float]) -> str:
         told.append(f"lr {numbers['lr']:.2e}")
     if "grad_norm" in numbers:
         told.append(f"grad norm {numbers['grad_norm']:.3g}")
+    if "expert_load_max" in numbers:
+        told.append(f"fullest expert {numbers['expert_load_max']:.1f}x")
+    if "experts_dropped" in numbers:
+        told.append(f"dropped {numbers['experts_dropped']:.1%}")
     return "  ".join(told)
 
 

@@ -53,7 +53,7 @@ class Record:
 def render(record: Record) -> str:
     """The page."""
     parts: list[Callable[[Record], str]] = [
-        _head, _losses, _speed, _optimizer, _time, _samples, _checkpoints, _settings, _environment, _command
+        _head, _losses, _speed, _optimizer, _experts, _time, _samples, _checkpoints, _settings, _environment, _command
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
     made = f" on {_text(record.made)}" if record.made else ""
@@ -127,14 +127,28 @@ def _speed(record: Record) -> str:
 
 
 def _optimizer(record: Record) -> str:
+    return _pairs(record, "Optimizer", (("lr", "learning rate", 3), ("grad_norm", "gradient norm", 4)))
+
+
+def _experts(record: Record) -> str:
+    """How even the load of a mixture of experts is: 1 is an even one."""
+    loads = (("expert_load_max", "fullest expert, in even loads", 3), ("router_balance", "balance loss", 4))
+    shares = (
+        ("experts_idle", "share of experts without a token", 2),
+        ("experts_dropped", "share of assignments dropped", 1),
+    )
+    return _pairs(record, "Experts", loads + shares)
+
+
+def _pairs(record: Record, heading: str, curves: Sequence[tuple[str, str, int]]) -> str:
     out = ""
-    for key, title, color in (("lr", "learning rate", 3), ("grad_norm", "gradient norm", 4)):
+    for key, title, color in curves:
         if points := numbers(record.lines, key):
             picture = chart(
                 [Series(title, points, False, color, key == "lr")], f"{title} by step", width=420, height=220, zero=True
             )
             out += f"<div><h3>{title}</h3>{picture}</div>"
-    return _section("Optimizer", f'<div class="pair">{out}</div>') if out else ""
+    return _section(heading, f'<div class="pair">{out}</div>') if out else ""
 
 
 def _time(record: Record) -> str:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from argosy.models.parts.moe import MoE
 from argosy.models.parts.weight import Leaves, merge
 from argosy.train.objectives import Loss, Mean, Objective
 from argosy.train.objectives.routers import moved
@@ -23,10 +24,11 @@ Metrics = dict[str, Array]
 Precision = Literal["float32", "bfloat16"]
 
 
-def model_for(graph: Any, precision: Precision, *leaves: Leaves) -> Any:
+def model_for(graph: Any, precision: Precision, *leaves: Leaves, training: bool = False) -> Any:
     """The model with these weights, computing in this type."""
     model = merge(graph, *leaves)
     model.dtype = jnp.dtype(precision)
+    model.set_attributes(MoE, training=training, raise_if_not_found=False)
     return model
 
 
@@ -45,7 +47,7 @@ def make_step(
     """
 
     def total(params: Leaves, rest: Leaves, batch: Batch, key: Array) -> tuple[Array, Loss]:
-        loss = objective(model_for(graph, precision, params, rest), batch, key)
+        loss = objective(model_for(graph, precision, params, rest, training=True), batch, key)
         return loss.loss.total, loss
 
     def gradients(state: TrainState, batch: Batch, key: Array) -> tuple[Leaves, Loss]:

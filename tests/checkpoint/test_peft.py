@@ -1,6 +1,7 @@
 """Adapters of the PEFT library: goldens that it wrote (tests/reference/adapters.py), and folders of ours read again."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,15 +13,16 @@ from helpers import relative
 from laws.families import CASES
 
 import argosy
-from argosy.adapt.lora import LoRA
-from argosy.adapt.surgery import swap
-from argosy.checkpoint.peft import CONFIG, WEIGHTS, Adapter, Merged, adapters_of, read_adapter, write_adapter
+from argosy.adapt.lora import LoRA, merge, unmerge
+from argosy.adapt.surgery import find, swap
+from argosy.checkpoint.peft import CONFIG, WEIGHTS, Adapter, Merged, adapters_of, read_adapter, sites, write_adapter
 from argosy.checkpoint.stored import open_model, weights_of
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.formats.safetensors import SafeTensors
+from argosy.infer.load import load
 from argosy.jobs.convert import convert
 from argosy.models.parts.stack import Scan, layer_addresses
-from argosy.models.parts.weight import fill
+from argosy.models.parts.weight import fill, variables
 
 ADAPTERS = Path(__file__).parents[1] / "goldens" / "adapters"
 NAMES = sorted(folder.name for folder in ADAPTERS.iterdir())
@@ -46,21 +48,39 @@ def test_merged_on_the_way_and_in_memory(case, tmp_path):
     lm = argosy.load(base, adapter=adapter)
     adapters = adapters_of(lm.module)
     before = lm.logits(golden["tokens"])
-    merged = lm.merge()
-    assert sorted(merged) == sorted(adapters)
+    assert sorted(lm.merge(keep=True)) == sorted(adapters)
     assert relative(lm.logits(golden["tokens"]), golden["logits"]) < 2e-5
     with pytest.raises(BadInput, match="no adapters"):
         adapters_of(lm.module)
     out = Merged(weights_of(lm.module), adapters, lm.config, sign=-1)      # and taken out again
     for name in open_model(base).weights.names:
         np.testing.assert_allclose(out.read(name), open_model(base).weights.read(name), atol=2e-6)
-    assert lm.unmerge(merged) == list(merged)
+    assert sorted(lm.unmerge()) == sorted(adapters)
     np.testing.assert_array_equal(lm.logits(golden["tokens"]), before)
-    lm.merge()
-    other = argosy.load(base)
-    strange = {"layers.9.attn.q": merged[next(iter(merged))]}
-    with pytest.raises(BadInput, match=r"layers\.9\.attn\.q|nothing in the model"):
-        other.unmerge(strange)
+    with pytest.raises(BadInput, match="no merged adapters were kept"):
+        lm.unmerge()
+
+
+def test_merged_weights_keep_their_type_and_go_back_where_they_were(tmp_path):
+    base = write_model(ADAPTERS.parent / "models" / "llama-grouped", tmp_path / "base")
+    lm = argosy.load(base, adapter=ADAPTERS / "llama-grouped", dtype="bfloat16")
+    kept = {}
+    names = merge(lm.module, kept)
+    assert {str(v.dtype) for v in variables(lm.module).values()} == {"bfloat16"}
+    scanned = load(base, run=Scan())
+    with pytest.raises(BadInput, match=r"no such contraction.*layers\.0"):
+        unmerge(scanned.module, kept)
+    assert unmerge(lm.module, kept) == names
+
+
+def test_an_adapter_is_merged_in_slabs(tmp_path, monkeypatch):
+    base = write_model(ADAPTERS.parent / "models" / "llama-grouped", tmp_path / "base")
+    weights, config = open_model(base).weights, open_model(base).config
+    adapters = read_adapter(ADAPTERS / "llama-grouped", config)
+    whole = {name: Merged(weights, adapters, config).read(name) for name in weights.names}
+    monkeypatch.setattr("argosy.checkpoint.peft.SLAB_BYTES", 1000)
+    for name, expected in whole.items():
+        np.testing.assert_allclose(Merged(weights, adapters, config).read(name), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_written_again_it_is_the_same(case, tmp_path):
@@ -119,6 +139,42 @@ def test_experts_have_an_adapter_each(tmp_path):
     assert merged.is_apart("layers.1.mlp.down.w")
     convert(str(base), tmp_path / "merged", "hub", None, adapter=str(tmp_path / "adapter"))
     assert relative(argosy.load(tmp_path / "merged").logits(tokens), adapted.logits(tokens)) < 2e-5
+
+
+def test_the_page_on_adapters_runs(tmp_path, monkeypatch):
+    """docs/adapters.md, its programs as they stand."""
+    write_model(ADAPTERS.parent / "models" / "llama-grouped", tmp_path / "model")
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text(encoding="utf-8")
+    names: dict = {}
+    for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(program.replace("path/to", str(tmp_path)), names)
+    assert (tmp_path / "adapter" / WEIGHTS).exists()
+
+
+@pytest.mark.parametrize("name", [name for name, config in CASES.items() if config.causal])
+def test_every_contraction_of_every_family_goes_out_and_in(name, tmp_path):
+    """But for experts in one tensor, which PEFT has another form for."""
+    config, draw = CASES[name], np.random.default_rng(0).standard_normal
+    specs = find(config.build(), r"layers\..*")
+    homes = {n: site for site in sites(config) for n in site.ours}
+    stacked = {n for n, m in specs.items() if m.group and n not in homes}
+    assert set(specs) - set(homes) == stacked
+    assert not stacked or name.startswith(("gpt_oss", "llama4"))
+    given = {}
+    for site in dict.fromkeys(homes[n] for n in specs if n in homes):
+        first = specs[site.ours[0]]
+        a = draw([first.sizes[x] for x in first.group + first.inner] + [2]).astype(np.float32)
+        for n in site.ours:
+            of = specs[n]
+            shape = [of.sizes[x] for x in of.group] + [2] + [of.sizes[x] for x in of.out if x in of.spec]
+            given[n] = Adapter(a, draw(shape).astype(np.float32), 1.5)
+    write_adapter(tmp_path / "adapter", config, given)
+    read = read_adapter(tmp_path / "adapter", config)
+    assert set(read) == set(given)
+    for n, (a, b, gain) in given.items():
+        np.testing.assert_array_equal(read[n].a, a)
+        np.testing.assert_array_equal(read[n].b, b)
+        assert read[n].gain == pytest.approx(gain)
 
 
 def test_an_alpha_by_module_holds_for_experts_too(tmp_path):

@@ -20,7 +20,7 @@ from argosy.models.parts.attend import Bidirectional, Contiguous, Paged
 from argosy.models.parts.cache import RECENT, contiguous, paged
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Scan, Unroll, from_layers, layer_addresses, to_layers
-from argosy.models.parts.weight import abstract, count, fill, merge, split, undrawn, variables
+from argosy.models.parts.weight import abstract, count, fill, kept_in, merge, split, undrawn, variables
 from argosy.observe.flops import contraction_flops
 from argosy.ops import attention as ops_attention
 from argosy.ops import grouped
@@ -65,6 +65,25 @@ def test_export_equals_eager(case, run, full):
     program = raise_again(lower(model))
     got = program(split(model)[1], tokens, jnp.ones_like(tokens))
     assert relative(got, expected) < TOLERANCE
+
+
+@each_case
+def test_bfloat16_meets_float32_by_rule(case):
+    """No type is promoted in silence, in either layout; what is exact stays float32."""
+    config = CASES[case]
+    for run in RUNS.values():
+        model = config.build(run)
+        graph, weights = split(model)
+        kept = {a: jax.ShapeDtypeStruct(v.shape, kept_in(v, jnp.bfloat16)) for a, v in variables(model).items()}
+        assert set(kept) == set(weights)
+
+        def run_it(weights, tokens, graph=graph):
+            model = merge(graph, weights)
+            model.dtype = jnp.bfloat16
+            return model.hidden(tokens, config.attend(jnp.ones_like(tokens)))[0]
+
+        with jax.numpy_dtype_promotion("strict"):
+            assert jax.eval_shape(run_it, kept, tokens_of(config)).dtype == jnp.bfloat16
 
 
 @each_case

@@ -11,16 +11,19 @@ import pytest
 from golden_weights import write_model
 from helpers import relative
 from laws.families import CASES, built, forward, tokens_of
+from safetensors.numpy import save_file
 from train.test_next_token import batch_of
 
 import argosy
 from argosy.adapt.lora import LoRA
 from argosy.adapt.surgery import freeze, swap, thaw
-from argosy.checkpoint.peft import sites
+from argosy.checkpoint.peft import read_adapter, sites
 from argosy.core.errors import BadInput, Unsupported
+from argosy.core.settings import dump
 from argosy.jobs.convert import convert
 from argosy.jobs.public import preset_config
 from argosy.models.deepseek import DeepSeekConfig
+from argosy.models.parts import indexer
 from argosy.models.parts.attend import Contiguous, Packed, Paged
 from argosy.models.parts.cache import contiguous, paged
 from argosy.models.parts.heads import Reach
@@ -229,7 +232,7 @@ def test_the_index_is_neither_adapted_nor_thawed(run):
     adapted = swap(model, r"layers\..*", lambda of: LoRA(of, 2, 4.0))
     assert adapted
     assert not any(".index" in name for name in adapted)
-    with pytest.raises(BadInput, match="nothing"):
+    with pytest.raises(BadInput, match="only a choice"):
         swap(model, r".*\.index\..*", lambda of: LoRA(of, 2, 4.0))
     freeze(model, r"mtp\..*norm.*")
     assert not any(map(is_index, thaw(model, ".*")))
@@ -240,6 +243,46 @@ def test_adapters_on_the_index_have_no_place():
     modules = [site.module for site in sites(CASES["deepseek-3.2"])]
     assert any("q_b_proj" in module for module in modules)
     assert not any("indexer" in module for module in modules)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_adapter_on_the_index_is_left_out_where_it_does_nothing(tmp_path, trained):
+    config = CASES["deepseek-3.2"]
+    heads, size, rank = config.index.heads, config.index.size, config.query_rank
+    b = np.ones((config.heads * (config.head_size + config.rope_size), 2), np.float32)
+    given = {
+        "self_attn.q_b_proj": (np.ones((2, rank), np.float32), b),
+        "self_attn.indexer.wq_b": (np.ones((2, rank), np.float32), np.full((heads * size, 2), float(trained), np.float32)),
+    }
+    at = "base_model.model.model.layers.1."
+    tensors = {f"{at}{name}.lora_{k}.weight": f for name, pair in given.items() for k, f in zip("AB", pair, strict=True)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    if trained:
+        with pytest.raises(Unsupported, match="index of sparse attention"):
+            read_adapter(tmp_path, config)
+    else:
+        assert list(read_adapter(tmp_path, config)) == ["layers.1.attn.q_up"]
+
+
+def test_scores_of_a_long_sequence_are_summed_a_head_at_a_time(monkeypatch):
+    draw = np.random.default_rng(0).standard_normal
+    q, w, k = (jnp.asarray(draw(s), jnp.float32) for s in ((2, 5, 7, 4), (2, 5, 7), (2, 9, 4)))
+    expected = np.einsum("btis,bti->bts", np.maximum(np.einsum("btij,bsj->btis", q, k), 0), w)
+    assert relative(indexer.summed(indexer.Asked(q, w), k), expected) < 1e-5
+    monkeypatch.setattr(indexer, "AT_ONCE", 100)
+    assert relative(indexer.summed(indexer.Asked(q, w), k), expected) < 1e-5
+    program = str(jax.make_jaxpr(lambda q, w, k: indexer.summed(indexer.Asked(q, w), k))(q, w, k))
+    assert "2,5,7,9" not in program
+
+
+def test_an_index_is_not_trained_from_random_weights(tmp_path):
+    config = {"family": "deepseek"} | dump(CASES["deepseek-3.2"])
+    (tmp_path / "sparse.yml").write_text(json.dumps(config))  # JSON is YAML
+    words = [f"model={tmp_path / 'sparse.yml'}", "data.source=synthetic", "data.sequence=16", "data.batch=8", "steps=1"]
+    with pytest.raises(BadInput, match="nothing trains them"):
+        argosy.fit("tiny", *words, f"dir={tmp_path / 'run'}")
+    assert not (tmp_path / "run").exists()
 
 
 # ---------------------------------------------------------------- further ahead

@@ -13,9 +13,8 @@ from laws.families import CASES, built
 from train.test_next_token import batch_of
 
 from argosy.models.parts.attend import Packed
-from argosy.models.parts.moe import Moved
 from argosy.models.parts.stack import Scan, Unroll, to_layers
-from argosy.models.parts.weight import merge, split, variables
+from argosy.models.parts.weight import Moved, merge, split, variables
 from argosy.train.objectives import Loss, Mean
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.objectives.routers import with_routers

@@ -231,6 +231,8 @@ class Bidirectional:
         return _segment_lengths(self.segments)
 
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+        if score.chunked:
+            raise ValueError("chunks are of sequences that are read forward")
         at = _rows(self.segments)
         see = See(at, at, self.segments, self.segments, causal=False, aligned=True)
         return meet(q, held, read, score, see, False), cache

@@ -112,4 +112,4 @@ def tempered(q: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[A
         return q
     steps = (attend.positions + 1) // each.temper.floor
     growth = 1 + each.temper.scale * jnp.log1p(steps.astype(jnp.float32))
-    return (q * growth[:, :, None, None]).astype(q.dtype)
+    return (q.astype(jnp.float32) * growth[:, :, None, None]).astype(q.dtype)

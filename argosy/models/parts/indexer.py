@@ -13,6 +13,7 @@ Attention makes the scores of all tokens and drops those not picked: the same fu
 DeepSeek-V3.2 (arXiv:2512.02556, section 2.1).
 """
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from argosy.models.parts.norm import LayerNorm
 from argosy.models.parts.weight import Choosing
 from argosy.ops.attention import See
 
+AT_ONCE = 1 << 24  # scores of single heads, 64 MB: the most that are held together
 KEY_EPS = 1e-6  # of the norm over keys, whatever the others have
 
 
@@ -96,10 +98,25 @@ class Indexer(nnx.Module):
         if isinstance(keys.shape[1], int) and keys.shape[1] <= self.topk:
             return see  # of so few, all
         seen = see.dense(window)
-        with jax.default_matmul_precision("highest"):
-            met = jnp.einsum("BTIJ,BSJ->BTIS", asked.q.astype(jnp.float32), keys.astype(jnp.float32))
-            scores = jnp.einsum("BTIS,BTI->BTS", jax.nn.relu(met), asked.weights)
+        scores = summed(asked, keys.astype(jnp.float32))
         return replace(see, picked=seen & largest(jnp.where(seen, scores, -jnp.inf), self.topk))
+
+
+def summed(asked: Asked, keys: Float[Array, "B S J"]) -> Float[Array, "B T S"]:
+    """The scores of all heads together. Of a long sequence a head at a time: 64 heads of 8,192 tokens by as many would be 17 GB."""
+
+    def one(q: Float[Array, "B T I J"], weights: Float[Array, "B T I"]) -> Float[Array, "B T S"]:
+        with jax.default_matmul_precision("highest"):
+            met = jnp.einsum("BTIJ,BSJ->BTIS", q.astype(jnp.float32), keys)
+            return jnp.einsum("BTIS,BTI->BTS", jax.nn.relu(met), weights)
+
+    B, T, I, _ = asked.q.shape
+    sizes = (B, T, I, keys.shape[1])
+    if not all(isinstance(size, int) for size in sizes) or math.prod(sizes) <= AT_ONCE:
+        return one(*asked)
+    first = jnp.zeros((B, T, keys.shape[1]), jnp.float32)
+    heads = tuple(jnp.moveaxis(a[:, :, :, None], 2, 0) for a in asked)
+    return jax.lax.scan(lambda total, head: (total + one(*head), None), first, heads)[0]
 
 
 def largest(scores: Float[Array, "B T S"], k: int) -> Bool[Array, "B T S"]:

@@ -27,7 +27,7 @@ from pydantic import Field, model_validator
 from argosy.core.settings import Settings
 from argosy.models.parts.einsum import Einsum, Route
 from argosy.models.parts.mlp import ACTIVATIONS, GLU, Activation
-from argosy.models.parts.weight import Draw, Meaning, weight
+from argosy.models.parts.weight import Draw, Meaning, Moved, weight
 
 Act = Callable[[Array, Array], Array]
 
@@ -70,8 +70,8 @@ class Experts(Settings):
     z_loss: float = Field(0.0, ge=0)
     """Weight of the router's squared log partition function (Zoph et al. 2022, arXiv:2202.08906: 1e-3)."""
     capacity: float | None = Field(None, gt=0)
-    """An expert computes at most this many times the rows of an even load; no limit unless told. In training alone: a
-    model that is loaded drops nothing."""
+    """An expert computes at most this many times the rows of an even load; no limit unless told. In training alone:
+    evaluated, sampled from or loaded, a model drops nothing."""
 
     def places(self, tokens: int) -> int:
         """Rows that an expert computes at most. It meets a token once."""
@@ -87,6 +87,8 @@ class Experts(Settings):
             raise ValueError(f"active = {self.active} of count = {self.count} experts")
         if self.count % self.groups:
             raise ValueError(f"count = {self.count} experts do not divide into groups = {self.groups}")
+        if self.shared_gate and not self.shared:
+            raise ValueError("shared_gate: there is no shared expert")
         if self.groups == self.count > 1 and self.group_strength == "top2":
             raise ValueError(f"groups = {self.groups} of one expert each have no best two: group_strength = max")
         if self.kept_groups > self.groups or self.active > self.kept_groups * (self.count // self.groups):
@@ -138,6 +140,8 @@ class MoE(nnx.Module):
     """
 
     called = "experts"
+    training = False
+    """Whether a capacity counts: an answer must not hang on what else is in its batch, so it does in training alone."""
 
     def __init__(
         self,
@@ -161,17 +165,22 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], live: Bool[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        alive = live.reshape(-1)
+        x = jnp.where(live[..., None], x, 0)  # whatever lies there: NaN times a weight of 0 would be NaN
         with jax.default_matmul_precision("highest"):  # by default accelerators multiply float32 as bfloat16 or TF32
             logits = self.router(x.astype(jnp.float32)).reshape(-1, self.how.count)
-        alive = live.reshape(-1)
         weights, chosen = choose(logits, self.how, None if self.bias is None else self.bias[...])
         rows = x.reshape(-1, x.shape[-1])
-        through = self.dropless if self.how.capacity is None else self.dropping
+        through = self.dropping if self.drops else self.dropless
         y = through(rows, weights, jnp.where(alive[:, None], chosen, self.how.count)).reshape(x.shape)
         if self.shared is not None:
             z = self.shared(x)
             y = y + (z if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * z)
-        return y, said(logits, chosen, alive, self.how)
+        return y, said(logits, chosen, alive, self.how, self.drops)
+
+    @property
+    def drops(self) -> bool:
+        return self.training and self.how.capacity is not None
 
     def dropless(
         self, x: Float[Array, "X D"], weights: Float[Array, "X k"], chosen: Int[Array, "X k"]
@@ -248,12 +257,8 @@ def sorted_by(expert: Int[Array, "X"], count: int) -> Int[Array, "X"]:
     return jnp.sort(expert.astype(jnp.int32) * X + jnp.arange(X, dtype=jnp.int32)) % X
 
 
-class Moved(nnx.Variable):
-    """A weight that training moves by a rule of its own, not by a gradient."""
-
-
 def said(
-    logits: Float[Array, "X E"], chosen: Int[Array, "X k"], alive: Bool[Array, "X"], how: Experts
+    logits: Float[Array, "X E"], chosen: Int[Array, "X k"], alive: Bool[Array, "X"], how: Experts, drops: bool
 ) -> dict[str, Array]:
     """Load and auxiliary losses of one layer, over its live tokens."""
     real = alive.astype(jnp.float32)
@@ -263,7 +268,7 @@ def said(
     share = jnp.sum(real[:, None] * scores / jnp.sum(scores, -1, keepdims=True), 0) / tokens
     lse = jax.nn.logsumexp(logits, -1)
     dropped = {}
-    if how.capacity is not None:
+    if drops:
         over = jnp.maximum(load - how.places(alive.shape[0]), 0.0)
         dropped = {"dropped": jnp.sum(over) / jnp.maximum(jnp.sum(load), 1.0)}
     return dropped | {

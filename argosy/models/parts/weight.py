@@ -48,6 +48,23 @@ def weight(shape: tuple[int, ...], meaning: Meaning, draw: Draw, kind: type[nnx.
     return kind(jax.ShapeDtypeStruct(shape, jnp.float32), draw=draw, meaning=meaning)
 
 
+class Moved(nnx.Variable):
+    """A weight that training moves by a rule of its own, not by a gradient. It is added to numbers to make a choice, so it stays
+    float32 whatever the model is kept in: rounded to bfloat16 it makes another choice."""
+
+    exact = True
+
+
+def kept_in(v: nnx.Variable, dtype: Any) -> Any:
+    """The type that a weight is kept in, of a model that is kept in `dtype`."""
+    return jnp.float32 if getattr(type(v), "exact", False) else dtype
+
+
+def exact(model: nnx.Module) -> set[str]:
+    """Addresses of the weights that stay float32."""
+    return {address for address, v in variables(model).items() if getattr(type(v), "exact", False)}
+
+
 class Frozen(nnx.Variable):
     """A weight that is kept but not trained: quantised, or frozen by surgery."""
 

@@ -8,9 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.models.parts.moe import Moved
 from argosy.models.parts.stack import Told
-from argosy.models.parts.weight import Leaves, variables
+from argosy.models.parts.weight import Leaves, Moved, variables
 from argosy.train.objectives import Loss, Mean
 
 
@@ -38,7 +37,7 @@ def with_routers(loss: Loss, model: Any, told: Told, weight: Float[Array, ""]) -
         "expert_load_max": jnp.max(share),
         "experts_idle": jnp.mean(load == 0),
     }
-    if how.capacity is not None:
+    if all("dropped" in said for said in layers):
         metrics["experts_dropped"] = jnp.mean(jnp.concatenate([said["dropped"] for said in layers]))
     added = (how.balance * metrics["router_balance"] + how.z_loss * metrics["router_z"]) * weight
     told_of = {name: Mean(value * weight, weight) for name, value in metrics.items()}
