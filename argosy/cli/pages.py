@@ -1,6 +1,7 @@
 """The generated pages of docs/reference, and the check that they are not stale: `./run docs`, `./run docs --check`."""
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +24,19 @@ def verbs_page() -> str:
 
     from argosy.cli import VERBS
 
-    parts = ["# Verbs\n"]
     plain = os.environ | {"NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb"}
+
+    def told(*verb: str) -> str:
+        words = [sys.executable, "-m", "argosy", *verb, "--help"]
+        return subprocess.run(words, capture_output=True, text=True, env=plain, check=True).stdout.strip()
+
+    parts = ["# Verbs\n"]
     for verb in VERBS:
-        told = subprocess.run(
-            [sys.executable, "-m", "argosy", verb, "--help"], capture_output=True, text=True, env=plain, check=True
-        )
-        parts.append(f"## argosy {verb}\n\n```\n{told.stdout.strip()}\n```\n")
+        about = told(verb)
+        inner = re.findall(r"^  (\w+)", about.partition("Commands:\n")[2], re.MULTILINE)
+        pages = [about, *(told(verb, name) for name in inner)]
+        names = [verb, *(f"{verb} {name}" for name in inner)]
+        parts += [f"## argosy {name}\n\n```\n{page}\n```\n" for name, page in zip(names, pages, strict=True)]
     return "\n".join(parts)
 
 

@@ -1,6 +1,7 @@
 """Layers to one typed tree: precedence, choices, provenance, and every mistake at once."""
 
 import json
+from collections import OrderedDict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -536,3 +537,16 @@ def test_the_schema_accepts_layers_and_refuses_typos():
     assert "layers" in schema["$defs"]["Model"]["properties"]
     assert "required" not in schema["$defs"]["Model"]  # another layer may set it
     assert schema["properties"]["steps"]["description"] == "Optimizer steps."
+
+
+def test_what_is_registered_twice_the_same_is_once():
+    """A package's entry point names the module that adds it."""
+    things = Registry("thing")
+    things.add("ordered", "collections:OrderedDict")
+    things.add("ordered", "collections:OrderedDict")
+    assert things["ordered"] is OrderedDict
+    things.add("ordered", "collections:OrderedDict")
+    things.add("ordered", OrderedDict)
+    assert list(things) == ["ordered"]
+    with pytest.raises(ValueError, match="already registered"):
+        things.add("ordered", "collections:Counter")

@@ -5,11 +5,14 @@ import pytest
 from helpers import relative, shared
 from laws.families import CASES, built
 
+import argosy
+from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import Int8
 from argosy.adapt.surgery import swap
 from argosy.core.errors import BadInput, SettingsError
+from argosy.infer import load as load_module
 from argosy.infer.lm import LM
-from argosy.infer.load import load
+from argosy.infer.load import as_dtype, load
 from argosy.models.parts.stack import Scan, Unroll
 
 PROMPTS = [[5, 9, 100, 23, 7, 60, 61, 62, 63], [17], [1, 2, 3, 4]]
@@ -203,3 +206,31 @@ def test_answers_are_run_through_once(lm):
 def test_generation_ends_with_the_context(lm):
     answer = lm.generate([[3] * 195], 50, ignore_eos=True)[0]
     assert (len(answer.tokens), answer.finish_reason) == (5, "length")
+
+
+def test_a_model_larger_than_memory_is_refused(monkeypatch):
+    """The system would end the process, with no word."""
+    monkeypatch.setattr(load_module, "memory_bytes", lambda: (1 << 20, 1 << 20))
+    with pytest.raises(BadInput, match="weights in float32 need"):
+        argosy.load("qwen3-0.6b", random=0)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "int8", "bf16", 7])
+def test_types_that_nothing_is_computed_in(dtype):
+    with pytest.raises(BadInput, match="nothing to compute in"):
+        as_dtype(dtype)
+
+
+def test_a_model_says_what_it_is():
+    lm = load_module.random(CASES["llama-plain"], 0)
+    assert repr(lm) == f"LM(LlamaConfig, {lm.config.parameters():,} parameters in float32, no tokenizer)"
+
+
+def test_adapters_are_merged_before_a_model_is_saved(tmp_path):
+    lm = load_module.random(CASES["llama-plain"], 0)
+    with pytest.raises(BadInput, match="no adapters"):
+        lm.merge()
+    swap(lm.module, r"layers\..*", lambda of: LoRA(of, 2, 2.0))
+    with pytest.raises(BadInput, match="the model carries LoRA"):
+        lm.save(tmp_path / "model")
+    assert not (tmp_path / "model").exists()

@@ -137,3 +137,16 @@ def test_sizes_beyond_reason_are_refused_before_anything_is_built():
         config_from({"model_type": "gemma3", "text_config": text}, "")
     with pytest.raises(BadInput, match="experts in each"):
         config_from(BASE | GROUPS | {"model_type": "mixtral", "num_local_experts": 10**9}, "")
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
+@pytest.mark.parametrize("text", [None, [], "none"])
+def test_a_model_with_towers_tells_of_its_text_model(kind, text):
+    told = {"model_type": kind} | ({} if text == "none" else {"text_config": text})
+    with pytest.raises(BadInput, match="without a `text_config`"):
+        config_from(told, "config.json")
+
+
+def test_the_rest_of_many_problems_is_counted():
+    with pytest.raises(BadInput, match="and 4 more"):
+        config_from({"model_type": "llama"} | {f"strange_{i}": 1 for i in range(12)}, "config.json")

@@ -206,3 +206,11 @@ def test_importing_it_does_not_import_rich():
     environment = {**os.environ, "PYTHONPATH": str(Path(argosy.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert json.loads(done.stdout) == []
+
+
+def test_the_load_of_experts_is_told():
+    from argosy.observe.picture import stepped
+
+    assert stepped({"loss": 1.0, "expert_load_max": 1.74, "experts_dropped": 0.143}) == (
+        "loss 1.0000  fullest expert 1.7x  dropped 14.3%"
+    )
