@@ -71,8 +71,13 @@ def test_frozen_weights_do_not_move():
     assert all(np.abs(d).max() > 0 for d in moved(after, state).values()), "a trained weight that did not move"
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8, "fsdp": 1}, {"data": 2, "fsdp": 4}, {"data": 4, "fsdp": 2}])
-@pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
+MESHES = [{"data": 8, "fsdp": 1}, {"data": 2, "fsdp": 4}, {"data": 4, "fsdp": 2}]
+LAYOUTS = [(run, mesh) for run in (Unroll(), Scan()) for mesh in MESHES]  # by default every mesh, and either way to run layers
+
+
+@pytest.mark.parametrize(
+    ("run", "mesh"), [pytest.param(*how, marks=pytest.mark.slow if i % 2 else ()) for i, how in enumerate(LAYOUTS)]
+)
 def test_eight_devices_equal_one(mesh, run):
     batch = rows(4)
     model, state, step = prepared(Muon(), run)

@@ -176,6 +176,14 @@ def _segment_lengths(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return at + end - t + 1
 
 
+def _chunks(segments: Int[Array, "B T"], score: Score) -> Int[Array, "B T"]:
+    """The segments, cut where a chunk begins if the window is one."""
+    if not (score.chunked and score.window):
+        return segments
+    starts = _segment_starts(segments) | (_segment_positions(segments) % score.window == 0)
+    return jnp.cumsum(starts, 1, dtype=jnp.int32)
+
+
 def _rows(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
 
@@ -199,10 +207,7 @@ class Packed:
         return _segment_lengths(self.segments)
 
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
-        at, segments = _rows(self.segments), self.segments
-        if score.chunked and score.window:
-            starts = _segment_starts(segments) | (self.positions % score.window == 0)
-            segments = jnp.cumsum(starts, 1, dtype=jnp.int32)
+        at, segments = _rows(self.segments), _chunks(self.segments, score)
         see = See(at, at, segments, segments, aligned=True)
         return meet(q, held, read, score, see, self.absorb), cache
 
@@ -231,10 +236,8 @@ class Bidirectional:
         return _segment_lengths(self.segments)
 
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
-        if score.chunked:
-            raise ValueError("chunks are of sequences that are read forward")
-        at = _rows(self.segments)
-        see = See(at, at, self.segments, self.segments, causal=False, aligned=True)
+        at, segments = _rows(self.segments), _chunks(self.segments, score)
+        see = See(at, at, segments, segments, causal=False, aligned=True)
         return meet(q, held, read, score, see, False), cache
 
     def carry(self, cache: Cache | None) -> Carry:
