@@ -88,6 +88,14 @@ def test_every_option_is_met_both_ways():
     assert kinds >= {"default", "linear", "llama3", "yarn", "longrope"}
 
 
+def test_every_golden_has_its_row_in_the_table():
+    """`./run docs` writes it, with what `./run reference check` measured."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "families.md").read_text(encoding="utf-8")
+    measured = json.loads((GOLDENS.parent / "exports.json").read_text(encoding="utf-8"))
+    assert [name for name in CONFIGS if f"| {name} |" not in page] == []
+    assert [name for name in CONFIGS if name not in measured] == []
+
+
 def test_logits_equal_the_reference(case):
     _, lm, golden = case
     assert relative(lm.logits(golden["tokens"]), golden["logits"]) < RANDOM

@@ -104,7 +104,7 @@ def checks(folder: Path, names: list[str]) -> Iterator[tuple[str, str | None]]:
             yield f"adapter {name}", check_adapter(name, base, folder / f"{name}.adapter")
     for source in ("models/stories260k", "gguf/stories260K-f32.gguf"):
         if (DATA / source).exists():
-            yield f"export {source}", check_stories(convert(DATA / source, folder / Path(source).name))
+            yield f"export {source}", check_stories(convert(DATA / source, folder / f"{Path(source).name}.hub"))
 
 
 if __name__ == "__main__":
