@@ -101,7 +101,7 @@ def merge(model: nnx.Module, kept: dict[str, LoRA] | None = None) -> list[str]:
 
 
 def unmerge(model: nnx.Module, merged: Mapping[str, LoRA]) -> list[str]:
-    """Puts back what `merge` returned, bit for bit; returns the names.
+    """Puts back what `merge` kept, bit for bit; returns the names.
 
     Raises:
         BadInput: the model has no such contraction, or one of another shape; nothing is changed then.

@@ -65,7 +65,7 @@ def told(found: dict[str, Any]) -> str:
         "": parts,
         "sizes": "  ".join(f"{letter} {size}" for letter, size in found["dims"].items() if size),
         "forward": f"{flops(found['flops_per_token_at_1'])} a token, {flops(found['flops_per_token'])} {at}, attention in full; "
-        "backward twice as much",
+        f"backward {flops(found['flops_per_token_backward'])}",
         "weights": weights,
         "cache": f"{sized(token['bfloat16'])} a token in bfloat16, {sized(token['float32'])} in float32{state}",
         " ": f"{sized(cache['bfloat16'])} and {sized(cache['float32'])} {at}{window}",
