@@ -5,7 +5,7 @@ norms plus one. What a file says and nothing here understands is refused, with e
 Knows no architecture: those are in `gguf_families` and `gguf_deepseek`.
 """
 
-from collections.abc import Callable, KeysView
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from argosy.checkpoint.gguf_rows import Model
 from argosy.checkpoint.hub import Mapped
 from argosy.checkpoint.stored import Stored
 from argosy.core.errors import BadInput, Unsupported, complaint, nearest
-from argosy.core.formats import Reader, listed
+from argosy.core.formats import Over, Reader, listed
 from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap
 from argosy.models.family import FamilyConfig
@@ -76,18 +76,8 @@ def _token(meta: dict[str, Any], name: str) -> int | None:
     return token if type(token) is int else None
 
 
-class Lowered:
+class Lowered(Over):
     """Tensors, norms among them less the one that llama.cpp added."""
-
-    def __init__(self, reader: Reader):
-        self.reader = reader
-
-    @property
-    def names(self) -> KeysView[str]:
-        return self.reader.names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.reader.shape(name)
 
     def dtype(self, name: str) -> np.dtype:
         return np.dtype(np.float32) if name.endswith("_norm.weight") else self.reader.dtype(name)

@@ -16,7 +16,7 @@ import numpy as np
 
 from argosy.checkpoint.stored import COMPANIONS, Stored
 from argosy.core.errors import BadInput, Damaged, complaint, nearest
-from argosy.core.formats import Reader, is_apart, read_part
+from argosy.core.formats import Over, Reader, is_apart, read_part
 from argosy.core.formats.files import File, of_bytes, of_text, write_file
 from argosy.core.formats.quants import FP8_BLOCK
 from argosy.core.formats.safetensors import Folder, folder_files
@@ -350,18 +350,12 @@ def typed(config: FamilyConfig, weights: Reader, dtype: Any) -> Reader:
     return Typed(weights, {name: np.dtype(told[name]) for name in set(told) - exact(config.build())})
 
 
-class Typed:
+class Typed(Over):
     """Tensors of which some are converted when they are read: {name: type}."""
 
     def __init__(self, reader: Reader, kinds: Mapping[str, np.dtype]):
-        self.reader, self.kinds = reader, kinds
-
-    @property
-    def names(self) -> KeysView[str]:
-        return self.reader.names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.reader.shape(name)
+        super().__init__(reader)
+        self.kinds = kinds
 
     def dtype(self, name: str) -> np.dtype:
         return self.kinds.get(name, self.reader.dtype(name))

@@ -28,7 +28,7 @@ from argosy.adapt.lora import LoRA
 from argosy.adapt.surgery import swap
 from argosy.checkpoint.hub import read_json
 from argosy.core.errors import BadInput, Unsupported, nearest
-from argosy.core.formats import Arrays, Entry, Reader, is_apart, read_part
+from argosy.core.formats import Arrays, Entry, Over, Reader, is_apart, read_part
 from argosy.core.formats.files import write_file
 from argosy.core.formats.safetensors import SafeTensors, tensors_file
 from argosy.core.keymap import How, KeyMap, Row
@@ -97,8 +97,7 @@ def sites(config: Any) -> list[Site]:
 
 def _modules(config: Any) -> Iterator[tuple[str, tuple[str, ...], Row, list[Contraction]]]:
     """The Hub's modules that hold the weights of contractions of ours: their names, how they are read, and ours."""
-    modules = nnx.iter_modules(config.build(Unroll()))
-    specs = {".".join(map(str, path)): m for path, m in modules if isinstance(m, Contraction)}
+    specs = _contractions(config)
     for row in config.hub_rows()[0]:
         ours = (row.ours,) if isinstance(row.ours, str) else row.ours
         if not isinstance(row.theirs, str) or not all(path.endswith(".w") for path in ours):
@@ -111,6 +110,11 @@ def _modules(config: Any) -> Iterator[tuple[str, tuple[str, ...], Row, list[Cont
                 row,
                 [specs[name] for name in names],
             )
+
+
+def _contractions(config: Any) -> dict[str, Contraction]:
+    modules = nnx.iter_modules(config.build(Unroll()))
+    return {".".join(map(str, path)): m for path, m in modules if isinstance(m, Contraction)}
 
 
 def _hows(how: str, weights: Sequence[Contraction]) -> tuple[str, str] | None:
@@ -204,45 +208,30 @@ def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
     return done
 
 
-class Merged:
-    """A model's weights with adapters added, W + gain A B, each as it is read; in the type the weights have.
+class Merged(Over):
+    """A model's weights with adapters added, W + gain A B, each as it is read; in the type the weights have."""
 
-    sign: -1 takes them out again, to rounding.
-    """
-
-    def __init__(self, weights: Reader, adapters: Mapping[str, Adapter], config: Any, sign: int = 1):
-        self.weights, self.adapters = weights, {f"{name}.w": adapter for name, adapter in adapters.items()}
-        self.sign = np.float32(sign)
-        modules = nnx.iter_modules(config.build(Unroll()))
-        self.specs = {".".join([*map(str, path), "w"]): m for path, m in modules if isinstance(m, Contraction)}
-
-    @property
-    def names(self) -> Any:
-        return self.weights.names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.weights.shape(name)
-
-    def dtype(self, name: str) -> np.dtype:
-        return self.weights.dtype(name)
+    def __init__(self, weights: Reader, adapters: Mapping[str, Adapter], config: Any):
+        super().__init__(weights)
+        self.adapters, self.specs = adapters, _contractions(config)
 
     def read(self, name: str) -> np.ndarray:
-        return self._merged(name, self.weights.read(name), slice(None))
+        return self._merged(name, self.reader.read(name), 0)
 
     def is_apart(self, name: str) -> bool:
-        return is_apart(self.weights, name)
+        return is_apart(self.reader, name)
 
     def read_part(self, name: str, i: int) -> np.ndarray:
-        return self._merged(name, read_part(self.weights, name, i)[None], slice(i, i + 1))[0]
+        return self._merged(name, read_part(self.reader, name, i)[None], i)[0]
 
-    def _merged(self, name: str, weight: np.ndarray, of_experts: slice) -> np.ndarray:
-        """A weight, or those entries of its first axis, which is that of experts."""
+    def _merged(self, name: str, weight: np.ndarray, first: int) -> np.ndarray:
+        """A weight, or entries of its first axis, from this one on."""
+        name = name.removesuffix(".w")
         if name not in self.adapters:
             return weight
         of, adapter = self.specs[name], self.adapters[name]
         outer = "".join(letter for letter in of.spec if letter not in of.inner + of.group)
         letters_a, letters_b = f"{of.group}{of.inner}r", f"{of.group}r{outer}"
-        first, gain = of_experts.start or 0, self.sign * np.float32(adapter.gain)
         out = np.empty_like(weight)
         rows = max(1, SLAB_BYTES * len(weight) // (4 * weight.size))
         for low in range(0, len(weight), rows):  # a slab at a time: whole, five arrays of its size would be held
@@ -253,7 +242,7 @@ class Merged:
                 for factor, letters in ((adapter.a, letters_a), (adapter.b, letters_b))
             )
             delta = np.einsum(f"{letters_a},{letters_b}->{of.spec}", a, b, optimize=True)
-            out[here] = (weight[here].astype(np.float32) + gain * delta).astype(weight.dtype)
+            out[here] = (weight[here].astype(np.float32) + np.float32(adapter.gain) * delta).astype(weight.dtype)
         return out
 
 

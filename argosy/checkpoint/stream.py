@@ -20,7 +20,7 @@ from argosy.checkpoint.hub import Mapped
 from argosy.checkpoint.store import WEIGHTS
 from argosy.checkpoint.stored import StepReader, Stored
 from argosy.core.errors import Damaged
-from argosy.core.formats import Reader, Shape, is_apart, read_part
+from argosy.core.formats import Over, Reader, Shape, is_apart, read_part
 from argosy.core.formats.zarr import map_array
 
 POPULATE_READ = 22  # Linux 5.14: a range at once and in order; 2.4 GB/s from a cold disk, where faults give 1.5
@@ -73,21 +73,12 @@ def in_order(array: np.ndarray) -> np.ndarray:
     return np.asarray(jax.device_put(plain, jax.local_devices(backend="cpu")[0])).view(array.dtype)
 
 
-class Unmapped:
+class Unmapped(Over):
     """Tensors of mapped files; reading one gives back the pages of those before."""
 
     def __init__(self, reader: Reader):
-        self.reader, self._pages = reader, _Pages()
-
-    @property
-    def names(self) -> KeysView[str]:
-        return self.reader.names
-
-    def shape(self, name: str) -> Shape:
-        return self.reader.shape(name)
-
-    def dtype(self, name: str) -> np.dtype:
-        return self.reader.dtype(name)
+        super().__init__(reader)
+        self._pages = _Pages()
 
     def read(self, name: str) -> np.ndarray:
         self._pages.give_back()

@@ -54,6 +54,24 @@ class Settings(BaseModel, metaclass=_Keys):
         return meant(cls.model_fields[info.field_name or ""].annotation, value)
 
 
+class Also:
+    """Marks a key with the names that other trainers have for it: `Annotated[float, Also("lr", "max_lr")]`. They are not
+    accepted; whoever types one is answered with the right name."""
+
+    def __init__(self, *names: str):
+        self.names = names
+
+
+class MayChange:
+    """Marks a key, or a whole group, that may differ when a run resumes: `every: Annotated[int, MayChange()] = 100`. Every other
+    key must be what it was, or the resumed run would not be the same run."""
+
+
+def marks(field: FieldInfo, kind: type) -> list[Any]:
+    """The marks of this kind that a field is annotated with."""
+    return [mark for mark in field.metadata if isinstance(mark, kind)]
+
+
 @dataclass(frozen=True, eq=False)
 class Choice:
     """Marks a key whose value is a group of the class that its tag names: `Annotated[Any, Choice(OPTIMIZERS)]`.

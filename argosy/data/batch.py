@@ -13,13 +13,32 @@ A batch is a dict of numpy arrays, B rows of T tokens (this process's rows of th
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 from argosy.core.errors import BadInput, UserError
 
 Batch = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a batch, as the objective that reads it declares it.
+
+    axes: letters of the legend, "B T": B rows, T tokens; other letters are sizes of the field's own. per: what one entry along
+    the leading axes belongs to. A "token" field is packed like the tokens themselves, a "row" field has one entry a row, a
+    "group" field one entry for every group of rows that belong together (a preference pair, the samples of one prompt): its
+    first axis is then B divided by the rows of a group.
+    """
+
+    axes: str
+    dtype: type = np.int32
+    per: Literal["token", "row", "group"] = "token"
+
+
+Fields = dict[str, Field]
 Fingerprint = dict[str, Any]  # name -> string, number, bool or None: whatever decides which rows come in which order
 
 

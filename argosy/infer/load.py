@@ -16,8 +16,7 @@ from argosy.infer.lm import LM
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import Run, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, kept_in, put, variables
-from argosy.observe.environment import memory_bytes
-from argosy.observe.readable import sized
+from argosy.observe.environment import check_fits
 
 
 def load(
@@ -79,18 +78,14 @@ def random(config: FamilyConfig, seed: int, *, dtype: Any = None, run: Run | Non
 
 
 def check_memory(config: FamilyConfig, dtype: Any) -> None:
-    """That the weights fit into memory, where that is the computer's own: the system ends a process that takes too much, with
-    no word.
+    """That the weights fit, where memory is the computer's own.
 
     Raises:
         BadInput: they do not.
     """
-    needed, free = config.parameters() * np.dtype(dtype).itemsize, memory_bytes()[1]
-    if jax.default_backend() == "cpu" and free is not None and needed > free:
-        raise BadInput(
-            f"{config.parameters():,} weights in {np.dtype(dtype).name} need {sized(needed)}, and {sized(free)} are free",
-            hint="a smaller model; `argosy models show` tells what one needs",
-        )
+    if jax.default_backend() == "cpu":
+        count, kind = config.parameters(), np.dtype(dtype)
+        check_fits(count * kind.itemsize, f"{count:,} weights in {kind.name}")
 
 
 def as_dtype(dtype: Any) -> Any:

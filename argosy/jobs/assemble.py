@@ -21,8 +21,7 @@ from argosy.jobs.run import Run
 from argosy.models.parts.stack import Run as LayerRun
 from argosy.models.parts.stack import Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import Choosing, abstract, count, fill, logical, variables
-from argosy.observe.environment import memory_bytes
-from argosy.observe.readable import sized
+from argosy.observe.environment import check_fits
 from argosy.parallel.place import batch_sharding, like_weights, place_batch, stream_sharding
 from argosy.parallel.rules import FSDP, shardings
 from argosy.train.state import TrainState, meanings_of, named, trained, unnamed
@@ -39,7 +38,7 @@ class Decided:
     @classmethod
     def here(cls, run: Run) -> "Decided":
         cpu = backend() == "cpu"
-        layers = run.layers.run
+        layers = run.execution.run
         if layers == "auto":
             layers = "unroll" if cpu and run.model.layers <= 32 else "scan"
         precision = run.precision
@@ -174,18 +173,6 @@ class Assembly:
         return self.run.data.batch * self.run.model.training_flops(self.run.data.sequence)
 
 
-def _check_memory(state: TrainState, params: Any) -> None:
-    """That weights, gradients and optimizer fit, where memory is the computer's own: the system ends a process that takes too
-    much, with no word."""
-    leaves = jax.tree.leaves((state.params, state.rest, state.optimizer, {a: state.params[a] for a in params}))
-    needed, free = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves), memory_bytes()[1]
-    if backend() == "cpu" and free is not None and needed > free:
-        raise BadInput(
-            f"weights, gradients and optimizer need {sized(needed)}, and {sized(free)} of memory are free",
-            hint="a smaller model; `argosy models show` tells what one needs",
-        )
-
-
 def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     """Checks and builds everything; draws and reads no weights.
 
@@ -210,7 +197,7 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     if run.eval.batches and run.data.held_out and not run.data.online:
         evals = pipeline.eval_batches(run.data, tokenizer, limit=run.eval.batches, **common)
 
-    model = run.model.build(decided.run(run.layers.remat))
+    model = run.model.build(decided.run(run.execution.remat))
     if not (run.init.weights or run.init.state) and (
         drawn := [a for a, v in variables(model).items() if isinstance(v, Choosing)]
     ):
@@ -234,7 +221,9 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         {a: shapes[a] for a in params},
         {a: shapes[a] for a in rest},
     )
-    _check_memory(state, params)
+    if backend() == "cpu":
+        leaves = [*jax.tree.leaves(state), *(shapes[a] for a in params)]
+        check_fits(sum(math.prod(w.shape) * w.dtype.itemsize for w in leaves), "weights, gradients and optimizer")
     places = like_weights(state, weights, shapes, mesh)
     learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731
     return Assembly(

@@ -29,7 +29,7 @@ class Init(Settings):
         return self
 
 
-class Layers(Settings):
+class Execution(Settings):
     """How the layers run (`models.parts.stack`)."""
 
     run: Literal["auto", "unroll", "scan"] = "auto"
@@ -91,7 +91,7 @@ class Run(Settings):
     """Parts that each batch is taken in, one after the other; changes memory, not numbers."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """What activations are computed in; weights and optimizer are float32. auto: float32 on CPUs, else bfloat16. Kept with the run."""
-    layers: Layers = Layers()
+    execution: Execution = Execution()
     """How the layers run."""
     mesh: MeshSettings = MeshSettings()
     """The devices."""

@@ -15,6 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from argosy.core.errors import BadInput
+from argosy.observe.readable import sized
+
 PACKAGES = ("argosy", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_dtypes", "safetensors",
             "tokenizers", "sentencepiece", "pydantic", "rich", "typer")  # fmt: skip
 PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "qwix", "tokamax", "xprof")
@@ -96,6 +99,19 @@ def memory_bytes() -> tuple[int | None, int | None]:
         total = int(limit)
         free = min(free or total, total - int(used)) if used.isdecimal() else free
     return total, free
+
+
+def check_fits(needed: int, what: str) -> None:
+    """That so many bytes fit into this machine's memory at all: the system ends a process that takes too much, with no word. What
+    is in use just now is not counted: most of it may be files that the system lets go.
+
+    Raises:
+        BadInput: they do not.
+    """
+    total = memory_bytes()[0]
+    if total is not None and needed > total:
+        hint = "a smaller model; `argosy models show` tells what one needs"
+        raise BadInput(f"{what} need {sized(needed)}, and this machine has {sized(total)} of memory", hint=hint)
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -16,7 +16,7 @@ import argosy
 from argosy.adapt.lora import LoRA, merge, unmerge
 from argosy.adapt.surgery import find, swap
 from argosy.checkpoint.peft import CONFIG, WEIGHTS, Adapter, Merged, adapters_of, read_adapter, sites, write_adapter
-from argosy.checkpoint.stored import open_model, weights_of
+from argosy.checkpoint.stored import open_model
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.infer.load import load
@@ -52,9 +52,6 @@ def test_merged_on_the_way_and_in_memory(case, tmp_path):
     assert relative(lm.logits(golden["tokens"]), golden["logits"]) < 2e-5
     with pytest.raises(BadInput, match="no adapters"):
         adapters_of(lm.module)
-    out = Merged(weights_of(lm.module), adapters, lm.config, sign=-1)      # and taken out again
-    for name in open_model(base).weights.names:
-        np.testing.assert_allclose(out.read(name), open_model(base).weights.read(name), atol=2e-6)
     assert sorted(lm.unmerge()) == sorted(adapters)
     np.testing.assert_array_equal(lm.logits(golden["tokens"]), before)
     with pytest.raises(BadInput, match="no merged adapters were kept"):

@@ -210,7 +210,7 @@ def test_generation_ends_with_the_context(lm):
 
 def test_a_model_larger_than_memory_is_refused(monkeypatch):
     """The system would end the process, with no word."""
-    monkeypatch.setattr(load_module, "memory_bytes", lambda: (1 << 20, 1 << 20))
+    monkeypatch.setattr("argosy.observe.environment.memory_bytes", lambda: (1 << 20, 1 << 20))
     with pytest.raises(BadInput, match="weights in float32 need"):
         argosy.load("qwen3-0.6b", random=0)
 

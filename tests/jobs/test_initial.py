@@ -45,7 +45,7 @@ def near(a: dict[int, float], b: dict[int, float]) -> bool:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps of a run."""
     run = tmp_path_factory.mktemp("initial") / "source"
-    fit(run, "steps=4", "layers.run=unroll")
+    fit(run, "steps=4", "execution.run=unroll")
     return run
 
 
@@ -61,7 +61,7 @@ def test_weights_change_the_first_loss(source: Path, first: float):
 
 
 def test_weights_in_the_other_layout_give_the_same_loss(source: Path, first: float, tmp_path: Path):
-    scanned = fit(tmp_path / "run", "steps=1", f"init.weights={source}", "layers.run=scan")
+    scanned = fit(tmp_path / "run", "steps=1", f"init.weights={source}", "execution.run=scan")
     assert relative([scanned[1]], [first]) < ROUNDING
 
 
@@ -87,12 +87,12 @@ def test_a_run_that_goes_on_does_not_start_again_from_init(source: Path, tmp_pat
 @pytest.fixture(scope="module")
 def went_on(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses from its state, in its own layout and mesh. Data begins anew, so they are not those of the source."""
-    return fit(tmp_path_factory.mktemp("initial") / "same", "steps=7", f"init.state={source}", "layers.run=unroll")
+    return fit(tmp_path_factory.mktemp("initial") / "same", "steps=7", f"init.state={source}", "execution.run=unroll")
 
 
 @pytest.mark.parametrize(
     "words",
-    [["layers.run=scan"], ["mesh.data=2", "mesh.fsdp=4"]],
+    [["execution.run=scan"], ["mesh.data=2", "mesh.fsdp=4"]],
     ids=["the other layout", "another mesh"],
 )
 def test_a_state_brings_optimizer_and_step(

@@ -1,6 +1,5 @@
 """Llama 4: released folders, lists of layers that are built and that are not, what layers do to queries and keys."""
 
-import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,13 +7,10 @@ import pytest
 from golden_weights import write_model
 from helpers import relative
 from models.test_parity import GOLDENS
-from safetensors.numpy import load_file, save_file
 
 import argosy
 from argosy.checkpoint.hub import config_from
-from argosy.checkpoint.stored import open_model
 from argosy.core.errors import BadInput
-from argosy.jobs.convert import convert
 from argosy.jobs.public import preset_config
 from argosy.models.parts.attend import Contiguous, Packed
 from argosy.models.parts.heads import Reach, Temper, tempered, turned
@@ -80,27 +76,6 @@ def test_the_published_config_is_the_preset(name):
     preset = preset_config(name).resolved()
     even = preset.moe.model_copy(update={"balance": 0.0})       # it is off where output_router_logits is
     assert config_from(told, "").resolved() == preset.model_copy(update={"preset": None, "moe": even})
-
-
-def test_a_folder_with_a_vision_tower(tmp_path):
-    plain = write_model(GOLDENS / "llama4-plain", tmp_path / "plain")
-    golden = np.load(GOLDENS / "llama4-plain" / "golden.npz")
-    folder = tmp_path / "multimodal"
-    folder.mkdir()
-    tensors = {f"language_model.{name}": array for name, array in load_file(plain / "model.safetensors").items()}
-    tower = {"vision_model.class_embedding": np.ones(7, np.float32)}
-    save_file(tensors | tower | {"multi_modal_projector.linear_1.weight": np.ones((5, 3), np.float32)}, folder / "model.safetensors")
-    text = json.loads((plain / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text, "vision_config": {}}))
-    told = []
-    open_model(folder, told.append)
-    assert "2 tensors are left out" in told[0]
-    assert relative(argosy.load(folder).logits(golden["tokens"]), golden["logits"]) < 2e-5
-    convert(str(folder), tmp_path / "text", "hub", None)
-    written = json.loads((tmp_path / "text" / "config.json").read_text())
-    assert written["model_type"] == "llama4_text"
-    assert "text_config" not in written
-    assert relative(argosy.load(tmp_path / "text").logits(golden["tokens"]), golden["logits"]) < 2e-5
 
 
 SMALL = TEXT | {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 8, "head_dim": 4, "num_local_experts": 4}

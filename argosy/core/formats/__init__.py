@@ -67,6 +67,23 @@ class Entry(NamedTuple):
     parts: Callable[[], Iterator[np.ndarray]] | None = None
 
 
+class Over:
+    """A `Reader` through which another is read; what it changes is what it defines."""
+
+    def __init__(self, reader: Reader):
+        self.reader = reader
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self.reader.names
+
+    def shape(self, name: str) -> Shape:
+        return self.reader.shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        return self.reader.dtype(name)
+
+
 class Arrays:
     """A mapping of arrays as a `Reader`; jax arrays too, copied to the host one by one."""
 
