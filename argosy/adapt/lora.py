@@ -1,12 +1,13 @@
 """Low-rank adapters from outside: y = W x + (alpha / rank) B A x. Hu et al. 2021 (arXiv:2106.09685).
 
 How an adapter splits follows from the equation: A has the summed letters, B the kept ones. Grouped weights get an A and a B
-for each expert, on the same route. B starts at zero, so the model starts unchanged; W is frozen and may be int8 (QLoRA,
+for each expert, on the same route. B starts at zero, so the model starts unchanged; W is frozen and may be quantized (QLoRA,
 arXiv:2305.14314).
 """
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -40,18 +41,32 @@ class LoRA(Contraction):
     def shape(self) -> tuple[int, ...]:
         return self.of.shape
 
-    def __call__(self, x: Float[Array, "..."], route: Route | None = None) -> Float[Array, "..."]:
-        low = contract(self.down, x, self.a[...], route)
-        return self.of(x, route) + self.gain * contract(self.up, low, self.b[...], route)
+    @property
+    def weight(self) -> Any:
+        return self.of.weight
 
-    def via(self, eq: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    @property
+    def bias(self) -> Array | None:
+        return self.of.bias
+
+    def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: Any = None) -> Float[Array, "..."]:
+        low = contract(self.down, x, self.a[...], route)
+        return self.of.product(x, route, dtype=dtype) + self.gain * contract(self.up, low, self.b[...], route, dtype=dtype)
+
+    def via(self, eq: str, x: Float[Array, "..."], *, dtype: Any = None) -> Float[Array, "..."]:
         before, out = eq.split("->")
         letters = before.split(",")[0]
         a, b = self.down.split(",")[1].split("->")[0], self.up.split(",")[1].split("->")[0]
+        whole = self.of.via(eq, x, dtype=dtype)
         both = jnp.einsum(
-            f"{letters},{a},{b}->{out}", x, self.a[...].astype(x.dtype), self.b[...].astype(x.dtype), optimize="optimal"
+            f"{letters},{a},{b}->{out}",
+            x,
+            self.a[...].astype(x.dtype),
+            self.b[...].astype(x.dtype),
+            optimize="optimal",
+            preferred_element_type=whole.dtype,
         )
-        return self.of.via(eq, x) + self.gain * both
+        return whole + self.gain * both
 
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         return self.of.take(ids) + self.gain * self.a[...][ids] @ self.b[...]

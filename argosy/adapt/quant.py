@@ -1,66 +1,76 @@
-"""Int8 weights from outside: one scale for each kept channel, so the scale multiplies the output.
+"""Weights in few bits from outside: `swap(model, where, int8)`.
 
-Symmetric, round to nearest (Jacob et al. 2017, arXiv:1712.05877, section 2, without zero points). A quarter of the bytes of
-float32; on a CPU slower than float32 (XLA widens the weight first), so it is for memory there.
+Symmetric int8, round to nearest (Jacob et al. 2017, arXiv:1712.05877, section 2, without zero points), with a float32 scale for
+each output channel of a contraction and for each word of an embedding. A quarter of the bytes of float32; on a CPU slower than
+float32 (XLA widens the weight first), so it is for memory there. Other formats are other numbers in the same `Quantized` array.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from flax import nnx
+from jaxtyping import Array, Float
 
-from argosy.models.parts.einsum import Contraction, Einsum, Route, contract
-from argosy.models.parts.weight import Draw, Frozen, Meaning
+from argosy.core.errors import BadInput
+from argosy.models.parts.einsum import Contraction, Einsum
+from argosy.models.parts.weight import Codes, Draw, Meaning
+from argosy.ops.quantized import Quantized
 
 
-class Int8(Contraction):
-    """An `Einsum` whose weight is int8 and frozen. Experts have scales of their own: E is a kept letter."""
+class QuantizedEinsum(Contraction):
+    """An `Einsum` whose weight is a quantized array. Nothing of it is trained.
 
-    def __init__(self, of: Einsum):
-        self.eq = of.eq
-        w = of.w.get_value()
-        axes = tuple(of.stacked + i for i, letter in enumerate(of.spec) if letter in of.inner)
-        quantise = jax.eval_shape if isinstance(w, jax.ShapeDtypeStruct) else (lambda f, *a: f(*a))
-        q, scale = quantise(lambda w: _quantise(w, axes), w)
-        self.q = Frozen(q, meaning=of.w.get_metadata()["meaning"], draw=Draw())
-        self.scale = Frozen(scale, meaning=Meaning(of.kept, "", of.group), draw=Draw())
-        self.b = of.b
+    Args:
+        of: the contraction it replaces.
+        w: its weight, quantized; or the shapes of it.
+    """
+
+    def __init__(self, of: Einsum, w: Quantized):
+        self.eq, self.b = of.eq, of.b
+        meaning = of.w.get_metadata()["meaning"]
+        # Scales have every letter of the weight, with size 1 where they are shared.
+        scales = Meaning(meaning.letters, "", meaning.group)
+        self.values = Codes(w.values, meaning=meaning, draw=Draw())
+        self.scale = Codes(w.scale, meaning=scales, draw=Draw())
+        self.zero = None if w.zero is None else Codes(w.zero, meaning=scales, draw=Draw())
+        self.x_scale = None if w.x_scale is None else Codes(w.x_scale, meaning=Meaning(""), draw=Draw())
+
+    @property
+    def weight(self) -> Quantized:
+        zero = None if self.zero is None else self.zero[...]
+        return Quantized(self.values[...], self.scale[...], zero, None if self.x_scale is None else self.x_scale[...])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.q.shape)
-
-    def __call__(self, x: Float[Array, "..."], route: Route | None = None) -> Float[Array, "..."]:
-        self.check(route)
-        scale = self.scale[...] if route is None else self.scale[...][route.expert]
-        y = contract(self.eq, x, self.q[...], route) * scale.astype(x.dtype)
-        if self.b is None:
-            return y
-        return y + (self.b[...] if route is None else self.b[...][route.expert]).astype(y.dtype)
-
-    def via(self, eq: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The scale lies on letters that this equation may sum over: then it multiplies x, else y."""
-        before, out = eq.split("->")
-        letters = before.split(",")[0]
-        if set(self.kept) <= set(out):
-            return contract(eq, x, self.q[...]) * self._along(out).astype(x.dtype)
-        if set(self.kept) <= set(letters):
-            return contract(eq, x * self._along(letters).astype(x.dtype), self.q[...])
-        raise ValueError(f"{eq}: the scale of {self.eq} lies on {self.kept}, in neither side")
-
-    def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
-        return self.q[...][ids].astype(self.scale.dtype) * self.scale[...]
-
-    def _along(self, letters: str) -> Array:
-        """The scale, shaped to multiply an array with these axes."""
-        order = "".join(a for a in letters if a in self.kept)
-        shape = [self.sizes[a] if a in self.kept else 1 for a in letters]
-        return jnp.einsum(f"{self.kept}->{order}", self.scale[...]).reshape(shape)
+        return tuple(self.values.shape)
 
 
-def _quantise(w: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Any, Any]:
-    """Int8 values and the scale of each channel. A channel of zeros gets scale 1."""
-    largest = jnp.max(jnp.abs(w), axes, keepdims=True)
+def int8(of: Contraction) -> QuantizedEinsum:
+    """A contraction with its weight in int8.
+
+    Raises:
+        BadInput: it is quantized already, or carries an adapter.
+    """
+    if not isinstance(of, Einsum):
+        what = "is quantized already" if isinstance(of, QuantizedEinsum) else "carries an adapter"
+        raise BadInput(f"int8: {of.eq} {what}", hint="quantize the plain model first, then put adapters on it")
+    axes = tuple(of.stacked + i for i, letter in enumerate(of.spec) if letter not in of.scaled)
+    w = of.w.get_value()
+    if isinstance(w, jax.ShapeDtypeStruct):
+        return QuantizedEinsum(of, jax.eval_shape(lambda w: _int8(w, axes), w))
+    return QuantizedEinsum(of, _int8(w, axes))
+
+
+def _int8(w: Float[Array, "..."], shared: tuple[int, ...]) -> Quantized:
+    """One scale for all numbers along the shared axes; float32, or its own rounding would double that of the values. A channel of
+    zeros gets scale 1."""
+    wide = w.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), shared, keepdims=True)
     scale = jnp.where(largest == 0, 1.0, largest / 127)
-    return jnp.round(w / scale).astype(jnp.int8), jnp.squeeze(scale, axes)
+    return Quantized(jnp.round(wide / scale).astype(jnp.int8), scale)
+
+
+def is_quantized(model: nnx.Module) -> bool:
+    """Whether any contraction is."""
+    return any(isinstance(m, QuantizedEinsum) for _, m in nnx.iter_modules(model))
+
+

@@ -10,13 +10,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from flax import nnx
 
 from argosy.core.errors import BadInput, nearest
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Stack
-from argosy.models.parts.weight import Frozen, Leaves, put, variable, variables
+from argosy.models.parts.weight import Codes, Frozen, Leaves, put, variable, variables
 
 
 def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contraction) -> dict[str, Any]:
@@ -78,7 +77,8 @@ def freeze(model: nnx.Module, where: str) -> list[str]:
 
 
 def thaw(model: nnx.Module, where: str) -> list[str]:
-    """Frozen weights whose address matches are trained again. Integers (quantised weights) cannot be."""
+    """Frozen weights whose address matches are trained again; returns their addresses, never none. Quantized weights, their
+    scales included, stay as they are."""
     return _retype(model, where, Frozen, nnx.Param)
 
 
@@ -102,15 +102,18 @@ def graft(model: nnx.Module, leaves: Mapping[str, Any], where: str = ".*") -> li
 
 def _retype(model: nnx.Module, where: str, old: type[nnx.Variable], new: type[nnx.Variable]) -> list[str]:
     rule = _compiled(where)
-    done = []
+    done, quantized = [], False
     for address in variables(model):
         v = variable(model, address)
         if not (isinstance(v, old) and _matches(model, rule, address)):
             continue
-        if new is nnx.Param and not jax.numpy.issubdtype(v.dtype, jax.numpy.floating):
+        if isinstance(v, Codes):
+            quantized = True
             continue
         put_at(model, address, new(v.get_value(), **_own(v.get_metadata())))
         done.append(address)
+    if quantized and not done:
+        raise BadInput(f"`{where}`: what matches is quantized", hint="quantized weights are never trained: put adapters on them")
     if not done:
         raise BadInput(
             f"no weight matches `{where}`", hint=nearest(where, {_kind_name(model, a) for a in variables(model)})
@@ -127,12 +130,14 @@ def _matches(model: nnx.Module, rule: re.Pattern[str], name: str) -> bool:
 
 
 def _kind_name(model: nnx.Module, name: str) -> str:
-    """ "layers.3.attn.q" as "layers.block.attn.q"."""
+    """ "layers.3.attn.q" as "layers.block.attn.q", and so "layers.block_2.attn.q", of a later group of scanned layers."""
     node: Any = model
     parts = name.split(".")
     for i, part in enumerate(parts):
         if isinstance(node, Stack) and part.isdigit():
             return ".".join([*parts[:i], node.plan[int(part)].kind, *parts[i + 1 :]])
+        if isinstance(node, Stack) and node.run.stacked and part in (stored := node.stored()):
+            return ".".join([*parts[:i], stored[part][0], *parts[i + 1 :]])
         node = getattr(node, part, None)
     return name
 

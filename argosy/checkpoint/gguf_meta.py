@@ -241,7 +241,7 @@ def llama3(divisors: np.ndarray, base: float) -> Llama3:
         kept = (1 / divisors[ramp[0]] - 1 / factor) / (1 - 1 / factor)
         turns = scaling.low + float(kept) * (scaling.high - scaling.low)
         scaling = Llama3(factor=factor, original=round(turns * 2 * math.pi / float(plain[ramp[0]])))
-    if np.allclose(plain / scaling.apply(plain, base, None)[0], divisors, rtol=1e-4):
+    if np.allclose(plain / scaling.apply(plain, base)[0], divisors, rtol=1e-4):
         return scaling
     raise unknown
 

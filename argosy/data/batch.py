@@ -80,6 +80,10 @@ class Batches(ABC):
     def close(self) -> None:
         """Stops whatever works ahead. Idempotent."""
 
+    def advance(self, state: Any) -> None:
+        """Called before each batch with the training state it is for. Batches that depend on the model (rollouts) read its
+        weights here; they must not keep it, since the next update takes its buffers."""
+
     def rewind(self) -> None:
         """Back to the first batch: an evaluation reads the same rows every time."""
         self.seek({})

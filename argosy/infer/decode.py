@@ -62,7 +62,6 @@ class Decoder:
         self.graph, self.weights = split(model)
         self.context, self.vocab, self.dtype = model.config.context, model.config.vocab, model.dtype
         self.specs, self.stacked = model.layers.holds(), model.layers.run.stacked
-        self.reach = getattr(model.config, "reach", lambda tokens: None)
 
     def generate(self, prompts: list[list[int]], rows: list[Sampling], seeds: list[int], most: int) -> Iterator[Step]:
         """Tokens of all rows, step by step, at most `most` of them. The caller stops a row by no longer reading it.
@@ -78,14 +77,12 @@ class Decoder:
         for row, prompt in zip(tokens, prompts):
             row[: len(prompt)] = prompt
         room = bucket(longest + min(most, AHEAD))
-        reaches = [self.reach(len(prompt) + most) for prompt in prompts]
-        reach = None if None in reaches else jnp.asarray(reaches, jnp.int32)
         need = Need.of(rows)
         settings = {name: jnp.asarray(values) for name, values in table(rows).items()}
         keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
         cache = contiguous(self.specs, len(prompts), room, self.dtype)
         live, step = _prefill(self.graph, need, self.dtype, self.vocab)(
-            self.weights, tokens, lengths, cache, settings, keys, reach
+            self.weights, tokens, lengths, cache, settings, keys
         )
         following = _decode(self.graph, need, self.dtype)
         for i in range(most):
@@ -94,7 +91,7 @@ class Decoder:
                 if longest + i + 1 > room:
                     room = bucket(room + 1)
                     live = live._replace(cache=self.longer(live.cache, room))
-                ahead = following(self.weights, live, settings, keys, reach)
+                ahead = following(self.weights, live, settings, keys)
             yield step
             if ahead is not None:
                 live, step = ahead
@@ -122,16 +119,16 @@ def _with(graph: Any, weights: Leaves, dtype: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _prefill(graph: Any, need: Need, dtype: Any, vocab: int) -> Any:
-    """(weights, tokens [B T] padded right, lengths, empty cache, settings, keys, reach) -> (Live, the first Step)."""
+    """(weights, tokens [B T] padded right, lengths, empty cache, settings, keys) -> (Live, the first Step)."""
 
     def prefill(
-        weights: Leaves, tokens: Array, lengths: Array, cache: Any, settings: Any, keys: Any, reach: Array | None
+        weights: Leaves, tokens: Array, lengths: Array, cache: Any, settings: Any, keys: Any
     ) -> tuple[Live, Step]:
         B, T = tokens.shape
         at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
         here = at < lengths[:, None]
         model = _with(graph, weights, dtype)
-        x, cache, _ = model.hidden(tokens, Contiguous(at, here, fresh=True, reach=reach), cache)
+        x, cache, _ = model.hidden(tokens, Contiguous(at, here, fresh=True), cache)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], 1)
         seen = counts = None
         if need.penalties:
@@ -146,12 +143,12 @@ def _prefill(graph: Any, need: Need, dtype: Any, vocab: int) -> Any:
 
 @lru_cache(maxsize=64)
 def _decode(graph: Any, need: Need, dtype: Any) -> Any:
-    """(weights, Live, settings, keys, reach) -> (Live, Step)."""
+    """(weights, Live, settings, keys) -> (Live, Step)."""
 
-    def decode(weights: Leaves, live: Live, settings: Any, keys: Any, reach: Array | None) -> tuple[Live, Step]:
+    def decode(weights: Leaves, live: Live, settings: Any, keys: Any) -> tuple[Live, Step]:
         at = live.lengths[:, None]
         model = _with(graph, weights, dtype)
-        attend = Contiguous(at, jnp.ones_like(at, bool), reach=reach)
+        attend = Contiguous(at, jnp.ones_like(at, bool))
         x, cache, _ = model.hidden(live.tokens[:, None], attend, live.cache)
         live = live._replace(cache=cache, lengths=live.lengths + 1)
         return _chosen(model.unembed(x)[:, 0], live, settings, keys, need)

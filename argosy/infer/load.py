@@ -14,7 +14,7 @@ from argosy.checkpoint.stored import Stored, open_model, read_into
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.models.family import FamilyConfig
-from argosy.models.parts.stack import Run, Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, kept_in, put, variables
 from argosy.observe.environment import check_fits
 
@@ -23,8 +23,9 @@ def load(
     path: str | Path,
     *,
     dtype: Any = None,
-    run: Run | None = None,
+    run: Execution | None = None,
     adapter: str | Path | None = None,
+    context: int | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> LM:
     """A model from a Hub folder, a GGUF file, a run directory or a checkpoint.
@@ -32,6 +33,8 @@ def load(
     Args:
         dtype: what weights are kept and activations computed in: float32 on CPUs, bfloat16 elsewhere, unless told.
         run: how layers run; unrolled up to 32 on CPUs, scanned elsewhere, unless told.
+        context: the longest sequence it will see, in tokens; decides between tables of rotary positions where it has two (LongRoPE).
+            The model's own context unless given.
         adapter: a PEFT folder; layers are then unrolled, since each may carry adapters of its own.
 
     Raises:
@@ -39,21 +42,22 @@ def load(
     """
     stored = open_model(path, warn)
     dtype = as_dtype(dtype)
-    adapters = read_adapter(adapter, stored.config) if adapter is not None else {}
-    check_memory(stored.config, dtype)
-    model = stored.config.build(Unroll() if adapters else run or default_run(stored.config))
+    config = stored.config if context is None else stored.config.for_context(context)
+    adapters = read_adapter(adapter, config) if adapter is not None else {}
+    check_memory(config, dtype)
+    model = config.build(Unroll() if adapters else run or default_run(config))
     read_into(model, stored.weights, dtype=dtype)
     if adapters:
         put_adapter(model, adapters)
     model.dtype = dtype
     tokenizer = tokenizer_of(stored)
-    if tokenizer is not None and tokenizer.vocab > stored.config.vocab:
+    if tokenizer is not None and tokenizer.vocab > config.vocab:
         raise BadInput(
-            f"the tokenizer has {tokenizer.vocab} tokens, the model {stored.config.vocab}",
+            f"the tokenizer has {tokenizer.vocab} tokens, the model {config.vocab}",
             where=str(path),
             hint="they do not belong together",
         )
-    return LM(stored.config, model, tokenizer, generation_of(stored), stored.hub, stored.companions, dtypes_of(stored))
+    return LM(config, model, tokenizer, generation_of(stored), stored.hub, stored.companions, dtypes_of(stored))
 
 
 def dtypes_of(stored: Stored) -> dict[str, Any]:
@@ -66,7 +70,7 @@ def dtypes_of(stored: Stored) -> dict[str, Any]:
     )
 
 
-def random(config: FamilyConfig, seed: int, *, dtype: Any = None, run: Run | None = None) -> LM:
+def random(config: FamilyConfig, seed: int, *, dtype: Any = None, run: Execution | None = None) -> LM:
     """A model with random weights and no tokenizer."""
     dtype = as_dtype(dtype)
     check_memory(config, np.float32)  # drawn in float32
@@ -108,7 +112,7 @@ def default_dtype() -> Any:
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
-def default_run(config: FamilyConfig) -> Run:
+def default_run(config: FamilyConfig) -> Execution:
     return Unroll() if jax.default_backend() == "cpu" and config.layers <= 32 else Scan()
 
 

@@ -18,13 +18,13 @@ from argosy.data import pipeline
 from argosy.data.batch import Batches
 from argosy.data.tokenize import Tokenizer, load_tokenizer
 from argosy.jobs.run import Run
-from argosy.models.parts.stack import Run as LayerRun
-from argosy.models.parts.stack import Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import Choosing, abstract, count, fill, logical, variables
 from argosy.observe.environment import check_fits
-from argosy.parallel.place import batch_sharding, like_weights, place_batch, stream_sharding
-from argosy.parallel.rules import FSDP, shardings
-from argosy.train.state import TrainState, meanings_of, named, trained, unnamed
+from argosy.parallel.place import batch_sharding, like_weights, place_batch, row_shares
+from argosy.parallel.rules import DEFAULT, shardings
+from argosy.parallel.scope import scope
+from argosy.train.state import TrainState, meanings_of, named, trained, training_graph, unnamed
 from argosy.train.step import Precision, make_evaluation, make_step
 
 
@@ -50,7 +50,7 @@ class Decided:
     def dtype(self) -> Any:
         return jnp.dtype(self.precision)
 
-    def run(self, remat: Any) -> LayerRun:
+    def run(self, remat: Any) -> Execution:
         return Unroll(remat) if self.layers == "unroll" else Scan(remat)
 
 
@@ -131,7 +131,7 @@ class Assembly:
     def compile(self) -> Any:
         """The update, compiled for these shapes; its state is donated."""
         step = make_step(
-            self.graph,
+            training_graph(self.model),
             self.run.objective,
             self.optimizer,
             self.rate,
@@ -139,17 +139,23 @@ class Assembly:
             accumulate=self.run.accumulate,
         )
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.places, None))
-        return jitted.lower(self.shapes, self.batch_shapes()).compile()
+        with scope(self.mesh):
+            return jitted.lower(self.shapes, self.batch_shapes()).compile()
 
     def compile_evaluation(self) -> Any:
         evaluate = make_evaluation(self.graph, self.run.objective, precision=self.decided.precision)
-        return jax.jit(evaluate).lower(self.shapes, self.batch_shapes()).compile()
+        with scope(self.mesh):
+            return jax.jit(evaluate).lower(self.shapes, self.batch_shapes()).compile()
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        shape = (self.run.data.batch, self.run.data.sequence)
-        place = batch_sharding(self.mesh)
-        types = {"tokens": jnp.int32, "targets": jnp.int32, "segments": jnp.int32, "mask": jnp.float32}
-        return {name: jax.ShapeDtypeStruct(shape, t, sharding=place) for name, t in types.items()}
+        objective, place = self.run.objective, batch_sharding(self.mesh)
+        sizes = {"B": self.run.data.batch, "T": self.run.data.sequence}
+        out = {}
+        for name, field in objective.reads().items():
+            shape = [sizes[letter] for letter in field.axes.split()]
+            shape[0] //= objective.rows_per_group if field.per == "group" else 1
+            out[name] = jax.ShapeDtypeStruct(tuple(shape), field.dtype, sharding=place)
+        return out
 
     def place(self, batch: Any) -> Any:
         """A host batch onto the devices: what the step reads of it."""
@@ -183,11 +189,13 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     if jax.process_count() > 1:
         raise Unsupported("training over several processes is not built yet", hint="use the devices of one process")
     mesh = run.mesh.build()
-    if run.data.batch % (mesh.size * run.accumulate):
+    shares, together = row_shares(mesh), run.objective.rows_per_group
+    if run.data.batch % (shares * run.accumulate * together):
         raise BadInput(
-            f"data.batch = {run.data.batch} does not divide over {mesh.size} devices"
-            + (f" and accumulate = {run.accumulate}" if run.accumulate > 1 else ""),
-            hint=f"make it a multiple of {mesh.size * run.accumulate}",
+            f"data.batch = {run.data.batch} does not divide over {shares} devices"
+            + (f", accumulate = {run.accumulate}" if run.accumulate > 1 else "")
+            + (f" and groups of {together} rows" if together > 1 else ""),
+            hint=f"make it a multiple of {shares * run.accumulate * together}",
         )
     tokenizer = None if run.data.source == "synthetic" else load_tokenizer(run.data.tokenizer)
     common: dict[str, Any] = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress}
@@ -205,13 +213,11 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
             f"{len(drawn)} weights of the index that picks what is attended to would stay as they are drawn: nothing trains them",
             hint="start from trained ones (init.weights=FOLDER), or leave the index out: model.index=none",
         )
-    if mesh.size > 1:
-        model.layers.rows = stream_sharding(mesh)
     graph, params, rest = trained(model)
     rate = run.schedule.build(run.steps)
     optimizer = run.optimizer.build(rate, meanings_of(model))
     shapes = abstract(model)
-    weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, FSDP, mesh)
+    weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)
 
     def described(leaf: Any, place: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)

@@ -9,7 +9,14 @@ from argosy.jobs.compose import preset_layers, presets
 from argosy.jobs.train import Outcome, View, train
 
 
-def load(model: str | Path, *, random: int | None = None, dtype: Any = None, adapter: str | Path | None = None) -> Any:
+def load(
+    model: str | Path,
+    *,
+    random: int | None = None,
+    dtype: Any = None,
+    adapter: str | Path | None = None,
+    context: int | None = None,
+) -> Any:
     """A language model in hand: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`; an encoder has `.embed`
     in place of the two in the middle.
 
@@ -18,6 +25,8 @@ def load(model: str | Path, *, random: int | None = None, dtype: Any = None, ada
             the name of a preset.
         random: the seed of random weights for a preset.
         dtype: what weights are kept and activations computed in; float32 on CPUs, bfloat16 elsewhere, unless told.
+        context: the longest sequence it will see, in tokens, where that is less than the model's own context; decides between the
+            tables of rotary positions of a model that has two (LongRoPE).
         adapter: a folder of low-rank adapters as the PEFT library writes it; `lm.merge()` makes them part of the weights.
 
     Raises:
@@ -32,7 +41,7 @@ def load(model: str | Path, *, random: int | None = None, dtype: Any = None, ada
         return loading.random(preset_config(str(model)), random, dtype=dtype)
     if not Path(model).exists():
         raise loading.no_weights(str(model), presets())
-    return loading.load(model, dtype=dtype, adapter=adapter, warn=_say)
+    return loading.load(model, dtype=dtype, adapter=adapter, context=context, warn=_say)
 
 
 def preset_config(name: str) -> Any:

@@ -27,7 +27,7 @@ class Sampler:
     def __call__(self, state: Any) -> str:
         sample, tokenizer = self.settings.sample, self.assembly.tokenizer
         model = merge(self.assembly.graph, state.params, state.rest)
-        model.dtype, model.layers.rows = self.assembly.decided.dtype, None  # one row: not over a mesh
+        model.dtype = self.assembly.decided.dtype
         lm = LM(self.settings.model, model, tokenizer)
         seed = self.settings.seed + int(state.step)
         answer = lm.generate([self.prompt], sample.tokens, temperature=sample.temperature, seed=seed, ignore_eos=True)[

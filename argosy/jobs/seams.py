@@ -12,17 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from argosy.adapt.lora import LoRA
-from argosy.adapt.quant import Int8
+from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.export.lower import lower, raise_again
 from argosy.models import FAMILIES
 from argosy.models.parts.attend import Contiguous, Paged
 from argosy.models.parts.cache import contiguous, paged
-from argosy.models.parts.stack import Run, Scan, Unroll, layer_addresses
+from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import abstract, fill, logical, merge, put, split, variables
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding
-from argosy.parallel.rules import FSDP, shardings
+from argosy.parallel.rules import DEFAULT, shardings
+from argosy.parallel.scope import scope
 
 
 def examples() -> dict[str, Any]:
@@ -36,10 +37,10 @@ def fullest() -> dict[str, Any]:
 
 
 ROWS, LENGTH = 8, 24
-RUNS: dict[str, Run] = {"scan": Scan(), "unroll": Unroll()}
+RUNS: dict[str, Execution] = {"scan": Scan(), "unroll": Unroll()}
 
 
-def build(config: Any, run: Run) -> Any:
+def build(config: Any, run: Execution) -> Any:
     """A model with noise on every weight, the same for a weight of a layer in either layout: zeros and ones, as norms and
     biases start, would let parity pass trivially."""
     model = config.build(run)
@@ -71,7 +72,7 @@ def worst(got: Any, expected: Any) -> float:
     return float(np.abs(np.asarray(got) - np.asarray(expected)).max() / np.abs(np.asarray(expected)).max())
 
 
-def cells(config: Any, run: Run, expected: np.ndarray, tokens: Any) -> dict[str, float | None]:
+def cells(config: Any, run: Execution, expected: np.ndarray, tokens: Any) -> dict[str, float | None]:
     """One row of the table. None: an encoder decodes nothing."""
     model = build(config, run)
     step = call(model)
@@ -80,9 +81,9 @@ def cells(config: Any, run: Run, expected: np.ndarray, tokens: Any) -> dict[str,
     lora = build(config, run)
     swap(lora, r"layers\..*", lambda of: LoRA(of, 3, 6.0))
     fill(lora, jax.random.key(1), addresses=layer_addresses(lora))
-    int8 = build(config, run)
-    swap(int8, r"layers\..*", Int8)
-    quantised = call(int8)
+    in_int8 = build(config, run)
+    swap(in_int8, r"layers\..*", int8)
+    quantized = call(in_int8)
     return {
         "whole": worst(whole, expected),
         "packed": packed(config, step, tokens),
@@ -90,7 +91,7 @@ def cells(config: Any, run: Run, expected: np.ndarray, tokens: Any) -> dict[str,
         "paged decode": worst(paged_decode(model, step, tokens), expected) if config.causal else None,
         "LoRA at its start": worst(call(lora)(tokens, config.attend(ones))[0], expected),
         "int8 decode against int8 whole": worst(
-            paged_decode(int8, quantised, tokens), quantised(tokens, config.attend(ones))[0]
+            paged_decode(in_int8, quantized, tokens), quantized(tokens, config.attend(ones))[0]
         )
         if config.causal
         else None,
@@ -139,10 +140,11 @@ def eight_devices(model: Any, tokens: Any) -> Any:
     mesh = MeshSettings(data=2, fsdp=4).build(jax.devices()[:8])
     graph, weights = split(model)
     shapes = {a: s.shape for a, s in abstract(model).items()}
-    places = shardings(logical(model), shapes, FSDP, mesh)
+    places = shardings(logical(model), shapes, DEFAULT, mesh)
     placed = {a: jax.device_put(w, places[a]) for a, w in weights.items()}
     forward = jax.jit(lambda w, t: merge(graph, w)(t, model.config.attend(jnp.ones_like(t)))[0])
-    return forward(placed, jax.device_put(tokens, batch_sharding(mesh)))
+    with scope(mesh):
+        return forward(placed, jax.device_put(tokens, batch_sharding(mesh)))
 
 
 def table() -> str:

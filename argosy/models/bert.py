@@ -21,7 +21,7 @@ from argosy.models.parts.encoder import Encoder, PostNorm
 from argosy.models.parts.heads import Attention, Reach
 from argosy.models.parts.mlp import MLP
 from argosy.models.parts.norm import LayerNorm
-from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.stack import Execution, Layer
 
 
 class BertConfig(AbsoluteConfig):
@@ -63,7 +63,7 @@ class BertConfig(AbsoluteConfig):
         rows = {"A": self.first + self.context, "Y": self.types}
         return super().dims | rows | ({"O": self.width} if self.pooler else {})
 
-    def build(self, run: Run = UNROLL) -> Encoder:
+    def build(self, run: Execution = UNROLL) -> Encoder:
         """Its module: every layer alike, no rotary positions."""
 
         def norm() -> LayerNorm:

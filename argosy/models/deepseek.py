@@ -35,7 +35,8 @@ from argosy.models.parts.mlp import GLU, Activation
 from argosy.models.parts.moe import Experts, MoE
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Rope, Yarn
-from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.stack import Execution, Layer, rematerialised
+from argosy.models.parts.weight import Leaves, merge, split
 
 
 class DeepSeekConfig(FamilyConfig):
@@ -142,7 +143,7 @@ class DeepSeekConfig(FamilyConfig):
         sharper = yarn.sharpening(yarn.mscale_all_dim) if yarn and yarn.mscale_all_dim else 1.0
         return (self.head_size + self.rope_size) ** -0.5 * sharper**2
 
-    def build(self, run: Run = UNROLL) -> "DeepSeek":
+    def build(self, run: Execution = UNROLL) -> "DeepSeek":
         """Its module; layers differ in what stands behind attention."""
         d = self.dims
 
@@ -302,9 +303,9 @@ class DeepSeek(Decoder):
     """A `Decoder` that may also predict further ahead."""
 
     def __init__(
-        self, config: DeepSeekConfig, block: Callable[[str], PreNorm], norm: Callable[[], nnx.Module], run: Run
+        self, config: DeepSeekConfig, block: Callable[[str], PreNorm], norm: Callable[[], nnx.Module], run: Execution
     ):
-        reach = Reach(None, config.rope)
+        reach = Reach(None, config.rope.decided(config.context))
         plan = [Layer("dense" if i < config.dense else "experts", reach) for i in range(config.layers)]
         super().__init__(config, plan, block, norm(), run)
         self.mtp = Ahead(config.mtp, lambda: Depth(config.width, block("experts"), reach, norm)) if config.mtp else None
@@ -312,14 +313,20 @@ class DeepSeek(Decoder):
     def ahead(
         self, depth: int, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, dict[str, Array]]:
-        """What the head reads to predict the token `depth` + 1 after each: as `hidden`, but what one layer told.
+        """What the head reads to predict the token `depth` + 1 after each: as `hidden`, with the aux outputs of one layer.
 
         Args:
             depth: from 1 to `config.mtp`.
             x: what the head reads for a token less: from `hidden`, or from `ahead` of the depth before.
             tokens: for each of x, the token `depth` after it.
         """
-        return getattr(self.mtp, str(depth - 1))(x, self.embedded(tokens, attend), attend, cache)
+        graph, weights = split(getattr(self.mtp, str(depth - 1)))
+
+        def run(weights: Leaves, x: Array, embedded: Array, attend: Attend, cache: Any) -> Any:
+            return merge(graph, weights)(x, embedded, attend, cache)
+
+        ahead = rematerialised(run, self.layers.run.remat)
+        return ahead(weights, x, self.embedded(tokens, attend), attend, cache)
 
 
 def _layers_told(config: dict[str, Any], layers: int) -> dict[str, int]:

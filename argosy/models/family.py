@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field, model_validator
 
 from argosy.core.dims import LOOKED_UP
-from argosy.core.errors import ArgosyError, Unsupported, complaint
+from argosy.core.errors import ArgosyError, BadInput, Unsupported, complaint
 from argosy.core.keymap import Row, kept
 from argosy.core.settings import Settings
 from argosy.models.hub_rows import scaled
@@ -21,7 +21,7 @@ from argosy.models.parts.heads import Reach
 from argosy.models.parts.mlp import Activation
 from argosy.models.parts.moe import Experts
 from argosy.models.parts.rope import Rope
-from argosy.models.parts.stack import Run, Stack, Told, Unroll
+from argosy.models.parts.stack import Aux, Execution, Stack, Unroll
 
 UNROLL = Unroll()
 
@@ -36,8 +36,8 @@ class LanguageModel(Protocol):
 
     def hidden(
         self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
-    ) -> tuple[Float[Array, "B T D"], Any, Told]:
-        """What the head reads, the cache after these tokens, and what the layers told."""
+    ) -> tuple[Float[Array, "B T D"], Any, Aux]:
+        """What the head reads, the cache after these tokens, and the aux outputs of the layers."""
         ...
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -46,7 +46,7 @@ class LanguageModel(Protocol):
 
     def __call__(
         self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
-    ) -> tuple[Float[Array, "B T V"], Any, Told]: ...
+    ) -> tuple[Float[Array, "B T V"], Any, Aux]: ...
 
 
 class FamilyConfig(Settings):
@@ -85,7 +85,7 @@ class FamilyConfig(Settings):
     tied: bool = False
     """The head is the embedding."""
 
-    def build(self, run: Run = UNROLL) -> Any:
+    def build(self, run: Execution = UNROLL) -> Any:
         """The module, every weight a description (`parts.weight`)."""
         raise NotImplementedError
 
@@ -146,6 +146,17 @@ class FamilyConfig(Settings):
         """Of a weight with these axes: what one token meets. Experts lead with E; a router, which all tokens meet, ends in it."""
         routed = self.experts is not None and len(axes) > 1 and axes[0] == "E"
         return Fraction(self.experts.active, self.experts.count) if self.experts and routed else Fraction(1)
+
+    def for_context(self, tokens: int) -> "FamilyConfig":
+        """The same model, for sequences of at most so many tokens.
+
+        Raises:
+            BadInput: that is longer than its context.
+        """
+        if tokens > self.context:
+            raise BadInput(f"context = {tokens}: the model was made for {self.context} tokens at most")
+        rope = getattr(self, "rope", None)
+        return self if rope is None else self.model_copy(update={"rope": rope.decided(tokens)})
 
     def resolved(self) -> "FamilyConfig":
         """The same model with every size told that would otherwise follow from others."""
@@ -215,9 +226,12 @@ def _differing(mine: Any, theirs: Any, at: str = "") -> Iterator[str]:
 
 
 def _without_training(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without those that only training reads, and which config.json has no words for."""
+    """Settings without those that config.json has no words for: what only training reads, and a choice made when loading."""
+    settings = dict(settings)
+    if (scaling := (settings.get("rope") or {}).get("scaling")) and "table" in scaling:
+        settings["rope"] = settings["rope"] | {"scaling": scaling | {"table": None}}
     moe = settings.get("moe")
-    kept = {k: v for k, v in moe.items() if k not in ("z_loss", "bias_rate", "capacity", "balance")} if moe else moe
+    kept = {k: v for k, v in moe.items() if k not in ("z_loss", "bias_rate", "capacity", "balance", "balance_over")} if moe else moe
     return settings | {"preset": None} | ({"moe": kept} if moe else {})
 
 
@@ -295,12 +309,12 @@ class DecoderConfig(FamilyConfig):
         Args:
             local_rope: of local layers, where they turn differently.
         """
-        local, whole = Reach(self.window, local_rope or self.rope), Reach(None, self.rope)
+        local, whole = Reach(self.window, self.rotary(local_rope or self.rope)), Reach(None, self.rotary(self.rope))
         return [local if span == "L" else whole for span in self.spans]
 
-    def reach(self, tokens: int) -> int | None:
-        """How long a sequence counts as that grows to so many tokens; None where no rotary positions depend on it."""
-        return tokens if self.rope.asks_length else None
+    def rotary(self, rope: Rope) -> Rope:
+        """Rotary positions as this model applies them, whatever the length of a sequence."""
+        return rope.decided(self.context)
 
     def mixing_flops(self, tokens: int) -> int:
         return 4 * tokens * tokens * self.heads * self.H * self.layers

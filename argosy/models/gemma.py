@@ -27,7 +27,7 @@ from argosy.models.parts.heads import Attention, Reach
 from argosy.models.parts.mlp import GLU, Activation
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Linear, Rope
-from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.stack import Execution, Layer
 
 
 class GemmaConfig(DecoderConfig):
@@ -69,7 +69,7 @@ class GemmaConfig(DecoderConfig):
             "3": cls(**odd, layers=5, kv_heads=4, post_norms=True, local_rope=Rope(), **three, tied=False),
         }
 
-    def build(self, run: Run = UNROLL) -> Decoder:
+    def build(self, run: Execution = UNROLL) -> Decoder:
         """Its module; the plan says of each layer how far back it sees and how it turns."""
 
         def norm() -> RMSNorm:

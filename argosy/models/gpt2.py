@@ -17,7 +17,7 @@ from argosy.models.parts.decoder import Decoder, PreNorm
 from argosy.models.parts.heads import Attention, Reach
 from argosy.models.parts.mlp import MLP, Activation
 from argosy.models.parts.norm import LayerNorm
-from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.stack import Execution, Layer
 
 
 class GPT2Config(AbsoluteConfig):
@@ -37,7 +37,7 @@ class GPT2Config(AbsoluteConfig):
         odd: dict[str, Any] = {"vocab": 113, "width": 44, "layers": 3, "ffn": 70, "heads": 4, "context": 90}
         return {"tied": cls(**odd), "untied": cls(**{**odd, "width": 42, "heads": 3}, tied=False, activation="relu")}
 
-    def build(self, run: Run = UNROLL) -> Decoder:
+    def build(self, run: Execution = UNROLL) -> Decoder:
         """Its module: every layer alike, no rotary positions."""
 
         def norm() -> LayerNorm:

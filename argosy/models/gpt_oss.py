@@ -25,7 +25,7 @@ from argosy.models.parts.heads import Attention
 from argosy.models.parts.moe import Experts, MoE
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Rope, Yarn
-from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.stack import Execution, Layer
 
 
 class GptOssConfig(DecoderConfig):
@@ -80,7 +80,7 @@ class GptOssConfig(DecoderConfig):
             ),
         }
 
-    def build(self, run: Run = UNROLL) -> Decoder:
+    def build(self, run: Execution = UNROLL) -> Decoder:
         """Its module; the plan says how far back each layer sees."""
         act = partial(clipped_swiglu, limit=self.limit, alpha=self.alpha)
 

@@ -19,7 +19,7 @@ from argosy.models.parts.heads import Attention
 from argosy.models.parts.mlp import GLU
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Linear, Llama3, Rope, Yarn
-from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.stack import Execution, Layer
 
 
 class LlamaConfig(DecoderConfig):
@@ -47,7 +47,7 @@ class LlamaConfig(DecoderConfig):
             "pattern": cls(**{**odd, "layers": 5}, kv_heads=2, head_size=12, window=6, pattern="LLG"),
         }
 
-    def build(self, run: Run = UNROLL) -> Decoder:
+    def build(self, run: Execution = UNROLL) -> Decoder:
         """Its module; the plan says how far back each layer reads."""
 
         def norm() -> RMSNorm:

@@ -26,7 +26,7 @@ from argosy.models.parts.mlp import GLU
 from argosy.models.parts.moe import Experts, MoE
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Llama3, Rope
-from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.stack import Execution, Layer
 
 
 class Llama4Config(DecoderConfig):
@@ -97,10 +97,10 @@ class Llama4Config(DecoderConfig):
         return ["experts" if letter == "E" else "dense" for letter in letters]
 
     def reaches(self, local_rope: Rope | None = None) -> list[Reach]:
-        local = Reach(self.window, local_rope or self.rope, chunked=True, unit=self.norm_eps if self.qk_norm else None)
+        local = Reach(self.window, self.rotary(local_rope or self.rope), chunked=True, unit=self.norm_eps if self.qk_norm else None)
         return [local if span == "L" else Reach(temper=self.temper) for span in self.spans]
 
-    def build(self, run: Run = UNROLL) -> Decoder:
+    def build(self, run: Execution = UNROLL) -> Decoder:
         """Its module; layers differ in what stands behind attention, and in what they see and how."""
         d, bias = self.dims, self.attention_bias
 

@@ -19,7 +19,7 @@ from argosy.models.parts.heads import Attention
 from argosy.models.parts.moe import Experts, MoE
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Rope
-from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.stack import Execution, Layer
 
 
 class MixtralConfig(DecoderConfig):
@@ -54,7 +54,7 @@ class MixtralConfig(DecoderConfig):
             "window": cls(**odd, kv_heads=1, window=7, tied=True, moe=Experts(count=4, active=3, ffn=38)),
         }
 
-    def build(self, run: Run = UNROLL) -> Decoder:
+    def build(self, run: Execution = UNROLL) -> Decoder:
         """Its module: every layer alike."""
 
         def norm() -> RMSNorm:

@@ -24,7 +24,7 @@ from argosy.models.parts.heads import Attention, Reach
 from argosy.models.parts.mlp import GLU
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Rope, Yarn
-from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.stack import Execution, Layer
 
 
 class OlmoConfig(DecoderConfig):
@@ -46,7 +46,7 @@ class OlmoConfig(DecoderConfig):
             "3": cls(**odd, layers=5, window=6, pattern="LLLG", rope=scaled, local_rope=Rope(base=5e5)),
         }
 
-    def build(self, run: Run = UNROLL) -> Decoder:
+    def build(self, run: Execution = UNROLL) -> Decoder:
         """Its module; the plan says of each layer how far back it sees and how it turns."""
 
         def norm() -> RMSNorm:

@@ -18,7 +18,7 @@ from argosy.models.parts.heads import Attention
 from argosy.models.parts.mlp import GLU
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import LongRope, Rope
-from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.stack import Execution, Layer
 
 
 class PhiConfig(DecoderConfig):
@@ -29,14 +29,14 @@ class PhiConfig(DecoderConfig):
     @classmethod
     def examples(cls) -> dict[str, Any]:
         odd: dict[str, Any] = {"vocab": 113, "width": 48, "layers": 3, "ffn": 70, "heads": 4, "context": 200}
-        pairs = {"short": (1.0, 1.1, 1.2, 1.4), "long": (1.0, 1.7, 3.0, 9.0)}
+        pairs: dict[str, Any] = {"short": (1.0, 1.1, 1.2, 1.4), "long": (1.0, 1.7, 3.0, 9.0)}
         turned = Rope(part=0.7, scaling=LongRope(**pairs, original=16, attention=1.19))
         return {
             "window": cls(**odd, window=7),
             "long": cls(**odd, kv_heads=2, tied=True, rope=turned),
         }
 
-    def build(self, run: Run = UNROLL) -> Decoder:
+    def build(self, run: Execution = UNROLL) -> Decoder:
         """Its module: every layer alike."""
 
         def norm() -> RMSNorm:

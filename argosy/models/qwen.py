@@ -23,7 +23,7 @@ from argosy.models.parts.mlp import GLU
 from argosy.models.parts.moe import Experts, MoE
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Rope, Yarn
-from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.stack import Execution, Layer
 
 
 class QwenConfig(DecoderConfig):
@@ -80,7 +80,7 @@ class QwenConfig(DecoderConfig):
         """What stands behind the attention of each layer."""
         return ["dense" if self.moe is None or i in self.dense else "experts" for i in range(self.layers)]
 
-    def build(self, run: Run = UNROLL) -> Decoder:
+    def build(self, run: Execution = UNROLL) -> Decoder:
         """Its module; layers differ in what stands behind attention, and in how far back they see."""
         d, moe = self.dims, self.moe
 

@@ -37,7 +37,7 @@ from argosy.models.parts.mlp import GLU
 from argosy.models.parts.moe import Experts, MoE
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Rope, Yarn
-from argosy.models.parts.stack import Layer, Run
+from argosy.models.parts.stack import Execution, Layer
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.ops import delta
 from argosy.ops.attention import Score
@@ -150,7 +150,7 @@ class Qwen3NextConfig(DecoderConfig):
         mixes = ("delta" if span == "R" else "attention" for span in self.spans)
         return [f"{mix}_{'dense' if i in self.dense else 'experts'}" for i, mix in enumerate(mixes)]
 
-    def build(self, run: Run = UNROLL) -> Decoder:
+    def build(self, run: Execution = UNROLL) -> Decoder:
         """Its module; layers differ in what mixes tokens, and in what stands behind it."""
         d = self.dims
 
@@ -169,7 +169,7 @@ class Qwen3NextConfig(DecoderConfig):
                 mix, GLU(d, self.activation) if kind.endswith("dense") else MoE(d, self.moe, self.activation), norm
             )
 
-        whole = Reach(None, self.rope)
+        whole = Reach(None, self.rope.decided(self.context))
         plan = [Layer(kind, whole if kind.startswith("attention") else None) for kind in self.kinds]
         return Decoder(self, plan, block, norm(), run)
 
@@ -279,8 +279,8 @@ class GatedAttention(Attention):
     def __call__(
         self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        q = turned(self.q_norm(self.q(x)), each, cache, attend)
-        k = turned(self.k_norm(self.k(x)), each, cache, attend)
+        q = turned(self.q_norm(self.q(x)), each, attend)
+        k = turned(self.k_norm(self.k(x)), each, attend)
         y, cache = attend(q, {"k": k, "v": self.v(x)}, cache, HEADS, score=Score(self.scale))
         return self.o(y * jax.nn.sigmoid(self.gate(x))), cache
 

@@ -4,16 +4,22 @@
 with its own backward pass. Further kernels register in `IMPLEMENTATIONS`; `attention(...)` takes the first that can.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from argosy.core.errors import Unsupported
 from argosy.core.registry import Registry
+from argosy.ops.choice import asked_for
+from argosy.parallel.scope import platform
+
+UNSEEN = -1e30  # the score of a key that a query does not see
+NOWHERE = np.int32(2**30)  # the position of a key that is nobody's: after every query
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,10 @@ class See:
 
 
 class Implementation(NamedTuple):
-    """A function of (q, k, v, see, score), and why it cannot be used, or None."""
+    """A function of (q, k, v, see, score) -> y, or with `lse=True` -> (y, lse); and why it cannot be used, or None."""
 
-    run: Callable[..., Array]
-    refuses: Callable[[Any, Any, Any, See, Score], str | None]
+    run: Callable[..., Any]
+    refuses: Callable[[Any, Any, Any, See, Score, bool], str | None]
 
 
 def attention(
@@ -73,29 +79,43 @@ def attention(
     see: See,
     score: Score,
     implementation: str | None = None,
-) -> Float[Array, "B T N U"]:
-    """softmax(q k' * scale) v, each of the K key heads serving N/K query heads (arXiv:2305.13245).
+    *,
+    lse: bool = False,
+) -> Any:
+    """softmax(q k' * scale) v, each of the K key heads serving N/K query heads (arXiv:2305.13245): [B T N U].
 
-    A query that sees nothing (padding) gets finite values of no meaning.
+    A query that sees nothing (padding) gets finite values of no meaning. Values that no query sees must be finite.
+
+    Args:
+        implementation: by name; else what `choice.implementations` asks for, else the first that can, best first.
+        lse: also give the log of each query's summed exponentials, [B T N] float32, -1e30 where it sees nothing: outputs
+            over parts of the keys are merged by it (`merged`).
 
     Raises:
         Unsupported: the implementation asked for by name cannot do this.
     """
-    if implementation is not None:
-        chosen: Implementation = IMPLEMENTATIONS[implementation]
-        if reason := chosen.refuses(q, k, v, see, score):
-            raise Unsupported(f"attention `{implementation}`: {reason}")
-        return chosen.run(q, k, v, see, score)
-    for name in PREFERENCE.get(jax.default_backend(), ()):
-        chosen = IMPLEMENTATIONS[name]
-        if chosen.refuses(q, k, v, see, score) is None:
-            return chosen.run(q, k, v, see, score)
-    return reference(q, k, v, see, score)
+    name = implementation or asked_for("attention")
+    if name is not None:
+        chosen: Implementation = IMPLEMENTATIONS[name]
+        if reason := chosen.refuses(q, k, v, see, score, lse):
+            raise Unsupported(f"attention `{name}`: {reason}")
+        return chosen.run(q, k, v, see, score, lse=lse)
+    for preferred in PREFERENCE.get(platform(), ()):
+        chosen = IMPLEMENTATIONS[preferred]
+        if chosen.refuses(q, k, v, see, score, lse) is None:
+            return chosen.run(q, k, v, see, score, lse=lse)
+    return reference(q, k, v, see, score, lse=lse)
 
 
 def reference(
-    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K U"], see: See, score: Score
-) -> Float[Array, "B T N U"]:
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K U"],
+    see: See,
+    score: Score,
+    *,
+    lse: bool = False,
+) -> Any:
     """All scores at once, in float32."""
     B, T, N, H = q.shape
     K = k.shape[2]
@@ -103,13 +123,25 @@ def reference(
     s = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=jnp.float32) * score.scale
     if score.cap is not None:
         s = score.cap * jnp.tanh(s / score.cap)
-    s = jnp.where(see.dense(score.window)[:, None, None], s, -1e30)
-    if score.sinks is None:
-        p = jax.nn.softmax(s, -1)
-    else:
+    s = jnp.where(see.dense(score.window)[:, None, None], s, UNSEEN)
+    if score.sinks is not None:
         sink = jnp.broadcast_to(score.sinks.astype(jnp.float32).reshape(1, K, N // K, 1, 1), (B, K, N // K, T, 1))
-        p = jax.nn.softmax(jnp.concatenate([s, sink], -1), -1)[..., :-1]
-    return jnp.einsum("BKGTS,BSKU->BTKGU", p.astype(v.dtype), v).reshape(B, T, N, v.shape[-1])
+        s = jnp.concatenate([s, sink], -1)
+    p = jax.nn.softmax(s, -1)
+    p = p if score.sinks is None else p[..., :-1]
+    y = jnp.einsum("BKGTS,BSKU->BTKGU", p.astype(v.dtype), v).reshape(B, T, N, v.shape[-1])
+    if not lse:
+        return y
+    return y, jnp.moveaxis(jax.nn.logsumexp(s, -1), 3, 1).reshape(B, T, N)
+
+
+def merged(parts: Sequence[tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]]) -> tuple[Array, Array]:
+    """Attention over all keys, from attention over disjoint parts of them: (y, lse) of each."""
+    lses = jnp.stack([lse for _, lse in parts])
+    total = jax.nn.logsumexp(lses, 0)
+    shares = jnp.exp(lses - total)
+    y = sum(share[..., None] * y.astype(jnp.float32) for share, (y, _) in zip(shares, parts))
+    return jnp.asarray(y).astype(parts[0][0].dtype), total
 
 
 REFERENCE = Implementation(reference, lambda *_: None)
@@ -118,5 +150,5 @@ IMPLEMENTATIONS = Registry("attention implementation")
 IMPLEMENTATIONS.add("reference", REFERENCE)
 IMPLEMENTATIONS.add("blocked", "argosy.ops.attention_blocked:BLOCKED")
 
-# What to try first on each backend. Each entry was measured to be faster there: docs/log.md.
+# What to try first on each platform. Each entry was measured to be faster there: docs/log.md.
 PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("blocked",)}

@@ -20,17 +20,19 @@ BLOCK = 64  # rows; measured best of 32, 64, 128 at 256 tokens
 MOST_BLOCKS = 16  # the program is unrolled over them: longer sequences get longer blocks
 
 
-def _refuses(q: Array, k: Array, v: Array, see: See, score: Score) -> str | None:
+def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
     if not (see.aligned and see.causal) or see.picked is not None:
         return "only a causal pass over a whole sequence"
     if score.cap is not None or score.sinks is not None:
         return "no soft cap and no sinks"
+    if lse:
+        return "no log-sum-exp"
     if not isinstance(q.shape[1], int):
         return "only a length that is known when the program is made"
     return None
 
 
-def _run(q: Array, k: Array, v: Array, see: See, score: Score) -> Array:
+def _run(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool = False) -> Array:
     segments = see.q_segment
     if segments is None:
         segments = jnp.zeros(q.shape[:2], jnp.int32)

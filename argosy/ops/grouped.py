@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int, Real
 
 from argosy.core.errors import Unsupported
 from argosy.core.registry import Registry
+from argosy.ops.choice import asked_for
+from argosy.parallel.scope import platform
 
 
 class Implementation(NamedTuple):
@@ -37,18 +39,11 @@ def grouped_matmul(
     """
     known = isinstance(x.shape[0], int)  # not in an export with lengths left open, which is for many platforms at once
     preferred = PREFERENCE.get(platform(), "ragged_dot") if known else "ragged_dot"
-    chosen: Implementation = IMPLEMENTATIONS[implementation or preferred]
+    name = implementation or asked_for("experts") or preferred
+    chosen: Implementation = IMPLEMENTATIONS[name]
     if reason := chosen.refuses(x, w):
-        raise Unsupported(f"grouped matmul `{implementation}`: {reason}")
+        raise Unsupported(f"grouped matmul `{name}`: {reason}")
     return chosen.run(x, w, jnp.asarray(sizes, jnp.int32))
-
-
-def platform() -> str:
-    """Where the program being traced will run: the default device decides, which may belong to a described topology."""
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if device is None:
-        return jax.default_backend()
-    return device.split(":")[0] if isinstance(device, str) else device.platform
 
 
 def cleared(product: Callable[[Array, Array, Array], Array]) -> Callable[[Array, Array, Array], Array]:

@@ -1,50 +1,71 @@
 """The devices as a named grid.
 
-data    every device has all weights and its own rows of the batch
-fsdp    weights and optimizer are split too, and gathered layer by layer as they are used (arXiv:1910.02054)
+data      each part has all weights and its own rows of the batch
+fsdp      each part has its own rows, and its share of weights, gradients and optimizer; weights are gathered layer by layer as
+          they are used (arXiv:1910.02054)
+tensor    each part has its share of the heads, of the feed-forward features and of the vocabulary (arXiv:1909.08053)
+context, expert, stage    always 1: sequences, experts and layers are not split over devices yet
 """
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 from pydantic import Field
 
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, Unsupported
+from argosy.core.schema import Also
 from argosy.core.settings import Settings
+
+ORDER = ("stage", "data", "fsdp", "context", "expert", "tensor")  # neighbors on the grid talk most along the last axes
+NOT_BUILT = {"context": "sequences", "expert": "experts", "stage": "layers"}
 
 
 class MeshSettings(Settings):
-    """How many devices along each axis; one of them may be -1, whatever is left."""
+    """How many devices along each axis; at most one axis may be -1: all devices that are left."""
 
     data: int = Field(1, ge=-1)
-    """Copies of the weights."""
-    fsdp: int = Field(-1, ge=-1)
-    """Pieces that each copy is split into."""
+    """Copies of the weights, each with its own rows of the batch."""
+    fsdp: Annotated[int, Also("dp_shard", "data_parallel_shard_degree", "ici_fsdp_parallelism")] = Field(-1, ge=-1)
+    """Shares that weights, gradients and optimizer of each copy are split into, each with its own rows of the batch. The default:
+    all devices, since it saves most memory and communicates well up to a few hundred devices."""
+    tensor: Annotated[int, Also("tp_size", "tensor_parallel_degree", "ici_tensor_parallelism")] = Field(1, ge=-1)
+    """Shares that heads, feed-forward features and vocabulary are split into. Raise it where the rows of a batch are fewer than
+    the devices; it communicates at every layer, so keep it within one machine."""
+    context: int = Field(1, ge=-1)
+    """Shares of a sequence. Only 1 is built."""
+    expert: int = Field(1, ge=-1)
+    """Shares of the experts. Only 1 is built."""
+    stage: int = Field(1, ge=-1)
+    """Shares of the layers. Only 1 is built."""
 
     def build(self, devices: Any = None) -> Mesh:
         """The mesh over these devices, or all there are.
 
         Raises:
             BadInput: the sizes do not multiply to the number of devices.
+            Unsupported: an axis that is not built is not 1.
         """
         devices = jax.devices() if devices is None else devices
-        sizes = {"data": self.data, "fsdp": self.fsdp}
+        sizes = {name: getattr(self, name) for name in ORDER}
+        for name, what in NOT_BUILT.items():
+            if sizes[name] != 1:
+                raise Unsupported(f"mesh.{name} = {sizes[name]}: {what} are not split over devices yet")
         open_axes = [name for name, size in sizes.items() if size == -1]
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if len(open_axes) > 1 or 0 in sizes.values():
-            raise BadInput(f"mesh {_told(sizes)}: at most one axis may be -1, and none 0")
+            raise BadInput(f"mesh {_shown(sizes)}: at most one axis may be -1, and none 0")
         if open_axes and len(devices) % fixed == 0:
             sizes[open_axes[0]] = len(devices) // fixed
         if math.prod(sizes.values()) != len(devices):
             raise BadInput(
-                f"mesh {_told(sizes)} does not make {len(devices)} devices", hint="set one of its axes to -1"
+                f"mesh {_shown(sizes)} does not make {len(devices)} devices", hint="set one of its axes to -1"
             )
         grid = np.asarray(devices).reshape(tuple(sizes.values()))
         return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _told(sizes: dict[str, int]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in sizes.items())
+def _shown(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if name not in NOT_BUILT or size != 1)

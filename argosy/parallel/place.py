@@ -1,5 +1,6 @@
 """Putting arrays where the rules say: weights, what the optimizer keeps for each of them, batches."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-BATCH_AXES = ("data", "fsdp")
+from argosy.parallel.rules import DEFAULT, Rules
 
 
 def like_weights(tree: Any, weights: Mapping[str, NamedSharding], shapes: Mapping[str, Any], mesh: Mesh) -> Any:
@@ -27,14 +28,19 @@ def like_weights(tree: Any, weights: Mapping[str, NamedSharding], shapes: Mappin
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over all devices."""
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+def batch_sharding(mesh: Mesh, rules: Rules = DEFAULT) -> NamedSharding:
+    """The rows of a batch, over the mesh axes that split rows. The caller makes sure that their number divides."""
+    return NamedSharding(mesh, PartitionSpec(row_axes(mesh, rules)))
 
 
-def stream_sharding(mesh: Mesh) -> NamedSharding:
-    """The residual stream [B T D]: rows over all devices, features whole."""
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES, None, None))
+def row_axes(mesh: Mesh, rules: Rules = DEFAULT) -> tuple[str, ...]:
+    """The mesh axes that split the rows of a batch."""
+    return tuple(axis for axis in rules.activations["batch"] if axis in mesh.shape)
+
+
+def row_shares(mesh: Mesh, rules: Rules = DEFAULT) -> int:
+    """How many shares the rows of a batch are split into."""
+    return math.prod(mesh.shape[axis] for axis in row_axes(mesh, rules))
 
 
 def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:

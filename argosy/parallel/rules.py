@@ -1,38 +1,83 @@
-"""From logical axes to mesh axes, as data: an ordered list of preferences.
+"""From logical axes to mesh axes, as data.
 
-For each weight the rules are tried in order. One applies where the weight has that logical axis, the mesh axis is not used
-for it yet, and its size divides. So a table of five lines shards every family, and a new sharding is an edit of the table.
+A weight takes its rules in order: one applies where the weight has that logical axis, the mesh axis is not used for it yet, and
+its size divides. So a short table shards every family, and another sharding is another table. An activation takes, axis by axis,
+the mesh axes of its logical axis, as many of them from the left as divide it. Axes that a mesh lacks are ignored in both.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Rules = Sequence[tuple[str, str]]  # (logical axis, mesh axis), most wanted first
+from argosy.core.dims import LEGEND
 
-FSDP: Rules = (
-    ("embed", "fsdp"),
-    ("ffn", "fsdp"),
-    ("vocab", "fsdp"),
-    ("heads", "fsdp"),
-    ("kv_heads", "fsdp"),
+
+@dataclass(frozen=True)
+class Rules:
+    """weights: (logical axis, mesh axis), most wanted first. activations: the mesh axes of each logical axis."""
+
+    weights: tuple[tuple[str, str], ...]
+    activations: Mapping[str, tuple[str, ...]]
+
+    def weight(self, axes: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+        """How a weight with these logical axes is split over mesh axes of these sizes."""
+        out: list[str | None] = [None] * len(axes)
+        for logical, physical in self.weights:
+            if logical not in axes or physical in out or sizes.get(physical, 1) == 1:
+                continue
+            i = axes.index(logical)
+            if out[i] is None and shape[i] % sizes[physical] == 0:
+                out[i] = physical
+        return PartitionSpec(*out)
+
+    def activation(self, letters: str, shape: Sequence[Any], sizes: Mapping[str, int]) -> PartitionSpec:
+        """How an activation with these letters ("B T D") is split over mesh axes of these sizes."""
+        out: list[tuple[str, ...] | None] = []
+        taken: set[str] = set()
+        for letter, size in zip(letters.split(), shape, strict=True):
+            kept, product = [], 1
+            for axis in self.activations.get(LEGEND.get(letter, letter), ()):
+                n = sizes.get(axis, 1)
+                if n > 1 and axis not in taken and isinstance(size, int) and size % (product * n) == 0:
+                    kept.append(axis)
+                    product *= n
+            taken.update(kept)
+            out.append(tuple(kept) or None)
+        return PartitionSpec(*out)
+
+
+# Rows over `data` and `fsdp`; weights, gradients and optimizer split over `fsdp` and gathered where they are used (FSDP, ZeRO-3,
+# arXiv:1910.02054); heads, features and words over `tensor` (Megatron, arXiv:1909.08053).
+DEFAULT = Rules(
+    weights=(
+        ("heads", "tensor"),
+        ("kv_heads", "tensor"),
+        ("ffn", "tensor"),
+        ("expert_ffn", "tensor"),
+        ("vocab", "tensor"),
+        ("embed", "fsdp"),
+        ("ffn", "fsdp"),
+        ("vocab", "fsdp"),
+        ("heads", "fsdp"),
+        ("kv_heads", "fsdp"),
+    ),
+    activations={
+        "batch": ("data", "fsdp"),
+        "time": ("context",),
+        "heads": ("tensor",),
+        "kv_heads": ("tensor",),
+        "ffn": ("tensor",),
+        "expert_ffn": ("tensor",),
+        "vocab": ("tensor",),
+    },
 )
-
-
-def spec(axes: Sequence[str], shape: Sequence[int], rules: Rules, mesh: Mesh) -> PartitionSpec:
-    """How one array is split."""
-    out: list[str | None] = [None] * len(axes)
-    for logical, physical in rules:
-        if logical not in axes or physical in out or mesh.shape[physical] == 1:
-            continue
-        i = axes.index(logical)
-        if out[i] is None and shape[i] % mesh.shape[physical] == 0:
-            out[i] = physical
-    return PartitionSpec(*out)
 
 
 def shardings(
     axes: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]], rules: Rules, mesh: Mesh
 ) -> dict[str, NamedSharding]:
     """Of every weight, by address."""
-    return {a: NamedSharding(mesh, spec(names, shapes[a], rules, mesh)) for a, names in axes.items()}
+    sizes = dict(mesh.shape)
+    return {a: NamedSharding(mesh, rules.weight(names, shapes[a], sizes)) for a, names in axes.items()}

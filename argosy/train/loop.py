@@ -109,6 +109,7 @@ def fit(
     """Updates until the state has made `until` of them, the data ends, or an interruption; hooks see the last state.
 
     Args:
+        batches: where the next batch depends on the model (rollouts), `advance` reads the state before each batch.
         update: a compiled step; the state is donated to it.
         place: a host batch onto the devices.
         interrupted: asked once a step.
@@ -119,6 +120,7 @@ def fit(
     last = False
     while step < until and not last:
         with clock("data"):
+            batches.advance(state)
             batch = next(batches, None)
         if batch is None:
             last = True

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from argosy.models.parts.weight import Leaves, split, variables
+from argosy.models.parts.moe import with_capacity
+from argosy.models.parts.weight import Leaves, merge, split, variables
 from argosy.train.optim import Meanings
 
 
@@ -31,6 +32,11 @@ class TrainState:
 def trained(model: nnx.Module) -> tuple[Any, Leaves, Leaves]:
     """The graph, what is trained, and the rest."""
     return split(model, nnx.Param)
+
+
+def training_graph(model: nnx.Module) -> Any:
+    """The graph of the training step: as `trained`, with the capacity of experts in force."""
+    return trained(with_capacity(merge(*trained(model))))[0]
 
 
 def meanings_of(model: nnx.Module) -> Meanings:

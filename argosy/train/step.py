@@ -1,10 +1,11 @@
-"""One update as a pure function: `step(state, batch) -> state, metrics`. It owns no clock, no file and no host work.
+"""One update as a pure function: `step(state, batch, frozen) -> state, metrics`. It owns no clock, no file and no host work.
 
 Gradients are sums over targets, divided once by the weight of the whole batch: accumulation and packing change no number but
-by rounding. In mixed precision, activations and contractions are in the compute type, weights and optimizer in float32.
+by rounding. In mixed precision, activations and contractions are in the compute type, weights and optimizer in float32. Frozen
+models (a reference, a teacher) are arguments: as constants they would be compiled into the program.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -12,23 +13,21 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from argosy.models.parts.moe import MoE
 from argosy.models.parts.weight import Leaves, merge
-from argosy.train.objectives import Loss, Mean, Objective
-from argosy.train.objectives.routers import moved
+from argosy.train.objectives import Loss, Mean, Models, Objective
 from argosy.train.schedule import Factor
 from argosy.train.state import TrainState
 
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
+Frozen = Mapping[str, Leaves]  # {role: weights}
 Precision = Literal["float32", "bfloat16"]
 
 
-def model_for(graph: Any, precision: Precision, *leaves: Leaves, training: bool = False) -> Any:
+def model_for(graph: Any, precision: Precision, *leaves: Leaves) -> Any:
     """The model with these weights, computing in this type."""
     model = merge(graph, *leaves)
     model.dtype = jnp.dtype(precision)
-    model.set_attributes(MoE, training=training, raise_if_not_found=False)
     return model
 
 
@@ -40,26 +39,34 @@ def make_step(
     *,
     precision: Precision = "float32",
     accumulate: int = 1,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The update, to be jitted with its state donated.
+    roles: Mapping[str, Any] | None = None,
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """The update `(state, batch, frozen={})`, to be jitted with its state donated.
 
-    Metrics: `loss` and what the objective tells, as means; `grad_norm` before clipping; `lr`; `targets`, the weight of the batch.
+    Metrics: `loss` and those of the objective, as means; `grad_norm` before clipping; `lr`; `targets`, the weight of the batch.
+
+    Args:
+        graph: of the trained model.
+        accumulate: parts that a batch is taken in, one after the other; groups of rows stay together.
+        roles: graphs of the frozen models that the objective reads, by role; `frozen` gives their weights.
     """
+    models_for = _models(graph, precision, roles or {})
 
-    def total(params: Leaves, rest: Leaves, batch: Batch, key: Array) -> tuple[Array, Loss]:
-        loss = objective(model_for(graph, precision, params, rest, training=True), batch, key)
+    def total(params: Leaves, rest: Leaves, frozen: Frozen, batch: Batch, key: Array) -> tuple[Array, Loss]:
+        loss = objective(models_for(params, rest, frozen), batch, key)
         return loss.loss.total, loss
 
-    def gradients(state: TrainState, batch: Batch, key: Array) -> tuple[Leaves, Loss]:
-        grads, loss = jax.grad(total, has_aux=True)(state.params, state.rest, batch, key)
+    def gradients(state: TrainState, frozen: Frozen, batch: Batch, key: Array) -> tuple[Leaves, Loss]:
+        grads, loss = jax.grad(total, has_aux=True)(state.params, state.rest, frozen, batch, key)
         return grads, loss
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch, frozen: Frozen | None = None) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
         if accumulate == 1:
-            grads, loss = gradients(state, batch, key)
+            grads, loss = gradients(state, frozen or {}, batch, key)
         else:
-            grads, loss = _accumulated(gradients, state, batch, key, accumulate)
+            parts = in_parts(batch, accumulate, objective)
+            grads, loss = _accumulated(lambda part, key: gradients(state, frozen or {}, part, key), parts, key)
         grads = jax.tree.map(lambda g: g / jnp.maximum(loss.loss.weight, 1e-30), grads)
         updates, new = optimizer.update(grads, state.optimizer, state.params)
         params: Any = optax.apply_updates(state.params, updates)
@@ -69,37 +76,57 @@ def make_step(
             "lr": jnp.asarray(rate(state.step)),
             "targets": loss.loss.weight,
         }
-        rest = state.rest
-        if loss.loads:
-            rest = moved(rest, loss.loads, merge(graph, state.params, rest).config.experts.bias_rate)
-        return TrainState(state.step + 1, params, rest, new, state.key), metrics
+        moved = {a: own.rule(state.rest[a], own.statistic) for a, own in loss.updates.items()}
+        return TrainState(state.step + 1, params, state.rest | moved, new, state.key), metrics
 
     return step
 
 
-def _accumulated(
-    gradients: Callable[..., Any], state: TrainState, batch: Batch, key: Array, parts: int
-) -> tuple[Leaves, Loss]:
-    """The same sums, over parts of the batch one after the other. A part takes every `parts`-th row, so that each device
-    has its share of every part."""
-    pieces = jax.tree.map(lambda a: a.reshape(a.shape[0] // parts, parts, *a.shape[1:]).swapaxes(0, 1), batch)
-    first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), pieces)
-    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(gradients, state, first, key))
+def _models(graph: Any, precision: Precision, roles: Mapping[str, Any]) -> Callable[..., Models]:
+    def models(params: Leaves, rest: Leaves, frozen: Frozen) -> Models:
+        if set(frozen) != set(roles):
+            raise ValueError(f"frozen models {sorted(frozen)} given, {sorted(roles)} declared")
+        others = {role: model_for(roles[role], precision, leaves) for role, leaves in frozen.items()}
+        return {"model": model_for(graph, precision, params, rest)} | others
+
+    return models
+
+
+def in_parts(batch: Batch, parts: int, objective: Objective) -> Batch:
+    """Each array [n ...] as [parts, n / parts ...]. A part takes every `parts`-th group of rows, so that each device has its share
+    of every part, and rows of one group stay together."""
+    fields, together = objective.reads(), objective.rows_per_group
+
+    def one(name: str, a: Array) -> Array:
+        rows = 1 if name in fields and fields[name].per == "group" else together
+        n = len(a) // rows
+        apart = a.reshape(n // parts, parts, rows, *a.shape[1:]).swapaxes(0, 1)
+        return apart.reshape(parts, len(a) // parts, *a.shape[1:])
+
+    return {name: one(name, a) for name, a in batch.items()}
+
+
+def _accumulated(gradients: Callable[..., tuple[Leaves, Loss]], parts: Batch, key: Array) -> tuple[Leaves, Loss]:
+    """The sums over the parts of a batch, one after the other."""
+    count = len(next(iter(parts.values())))
+    first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), parts)
+    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(gradients, first, key))
 
     def one(so_far: Any, piece: Any) -> tuple[Any, None]:
         i, part = piece
-        return jax.tree.map(jnp.add, so_far, gradients(state, part, jax.random.fold_in(key, i))), None
+        return jax.tree.map(jnp.add, so_far, gradients(part, jax.random.fold_in(key, i))), None
 
-    return jax.lax.scan(one, zero, (jnp.arange(parts), pieces))[0]
+    return jax.lax.scan(one, zero, (jnp.arange(count), parts))[0]
 
 
 def make_evaluation(
-    graph: Any, objective: Objective, *, precision: Precision = "float32"
-) -> Callable[[TrainState, Batch], Mean]:
-    """The summed cross-entropy of a batch, and its weight."""
+    graph: Any, objective: Objective, *, precision: Precision = "float32", roles: Mapping[str, Any] | None = None
+) -> Callable[..., Mean]:
+    """`(state, batch, frozen={})` -> the summed cross-entropy of a batch, and its weight."""
+    models_for = _models(graph, precision, roles or {})
 
-    def evaluate(state: TrainState, batch: Batch) -> Mean:
-        loss = objective(model_for(graph, precision, state.params, state.rest), batch, state.key)
+    def evaluate(state: TrainState, batch: Batch, frozen: Frozen | None = None) -> Mean:
+        loss = objective(models_for(state.params, state.rest, frozen or {}), batch, state.key)
         return loss.metrics.get("cross_entropy", loss.loss)
 
     return evaluate

@@ -1,5 +1,6 @@
 """Generation against the slow and obvious way: the whole sequence again for every token."""
 
+import jax
 import numpy as np
 import pytest
 from helpers import relative, shared
@@ -7,7 +8,7 @@ from laws.families import CASES, built
 
 import argosy
 from argosy.adapt.lora import LoRA
-from argosy.adapt.quant import Int8
+from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.core.errors import BadInput, SettingsError
 from argosy.infer import load as load_module
@@ -85,21 +86,25 @@ def test_draws_depend_on_the_seed_and_not_on_the_rows_beside(lm):
     assert len({tuple(c.tokens) for c in same_prompt}) == 3, "rows share their randomness"
 
 
-def test_positions_that_turn_by_length_turn_by_each_rows_own():
-    """LongRoPE has two sets of frequencies, for sequences up to 16 tokens here and for longer ones: which a row gets depends
-    neither on the rows beside it nor on how far it is padded."""
+def test_longrope_is_decided_once_for_a_model():
+    """Its two tables differ from the original context on, 16 tokens here. Which one a model has depends neither on how long a
+    sequence is nor on how long it may become: a rollout agrees with the training step that sees how long it became."""
     config = CASES["phi-long"]
-    scaling = config.rope.scaling
-    always = config.model_copy(
-        update={"rope": config.rope.model_copy(update={"scaling": scaling.model_copy(update={"long": scaling.short})})}
-    )
-    lm, short = (LM(c, built(c, Unroll())) for c in (config, always))
-    prompt, longer = [5, 9, 100, 23, 7], [*range(3, 33)]
-    together = lm.generate([prompt, longer], 6, ignore_eos=True)
-    assert together[0].tokens == lm.generate([prompt], 6, ignore_eos=True)[0].tokens
-    assert together[0].logprobs == pytest.approx(short.generate([prompt], 6, ignore_eos=True)[0].logprobs, rel=1e-4)
-    assert relative(lm.logits([prompt]), short.logits([prompt])) < 2e-5
-    assert relative(lm.logits([longer]), short.logits([longer])) > 1e-2
+
+    def taking(table):
+        scaling = config.rope.scaling.model_copy(update={"table": table})
+        return LM(c := config.model_copy(update={"rope": config.rope.model_copy(update={"scaling": scaling})}), built(c, Unroll()))
+
+    auto, short, long = (taking(table) for table in ("auto", "short", "long"))
+    prompt = [5, 9, 100, 23, 7]
+    for most in (4, 30):
+        answer = auto.generate([prompt], most, ignore_eos=True)[0]
+        whole = jax.nn.log_softmax(auto.logits([*prompt, *answer.tokens])[0])
+        scored = [float(whole[len(prompt) - 1 + i, token]) for i, token in enumerate(answer.tokens)]
+        assert answer.logprobs == pytest.approx(scored, rel=1e-4, abs=1e-4)
+    assert relative(auto.logits([prompt]), long.logits([prompt])) == 0
+    assert relative(auto.logits([prompt]), short.logits([prompt])) > 1e-3
+    assert config.model_copy(update={"context": 16}).reaches()[0].rope.scaling.table == "short"
 
 
 def test_repetition_penalty_counts_prompt_and_answer(lm):
@@ -184,7 +189,7 @@ def test_surgery_after_the_first_answer_is_seen():
     config = CASES["llama-plain"]
     model = LM(config, built(config, Unroll()))
     before = model.logits([PROMPTS[0]])
-    swap(model.module, r"layers\..*", Int8)
+    swap(model.module, r"layers\..*", int8)
     assert 1e-4 < relative(model.logits([PROMPTS[0]]), before) < 0.3
 
 

@@ -10,14 +10,14 @@ from helpers import relative
 from laws.families import CASES, RUNS, built, each_layout, forward, marked, tokens_of
 
 from argosy.adapt.lora import LoRA
-from argosy.adapt.quant import Int8
+from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.core.formats import Arrays
 from argosy.core.keymap import KeyMap
 from argosy.export.lower import lower, raise_again
 from argosy.models import FAMILIES
 from argosy.models.parts.attend import Bidirectional, Contiguous, Paged
-from argosy.models.parts.cache import RECENT, contiguous, paged
+from argosy.models.parts.cache import RING, contiguous, paged
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Scan, Unroll, from_layers, layer_addresses, to_layers
 from argosy.models.parts.weight import abstract, count, fill, kept_in, merge, split, undrawn, variables
@@ -166,7 +166,7 @@ def test_contiguous_decode_equals_full(case, run, full):
     step = forward(model)
     B, T = tokens.shape
     starts = np.asarray([9, 4])
-    cache = filled_with(contiguous(model.layers.holds(), B, T + 3), 7.7)
+    cache = filled_with(contiguous(model.layers.holds(), B, T + 3), np.nan)
     at = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (B, 9))
     padded = jnp.where(at < starts[:, None], tokens[:, :9], 5)
     logits, cache, _ = step(padded, Contiguous(at, at < starts[:, None]), cache)
@@ -177,9 +177,7 @@ def test_contiguous_decode_equals_full(case, run, full):
     for name, a in tokens_of_row:
         row = a[:, 1] if RUNS[run].stacked else a[1]
         padding = range(4, min(9, row.shape[RUNS[run].stacked]))  # a ring may be shorter than the prompt
-        assert (np.take(row, padding, int(RUNS[run].stacked)) == np.float32(7.7)).all(), (
-            f"padding was written to {name}"
-        )
+        assert np.isnan(np.take(row, padding, int(RUNS[run].stacked))).all(), f"padding was written to {name}"
     lengths = starts.copy()
     while (lengths < T).any():
         here = np.minimum(lengths, T - 1)
@@ -193,20 +191,18 @@ def test_contiguous_decode_equals_full(case, run, full):
 
 @each_layout(2, CAUSAL)
 def test_paged_decode_equals_full(case, run, full):
-    """Shuffled pages, ragged chunks, a padding row, garbage in the pool and in dead tokens."""
+    """Shuffled pages, ragged chunks, a padding row, NaN in the pool and any word in dead tokens. What a table or slot names that
+    is nobody's is -1, out of range, or somebody else's."""
     config, tokens, expected = full(case)
     model = built(config, RUNS[run])
     step = forward(model)
     T, page, pages, slots = tokens.shape[1], 4, 40, 5
     order = np.random.default_rng(0).permutation(pages)
-    own = order[:22].reshape(
-        2, 11
-    )  # 11 pages hold 41 tokens; entries that no token has reached yet, and all of a padding
-    table = jnp.asarray(
-        [[*own[0], own[1, 0]], [*own[1], own[0, 0]], [own[0, 0]] * 12], jnp.int32
-    )  # row, are somebody else's
-    slot = jnp.asarray([3, 1, slots], jnp.int32)
-    cache = filled_with(paged(model.layers.holds(), slots, pages, page), 7.7)
+    own = order[:22].reshape(2, 11)  # 11 pages hold 41 tokens
+    nobody = [own[0, 0], -1, pages, -1, 10**6, own[1, 0]]
+    table = jnp.asarray([[*own[0], own[1, 0], -1], [*own[1], -1, pages], [*nobody, *nobody, -1]], jnp.int32)
+    slot = jnp.asarray([3, 1, -1], jnp.int32)
+    cache = filled_with(paged(model.layers.holds(), slots, pages, page, longest=T + 3), np.nan)
     done, got = [0, 0], [[], []]
     for chunk in [(5, 9), (9, 3), (1, 1), (0, 4)] + [(1, 1)] * T:
         new = [min(n, T - d) for n, d in zip(chunk, done)]
@@ -229,13 +225,13 @@ def test_paged_decode_equals_full(case, run, full):
             pooled = a.shape[int(RUNS[run].stacked)] == pages  # else one entry a slot: rings, states
             untouched = order[22:] if pooled else [n for n in range(slots) if n not in (3, 1)]
             kept = np.take(np.asarray(a), untouched, int(RUNS[run].stacked))
-            assert (kept == np.float32(7.7)).all(), "a page or slot of nobody was written"
+            assert np.isnan(kept).all(), "a page or slot of nobody was written"
 
 
 def per_token(model, layer: str) -> set[str]:
     """The arrays of a cache that hold something for each token."""
     names = {name for name, _ in model.layers.holds()[layer][0].token}
-    return names | {RECENT + name for name in names}
+    return names | {RING + name for name in names}
 
 
 def filled_with(cache, value):
@@ -273,7 +269,7 @@ def test_int8_stays_near(case, run, full):
     model = built(config, RUNS[run])
     size = weight_bytes(model.layers)
     contractions = [path for path in adaptable(model) if "router" not in path]
-    assert len(swap(model, r"layers\.(?!.*router).*", Int8)) == len(contractions) > 0
+    assert len(swap(model, r"layers\.(?!.*router).*", int8)) == len(contractions) > 0
     got = np.asarray(forward(model)(tokens, config.attend(jnp.ones_like(tokens)))[0])
     apart = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
     assert 1e-4 < np.median(apart) < 0.1, "int8 changed nothing, or too much"  # a few tokens may change experts
@@ -293,7 +289,7 @@ def weight_bytes(model) -> int:
 def test_lora_starts_at_the_base_trains_and_leaves_it_untouched(case, run, full):
     config, tokens, _ = full(case)
     model = built(config, RUNS[run])
-    swap(model, r"layers\..*\.(up|down)", Int8)  # QLoRA there, LoRA elsewhere
+    swap(model, r"layers\..*\.(up|down)", int8)  # QLoRA there, LoRA elsewhere
     packed = config.attend(jnp.ones_like(tokens))
     base = np.asarray(forward(model)(tokens, packed)[0])
     frozen = {a: np.asarray(w) for a, w in split(model)[1].items()}

@@ -7,11 +7,13 @@ import pytest
 from flax import nnx
 from helpers import relative
 
-from argosy.models.parts.attend import Contiguous, Packed, Paged, Score
-from argosy.models.parts.cache import Spec, contiguous, paged
-from argosy.models.parts.stack import Layer, Scan, Stack, Unroll, groups, layer_addresses
+from argosy.core.errors import UnknownName, Unsupported
+from argosy.models.parts.attend import Contiguous, Packed, Paged, Score, See
+from argosy.models.parts.cache import ROW, Spec, contiguous, paged, restore, snapshot
+from argosy.models.parts.stack import Layer, Scan, Stack, Unroll, layer_addresses, repeating
 from argosy.models.parts.weight import Draw, Meaning, fill, merge, split, weight
 from argosy.ops import attention as ops_attention
+from argosy.ops.choice import implementations
 
 B, T, D = 2, 11, 6
 
@@ -117,7 +119,7 @@ def test_absorbed_equals_expanded(absorb):
     ],
 )
 def test_plans_fall_into_repeating_groups(plan, expected):
-    assert groups([Layer(k) for k in plan]) == expected
+    assert repeating([Layer(k) for k in plan]) == expected
 
 
 def test_mixed_kinds_scan_as_they_unroll():
@@ -232,3 +234,139 @@ def test_chunks_are_served_as_they_are_read(ring):
                 assert relative(y[b, : take[b]], expected[b, done[b] : done[b] + take[b]]) < 1e-5
         done += take
     assert (done == LONG).all()
+
+
+# ---------------------------------------------------------------- layers that hold both, roll back, log-sum-exp
+
+
+class Both(nnx.Module):
+    """A window of attention and a state beside it: keys, values and a row entry in one layer."""
+
+    def __init__(self):
+        self.decay = weight((D,), Meaning("D"), Draw("normal", 0.3))
+
+    def holds(self, each):
+        return Spec(token=(("k", (1, D)), ("v", (1, D))), row=(("s", (D,)),), span=each)
+
+    def __call__(self, x, each, cache, attend):
+        y, cache = attend(x[:, :, None], {"k": x[:, :, None], "v": x[:, :, None]}, cache, score=Score(0.7, each))
+        state, starts, live = attend.carry(cache)
+        s = jnp.zeros((x.shape[0], D)) if state is None else state["s"]
+        outs = []
+        for t in range(x.shape[1]):
+            s = jnp.where(live[:, t, None], self.decay[...] * jnp.where(starts[:, t, None], 0.0, s) + x[:, t], s)
+            outs.append(s)
+        return y[:, :, 0] + jnp.stack(outs, 1), attend.keep(cache, {"s": s}), {}
+
+
+def both(run, span):
+    """Two layers that hold both, and `step(x, attend, cache) -> y, cache` over them."""
+    stack = Stack([Layer("mix", span)] * 2, lambda kind: Both(), run=run)
+    fill(stack, jax.random.key(0), addresses=layer_addresses(stack))
+    graph, weights = split(stack)
+    step = jax.jit(lambda x, attend, cache: merge(graph, weights)(x, cache, attend)[:2])
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((B, T, D)), jnp.float32)
+    return stack.holds(), step, x
+
+
+def paged_step(step, x, done, new, cache, slots=(2, 0)):
+    table = jnp.asarray([[3, 1, 6, -1], [0, 5, 2, 8]], jnp.int32)
+    attend = Paged(
+        table,
+        jnp.asarray(slots, jnp.int32),
+        jnp.full(B, done, jnp.int32),
+        jnp.full(B, new, jnp.int32),
+        jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), (B, new)),
+    )
+    return step(x[:, done : done + new], attend, cache)
+
+
+@pytest.mark.parametrize("span", [None, 3])
+@pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
+def test_a_layer_may_hold_tokens_and_a_state(run, span):
+    specs, step, x = both(run, span)
+    whole, _ = step(x, Packed(jnp.ones((B, T), jnp.int32)), None)
+    cache = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), paged(specs, 3, 8, 4, longest=T))
+    for done, new in ((0, 4), (4, 1), (5, 4)):
+        y, cache = paged_step(step, x, done, new, cache)
+        assert relative(y, whole[:, done : done + new]) < 1e-5
+    buffers = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), contiguous(specs, B, T))
+    for t in range(T):
+        y, buffers = step(x[:, t : t + 1], Contiguous(jnp.full((B, 1), t, jnp.int32), jnp.ones((B, 1), bool)), buffers)
+        assert relative(y[:, 0], whole[:, t]) < 1e-5
+
+
+@pytest.mark.parametrize("span", [None, 3])
+@pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
+def test_a_rejected_draft_is_rolled_back_and_decoding_resumes(run, span):
+    """Four tokens are drafted and rejected. A ring with slack needs its length alone, a state its snapshot; a snapshot of both
+    goes on in another slot, too."""
+    specs, step, x = both(run, span)
+    whole, _ = step(x, Packed(jnp.ones((B, T), jnp.int32)), None)
+    draft = x.at[:, 5:].set(9.0)
+    for slack in (0, 4):
+        cache = paged(specs, 4, 9, 4, longest=T, slack=slack)
+        _, cache = paged_step(step, x, 0, 5, cache)
+        before = snapshot(specs, cache, jnp.asarray([2, 0], jnp.int32))
+        _, cache = paged_step(step, draft, 5, 4, cache)
+        copies = before
+        if slack:  # rings roll back by length: put back the states alone
+            copies = {name: {n: a for n, a in own.items() if n.startswith(ROW)} for name, own in before.items()}
+        resumed = restore(specs, cache, copies, jnp.asarray([2, 0], jnp.int32))
+        assert relative(paged_step(step, x, 5, 4, resumed)[0], whole[:, 5:9]) < 1e-5
+        unrestored = paged_step(step, x, 5, 4, cache)[0]
+        assert relative(unrestored, whole[:, 5:9]) > 1e-2, "nothing had to be rolled back"
+        moved = restore(specs, cache, before, jnp.asarray([3, 1], jnp.int32))
+        assert relative(paged_step(step, x, 5, 4, moved, (3, 1))[0], whole[:, 5:9]) < 1e-5
+        nowhere = restore(specs, cache, before, jnp.asarray([-1, 4], jnp.int32))
+        assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(*map(jax.tree.leaves, (nowhere, cache))))
+
+
+def test_indexes_out_of_range_are_nobodys():
+    """A slot or page of -1 would wrap round into the last one; a token beyond its table would overwrite the row's last page."""
+    specs, step, x = both(Unroll(), None)
+    cache = jax.tree.map(lambda a: jnp.full_like(a, 5.0), paged(specs, 3, 8, 4))
+    outside = Paged(
+        jnp.asarray([[-1], [7]], jnp.int32),
+        jnp.asarray([-1, -7], jnp.int32),
+        jnp.asarray([0, 4], jnp.int32),
+        jnp.full(2, 4, jnp.int32),
+        jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (2, 4)),
+    )
+    _, after = step(x[:, :4], outside, cache)
+    assert all((np.asarray(a) == 5).all() for a in jax.tree.leaves(after))
+    beyond = Contiguous(jnp.asarray([[-1, T]] * B, jnp.int32), jnp.ones((B, 2), bool))
+    buffers = jax.tree.map(lambda a: jnp.full_like(a, 5.0), contiguous(specs, B, T))
+    _, after = step(x[:, :2], beyond, buffers)
+    assert all((np.asarray(a) == 5).all() for own in after.values() for n, a in own.items() if not n.startswith(ROW))
+
+
+def test_attention_over_parts_of_the_keys_merges_by_log_sum_exp():
+    q, k, v = heads(4)
+    at = jnp.broadcast_to(jnp.arange(LONG, dtype=jnp.int32), (B, LONG))
+    score = Score(0.5, sinks=None, cap=3.0)
+    whole, lse = ops_attention.attention(q, k, v, See(at, at), score, lse=True)
+    assert relative(whole, ops_attention.attention(q, k, v, See(at, at), score)) == 0
+    parts = [
+        ops_attention.attention(q, k[:, part], v[:, part], See(at, at[:, part]), score, lse=True)
+        for part in (slice(0, 7), slice(7, 8), slice(8, None))
+    ]
+    y, total = ops_attention.merged(parts)
+    assert relative(y, whole) < 1e-6
+    assert relative(total, lse) < 1e-6
+
+
+def test_an_implementation_can_be_asked_for_by_name():
+    q, k, v = heads()
+    attend = Packed(jnp.ones((B, LONG), jnp.int32))
+
+    def primitives():
+        return str(jax.make_jaxpr(lambda q, k, v: attend(q, held(k, v), None, score=Score(0.5))[0])(q, k, v))
+
+    assert "custom_vjp" in primitives()
+    with implementations(attention="reference"):
+        assert "custom_vjp" not in primitives()
+    with implementations(attention="blocked"), pytest.raises(Unsupported, match="soft cap"):
+        attend(q, held(k, v), None, score=Score(0.5, cap=1.0))
+    with implementations(attention="flush"), pytest.raises(UnknownName):
+        primitives()

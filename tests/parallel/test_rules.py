@@ -4,9 +4,9 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, Unsupported
 from argosy.parallel.mesh import MeshSettings
-from argosy.parallel.rules import FSDP, spec
+from argosy.parallel.rules import DEFAULT
 
 MESH = MeshSettings(data=2, fsdp=4)
 
@@ -23,7 +23,7 @@ MESH = MeshSettings(data=2, fsdp=4)
     ],
 )
 def test_the_first_rule_that_divides_wins(axes, shape, expected):
-    assert spec(axes, shape, FSDP, MESH.build()) == expected
+    assert DEFAULT.weight(axes, shape, MESH.build().shape) == expected
 
 
 @pytest.mark.parametrize("sizes", [{"data": 3, "fsdp": -1}, {"data": 2, "fsdp": 2}, {"data": -1, "fsdp": -1}, {"data": 0, "fsdp": 8}])
@@ -34,4 +34,11 @@ def test_meshes_that_do_not_fit_are_refused(sizes):
 
 
 def test_minus_one_is_whatever_is_left():
-    assert dict(MeshSettings(data=2, fsdp=-1).build().shape) == {"data": 2, "fsdp": 4}
+    sizes = MeshSettings(data=2, fsdp=-1, tensor=2).build().shape
+    assert {name: n for name, n in sizes.items() if n > 1} == {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize("axis", ["context", "expert", "stage"])
+def test_axes_that_are_not_built_are_refused(axis):
+    with pytest.raises(Unsupported, match=axis):
+        MeshSettings(**{axis: 2}).build()

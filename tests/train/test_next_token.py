@@ -41,7 +41,7 @@ class Table(nnx.Module):
 def test_the_loss_by_hand():
     batch = batch_of(vocab=5)
     table = np.random.default_rng(0).standard_normal((5, 5)).astype(np.float32)
-    got = NextToken(head="logits", z_loss=0.1)(Table(jnp.asarray(table)), batch, KEY)
+    got = NextToken(head="logits", z_loss=0.1)({"model": Table(jnp.asarray(table))}, batch, KEY)
     logits = table[np.asarray(batch["tokens"])].astype(np.float64)
     lse = np.log(np.exp(logits).sum(-1))
     nll = lse - np.take_along_axis(logits, np.asarray(batch["targets"])[..., None], -1)[..., 0]
@@ -58,10 +58,10 @@ def test_a_masked_target_changes_nothing():
     hidden = np.asarray(batch["mask"]) == 0
     changed["targets"] = jnp.where(jnp.asarray(hidden), 0, batch["targets"])
     assert (np.asarray(changed["targets"]) != np.asarray(batch["targets"])).any()
-    one, other = (NextToken()(model, b, KEY).loss for b in (batch, changed))
+    one, other = (NextToken()({"model": model}, b, KEY).loss for b in (batch, changed))
     assert float(one.total) == float(other.total)
     counted = dict(batch, targets=jnp.where(jnp.asarray(~hidden), 0, batch["targets"]))
-    assert abs(float(NextToken()(model, counted, KEY).loss.total) - float(one.total)) > 1e-3
+    assert abs(float(NextToken()({"model": model}, counted, KEY).loss.total) - float(one.total)) > 1e-3
 
 
 @pytest.mark.parametrize("case", ["llama-plain", "llama-tied-biased"])
@@ -70,7 +70,7 @@ def test_every_head_gives_the_same_loss_and_gradient(case):
 
     def of(head):
         def loss(params):
-            return NextToken(head=head, chunk=5, z_loss=0.01)(merge(graph, params, rest), batch_of(), KEY).loss.total
+            return NextToken(head=head, chunk=5, z_loss=0.01)({"model": merge(graph, params, rest)}, batch_of(), KEY).loss.total
 
         return jax.jit(jax.value_and_grad(loss))(params)
 

@@ -34,7 +34,7 @@ def case(**moe):
 
 def loss_of(model, batch, **how):
     graph, weights = split(model)
-    return jax.jit(lambda w, b: NextToken(head="logits", **how)(merge(graph, w), b, KEY))(weights, batch)
+    return jax.jit(lambda w, b: NextToken(head="logits", **how)({"model": merge(graph, w)}, b, KEY))(weights, batch)
 
 
 def updated(model, batch, accumulate=1):
@@ -99,8 +99,8 @@ def test_auxiliary_losses_count():
 def test_experts_that_tell_nothing_are_an_error():
     model = SimpleNamespace(config=case())
     loss = Loss(Mean(jnp.float32(1), jnp.float32(1)), {})
-    with pytest.raises(ValueError, match="none of its layers told"):
-        with_routers(loss, model, {"dense": {}}, jnp.float32(1))
+    with pytest.raises(ValueError, match="none of its layers has"):
+        with_routers(loss, model, {"dense": {}}, jnp.ones(1))
 
 
 # ---------------------------------------------------------------- further ahead
@@ -148,7 +148,7 @@ def test_the_module_ahead_learns_and_all_of_it():
     graph, params, rest = split(model, nnx.Param)
 
     def ahead(params):
-        return NextToken(head="logits")(merge(graph, params, rest), batch, KEY).metrics["mtp_cross_entropy"].value()
+        return NextToken(head="logits")({"model": merge(graph, params, rest)}, batch, KEY).metrics["mtp_cross_entropy"].value()
 
     descend = jax.jit(jax.value_and_grad(ahead))
     first, grads = descend(params)

@@ -12,8 +12,9 @@ from argosy.adapt.surgery import freeze
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, logical
 from argosy.parallel.mesh import MeshSettings
-from argosy.parallel.place import batch_sharding, like_weights, stream_sharding
-from argosy.parallel.rules import FSDP, shardings
+from argosy.parallel.place import batch_sharding, like_weights
+from argosy.parallel.rules import DEFAULT, shardings
+from argosy.parallel.scope import scope
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.optim import SGD, AdamW, Muon
 from argosy.train.schedule import Constant
@@ -71,7 +72,7 @@ def test_frozen_weights_do_not_move():
     assert all(np.abs(d).max() > 0 for d in moved(after, state).values()), "a trained weight that did not move"
 
 
-MESHES = [{"data": 8, "fsdp": 1}, {"data": 2, "fsdp": 4}, {"data": 4, "fsdp": 2}]
+MESHES = [{"data": 8, "fsdp": 1}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
 LAYOUTS = [(run, mesh) for run in (Unroll(), Scan()) for mesh in MESHES]  # by default every mesh, and either way to run layers
 
 
@@ -84,15 +85,16 @@ def test_eight_devices_equal_one(mesh, run):
     alone, told = jax.jit(step)(state, batch)
     devices = MeshSettings(**mesh).build()
     shapes = abstract(model)
-    places = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, FSDP, devices)
+    places = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, devices)
     if mesh["fsdp"] > 1:
         assert any(p.spec != jax.sharding.PartitionSpec(*[None] * len(p.spec)) for p in places.values()), (
             "nothing is split"
         )
     everywhere = like_weights(state, places, shapes, devices)
-    spread = jax.jit(step, out_shardings=(everywhere, None))(
-        jax.device_put(state, everywhere), jax.device_put(batch, batch_sharding(devices))
-    )
+    with scope(devices):
+        spread = jax.jit(step, out_shardings=(everywhere, None))(
+            jax.device_put(state, everywhere), jax.device_put(batch, batch_sharding(devices))
+        )
     assert relative(spread[1]["loss"], told["loss"]) < 1e-5
     for a, w in alone.params.items():
         assert relative(spread[0].params[a], w) < 1e-4, a
@@ -105,17 +107,17 @@ def test_each_device_computes_its_own_rows_only(accumulate):
     devices = MeshSettings(data=2, fsdp=4).build()
 
     def compiled_flops(mesh):
-        model.layers.rows = stream_sharding(mesh) if mesh.size > 1 else None
         graph, params, rest = trained(model)
         rate = Constant(warmup=0).build(10)
         transform = SGD(learning_rate=1e-2).build(rate, meanings_of(model))
         state = TrainState.start(params, rest, transform.init(params), 0)
-        places = shardings(logical(model), {a: s.shape for a, s in abstract(model).items()}, FSDP, mesh)
+        places = shardings(logical(model), {a: s.shape for a, s in abstract(model).items()}, DEFAULT, mesh)
         spread = like_weights(state, places, abstract(model), mesh)
         step = make_step(graph, NextToken(head="logits"), transform, rate, accumulate=accumulate)
         batch = jax.device_put(rows(8), batch_sharding(mesh))
-        lowered = jax.jit(step, out_shardings=(spread, None)).lower(jax.device_put(state, spread), batch)
-        return lowered.compile().cost_analysis()["flops"]
+        with scope(mesh):
+            lowered = jax.jit(step, out_shardings=(spread, None)).lower(jax.device_put(state, spread), batch)
+            return lowered.compile().cost_analysis()["flops"]
 
     alone = compiled_flops(MeshSettings(data=1, fsdp=1).build(jax.devices()[:1]))
     assert compiled_flops(devices) < alone / 5

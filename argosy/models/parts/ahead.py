@@ -38,8 +38,8 @@ class Depth(nnx.Module):
         self, x: Float[Array, "B T D"], embedded: Float[Array, "B T D"], attend: Attend, cache: Cache | None = None
     ) -> tuple[Float[Array, "B T D"], Cache | None, dict[str, Array]]:
         x = self.proj(jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(x)], -1))
-        x, cache, told = self.block(x, self.each, cache, attend)
-        return self.norm(x), cache, told
+        x, cache, aux = self.block(x, self.each, cache, attend)
+        return self.norm(x), cache, aux
 
 
 class Ahead(nnx.Module):

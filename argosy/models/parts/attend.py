@@ -1,4 +1,4 @@
-"""Seam 2: how a token meets the tokens before it, through keys and values (attention) or a state carried along (recurrence).
+"""Seam 2: how queries meet keys (attention), and how a state is carried along (recurrence).
 
 A layer says what it keeps of the past, `holds() -> Spec`; the caller allocates that (`contiguous`, `paged`). Then the layer calls
 
@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from argosy.models.parts.cache import NOWHERE, Cache, beside, is_ring, whole, with_tokens
-from argosy.ops.attention import Score, See, attention
-
-Capacity = int | Int[Array, "B _"]
+from argosy.models.parts.cache import RING, ROW, Cache, beside, is_ring, nobodys, states, with_tokens
+from argosy.ops.attention import NOWHERE, Score, See, attention
+from argosy.ops.paged_attention import gathered, paged_attention, token_positions
 
 
 @runtime_checkable
@@ -98,11 +97,6 @@ class Attend(Protocol):
         """Which tokens are real; what the others compute has no meaning."""
         ...
 
-    def capacity(self, cache: Cache | None) -> Capacity:
-        """The most tokens that a sequence of this call can reach, as far as what is held for it tells; one number for all,
-        or one for each token or row."""
-        ...
-
     def __call__(
         self, q: Float[Array, "B T N H"], held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score
     ) -> tuple[Float[Array, "B T N U"], Cache | None]: ...
@@ -138,7 +132,11 @@ def meet_ring(
     score: Score,
     absorb: bool | None,
 ) -> Array:
-    """Attention on rings that held `before` tokens, and on the new ones."""
+    """Attention on rings that held `before` tokens, and on the new ones.
+
+    Args:
+        past: the rings as they were, by plain name.
+    """
     size = next(iter(past.values())).shape[1]
     if score.window is None or score.window > size + 1:
         raise ValueError(f"a ring of {size} tokens cannot serve a window of {score.window}")
@@ -165,15 +163,6 @@ def _segment_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 def _segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     t = jnp.arange(segments.shape[1], dtype=jnp.int32)
     return t - jax.lax.cummax(jnp.where(_segment_starts(segments), t, 0), axis=1)
-
-
-def _segment_lengths(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Of the segment that each token is in."""
-    at = _segment_positions(segments)
-    ends = jnp.concatenate([_segment_starts(segments)[:, 1:], jnp.ones_like(segments[:, :1], bool)], 1)
-    t = _rows(segments)
-    end = jax.lax.cummin(jnp.where(ends, t, NOWHERE), axis=1, reverse=True)
-    return at + end - t + 1
 
 
 def _chunks(segments: Int[Array, "B T"], score: Score) -> Int[Array, "B T"]:
@@ -203,9 +192,6 @@ class Packed:
     def live(self) -> Bool[Array, "B T"]:
         return self.segments > 0
 
-    def capacity(self, cache: Cache | None) -> Capacity:
-        return _segment_lengths(self.segments)
-
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         at, segments = _rows(self.segments), _chunks(self.segments, score)
         see = See(at, at, segments, segments, aligned=True)
@@ -232,9 +218,6 @@ class Bidirectional:
     def live(self) -> Bool[Array, "B T"]:
         return self.segments > 0
 
-    def capacity(self, cache: Cache | None) -> Capacity:
-        return _segment_lengths(self.segments)
-
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         at, segments = _rows(self.segments), _chunks(self.segments, score)
         see = See(at, at, segments, segments, causal=False, aligned=True)
@@ -249,59 +232,67 @@ class Bidirectional:
 
 @_strategy("absorb", "fresh")
 class Contiguous:
-    """A buffer [B S ...] for each layer. Token t of row b lies at `at[b, t]`; tokens that are not `live` (padding on the
-    right of shorter rows) are written nowhere, and what they compute has no meaning.
+    """A buffer [B S ...] for each layer. Token t of row b lies at `at[b, t]`; tokens that are not `live` (padding on the right
+    of shorter rows), and positions outside the buffer, are written nowhere, and what they compute has no meaning.
 
     fresh: these tokens are the first, `at` is 0..T-1. They then meet each other alone, as in training, and not the whole
     buffer: scores are [T T] and causal, where they would be [T S] and dense.
-    reach: the most tokens that each sequence will ever have, where the buffer does not tell.
     """
 
     at: Int[Array, "B T"]
     live: Bool[Array, "B T"]
     absorb: bool | None = None
     fresh: bool = False
-    reach: Int[Array, "B"] | None = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:
         return self.at
 
-    def capacity(self, cache: Cache | None) -> Capacity:
-        return whole(cache).shape[1] if self.reach is None else self.reach[:, None]
-
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         assert cache is not None, "Contiguous writes to a cache: allocate one with `contiguous`"
-        B, S = next(iter(cache.values())).shape[:2]
-        if ring := is_ring(cache):
-            past, cache = cache, with_tokens(cache, jnp.arange(B), held, self.at, self.live)
-        else:
-            row = jnp.arange(B)[:, None]
-            where = jnp.where(self.live, self.at, S)  # past the end: dropped
-            past, cache = (
-                cache,
-                {n: cache[n].at[row, where].set(held[n].astype(cache[n].dtype), mode="drop") for n in cache},
-            )
-        if self.fresh:
-            return meet(q, held, read, score, See(self.at, self.at, aligned=True), self.absorb), cache
-        if ring:
+        B, past = len(q), cache
+        if is_ring(cache, held):
+            cache = with_tokens(cache, jnp.arange(B), held, self.at, self.live)
+            if self.fresh:
+                return self._fresh(q, held, read, score), cache
             before = jnp.where(self.live[:, 0], self.at[:, 0], 0)
-            return meet_ring(q, held, past, before, self.at, self.live, read, score, self.absorb), cache
+            rings = {n: past[RING + n] for n in held}
+            return meet_ring(q, held, rings, before, self.at, self.live, read, score, self.absorb), cache
+        row, S = jnp.arange(B)[:, None], cache[next(iter(held))].shape[1]
+        where = nobodys(jnp.where(self.live, self.at, S), S)
+        written = {n: cache[n].at[row, where].set(new.astype(cache[n].dtype), mode="drop") for n, new in held.items()}
+        cache = cache | written
+        if self.fresh:
+            return self._fresh(q, held, read, score), cache
         k_at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
-        stored = {n: c.astype(q.dtype) for n, c in cache.items()}
+        length = 1 + jnp.max(jnp.where(self.live, self.at, -1), 1, keepdims=True)
+        stored = {n: owned(cache[n], k_at < length).astype(q.dtype) for n in held}
         return meet(q, stored, read, score, See(self.at, k_at), self.absorb), cache
 
+    def _fresh(self, q: Array, held: Cache, read: Read, score: Score) -> Array:
+        return meet(q, held, read, score, See(self.at, self.at, aligned=True), self.absorb)
+
     def carry(self, cache: Cache | None) -> Carry:
-        return Carry(cache, self.at == 0, self.live)
+        return Carry(cache and states(cache), self.at == 0, self.live)
 
     def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
-        return cache and {n: state[n].astype(cache[n].dtype) for n in cache}
+        return cache and cache | {ROW + n: new.astype(cache[ROW + n].dtype) for n, new in state.items()}
+
+
+def owned(a: Array, own: Bool[Array, "B S"]) -> Array:
+    """An array [B S ...] with zeros where nothing of the row lies: what a former owner left may be NaN, and zero times NaN is
+    NaN."""
+    return jnp.where(own.reshape(*own.shape, *(1,) * (a.ndim - 2)), a, jnp.zeros((), a.dtype))
 
 
 @_strategy("absorb")
 class Paged:
-    """Row b owns the pages `table[b]` of a pool [pages page ...] and the slot `slots[b]` of the states; it has `lengths[b]`
-    tokens and brings `new[b]` of the T. A slot or page out of range is nobody's: writes to it are dropped. `reach` as above."""
+    """Row b owns the pages `table[b]` of a pool [pages page ...] and the slot `slots[b]` of rings and states; it has
+    `lengths[b]` tokens and brings `new[b]` of the T.
+
+    A slot or page out of range, -1 included, is nobody's: nothing is read from it, and writes to it are dropped, as are those of
+    tokens beyond the row's table. What a former owner left in a page or slot may be anything, NaN included.
+    """
 
     table: Int[Array, "B P"]
     slots: Int[Array, "B"]
@@ -309,7 +300,6 @@ class Paged:
     new: Int[Array, "B"]
     t: Int[Array, "B T"]  # 0..T-1 in each row: it leads with the batch, and says T
     absorb: bool | None = None
-    reach: Int[Array, "B"] | None = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -319,29 +309,41 @@ class Paged:
     def live(self) -> Bool[Array, "B T"]:
         return self.t < self.new[:, None]
 
-    def capacity(self, cache: Cache | None) -> Capacity:
-        return self.table.shape[1] * whole(cache).shape[1] if self.reach is None else self.reach[:, None]
-
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         assert cache is not None, "Paged writes to a pool: allocate one with `paged`"
         at = self.positions
-        if is_ring(cache):
-            past = {n: jnp.take(c, self.slots, axis=0, mode="clip") for n, c in cache.items()}
-            y = meet_ring(q, held, past, self.lengths, at, self.live, read, score, self.absorb)
+        if is_ring(cache, held):
+            rings = {n: jnp.take(cache[RING + n], self.slots, axis=0, mode="clip") for n in held}
+            y = meet_ring(q, held, rings, self.lengths, at, self.live, read, score, self.absorb)
             return y, with_tokens(cache, self.slots, held, at, self.live)
-        pages, page = next(iter(cache.values())).shape[:2]
-        B, P = self.table.shape
-        S = P * page
-        own = jnp.take_along_axis(self.table, jnp.minimum(at // page, P - 1), axis=1)
-        where = jnp.where(self.live, own, pages), at % page
-        cache = {n: cache[n].at[where].set(held[n].astype(cache[n].dtype), mode="drop") for n in cache}
-        mine = {n: p[self.table].reshape(B, S, *p.shape[2:]).astype(q.dtype) for n, p in cache.items()}
-        k_at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
-        return meet(q, mine, read, score, See(at, k_at), self.absorb), cache
+        where = self._places(*cache[next(iter(held))].shape[:2])
+        pools = {n: cache[n].at[where].set(new.astype(cache[n].dtype), mode="drop") for n, new in held.items()}
+        total = self.lengths + self.new
+        if read is HEADS and not score.chunked:
+            y = paged_attention(q, (pools["k"], pools["v"]), self.table, total, at, score)
+        else:
+            pages, page = pools[next(iter(held))].shape[:2]
+            mine = {n: gathered(pool, self.table, total).astype(q.dtype) for n, pool in pools.items()}
+            y = meet(q, mine, read, score, See(at, token_positions(self.table, total, pages, page)), self.absorb)
+        return y, cache | pools
+
+    def _places(self, pages: int, page: int) -> tuple[Array, Array]:
+        """Page and place of each new token; past the last page where it has none."""
+        P = self.table.shape[1]
+        number = self.positions // page
+        own = jnp.take_along_axis(self.table, jnp.clip(number, 0, P - 1), axis=1)
+        mine = self.live & (number >= 0) & (number < P)
+        return jnp.where(mine, nobodys(own, pages), pages), self.positions % page
 
     def carry(self, cache: Cache | None) -> Carry:
-        state = cache and {n: jnp.take(p, self.slots, axis=0, mode="clip") for n, p in cache.items()}
+        state = cache and {n: jnp.take(p, self.slots, axis=0, mode="clip") for n, p in states(cache).items()}
         return Carry(state, self.positions == 0, self.live)
 
     def keep(self, cache: Cache | None, state: Cache) -> Cache | None:
-        return cache and {n: p.at[self.slots].set(state[n].astype(p.dtype), mode="drop") for n, p in cache.items()}
+        if cache is None:
+            return None
+        out = dict(cache)
+        for n, new in state.items():
+            pool = cache[ROW + n]
+            out[ROW + n] = pool.at[nobodys(self.slots, len(pool))].set(new.astype(pool.dtype), mode="drop")
+        return out

@@ -16,7 +16,8 @@ from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.moe import MoE
-from argosy.models.parts.stack import Layer, Run, Stack, Told, on_rows
+from argosy.models.parts.stack import Aux, Execution, Layer, Stack
+from argosy.parallel.scope import constrain
 
 
 class PreNorm(nnx.Module):
@@ -34,12 +35,12 @@ class PreNorm(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Cache | None, dict[str, Array]]:
         y, cache = self.attn(self.attn_norm(x), each, cache, attend)
         x = x + y
-        y, told = fed(self.mlp, self.mlp_norm(x), attend.live)
-        return x + y, cache, told
+        y, aux = fed(self.mlp, self.mlp_norm(x), attend.live)
+        return x + y, cache, aux
 
 
 def fed(mlp: Any, x: Float[Array, "B T D"], live: Bool[Array, "B T"]) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-    """Through a feed-forward layer, which tells nothing, or through experts, which do."""
+    """Through a feed-forward layer, or through experts, which have aux outputs."""
     return mlp(x, live) if isinstance(mlp, MoE) else (mlp(x), {})
 
 
@@ -61,7 +62,7 @@ class Decoder(nnx.Module):
         plan: Sequence[Layer],
         make: Callable[[str], Any],
         norm: nnx.Module,
-        run: Run,
+        run: Execution,
         *,
         gain: float | None = None,
         logit_cap: float | None = None,
@@ -83,19 +84,22 @@ class Decoder(nnx.Module):
 
     def hidden(
         self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
-    ) -> tuple[Float[Array, "B T D"], Any, Told]:
-        """What the head reads, the cache after these tokens, and what the layers told."""
-        x, cache, told = self.layers(self.embedded(tokens, attend), cache, attend)
-        return on_rows(self.norm(x), self.layers.rows), cache, told
+    ) -> tuple[Float[Array, "B T D"], Any, Aux]:
+        """What the head reads, the cache after these tokens, and the aux outputs of the layers."""
+        x, cache, aux = self.layers(self.embedded(tokens, attend), cache, attend)
+        return constrain(self.norm(x), "B T D"), cache, aux
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits, float32."""
-        y = self.embed.via("BTD,VD->BTV", x) if self.head is None else self.head(x)
-        y = y.astype(jnp.float32)
+        """Logits, summed and kept in float32 whatever the type of x."""
+        if self.head is None:
+            y = self.embed.via("BTD,VD->BTV", x, dtype=jnp.float32)
+        else:
+            y = self.head(x, dtype=jnp.float32)
+        y = constrain(y, "B T V")
         return y if self.logit_cap is None else self.logit_cap * jnp.tanh(y / self.logit_cap)
 
     def __call__(
         self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
-    ) -> tuple[Float[Array, "B T V"], Any, Told]:
-        x, cache, told = self.hidden(tokens, attend, cache)
-        return self.unembed(x), cache, told
+    ) -> tuple[Float[Array, "B T V"], Any, Aux]:
+        x, cache, aux = self.hidden(tokens, attend, cache)
+        return self.unembed(x), cache, aux

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
-from argosy.models.parts.stack import Layer, Run, Stack, Told, on_rows
+from argosy.models.parts.stack import Aux, Execution, Layer, Stack
+from argosy.parallel.scope import constrain
 
 
 class PostNorm(nnx.Module):
@@ -56,7 +57,7 @@ class Encoder(nnx.Module):
         plan: Sequence[Layer],
         make: Callable[[str], Any],
         norm: nnx.Module,
-        run: Run,
+        run: Execution,
         *,
         first: int = 0,
         pooler: bool = False,
@@ -75,17 +76,17 @@ class Encoder(nnx.Module):
         attend: Attend,
         cache: Any = None,
         types: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Any, Told]:
-        """A vector for each token, the cache as it was, and what the layers told.
+    ) -> tuple[Float[Array, "B T D"], Any, Aux]:
+        """A vector for each token, the cache as it was, and what the layers aux.
 
         Args:
-            types: which of two texts a token is of, 0 or 1; all of the first unless told.
+            types: which of two texts a token is of, 0 or 1; all of the first unless aux.
         """
         x = self.embed.take(tokens) + self.positions.take(attend.positions + self.first)
         x = x + self.types.take(jnp.zeros_like(tokens) if types is None else types)
         x = self.embed_norm(x.astype(self.dtype))
-        x, cache, told = self.layers(x, cache, attend)
-        return on_rows(x, self.layers.rows), cache, told
+        x, cache, aux = self.layers(x, cache, attend)
+        return constrain(x, "B T D"), cache, aux
 
     def pooled(self, x: Float[Array, "B T D"]) -> Float[Array, "B O"]:
         """What the pooler makes of these sequences: tanh of a projection of their first token.
@@ -99,5 +100,5 @@ class Encoder(nnx.Module):
 
     def __call__(
         self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
-    ) -> tuple[Float[Array, "B T D"], Any, Told]:
+    ) -> tuple[Float[Array, "B T D"], Any, Aux]:
         return self.hidden(tokens, attend, cache)

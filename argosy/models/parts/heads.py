@@ -19,7 +19,7 @@ from argosy.models.parts.attend import HEADS, Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.norm import over_rms
-from argosy.models.parts.rope import Rope, rotate
+from argosy.models.parts.rope import Rope, apply_rope
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.ops.attention import Score
 
@@ -93,16 +93,16 @@ class Attention(nnx.Module):
         q, k = self.q(x), self.k(x)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = tempered(turned(q, each, cache, attend), each, attend), turned(k, each, cache, attend)
+        q, k = tempered(turned(q, each, attend), each, attend), turned(k, each, attend)
         score = Score(self.scale, each.window, self.cap, None if self.sinks is None else self.sinks[...], each.chunked)
         y, cache = attend(q, {"k": k, "v": self.v(x)}, cache, HEADS, score=score)
         return self.o(y), cache
 
 
-def turned(x: Float[Array, "B T N H"], each: Reach, cache: Cache | None, attend: Attend) -> Float[Array, "B T N H"]:
+def turned(x: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:
     """Queries or keys, turned by the positions of their tokens."""
     if each.rope is not None:
-        x = rotate(x, attend.positions, each.rope, attend.capacity(cache) if each.rope.asks_length else None)
+        x = apply_rope(x, attend.positions, each.rope)
     return x if each.unit is None else over_rms(x.astype(jnp.float32), each.unit).astype(x.dtype)
 
 

@@ -25,7 +25,6 @@ from pydantic import Field
 
 from argosy.core.settings import Settings
 from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Cache
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.heads import Reach, turned
 from argosy.models.parts.norm import LayerNorm
@@ -74,7 +73,6 @@ class Indexer(nnx.Module):
         x: Float[Array, "B T D"],
         latent: Float[Array, "B T Q"],
         each: Reach,
-        cache: Cache | None,
         attend: Attend,
     ) -> tuple[Asked, Float[Array, "B T J"]]:
         """What these tokens look for, and the keys they are found by."""
@@ -82,15 +80,13 @@ class Indexer(nnx.Module):
         with jax.default_matmul_precision("highest"):  # a choice is discrete
             q, k = self.q(latent), self.k_norm(self.k(x))
             weights = self.weigh(x.astype(jnp.float32)) * self.scale
-        k = self.positioned(k[:, :, None], each, cache, attend)[:, :, 0]
-        return Asked(self.positioned(q, each, cache, attend), weights), k
+        k = self.positioned(k[:, :, None], each, attend)[:, :, 0]
+        return Asked(self.positioned(q, each, attend), weights), k
 
-    def positioned(
-        self, x: Float[Array, "B T N J"], each: Reach, cache: Cache | None, attend: Attend
-    ) -> Float[Array, "B T N J"]:
+    def positioned(self, x: Float[Array, "B T N J"], each: Reach, attend: Attend) -> Float[Array, "B T N J"]:
         """The first features turned, always in halves."""
         halves = each.rope and each.rope.model_copy(update={"pairs": "halves"})
-        first = turned(x[..., : self.turns], Reach(rope=halves), cache, attend)
+        first = turned(x[..., : self.turns], Reach(rope=halves), attend)
         return jnp.concatenate([first, x[..., self.turns :]], -1)
 
     def pick(self, asked: Asked, keys: Float[Array, "B S J"], see: See, window: int | None) -> See:

@@ -1,6 +1,6 @@
 """Latent attention: what is kept of a token is one short vector and one rotary key, shared by all heads.
 
-    c = norm(W_dkv x),  r = rope(W_kr x)                 kept: c [R] and r [P], nothing else
+    c = norm(W_dkv x),  r = rope(W_kr x)                 kept: c [R] and r [P] in one array, nothing else
     q = W_q x, or W_uq norm(W_dq x)                      of each head: a plain part [H] and a rotary part [P]
     k = [W_uk c ; r],  v = W_uv c                        expanded: keys and values of each head, as training wants them
     [W_uk' q ; q_r] against [c ; r], then W_uv           absorbed: one key head in the space of what is kept, for decoding
@@ -42,7 +42,8 @@ class LatentAttention(nnx.Module):
         self, dims: dict[str, int], layers: int, *, scale: float, bias: bool = False, index: Index | None = None
     ):
         self.scale, self.plain = scale, dims["H"]
-        self.kept = (("latent", (dims["R"],)), ("rope", (dims["P"],)))
+        self.rank = dims["R"]
+        self.kept = (("latent", (dims["R"] + dims["P"],)),)
         self.kept += () if index is None else (("index", (dims["J"],)),)
         if "Q" in dims:
             self.q_down = Einsum("BTD,DQ->BTQ", dims, bias=bias)
@@ -72,12 +73,12 @@ class LatentAttention(nnx.Module):
         self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         q, source = self.queries(x)
-        q = jnp.concatenate([q[..., : self.plain], turned(q[..., self.plain :], each, cache, attend)], -1)
-        rope = turned(self.k_rope(x)[:, :, None], each, cache, attend)[:, :, 0]
-        held = {"latent": self.kv_norm(self.kv_down(x)), "rope": rope}
+        q = jnp.concatenate([q[..., : self.plain], turned(q[..., self.plain :], each, attend)], -1)
+        rope = turned(self.k_rope(x)[:, :, None], each, attend)[:, :, 0]
+        held = {"latent": jnp.concatenate([self.kv_norm(self.kv_down(x)), rope], -1)}
         asked = None
         if self.index is not None:
-            asked, held["index"] = self.index(x, source, each, cache, attend)
+            asked, held["index"] = self.index(x, source, each, attend)
         y, cache = attend(q, held, cache, Latent(self, asked), score=Score(self.scale, each.window))
         return self.o(y), cache
 
@@ -89,16 +90,16 @@ class Latent:
         self.layer, self.asked = layer, asked
 
     def expand(self, held: Cache) -> tuple[Array, Array]:
-        latent, rope = held["latent"], held["rope"]
+        latent, rope = jnp.split(held["latent"], [self.layer.rank], -1)
         k = self.layer.k_up(latent)
         shared = jnp.broadcast_to(rope[:, :, None], (*k.shape[:3], rope.shape[-1]))
         return jnp.concatenate([k, shared], -1), self.layer.v_up(latent)
 
     def absorb(self, q: Array, held: Cache) -> tuple[Array, Array, Array]:
         H = self.layer.plain
-        latent, rope = held["latent"][:, :, None], held["rope"][:, :, None]
+        k = held["latent"][:, :, None]
         q = jnp.concatenate([self.layer.k_up.via("BTNH,RNH->BTNR", q[..., :H]), q[..., H:]], -1)
-        return q, jnp.concatenate([latent, rope], -1), latent
+        return q, k, k[..., : self.layer.rank]
 
     def release(self, y: Array) -> Array:
         return self.layer.v_up.via("BTNR,RNU->BTNU", y)

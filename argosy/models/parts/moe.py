@@ -2,32 +2,44 @@
 
     p = score(W_r x)        y = sum over the k best experts e of  w_e Expert_e(x)  (+ Shared(x))
 
-Dropless unless a capacity is set: rows are sorted by expert and meet their weights in grouped matrix products
-(`ops.grouped`; Gale et al. 2022, arXiv:2211.15841). With a capacity (Lepikhin et al. 2020, arXiv:2006.16668) every expert
-computes the same number of rows and the tokens beyond it pass by; first choices are served before second ones.
+How rows reach their experts is a strategy, `MoE.dispatch`, set from outside:
+
+    Sorted      dropless: rows are sorted by expert and meet their weights in grouped matrix products (`ops.grouped`; Gale et al.
+                2022, arXiv:2211.15841)
+    Capacity    every expert computes the same number of tokens of each sequence, and those beyond it pass by; first choices are
+                served before second ones (Lepikhin et al. 2020, arXiv:2006.16668). Training alone: an answer must not depend
+                on what else is in its sequence
+
+Both work on the rows that a device holds. Nothing is sorted or gathered across devices: each gathers the experts' weights, as
+FSDP does, and a `tensor` axis splits their features. Sequences never share a capacity, so batches, accumulation and devices
+change no number.
 
 The router computes in float32 whatever the model does: a choice is discrete, and bfloat16 makes ties. Tokens that are not live
 are sent to no expert and counted nowhere.
 
-What a layer tells: `load`, the assignments of each expert; `balance` and `router_z`, the two auxiliary losses, unweighted;
-with a capacity `dropped`, the share of assignments that it passed by.
+Aux outputs of a layer: `load` [E], the assignments of each expert; `balance` and `router_z` [B], the aux losses of each sequence,
+unweighted; with a capacity `dropped` [B], the share of assignments that it passed by.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field, model_validator
 
+from argosy.core.dims import LEGEND
 from argosy.core.settings import Settings
-from argosy.models.parts.einsum import Einsum, Route
+from argosy.models.parts.einsum import Contraction, Einsum, Route
 from argosy.models.parts.mlp import ACTIVATIONS, GLU, Activation
-from argosy.models.parts.weight import Draw, Meaning, Moved, weight
+from argosy.models.parts.weight import Draw, Meaning, Moved, merge, split, variables, weight
+from argosy.parallel.scope import activation_spec, axis_sizes, weight_spec
 
 Act = Callable[[Array, Array], Array]
 
@@ -67,19 +79,15 @@ class Experts(Settings):
     balance: float = Field(0.0, ge=0)
     """Weight of the load-balancing loss E sum f P, which is `active` at perfect balance (Fedus et al. 2021, arXiv:2101.03961,
     in transformers' scaling)."""
+    balance_over: Literal["sequence", "batch"] = "sequence"
+    """What the shares f and P of the balance loss are taken over. sequence: each row of the batch, as DeepSeek-V3 does; exact
+    however the batch is split. batch: all rows that are computed together: exact over devices, but `accumulate` changes it,
+    since a product of means is not a mean of products. transformers takes the batch."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of the router's squared log partition function (Zoph et al. 2022, arXiv:2202.08906: 1e-3)."""
     capacity: float | None = Field(None, gt=0)
-    """An expert computes at most this many times the rows of an even load; no limit unless told. In training alone:
-    evaluated, sampled from or loaded, a model drops nothing."""
-
-    def places(self, tokens: int) -> int:
-        """Rows that an expert computes at most. It meets a token once."""
-        return (
-            tokens
-            if self.capacity is None
-            else min(tokens, math.ceil(self.capacity * tokens * self.active / self.count))
-        )
+    """The most tokens of a sequence that one expert computes, as a multiple of an even load; none: no limit. It holds in
+    training alone: evaluated, sampled from or loaded, a model drops nothing."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Experts":
@@ -99,8 +107,8 @@ class Experts(Settings):
 
 
 def choose(
-    logits: Float[Array, "X E"], how: Experts, bias: Float[Array, "E"] | None = None
-) -> tuple[Float[Array, "X k"], Int[Array, "X k"]]:
+    logits: Float[Array, "B T E"], how: Experts, bias: Float[Array, "E"] | None = None
+) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
     """Weights and indexes of the experts of each token, best first.
 
     Groups are judged and experts chosen by score + bias; weights come from the scores alone (DeepSeek-V3, arXiv:2412.19437).
@@ -121,11 +129,11 @@ def choose(
     return weights * how.scale, chosen
 
 
-def _looked_at(rank: Float[Array, "X E"], how: Experts) -> Bool[Array, "X E"]:
-    groups = rank.reshape(rank.shape[0], how.groups, -1)
+def _looked_at(rank: Float[Array, "B T E"], how: Experts) -> Bool[Array, "B T E"]:
+    groups = rank.reshape(*rank.shape[:-1], how.groups, -1)
     strength = groups.max(-1) if how.group_strength == "max" else jax.lax.top_k(groups, 2)[0].sum(-1)
     best = jax.lax.top_k(strength, how.kept_groups)[1]
-    kept = jnp.any(best[:, :, None] == jnp.arange(how.groups), 1)
+    kept = jnp.any(best[..., None] == jnp.arange(how.groups), -2)
     return jnp.repeat(kept, groups.shape[-1], -1)
 
 
@@ -140,8 +148,6 @@ class MoE(nnx.Module):
     """
 
     called = "experts"
-    training = False
-    """Whether a capacity counts: an answer must not hang on what else is in its batch, so it does in training alone."""
 
     def __init__(
         self,
@@ -154,6 +160,7 @@ class MoE(nnx.Module):
     ):
         sizes = dims | {"E": how.count, "M": how.ffn, "F": how.shared}
         self.how, self.activation, self.act = how, activation, act
+        self.dispatch: Dispatch = Sorted()
         self.router = Einsum("BTD,DE->BTE", sizes, bias=bias)
         self.bias = weight((how.count,), Meaning("E"), Draw("constant", 0.0), Moved) if how.bias else None
         self.gate = Einsum("XD,EDM->XM", sizes, bias=bias)
@@ -165,62 +172,158 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], live: Bool[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        alive = live.reshape(-1)
         x = jnp.where(live[..., None], x, 0)  # whatever lies there: NaN times a weight of 0 would be NaN
         with jax.default_matmul_precision("highest"):  # by default accelerators multiply float32 as bfloat16 or TF32
-            logits = self.router(x.astype(jnp.float32)).reshape(-1, self.how.count)
+            logits = self.router(x.astype(jnp.float32))
         weights, chosen = choose(logits, self.how, None if self.bias is None else self.bias[...])
-        rows = x.reshape(-1, x.shape[-1])
-        through = self.dropping if self.drops else self.dropless
-        y = through(rows, weights, jnp.where(alive[:, None], chosen, self.how.count)).reshape(x.shape)
+        chosen = jnp.where(live[..., None], chosen, self.how.count)
+        y, passed = self.dispatched(x, weights, chosen)
         if self.shared is not None:
             z = self.shared(x)
             y = y + (z if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * z)
-        return y, said(logits, chosen, alive, self.how, self.drops)
+        return y, passed | router_aux(logits, chosen, live, self.how)
 
-    @property
-    def drops(self) -> bool:
-        return self.training and self.how.capacity is not None
+    def dispatched(
+        self, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
+        """The weighted sum over the experts of each token, on the devices that hold the tokens; `chosen` is E for none."""
+        rows = activation_spec("B T", x.shape[:2])
+        mine = {axis for axes in rows if axes for axis in axes}
+        over = frozenset(axis for axis, size in axis_sizes().items() if size > 1)
+        if not over:
+            return self.dispatch(Local(self.gate, self.up, self.down, self.how, self.acted), x, weights, chosen)
+        apart = {name: split(getattr(self, name)) for name in ("gate", "up", "down")}
+        leaves = {name: own for name, (_, own) in apart.items()}
+        specs = {name: expert_specs(getattr(self, name), over - mine) for name in apart}
+        features = specs["down"][next(a for a in ("w", "values", "of.w", "of.values") if a in specs["down"])][1]
 
-    def dropless(
-        self, x: Float[Array, "X D"], weights: Float[Array, "X k"], chosen: Int[Array, "X k"]
-    ) -> Float[Array, "X D"]:
-        """Rows sorted by expert; `chosen` is E where a row goes to none."""
-        k = chosen.shape[1]
+        def local(leaves: Any, x: Array, weights: Array, chosen: Array) -> Any:
+            gate, up, down = (merge(apart[name][0], leaves[name]) for name in ("gate", "up", "down"))
+            part = Local(gate, up, down, self.how, self.acted, features)
+            y, passed = self.dispatch(part, x, weights, chosen)
+            return (y if features is None else jax.lax.psum(y, features)), passed
+
+        three = PartitionSpec(*rows, None)
+        out = (three, PartitionSpec(rows[0]))
+        return jax.shard_map(local, in_specs=(specs, three, three, three), out_specs=out, check_vma=False)(
+            leaves, x, weights, chosen
+        )
+
+    def acted(self, gate: Float[Array, "X M"], up: Float[Array, "X M"]) -> Float[Array, "X M"]:
+        return ACTIVATIONS[self.activation](gate) * up if self.act is None else self.act(gate, up)
+
+
+def expert_specs(module: nnx.Module, over: frozenset[str]) -> dict[str, PartitionSpec]:
+    """How the arrays of one contraction over experts are split over these mesh axes, by address."""
+    out = {}
+    for address, v in variables(module).items():
+        letters = v.get_metadata()["meaning"].letters
+        out[address] = weight_spec(tuple(str(LEGEND.get(a, a)) for a in letters), tuple(v.shape), over)
+    return out
+
+
+class Local(NamedTuple):
+    """The experts as one device has them. features: the mesh axis that splits their M features; what `product` gives is then to be
+    summed over it, and biases are added on its first device alone."""
+
+    gate: Contraction
+    up: Contraction
+    down: Contraction
+    how: Experts
+    acted: Act
+    features: str | None = None
+
+    def __call__(self, rows: Float[Array, "A D"], route: Route) -> Float[Array, "A D"]:
+        y = self.down.product(self.acted(self.gate(rows, route), self.up(rows, route)), route)
+        if self.features is None or self.down.bias is None:
+            return self.down.biased(y, route)
+        return jnp.where(jax.lax.axis_index(self.features) == 0, self.down.biased(y, route), y)
+
+
+class Dispatch(Protocol):
+    """How rows reach their experts: a frozen dataclass. `chosen` is E where a token goes to none; also returns [B] facts."""
+
+    def __call__(
+        self,
+        experts: Local,
+        x: Float[Array, "B T D"],
+        weights: Float[Array, "B T k"],
+        chosen: Int[Array, "B T k"],
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]: ...
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Dropless: rows sorted by expert."""
+
+    def __call__(
+        self, experts: Local, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
+        E, k = experts.how.count, chosen.shape[-1]
         flat = chosen.reshape(-1)
-        order = sorted_by(flat, self.how.count)
-        sizes = jnp.bincount(flat, length=self.how.count).astype(jnp.int32)
-        rows = x[order // k]
-        if self.how.weigh == "input":
+        order = sorted_by(flat, E)
+        sizes = jnp.bincount(flat, length=E).astype(jnp.int32)
+        rows = x.reshape(-1, x.shape[-1])[order // k]
+        weights = weights.reshape(-1, k)
+        if experts.how.weigh == "input":
             rows, weights = rows * weights.reshape(-1)[order, None].astype(x.dtype), jnp.ones_like(weights)
-        y = self.experts(rows, Route(sizes, jnp.minimum(flat[order], self.how.count - 1)))
-        back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype)).reshape(chosen.shape)
-        return gathered(y, jnp.where(chosen < self.how.count, weights, 0.0).astype(y.dtype), order, back)
+        y = experts(rows, Route(sizes, jnp.minimum(flat[order], E - 1)))
+        back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype)).reshape(-1, k)
+        weights = jnp.where(chosen.reshape(-1, k) < E, weights, 0.0)
+        return gathered(y, weights.astype(y.dtype), order, back).reshape(x.shape), {}
 
-    def dropping(
-        self, x: Float[Array, "X D"], weights: Float[Array, "X k"], chosen: Int[Array, "X k"]
-    ) -> Float[Array, "X D"]:
-        """Each expert has the same number of places; who finds none is dropped."""
-        E, (X, k) = self.how.count, chosen.shape
-        places = self.how.places(X)
-        ranked = chosen.T.reshape(-1)  # first choices first
-        mine = ranked[:, None] == jnp.arange(E)
-        place = jnp.sum(jnp.where(mine, jnp.cumsum(mine, 0) - 1, 0), 1)
+
+@dataclass(frozen=True)
+class Capacity:
+    """Each expert computes at most `factor` times an even load of each sequence; what finds no place is dropped."""
+
+    factor: float
+
+    def places(self, tokens: int, how: Experts) -> int:
+        """Tokens of a sequence that an expert computes at most. It meets a token once."""
+        return min(tokens, math.ceil(self.factor * tokens * how.active / how.count))
+
+    def __call__(
+        self, experts: Local, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
+        (B, T, k), E = chosen.shape, experts.how.count
+        places = self.places(T, experts.how)
+        ranked = chosen.swapaxes(1, 2).reshape(B, k * T)  # first choices first
+        order = jax.vmap(lambda row: sorted_by(row, E))(ranked)
+        sizes = jnp.sum(ranked[:, :, None] == jnp.arange(E), 1)  # [B E]; XLA fuses the comparison into the sum
+        starts = jnp.cumsum(sizes, 1) - sizes
+        back = jax.vmap(lambda o: jnp.zeros_like(o).at[o].set(jnp.arange(k * T, dtype=o.dtype)))(order)
+        place = back - jnp.take_along_axis(starts, jnp.minimum(ranked, E - 1), 1)
         kept = (ranked < E) & (place < places)
-        at = jnp.where(kept, ranked * places + place, E * places)
-        rows = jnp.tile(x, (k, 1))
-        if self.how.weigh == "input":
-            rows, weights = rows * weights.T.reshape(-1, 1).astype(x.dtype), jnp.ones_like(weights)
-        rows = jnp.zeros((E * places, x.shape[1]), x.dtype).at[at].set(rows, mode="drop")
-        expert = jnp.repeat(jnp.arange(E), places, total_repeat_length=E * places)
-        y = self.experts(rows, Route(jnp.full(E, places, jnp.int32), expert, even=True))
-        picked = jnp.where(kept[:, None], y.at[at].get(mode="fill", fill_value=0), 0)
-        return jnp.sum(picked.reshape(k, X, -1) * weights.T[..., None].astype(y.dtype), 0)
 
-    def experts(self, rows: Float[Array, "X D"], route: Route) -> Float[Array, "X D"]:
-        gate, up = self.gate(rows, route), self.up(rows, route)
-        y = ACTIVATIONS[self.activation](gate) * up if self.act is None else self.act(gate, up)
-        return self.down(y, route)
+        # Place p of expert e holds the p-th row that chose it.
+        p = jnp.arange(places)
+        filled = p < sizes[:, :, None]  # [B E places]
+        source = jnp.take_along_axis(order, jnp.where(filled, starts[:, :, None] + p, 0).reshape(B, -1), 1)
+        rows = jnp.take_along_axis(x, (source % T)[:, :, None], 1)
+        if experts.how.weigh == "input":
+            scales = jnp.take_along_axis(weights.swapaxes(1, 2).reshape(B, k * T), source, 1)
+            rows, weights = rows * scales[:, :, None].astype(x.dtype), jnp.ones_like(weights)
+        rows = jnp.where(filled.reshape(B, -1, 1), rows, 0).reshape(B, E, places, -1).swapaxes(0, 1)
+        expert = jnp.repeat(jnp.arange(E), B * places, total_repeat_length=E * B * places)
+        route = Route(jnp.full(E, B * places, jnp.int32), expert, even=True)
+        y = experts(rows.reshape(E * B * places, -1), route).reshape(E, B, places, -1)
+
+        at = jnp.where(kept, jnp.minimum(ranked, E - 1) * places + place, 0)
+        picked = jnp.take_along_axis(y.swapaxes(0, 1).reshape(B, E * places, -1), at[:, :, None], 1)
+        picked = jnp.where(kept[:, :, None], picked, 0).reshape(B, k, T, -1)
+        assigned = jnp.sum(ranked < E, 1).astype(jnp.float32)
+        dropped = 1 - jnp.sum(kept, 1).astype(jnp.float32) / jnp.maximum(assigned, 1.0)
+        y = jnp.sum(picked * weights.swapaxes(1, 2)[..., None].astype(y.dtype), 1)
+        return y, {"dropped": jnp.where(assigned > 0, dropped, 0.0)}
+
+
+def with_capacity(model: nnx.Module) -> nnx.Module:
+    """The model with the capacity of its settings in force, where they have one: for the training step."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, MoE) and module.how.capacity is not None:
+            module.dispatch = Capacity(module.how.capacity)
+    return model
 
 
 @jax.custom_vjp
@@ -257,22 +360,24 @@ def sorted_by(expert: Int[Array, "X"], count: int) -> Int[Array, "X"]:
     return jnp.sort(expert.astype(jnp.int32) * X + jnp.arange(X, dtype=jnp.int32)) % X
 
 
-def said(
-    logits: Float[Array, "X E"], chosen: Int[Array, "X k"], alive: Bool[Array, "X"], how: Experts, drops: bool
+def router_aux(
+    logits: Float[Array, "B T E"], chosen: Int[Array, "B T k"], live: Bool[Array, "B T"], how: Experts
 ) -> dict[str, Array]:
-    """Load and auxiliary losses of one layer, over its live tokens."""
-    real = alive.astype(jnp.float32)
-    tokens = jnp.maximum(jnp.sum(real), 1.0)
-    load = jnp.zeros(how.count, jnp.float32).at[chosen.reshape(-1)].add(jnp.repeat(real, chosen.shape[1]))
+    """Load and aux losses of one layer, over its live tokens."""
+    real = live.astype(jnp.float32)
+    counts = jnp.sum((chosen[..., None] == jnp.arange(how.count)).astype(jnp.float32), (1, 2))  # [B E]; nothing is kept of it
     scores = jax.nn.sigmoid(logits) if how.score == "sigmoid" else jax.nn.softmax(logits)
-    share = jnp.sum(real[:, None] * scores / jnp.sum(scores, -1, keepdims=True), 0) / tokens
+    shares = jnp.sum(real[..., None] * scores / jnp.sum(scores, -1, keepdims=True), 1)  # [B E]
+    tokens = jnp.sum(real, 1, keepdims=True)  # [B 1]
     lse = jax.nn.logsumexp(logits, -1)
-    dropped = {}
-    if drops:
-        over = jnp.maximum(load - how.places(alive.shape[0]), 0.0)
-        dropped = {"dropped": jnp.sum(over) / jnp.maximum(jnp.sum(load), 1.0)}
-    return dropped | {
-        "load": load,
-        "balance": how.count * jnp.sum(load / tokens * share),
-        "router_z": jnp.sum(real * lse * lse) / tokens,
+    f, P = counts, shares
+    if how.balance_over == "batch":
+        f, P, over = jnp.sum(counts, 0, keepdims=True), jnp.sum(shares, 0, keepdims=True), jnp.sum(tokens)
+    else:
+        over = tokens
+    over = jnp.maximum(over, 1.0)
+    return {
+        "load": jnp.sum(counts, 0),
+        "balance": jnp.broadcast_to(how.count * jnp.sum(f / over * (P / over), 1), real.shape[:1]),
+        "router_z": jnp.sum(real * lse * lse, 1) / jnp.maximum(tokens[:, 0], 1.0),
     }

@@ -14,9 +14,6 @@ from pydantic import Field
 from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings
 
-Length = int | Int[Array, "B _"] | None  # of a sequence: one for all, or one for each token or row
-Frequencies = np.ndarray | Float[Array, "B _ pairs"]  # [pairs], or as many for each token or row
-
 
 class Linear(Settings):
     """Every position divided by `factor`. Chen et al. 2023 (arXiv:2306.15595)."""
@@ -24,7 +21,7 @@ class Linear(Settings):
     factor: float = Field(gt=0)
     """Longer by this factor than the model was trained for."""
 
-    def apply(self, freq: np.ndarray, base: float, length: int | None) -> tuple[np.ndarray, float]:
+    def apply(self, freq: np.ndarray, base: float) -> tuple[np.ndarray, float]:
         return freq / self.factor, 1.0
 
 
@@ -40,7 +37,7 @@ class Llama3(Settings):
     original: int = 8192
     """The original context, in tokens."""
 
-    def apply(self, freq: np.ndarray, base: float, length: int | None) -> tuple[np.ndarray, float]:
+    def apply(self, freq: np.ndarray, base: float) -> tuple[np.ndarray, float]:
         turns = self.original * freq / (2 * math.pi)
         ramp = max(self.high - self.low, 1e-9)  # Llama 4 Scout has none: low and high are 1
         kept = np.clip((turns - self.low) / ramp, 0, 1)
@@ -70,7 +67,7 @@ class Yarn(Settings):
     def sharpening(self, mscale: float = 1.0) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
-    def apply(self, freq: np.ndarray, base: float, length: int | None) -> tuple[np.ndarray, float]:
+    def apply(self, freq: np.ndarray, base: float) -> tuple[np.ndarray, float]:
         half = len(freq)
 
         def dimension(turns: float) -> float:
@@ -94,8 +91,9 @@ class LongRope(Settings):
     """A divisor of its own for each pair, from one list up to the original context and from another beyond.
     Ding et al. 2024 (arXiv:2402.13753).
 
-    Which list is decided once for a sequence, by the longest it can become: keys turned by one list cannot meet
-    queries turned by the other.
+    Which list is decided once for a model (`decided`), as vLLM does, and not for each sequence, as transformers does: keys turned
+    by one list cannot meet queries turned by the other, and a rollout that may become long must agree with the training step
+    that sees how long it became.
     """
 
     short: tuple[float, ...]
@@ -106,18 +104,17 @@ class LongRope(Settings):
     """The original context, in tokens."""
     attention: float = 1.0
     """Factor on cosine and sine, at any length."""
+    table: Literal["auto", "short", "long"] = "auto"
+    """Which divisors: auto takes the long ones where the model's context is longer than the original. transformers takes the
+    short ones for any sequence within the original context, so set `short` to reproduce it on short texts."""
 
-    def apply(self, freq: np.ndarray, base: float, length: Length) -> tuple[Frequencies, float]:
-        if length is None:
-            raise ValueError("longrope needs the length that a sequence can reach")
+    def apply(self, freq: np.ndarray, base: float) -> tuple[np.ndarray, float]:
+        if self.table == "auto":
+            raise ValueError("longrope: decide between the tables first (`Rope.decided`)")
         for divisors in (self.short, self.long):
             if len(divisors) != len(freq):
                 raise ValueError(f"{len(divisors)} divisors for {len(freq)} rotary pairs")
-        short, long = freq / np.asarray(self.short), freq / np.asarray(self.long)
-        if isinstance(length, int):
-            return short if length <= self.original else long, self.attention
-        within = (length <= self.original)[..., None]
-        return jnp.where(within, jnp.asarray(short, jnp.float32), jnp.asarray(long, jnp.float32)), self.attention
+        return freq / np.asarray(self.short if self.table == "short" else self.long), self.attention
 
 
 SCALINGS = Registry("rope scaling", {"linear": Linear, "llama3": Llama3, "yarn": Yarn, "longrope": LongRope})
@@ -135,40 +132,31 @@ class Rope(Settings):
     part: float = Field(1.0, gt=0, le=1)
     """The share of a head that turns: its first features. The others carry no position."""
 
-    @property
-    def asks_length(self) -> bool:
-        """Whether its frequencies depend on how long a sequence can become."""
-        return isinstance(self.scaling, LongRope)
+    def decided(self, context: int) -> "Rope":
+        """These positions for a model of this context, with one table of frequencies where the scaling has two."""
+        scaling = self.scaling
+        if not isinstance(scaling, LongRope) or scaling.table != "auto":
+            return self
+        table = "long" if context > scaling.original else "short"
+        return self.model_copy(update={"scaling": scaling.model_copy(update={"table": table})})
 
     def turned(self, size: int) -> int:
         """How many features of a head of this size turn."""
         return int(size * self.part)
 
-    def frequencies(self, size: int, length: Length = None) -> tuple[Frequencies, float]:
-        """Radians a token of each of the size/2 pairs, and the factor on cosine and sine.
-
-        Args:
-            size: of what turns.
-            length: the most tokens that the sequence can reach, where the scaling asks.
-        """
+    def frequencies(self, size: int) -> tuple[np.ndarray, float]:
+        """Radians per token of each of the size/2 pairs, and the factor on cosine and sine."""
         freq = self.base ** -(np.arange(0, size, 2, dtype=np.float64) / size)
         if self.scaling is None:
             return freq, 1.0
-        return self.scaling.apply(freq, self.base, length)
+        return self.scaling.apply(freq, self.base)
 
 
-def rotate(
-    x: Float[Array, "B T N H"], at: Int[Array, "B T"], rope: Rope, length: Length = None
-) -> Float[Array, "B T N H"]:
-    """Turns each pair of features by its position.
-
-    Args:
-        length: the most tokens that these sequences can reach (`Attend.capacity`).
-    """
+def apply_rope(x: Float[Array, "B T N H"], at: Int[Array, "B T"], rope: Rope) -> Float[Array, "B T N H"]:
+    """Turns each pair of features by its position."""
     size = rope.turned(x.shape[-1])
-    freq, factor = rope.frequencies(size, length)
-    freq = jnp.asarray(freq, jnp.float32)
-    angle = at.astype(jnp.float32)[:, :, None, None] * (freq if freq.ndim == 1 else freq[:, :, None])
+    freq, factor = rope.frequencies(size)
+    angle = at.astype(jnp.float32)[:, :, None, None] * jnp.asarray(freq, jnp.float32)
     cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
     y = x[..., :size].astype(jnp.float32)
     if rope.pairs == "interleaved":

@@ -4,12 +4,17 @@ A plan lists the layers: `Layer(kind, each)`, where the kind is the structure of
 about it (a window, a rope base). How it runs is set from outside and fixes how weights lie in memory:
 
     Unroll    a list of layers, "layers.3.attn.q.w": fastest on CPUs (15 to 25 % in training, twice in decoding) and when shallow
-    Scan      one array for all layers of a kind, "layers.block.attn.q.w" [L ...]: compile time constant in depth; TPUs
+    Scan      one array for the layers of a kind, "layers.block.attn.q.w" [L ...]: compile time constant in depth; TPUs
+
+Scan runs the smallest repeating group of the plan in a loop, and what is left over as groups of its own. Each group has arrays of
+its own: a slice of a longer array would be a copy of the weights in every step. So the two layers that Gemma 3 1B has left after
+four groups of six lie in "layers.block_2.attn.q.w" [2 ...].
 
 Whatever the layout, a layer's weights also have a name of their own, "layers.3.attn.q.w": the one that Hub tables,
 checkpoints of the other layout and random draws go by (`layer_addresses`, `to_layers`, `from_layers`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -18,14 +23,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 from jaxtyping import Array, Float
 
 from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Cache, Spec, Specs
+from argosy.models.parts.cache import Cache, Caches, Spec, Specs
+from argosy.models.parts.einsum import PRODUCT
 from argosy.models.parts.weight import Leaves, merge, split, variables
+from argosy.parallel.scope import constrain
 
 Remat = Literal["none", "dots", "full"]
-Told = dict[str, dict[str, Array]]  # {kind: {what: [layers of that kind]}}
+Aux = dict[str, dict[str, Array]]  # {kind: {name: [layers of that kind ...]}}
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class Layer:
 
 @runtime_checkable
 class Block(Protocol):
-    """What a family writes: one layer."""
+    """What a family writes: one layer. It returns the residual stream, its cache and its aux outputs (loads, aux losses)."""
 
     def holds(self, each: Any) -> Spec: ...
 
@@ -47,37 +55,30 @@ class Block(Protocol):
     ) -> tuple[Array, Cache | None, dict[str, Array]]: ...
 
 
-class Step(NamedTuple):
+def run_block(
+    graph: Any, layer: Layer, weights: Leaves, x: Array, cache: Cache | None, attend: Attend, remat: Remat
+) -> tuple[Array, Cache | None, dict[str, Array]]:
     """One layer as a pure function of its weights."""
 
-    remat: Remat
-    rows: Any = None  # where the residual stream lies on a mesh
+    def run(weights: Leaves, x: Array, cache: Cache | None, attend: Attend) -> Any:
+        x, cache, aux = merge(graph, weights)(x, layer.each, cache, attend)
+        return constrain(x, "B T D"), cache, aux
 
-    def __call__(self, graph: Any, layer: Layer, weights: Leaves, x: Array, cache: Cache | None, attend: Attend) -> Any:
-        def run(weights: Leaves, x: Array, cache: Cache | None, attend: Attend) -> Any:
-            x, cache, said = merge(graph, weights)(x, layer.each, cache, attend)
-            return on_rows(x, self.rows), cache, said
-
-        return rematerialised(run, self.remat)(weights, x, cache, attend)
-
-
-def on_rows(x: Array, rows: Any) -> Array:
-    """x [B T D], each device its rows. Without this, XLA may split the contraction over D instead, where the weights are
-    split over it, and sum activations of the whole batch over the devices."""
-    return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
+    return rematerialised(run, remat)(weights, x, cache, attend)
 
 
 def rematerialised(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """none: keep what the backward pass needs. dots: keep matrix products only. full: keep the input only."""
+    """none: keep what the backward pass needs. dots: keep the products with weights only, experts' included. full: keep the
+    input only."""
     if remat == "none":
         return function
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    policy = jax.checkpoint_policies.save_only_these_names(PRODUCT) if remat == "dots" else None
     return jax.checkpoint(function, policy=policy)
 
 
 @runtime_checkable
-class Run(Protocol):
-    """A strategy. `stacked` says how weights and caches lie: one array for all layers of a kind, or one a layer."""
+class Execution(Protocol):
+    """How layers run. `stacked` says how weights and caches lie: one array for the layers of a kind, or one a layer."""
 
     @property
     def stacked(self) -> bool: ...
@@ -85,7 +86,9 @@ class Run(Protocol):
     @property
     def remat(self) -> Remat: ...
 
-    def __call__(self, stack: "Stack", step: Step, x: Array, cache: Any, attend: Attend) -> tuple[Array, Any, Told]: ...
+    def __call__(
+        self, stack: "Stack", x: Array, caches: Caches | None, attend: Attend
+    ) -> tuple[Array, Caches | None, Aux]: ...
 
 
 @dataclass(frozen=True)
@@ -95,78 +98,91 @@ class Unroll:
     remat: Remat = "none"
     stacked = False
 
-    def __call__(self, stack: "Stack", step: Step, x: Array, cache: Any, attend: Attend) -> tuple[Array, Any, Told]:
-        kept, told = {}, {}
+    def __call__(
+        self, stack: "Stack", x: Array, caches: Caches | None, attend: Attend
+    ) -> tuple[Array, Caches | None, Aux]:
+        kept, aux = {}, {}
         for i, layer in enumerate(stack.plan):
             name = str(i)
             graph, weights = split(getattr(stack, name))  # its own: layers of a kind may carry different adapters
-            x, kept[name], said = step(graph, layer, weights, x, cache and cache[name], attend)
-            told.setdefault(layer.kind, []).append(said)
-        return x, cache and kept, {kind: _stack_trees(said) for kind, said in told.items()}
+            cache = caches[name] if caches else None
+            x, kept[name], own = run_block(graph, layer, weights, x, cache, attend, self.remat)
+            aux.setdefault(layer.kind, []).append(own)
+        return x, caches and kept, {kind: _stack_trees(own) for kind, own in aux.items()}
 
 
 @dataclass(frozen=True)
 class Scan:
-    """lax.scan over the smallest repeating group of the plan; what does not repeat follows as groups of one."""
+    """lax.scan over the smallest repeating group of the plan; what does not repeat runs as groups of one.
+
+    Caches travel in the carry, where XLA updates them in place: as inputs and outputs of the iterations they would be copied
+    (459 MB of temporaries for 268 MB of cache in a decode step).
+    """
 
     remat: Remat = "none"
     stacked = True
 
-    def __call__(self, stack: "Stack", step: Step, x: Array, cache: Any, attend: Attend) -> tuple[Array, Any, Told]:
-        apart = {kind: split(getattr(stack, kind)) for kind in stack.kinds}
-        graphs = {kind: graph for kind, (graph, _) in apart.items()}
-        weights = {kind: leaves for kind, (_, leaves) in apart.items()}
-        taken: dict[str, int] = {}
-        outs = []
-        for start, period, repeats in groups(stack.plan):
-            part = stack.plan[start : start + period]
+    def __call__(
+        self, stack: "Stack", x: Array, caches: Caches | None, attend: Attend
+    ) -> tuple[Array, Caches | None, Aux]:
+        first: Counter[str] = Counter()  # of each cache: how many of its layers the groups before this one had
+        aux = []
+        for group in stack.groups:
+            apart = {kind: split(getattr(stack, name)) for kind, name in group.names.items()}
+            graphs = {kind: graph for kind, (graph, _) in apart.items()}
+            uses = Counter(layer.kind for layer in group.layers)
+            weights = {
+                kind: jax.tree.map(lambda a, n=uses[kind]: a.reshape(group.repeats, n, *a.shape[1:]), leaves)
+                for kind, (_, leaves) in apart.items()
+            }
+            names = [stack.cache_name(layer) for layer in group.layers]
 
-            def take(tree: Any, name: str, uses: int, repeats: int = repeats) -> Any:
-                low = taken.get(name, 0)
-                taken[name] = low + uses * repeats
-                return jax.tree.map(lambda a: a[low : low + uses * repeats].reshape(repeats, uses, *a.shape[1:]), tree)
+            def body(carry: Any, of_group: Any, group: Any = group, graphs: Any = graphs, names: Any = names) -> Any:
+                x, caches, at = carry
+                weights, caches = of_group, caches and dict(caches)
+                seen: Counter[str] = Counter()
+                at, own = dict(at), {}
+                for layer, name in zip(group.layers, names):
+                    mine = _at(weights[layer.kind], seen[layer.kind])
+                    seen[layer.kind] += 1
+                    cache = _taken(caches[name], at[name]) if caches else None
+                    x, cache, told = run_block(graphs[layer.kind], layer, mine, x, cache, attend, self.remat)
+                    if caches:
+                        caches[name] = _put(caches[name], cache, at[name])
+                        at[name] = at[name] + 1
+                    own.setdefault(layer.kind, []).append(told)
+                return (x, caches, at), {kind: _stack_trees(trees) for kind, trees in own.items()}
 
-            kinds, names = _tally(l.kind for l in part), _tally(stack.cache_name(l) for l in part)
-            xs = (
-                {kind: take(weights[kind], kind, n) for kind, n in kinds.items()},
-                cache and {name: take(cache[name], f"cache {name}", n) for name, n in names.items()},
-            )
-
-            def body(x: Array, group: Any, part: tuple[Layer, ...] = part) -> Any:
-                weights, cache = group
-                return _one_group(stack, step, graphs, part, x, weights, cache, attend)
-
-            x, ys = jax.lax.scan(body, x, xs)
-            outs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), ys))
-        return x, cache and _join([kept for kept, _ in outs]), _join([told for _, told in outs])
-
-
-def _one_group(
-    stack: "Stack",
-    step: Step,
-    graphs: Mapping[str, Any],
-    part: Sequence[Layer],
-    x: Array,
-    weights: Any,
-    cache: Any,
-    attend: Attend,
-) -> Any:
-    """The layers of one group, each with its slice of the weights and caches."""
-    seen: dict[str, int] = {}
-    kept, told = {}, {}
-    for layer in part:
-        name = stack.cache_name(layer)
-        i = seen[layer.kind] = seen.get(layer.kind, -1) + 1
-        j = seen["cache " + name] = seen.get("cache " + name, -1) + 1
-        x, new, said = step(
-            graphs[layer.kind], layer, _at(weights[layer.kind], i), x, cache and _at(cache[name], j), attend
-        )
-        kept.setdefault(name, []).append(new)
-        told.setdefault(layer.kind, []).append(said)
-    return x, (cache and {n: _stack_trees(v) for n, v in kept.items()}, {k: _stack_trees(v) for k, v in told.items()})
+            at = {name: jnp.asarray(first[name], jnp.int32) for name in dict.fromkeys(names)} if caches else {}
+            carry = (x, caches, at)
+            if group.repeats == 1:
+                carry, told = body(carry, jax.tree.map(lambda a: a[0], weights))
+                aux.append(told)
+            else:
+                carry, told = jax.lax.scan(body, carry, weights)
+                aux.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), told))
+            x, caches, _ = carry
+            for name in names:
+                first[name] += group.repeats
+        return x, caches, _join(aux)
 
 
-def groups(plan: Sequence[Layer]) -> list[tuple[int, int, int]]:
+class Group(NamedTuple):
+    """Consecutive layers that run as one loop: `layers`, repeated. names: under which name the stack has the weights of each of
+    their kinds. start: the first of them in the plan."""
+
+    start: int
+    layers: tuple[Layer, ...]
+    repeats: int
+    names: Mapping[str, str]
+
+    def indexes(self, kind: str) -> tuple[int, ...]:
+        """The layers of a kind in this group, by their place in the plan."""
+        places = range(self.start, self.start + len(self.layers) * self.repeats)
+        return tuple(i for i in places if self.layers[(i - self.start) % len(self.layers)].kind == kind)
+
+
+def repeating(plan: Sequence[Layer]) -> list[tuple[int, int, int]]:
     """The plan as (start, period, repeats): at each point the repetition that covers most, of the shortest period."""
     out, start = [], 0
     while start < len(plan):
@@ -182,6 +198,18 @@ def groups(plan: Sequence[Layer]) -> list[tuple[int, int, int]]:
     return out
 
 
+def groups_of(plan: Sequence[Layer]) -> tuple[Group, ...]:
+    """The loops of a plan. The first loop with a kind has its weights under the kind's name, later ones under "kind_2" and so on."""
+    out, times = [], Counter()
+    for start, period, repeats in repeating(plan):
+        layers = tuple(plan[start : start + period])
+        kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
+        times.update(kinds)
+        names = {kind: kind if times[kind] == 1 else f"{kind}_{times[kind]}" for kind in kinds}
+        out.append(Group(start, layers, repeats, names))
+    return tuple(out)
+
+
 class Stack(nnx.Module):
     """The layers of a model.
 
@@ -191,18 +219,27 @@ class Stack(nnx.Module):
         run: how they run, and so how they lie in memory.
     """
 
-    def __init__(self, plan: Sequence[Layer], make: Callable[[str], Any], *, run: Run):
+    def __init__(self, plan: Sequence[Layer], make: Callable[[str], Any], *, run: Execution):
         self.plan, self.run = tuple(plan), run
-        self.rows: Any = None  # a sharding for the residual stream, set from outside
         self.kinds = tuple(dict.fromkeys(layer.kind for layer in self.plan))
         if taken := [kind for kind in self.kinds if kind.isdigit() or hasattr(self, kind)]:
             raise ValueError(f"kinds of layers cannot be named {taken}")
         if run.stacked:
-            for kind, indexes in self.indexes().items():
-                setattr(self, kind, _deepened(make(kind), len(indexes)))
+            for name, (kind, indexes) in self.stored().items():
+                setattr(self, name, _deepened(make(kind), len(indexes)))
         else:
             for i, layer in enumerate(self.plan):
                 setattr(self, str(i), make(layer.kind))
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return groups_of(self.plan)
+
+    def stored(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Of scanned layers: {name of the stored block: (kind, places in the plan of the layers it holds)}."""
+        return {
+            name: (kind, group.indexes(kind)) for group in self.groups for kind, name in group.names.items()
+        }
 
     def indexes(self) -> dict[str, tuple[int, ...]]:
         """Which layers are of each kind."""
@@ -227,8 +264,10 @@ class Stack(nnx.Module):
             out[name] = (self.example(layer).holds(layer.each), (out.get(name, (None, 0))[1] or 0) + 1)
         return out
 
-    def __call__(self, x: Float[Array, "B T D"], cache: Any, attend: Attend) -> tuple[Float[Array, "B T D"], Any, Told]:
-        return self.run(self, Step(self.run.remat, self.rows), on_rows(x, self.rows), cache, attend)
+    def __call__(
+        self, x: Float[Array, "B T D"], caches: Caches | None, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Caches | None, Aux]:
+        return self.run(self, constrain(x, "B T D"), caches, attend)
 
 
 # ---------------------------------------------------------------- one layout and the other
@@ -240,9 +279,9 @@ def layer_addresses(model: nnx.Module) -> Callable[[str], list[str]]:
 
     def names(address: str) -> list[str]:
         for prefix, stack in stacks.items():
-            for kind, indexes in stack.indexes().items() if stack.run.stacked else ():
-                if address.startswith(f"{prefix}{kind}."):
-                    rest = address.removeprefix(f"{prefix}{kind}.")
+            for block, (_, indexes) in stack.stored().items() if stack.run.stacked else ():
+                if address.startswith(f"{prefix}{block}."):
+                    rest = address.removeprefix(f"{prefix}{block}.")
                     return [f"{prefix}{i}.{rest}" for i in indexes]
         return [address]
 
@@ -291,15 +330,19 @@ def _deepened(module: Any, layers: int) -> Any:
     return module
 
 
-def _tally(names: Any) -> dict[str, int]:
-    out: dict[str, int] = {}
-    for name in names:
-        out[name] = out.get(name, 0) + 1
-    return out
-
-
 def _at(tree: Any, i: int) -> Any:
     return jax.tree.map(lambda a: a[i], tree)
+
+
+def _taken(cache: Cache, at: Array) -> Cache:
+    """One layer of a stacked cache."""
+    return {name: dynamic_index_in_dim(a, at, keepdims=False) for name, a in cache.items()}
+
+
+def _put(cache: Cache, layer: Cache | None, at: Array) -> Cache:
+    """The stacked cache with one layer replaced."""
+    assert layer is not None
+    return {name: dynamic_update_index_in_dim(a, layer[name], at, 0) for name, a in cache.items()}
 
 
 def _stack_trees(trees: list[Any]) -> Any:

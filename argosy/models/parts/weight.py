@@ -57,6 +57,8 @@ class Moved(nnx.Variable):
 
 def kept_in(v: nnx.Variable, dtype: Any) -> Any:
     """The type that a weight is kept in, of a model that is kept in `dtype`."""
+    if isinstance(v, Codes):
+        return v.dtype
     return jnp.float32 if getattr(type(v), "exact", False) else dtype
 
 
@@ -67,6 +69,10 @@ def exact(model: nnx.Module) -> set[str]:
 
 class Frozen(nnx.Variable):
     """A weight that is kept but not trained: quantised, or frozen by surgery."""
+
+
+class Codes(Frozen):
+    """Part of a quantized weight: its values, scales or zero points. Never trained, whatever is thawed."""
 
 
 class Choosing(nnx.Variable):

@@ -1,21 +1,32 @@
 """Predict the next token: cross-entropy over the targets that the batch's mask weighs."""
 
-from typing import Any, Literal
+import math
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array
 from pydantic import Field
 
 from argosy.core.settings import Settings
+from argosy.data.batch import Field as BatchField
+from argosy.data.batch import Fields
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.einsum import Einsum
 from argosy.ops.cross_entropy import Losses, from_logits, row_chunks, vocabulary_blocks
-from argosy.train.objectives import Loss, Mean
+from argosy.parallel.scope import axis_sizes, platform
+from argosy.train.objectives import Loss, Mean, Models
 from argosy.train.objectives.routers import with_routers
 
 ROOMY_BYTES = 2 << 30  # of float32 logits that are simply kept, on each device
+FIELDS: Fields = {
+    "tokens": BatchField("B T", np.int32),
+    "targets": BatchField("B T", np.int32),
+    "segments": BatchField("B T", np.int32),
+    "mask": BatchField("B T", np.float32),
+}
 
 
 class NextToken(Settings):
@@ -32,8 +43,14 @@ class NextToken(Settings):
     """Weight of predicting further ahead, where a model has modules for that: of their mean cross-entropy (arXiv:2412.19437,
     equation 25)."""
 
-    def __call__(self, model: Any, batch: dict[str, Array], key: Array) -> Loss:
-        x, _, told = model.hidden(batch["tokens"], Packed(batch["segments"]))
+    rows_per_group: ClassVar[int] = 1
+
+    def reads(self) -> Fields:
+        return FIELDS
+
+    def __call__(self, models: Models, batch: dict[str, Array], key: Array) -> Loss:
+        model = models["model"]
+        x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
         nll, lse = self.losses(model, x.reshape(-1, x.shape[-1]), batch["targets"].reshape(-1))
         mask = batch["mask"].reshape(-1)
         weight = jnp.sum(mask)
@@ -44,33 +61,33 @@ class NextToken(Settings):
         total = cross_entropy + self.z_loss * z
         depths = getattr(model.config, "mtp", 0) if self.mtp else 0
         if depths:
-            further, told_ahead = self.further(model, x, batch, depths)
-            metrics["mtp_cross_entropy"], told = further, told | {"mtp": told_ahead}
+            further, aux_ahead = self.further(model, x, batch, depths)
+            metrics["mtp_cross_entropy"], aux = further, aux | {"mtp": aux_ahead}
             total = total + self.mtp / depths * further.total
-        return with_routers(Loss(Mean(total, weight), metrics), model, told, weight)
+        return with_routers(Loss(Mean(total, weight), metrics), model, aux, jnp.sum(batch["mask"], 1))
 
     def further(self, model: Any, x: Array, batch: dict[str, Array], depths: int) -> tuple[Mean, dict[str, Array]]:
-        """Cross-entropy of the tokens after the next one, over all depths, and what their layers told, [depths ...].
+        """Cross-entropy of the tokens after the next one, over all depths, and the aux outputs of their layers, [depths ...].
 
         Args:
             x: what the head of the model reads [B T D].
         """
-        segments, sums, told = batch["segments"], [], []
+        segments, sums, aux = batch["segments"], [], []
         for depth in range(1, depths + 1):
             inside = _later(segments, depth) == segments  # the token that is predicted belongs to the same text
             attend = Packed(jnp.where(inside, segments, 0))
-            x, _, said = model.ahead(depth, x, _later(batch["tokens"], depth), attend)
+            x, _, own = model.ahead(depth, x, _later(batch["tokens"], depth), attend)
             targets, mask = _later(batch["targets"], depth), jnp.where(inside, _later(batch["mask"], depth), 0.0)
             nll, _ = self.losses(model, x.reshape(-1, x.shape[-1]), targets.reshape(-1))
             sums.append(Mean(jnp.sum(nll * mask.reshape(-1)), jnp.sum(mask)))
-            told.append(said)
-        return sum(sums[1:], sums[0]), jax.tree.map(lambda *each: jnp.stack(each), *told)
+            aux.append(own)
+        return sum(sums[1:], sums[0]), jax.tree.map(lambda *each: jnp.stack(each), *aux)
 
     def losses(self, model: Any, x: Array, targets: Array) -> Losses:
         how, plain = self.head, plain_head(model)
         if how == "auto":
-            roomy = 4 * len(targets) * model.config.vocab <= ROOMY_BYTES * jax.device_count()
-            how = ("blocks" if plain and jax.default_backend() == "cpu" else "logits") if roomy else "chunks"
+            roomy = 4 * len(targets) * model.config.vocab <= ROOMY_BYTES * math.prod(axis_sizes().values())
+            how = ("blocks" if plain and platform() == "cpu" else "logits") if roomy else "chunks"
         if how == "blocks" and plain:
             return vocabulary_blocks(x, plain[0], targets, plain[1])
         if how == "chunks":

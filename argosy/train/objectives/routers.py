@@ -1,70 +1,80 @@
-"""What mixtures of experts add to an objective: their auxiliary losses, how even their load is, and the biases that load moves.
+"""What mixtures of experts add to an objective: aux losses, how even the load of the experts is, and the biases that load moves.
 
-A model whose config has experts must tell of them; one that does not is an error here, not a loss of zero.
+Aux losses are weighed row by row as the targets are, so accumulation, packing and devices change nothing (but for
+`balance_over: batch`, whose product of means is that of the rows that are computed together).
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.models.parts.stack import Told
-from argosy.models.parts.weight import Leaves, Moved, variables
-from argosy.train.objectives import Loss, Mean
+from argosy.models.parts.stack import Aux
+from argosy.models.parts.weight import Moved, variables
+from argosy.train.objectives import Loss, Mean, Update
 
 
-def with_routers(loss: Loss, model: Any, told: Told, weight: Float[Array, ""]) -> Loss:
+@dataclass(frozen=True)
+class ByLoad:
+    """The biases of a router a step further: up for experts with less than an even load, down for those with more
+    (arXiv:2408.15664, algorithm 1)."""
+
+    rate: float
+
+    def __call__(self, bias: Float[Array, "*L E"], load: Float[Array, "*L E"]) -> Float[Array, "*L E"]:
+        return bias + self.rate * jnp.sign(jnp.mean(load, -1, keepdims=True) - load)
+
+
+def with_routers(loss: Loss, model: Any, aux: Aux, rows: Float[Array, "B"]) -> Loss:
     """The same loss with what the routers add, a mean over layers.
 
     Args:
-        told: what the layers told.
-        weight: of the batch: the additions count as much as everything else in it.
+        aux: of the layers.
+        rows: the weight of each row of the batch.
 
     Raises:
-        ValueError: the config has experts, and no layer told of them.
+        ValueError: the config has experts, and no layer has aux outputs of them.
     """
     how = getattr(model.config, "experts", None)
     if how is None:
         return loss
-    layers = [said for said in told.values() if "load" in said]
+    layers = [own for own in aux.values() if "load" in own]
     if not layers:
-        raise ValueError(f"{type(model.config).__name__} has experts, and none of its layers told of them")
-    load, balance, z = (jnp.concatenate([said[name] for said in layers]) for name in ("load", "balance", "router_z"))
+        raise ValueError(f"{type(model.config).__name__} has experts, and none of its layers has their aux outputs")
+    load = jnp.concatenate([own["load"] for own in layers])  # [L E]
     share = load * how.count / jnp.maximum(jnp.sum(load, -1, keepdims=True), 1.0)  # 1: an even load
+    weight = jnp.sum(rows)
+    names = {"balance": "router_balance", "router_z": "router_z", "dropped": "experts_dropped"}
     metrics = {
-        "router_balance": jnp.mean(balance),
-        "router_z": jnp.mean(z),
-        "expert_load_max": jnp.max(share),
-        "experts_idle": jnp.mean(load == 0),
+        metric: Mean(jnp.sum(jnp.mean(jnp.concatenate([own[name] for own in layers]), 0) * rows), weight)
+        for name, metric in names.items()
+        if all(name in own for own in layers)
     }
-    if all("dropped" in said for said in layers):
-        metrics["experts_dropped"] = jnp.mean(jnp.concatenate([said["dropped"] for said in layers]))
-    added = (how.balance * metrics["router_balance"] + how.z_loss * metrics["router_z"]) * weight
-    told_of = {name: Mean(value * weight, weight) for name, value in metrics.items()}
-    loads = _by_address(model, told) if how.bias else {}
-    return Loss(Mean(loss.loss.total + added, loss.loss.weight), loss.metrics | told_of, loads)
+    total = loss.loss.total + how.balance * metrics["router_balance"].total + how.z_loss * metrics["router_z"].total
+    metrics |= {
+        "expert_load_max": Mean(jnp.max(share) * weight, weight),
+        "experts_idle": Mean(jnp.mean(load == 0) * weight, weight),
+    }
+    rule = ByLoad(how.bias_rate)
+    updates = {a: Update(own, rule) for a, own in _by_address(model, aux).items()} if how.bias else {}
+    return Loss(Mean(total, loss.loss.weight), loss.metrics | metrics, loss.updates | updates)
 
 
-def _by_address(model: Any, told: Told) -> dict[str, Array]:
+def _by_address(model: Any, aux: Aux) -> dict[str, Array]:
     """The load of each layer, as the biases are stored: stacked, or a layer each."""
-    moved = [address for address, v in variables(model).items() if isinstance(v, Moved)]
-    kind_of = {
-        str(i): (layer.kind, model.layers.indexes()[layer.kind].index(i)) for i, layer in enumerate(model.layers.plan)
-    }
+    stack = model.layers
+    places = {i: (kind, n) for kind, indexes in stack.indexes().items() for n, i in enumerate(indexes)}
+    stored = stack.stored() if stack.run.stacked else {}
     out = {}
-    for address in moved:
+    for address in [address for address, v in variables(model).items() if isinstance(v, Moved)]:
         root, name = address.split(".")[:2]
-        if root != "layers":  # modules beside the layers tell under their own name, a row each, if they are run
-            out |= {address: told[root]["load"][int(name)]} if root in told else {}
-        elif name in kind_of:
-            kind, i = kind_of[name]
-            out[address] = told[kind]["load"][i]
-        elif name in told:
-            out[address] = told[name]["load"]
+        if root != "layers":  # modules beside the layers have aux outputs under their own name, a row each, if they are run
+            out |= {address: aux[root]["load"][int(name)]} if root in aux else {}
+        elif name in stored:
+            kind, indexes = stored[name]
+            out[address] = aux[kind]["load"][jnp.asarray([places[i][1] for i in indexes])]
+        else:
+            kind, n = places[int(name)]
+            out[address] = aux[kind]["load"][n]
     return out
-
-
-def moved(rest: Leaves, loads: dict[str, Array], rate: float) -> Leaves:
-    """The biases a step further: up for experts with less than an even load, down for those with more
-    (arXiv:2408.15664, algorithm 1)."""
-    return rest | {a: rest[a] + rate * jnp.sign(jnp.mean(n, -1, keepdims=True) - n) for a, n in loads.items()}

@@ -1,0 +1,28 @@
+"""Which implementation of an op a program is traced with: one asked for by name, else the best known for its platform.
+
+    with implementations(attention="reference"):      # what `execution.attention` and `execution.experts` set
+        jax.jit(step).lower(...)
+
+Read while a program is traced, so it belongs around tracing, not around running.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_named: ContextVar[dict[str, str]] = ContextVar("implementations", default={})  # noqa: B039: never changed in place
+
+
+@contextmanager
+def implementations(**names: str | None) -> Iterator[None]:
+    """Programs traced inside use these implementations, by op; None leaves an op to itself."""
+    token = _named.set(_named.get() | {op: name for op, name in names.items() if name is not None})
+    try:
+        yield
+    finally:
+        _named.reset(token)
+
+
+def asked_for(op: str) -> str | None:
+    """The implementation that was asked for by name."""
+    return _named.get().get(op)

@@ -1,0 +1,78 @@
+"""The mesh in scope: what a program is compiled for, and how it lays out activations.
+
+    with scope(mesh):                       a step is traced and run under its mesh
+        x = constrain(x, "B T D")           all that models ever say of it, in the letters of the legend
+        platform()                          "cpu", "gpu" or "tpu": of the mesh's devices, which need not be here
+
+Without a mesh, or on one device, `constrain` does nothing. Rules are read when a program is traced, so one jitted function must
+not be traced under two tables of rules on the same mesh.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import jax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array
+
+from argosy.parallel.rules import DEFAULT, Rules
+
+_rules: ContextVar[Rules] = ContextVar("rules", default=DEFAULT)
+
+
+@contextmanager
+def scope(mesh: Mesh, rules: Rules = DEFAULT) -> Iterator[Mesh]:
+    """Programs traced inside are for this mesh, under these rules."""
+    token = _rules.set(rules)
+    try:
+        with jax.set_mesh(mesh):
+            yield mesh
+    finally:
+        _rules.reset(token)
+
+
+def axis_sizes() -> dict[str, int]:
+    """Sizes of the axes of the mesh in scope that XLA may still split over: none inside a `shard_map` over all of them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return {}
+    return {name: size for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types) if kind != AxisType.Manual}
+
+
+def activation_spec(letters: str, shape: tuple[int, ...]) -> PartitionSpec:
+    """How an activation is split over the mesh in scope."""
+    return _rules.get().activation(letters, shape, axis_sizes())
+
+
+def weight_spec(axes: tuple[str, ...], shape: tuple[int, ...], only: frozenset[str]) -> PartitionSpec:
+    """How a weight is split over some axes of the mesh in scope; over the others it is gathered."""
+    spec = _rules.get().weight(axes, shape, axis_sizes())
+    return PartitionSpec(*(axis if axis in only else None for axis in spec))
+
+
+def constrain(x: Array, letters: str) -> Array:
+    """x, laid out over the mesh in scope as the rules say of an array with these letters, such as "B T D".
+
+    Left to itself, XLA may contract over a width that the weights are split over, and sum activations of the whole batch over
+    the devices (docs/log.md).
+    """
+    spec = activation_spec(letters, x.shape)
+    return x if all(axes is None for axes in spec) else jax.lax.with_sharding_constraint(x, spec)
+
+
+def platform() -> str:
+    """What the program being traced is compiled for: the devices of the mesh in scope, else jax's default device, else its
+    default backend. Devices of a described topology count as devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    described = None if mesh.empty else getattr(mesh, "abstract_device", None)
+    if described is not None and described.platform:
+        return _plain(described.platform)
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if device is None:
+        return _plain(jax.default_backend())
+    return _plain(device.split(":")[0] if isinstance(device, str) else device.platform)
+
+
+def _plain(name: str) -> str:
+    return "gpu" if name in ("cuda", "rocm") else name

@@ -1,0 +1,100 @@
+"""Seam 1: quantized arrays contract as plain ones do, whatever their scales lie on; other equations of the same weight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import relative
+
+from argosy.models.parts.einsum import Einsum, Route, contract
+from argosy.models.parts.weight import fill
+from argosy.ops.quantized import Quantized
+
+RNG = np.random.default_rng(0)
+SIZES = {"B": 2, "T": 3, "D": 8, "N": 4, "H": 6, "X": 9, "E": 3, "M": 4, "V": 7}
+
+
+def array(letters):
+    return jnp.asarray(RNG.standard_normal([SIZES[a] for a in letters]), jnp.float32)
+
+
+def quantized(spec, scale_shape, zero=False):
+    shape = [SIZES[a] for a in spec]
+    scale = jnp.asarray(RNG.uniform(0.5, 2, scale_shape), jnp.float32)
+    offset = jnp.asarray(RNG.integers(-5, 5, scale_shape), jnp.float32) if zero else None
+    return Quantized(jnp.asarray(RNG.integers(-127, 128, shape), jnp.int8), scale, offset)
+
+
+DENSE = {
+    "kept": ("BTD,DNH->BTNH", (1, 4, 6)),
+    "one kept letter": ("BTD,DNH->BTNH", (1, 1, 6)),
+    "summed": ("BTD,DNH->BTNH", (8, 1, 1)),
+    "both": ("BTD,DNH->BTNH", (8, 4, 1)),
+    "blocks of the summed": ("BTD,DNH->BTNH", (2, 4, 6)),
+    "one for all": ("BTD,DNH->BTNH", (1, 1, 1)),
+    "weight last": ("BTNH,NHD->BTD", (1, 1, 8)),
+    "words": ("BTD,VD->BTV", (7, 1)),
+    "words, summed": ("BTV,VD->BTD", (7, 1)),
+}
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("name", DENSE)
+def test_scales_on_any_letters(name, zero):
+    eq, scale = DENSE[name]
+    spec = eq.split(",")[1].split("->")[0]
+    w = quantized(spec, scale, zero)
+    x = array(eq.split(",")[0])
+    assert relative(contract(eq, x, w), jnp.einsum(eq, x, w.dequantized())) < 1e-6
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("scale", [(3, 1, 4), (1, 1, 4), (3, 8, 1), (3, 2, 4)])
+def test_experts_have_scales_of_their_own(scale, even):
+    w = quantized("EDM", scale)
+    sizes = [3, 3, 3] if even else [4, 0, 5]
+    expert = np.repeat(np.arange(3), sizes)
+    x = array("XD")
+    got = contract("XD,EDM->XM", x, w, Route(jnp.asarray(sizes, jnp.int32), jnp.asarray(expert), even))
+    dense = np.asarray(w.dequantized())
+    assert relative(got, np.stack([np.asarray(x[i]) @ dense[e] for i, e in enumerate(expert)])) < 1e-6
+
+
+def test_rows_of_a_quantized_embedding():
+    ids = jnp.asarray([[5, 0, 6]])
+    for scale in ((7, 1), (1, 8), (7, 2)):
+        w = quantized("VD", scale)
+        assert relative(w.rows(ids), w.dequantized()[ids]) == 0
+
+
+def test_activations_are_rounded_by_their_scale():
+    w = Quantized(jnp.ones((8, 4), jnp.int8), jnp.ones((1, 4)), x_scale=jnp.float32(0.5))
+    x = jnp.full((1, 1, 8), 0.6)
+    assert (contract("BTD,DM->BTM", x, w) == 8 * 0.5).all()
+
+
+def test_a_product_of_bfloat16_can_leave_in_float32():
+    x, w = array("BTD").astype(jnp.bfloat16), array("DNH")
+    got = contract("BTD,DNH->BTNH", x, w, dtype=jnp.float32)
+    assert got.dtype == jnp.float32
+    exact = np.einsum("btd,dnh->btnh", np.asarray(x, np.float64), np.asarray(w.astype(jnp.bfloat16), np.float64))
+    assert relative(got, exact) < 1e-6
+    assert relative(contract("BTD,DNH->BTNH", x, w), exact) > 1e-4
+
+
+def made(eq, **how):
+    einsum = Einsum(eq, {a: SIZES[a] for a in eq.split(",")[1].split("->")[0]}, **how)
+    fill(einsum, jax.random.key(0), addresses=lambda a: [a])
+    return einsum
+
+
+def test_another_equation_needs_the_same_letters_and_no_bias():
+    einsum = made("BTD,DNH->BTNH")
+    x = array("BTNH")
+    assert relative(einsum.via("BTNH,DNH->BTD", x), jnp.einsum("BTNH,DNH->BTD", x, einsum.w[...])) < 1e-6
+    with pytest.raises(ValueError, match="DNH"):
+        einsum.via("BTNH,NHD->BTD", x)
+    with pytest.raises(ValueError, match="bias"):
+        made("BTD,DNH->BTNH", bias=True).via("BTNH,DNH->BTD", x)
+    with pytest.raises(ValueError, match="route"):
+        made("XD,EDM->XM").via("XM,EDM->XD", array("XM"))
