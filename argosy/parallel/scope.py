@@ -16,6 +16,7 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
+from argosy.core.dims import LEGEND
 from argosy.parallel.rules import DEFAULT, Rules
 
 _rules: ContextVar[Rules] = ContextVar("rules", default=DEFAULT)
@@ -45,6 +46,11 @@ def activation_spec(letters: str, shape: tuple[int, ...]) -> PartitionSpec:
     return _rules.get().activation(letters, shape, axis_sizes())
 
 
+def axes_in(spec: PartitionSpec) -> frozenset[str]:
+    """The mesh axes that a spec names."""
+    return frozenset(axis for axes in spec if axes for axis in ([axes] if isinstance(axes, str) else axes))
+
+
 def weight_spec(axes: tuple[str, ...], shape: tuple[int, ...], only: frozenset[str]) -> PartitionSpec:
     """How a weight is split over some axes of the mesh in scope; over the others it is gathered."""
     spec = _rules.get().weight(axes, shape, axis_sizes())
@@ -58,7 +64,21 @@ def constrain(x: Array, letters: str) -> Array:
     the devices (docs/log.md).
     """
     spec = activation_spec(letters, x.shape)
-    return x if all(axes is None for axes in spec) else jax.lax.with_sharding_constraint(x, spec)
+    if all(axes is None for axes in spec):
+        return x
+    # An axis that rules would split and that does not divide (the one row of a sample) is XLA's to lay out; others are whole.
+    free = [LEGEND.get(letter, letter) in _rules.get().activations for letter in letters.split()]
+    entries = [PartitionSpec.UNCONSTRAINED if f and axes is None else axes for axes, f in zip(spec, free)]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+
+def gathered(w: Array, axes: tuple[str, ...], rows: Array) -> Array:
+    """A weight, gathered over the mesh axes that split these rows, as FSDP does before use. XLA does so by itself before a
+    matrix product; before a lookup it would replicate what is looked up."""
+    mine = axes_in(activation_spec("B T", rows.shape)) if rows.ndim == 2 else frozenset()
+    if not mine:
+        return w
+    return jax.lax.with_sharding_constraint(w, weight_spec(axes, w.shape, frozenset(axis_sizes()) - mine))
 
 
 def platform() -> str:

@@ -17,10 +17,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from argosy.core.dims import LOOKED_UP
+from argosy.core.dims import LEGEND, LOOKED_UP
 from argosy.models.parts.weight import Choosing, Draw, Meaning, weight
 from argosy.ops.grouped import grouped_matmul
 from argosy.ops.quantized import Quantized, round_int8
+from argosy.parallel.scope import gathered
 
 PRODUCT = "product"  # the name of every product with a weight, for what rematerialization keeps
 
@@ -182,7 +183,7 @@ class Contraction(nnx.Module):
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Rows of the weight: the lookup of an embedding."""
         w = self.weight
-        return w.rows(ids) if isinstance(w, Quantized) else w[ids]
+        return w.rows(ids) if isinstance(w, Quantized) else gathered(w, tuple(LEGEND[a] for a in self.spec), ids)[ids]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from argosy.core.settings import Settings
 from argosy.models.parts.einsum import Contraction, Einsum, Route
 from argosy.models.parts.mlp import ACTIVATIONS, GLU, Activation
 from argosy.models.parts.weight import Draw, Meaning, Moved, merge, split, variables, weight
-from argosy.parallel.scope import activation_spec, axis_sizes, weight_spec
+from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, weight_spec
 
 Act = Callable[[Array, Array], Array]
 
@@ -188,7 +188,7 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
         """The weighted sum over the experts of each token, on the devices that hold the tokens; `chosen` is E for none."""
         rows = activation_spec("B T", x.shape[:2])
-        mine = {axis for axes in rows if axes for axis in axes}
+        mine = axes_in(rows)
         over = frozenset(axis for axis, size in axis_sizes().items() if size > 1)
         if not over:
             return self.dispatch(Local(self.gate, self.up, self.down, self.how, self.acted), x, weights, chosen)

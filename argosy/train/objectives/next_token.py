@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from argosy.core.settings import Settings
@@ -15,11 +15,12 @@ from argosy.data.batch import Field as BatchField
 from argosy.data.batch import Fields
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.einsum import Einsum
-from argosy.ops.cross_entropy import Losses, from_logits, row_chunks, vocabulary_blocks
+from argosy.ops.cross_entropy import from_logits, row_chunks, vocabulary_blocks
 from argosy.parallel.scope import axis_sizes, platform
 from argosy.train.objectives import Loss, Mean, Models
 from argosy.train.objectives.routers import with_routers
 
+Losses = tuple[Float[Array, "B T"], Float[Array, "B T"]]
 ROOMY_BYTES = 2 << 30  # of float32 logits that are simply kept, on each device
 FIELDS: Fields = {
     "tokens": BatchField("B T", np.int32),
@@ -35,9 +36,11 @@ class NextToken(Settings):
     z_loss: float = Field(0.0, ge=0)
     """Weight of the squared log partition function, which keeps logits near 0 (PaLM, arXiv:2204.02311: 1e-4)."""
     head: Literal["auto", "logits", "blocks", "chunks"] = "auto"
-    """How the loss over the vocabulary is taken: all logits, by vocabulary block (CPUs), or by rows when memory asks."""
+    """How the loss over the vocabulary is computed. logits: all at once; blocks: a block of the vocabulary at a time, fastest on
+    CPUs; chunks: some rows at a time, recomputed in the backward pass, for memory. auto: chunks where the logits would take more
+    than 2 GiB a device, else the fastest. All agree to rounding, in bfloat16 too."""
     chunk: int = Field(1024, gt=0)
-    """Rows of logits alive at once under `chunks`."""
+    """Rows of logits that exist at once under `chunks`."""
 
     mtp: float = Field(0.3, ge=0)
     """Weight of predicting further ahead, where a model has modules for that: of their mean cross-entropy (arXiv:2412.19437,
@@ -51,8 +54,8 @@ class NextToken(Settings):
     def __call__(self, models: Models, batch: dict[str, Array], key: Array) -> Loss:
         model = models["model"]
         x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
-        nll, lse = self.losses(model, x.reshape(-1, x.shape[-1]), batch["targets"].reshape(-1))
-        mask = batch["mask"].reshape(-1)
+        nll, lse = self.losses(model, x, batch["targets"])
+        mask = batch["mask"]
         weight = jnp.sum(mask)
         cross_entropy, z = jnp.sum(nll * mask), jnp.sum(lse * lse * mask)
         metrics = {"cross_entropy": Mean(cross_entropy, weight)}
@@ -78,21 +81,29 @@ class NextToken(Settings):
             attend = Packed(jnp.where(inside, segments, 0))
             x, _, own = model.ahead(depth, x, _later(batch["tokens"], depth), attend)
             targets, mask = _later(batch["targets"], depth), jnp.where(inside, _later(batch["mask"], depth), 0.0)
-            nll, _ = self.losses(model, x.reshape(-1, x.shape[-1]), targets.reshape(-1))
-            sums.append(Mean(jnp.sum(nll * mask.reshape(-1)), jnp.sum(mask)))
+            nll, _ = self.losses(model, x, targets)
+            sums.append(Mean(jnp.sum(nll * mask), jnp.sum(mask)))
             aux.append(own)
         return sum(sums[1:], sums[0]), jax.tree.map(lambda *each: jnp.stack(each), *aux)
 
-    def losses(self, model: Any, x: Array, targets: Array) -> Losses:
+    def losses(self, model: Any, x: Float[Array, "B T D"], targets: Int[Array, "B T"]) -> Losses:
+        """Loss and log partition function of each target, [B T] each. Rows stay rows: flattened, they could not be laid out over
+        devices by the rules of a batch."""
         how, plain = self.head, plain_head(model)
         if how == "auto":
-            roomy = 4 * len(targets) * model.config.vocab <= ROOMY_BYTES * math.prod(axis_sizes().values())
+            roomy = 4 * targets.size * model.config.vocab <= ROOMY_BYTES * math.prod(axis_sizes().values())
             how = ("blocks" if plain and platform() == "cpu" else "logits") if roomy else "chunks"
+        flat = targets.reshape(-1)
         if how == "blocks" and plain:
-            return vocabulary_blocks(x, plain[0], targets, plain[1])
-        if how == "chunks":
-            return row_chunks(lambda rows: model.unembed(rows[None])[0], x, targets, min(self.chunk, len(targets)))
-        return from_logits(model.unembed(x[None])[0], targets)
+            losses = vocabulary_blocks(x.reshape(-1, x.shape[-1]), plain[0], flat, plain[1])
+        elif how == "chunks":
+            rows = x.reshape(-1, x.shape[-1])
+            losses = row_chunks(lambda rows: model.unembed(rows[:, None])[:, 0], rows, flat, min(self.chunk, len(flat)))
+        else:
+            logits = model.unembed(x)
+            losses = from_logits(logits.reshape(-1, logits.shape[-1]), flat)
+        nll, lse = (a.reshape(targets.shape) for a in losses)
+        return nll, lse
 
 
 def _later(a: Array, steps: int) -> Array:

@@ -1,0 +1,109 @@
+"""What each device computes, holds and sends in a training step, as devices grow: a table for docs/reference/devices.md, and the
+figures that the laws assert. Programs are compiled and not run.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from argosy.models import FAMILIES
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import abstract, logical
+from argosy.observe.hlo import Cost, cost
+from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.place import batch_sharding, like_weights
+from argosy.parallel.rules import DEFAULT, shardings
+from argosy.parallel.scope import scope
+from argosy.train.objectives.next_token import NextToken
+from argosy.train.optim import SGD
+from argosy.train.schedule import Constant
+from argosy.train.state import TrainState, meanings_of, trained, training_graph
+from argosy.train.step import make_step
+
+ROWS, LENGTH = 16, 64
+COMMON: dict[str, Any] = {"vocab": 512, "width": 64, "layers": 2, "context": 256}
+EXPERTS = {"count": 8, "active": 2, "ffn": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"family": "llama", "ffn": 256, "heads": 8, "kv_heads": 4, "head_size": 16},
+    "experts": {"family": "mixtral", "ffn": 64, "heads": 8, "kv_heads": 4, "head_size": 16, "moe": EXPERTS},
+    "latent attention": {
+        "family": "deepseek",
+        "ffn": 256,
+        "heads": 8,
+        "head_size": 16,
+        "rope_size": 8,
+        "value_size": 16,
+        "latent_rank": 32,
+        "query_rank": 32,
+        "dense": 1,
+        "moe": EXPERTS | {"score": "sigmoid", "group_strength": "max"},
+    },
+    "delta nets": {
+        "family": "qwen3_next",
+        "ffn": 256,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_size": 16,
+        "pattern": "RG",
+        "delta": {"key_heads": 8, "value_heads": 8, "key_size": 16, "value_size": 16},
+        "moe": EXPERTS | {"shared": 64, "shared_gate": True},
+    },
+}
+MESHES: dict[str, dict[str, int]] = {
+    "1": {"data": 1, "fsdp": 1},
+    "fsdp 2": {"data": 1, "fsdp": 2},
+    "fsdp 4": {"data": 1, "fsdp": 4},
+    "fsdp 8": {"data": 1, "fsdp": 8},
+    "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "fsdp 2, tensor 4": {"data": 1, "fsdp": 2, "tensor": 4},
+}
+
+
+def config_of(name: str) -> Any:
+    sizes = dict(MODELS[name])
+    return FAMILIES[sizes.pop("family")](**COMMON, **sizes)
+
+
+def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS, **objective: Any) -> Cost:
+    """Of the training step of a model over a mesh, for each of its devices."""
+    count = 1
+    for n in sizes.values():
+        count *= n
+    mesh = MeshSettings(**sizes).build(jax.devices()[:count])
+    model = config.build(Unroll())
+    graph, params, rest = trained(model)
+    rate = Constant(warmup=0).build(10)
+    optimizer = SGD(learning_rate=1e-2).build(rate, meanings_of(model))
+    shapes = abstract(model)
+    state = jax.eval_shape(
+        lambda params, rest: TrainState.start(params, rest, optimizer.init(params), 0),
+        {a: shapes[a] for a in params},
+        {a: shapes[a] for a in rest},
+    )
+    weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)
+    places = like_weights(state, weights, shapes, mesh)
+    described = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, places)
+    goal = NextToken(**({"head": "logits"} | objective))
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, LENGTH), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
+        for name, f in goal.reads().items()
+    }
+    step = make_step(training_graph(model), goal, optimizer, rate)
+    with scope(mesh):
+        return cost(jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(described, batch).compile())
+
+
+def table() -> str:
+    """Markdown: a row for each kind of model and each mesh."""
+    lines = [
+        "| model | mesh | GFLOP | temporaries, kB | state and batch, kB | collectives, kB | of which |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in MODELS:
+        for mesh, sizes in MESHES.items():
+            c = step_cost(config_of(name), sizes)
+            kinds = ", ".join(f"{kind} {n / 1e3:,.0f}" for kind, n in sorted(c.collectives.items()))
+            kb = [f"{n / 1e3:,.0f}" for n in (c.temporary_bytes, c.argument_bytes, c.collective_bytes)]
+            lines.append(f"| {name} | {mesh} | {c.flops / 1e9:.3f} | {' | '.join(kb)} | {kinds} |")
+    return "\n".join(lines)
