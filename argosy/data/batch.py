@@ -1,24 +1,27 @@
-"""What every step eats, and the promise of whoever makes it.
+"""A batch, the fields it holds, and the iterator that makes batches.
 
-A batch is a dict of numpy arrays, B rows of T tokens (this process's rows of the global batch):
+A batch is a dict of numpy arrays: this process's rows of the global batch. It holds the fields that were asked for and no
+others. Language modeling asks for four, over B rows of T tokens:
 
-    tokens     int32   [B T]   input
-    targets    int32   [B T]   the token after each input
-    segments   int32   [B T]   1, 2, ... for the documents within a row; 0 is padding
-    positions  int32   [B T]   place within the segment, from 0
-    mask       float32 [B T]   weight of each target in the loss; 0 where the target starts another document, is
-                               padding, or is not to be learned
+    tokens    int32    [B T]   input
+    targets   int32    [B T]   the token after each input
+    segments  int32    [B T]   1, 2, ... for the documents of a row; 0 is padding
+    mask      float32  [B T]   weight of each target in the loss; 0 where the target is padding, belongs to another document
+                               than its input, or is not to be learned
 
-`Batches` is an iterator whose position can be saved and found again. It does not know what lies below it.
+Every other per-token field is aligned with the targets, as `mask` is: entry t belongs to `targets[t]`, and it is 0 where
+the input at t has no target of its own document.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from argosy.core.errors import BadInput, UserError
+from argosy.data.summary import CorpusSummary
 
 Batch = dict[str, np.ndarray]
 
@@ -34,19 +37,47 @@ class Field:
     """
 
     axes: str
-    dtype: type = np.int32
+    dtype: Any = np.int32
     per: Literal["token", "row", "group"] = "token"
 
 
-Fields = dict[str, Field]
+Fields = Mapping[str, Field]
 Fingerprint = dict[str, Any]  # name -> string, number, bool or None: whatever decides which rows come in which order
+
+LANGUAGE_MODELING: Fields = {
+    "tokens": Field("B T"),
+    "targets": Field("B T"),
+    "segments": Field("B T"),
+    "mask": Field("B T", np.float32),
+}
+
+
+def check_fields(wanted: Fields, there: Fields) -> None:
+    """Compares the fields that an objective reads with those that the data provides.
+
+    Raises:
+        BadInput: the data lacks a field, or has it per something else or in a type that does not convert.
+    """
+    for name, field in wanted.items():
+        if name not in there:
+            listed = ", ".join(f"`{other}`" for other in there)
+            raise BadInput(f"this data has no field `{name}`", where="read by the objective", hint=f"it has {listed}")
+        has = there[name]
+        if field.per != has.per or field.axes.split() != has.axes.split():
+            raise BadInput(
+                f"the field `{name}` is [{has.axes}] per {has.per} in this data, and the objective reads [{field.axes}] per "
+                f"{field.per}"
+            )
+        if not np.can_cast(has.dtype, field.dtype, "same_kind"):
+            types = f"{np.dtype(has.dtype).name} in this data, and the objective reads {np.dtype(field.dtype).name}"
+            raise BadInput(f"the field `{name}` is {types}")
 
 
 class Batches(ABC):
-    """An iterator of batches with a position.
+    """An iterator of batches whose position can be saved and restored.
 
-    `state()` describes the batches handed out, never those made ahead of need, so that the state saved with the weights
-    of step n is that of step n. The fingerprint goes with it: a position means something only in the same data.
+    `state()` describes the batches handed out, never those made ahead of need, so the state saved with the weights of step n
+    is that of step n. It includes a fingerprint of the data, since a position means nothing in other data.
     """
 
     fingerprint: Fingerprint
@@ -70,7 +101,7 @@ class Batches(ABC):
 
     @abstractmethod
     def seek(self, position: dict[str, Any]) -> None:
-        """Goes to a position of the same data.
+        """Moves to a position of the same data.
 
         Raises:
             UserError: the position cannot be honored here, for instance under another number of processes.
@@ -78,14 +109,25 @@ class Batches(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stops whatever works ahead. Idempotent."""
+        """Stops the threads that read ahead. Idempotent."""
+
+    def advance(self, state: Any) -> None:
+        """Hands over the training state before the next batch is drawn, for batches that depend on the model (rollouts).
+
+        The loop calls it once a step with the state of that step. Data that does not depend on the model ignores it, which
+        is the default. An implementation must not keep arrays of the state: the next step donates them.
+        """
+
+    def summary(self, steps: int | None = None) -> CorpusSummary:
+        """What the data consists of; with `steps`, also how many epochs of it so many batches are."""
+        return CorpusSummary(source="unknown")
 
     def advance(self, state: Any) -> None:
         """Called before each batch with the training state it is for. Batches that depend on the model (rollouts) read its
         weights here; they must not keep it, since the next update takes its buffers."""
 
     def rewind(self) -> None:
-        """Back to the first batch: an evaluation reads the same rows every time."""
+        """Moves back to the first batch: an evaluation reads the same rows every time."""
         self.seek({})
 
     def state(self) -> dict[str, Any]:
@@ -93,10 +135,10 @@ class Batches(ABC):
         return {"position": self.position(), "fingerprint": self.fingerprint}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken.
+        """Continues where `state` was taken.
 
         Raises:
-            UserError: the state was taken on other data; the differences are named.
+            UserError: the state was taken on other data; the message names the differences.
         """
         if not isinstance(state, dict) or not isinstance(state.get("fingerprint"), dict):
             raise BadInput("not the state of a data pipeline", hint="it holds `position` and `fingerprint`")
@@ -113,11 +155,11 @@ def check_same(was: Fingerprint, now: Fingerprint) -> None:
     keys = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
     if not keys:
         return
-    told = "; ".join(f"{key} was {short(was.get(key))}, is {short(now.get(key))}" for key in keys[:3])
+    differences = "; ".join(f"{key} was {short(was.get(key))}, is {short(now.get(key))}" for key in keys[:3])
     rest = f"; and {len(keys) - 3} more" if len(keys) > 3 else ""
     raise UserError(
         f"the data is not what the saved position belongs to: {', '.join(keys)}",
-        where=told + rest,
+        where=differences + rest,
         hint="give the same data settings and files again, or start a new run with `dir=NEW`",
     )
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Library
 
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers import Tokenizer
-from argosy.data.tokenizers.facts import Facts
+from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.fast import FastTokenizer
 from argosy.data.tokenizers.rules import QWEN2
 
@@ -50,5 +50,5 @@ def train(texts: Iterable[str], vocab: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), max_token_length=LONGEST,
     )  # fmt: skip
     library.train_from_iterator(chain([first], texts), trainer)
-    facts = Facts({"bos_token": BOS, "eos_token": EOS}, adds_bos=False)
-    return FastTokenizer(library.to_str(pretty=False), facts, Path("tokenizer.json"))
+    config = TokenizerConfig({"bos_token": BOS, "eos_token": EOS}, adds_bos=False)
+    return FastTokenizer(library.to_str(pretty=False), config, Path("tokenizer.json"))

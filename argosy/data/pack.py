@@ -1,66 +1,98 @@
 """Documents to rows of equal length: which tokens of a corpus make row i.
 
-Two ways, both giving any row at once from its number:
+Two packings. Both make any row directly from its number:
 
     SplitRows   the documents as one stream; row i reads stream[i T : i T + T + 1]. The overlap of one keeps every
                 target, the only padding is in the last row, and a document may begin in one row and end in the next.
     FitRows     whole documents, best fit decreasing (Johnson, 1973); only documents longer than a row are cut. Every
                 place holds an input with its target, so a document of n tokens takes n - 1.
 
-A document is never predicted from the one before it: the first token of a document is no target in either. That
-attention stays within `segments` is the model's part. Nothing here knows text, files or tokenizers.
+A document is never predicted from the one before it: in both packings the first token of a document is not a target. The
+model has to keep attention within `segments`. Nothing here knows text, files or tokenizers. Rows that belong together, such
+as preference pairs, are not packed: `groups`.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from argosy.data.batch import Batch
+from argosy.core.errors import BadInput
+from argosy.data.batch import LANGUAGE_MODELING, Batch, Field, Fields
+
+Columns = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens of all documents in a row, in memory or mapped from a file.
+    """Tokens of all documents one after the other, in memory or mapped from a file.
 
     tokens: [n] unsigned integers.  starts: [documents + 1] int64, where each document begins, then n.
-    learn: [n] uint8, 1 where a token counts in the loss; None means all do.
+    weights: [n] of each token in the loss, uint8 where all are 0 or 1, else float32; None means 1.
+    columns: further numbers for each token, [n] each, such as advantages; they come out of every packing beside the targets.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
-    learn: np.ndarray | None = None
+    weights: np.ndarray | None = None
+    columns: Columns = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, column in self.columns.items():
+            if name in LANGUAGE_MODELING:
+                raise BadInput(f"a column may not be called `{name}`", hint="that is a field of every batch")
+            if column.shape != self.tokens.shape:
+                raise BadInput(f"the column `{name}` has {len(column)} numbers for {len(self.tokens)} tokens")
 
     @property
     def documents(self) -> int:
         return len(self.starts) - 1
 
+    @property
+    def fields(self) -> Fields:
+        """What batches of this corpus can hold."""
+        return {**LANGUAGE_MODELING, **{name: Field("B T", column.dtype) for name, column in self.columns.items()}}
+
+    @property
+    def beside(self) -> dict[str, np.ndarray]:
+        """Every array that goes with the targets: the columns, and the weights as `mask`."""
+        return dict(self.columns) | ({} if self.weights is None else {"mask": self.weights})
+
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document, or a piece of one: tokens [n], learn [n] or None as in Corpus, and whether a document begins here."""
+    """A document, or a piece of one: tokens [n], weights and columns as in Corpus, and whether a document begins here."""
 
     tokens: np.ndarray
-    learn: np.ndarray | None = None
+    weights: np.ndarray | None = None
     begins: bool = True
+    columns: Columns = field(default_factory=dict)
 
 
 class Rows(Protocol):
-    """A table of rows, any of which can be made from its number."""
+    """A table of rows, any of which can be made from its number. Rows `g i` up to `g i + g` are a group, g = per_group.
+
+    fields: what `gather` gives, with the types it gives them in.
+    """
+
+    per_group: int
+    fields: Fields
 
     def __len__(self) -> int: ...
 
     def gather(self, rows: np.ndarray) -> Batch:
-        """The batch of those rows: [B] numbers to [B T] arrays."""
+        """The batch of those rows: [B] numbers to arrays of B rows. Rows of a group come together and in order."""
         ...
 
 
 class SplitRows:
     """Rows of `sequence` tokens cut from the stream."""
 
+    per_group = 1
+
     def __init__(self, corpus: Corpus, sequence: int):
-        self.corpus, self.sequence = corpus, sequence
+        self.corpus, self.sequence, self.fields = corpus, sequence, corpus.fields
         self.count = max(0, -(-(len(corpus.tokens) - 1) // sequence))  # a target needs a token before it
 
     def __len__(self) -> int:
@@ -70,43 +102,41 @@ class SplitRows:
         tokens, starts, width = self.corpus.tokens, self.corpus.starts, self.sequence + 1
         first = rows.astype(np.int64) * self.sequence
         last = np.minimum(first + width, len(tokens))
-        blank = Blank(len(rows), width, self.corpus.learn is not None)
+        beside = self.corpus.beside
+        blank = Blank(len(rows), width, {name: self.fields[name].dtype for name in beside})
         cuts = zip(np.searchsorted(starts, first, side="right"), np.searchsorted(starts, last, side="left"))
         for row, (start, stop, (low, high)) in enumerate(zip(first.tolist(), last.tolist(), cuts)):
             blank.window[row, : stop - start] = tokens[start:stop]
             blank.begins[row, starts[low:high] - start] = True
             blank.filled[row] = stop - start
-            if blank.learn is not None and self.corpus.learn is not None:
-                blank.learn[row, : stop - start] = self.corpus.learn[start:stop]
+            for name, column in beside.items():
+                blank.beside[name][row, : stop - start] = column[start:stop]
         return finish(blank)
 
 
 class Blank:
     """Rows of T + 1 tokens while they are filled; `begins` marks where documents do, after column 0."""
 
-    def __init__(self, rows: int, width: int, learn: bool):
+    def __init__(self, rows: int, width: int, beside: Mapping[str, np.dtype]):
         self.window = np.zeros((rows, width), np.int32)
         self.begins = np.zeros((rows, width), bool)
         self.filled = np.zeros(rows, np.int64)
-        self.learn = np.zeros((rows, width), np.uint8) if learn else None
+        self.beside = {name: np.zeros((rows, width), dtype) for name, dtype in beside.items()}
 
 
 def finish(blank: Blank) -> Batch:
-    """Inputs, targets, segments, positions and mask of windows whose documents abut."""
+    """Inputs, targets, segments, mask and columns of windows whose documents abut."""
     begins, column = blank.begins[:, :-1], np.arange(blank.window.shape[1], dtype=np.int32)
     is_input = column[:-1] < blank.filled[:, None]
     has_target = column[1:] < blank.filled[:, None]
-    since = np.maximum.accumulate(np.where(begins, column[:-1], 0), axis=1)
-    mask = has_target & ~blank.begins[:, 1:]
-    if blank.learn is not None:
-        mask &= blank.learn[:, 1:].astype(bool)
+    own_target = has_target & ~blank.begins[:, 1:]
+    aligned = {name: np.where(own_target, values[:, 1:], 0).astype(values.dtype) for name, values in blank.beside.items()}
     return {
         "tokens": np.ascontiguousarray(blank.window[:, :-1]),
         "targets": np.ascontiguousarray(blank.window[:, 1:]),
         "segments": (np.cumsum(begins, axis=1, dtype=np.int32) + 1) * is_input,
-        "positions": (column[:-1] - since) * is_input,
-        "mask": mask.astype(np.float32),
-    }
+        "mask": own_target.astype(np.float32),
+    } | aligned
 
 
 class FitRows:
@@ -115,8 +145,10 @@ class FitRows:
     The plan takes 24 bytes a document in memory and about 2 s for a million documents.
     """
 
+    per_group = 1
+
     def __init__(self, corpus: Corpus, sequence: int):
-        self.corpus, self.sequence = corpus, sequence
+        self.corpus, self.sequence, self.fields = corpus, sequence, corpus.fields
         self.begin, self.size = cut_long(corpus.starts, sequence)
         row_of = best_fit_decreasing(self.size, sequence)
         self.order = np.argsort(row_of, kind="stable")  # pieces by row, then in the order of the corpus
@@ -126,25 +158,27 @@ class FitRows:
         return len(self.offsets) - 1
 
     def gather(self, rows: np.ndarray) -> Batch:
-        shape = (len(rows), self.sequence)
-        batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segments", "positions")}
-        batch["mask"] = np.zeros(shape, np.float32)
+        batch: Batch = {
+            name: np.zeros((len(rows), self.sequence), field.dtype) for name, field in self.fields.items()
+        }
         for row, number in enumerate(rows.tolist()):
             at = 0
             pieces = self.order[self.offsets[number] : self.offsets[number + 1]]
             for segment, piece in enumerate(pieces.tolist(), start=1):
                 begin, size = int(self.begin[piece]), int(self.size[piece])
-                self.place(batch, (row, slice(at, at + size)), begin, size, segment)
+                place(batch, (row, slice(at, at + size)), self.corpus, begin, size, segment)
                 at += size
         return batch
 
-    def place(self, batch: Batch, where: tuple[int, slice], begin: int, size: int, segment: int) -> None:
-        tokens, learn = self.corpus.tokens, self.corpus.learn
-        batch["tokens"][where] = tokens[begin : begin + size]
-        batch["targets"][where] = tokens[begin + 1 : begin + size + 1]
-        batch["segments"][where] = segment
-        batch["positions"][where] = np.arange(size)
-        batch["mask"][where] = 1 if learn is None else learn[begin + 1 : begin + size + 1]
+
+def place(batch: Batch, where: tuple[int, slice], corpus: Corpus, begin: int, size: int, segment: int) -> None:
+    """Writes `size` inputs of a document, from token `begin` on, with what goes with their targets."""
+    batch["tokens"][where] = corpus.tokens[begin : begin + size]
+    batch["targets"][where] = corpus.tokens[begin + 1 : begin + size + 1]
+    batch["segments"][where] = segment
+    batch["mask"][where] = 1
+    for name, column in corpus.beside.items():
+        batch[name][where] = column[begin + 1 : begin + size + 1]
 
 
 def cut_long(starts: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
@@ -187,14 +221,23 @@ def rows_of(corpus: Corpus, packing: str, sequence: int) -> Rows:
 
 
 def corpus_of(encoded: Iterable[Encoded]) -> Corpus:
-    """A corpus in memory."""
+    """A corpus in memory. A document without weights counts fully; every document has the same columns.
+
+    Raises:
+        BadInput: some documents have a column that others lack.
+    """
     pieces = [piece for piece in encoded if len(piece.tokens)]
     if not pieces:
         return Corpus(np.zeros(0, np.uint16), np.zeros(1, np.int64))
     ends = np.cumsum([len(piece.tokens) for piece in pieces])
     begins = np.array([True, *(piece.begins for piece in pieces[1:])])
     starts = np.append((ends - [len(piece.tokens) for piece in pieces])[begins], ends[-1]).astype(np.int64)
-    learn = None
-    if any(piece.learn is not None for piece in pieces):
-        learn = np.concatenate([np.ones(len(p.tokens), np.uint8) if p.learn is None else p.learn for p in pieces])
-    return Corpus(np.concatenate([piece.tokens for piece in pieces]), starts, learn)
+    weights = None
+    if any(piece.weights is not None for piece in pieces):
+        weights = np.concatenate([np.ones(len(p.tokens), np.uint8) if p.weights is None else p.weights for p in pieces])
+    names = set(pieces[0].columns)
+    if odd := next((piece for piece in pieces if set(piece.columns) != names), None):
+        lacking = ", ".join(f"`{name}`" for name in sorted(names ^ set(odd.columns)))
+        raise BadInput(f"only some documents have the column {lacking}")
+    columns = {name: np.concatenate([piece.columns[name] for piece in pieces]) for name in sorted(names)}
+    return Corpus(np.concatenate([piece.tokens for piece in pieces]), starts, weights, columns)

@@ -16,10 +16,10 @@ are parsed. Knows nothing of models: whether a vocabulary fits is the caller's q
 from pathlib import Path
 
 from argosy.core.errors import BadInput
-from argosy.data.tokenizers import Stream, Tokenizer
-from argosy.data.tokenizers.facts import Facts, read_bytes, read_facts, read_text
+from argosy.data.tokenizers import TextStream, Tokenizer
+from argosy.data.tokenizers.config import TokenizerConfig, read_bytes, read_config, read_text
 
-__all__ = ["Stream", "Tokenizer", "find_tokenizer", "load_tokenizer"]
+__all__ = ["TextStream", "Tokenizer", "find_tokenizer", "load_tokenizer"]
 
 FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json",
          "vocab.txt")  # fmt: skip
@@ -57,16 +57,16 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
     """
     path = Path(path)
     if not path.is_dir():
-        return read_file(path, read_facts(path.parent) if path.name in FILES else Facts())
+        return read_file(path, read_config(path.parent) if path.name in FILES else TokenizerConfig())
     for folder in (path, path / "tokenizer"):
         for file in [*(folder / name for name in FILES), *sorted(folder.glob("*.tiktoken"))]:
             if file.is_file():
-                return read_file(file, read_facts(folder))
+                return read_file(file, read_config(folder))
     return None
 
 
-def read_file(path: Path, facts: Facts) -> Tokenizer | None:
-    """The tokenizer of one file, by its suffix; `facts` are what stands beside it."""
+def read_file(path: Path, config: TokenizerConfig) -> Tokenizer | None:
+    """The tokenizer of one file, by its suffix; `config` are what stands beside it."""
     from argosy.data.tokenizers import convert, ranks
 
     if path.suffix == ".gguf":
@@ -74,37 +74,37 @@ def read_file(path: Path, facts: Facts) -> Tokenizer | None:
 
         return read_gguf(path)
     if path.suffix == ".model":
-        return read_model(path, facts)
+        return read_model(path, config)
     if path.name == "vocab.json":
         merges = read_text(path.with_name("merges.txt"))
-        return fast(*convert.from_vocab_and_merges(read_text(path), merges, facts, path), path)
+        return fast(*convert.from_vocab_and_merges(read_text(path), merges, config, path), path)
     if path.suffix == ".json":
-        return fast(read_text(path), facts, path)
+        return fast(read_text(path), config, path)
     if path.suffix == ".txt":
         lines = read_text(path).removesuffix("\n").split("\n")  # a token may be one of Unicode's other line ends
-        text = convert.from_word_pieces([line.removesuffix("\r") for line in lines], facts.config)
-        return fast(text, facts.filled(convert.BERT_ROLES), path)
+        text = convert.from_word_pieces([line.removesuffix("\r") for line in lines], config.raw)
+        return fast(text, config.filled(convert.BERT_ROLES), path)
     if path.suffix == ".tiktoken":
-        return fast(*ranks.from_ranks(read_text(path), facts, path), path)
+        return fast(*ranks.from_ranks(read_text(path), config, path), path)
     if path.name.endswith(".txt.gz"):
-        return fast(convert.from_clip(path), facts.filled(convert.CLIP_ROLES), path)
+        return fast(convert.from_clip(path), config.filled(convert.CLIP_ROLES), path)
     raise BadInput(f"`{path.name}` is no tokenizer", where=str(path), hint=KINDS)
 
 
-def read_model(path: Path, facts: Facts) -> Tokenizer:
+def read_model(path: Path, config: TokenizerConfig) -> Tokenizer:
     """A file called `.model`: SentencePiece's, or tiktoken's ranks under the same name."""
     from argosy.data.tokenizers.pieces import PieceTokenizer
     from argosy.data.tokenizers.ranks import from_ranks, holds_ranks
 
     data = read_bytes(path)
     if holds_ranks(data):
-        return fast(*from_ranks(read_text(path), facts, path), path)
-    return PieceTokenizer(data, facts, path)
+        return fast(*from_ranks(read_text(path), config, path), path)
+    return PieceTokenizer(data, config, path)
 
 
-def fast(text: str, facts: Facts, path: Path) -> Tokenizer:
+def fast(text: str, config: TokenizerConfig, path: Path) -> Tokenizer:
     """A tokenizer.json; the one that a byte tokenizer was saved as is that byte tokenizer."""
     from argosy.data.tokenizers.byte import ByteTokenizer, tokenizer_json
     from argosy.data.tokenizers.fast import FastTokenizer
 
-    return ByteTokenizer() if text == tokenizer_json() else FastTokenizer(text, facts, path)
+    return ByteTokenizer() if text == tokenizer_json() else FastTokenizer(text, config, path)

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from argosy.core.errors import BadInput, Damaged
-from argosy.data.tokenizers.facts import read_object, read_text
+from argosy.data.tokenizers.config import read_object, read_text
 from argosy.infer.decode import bucket, row_bucket
 from argosy.infer.lm import LM, Prompt
 from argosy.models.parts.weight import merge, split

@@ -14,7 +14,7 @@ from argosy.data import chat
 from argosy.data.chat import render
 from argosy.data.chat_mask import encode_with_mask, render_with_mask
 from argosy.data.tokenize import Tokenizer, load_tokenizer
-from argosy.data.tokenizers.facts import Facts
+from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.fast import FastTokenizer
 
 NOW = datetime(2025, 1, 2, 3, 4, 5)
@@ -65,7 +65,7 @@ def tokenizer_for(template: str, *special: str) -> Tokenizer:
         if name not in known:
             content["added_tokens"].append({"id": 49_152 + len(content["added_tokens"]), "content": name} | flags)
     return FastTokenizer(
-        json.dumps(content), Facts(dict(SPECIAL), templates={"default": template}), Path("tokenizer.json")
+        json.dumps(content), TokenizerConfig(dict(SPECIAL), templates={"default": template}), Path("tokenizer.json")
     )
 
 
@@ -189,7 +189,7 @@ def test_blanks_swallowed_by_a_special_token_cut_nothing():
     for place, name in enumerate(("<|end|>", "<|assistant|>", "<|user|>")):
         token = {"id": 49_152 + place, "content": name, "special": True, "rstrip": True}
         content["added_tokens"].append(dict.fromkeys(("single_word", "lstrip", "normalized"), False) | token)
-    tokenizer = FastTokenizer(json.dumps(content), tokenizer.facts, Path("tokenizer.json"))
+    tokenizer = FastTokenizer(json.dumps(content), tokenizer.config, Path("tokenizer.json"))
     assert said(tokenizer, TALK) == ["Blue: <b>é</b><|end|>", "Red it is.<|end|>"]
     ids, _ = encode_with_mask(tokenizer, TALK)
     assert ids == tokenizer.encode(render(tokenizer.chat_templates["default"], TALK, SPECIAL), special=True)

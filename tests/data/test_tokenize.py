@@ -22,7 +22,7 @@ from argosy.data.tokenize import Tokenizer, find_tokenizer, load_tokenizer
 from argosy.data.tokenizers.byte import tokenizer_json
 from argosy.data.tokenizers.convert import byte_bpe
 from argosy.data.tokenizers.decoders import BYTES, decoding
-from argosy.data.tokenizers.facts import Facts
+from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.fast import FastTokenizer
 from argosy.data.tokenizers.gguf import Tables, byte_level, sentence_pieces
 from argosy.data.tokenizers.rules import RULES, Rule, pre_tokenizer
@@ -177,7 +177,7 @@ def test_every_decoder_equals_the_library(spec):
     tokens = ["▁a", "b", "▁▁c", "##d", "##'s", "n't", ".", "'s", "▁", "<0xC3>", "<0xA9>", "_e_", "__f", "é"]
     content = json.loads(tokenizer_json()) | {"added_tokens": [], "pre_tokenizer": None, "decoder": spec}
     content["model"]["vocab"] = {token: number for number, token in enumerate(tokens)}
-    tokenizer = FastTokenizer(json.dumps(content), Facts(), Path("tokenizer.json"))
+    tokenizer = FastTokenizer(json.dumps(content), TokenizerConfig(), Path("tokenizer.json"))
     library, rng = Library.from_str(json.dumps(content)), random.Random(0)
     good = [[number] for number in range(len(tokens))] + [[9, 10], [0, 9, 10, 0], [8, 0], [8, 8]]
     for ids in good + [[n for n in random_ids(rng, len(tokens)) if n not in (9, 10)] for _ in range(200)]:
@@ -519,7 +519,7 @@ def test_the_fingerprint_is_of_the_content_and_not_of_its_spelling():
     content["model"]["merges"] = [
         merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]
     ]
-    facts = Facts(tokenizer_of("smollm2").special)
+    facts = TokenizerConfig(tokenizer_of("smollm2").special)
     spelt = FastTokenizer(json.dumps(content, indent=4, sort_keys=True), facts, path)
     assert spelt.fingerprint == tokenizer_of("smollm2").fingerprint
     content["pre_tokenizer"] = pre_tokenizer(RULES["gpt-2"])
@@ -642,7 +642,7 @@ def test_gguf_tables_that_contradict_each_other(key, value):
 
 def test_a_hostile_expression_does_not_run_forever(capfd):
     vocab = json.loads(tokenizer_json())["model"]["vocab"]
-    tokenizer = FastTokenizer(byte_bpe(vocab, [], Rule(("(a+)+$",)), []), Facts(), Path("tokenizer.json"))
+    tokenizer = FastTokenizer(byte_bpe(vocab, [], Rule(("(a+)+$",)), []), TokenizerConfig(), Path("tokenizer.json"))
     with pytest.raises(Damaged, match="retry-limit"):
         tokenizer.encode("a" * 50 + "!")
     capfd.readouterr()  # the library prints its panic

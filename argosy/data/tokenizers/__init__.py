@@ -1,24 +1,28 @@
-"""What every tokenizer does, and how ids become text: bytes first, characters after.
+"""The interface of every tokenizer, and how ids become text: bytes first, characters after.
 
-Notable: decoding and streaming are one machine. Each id stands for some bytes, and an incremental UTF-8 decoder turns
-them into characters, so that a character split over tokens appears once it is whole, and the parts of a stream always
-join to `decode` of all. Knows no file format: each kind is a file of this folder, `data.tokenize` chooses among them.
+Decoding and streaming share one implementation. Each id stands for some bytes, and an incremental UTF-8 decoder turns them
+into characters: a character split over several tokens appears once it is complete, and the parts of a stream always join
+to `decode` of all ids.
+
+A long text may be encoded in parts, in parallel or as it is read, without changing a token: `cut_pattern` finds places where
+no token can span. The file formats are the other files of this folder; `data.tokenize` chooses among them.
 """
 
 import codecs
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from argosy.data.tokenizers.facts import DEFAULT, Facts
+from argosy.data.tokenizers.config import DEFAULT, TokenizerConfig
 
 Span = tuple[int, int]
 
 
-class Stream:
-    """Ids in, text out, one at a time; never half a character."""
+class TextStream:
+    """Turns ids into text one at a time, and never gives half a character."""
 
     def __init__(self, tokenizer: "Tokenizer", skip_special: bool = True):
         self._tokenizer, self._skip_special = tokenizer, skip_special
@@ -34,13 +38,13 @@ class Stream:
         return self._held_back(self._stripped(self._text.decode(piece)))
 
     def end(self) -> str:
-        """What was left: U+FFFD for a character that never became whole."""
+        """The rest of the text: U+FFFD for a character that was never completed."""
         text = self._held + self._stripped(self._text.decode(b"", True))
         self._text.reset()
         return text[: max(len(text.rstrip(" ")), len(text) - self._tokenizer.trims)]
 
     def _held_back(self, text: str) -> str:
-        """Without the spaces that the text as a whole must not end with, should it end here."""
+        """The text without trailing spaces that would have to go if it ended here."""
         if not self._tokenizer.trims:
             return text
         text = self._held + text
@@ -48,7 +52,7 @@ class Stream:
         return text[: len(text) - len(self._held)]
 
     def _stripped(self, text: str) -> str:
-        """Without the spaces that the text as a whole must not begin with."""
+        """The text without leading spaces that encoding had put there."""
         while self._strip and text:
             if text[0] != " ":
                 self._strip = 0
@@ -58,7 +62,7 @@ class Stream:
 
 
 class Tokenizer(ABC):
-    """Text to ids and back. No special token is ever added.
+    """Text to ids and back. Encoding never adds a special token.
 
     Attributes:
         vocab: every id is below it; a model's padded vocabulary may be larger.
@@ -66,10 +70,11 @@ class Tokenizer(ABC):
         adds_bos: the model was trained with `bos` in front of every text.
         special: the texts of special tokens by their role (`bos_token` ...), for chat templates.
         chat_template: Jinja, or None. chat_templates: all of them by name.
-        hidden: ids that decode to nothing unless asked for.
-        strips, trims: so many spaces are taken off the beginning and the end of a decoded text.
-        lasting: a token that decodes to nothing leaves the next one the first.
-        invalid: codecs error handler of bytes that are not UTF-8.
+        hidden: ids of special tokens, which decode to nothing unless asked for.
+        strips, trims: number of spaces taken off the beginning and the end of a decoded text.
+        lasting: after a token that decodes to nothing, the next one still counts as the first.
+        invalid: codecs error handler for bytes that are not UTF-8.
+        puts_space: encoding puts a space in front of a text, so a part of a longer text is encoded in another way.
     """
 
     vocab: int
@@ -82,57 +87,100 @@ class Tokenizer(ABC):
     lasting: bool = False
     invalid: str = "replace"
     hidden: frozenset[int] = frozenset()
+    puts_space: bool = False
 
-    def __init__(self, facts: Facts):
-        self.facts = facts
-        self.special = dict(facts.roles)
-        self.chat_templates = dict(facts.templates)
-        self.chat_template = facts.templates.get(DEFAULT)
+    def __init__(self, config: TokenizerConfig):
+        self.config = config
+        self.special = dict(config.roles)
+        self.chat_templates = dict(config.templates)
+        self.chat_template = config.templates.get(DEFAULT)
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of all that decides ids, in hex."""
+        """sha256 of everything that decides ids, in hex."""
         return hashlib.sha256(self.identity()).hexdigest()
 
     @cached_property
     def missing_bytes(self) -> list[int]:
-        """Those that no token stands for, so that encoding loses them without a word."""
+        """Bytes that no token stands for: encoding drops them without an error."""
         return []
 
     @abstractmethod
     def identity(self) -> bytes:
-        """All that decides ids."""
+        """Everything that decides ids."""
 
     @abstractmethod
     def encode(self, text: str, special: bool = False) -> list[int]:
         """The ids of a text. special: names of special tokens in it become those tokens, as rendered chats need;
-        otherwise they are text like any other."""
+        otherwise they are ordinary text."""
 
     @abstractmethod
     def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
-        """`encode`, and which characters each token stands for: begin and end. Tokens that share a character, as its bytes
-        do, have the same; one that stands for none has an empty span."""
+        """`encode`, and the half-open span of characters that each token stands for. Tokens that are bytes of one character
+        have the same span; a token that stands for no character has an empty one."""
 
     @abstractmethod
     def piece(self, token: int, first: bool) -> bytes:
-        """What a token stands for; `first` in a text, some lose their space. Unknown ids stand for nothing."""
+        """The bytes of a token; some lose their space where they come `first`. Unknown ids have none."""
 
     @abstractmethod
     def save(self, folder: str | Path) -> None:
-        """Writes files from which `find_tokenizer` makes an equal one."""
+        """Writes files from which `find_tokenizer` makes an equal tokenizer."""
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each."""
-        return [self.encode(text) for text in texts]
+    def encode_many(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        """`encode` of each text, in parallel where the library can."""
+        return [self.encode(text, special) for text in texts]
+
+    def encode_rest(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        """`encode_many` of texts that continue a longer one, each beginning where `cut_pattern` matches."""
+        return self.encode_many(texts, special)
+
+    def cut_pattern(self, special: bool = False) -> re.Pattern[str] | None:
+        """Matches at places where a text can be cut: the tokens of the left part, then those of the right part by `encode_rest`,
+        are the tokens of the whole. None where no such place is known.
+
+        The places are blanks after a letter or digit. Every known way to split text into words begins a new one there; and
+        where text is not split (SentencePiece), no token spans the place as long as the vocabulary has none with a letter
+        or digit before that blank, which is looked up, as is that a few texts encode alike in parts.
+        """
+        if special not in self._cut_patterns:
+            blanks = "".join(blank for blank in self.blanks(special) if self._splits_at(blank, special))
+            self._cut_patterns[special] = re.compile(rf"(?<=[^\W_])[{blanks}]") if blanks else None
+        return self._cut_patterns[special]
+
+    def blanks(self, special: bool) -> str:
+        """Those of space and line break that no token has after a letter or digit. special: special tokens count too."""
+        ids = (token for token in range(self.vocab) if special or token not in self.hidden)
+        pieces = [self.piece(token, False).decode(errors="replace") for token in ids]
+        return "".join(blank for blank in " \n" if not any(re.search(rf"[^\W_]{blank}", text) for text in pieces))
+
+    def _splits_at(self, blank: str, special: bool) -> bool:
+        rests = [f"{blank}b", f"{blank}{blank} b", f"{blank}\n12", f"{blank}.", f"{blank}日 a"]
+        for left in ("a", "in 12", "\n日本"):
+            parts = self.encode_rest(rests, special)
+            if any(self.encode(left + rest, special) != self.encode(left, special) + ids for rest, ids in zip(rests, parts)):
+                return False
+        return True
+
+    @cached_property
+    def _cut_patterns(self) -> dict[bool, re.Pattern[str] | None]:
+        return {}
+
+    @cached_property
+    def special_names(self) -> re.Pattern[str] | None:
+        """Finds the names of special tokens in a text. None where there are none."""
+        names = {self.piece(token, False).decode(errors="ignore").strip() for token in self.hidden}
+        longest = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest))) if longest else None
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of some ids; U+FFFD for bytes that are not UTF-8."""
         stream = self.stream(skip_special)
         return "".join([stream.push(token) for token in ids]) + stream.end()
 
-    def stream(self, skip_special: bool = True) -> Stream:
-        """For text that arrives token by token; its parts join to `decode` of all."""
-        return Stream(self, skip_special)
+    def stream(self, skip_special: bool = True) -> TextStream:
+        """For ids that arrive one by one; the parts join to `decode` of all."""
+        return TextStream(self, skip_special)
 
 
 def whole(text: str) -> str:

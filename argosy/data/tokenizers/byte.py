@@ -1,6 +1,6 @@
-"""One token a byte: 256 of them, then `<bos>` and `<eos>`. Needs no file and no library.
+"""One token for each of the 256 bytes, then `<bos>` and `<eos>`. Needs no file and no library.
 
-Notable: it is saved as a tokenizer.json that gives the same ids, so other programs read an exported model too.
+It is saved as a tokenizer.json that gives the same ids, so other programs read an exported model too.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from argosy.data.tokenizers import Span, Tokenizer, whole
-from argosy.data.tokenizers.facts import Facts
+from argosy.data.tokenizers.config import TokenizerConfig
 
 BOS, EOS = "<bos>", "<eos>"
 NAMES = {BOS: 256, EOS: 257}
@@ -21,8 +21,10 @@ class ByteTokenizer(Tokenizer):
     vocab, bos, eos = 258, 256, 257
     hidden = frozenset(NAMES.values())
 
-    def __init__(self) -> None:
-        super().__init__(Facts({"bos_token": BOS, "eos_token": EOS}))
+    def __init__(self, config: TokenizerConfig | None = None) -> None:
+        """config: what stands beside a saved one, such as its chat templates."""
+        super().__init__((config or TokenizerConfig()).filled({"bos_token": BOS, "eos_token": EOS}))
+        self.adds_bos = bool(self.config.adds_bos)
 
     def identity(self) -> bytes:
         return b"argosy: 256 bytes, <bos>, <eos>"
@@ -58,11 +60,11 @@ class ByteTokenizer(Tokenizer):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
-        self.facts.save(folder, self.adds_bos)
+        self.config.save(folder, self.adds_bos)
 
 
 def tokenizer_json() -> str:
-    """The same ids as a byte-level BPE without merges (format of huggingface/tokenizers)."""
+    """A byte-level BPE without merges that gives the same ids (format of huggingface/tokenizers)."""
     alphabet = byte_names()
     added = [
         {"id": number, "content": name, "special": True} | dict.fromkeys(
@@ -80,7 +82,7 @@ def tokenizer_json() -> str:
 
 
 def byte_names() -> dict[int, str]:
-    """The character that byte-level vocabularies write for each byte: itself where it prints, else one from U+0100 on
+    """The character that byte-level vocabularies write for each byte: itself if it is printable, else one from U+0100 on
     (openai/gpt-2, encoder.py)."""
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printing]

@@ -13,7 +13,7 @@ from typing import Any
 
 from argosy.core.errors import BadInput, nearest
 from argosy.data.tokenizers.byte import byte_names
-from argosy.data.tokenizers.facts import Facts, damaged, parse_object, read_bytes
+from argosy.data.tokenizers.config import TokenizerConfig, damaged, parse_object, read_bytes
 from argosy.data.tokenizers.rules import BYTE_LEVEL, RULES, Rule, pre_tokenizer
 
 END = "<|endoftext|>"
@@ -63,14 +63,14 @@ def tokenizer_json(model: Any, normalizer: Any, cutting: Any, decoder: Any, adde
     )  # fmt: skip
 
 
-def from_vocab_and_merges(vocab: str, merges: str, facts: Facts, path: Path) -> tuple[str, Facts]:
-    """vocab.json and merges.txt; the facts come back with the roles that go without saying.
+def from_vocab_and_merges(vocab: str, merges: str, config: TokenizerConfig, path: Path) -> tuple[str, TokenizerConfig]:
+    """vocab.json and merges.txt; the config come back with the roles that go without saying.
 
     Raises:
-        BadInput: the class that the facts name says nothing of how text is cut.
+        BadInput: the class that the config name says nothing of how text is cut.
         Damaged: a line of merges.txt is no pair, or vocab.json no table of ids.
     """
-    kind = str(facts.config.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast").removesuffix("Tokenizer")
+    kind = str(config.raw.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast").removesuffix("Tokenizer")
     if kind != "CLIP" and kind not in PAIRED:
         where = f"`tokenizer_class` beside {path}"
         raise BadInput(f"how text is cut for `{kind[:40]}` is not known", where=where, hint=nearest(kind, PAIRED))
@@ -82,9 +82,9 @@ def from_vocab_and_merges(vocab: str, merges: str, facts: Facts, path: Path) -> 
     if wrong := next((pair for pair in pairs if len(pair) != 2), None):
         raise damaged(path.with_name("merges.txt"), f"{' '.join(wrong)[:40]!r} is no pair")
     if kind == "CLIP":
-        return clip(table, pairs), facts.filled(CLIP_ROLES)
+        return clip(table, pairs), config.filled(CLIP_ROLES)
     rule, roles = PAIRED[kind]
-    return byte_bpe(table, pairs, rule, []), facts.filled(roles)
+    return byte_bpe(table, pairs, rule, []), config.filled(roles)
 
 
 def from_clip(path: Path) -> str:

@@ -1,8 +1,8 @@
-"""Tokenizers of the `tokenizers` library: a tokenizer.json, or what is converted to one.
+"""Tokenizers of the `tokenizers` library: a tokenizer.json, or another format converted to one.
 
-Notable: the library encodes; decoding is done here, from the bytes that each token stands for (`decoders`), so that text
-can be streamed. Text that looks like a special token is text unless the caller says otherwise; tokens that a file adds
-without calling them special are always found, as everywhere.
+The library encodes. Decoding is done here, from the bytes of each token (`decoders`), so that text can be streamed. Text
+that looks like a special token stays text unless the caller asks; tokens that a file adds without calling them special are
+always found, as in every other program.
 """
 
 import json
@@ -17,48 +17,56 @@ from tokenizers import Tokenizer as Library
 from argosy.data.tokenizers import Span, Tokenizer, whole
 from argosy.data.tokenizers.byte import byte_names
 from argosy.data.tokenizers.decoders import decoding
-from argosy.data.tokenizers.facts import Facts, damaged, parse_object
+from argosy.data.tokenizers.config import TokenizerConfig, damaged, parse_object
 
 
 class FastTokenizer(Tokenizer):
     """A tokenizer.json in memory."""
 
-    def __init__(self, text: str, facts: Facts, path: Path):
-        """text: content of the tokenizer.json. facts: what stands beside it. path: for errors.
+    def __init__(self, text: str, config: TokenizerConfig, path: Path):
+        """text: content of the tokenizer.json. config: the files beside it. path: for errors.
 
         Raises:
             Damaged: the library refuses the content, or added tokens do not get their ids.
             Unsupported: a decoder that is not known.
         """
-        super().__init__(facts)
+        super().__init__(config)
         self._path = path
         self._library = parse(text, path)
-        self._text = self._library.to_str() if add(self._library, facts, path) else text
-        self._library.encode_special_tokens = True  # the library's words for: names of special tokens are text
+        self._text = self._library.to_str() if add(self._library, config, path) else text
+        self._library.encode_special_tokens = True  # the library means: names of special tokens are text
         added = self._library.get_added_tokens_decoder()
         self.hidden = frozenset(number for number, token in added.items() if token.special)
         self.vocab = max(self._library.get_vocab().values(), default=-1) + 1
         self.bos, self.eos, self.pad = (self._id(f"{role}_token") for role in ("bos", "eos", "pad"))
-        self.adds_bos = self.bos is not None and (self._puts_bos() if facts.adds_bos is None else facts.adds_bos)
+        self.adds_bos = self.bos is not None and (self._puts_bos() if config.adds_bos is None else config.adds_bos)
         decoder = self._library.decoder
         self._decoding = decoding(None if decoder is None else json.loads(decoder.__getstate__()), path)
         self.strips, self.trims, self.invalid = self._decoding[1:]
         self._pieces: dict[tuple[int, bool], bytes] = {}
+        normalizer = self._library.normalizer
+        self.puts_space = normalizer is not None and b'"Prepend"' in normalizer.__getstate__()
+        self._libraries: dict[tuple[bool, bool], Library] = {(False, False): self._library}
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        library = self._parsing if special else self._library
         with refusals(self._path):
-            return library.encode(whole(text), add_special_tokens=False).ids
+            return self._finding(special).encode(whole(text), add_special_tokens=False).ids
 
     def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
-        library = self._parsing if special else self._library
         with refusals(self._path):
-            encoding = library.encode(whole(text), add_special_tokens=False)
+            encoding = self._finding(special).encode(whole(text), add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_many(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        return self._batch(self._finding(special), texts)
+
+    def encode_rest(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        return self._batch(self._finding(special, rest=self.puts_space), texts)
+
+    def _batch(self, library: Library, texts: Sequence[str]) -> list[list[int]]:
+        """All texts on all cores: the library releases the GIL."""
         with refusals(self._path):
-            encodings = self._library.encode_batch_fast([whole(text) for text in texts], add_special_tokens=False)
+            encodings = library.encode_batch_fast([whole(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def piece(self, token: int, first: bool) -> bytes:
@@ -72,11 +80,12 @@ class FastTokenizer(Tokenizer):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._text, encoding="utf-8")
-        self.facts.save(folder, self.adds_bos)
+        self.config.save(folder, self.adds_bos)
 
     def identity(self) -> bytes:
-        """The content, however it is written: order of keys, blanks, either spelling of merges."""
-        content = parse_object(self._text, self._path)  # the library takes some text that is no JSON
+        """The content, independent of the order of keys, of blanks, and of how merges are written."""
+        # The library accepts some text that is not JSON.
+        content = parse_object(self._text, self._path)
         model = content["model"]
         model["merges"] = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges") or []]
         parts = [content.get("added_tokens"), content.get("normalizer"), content.get("pre_tokenizer"), model]
@@ -89,10 +98,16 @@ class FastTokenizer(Tokenizer):
             return []
         return sorted(byte for byte, name in byte_names().items() if self._library.token_to_id(name) is None)
 
-    @cached_property
-    def _parsing(self) -> Library:
-        """A second one, that finds special tokens: the switch is one for all threads."""
-        return parse(self._text, self._path)
+    def _finding(self, special: bool, rest: bool = False) -> Library:
+        """A library of its own for each way to encode: the switch that finds special tokens holds for all threads at once.
+
+        rest: without the space that the normalizer puts in front.
+        """
+        if (special, rest) not in self._libraries:
+            library = parse(without_prepend(self._text, self._path) if rest else self._text, self._path)
+            library.encode_special_tokens = not special
+            self._libraries[special, rest] = library
+        return self._libraries[special, rest]
 
     def _id(self, role: str) -> int | None:
         return self._library.token_to_id(self.special[role]) if role in self.special else None
@@ -105,7 +120,7 @@ class FastTokenizer(Tokenizer):
 
 @contextmanager
 def refusals(path: Path) -> Iterator[None]:
-    """What the library refuses, as `Damaged`. A hostile expression makes it panic, and a panic is no Exception."""
+    """Turns what the library refuses into `Damaged`. A hostile regular expression makes it panic, which is no Exception."""
     try:
         yield
     except BaseException as error:
@@ -115,7 +130,7 @@ def refusals(path: Path) -> Iterator[None]:
 
 
 def parse(text: str, path: Path) -> Library:
-    """A tokenizer.json's content, without the cutting and padding that it may ask for.
+    """Parses a tokenizer.json, and switches off the truncation and padding that it may ask for.
 
     Raises:
         Damaged: the library refuses it.
@@ -127,22 +142,32 @@ def parse(text: str, path: Path) -> Library:
     return library
 
 
-def add(library: Library, facts: Facts, path: Path) -> bool:
-    """Gives the library what the facts add: tokens beside the vocabulary, and roles that it does not know as special.
+def add(library: Library, config: TokenizerConfig, path: Path) -> bool:
+    """Adds the config's tokens beside the vocabulary, and marks its roles as special; whether there was anything to add.
 
     Raises:
-        Damaged: a token gets another id than it was said to have.
+        Damaged: a token gets another id than the config says.
     """
     known = library.get_added_tokens_decoder()
     special = {token.content for token in known.values() if token.special}
-    new = {number: token for number, token in sorted(facts.added.items()) if number not in known}
+    new = {number: token for number, token in sorted(config.added.items()) if number not in known}
     for number, told in new.items():
         flags = {name: bool(told.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
         library.add_tokens([AddedToken(told["content"], **flags)])
         if library.token_to_id(told["content"]) != number:
             raise damaged(path, f"the added token {told['content'][:40]!r} cannot have the id {number}")
-    markup = [text for role, text in facts.roles.items() if role != "unk_token"]  # what is unknown stays in the text
-    markup += facts.more
+    markup = [text for role, text in config.roles.items() if role != "unk_token"]  # an unknown token in a text stays text
+    markup += config.more
     roles = [text for text in markup if text not in special and library.token_to_id(text) is not None]
     library.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in dict.fromkeys(roles)])
     return bool(new or roles)
+
+
+def without_prepend(text: str, path: Path) -> str:
+    """A tokenizer.json without the normalizer step that puts a space in front of a text, as Llama 2's has it."""
+    content = parse_object(text, path)
+    normalizer = content["normalizer"]
+    steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+    kept = [step for step in steps if step["type"] != "Prepend"]
+    content["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
+    return json.dumps(content, ensure_ascii=False)

@@ -1,10 +1,18 @@
 """The tokenizer inside a GGUF file: `llama` (SentencePiece), `gpt2` (byte-level BPE), `bert` (WordPiece).
 
-Notable: a GGUF holds tables, not a tokenizer: the tables are written out as the SentencePiece model or tokenizer.json that
-they came from, and read as those are. What the tables leave out is the pre-tokenizer's rule, known by its name (`rules`),
-and how a SentencePiece model normalizes, taken to be Llama's way.
+A GGUF holds tables, not a tokenizer. The tables are turned back into the SentencePiece model or tokenizer.json that they
+came from, and read as such. They leave out two things: the pre-tokenizer's rule, which is known by its name (`rules`), and
+how a SentencePiece model normalizes text, which is assumed to be Llama's way.
+
+llama.cpp's converter (convert_hf_to_gguf.py) changes four things on the way, which are undone here:
+
+    `<unk>` becomes a control token where tokenizer_config.json calls it special; `unknown_token_id` still names it
+    user-defined tokens of SentencePiece have real spaces, where the model has U+2581
+    vocabularies shorter than the embedding are filled up with unused tokens `[PADn]`
+    converters from before byte tokens had a type left `<0x0A>` as ordinary tokens
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +22,13 @@ from argosy.core.errors import Unsupported
 from argosy.core.formats.gguf import GGUF
 from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.convert import byte_bpe, from_word_pieces
-from argosy.data.tokenizers.facts import DEFAULT, Facts, damaged
+from argosy.data.tokenizers.config import DEFAULT, TokenizerConfig, damaged
 from argosy.data.tokenizers.pieces import SPACE
-from argosy.data.tokenizers.proto import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, write_model
+from argosy.data.tokenizers.proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, write_model
 from argosy.data.tokenizers.rules import rule
 
 KEY = "tokenizer.ggml."
-ROLES = {  # llama.cpp's words, one of them as it is misspelt there
+ROLES = {  # llama.cpp's names, with its misspelling of one
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token",
     "cls": "cls_token", "mask": "mask_token",
 }  # fmt: skip
@@ -44,7 +52,7 @@ def read_gguf(path: Path) -> Tokenizer | None:
 
 
 class Tables:
-    """The keys of one file, checked against each other.
+    """The tables of one file, checked against each other, without the fillers at their end.
 
     Raises:
         Damaged: a table is missing, of another length or of another type.
@@ -53,40 +61,54 @@ class Tables:
     def __init__(self, meta: dict[str, Any], path: Path):
         self.meta, self.path = meta, path
         self.tokens: list[str] = self.texts("tokens")
+        self.size = len(self.tokens)
         kinds = self.numbers("token_type", NORMAL)
         if not np.isin(kinds, range(BYTE + 1)).all():
-            raise damaged(path, f"`{KEY}token_type` holds a type that there is not")
-        self.kinds = np.where(kinds == 0, NORMAL, kinds).astype(int).tolist()  # 0: nobody said
+            raise damaged(path, f"`{KEY}token_type` holds an unknown type")
+        self.kinds: list[int] = np.where(kinds == 0, NORMAL, kinds).astype(int).tolist()  # 0: undefined
         if len(set(self.tokens)) < len(self.tokens):
             raise damaged(path, "a token stands twice")
+        self.roles = self.role_ids()
+        while self.is_filler(len(self.tokens) - 1):
+            self.tokens.pop()
+            self.kinds.pop()
+
+    def is_filler(self, number: int) -> bool:
+        """Whether an id stands for nothing but a row of the embedding."""
+        unused = number > 0 and self.kinds[number] == UNUSED and number not in self.roles.values()
+        return unused and re.fullmatch(r"\[PAD\d+\]", self.tokens[number]) is not None
 
     def texts(self, name: str) -> list[str]:
         value = self.meta.get(KEY + name)
         if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-            raise damaged(self.path, f"`{KEY}{name}` is no list of texts")
+            raise damaged(self.path, f"`{KEY}{name}` is not a list of texts")
         return value
 
     def numbers(self, name: str, missing: float) -> np.ndarray:
-        value = self.meta.get(KEY + name, np.full(len(self.tokens), missing))
-        if not isinstance(value, np.ndarray) or value.shape != (len(self.tokens),) or not np.isfinite(value).all():
-            raise damaged(self.path, f"`{KEY}{name}` has not one number for each token")
-        return value
+        value = self.meta.get(KEY + name, np.full(self.size, missing))
+        if not isinstance(value, np.ndarray) or value.shape != (self.size,) or not np.isfinite(value).all():
+            raise damaged(self.path, f"`{KEY}{name}` does not have one number for each token")
+        return value[: len(self.tokens)]
 
     def switch(self, name: str, missing: bool) -> bool:
         return bool(self.meta.get(KEY + name, missing))
 
-    def facts(self, adds_bos: bool) -> Facts:
-        """Roles by id, and the chat templates; `adds_bos` where the file does not say."""
-        ids = {role: self.meta.get(f"{KEY}{word}_token_id") for word, role in ROLES.items()}
-        known = {role: number for role, number in ids.items() if isinstance(number, int)}
-        if wrong := next((number for number in known.values() if not 0 <= number < len(self.tokens)), None):
-            raise damaged(self.path, f"the special token {wrong} is outside its {len(self.tokens)} tokens")
+    def config(self, adds_bos: bool) -> TokenizerConfig:
+        """The roles and the chat templates; `adds_bos` where the file does not say."""
         key = "tokenizer.chat_template"
         templates = {DEFAULT: self.meta[key]} if isinstance(self.meta.get(key), str) else {}
         templates |= {name[len(key) + 1 :]: text for name, text in self.meta.items() if name.startswith(f"{key}.")}
         templates = {name: text for name, text in templates.items() if isinstance(text, str)}
-        roles = {role: self.tokens[number] for role, number in known.items()}
-        return Facts(roles, self.switch("add_bos_token", adds_bos), templates)
+        roles = {role: self.tokens[number] for role, number in self.roles.items()}
+        return TokenizerConfig(roles, self.switch("add_bos_token", adds_bos), templates)
+
+    def role_ids(self) -> dict[str, int]:
+        """The id of each role that the file names."""
+        ids = {role: self.meta.get(f"{KEY}{word}_token_id") for word, role in ROLES.items()}
+        known = {role: number for role, number in ids.items() if isinstance(number, int)}
+        if wrong := next((number for number in known.values() if not 0 <= number < self.size), None):
+            raise damaged(self.path, f"the special token {wrong} is outside its {self.size} tokens")
+        return known
 
 
 def byte_level(tables: Tables) -> Tokenizer:
@@ -104,29 +126,50 @@ def byte_level(tables: Tables) -> Tokenizer:
         if kind in (CONTROL, UNKNOWN, USER_DEFINED) and token
     ]
     vocab = {token: number for number, token in enumerate(tables.tokens)}
-    return FastTokenizer(byte_bpe(vocab, merges, how, added), tables.facts(how.bos), tables.path)
+    return FastTokenizer(byte_bpe(vocab, merges, how, added), tables.config(how.bos), tables.path)
 
 
 def sentence_pieces(tables: Tables) -> Tokenizer:
     """`llama`: tokens with scores and kinds."""
     from argosy.data.tokenizers.pieces import PieceTokenizer
 
-    if tables.kinds.count(UNKNOWN) != 1:
-        raise damaged(tables.path, f"{tables.kinds.count(UNKNOWN)} unknown tokens, where there is one")
-    facts = tables.facts(adds_bos=True)
+    config = tables.config(adds_bos=True)
     scores = tables.numbers("scores", 0.0).astype(float).tolist()
     data = write_model(
-        list(zip(tables.tokens, scores, tables.kinds)),
+        [(text, score, kind) for (text, kind), score in zip(model_pieces(tables), scores)],
         prefix=tables.switch("add_space_prefix", True),
         trims=tables.switch("remove_extra_whitespaces", False),
-        bos=facts.roles.get("bos_token"),
-        eos=facts.roles.get("eos_token"),
+        bos=config.roles.get("bos_token"),
+        eos=config.roles.get("eos_token"),
     )
-    return PieceTokenizer(data, facts, tables.path)
+    return PieceTokenizer(data, config, tables.path)
+
+
+def model_pieces(tables: Tables) -> list[tuple[str, int]]:
+    """Text and kind of each piece, as the SentencePiece model had them before llama.cpp's converter.
+
+    Raises:
+        Damaged: several unknown tokens or none, or two pieces with the same text.
+    """
+    tokens, kinds = list(tables.tokens), list(tables.kinds)
+    if UNKNOWN not in kinds:
+        named = tables.roles.get("unk_token", tokens.index("<unk>") if "<unk>" in tokens else None)
+        if named is not None:
+            kinds[named] = UNKNOWN
+    if kinds.count(UNKNOWN) != 1:
+        raise damaged(tables.path, f"{kinds.count(UNKNOWN)} unknown tokens instead of one")
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    if BYTE not in kinds and set(names) <= set(tokens):
+        bytes_ = set(names)
+        kinds = [BYTE if token in bytes_ else kind for token, kind in zip(tokens, kinds)]
+    spelt = [token.replace(" ", SPACE) if kind == USER_DEFINED else token for token, kind in zip(tokens, kinds)]
+    if len(set(spelt)) < len(spelt):
+        raise damaged(tables.path, "two tokens have the same text once spaces are written as U+2581")
+    return list(zip(spelt, kinds))
 
 
 def word_pieces(tables: Tables) -> Tokenizer:
-    """`bert`: a mark for the beginning of a word, where BERT's own file marks what goes on with one."""
+    """`bert`: it marks tokens that begin a word, where BERT's own file marks those that continue one."""
     from argosy.data.tokenizers.fast import FastTokenizer
 
     tokens = [
@@ -134,7 +177,7 @@ def word_pieces(tables: Tables) -> Tokenizer:
         else token.removeprefix(SPACE) if token.startswith(SPACE) else f"##{token}"
         for token in tables.tokens
     ]  # fmt: skip
-    return FastTokenizer(from_word_pieces(tokens, {}), tables.facts(adds_bos=False), tables.path)
+    return FastTokenizer(from_word_pieces(tokens, {}), tables.config(adds_bos=False), tables.path)
 
 
 KINDS = {"gpt2": byte_level, "llama": sentence_pieces, "bert": word_pieces}

@@ -1,9 +1,12 @@
 """SentencePiece models: Llama 1 and 2, Mistral, Gemma, T5 (library `sentencepiece`).
 
-Notable: the library encodes, decoding is done here, piece by piece, with the same text. Control pieces (`<s>`) are never
-found in a text by the library, so names of special tokens are cut out before it sees a rendered chat; user-defined pieces
-it always finds. Each part after a special token begins with a space again, as in the models that were trained so, unless
-the tokenizer's config says `legacy: false` (huggingface/transformers#24565).
+The library encodes. Decoding is done here, piece by piece, and gives the same text. The library never finds control pieces
+(`<s>`) in a text, so names of special tokens are cut out before it sees a rendered chat; it always finds user-defined
+pieces. Each part after a special token begins with a space again, as the models were trained, unless the tokenizer's
+config says `legacy: false` (huggingface/transformers#24565).
+
+Most models put a space in front of every text. A part of a longer text must not get one, so parts are encoded by a second
+copy of the model without it.
 """
 
 import json
@@ -17,8 +20,8 @@ from sentencepiece import SentencePieceProcessor
 from argosy.core.errors import Unsupported
 from argosy.data.tokenizers import Span, Tokenizer, whole
 from argosy.data.tokenizers.decoders import EACH_BYTE
-from argosy.data.tokenizers.facts import Facts, damaged
-from argosy.data.tokenizers.proto import BYTE, CONTROL, NO_PREFIX, UNKNOWN, fields, read_model
+from argosy.data.tokenizers.config import TokenizerConfig, damaged
+from argosy.data.tokenizers.proto import BYTE, CONTROL, NO_PREFIX, PREFIX, UNKNOWN, fields, read_model
 
 SPACE = "\u2581"
 BEGINNING = ("Llama", "CodeLlama", "Gemma")  # classes of the Hub that put `bos` in front unless told otherwise
@@ -29,11 +32,11 @@ class PieceTokenizer(Tokenizer):
 
     invalid = EACH_BYTE
 
-    def __init__(self, data: bytes, facts: Facts, path: Path):
-        """data: the model's bytes. facts: what stands beside it. path: for errors.
+    def __init__(self, data: bytes, config: TokenizerConfig, path: Path):
+        """data: the model's bytes. config: the files beside it. path: for errors.
 
         Raises:
-            Damaged: it is no SentencePiece model.
+            Damaged: it is not a SentencePiece model.
             Unsupported: it changes text after decoding.
         """
         self._data, self._path = data, path
@@ -41,35 +44,43 @@ class PieceTokenizer(Tokenizer):
         if self._model.denormalizes:
             raise Unsupported("a SentencePiece model with a denormalizer", where=f"in {path}")
         self._library = processor(data, path)
-        super().__init__(named(facts, self._library))
+        super().__init__(named(config, self._library))
         size = len(self._model.pieces)
-        self._added = {number: str(told["content"]) for number, told in facts.added.items() if number >= size}
+        self._added = {number: str(told["content"]) for number, told in config.added.items() if number >= size}
         self.vocab = max([size, *(number + 1 for number in self._added)])
-        self.lasting = self._model.trims
+        self.lasting, self.puts_space = self._model.trims, self._model.prefix or self._model.trims
         self.bos, self.eos, self.pad = (self._id(f"{role}_token") for role in ("bos", "eos", "pad"))
-        self.adds_bos = self.bos is not None and (self._begins(facts) if facts.adds_bos is None else facts.adds_bos)
+        self.adds_bos = self.bos is not None and (self._begins(config) if config.adds_bos is None else config.adds_bos)
         self.hidden = frozenset(self._special.values()) - {
-            n for n, t in self._added.items() if not is_special(facts, n, t)
+            n for n, t in self._added.items() if not is_special(config, n, t)
         }
-        self._legacy = facts.config.get("legacy", True) is not False
+        self._legacy = config.raw.get("legacy", True) is not False
 
     def encode(self, text: str, special: bool = False) -> list[int]:
+        return self._encoded(whole(text), special, self._library)
+
+    def _encoded(self, text: str, special: bool, first: SentencePieceProcessor) -> list[int]:
         ids: list[int] = []
-        for token, library, part in self._parts(whole(text), special):
+        for token, library, part in self._parts(text, special, first):
             ids += library.encode(part) if token is None else [token]
         return ids
 
-    def _parts(self, text: str, special: bool) -> Iterator[tuple[int | None, SentencePieceProcessor, str]]:
-        """The text cut at special tokens: the id of one, or None and who encodes what stands between."""
+    def _parts(
+        self, text: str, special: bool, first: SentencePieceProcessor
+    ) -> Iterator[tuple[int | None, SentencePieceProcessor, str]]:
+        """The text cut at special tokens: the id of one, or None and the processor that encodes the text between them.
+
+        first: encodes what stands before the first special token.
+        """
         parts = self._splitting.split(text) if special and self._special else [text]
         for place, part in enumerate(parts):
             if part:
-                library = self._library if self._legacy or not place else self._joining
+                library = first if not place else self._library if self._legacy else self._without_space
                 yield (self._special.get(part) if len(parts) > 1 else None), library, part
 
     def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
         ids, spans, at = [], [], 0
-        for token, library, part in self._parts(whole(text), special):
+        for token, library, part in self._parts(whole(text), special, self._library):
             if token is not None:
                 found = [(token, 0, len(part))]
             else:
@@ -79,8 +90,27 @@ class PieceTokenizer(Tokenizer):
             at += len(part)
         return ids, spans
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._library.encode([whole(text) for text in texts])
+    def encode_many(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        if special:
+            return [self.encode(text, special) for text in texts]
+        return self._library.encode([whole(text) for text in texts])  # on all cores
+
+    def encode_rest(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        libraries = [self._continuing(text) for text in texts]
+        if not special and len(set(map(id, libraries))) == 1:
+            return libraries[0].encode([whole(text) for text in texts])  # on all cores
+        return [self._encoded(whole(text), special, library) for text, library in zip(texts, libraries)]
+
+    def blanks(self, special: bool) -> str:
+        found = super().blanks(special)
+        return found if " " in found else ""  # a normalizer may turn line breaks into spaces
+
+    def _continuing(self, text: str) -> SentencePieceProcessor:
+        """The processor of a text that continues another one. A model that trims takes away the space that the text begins
+        with, so that space is the one which the processor puts in front; a line break may count as a space too."""
+        if self._model.trims and not self._library.encode(text[:1]):
+            return self._with_space
+        return self._without_space
 
     def piece(self, token: int, first: bool) -> bytes:
         if token in self._added:
@@ -102,15 +132,15 @@ class PieceTokenizer(Tokenizer):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.model").write_bytes(self._data)
-        self.facts.save(folder, self.adds_bos, "LlamaTokenizer")
+        self.config.save(folder, self.adds_bos, "LlamaTokenizer")
 
     def identity(self) -> bytes:
-        """The model's bytes and what was added to it."""
+        """The model's bytes and the added tokens."""
         return self._data + json.dumps([sorted(self._added.items()), self.bos, self.eos]).encode()
 
     @cached_property
     def _special(self) -> dict[str, int]:
-        """Text and id of what is special: control pieces, and what was added."""
+        """Text and id of special tokens: control pieces and added tokens."""
         control = {text: number for number, (text, kind) in enumerate(self._model.pieces) if kind == CONTROL and text}
         return control | {text: number for number, text in self._added.items()}
 
@@ -120,9 +150,14 @@ class PieceTokenizer(Tokenizer):
         return re.compile(f"({'|'.join(map(re.escape, longest))})")
 
     @cached_property
-    def _joining(self) -> SentencePieceProcessor:
-        """The same model without a space in front."""
+    def _without_space(self) -> SentencePieceProcessor:
+        """The same model, without a space in front of a text."""
         return processor(self._data + NO_PREFIX, self._path)
+
+    @cached_property
+    def _with_space(self) -> SentencePieceProcessor:
+        """The same model, with a space in front of a text."""
+        return processor(self._data + PREFIX, self._path)
 
     def _id(self, role: str) -> int | None:
         text = self.special.get(role)
@@ -131,9 +166,9 @@ class PieceTokenizer(Tokenizer):
         }
         return numbers.get(text) if text is not None else None
 
-    def _begins(self, facts: Facts) -> bool:
+    def _begins(self, config: TokenizerConfig) -> bool:
         """The convention: Llama's kind (BPE) begins with `bos`, T5's (unigram) does not, unless its class does."""
-        kind = facts.config.get("tokenizer_class")
+        kind = config.raw.get("tokenizer_class")
         return kind.startswith(BEGINNING) if isinstance(kind, str) else self._model.bpe
 
 
@@ -144,13 +179,13 @@ def aligned(answer: bytes, text: str, path: Path) -> list[tuple[int, int, int]]:
     return [(int(p.get(2, 0)), characters[int(p.get(4, 0))], characters[int(p.get(5, 0))]) for p in pieces]
 
 
-def is_special(facts: Facts, number: int, text: str) -> bool:
+def is_special(config: TokenizerConfig, number: int, text: str) -> bool:
     """Whether an added token is called special, or has a role."""
-    return bool(facts.added[number].get("special")) or text in facts.roles.values()
+    return bool(config.added[number].get("special")) or text in config.roles.values()
 
 
 def processor(data: bytes, path: Path) -> SentencePieceProcessor:
-    """The library's reading of a model.
+    """Loads a model into the library.
 
     Raises:
         Damaged: the library refuses it.
@@ -159,13 +194,13 @@ def processor(data: bytes, path: Path) -> SentencePieceProcessor:
     try:
         library.load_from_serialized_proto(data)
     except RuntimeError as error:
-        what = re.sub(r"^\w+: (src/\S+\(\d+\) )?", "", str(error))  # its source file tells nobody anything
-        raise damaged(path, what.strip("[] ")[:160] or "it is no SentencePiece model") from None
+        what = re.sub(r"^\w+: (src/\S+\(\d+\) )?", "", str(error))  # without the name of its source file
+        raise damaged(path, what.strip("[] ")[:160] or "it is not a SentencePiece model") from None
     return library
 
 
-def named(facts: Facts, library: SentencePieceProcessor) -> Facts:
-    """The facts, with the model's own names where they say nothing."""
+def named(config: TokenizerConfig, library: SentencePieceProcessor) -> TokenizerConfig:
+    """The config, with the model's own names for the roles that it leaves out."""
     ids = {"bos_token": library.bos_id(), "eos_token": library.eos_id(), "pad_token": library.pad_id()}
     own = {role: library.id_to_piece(number) for role, number in ids.items() if number >= 0}
-    return facts.filled(own)
+    return config.filled(own)

@@ -1,7 +1,7 @@
-"""A SentencePiece model as its protocol buffer, read and written (google/sentencepiece, sentencepiece_model.proto).
+"""Reads and writes the protocol buffer of a SentencePiece model (google/sentencepiece, sentencepiece_model.proto).
 
-Notable: only what decides ids and text is read; every length is held against the bytes that are left. Written ones hold a
-BPE with byte fallback, which is what GGUF files call `llama`. No library of protocol buffers is needed for this.
+Only the fields that decide ids and text are read, and every length is checked against the bytes that are left. Models that
+are written here are BPE with byte fallback, which GGUF files call `llama`. This needs no protocol buffer library.
 """
 
 import re
@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from argosy.data.tokenizers.facts import damaged
+from argosy.data.tokenizers.config import damaged
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of pieces, in GGUF too
 BPE = 2
-NO_PREFIX = b"\x1a\x02\x18\x00"  # appended to a model: normalizer_spec { add_dummy_prefix: false }, the later one wins
+# Appended to a model: normalizer_spec { add_dummy_prefix: false } or true. Of two values the later one counts.
+NO_PREFIX, PREFIX = b"\x1a\x02\x18\x00", b"\x1a\x02\x18\x01"
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5  # fields of the model
@@ -34,17 +35,17 @@ class Model:
 
 
 def read_model(data: bytes, path: Path) -> Model:
-    """What a model's bytes say.
+    """Parses a model.
 
     Raises:
-        Damaged: they are no SentencePiece model.
+        Damaged: they are not a SentencePiece model.
     """
     pieces, trainer, normalizer, denormalizes = [], {}, {}, False
     for number, value in fields(data, path):
         if number not in (_PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER):
             continue
         if not isinstance(value, bytes):
-            raise damaged(path, "it is no SentencePiece model")
+            raise damaged(path, "it is not a SentencePiece model")
         part = dict(fields(value, path))
         if number == _PIECE:
             pieces.append(piece_of(part, path))
@@ -79,7 +80,7 @@ def text_of(value: int | bytes, path: Path) -> str:
 
 
 def fields(data: bytes, path: Path) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a message; fixed ones as bytes."""
+    """Number and value of each field of a message; fixed-size values as bytes."""
     at = 0
     while at < len(data):
         key, at = varint(data, at, path)
@@ -93,7 +94,7 @@ def fields(data: bytes, path: Path) -> Iterator[tuple[int, int | bytes]]:
         elif wire in (_FIXED32, _FIXED64):
             size = 4 if wire == _FIXED32 else 8
         else:
-            raise damaged(path, "it is no SentencePiece model")
+            raise damaged(path, "it is not a SentencePiece model")
         if size > len(data) - at:
             raise damaged(path, f"{size} bytes asked for, {len(data) - at} are left")
         yield number, data[at : at + size]
@@ -110,13 +111,13 @@ def varint(data: bytes, at: int, path: Path) -> tuple[int, int]:
         at += 1
         if data[at - 1] < 128:
             return value, at
-    raise damaged(path, "it is no SentencePiece model")
+    raise damaged(path, "it is not a SentencePiece model")
 
 
 def write_model(
     pieces: Sequence[tuple[str, float, int]], *, prefix: bool, trims: bool, bos: str | None, eos: str | None
 ) -> bytes:
-    """A BPE of pieces with their scores and kinds, whose text is taken as it is."""
+    """A BPE model of pieces with their scores and kinds, which does not normalize text."""
     body = b"".join(
         message(_PIECE, message(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind))
         for text, score, kind in pieces
@@ -139,7 +140,7 @@ def message(field: int, content: bytes) -> bytes:
 
 
 def encoded(value: int) -> bytes:
-    """`varint`, undone."""
+    """The inverse of `varint`."""
     data = bytearray()
     while value > 127:
         data.append(value & 127 | 128)

@@ -15,7 +15,7 @@ from pathlib import Path
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers.byte import byte_names
 from argosy.data.tokenizers.convert import END, byte_bpe
-from argosy.data.tokenizers.facts import Facts, damaged
+from argosy.data.tokenizers.config import TokenizerConfig, damaged
 from argosy.data.tokenizers.rules import RULES, Rule
 
 MOST_RANK = 1 << 24  # the largest published vocabulary has 200,000
@@ -27,17 +27,17 @@ CL100K = {END: 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259, "<
 
 @dataclass(frozen=True)
 class Kind:
-    """rule: how text is cut. special: ids of special tokens by name, given the lowest free id and the facts. roles: of
+    """rule: how text is cut. special: ids of special tokens by name, given the lowest free id and the config. roles: of
     those that go without saying."""
 
     rule: Rule
-    special: Callable[[int, Facts], Mapping[str, int]]
+    special: Callable[[int, TokenizerConfig], Mapping[str, int]]
     roles: Mapping[str, str] = field(default_factory=lambda: {"eos_token": END})
 
 
-def reserved(first: int, facts: Facts) -> dict[str, int]:
+def reserved(first: int, config: TokenizerConfig) -> dict[str, int]:
     """Kimi's: named in tokenizer_config.json, else by number (moonshotai/Kimi-K2-Instruct, tokenization_kimi.py)."""
-    names = {number: str(token["content"]) for number, token in facts.added.items()}
+    names = {number: str(token["content"]) for number, token in config.added.items()}
     return {names.get(number, f"<|reserved_token_{number}|>"): number for number in range(first, first + RESERVED)}
 
 
@@ -47,18 +47,18 @@ def known(rule: str) -> Rule:
 
 
 KINDS = {
-    "r50k": Kind(known("gpt-2"), lambda first, facts: {END: 50_256}),
-    "p50k": Kind(known("gpt-2"), lambda first, facts: {END: 50_256}),
-    "cl100k": Kind(known("dbrx"), lambda first, facts: CL100K),
-    "o200k": Kind(known("gpt-4o"), lambda first, facts: {END: 199_999, "<|endofprompt|>": 200_018}),
-    "qwen": Kind(known("qwen2"), lambda first, facts: {name: first + n for n, name in enumerate(QWEN)}),
+    "r50k": Kind(known("gpt-2"), lambda first, config: {END: 50_256}),
+    "p50k": Kind(known("gpt-2"), lambda first, config: {END: 50_256}),
+    "cl100k": Kind(known("dbrx"), lambda first, config: CL100K),
+    "o200k": Kind(known("gpt-4o"), lambda first, config: {END: 199_999, "<|endofprompt|>": 200_018}),
+    "qwen": Kind(known("qwen2"), lambda first, config: {name: first + n for n, name in enumerate(QWEN)}),
     "tiktoken.model": Kind(known("kimi-k2"), reserved, {"bos_token": "[BOS]", "eos_token": "[EOS]"}),
 }
 """By how the file's name begins."""
 
 
-def from_ranks(text: str, facts: Facts, path: Path) -> tuple[str, Facts]:
-    """The content of a tokenizer.json, and the facts with the roles that go without saying.
+def from_ranks(text: str, config: TokenizerConfig, path: Path) -> tuple[str, TokenizerConfig]:
+    """The content of a tokenizer.json, and the config with the roles that go without saying.
 
     Raises:
         BadInput: the file's name says nothing of how text is cut.
@@ -75,14 +75,14 @@ def from_ranks(text: str, facts: Facts, path: Path) -> tuple[str, Facts]:
     ranks = dict(lines)
     if len(ranks) < len(lines) or len(set(ranks.values())) < len(lines):
         raise damaged(path, "a token or a rank stands twice")
-    special = dict(kind.special(max(ranks.values(), default=-1) + 1, facts))
+    special = dict(kind.special(max(ranks.values(), default=-1) + 1, config))
     if taken := set(special.values()) & set(ranks.values()):
         raise damaged(path, f"{len(taken)} special tokens have the rank of another")
     names = byte_names()
     vocab = {"".join(names[byte] for byte in token): rank for token, rank in ranks.items()}
     added = [{"id": number, "content": name, "special": True} for name, number in special.items()]
     roles = {role: name for role, name in kind.roles.items() if name in special}
-    return byte_bpe(vocab | special, list(merges(ranks, names)), kind.rule, added), facts.filled(roles)
+    return byte_bpe(vocab | special, list(merges(ranks, names)), kind.rule, added), config.filled(roles)
 
 
 def merges(ranks: Mapping[bytes, int], names: Mapping[int, str]) -> Iterator[list[str]]:

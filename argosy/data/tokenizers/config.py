@@ -1,8 +1,8 @@
-"""What stands beside a vocabulary: special tokens by role, whether a text begins with one, chat templates.
+"""The files beside a vocabulary: special tokens by role, whether a text begins with one, chat templates.
 
-Notable: these come from four places (tokenizer_config.json, special_tokens_map.json, chat_template.jinja, a GGUF's keys)
-and leave as one tokenizer_config.json. Files of others are bounded before they are parsed, and `auto_map` in them imports
-nothing. Knows no vocabulary: a role's text has an id only where a tokenizer gives it one.
+They come from four places (tokenizer_config.json, special_tokens_map.json, chat_template.jinja, a GGUF's keys) and are
+written as one tokenizer_config.json. Sizes are checked before anything is parsed, and `auto_map` imports nothing. A role's
+text has an id only if the vocabulary, which is read elsewhere, gives it one.
 """
 
 import json
@@ -18,31 +18,31 @@ from argosy.core.errors import BadInput, Damaged
 VOCABULARY_BYTES = 256 << 20  # the largest published tokenizer.json has 33 MB
 CONFIG_BYTES = 16 << 20
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character; two of them are one, which is for JSON to say
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character; JSON joins two of them to one
 LONE = re.compile("[\ud800-\udfff]")
-DEFAULT = "default"  # the name of the chat template that has no other
+DEFAULT = "default"  # the name of a chat template without a name
 
 
 @dataclass(frozen=True)
-class Facts:
-    """roles: text of each special token. adds_bos: None where nobody says. templates: chat templates by name.
-    added: tokens beside the vocabulary, by id. more: special tokens without a role. config: the whole
-    tokenizer_config.json they came from."""
+class TokenizerConfig:
+    """roles: text of each special token. adds_bos: None where no file says. templates: chat templates by name.
+    added: tokens beside the vocabulary, by id. more: special tokens without a role. raw: the whole
+    tokenizer_config.json."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
     adds_bos: bool | None = None
     templates: Mapping[str, str] = field(default_factory=dict)
     added: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     more: tuple[str, ...] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
+    raw: Mapping[str, Any] = field(default_factory=dict)
 
-    def filled(self, roles: Mapping[str, str]) -> "Facts":
-        """With these roles where nothing was said."""
+    def filled(self, roles: Mapping[str, str]) -> "TokenizerConfig":
+        """The same config, with these texts for the roles that it leaves out."""
         return replace(self, roles={**roles, **self.roles})
 
     def save(self, folder: Path, adds_bos: bool, kind: str = "PreTrainedTokenizerFast") -> None:
-        """Writes tokenizer_config.json, in the shape that the Hub's readers know; `kind` is its class if none was said."""
-        config = {"tokenizer_class": kind} | dict(self.config) | dict(self.roles)
+        """Writes tokenizer_config.json as the Hub's readers expect it; `kind` is its class if the config names none."""
+        config = {"tokenizer_class": kind} | dict(self.raw) | dict(self.roles)
         config["add_bos_token"] = adds_bos
         if self.added:
             config["added_tokens_decoder"] = {str(number): dict(token) for number, token in self.added.items()}
@@ -57,22 +57,22 @@ class Facts:
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
 
 
-def read_facts(folder: Path) -> Facts:
-    """The facts that a Hub folder states; empty where it has none of the files.
+def read_config(folder: Path) -> TokenizerConfig:
+    """The config of a Hub folder; empty where it has none of the files.
 
     Raises:
-        Damaged: a file that is not JSON, or not of the shape that its name promises.
+        Damaged: a file that is not JSON, or not an object of the expected shape.
     """
     config = read_object(folder / "tokenizer_config.json")
     beside = read_object(folder / "special_tokens_map.json")
     roles, more = texts_of(beside) | texts_of(config), dict.fromkeys([*more_of(beside), *more_of(config)])
-    said = config.get("add_bos_token")
-    adds_bos = said if isinstance(said, bool) else None
-    return Facts(roles, adds_bos, read_templates(folder, config), read_added(folder, config), tuple(more), config)
+    adds = config.get("add_bos_token")
+    adds_bos = adds if isinstance(adds, bool) else None
+    return TokenizerConfig(roles, adds_bos, read_templates(folder, config), read_added(folder, config), tuple(more), config)
 
 
 def texts_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """The text of each role: given itself, or as the `content` of an object."""
+    """The text of each role, which is given directly or as the `content` of an object."""
     found = {}
     for role in ROLES:
         text = config.get(role)
@@ -83,11 +83,11 @@ def texts_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def more_of(config: Mapping[str, Any]) -> list[str]:
-    """Special tokens without a role, under the older and the newer name of their list."""
-    told = [config.get("additional_special_tokens"), config.get("extra_special_tokens")]
+    """Special tokens without a role, under the old and the new name of their list."""
+    lists = [config.get("additional_special_tokens"), config.get("extra_special_tokens")]
     entries = [
         entry
-        for one in told
+        for one in lists
         if isinstance(one, list | dict)
         for entry in (one.values() if isinstance(one, dict) else one)
     ]
@@ -101,11 +101,11 @@ def read_added(folder: Path, config: Mapping[str, Any]) -> dict[int, dict[str, A
     for text, number in read_object(folder / "added_tokens.json").items():
         if isinstance(number, int) and text:
             found[number] = {"content": text, "special": False}
-    told = config.get("added_tokens_decoder")
-    for number, token in told.items() if isinstance(told, dict) else ():
+    decoder = config.get("added_tokens_decoder")
+    for number, token in decoder.items() if isinstance(decoder, dict) else ():
         content = token.get("content") if isinstance(token, dict) else None
         if not (number.isascii() and number.isdigit() and len(number) < 10 and isinstance(content, str) and content):
-            raise damaged(folder / "tokenizer_config.json", "an entry of `added_tokens_decoder` is no token")
+            raise damaged(folder / "tokenizer_config.json", "an entry of `added_tokens_decoder` is not a token")
         found[int(number)] = {"content": content} | {
             flag: bool(token.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
         }
@@ -113,7 +113,7 @@ def read_added(folder: Path, config: Mapping[str, Any]) -> dict[int, dict[str, A
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name. A file of its own outweighs the config."""
+    """Chat templates by name. A template in a file of its own takes precedence over the config."""
     found: dict[str, str] = {}
     inside = config.get("chat_template", read_object(folder / "chat_template.json").get("chat_template"))
     if isinstance(inside, str):
@@ -139,10 +139,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: str, path: Path) -> dict[str, Any]:
-    """The JSON object that a text is.
+    """Parses a JSON object.
 
     Raises:
-        Damaged: it is none.
+        Damaged: it is not one.
     """
     try:
         value = json.loads(text)
@@ -164,7 +164,8 @@ def read_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            data = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)  # a read sets aside what it is told
+            # A read allocates what it is asked for, so it is asked for no more than the file holds.
+            data = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
     except OSError as error:
         raise BadInput(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
     if len(data) > most:
@@ -181,5 +182,5 @@ def read_text(path: Path, most: int = VOCABULARY_BYTES) -> str:
 
 
 def damaged(path: Path, what: str) -> Damaged:
-    """The error of a tokenizer's file that contradicts itself."""
+    """The error for a tokenizer file that contradicts itself."""
     return Damaged(f"`{path.name}` is damaged: {what}", where=f"in {path}", hint="copy or download it again")

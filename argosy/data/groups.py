@@ -1,0 +1,169 @@
+"""Rows that belong together: preference pairs, the samples of one prompt. The in-memory entry point of post-training.
+
+    pairs = [Group((Example(chosen), Example(rejected)), values={"margin": 0.5}), ...]
+    batches = build(settings, None, vocab=..., seed=..., source=Examples(pairs), rows_per_group=2, fields=...)
+
+One example is one row: nothing is packed. Groups are shuffled as a whole, and a batch and each process's share of it hold
+whole groups. Knows nothing of losses; what a column means is between who fills it and the objective that reads it.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.batch import LANGUAGE_MODELING, Batch, Field, Fields
+from argosy.data.sources import RowSource
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row.
+
+    tokens: n ids, of which n - 1 are inputs.  weights: [n] of each token in the loss; None means 1. The first is not used,
+    because the first token is no target.  columns: further numbers for each token, [n] each, such as advantages; they come
+    out beside the targets.  values: one number or array for the row, such as a reward.
+    """
+
+    tokens: Sequence[int]
+    weights: Sequence[float] | None = None
+    columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Examples that are never parted, in their order, and one number or array for the group by name."""
+
+    examples: Sequence[Example]
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+class GroupRows:
+    """Rows of `sequence` tokens, one example each. Row `g i + j` is example j of group i, where a group has g examples."""
+
+    def __init__(self, groups: Sequence[Group], sequence: int, vocab: int):
+        """Raises:
+        BadInput: groups of unequal size, an example that is too long or too short or has a token outside the vocabulary,
+            names or shapes that differ between examples.
+        """
+        sizes = {len(group.examples) for group in groups}
+        if len(sizes) > 1 or 0 in sizes:
+            raise BadInput(f"groups of {' and '.join(map(str, sorted(sizes)))} examples", hint="make all groups equally large")
+        self.groups, self.sequence, self.per_group = groups, sequence, max(sizes, default=1)
+        self.fields: Fields = dict(LANGUAGE_MODELING)
+        examples = [example for group in groups for example in group.examples]
+        for number, example in enumerate(examples):
+            self._check(example, f"example {number % self.per_group} of group {number // self.per_group}", vocab)
+        self._tables = {
+            "token": stacked([example.columns for example in examples], "column", tokens=True),
+            "row": stacked([example.values for example in examples], "value of a row"),
+            "group": stacked([group.values for group in groups], "value of a group"),
+        }
+        for per, table in self._tables.items():
+            for name, field_ in table.items():
+                if name in self.fields:
+                    raise BadInput(f"two fields are called `{name}`", hint="rename the column or the value")
+                self.fields[name] = Field(axes_of(per, field_), field_.dtype, per)  # type: ignore[arg-type]
+
+    def _check(self, example: Example, where: str, vocab: int) -> None:
+        count = len(example.tokens)
+        if not 2 <= count <= self.sequence + 1:
+            what = f"an example of {count} tokens, where a row takes 2 to {self.sequence + 1}"
+            raise BadInput(what, where=where, hint="raise `data.sequence`, or cut the example")
+        if wrong := next((token for token in example.tokens if not 0 <= token < vocab), None):
+            raise BadInput(f"token {wrong} is outside the vocabulary of {vocab}", where=where)
+        given = dict(example.columns) | ({} if example.weights is None else {"weights": example.weights})
+        for name, values in given.items():
+            if len(values) != count:
+                raise BadInput(f"`{name}` has {len(values)} numbers for {count} tokens", where=where)
+
+    def __len__(self) -> int:
+        return len(self.groups) * self.per_group
+
+    def gather(self, rows: np.ndarray) -> Batch:
+        """The batch of whole groups of rows: [B] numbers to arrays of B rows, and of B / per_group groups."""
+        numbers = rows[:: self.per_group] // self.per_group
+        if (rows != (numbers[:, None] * self.per_group + np.arange(self.per_group)).ravel()).any():
+            raise ValueError("the rows asked for are not whole groups")
+        batch: Batch = {}
+        for name, field_ in self.fields.items():
+            if field_.per == "token":
+                batch[name] = np.zeros((len(rows), self.sequence), field_.dtype)
+        for at, row in enumerate(rows.tolist()):
+            example = self.groups[row // self.per_group].examples[row % self.per_group]
+            here = at, slice(0, len(example.tokens) - 1)
+            batch["tokens"][here], batch["targets"][here] = example.tokens[:-1], example.tokens[1:]
+            batch["segments"][here] = 1
+            batch["mask"][here] = 1 if example.weights is None else example.weights[1:]
+            for name in self._tables["token"]:
+                batch[name][here] = example.columns[name][1:]
+        batch |= {name: table[rows] for name, table in self._tables["row"].items()}
+        return batch | {name: table[numbers] for name, table in self._tables["group"].items()}
+
+
+class Examples(RowSource):
+    """Groups of examples that the caller holds in memory, and others for evaluation."""
+
+    def __init__(self, groups: Sequence[Group], held_out: Sequence[Group] = ()):
+        self.groups, self.held_out = groups, held_out
+
+    def rows(self, *, sequence: int, vocab: int, seed: int, held_out: bool = False) -> GroupRows:
+        return GroupRows(self.held_out if held_out else self.groups, sequence, vocab)
+
+    def fingerprint(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for group in self.groups:
+            for example in group.examples:
+                digest.update(f"row {described(example.tokens)} {described(example.weights)}".encode())
+                digest.update(f"{mapped(example.columns)} {mapped(example.values)}".encode())
+            digest.update(f"group {mapped(group.values)}".encode())
+        return {"source": "examples", "source.sha256": digest.hexdigest()}
+
+
+def stacked(given: Sequence[Mapping[str, Any]], noun: str, tokens: bool = False) -> dict[str, np.ndarray]:
+    """One array for each name, from mappings that must have the same names; of columns of tokens, an empty one of their type.
+
+    Raises:
+        BadInput: names or shapes that differ.
+    """
+    names = list(given[0]) if given else []
+    for number, one in enumerate(given):
+        if set(one) != set(names):
+            lacking = ", ".join(f"`{name}`" for name in sorted(set(one) ^ set(names)))
+            raise BadInput(f"only some have the {noun} {lacking}", where=f"number 0 and number {number} differ")
+    tables = {}
+    for name in names:
+        arrays = [number_array(one[name]) for one in given]
+        if tokens:
+            tables[name] = np.zeros(0, np.result_type(*arrays))
+        elif len({array.shape for array in arrays}) > 1:
+            raise BadInput(f"the {noun} `{name}` has different shapes", hint="pad it to one shape")
+        else:
+            tables[name] = np.stack(arrays)
+    return tables
+
+
+def number_array(value: Any) -> np.ndarray:
+    """Numbers as an array: float32 and int32 where Python's own numbers say no type."""
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
+    array = np.asarray(value)
+    return array.astype({"f": np.float32, "i": np.int32}.get(array.dtype.kind, array.dtype))
+
+
+def axes_of(per: str, table: np.ndarray) -> str:
+    """How a field's axes are written: its own sizes after B as lower-case letters."""
+    return "B T" if per == "token" else " ".join(["B", *"abcdef"[: table.ndim - 1]])
+
+
+def described(values: Any) -> str:
+    array = np.asarray(values if values is not None else [])
+    return f"{array.dtype} {array.shape} {hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()}"
+
+
+def mapped(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={described(values[name])}" for name in sorted(values))

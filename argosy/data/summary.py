@@ -1,0 +1,104 @@
+"""What a corpus consists of, in numbers and in one paragraph: what every run prints before its first step."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CorpusSummary:
+    """The size of a corpus and what is left out of it. None: not known, for instance because nothing has been read yet.
+
+    source: as the settings name it.  files: read, in a folder or glob.  source_bytes: of those files, on disk.
+    bytes, documents, tokens: of the text that is trained on.  rows: of `sequence` tokens, in one epoch.  batch: rows of a step.
+    epochs: passes over the rows in the steps of the run.  held_out_documents, held_out_tokens: kept for evaluation.
+    max_bytes: the limit on the text, where it cut any off.  short_documents: of fewer than two tokens, which have no target
+    and which packing by fit leaves out.  tail_rows: of the last epoch, too few for a batch.  ends_after: batches until the
+    epochs asked for are over.  special_documents: hold the name of a special token, which trains as plain text.
+    special_names: some of those names.
+    """
+
+    source: str
+    files: int | None = None
+    source_bytes: int | None = None
+    bytes: int | None = None
+    documents: int | None = None
+    tokens: int | None = None
+    rows: int | None = None
+    sequence: int | None = None
+    batch: int | None = None
+    epochs: float | None = None
+    held_out_documents: int = 0
+    held_out_tokens: int = 0
+    max_bytes: int | None = None
+    short_documents: int = 0
+    tail_rows: int = 0
+    ends_after: int | None = None
+    special_documents: int = 0
+    special_names: tuple[str, ...] = ()
+    online: bool = field(default=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it that is known, for JSON."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, 0, (), False)}
+
+    @property
+    def text(self) -> str:
+        """One paragraph."""
+        sentences = [self._what(), self._left_out(), self._special()]
+        return " ".join(sentence for sentence in sentences if sentence)
+
+    def _what(self) -> str:
+        parts = []
+        if self.files is not None:
+            size = f" of {counted_bytes(self.source_bytes)}" if self.source_bytes is not None else ""
+            parts.append(f"{plural(self.files, 'file')}{size}")
+        if self.bytes:
+            parts.append(f"{counted_bytes(self.bytes)} of text")
+        if self.documents:
+            parts.append(plural(self.documents, "document"))
+        if self.tokens:
+            parts.append(plural(self.tokens, "token"))
+        if self.rows:
+            parts.append(f"{plural(self.rows, 'row')} of {self.sequence}")
+        if self.online:
+            parts.append("tokenized while training, so its size is not known beforehand")
+        if self.epochs is not None:
+            parts.append(f"{self.epochs:.3g} epochs in this run")
+        return f"data {self.source}: {', '.join(parts) or 'of unknown size'}."
+
+    def _left_out(self) -> str:
+        parts = []
+        if self.max_bytes is not None:
+            of = f" of {counted_bytes(self.source_bytes)}" if self.source_bytes is not None else ""
+            parts.append(f"everything after the first {counted_bytes(self.max_bytes)}{of} (data.max_bytes)")
+        if self.held_out_tokens:
+            documents = f" in {plural(self.held_out_documents, 'document')}" if self.held_out_documents else ""
+            parts.append(f"{plural(self.held_out_tokens, 'token')}{documents} for evaluation (data.held_out)")
+        if self.short_documents:
+            parts.append(f"{plural(self.short_documents, 'document')} of fewer than two tokens")
+        if self.tail_rows:
+            parts.append(f"the last {plural(self.tail_rows, 'row')}, too few for a batch (data.epochs)")
+        return f"Left out: {'; '.join(parts)}." if parts else ""
+
+    def _special(self) -> str:
+        if not self.special_documents:
+            return ""
+        names = ", ".join(self.special_names)
+        where = "At least " if self.online else ""
+        return (
+            f"Warning: {where}{plural(self.special_documents, 'document')} with names of special tokens ({names}), which train as "
+            "plain text; data.special=true encodes them as special tokens."
+        )
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def counted_bytes(count: int | None) -> str:
+    """Bytes in the unit that suits them, to three digits."""
+    count = count or 0
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
+    return plural(count, "byte")
