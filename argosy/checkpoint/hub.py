@@ -21,6 +21,7 @@ from argosy.core.formats.files import File, of_bytes, of_text, write_file
 from argosy.core.formats.quants import FP8_BLOCK
 from argosy.core.formats.safetensors import Folder, folder_files
 from argosy.core.keymap import IGNORED, How, KeyMap, Row
+from argosy.data.tokenize import matching
 from argosy.models import FAMILIES
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.weight import exact
@@ -332,10 +333,11 @@ def save_folder(
 
 
 def copies(companions: Path | None) -> list[File]:
-    """The small files that go with a model, from a folder of theirs."""
+    """The small files of a folder that go with its model, each under its path relative to the folder."""
     if companions is None or not companions.is_dir():
         return []
-    return [of_bytes(name, (companions / name).read_bytes()) for name in COMPANIONS if (companions / name).is_file()]
+    files = matching(companions, COMPANIONS)
+    return [of_bytes(file.relative_to(companions).as_posix(), file.read_bytes()) for file in files]
 
 
 def typed(config: FamilyConfig, weights: Reader, dtype: Any) -> Reader:

@@ -16,33 +16,22 @@ from argosy.checkpoint.store import META, Checkpoints, load_weights, read_meta, 
 from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.formats import Arrays, Reader
 from argosy.core.schema import Choice
+from argosy.data.tokenize import BESIDE, VOCABULARIES, matching
 from argosy.models import FAMILIES
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import layer_addresses, stored_addresses
 from argosy.models.parts.weight import kept_in, put, variables
 
-# Small files that go with a model from folder to folder, untouched.
 COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tiktoken.model",
-    "qwen.tiktoken",
-    "spiece.model",
-    "sentencepiece.bpe.model",
+    *VOCABULARIES,
+    *BESIDE,
     "generation_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
     "modules.json",  # of sentence encoders: what is made of their vectors
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
 )
+"""Patterns of the small files that go with a model from folder to folder, byte for byte."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +105,7 @@ def _open_step(folder: Path) -> Stored:
     except KeyError as missing:
         raise Damaged(f"{META} has no {missing}", where=str(folder)) from None
     beside = [folder, folder.parent.parent / "tokenizer"]  # a converted model; a step of a run
-    companions = next((f for f in beside if any((f / name).is_file() for name in COMPANIONS)), None)
+    companions = next((folder for folder in beside if matching(folder, COMPANIONS)), None)
     return Stored(
         folder, "argosy", config, StepReader(folder, config, meta["decided"]["layers"]), companions, meta.get("hub", {})
     )

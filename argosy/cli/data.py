@@ -1,4 +1,4 @@
-"""`argosy data`: a corpus to tokens, a look at them, a vocabulary of one's own."""
+"""`argosy data`: tokenizes a corpus, shows what a model will see of it, trains a vocabulary."""
 
 import sys
 import time
@@ -13,10 +13,10 @@ from argosy.core.settings import Settings, read_settings, words_layer
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-TELL_S = 5.0  # between words on progress
+TELL_S = 5.0  # between lines of progress
 
 WORDS = typer.Argument(
-    metavar="[key=value ...]", help="settings: of data for a source, of a run for a recipe", show_default=False
+    metavar="[key=value ...]", help="settings: data settings for a source, any for a recipe", show_default=False
 )
 JSON = typer.Option("--json", help="one JSON document on stdout")
 SOURCE = typer.Argument(
@@ -35,7 +35,7 @@ class Vocabulary(Settings):
 
 @app.callback(invoke_without_command=True)
 def data(context: typer.Context) -> None:
-    """A corpus to tokens, a look at them, a vocabulary of one's own."""
+    """Tokenizes a corpus, shows what a model will see of it, trains a vocabulary."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -47,7 +47,8 @@ def prepare(
     words: Annotated[list[str] | None, WORDS] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Tokenizes a corpus once, into files that training maps."""
+    """Tokenizes a corpus once, into a folder that training reads without copying it into memory. The folder keeps the tokenizer
+    and the settings. If this is killed, the folder does not appear, and the same command starts over."""
     from argosy.jobs import data as job
 
     settings = job.data_settings(source, words or [])
@@ -62,7 +63,7 @@ def inspect(
     rows: Annotated[int, typer.Option("--rows", min=1, help="rows of the batch to show")] = 2,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Shows the first rows that a model will see, and which tokens count: green, or outside ⟦ ⟧."""
+    """Shows the first rows that a model will see, and which tokens count in the loss: green, or outside ⟦ ⟧."""
     from argosy.jobs import data as job
 
     text, document = job.inspect(recipe, words or [], rows, can_color(sys.stdout))
@@ -85,12 +86,12 @@ def tokenizer(
     settings = job.data_settings(source, []).model_copy(update={"max_bytes": how.max_bytes})
     told = job.train_tokenizer(settings, how.vocab, Path(target))
     if told["vocab"] < how.vocab:
-        say(f"the text has pairs for {told['vocab']} tokens only, {how.vocab} were asked for")
+        say(f"the text has repeated pairs for {told['vocab']} tokens only; {how.vocab} were asked for")
     answer(f"{target}: {told['vocab']:,} tokens, from {told['bytes']:,} bytes of text", told, as_json)
 
 
 def prepared_text(told: dict[str, Any]) -> str:
-    """What a prepared corpus holds, a line for each split."""
+    """What a prepared corpus holds, one line a split."""
     lines = [f"{told['target']}: tokens of `{told['tokenizer']}`, {told['vocab']:,} in its vocabulary"]
     for split in ("train", "held_out"):
         part = told[split]
@@ -100,7 +101,7 @@ def prepared_text(told: dict[str, Any]) -> str:
 
 
 class Progress:
-    """Says every few seconds how far it is; nothing where it is over before."""
+    """Prints every few seconds how far it is."""
 
     def __init__(self) -> None:
         self.said = time.monotonic()

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from argosy.core import mistakes
 from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.core.plain import dotted
-from argosy.core.schema import Choice, Settings, Shape, item_hint, meant, shape, shape_of, takes
+from argosy.core.schema import BelongsTo, Choice, Settings, Shape, item_hint, marks, meant, shape, shape_of, takes
 from argosy.core.words import SELF, Layer
 
 DEFAULT = "default"
@@ -52,7 +52,8 @@ class Reader:
         failed = set() if all_good else {_WHOLE}
         for name, info in cls.model_fields.items():
             path = dotted(key, name)
-            its = [Said(one.layer, one.value[name]) for one in said if name in one.value]
+            recent = said[_since_changed(cls, info, said) :]
+            its = [Said(one.layer, one.value[name]) for one in recent if name in one.value]
             self.known.append(path)
             if its or shape_of(info).kind in ("group", "choice"):
                 values[name] = self._part(info, path, _default(info) + its)
@@ -228,6 +229,17 @@ def _since_named(said: list[Said], tag: str) -> list[Said]:
             name = named
         kept.append(one)
     return kept
+
+
+def _since_changed(cls: type[Settings], info: FieldInfo, said: list[Said]) -> int:
+    """The first layer that counts for a key: the last one to change a key that this one belongs to."""
+    first = 0
+    for mark in marks(info, BelongsTo):
+        value = cls.model_fields[mark.key].get_default(call_default_factory=True)
+        for number, one in enumerate(said):
+            if one.value.get(mark.key, value) != value:
+                value, first = one.value[mark.key], max(first, number)
+    return first
 
 
 def _given(group: Settings) -> dict[str, Any]:

@@ -67,6 +67,14 @@ class MayChange:
     key must be what it was, or the resumed run would not be the same run."""
 
 
+class BelongsTo:
+    """Marks a key that describes the value of another key of its group: `max_bytes: Annotated[int, BelongsTo("source")]`. A layer
+    that changes that other key drops what older layers say of this one, as a new tag drops the keys of the old choice."""
+
+    def __init__(self, key: str):
+        self.key = key
+
+
 def marks(field: FieldInfo, kind: type) -> list[Any]:
     """The marks of this kind that a field is annotated with."""
     return [mark for mark in field.metadata if isinstance(mark, kind)]

@@ -63,7 +63,7 @@ def check_fields(wanted: Fields, there: Fields) -> None:
             listed = ", ".join(f"`{other}`" for other in there)
             raise BadInput(f"this data has no field `{name}`", where="read by the objective", hint=f"it has {listed}")
         has = there[name]
-        if field.per != has.per or field.axes.split() != has.axes.split():
+        if field.per != has.per or len(field.axes.split()) != len(has.axes.split()):
             raise BadInput(
                 f"the field `{name}` is [{has.axes}] per {has.per} in this data, and the objective reads [{field.axes}] per "
                 f"{field.per}"

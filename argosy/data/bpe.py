@@ -1,8 +1,7 @@
-"""A vocabulary of one's own: byte-level BPE, trained by the `tokenizers` library.
+"""Trains a byte-level BPE vocabulary with the `tokenizers` library.
 
-Notable: the same texts give the same file, byte for byte. `<|bos|>` and `<|eos|>` are 0 and 1, the 256 bytes follow, so
-that any text has ids and none is lost. Text is cut as Qwen does it: each digit alone, line breaks by themselves. Knows
-where texts come from as little as where the tokenizer goes.
+The same texts give the same file, byte for byte. `<|bos|>` and `<|eos|>` are 0 and 1 and the 256 bytes follow, so any text
+can be encoded without loss. Text is split into words as Qwen does it: each digit alone, line breaks by themselves.
 """
 
 from collections.abc import Iterable
@@ -20,11 +19,11 @@ from argosy.data.tokenizers.rules import QWEN2
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 LEAST = 256 + 2  # the bytes and both special tokens
-LONGEST = 24  # characters of a token: a line of dashes is no word
+LONGEST = 24  # characters of a token: a line of dashes is not a word
 
 
 def train(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A tokenizer of `vocab` tokens, fewer where the texts have no more pairs that come twice.
+    """A tokenizer of `vocab` tokens; of fewer, if no further pair occurs twice in the texts.
 
     Sennrich et al., arXiv 1508.07909; on bytes: Radford et al., Language Models are Unsupervised Multitask Learners.
 

@@ -1,9 +1,9 @@
 """Conversations as text, by the chat template that comes with a model: exactly as Hugging Face transformers renders it.
 
-Notable: a template is a program by somebody else, so every one is rendered in a process with limits (`chat_child`): 2
-seconds of CPU, 512 MB, a bound on its text. No template is trusted more than another: what a template costs depends on the
-messages, and a look at its source cannot tell. The process stays for the next conversation, so the price is one start of
-about 0.2 s, then less than a millisecond beside the rendering itself. Knows no tokenizer: special tokens come as texts.
+A template is a program written by somebody else, so each is rendered in a process with limits (`chat_child`): 2 seconds of
+CPU, 512 MB, a bound on its text. No template is trusted more than another, because its cost depends on the messages and
+cannot be seen in its source. The process stays for the next conversation: it costs 0.2 s once, then less than 1 ms beside
+the rendering itself. This file knows no tokenizer: special tokens come as texts.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from argosy.core.errors import ArgosyError, BadInput, nearest
 
 Message = Mapping[str, Any]
 
-WALL_S = 2.5  # for a render; the process itself gives up after 2 s of CPU
+WALL_S = 60.0  # for a render on a busy machine: what bounds a template are its 2 s of CPU
 START_S = 60.0  # for the interpreter and Jinja on a busy machine
 TEMPLATE_CHARACTERS = 1 << 20  # the longest published template has 20,000
 LEAST_CHARACTERS = 1 << 20  # of text that any template may make; beyond, four times what it was given
@@ -48,12 +48,12 @@ def render(
         messages: `role` and `content`, and what else the template knows.
         special: the texts of special tokens by their role, as in `Tokenizer.special`.
         tools: JSON schemas of functions.
-        add_generation_prompt: end with what makes the model answer.
+        add_generation_prompt: end with the tokens that open an answer.
         now: the clock of `strftime_now`; the machine's where not given.
         extra: further variables, such as `documents` or `enable_thinking`.
 
     Raises:
-        BadInput: the template refuses these messages, is none, or costs too much; or what it is given is not JSON.
+        BadInput: the template refuses these messages, is not Jinja, or costs too much; or its variables are not JSON.
     """
     variables = {"tools": tools, "add_generation_prompt": add_generation_prompt} | extra
     return rendered(template, messages, special, variables, now)["text"]
@@ -99,7 +99,7 @@ def rendered(
 
 
 def refusal(kind: str, message: str) -> BadInput:
-    """The error for what went wrong inside a template."""
+    """The error for a failure inside a template."""
     if kind == "TemplateSyntaxError":
         return BadInput(f"the chat template is not Jinja: {message}")
     if kind in ("MemoryError", "RecursionError", "TooLong"):
@@ -113,7 +113,7 @@ def costly(why: str) -> BadInput:
 
 
 class Child:
-    """The rendering process: started when first asked, again after it died, and by a forked process for itself."""
+    """The rendering process: started by the first request, again after it died, and anew in a forked process."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -150,13 +150,13 @@ class Child:
             process.communicate()
 
     def forget(self) -> None:
-        """In a forked process: the one that renders is its parent's, and so may the lock be."""
+        """Called in a forked process: the rendering process, and perhaps the lock, are the parent's."""
         process, self._process, self._lock = self._process, None, Lock()
         for pipe in (process.stdin, process.stdout) if process is not None else ():
             if pipe is not None:
                 pipe.close()
         if process is not None:
-            process.returncode = 0  # not ours to wait for
+            process.returncode = 0  # only its parent may wait for it
 
     def close(self) -> None:
         with self._lock:
@@ -164,7 +164,7 @@ class Child:
 
 
 def start() -> subprocess.Popen[bytes]:
-    """A new process that has said that it is ready; without environment, and nothing but our pipes.
+    """A new process that is ready, without environment variables, and with no open files but its pipes.
 
     Raises:
         ArgosyError: it cannot be started.
@@ -196,10 +196,10 @@ def send(process: subprocess.Popen[bytes], document: Mapping[str, Any]) -> None:
 
 
 def receive(process: subprocess.Popen[bytes], limit_s: float) -> dict[str, Any]:
-    """One document.
+    """One JSON document.
 
     Raises:
-        TimeoutError: it is not there in time.
+        TimeoutError: it does not arrive in time.
         EOFError: the process ended.
     """
     until = time.monotonic() + limit_s

@@ -1,12 +1,11 @@
 """The process that renders chat templates: run by path with `python -I`, never imported.
 
-Notable: templates come with models, from anybody. Jinja's sandbox stops what reaches for Python, not what costs: nested
-loops run for minutes, `'a' * 10**10` asks for 10 GB, and no exception gets a word in. So the process has limits of its own,
-and dying of them harms nobody. It needs the standard library and Jinja, opens no file after its imports, and ends with its
-parent. It knows nothing of tokenizers.
+Templates come with models, from anybody. Jinja's sandbox stops access to Python, not cost: nested loops run for minutes,
+`'a' * 10**10` asks for 10 GB, and neither can be interrupted by an exception. So the process has limits of its own and may
+die of them. It needs the standard library and Jinja, opens no file after its imports, and ends with its parent.
 
-Both ways: 4 bytes of length, then JSON. In: template, variables, now (ISO 8601 or null), most_characters.
-Out: text and spans, or error and message.
+Messages in both directions are 4 bytes of length, then JSON. In: template, variables, now (ISO 8601 or null),
+most_characters. Out: text and spans, or error and message.
 """
 
 import contextlib
@@ -29,16 +28,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 512 << 20
 CPU_S = 2.0  # the longest published template takes 5 ms
-LOOK_S = 5.0  # how often an idle process looks whether its parent lives
+LOOK_S = 5.0  # how often an idle process checks that its parent lives
 
 
 class TooLong(Exception):
-    """The text outgrew what the parent takes."""
+    """The text is longer than the parent accepts."""
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}` ... `{% endgeneration %}` around an assistant's words: as a tag of no effect that remembers
-    where in the text its content stands (huggingface/transformers, chat_template_utils.py)."""
+    """`{% generation %}` ... `{% endgeneration %}` around an assistant's words: changes nothing, and records the place of its
+    content in the text (huggingface/transformers, chat_template_utils.py)."""
 
     environment: "Environment"
     tags = {"generation"}  # noqa: RUF012
@@ -56,7 +55,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """Jinja as Hugging Face sets it up for chat templates."""
+    """Jinja as Hugging Face configures it for chat templates."""
 
     def __init__(self):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
@@ -92,7 +91,7 @@ def answer(environment, request):
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
     try:
         return environment.rendered(**request)
-    except BaseException as error:  # whatever it was, the process goes on
+    except BaseException as error:  # the process goes on after any failure
         line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         return {"error": type(error).__name__, "message": str(error)[:400] + line}
     finally:
@@ -100,14 +99,14 @@ def answer(environment, request):
 
 
 def limit():
-    """Memory, and nothing written to any file."""
+    """Limits memory, and forbids writing to files."""
     for what, most in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(OSError, ValueError):  # some systems know no such limit
             resource.setrlimit(what, (most, most))
 
 
 def read(count, parent):
-    """So many bytes of stdin; ends the process where no more will come."""
+    """Reads so many bytes of stdin; ends the process at its end."""
     data = b""
     while len(data) < count:
         ready, _, _ = select.select([0], [], [], LOOK_S)

@@ -1,10 +1,10 @@
-"""Which part of a conversation an assistant said: what a model learns from, and nothing else.
+"""Which tokens of a conversation an assistant said: the ones that fine-tuning learns.
 
-Notable: few templates mark the assistant's words (`{% generation %}`), so where one does not, its renders are compared. A
-turn begins where the render of the messages before it, with the generation prompt, ends; it ends where the render that
-stops with it ends. That is exact where these renders are prefixes of the whole. Templates that rewrite what is past (the
-thoughts of an earlier turn, another mark for the last end) are followed by a second comparison, with other words put in the
-turn's place. Where neither finds the turn, nothing is guessed. Knows tokenizers; trains nothing.
+Few templates mark the assistant's words (`{% generation %}`). For the others, renders are compared. A turn begins where the
+render of the messages before it, with the generation prompt, ends; it ends where the render that stops with it ends. That is
+exact where these renders are prefixes of the whole. Some templates rewrite earlier turns (drop their thoughts, or end the
+last one with another token); for these a second comparison puts other words in the turn's place. Where neither finds the
+turn, the answer is an error, never a guess.
 """
 
 import re
@@ -17,7 +17,7 @@ from argosy.data.chat import Message, choose_template, render, rendered
 from argosy.data.tokenizers import Span, Tokenizer
 
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-PROBE = "\ue000"  # for private use: no word of anybody begins or ends with it
+PROBE = "\ue000"  # private use: no real word begins or ends with it
 
 
 def encode_with_mask(
@@ -31,15 +31,15 @@ def encode_with_mask(
 ) -> tuple[list[int], list[bool]]:
     """A conversation as ids, and for each whether an assistant said it: its words and the token that ends its turn.
 
-    The ids are those of the whole text, except where a token would hold the end of a prompt and the beginning of an answer:
-    the text is cut there, as it is when the model is asked.
+    The ids are those of the whole text, except where one token would span the end of a prompt and the beginning of an answer.
+    The text is cut there, as it is at inference.
 
     Args:
         template: the name of one of the tokenizer's; see `choose_template`.
         tools, now, extra: as in `render`.
 
     Raises:
-        BadInput: as `render_with_mask`; and where no token is an assistant's, because a mask of nothing trains nothing.
+        BadInput: as `render_with_mask`; and where no token is an assistant's, since nothing would be trained.
     """
     source = choose_template(tokenizer.chat_templates, name=template, tools=bool(tools))
     ends = [tokenizer.decode([token], skip_special=False) for token in tokenizer.hidden]
@@ -58,7 +58,7 @@ def encode_with_mask(
 
 
 def straddled(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span], hidden: Collection[int]) -> list[int]:
-    """The edges of spans that lie inside a token of text; special tokens may swallow blanks beside them."""
+    """The edges of spans that lie inside a token of text. Special tokens are exempt: they may include blanks beside them."""
     edges = {edge for span in spans for edge in span}
     inside = {
         edge for edge in edges for token, (begin, end) in zip(ids, places) if begin < edge < end and token not in hidden
@@ -67,7 +67,7 @@ def straddled(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span],
 
 
 def encode_cut(tokenizer: Tokenizer, text: str, cuts: Sequence[int]) -> tuple[list[int], list[Span]]:
-    """Ids and places of a text whose parts are encoded by themselves."""
+    """Ids and spans of a text whose parts are encoded separately."""
     ids: list[int] = []
     places: list[Span] = []
     for start, stop in zip([0, *cuts], [*cuts, len(text)]):
@@ -95,7 +95,7 @@ def render_with_mask(
         name: the template's, for errors.
 
     Raises:
-        BadInput: as `render`; and where it cannot be told what the assistant said.
+        BadInput: as `render`; and where the assistant's words cannot be located.
     """
     now = now or datetime.now()  # one clock for all renders
     variables = {"tools": tools, "add_generation_prompt": False} | extra
@@ -128,7 +128,7 @@ class Renders:
         return render(self.template, messages, self.special, add_generation_prompt=prompt, **self.how)
 
     def turn(self, place: int, ends: Collection[str]) -> Span:
-        """What the message at a place is in the whole text."""
+        """The span of the message at a place in the whole text."""
         prompt = self.of(self.messages[:place], prompt=True)
         through = self.of(self.messages[: place + 1])
         start = len(prompt) if self.whole.startswith(prompt) else self.common_start(place, prompt)
@@ -141,7 +141,7 @@ class Renders:
         return start, stop
 
     def with_other_words(self, place: int) -> str:
-        """The whole text with a message's words replaced, so that what surrounds them is seen."""
+        """The whole text with a message's words replaced, which shows what surrounds them."""
         said = self.messages[place].get("content")
         if not isinstance(said, str) or not said.strip():
             raise self.unclear(place)
@@ -152,7 +152,7 @@ class Renders:
             raise self.unclear(place) from None
 
     def common_start(self, place: int, prompt: str) -> int:
-        """Where the prompt and the turn part, whatever is said in it: a prompt may offer what the past does not keep."""
+        """Where the prompt and the turn part, independent of the words: a prompt may contain what earlier turns do not keep."""
         other, before = self.with_other_words(place), self.of(self.messages[:place])
         start = shared(prompt, other)
         if prompt == before:  # there is no generation prompt: an answer begins with its first word
@@ -162,14 +162,14 @@ class Renders:
         return start
 
     def same_stop(self, start: int, through: str, ends: Collection[str]) -> int | None:
-        """After the first special token of the kind that ends the turn when it is the last, if the turn is the same then."""
+        """After the first special token that also ends the turn when it is the last one, if the turn is then the same."""
         last = through.rstrip()
         mark = max((end for end in ends if end and last.endswith(end)), key=len, default="")
         stop = self.whole.find(mark, start) + len(mark)
         return stop if mark and start < stop and last.endswith(self.whole[start:stop]) else None
 
     def common_stop(self, place: int, ends: Collection[str]) -> int:
-        """After the special token that follows the words, which is not the one that would follow if they were the last."""
+        """After the special token that follows the words, where the last turn ends with another one."""
         other = self.with_other_words(place)
         stop = len(self.whole) - shared(self.whole[::-1], other[::-1])
         found = max((end for end in ends if end and self.whole.startswith(end, stop)), key=len, default=None)
@@ -180,7 +180,7 @@ class Renders:
     def unclear(self, place: int) -> BadInput:
         return BadInput(
             f"the chat template `{self.name}` does not show where message {place}, of the assistant, begins and ends",
-            where="its render up to that message is no beginning of the whole",
+            where="its render up to that message is not a prefix of the whole",
             hint="put {% generation %} and {% endgeneration %} around the assistant's words in the template",
         )
 

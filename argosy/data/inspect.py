@@ -1,7 +1,6 @@
-"""What a model will see of a batch, for eyes: text, where documents meet, and which tokens count in the loss.
+"""A batch as text for people: where documents begin, and which tokens count in the loss.
 
-With color, learned tokens are green and the rest is dim; without, the rest stands in ⟦ ⟧. It knows nothing of where the
-batch came from.
+With color, learned tokens are green and the rest is dim. Without color, the rest stands in ⟦ ⟧.
 """
 
 from itertools import groupby
@@ -15,33 +14,33 @@ if TYPE_CHECKING:
     from argosy.data.tokenize import Tokenizer
 
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-# Text of others goes to a terminal: no control character but tab and line break reaches it.
+# The text may be hostile: no control character but tab and line break may reach the terminal.
 ESCAPED = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\t\n"}
 
 
-def render(batch: Batch, tokenizer: "Tokenizer | None", colour: bool = False, rows: int | None = None) -> str:
-    """The first `rows` rows of a batch (None: all) as text. Without a tokenizer, token ids stand for the words.
+def render(batch: Batch, tokenizer: "Tokenizer | None", color: bool = False, rows: int | None = None) -> str:
+    """The first `rows` rows of a batch (None: all) as text. Without a tokenizer, it prints token ids.
 
-    A token counts in the loss if it is predicted: a row's first token never is.
+    A token counts in the loss if it is predicted, which a row's first token never is.
     """
     count = len(batch["tokens"]) if rows is None else min(rows, len(batch["tokens"]))
     table = [{name: array[row] for name, array in batch.items()} for row in range(count)]
-    return "\n".join(row_text(row, number, tokenizer, colour) for number, row in enumerate(table))
+    return "\n".join(row_text(row, number, tokenizer, color) for number, row in enumerate(table))
 
 
-def row_text(row: Batch, number: int, tokenizer: "Tokenizer | None", colour: bool) -> str:
-    """One row: a line of figures, then each segment under a rule."""
+def row_text(row: Batch, number: int, tokenizer: "Tokenizer | None", color: bool) -> str:
+    """One row: a line of counts, then each segment below a line of its own."""
     segments, filled = row["segments"], int((row["segments"] > 0).sum())
     counts = f"{filled} tokens, {int((row['mask'] > 0).sum())} learned, {len(segments) - filled} padding"
     lines = [f"row {number}: {counts}"]
     for segment in range(1, int(segments.max(initial=0)) + 1):
         places = np.flatnonzero(segments == segment)
-        lines += [f"-- segment {segment}: {len(places)} tokens --", segment_text(row, places, tokenizer, colour)]
+        lines += [f"-- segment {segment}: {len(places)} tokens --", segment_text(row, places, tokenizer, color)]
     return "\n".join(lines) + "\n"
 
 
-def segment_text(row: Batch, places: np.ndarray, tokenizer: "Tokenizer | None", colour: bool) -> str:
-    """A segment's tokens, joined where they count alike, so that characters of several tokens stay whole."""
+def segment_text(row: Batch, places: np.ndarray, tokenizer: "Tokenizer | None", color: bool) -> str:
+    """A segment's tokens, in runs that count alike, so that characters of several tokens stay whole."""
     last = int(places[-1])
     ids, learned = row["tokens"][places].tolist(), [False, *(row["mask"][places[:-1]] > 0).tolist()]
     if row["mask"][last] > 0:  # its last token is only a target
@@ -49,18 +48,18 @@ def segment_text(row: Batch, places: np.ndarray, tokenizer: "Tokenizer | None", 
     parts = []
     for counts, run in groupby(zip(learned, ids), key=lambda pair: pair[0]):
         text = words([token for _, token in run], tokenizer).translate(ESCAPED)
-        parts.append(marked(text, counts, colour))
+        parts.append(marked(text, counts, color))
     return "".join(parts)
 
 
-def marked(text: str, counts: bool, colour: bool) -> str:
-    if colour:
+def marked(text: str, counts: bool, color: bool) -> str:
+    if color:
         return f"{GREEN if counts else DIM}{text}{PLAIN}"
     return text if counts else f"⟦{text}⟧"
 
 
 def words(ids: list[int], tokenizer: "Tokenizer | None") -> str:
-    """Decoded text, with the marks of beginning and end spelled out."""
+    """Decoded text, with the tokens of beginning and end spelled out."""
     if tokenizer is None:
         return "".join(f"{token} " for token in ids)
     special = {tokenizer.bos: "<bos>", tokenizer.eos: "<eos>"}

@@ -1,11 +1,12 @@
-"""Batches from settings: Grain over a prepared corpus, over made-up rows, or over a stream of documents.
+"""Batches from settings: Grain over a prepared corpus, over rows in memory, or over documents as they come.
 
-A prepared corpus is a table of rows. An epoch is a permutation of the table, epochs follow each other without a seam,
-and batch b is places b B up to b B + B of that sequence. So the position is one number, the same on every host, and any
-number of hosts may go on from it. Grain's element is one process's rows of a few global batches, gathered at once: an
-element for each row costs ten times the time (60 us of Python each).
+A prepared corpus is a table of rows. An epoch is a permutation of the table, epochs follow each other without a break, and
+batch b is places b B up to b B + B of that sequence. So the position is one number, the same on every host, and any number
+of hosts can continue from it. Rows that belong together (`Rows.per_group`) are permuted, batched and shared out as a whole.
+Grain's element is one process's rows of a few global batches, gathered at once: one element per row would cost ten times
+the time (60 us of Python each).
 
-A stream (`data.online`) has no such table. Its position is that of one process, and holds only among as many.
+Online (`data.online`) there is no table. The position is that of one process, and holds only among as many processes.
 
 Grain imports jax, so it is imported when a pipeline is built.
 """
@@ -16,8 +17,9 @@ import os
 import shutil
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from argosy.core.errors import BadInput, Damaged
-from argosy.data.batch import Batch, Batches, Fingerprint
-from argosy.data.pack import Rows, corpus_of, rows_of
+from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, Fingerprint, check_fields
+from argosy.data.encode import Encoder
+from argosy.data.pack import Corpus, Rows, corpus_of, rows_of
 from argosy.data.prepare import (
-    Encoder,
     HeldOut,
     Prepared,
     Progress,
@@ -38,28 +40,34 @@ from argosy.data.prepare import (
     open_prepared,
     prepare,
 )
-from argosy.data.settings import DataSettings
+from argosy.data.settings import MADE_WITH, DataSettings
 from argosy.data.sources import Document, RowSource, Source, find_source
 from argosy.data.sources.synthetic import splitmix
+from argosy.data.summary import CorpusSummary
 
 if TYPE_CHECKING:
     from grain.experimental import ThreadPrefetchDatasetIterator
 
     from argosy.data.tokenize import Tokenizer
 
-CORPUS_BYTES = 10**9  # more text than this is prepared on purpose, not on the way into training
-BLOCK_TOKENS = 1 << 14  # made at once: Grain's 60 us an element weigh nothing, the first batch still comes within 1 ms
+CORPUS_BYTES = 10**9  # larger corpora are prepared beforehand, not while a run starts
+BLOCK_TOKENS = 1 << 14  # made at once: Grain's 60 us an element do not count, and the first batch comes within 1 ms
 SORTED_ROWS = 1 << 20  # 8 MB of permutation, made in 0.1 s an epoch
+PLANS = 4  # packings kept in memory: a run builds its data twice, training and evaluation each time
 ENDLESS = sys.maxsize
+
+Data = Source | RowSource | Prepared | Corpus
 
 
 @dataclass(frozen=True)
 class Table:
-    """All rows of one split, what identifies them, and the bytes of text for each target (None: there is no text)."""
+    """All rows of one split, what identifies them, the bytes of text for each target (None: there is no text), and what the
+    corpus consists of."""
 
     rows: Rows
     identity: Fingerprint
     bytes_per_token: float | None
+    summary: CorpusSummary
 
 
 def build(
@@ -68,30 +76,42 @@ def build(
     *,
     vocab: int,
     seed: int,
+    fields: Fields | None = None,
+    rows_per_group: int = 1,
     process: int = 0,
     processes: int = 1,
-    source: Source | RowSource | Prepared | None = None,
+    source: Data | None = None,
     progress: Progress | None = None,
 ) -> Batches:
     """The batches to train on: this process's rows of each global batch.
 
-    vocab: the model's.  seed: the run's, for where the settings give none.  source: in place of `settings.source`.
+    Args:
+        vocab: the model's vocabulary size.
+        seed: the run's random seed, used where the settings have none.
+        fields: what a batch holds, by name; those of language modeling by default.
+        rows_per_group: rows that belong together, as the objective expects them.
+        source: in place of `settings.source`; also a `Corpus` or `Examples` in memory.
 
     Raises:
-        UserError: the data is missing, empty, or does not fit the tokenizer, the model or the number of processes.
+        UserError: the data is missing, empty, lacks a field, or does not fit the tokenizer, the model or the number of
+            processes.
     """
-    share = share_of(settings.batch, process, processes)
+    share = share_of(settings.batch, process, processes, rows_per_group)
     source, seed = source or find(settings), seed if settings.seed is None else settings.seed
     if settings.online and isinstance(source, Source):
-        return StreamBatches(source, settings, fitting(tokenizer, settings, vocab), seed, process, processes)
+        if rows_per_group > 1:
+            raise ungrouped(rows_per_group, 1)
+        tokenizer = fitting(tokenizer, settings, vocab)
+        return OnlineBatches(source, settings, tokenizer, seed, process, processes, fields or LANGUAGE_MODELING)
     table = table_of(source, "train", settings, tokenizer, vocab, seed, progress)
     rows = len(table.rows)
     count = ENDLESS if settings.epochs is None else int(settings.epochs * rows) // settings.batch
     if not count:
-        what = f"{settings.epochs:g} epochs of {rows} rows hold no batch of {settings.batch}"
+        what = f"{settings.epochs:g} epochs of {rows} rows do not fill a batch of {settings.batch}"
         raise BadInput(what, hint="lower `data.batch` or `data.sequence`, or raise `data.epochs`")
-    order = Order(rows, seed if settings.shuffle else None)
-    return RowBatches(table, Blocks(table.rows, order, share, count, settings), settings, seed)
+    order = Order(rows // rows_per_group, seed if settings.shuffle else None)
+    blocks = Blocks(table.rows, order, share, count, settings, fields or LANGUAGE_MODELING, rows_per_group)
+    return RowBatches(table, blocks, settings, seed)
 
 
 def eval_batches(
@@ -100,50 +120,113 @@ def eval_batches(
     *,
     vocab: int,
     seed: int,
+    fields: Fields | None = None,
+    rows_per_group: int = 1,
     process: int = 0,
     processes: int = 1,
-    source: Source | RowSource | Prepared | None = None,
+    source: Data | None = None,
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> Batches:
-    """The held-out rows in their order, once; `rewind()` before each evaluation. The last batch is filled with padding.
+    """The held-out rows in their order, once; `rewind()` before each evaluation. The last batch is filled up with padding.
 
     limit: batches at most. The rest as for `build`.
 
     Raises:
         UserError: as `build` does, and where nothing is held out.
     """
-    share = share_of(settings.batch, process, processes)
+    share = share_of(settings.batch, process, processes, rows_per_group)
     source, seed = source or find(settings), seed if settings.seed is None else settings.seed
-    table = table_of(source, "held_out", settings, tokenizer, vocab, seed, progress)
+    table = table_of(source, "held_out", settings, tokenizer, vocab, seed, progress, limit)
     count = min(-(-len(table.rows) // settings.batch), limit or ENDLESS)
-    order = Order(len(table.rows), None, repeats=False)
-    return RowBatches(table, Blocks(table.rows, order, share, count, settings), settings, seed)
+    order = Order(len(table.rows) // rows_per_group, None, repeats=False)
+    blocks = Blocks(table.rows, order, share, count, settings, fields or LANGUAGE_MODELING, rows_per_group)
+    return RowBatches(table, blocks, settings, seed)
 
 
-def share_of(batch: int, process: int, processes: int) -> slice:
-    """The rows of a global batch that are this process's.
+def share_of(batch: int, process: int, processes: int, per_group: int = 1) -> slice:
+    """The groups of a global batch that are this process's; without groups, its rows.
 
     Raises:
-        BadInput: the batch does not divide among the processes.
+        BadInput: the batch does not divide among the processes in whole groups.
     """
-    if batch % processes:
-        what = f"a batch of {batch} rows does not divide among {processes} processes"
-        raise BadInput(what, where="data.batch", hint=f"make it a multiple of {processes}")
-    return slice(process * batch // processes, (process + 1) * batch // processes)
+    if batch % (processes * per_group):
+        groups = f" in groups of {per_group} rows" if per_group > 1 else ""
+        what = f"a batch of {batch} rows does not divide among {processes} processes{groups}"
+        raise BadInput(what, where="data.batch", hint=f"make it a multiple of {processes * per_group}")
+    each = batch // per_group // processes
+    return slice(process * each, (process + 1) * each)
+
+
+def ungrouped(wanted: int, found: int) -> BadInput:
+    """The error for data whose rows do not come in the groups that the objective expects."""
+    has = f"groups of {found} rows" if found > 1 else "single rows"
+    return BadInput(f"the objective reads groups of {wanted} rows, and this data has {has}" if wanted > 1 else
+                    f"the objective reads single rows, and this data has {has}")  # fmt: skip
 
 
 def find(settings: DataSettings) -> Source | RowSource | Prepared:
-    """What `settings.source` names; a folder written by `prepare` is read as it is."""
+    """What `settings.source` names. A folder written by `prepare` is read as it is.
+
+    Raises:
+        BadInput: there is no such source, or the settings ask for another corpus than the one that was prepared.
+    """
     if not is_prepared(settings.source):
         return find_source(settings)
     if settings.online:
         raise BadInput("a prepared corpus is not read online", where=settings.source, hint="leave `data.online` off")
-    return open_prepared(settings.source)
+    prepared = open_prepared(settings.source)
+    check_prepared(prepared, settings)
+    return prepared
+
+
+def check_prepared(prepared: Prepared, settings: DataSettings) -> None:
+    """Compares the settings that were given with those that a corpus was prepared with.
+
+    Raises:
+        BadInput: one differs; it cannot be changed after the fact.
+    """
+    made = prepared.fingerprint
+    was = {
+        "held_out": made.get("held_out"), "max_bytes": made.get("source.max_bytes"), "bos": made.get("bos"),
+        "documents": made.get("source.documents", "whole"), "invalid": made.get("source.invalid", "error"),
+        "special": made.get("special", False),
+    }  # fmt: skip
+    for name in (name for name in MADE_WITH if name in was and name in settings.model_fields_set):
+        value = getattr(settings, name)
+        if value != was[name] and not (name == "bos" and value is None):
+            raise BadInput(
+                f"the corpus was prepared with data.{name}={was[name]}, not {value}",
+                where=str(prepared.folder),
+                hint=f"leave `data.{name}` out, or prepare the corpus again with `{name}={value}`",
+            )
+
+
+def tokenizer_for(settings: DataSettings) -> "Tokenizer | None":
+    """The tokenizer of the data: the one that is set, else the one that a prepared corpus brings. None for synthetic tokens.
+
+    Raises:
+        UserError: there is no such tokenizer.
+    """
+    from argosy.data.tokenize import load_tokenizer
+
+    if settings.source.partition(":")[0] == "synthetic":
+        return None
+    if "tokenizer" not in settings.model_fields_set and is_prepared(settings.source):
+        kept = open_prepared(settings.source).tokenizer
+        return load_tokenizer(kept or settings.tokenizer)
+    return load_tokenizer(settings.tokenizer)
+
+
+def holds_out(settings: DataSettings, source: Data) -> bool:
+    """Whether a share of the data is kept for evaluation."""
+    if isinstance(source, Prepared):
+        return bool(len(source.held_out.tokens))
+    return not isinstance(source, Corpus) and settings.held_out > 0
 
 
 def fitting(tokenizer: "Tokenizer | None", settings: DataSettings, vocab: int) -> "Tokenizer":
-    """The tokenizer, which must be there and make no token that the model lacks."""
+    """The tokenizer, which must exist and make no token that the model lacks."""
     if tokenizer is None:
         raise BadInput("text needs a tokenizer", where=f"data.source={settings.source}", hint="set `data.tokenizer`")
     if tokenizer.vocab > vocab:
@@ -153,28 +236,86 @@ def fitting(tokenizer: "Tokenizer | None", settings: DataSettings, vocab: int) -
 
 
 def table_of(
-    source: Source | RowSource | Prepared,
+    source: Data,
     split: str,
     settings: DataSettings,
     tokenizer: "Tokenizer | None",
     vocab: int,
     seed: int,
     progress: Progress | None,
+    limit: int | None = None,
 ) -> Table:
     """The rows of the split `train` or `held_out`; text is tokenized on the way, where that has not been done."""
     if isinstance(source, RowSource):
         rows = source.rows(sequence=settings.sequence, vocab=vocab, seed=seed, held_out=split == "held_out")
-        return Table(rows, source.fingerprint() | {"vocab": vocab}, None)
+        needed(rows, split, settings)
+        made = source.fingerprint()
+        return Table(rows, made | {"vocab": vocab}, None, described(made["source"], settings, rows=rows))
+    if isinstance(source, Corpus):
+        return table_in_memory(source, split, settings, vocab)
     tokenizer = fitting(tokenizer, settings, vocab)
     if isinstance(source, Source) and settings.online:
-        return held_out_of_stream(source, settings, tokenizer)
+        return held_out_online(source, settings, tokenizer, limit)
     prepared = source if isinstance(source, Prepared) else cached(source, settings, tokenizer, progress)
     if prepared.fingerprint.get("tokenizer") != tokenizer.fingerprint:
+        kept = f"leave it out, or set `data.tokenizer={prepared.tokenizer}`" if prepared.tokenizer else "set that one"
         what = f"the corpus was prepared with another tokenizer than `{settings.tokenizer}`"
-        raise BadInput(what, where=str(prepared.folder), hint="set `data.tokenizer` to that one, or prepare it again")
-    corpus = prepared.train if split == "train" else prepared.held_out
+        raise BadInput(what, where=str(prepared.folder), hint=f"{kept}; or prepare the corpus again")
+    rows = needed(planned(prepared, split, settings), split, settings)
+    return Table(rows, prepared.fingerprint, prepared.bytes_per_token(split), summary_of(prepared, settings, rows))
+
+
+def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: int) -> Table:
+    """The rows of a corpus that the caller holds."""
+    if split == "held_out":
+        raise BadInput("a corpus in memory holds nothing out", hint="build batches from a second corpus to evaluate on")
+    if len(corpus.tokens) and int(corpus.tokens.max()) >= vocab:
+        raise BadInput(f"token {corpus.tokens.max()} is outside the model's vocabulary of {vocab}")
+    digest = hashlib.sha256()
+    for name, array in {"tokens": corpus.tokens, "starts": corpus.starts, **corpus.beside}.items():
+        digest.update(f"{name} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes())
     rows = needed(rows_of(corpus, settings.packing, settings.sequence), split, settings)
-    return Table(rows, prepared.fingerprint, prepared.bytes_per_token(split))
+    identity = {"source": "corpus in memory", "source.sha256": digest.hexdigest()}
+    return Table(rows, identity, None, described("in memory", settings, corpus, rows))
+
+
+def planned(prepared: Prepared, split: str, settings: DataSettings) -> Rows:
+    """The rows of a split. The last few plans are kept, because a run builds its data more than once and packing takes 2 s for
+    a million documents."""
+    corpus = prepared.train if split == "train" else prepared.held_out
+    files = json.dumps(prepared.manifest["splits"][split]["files"], sort_keys=True)
+    key = (str(prepared.folder), files, settings.packing, settings.sequence)
+    if key not in KEPT:
+        KEPT[key] = rows_of(corpus, settings.packing, settings.sequence)
+        while len(KEPT) > PLANS:
+            KEPT.popitem(last=False)
+    return KEPT[key]
+
+
+KEPT: OrderedDict[tuple[str, str, str, int], Rows] = OrderedDict()
+
+
+def described(
+    name: str, settings: DataSettings, corpus: Corpus | None = None, rows: Rows | None = None, **more: Any
+) -> CorpusSummary:
+    """A summary of these rows; `rows` and `batch` are what batches are made of."""
+    if corpus is not None:
+        short = int((np.diff(corpus.starts) < 2).sum()) if settings.packing == "fit" else 0
+        more |= {"documents": corpus.documents, "tokens": len(corpus.tokens), "short_documents": short}
+    count = None if rows is None else len(rows)
+    return CorpusSummary(source=name, rows=count, sequence=settings.sequence, batch=settings.batch, **more)
+
+
+def summary_of(prepared: Prepared, settings: DataSettings, rows: Rows | None = None) -> CorpusSummary:
+    """What a prepared corpus consists of."""
+    source, special = prepared.manifest.get("source", {}), prepared.manifest.get("special", {})
+    train, held_out = (prepared.manifest["splits"][split] for split in ("train", "held_out"))
+    return described(
+        settings.source, settings, prepared.train, rows,
+        bytes=train["bytes"], held_out_documents=held_out["documents"], held_out_tokens=held_out["tokens"],
+        files=source.get("files"), source_bytes=source.get("disk_bytes"), max_bytes=source.get("max_bytes"),
+        special_documents=special.get("documents", 0), special_names=tuple(special.get("names", ())),
+    )  # fmt: skip
 
 
 def needed(rows: Rows, split: str, settings: DataSettings) -> Rows:
@@ -186,12 +327,12 @@ def needed(rows: Rows, split: str, settings: DataSettings) -> Rows:
 
 
 def cached(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progress: Progress | None) -> Prepared:
-    """The source's prepared corpus in the cache, where it is written first if need be.
+    """The source's prepared corpus in the cache, where it is written first if it is not there.
 
     Raises:
-        BadInput: more text than anybody wants to wait for unasked.
+        BadInput: more text than should be tokenized while a run starts.
     """
-    fingerprint = fingerprint_of(source, tokenizer, settings.held_out, settings.bos)
+    fingerprint = fingerprint_of(source, tokenizer, settings.held_out, settings.bos, settings.special)
     key = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder(settings) / f"{fingerprint['source']}-{key}"
     if is_prepared(folder):
@@ -201,11 +342,12 @@ def cached(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progr
             shutil.rmtree(folder)  # a cache is made again
     if (source.size_bytes or 0) > CORPUS_BYTES:
         raise BadInput(
-            f"{source.size_bytes or 0:,} bytes of text are too many to tokenize on the way into training",
+            f"{source.size_bytes or 0:,} bytes of text are too many to tokenize while a run starts",
             where=f"data.source={settings.source}",
             hint=f"run `argosy data prepare {settings.source} FOLDER`, then train with `data.source=FOLDER`",
         )
-    return prepare(source, tokenizer, folder, held_out=settings.held_out, bos=settings.bos, progress=progress)
+    how: dict[str, Any] = {"held_out": settings.held_out, "bos": settings.bos, "special": settings.special}
+    return prepare(source, tokenizer, folder, **how, progress=progress)
 
 
 def cache_folder(settings: DataSettings) -> Path:
@@ -214,20 +356,38 @@ def cache_folder(settings: DataSettings) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "argosy" / "corpora"
 
 
-def held_out_of_stream(source: Source, settings: DataSettings, tokenizer: "Tokenizer") -> Table:
-    """The documents that a stream leaves out, read once and kept in memory."""
-    chooser, encoder = HeldOut(settings.held_out), Encoder(tokenizer, settings.bos)
-    kept = [document for document in source.documents() if chooser.takes(document)]
-    corpus = corpus_of(encoder.encode(kept))
-    rows = needed(rows_of(corpus, settings.packing, settings.sequence), "held_out", settings)
-    size_bytes = sum(len(document.text.encode()) for document in kept)
-    identity = fingerprint_of(source, tokenizer, settings.held_out, settings.bos)
-    return Table(rows, identity, size_bytes / (len(corpus.tokens) - corpus.documents) if size_bytes else None)
+def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenizer", limit: int | None) -> Table:
+    """The documents that training online leaves out, in memory. With a limit of batches, reading stops once they are full.
+
+    Raises:
+        BadInput: nothing is left out, for instance because all the text is one document.
+    """
+    chooser, encoder = HeldOut(settings.held_out), Encoder(tokenizer, settings.bos, settings.special)
+    enough = ENDLESS if limit is None else limit * settings.batch * settings.sequence + 1
+    encoded, tokens, size_bytes = [], 0, 0
+    for group in grouped(document for document in source.documents() if chooser.takes(document)):
+        for document, one in zip(group, encoder.encode(group)):
+            if tokens < enough:
+                encoded.append(one)
+                tokens, size_bytes = tokens + len(one.tokens), size_bytes + len(document.text.encode())
+        if tokens >= enough:
+            break
+    corpus = corpus_of(encoded)
+    rows = rows_of(corpus, settings.packing, settings.sequence)
+    if not len(rows):
+        raise BadInput(
+            "data.online holds out whole documents, and none of this source was",
+            where=settings.source,
+            hint="`data.documents=paragraphs`, a larger `data.held_out`, or `data.held_out=0` to train without evaluation",
+        )
+    identity = fingerprint_of(source, tokenizer, settings.held_out, settings.bos, settings.special)
+    bytes_per_token = size_bytes / (len(corpus.tokens) - corpus.documents) if size_bytes else None
+    return Table(rows, identity, bytes_per_token, described(settings.source, settings, corpus, rows))
 
 
 def ordered(identity: Fingerprint, settings: DataSettings, seed: int) -> Fingerprint:
-    """Whatever decides which rows come in which order; not the number of processes, nor how long the run is."""
-    shuffle = "order 1" if settings.shuffle else False  # a number for each way of shuffling there will have been
+    """Everything that decides which rows come in which order. The number of processes and of steps do not."""
+    shuffle = "order 1" if settings.shuffle else False  # another way of shuffling gets another number
     packed = {"sequence": settings.sequence, "batch": settings.batch, "packing": settings.packing}
     return identity | packed | {"shuffle": shuffle, "seed": seed, "online": settings.online}
 
@@ -272,22 +432,52 @@ class Order:
 class Blocks:
     """Grain's source: number of a block -> this process's rows of `per_block` global batches in a row."""
 
-    def __init__(self, rows: Rows, order: Order, share: slice, count: int, settings: DataSettings):
+    def __init__(
+        self,
+        rows: Rows,
+        order: Order,
+        share: slice,
+        count: int,
+        settings: DataSettings,
+        fields: Fields = LANGUAGE_MODELING,
+        per_group: int = 1,
+    ):
+        if rows.per_group != per_group:
+            raise ungrouped(per_group, rows.per_group)
+        check_fields(fields, rows.fields)
         self.rows, self.order, self.count, self.batch = rows, order, count, settings.batch
+        self.fields, self.per_group = fields, per_group
         self.per_block = max(1, BLOCK_TOKENS // (settings.batch * settings.sequence))
-        self.share = np.arange(share.start, share.stop)
+        self.share = np.arange(share.start, share.stop)  # groups of a batch
 
     def __len__(self) -> int:
         return -(-self.count // self.per_block)
 
     def __getitem__(self, index: int) -> Batch:
-        first = index * self.per_block
+        first, groups_per_batch = index * self.per_block, self.batch // self.per_group
         batches = np.arange(first, min(first + self.per_block, self.count))
-        rows = self.order((batches[:, None] * self.batch + self.share).ravel())
-        made = self.rows.gather(np.maximum(rows, 0))
-        if (rows < 0).any():
-            made = {name: array * (rows >= 0)[:, None].astype(array.dtype) for name, array in made.items()}
+        groups = self.order((batches[:, None] * groups_per_batch + self.share).ravel())
+        rows = (np.maximum(groups, 0)[:, None] * self.per_group + np.arange(self.per_group)).ravel()
+        made = picked(self.rows.gather(rows), self.fields)
+        if (groups < 0).any():  # past the end of the last batch of an evaluation
+            there = {"group": groups >= 0, "row": np.repeat(groups >= 0, self.per_group)}
+            there["token"] = there["row"]
+            made = {name: blanked(array, there[self.fields[name].per]) for name, array in made.items()}
         return made
+
+    def entries(self, name: str) -> int:
+        """How many entries of a field are one batch's."""
+        return len(self.share) * (1 if self.fields[name].per == "group" else self.per_group)
+
+
+def picked(made: Batch, fields: Fields) -> Batch:
+    """The fields that were asked for, in the types that were asked for."""
+    return {name: made[name].astype(field.dtype, copy=False) for name, field in fields.items()}
+
+
+def blanked(array: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """Zeros in place of the entries that are not there."""
+    return np.where(there.reshape(-1, *[1] * (array.ndim - 1)), array, np.zeros((), array.dtype))
 
 
 class RowBatches(Batches):
@@ -296,21 +486,33 @@ class RowBatches(Batches):
     def __init__(self, table: Table, blocks: Blocks, settings: DataSettings, seed: int):
         import grain
 
-        self.fingerprint = ordered(table.identity, settings, seed)
+        grouped_ = {"rows_per_group": blocks.per_group} if blocks.per_group > 1 else {}
+        self.fingerprint = ordered(table.identity | grouped_, settings, seed)
         self.tokens_per_batch = settings.batch * settings.sequence
         self.bytes_per_token = table.bytes_per_token
-        self.blocks, self.block, self.handed = blocks, None, 0
+        self.table, self.blocks, self.block, self.handed = table, blocks, None, 0
+        self.epochs = settings.epochs if blocks.order.repeats else None
         ahead = grain.ReadOptions(num_threads=min(1, settings.prefetch), prefetch_buffer_size=settings.prefetch)
         self.iterator = iter(grain.MapDataset.source(blocks).to_iter_dataset(ahead))
 
     def __next__(self) -> Batch:
         if self.handed >= self.blocks.count:
             raise StopIteration
-        number, rows = self.handed % self.blocks.per_block, len(self.blocks.share)
+        number = self.handed % self.blocks.per_block
         if self.block is None or number == 0:
             self.block = next(self.iterator)
         self.handed += 1
-        return {name: array[number * rows : (number + 1) * rows] for name, array in self.block.items()}
+        sizes = {name: self.blocks.entries(name) for name in self.block}
+        return {name: array[number * sizes[name] : (number + 1) * sizes[name]] for name, array in self.block.items()}
+
+    def summary(self, steps: int | None = None) -> CorpusSummary:
+        rows, batch = len(self.blocks.rows), self.blocks.batch
+        ends = None if self.blocks.count == ENDLESS else self.blocks.count
+        made = steps if steps is None or ends is None else min(steps, ends)
+        reached = ends is not None and (steps is None or steps >= ends)
+        tail = int((self.epochs or 0) * rows) - (ends or 0) * batch if reached and self.epochs else 0
+        epochs = None if made is None else made * batch / rows
+        return replace(self.table.summary, epochs=epochs, ends_after=ends, tail_rows=tail)
 
     def position(self) -> dict[str, Any]:
         return {"row": self.handed * self.blocks.batch}
@@ -329,24 +531,34 @@ class RowBatches(Batches):
         self.iterator.close()
 
 
-class StreamBatches(Batches):
-    """Batches of documents tokenized and packed as they come."""
+class OnlineBatches(Batches):
+    """Batches of documents that are tokenized and packed as they come."""
 
     def __init__(
-        self, source: Source, settings: DataSettings, tokenizer: "Tokenizer", seed: int, process: int, processes: int
+        self,
+        source: Source,
+        settings: DataSettings,
+        tokenizer: "Tokenizer",
+        seed: int,
+        process: int,
+        processes: int,
+        fields: Fields = LANGUAGE_MODELING,
     ):
         from grain.experimental import ThreadPrefetchDatasetIterator
 
         if settings.epochs is not None and processes > 1:
-            what = "several processes cannot end a stream together: `data.epochs` counts each one's own documents"
+            what = "several processes cannot end online data together: `data.epochs` counts each one's own documents"
             raise BadInput(what, hint="leave `data.epochs` out, or prepare the corpus (`data.online=false`)")
-        identity = fingerprint_of(source, tokenizer, settings.held_out, settings.bos)
+        check_fields(fields, LANGUAGE_MODELING)
+        identity = fingerprint_of(source, tokenizer, settings.held_out, settings.bos, settings.special)
         self.fingerprint = ordered(identity, settings, seed)
         self.tokens_per_batch = settings.batch * settings.sequence
         self.bytes_per_token = None
         self.among = {"process": process, "processes": processes}
-        stream = Stream(source, settings, lambda: Encoder(tokenizer, settings.bos), seed, process, processes)
-        self.held = [ThreadPrefetchDatasetIterator(stream, settings.prefetch)]
+        make = lambda: Encoder(tokenizer, settings.bos, settings.special)  # noqa: E731
+        self.source, self.settings, self.make_encoder = source, settings, make
+        windows = Windows(source, settings, make, seed, process, processes, fields)
+        self.held = [ThreadPrefetchDatasetIterator(windows, settings.prefetch)]
         # Grain's iterator closes itself when deleted, which prints a traceback once the interpreter shuts down.
         self.release = weakref.finalize(self, lambda held: held.pop().close(), self.held)
 
@@ -359,16 +571,27 @@ class StreamBatches(Batches):
             raise ValueError("these batches are closed")
         return self.held[0]
 
+    def summary(self, steps: int | None = None) -> CorpusSummary:
+        """What is known before reading: files and bytes; names of special tokens in the first MiB of text."""
+        encoder, source = self.make_encoder(), self.source
+        for document in next(grouped(source.documents()), []):
+            encoder.skip(document)
+        limit = self.settings.max_bytes
+        cut = limit is not None and (source.disk_bytes is None or source.disk_bytes > limit)
+        known: dict[str, Any] = {"files": source.files, "source_bytes": source.disk_bytes, "max_bytes": limit if cut else None}
+        known |= {"special_documents": encoder.special_documents, "special_names": tuple(encoder.special_names)}
+        return described(self.settings.source, self.settings, online=True, **known)
+
     def position(self) -> dict[str, Any]:
         return self.iterator.get_state() | self.among
 
     def seek(self, position: dict[str, Any]) -> None:
-        wanted = whole_numbers(position, Stream.POSITION)
+        wanted = whole_numbers(position, Windows.POSITION)
         if position and any(position.get(name) != number for name, number in self.among.items()):
             raise BadInput(
-                "the position in a stream holds only for the same process of as many: "
+                "the position in online data holds only for the same process of as many: "
                 + "; ".join(f"`{name}` was {position.get(name)}, is {number}" for name, number in self.among.items()),
-                hint="a prepared corpus (`data.online=false`) goes on under any number of processes",
+                hint="with a prepared corpus (`data.online=false`) a run resumes under any number of processes",
             )
         self.iterator.set_state(wanted)
 
@@ -376,11 +599,11 @@ class StreamBatches(Batches):
         self.release()
 
 
-class Stream:
-    """An endless iterator over windows of about a mebibyte of text: tokenized, packed, shuffled within, handed out.
+class Windows:
+    """An endless iterator over windows of about 1 MiB of text: each is tokenized, packed, shuffled and handed out.
 
     Process p of P takes every P-th document. A position names the first document of the open window, counted over those
-    of this process, and the rows taken from it: going there reads the source from its start, tokenizes one window.
+    of this process, and the rows taken from it. Seeking reads the source from its start, and tokenizes one window.
     """
 
     POSITION = ("epoch", "document", "row")
@@ -393,8 +616,9 @@ class Stream:
         seed: int,
         process: int,
         processes: int,
+        fields: Fields,
     ):
-        self.source, self.settings, self.make_encoder = source, settings, make_encoder
+        self.source, self.settings, self.make_encoder, self.fields = source, settings, make_encoder, fields
         self.seed, self.process, self.processes = seed, process, processes
         self.set_state(dict.fromkeys(self.POSITION, 0))
 
@@ -405,7 +629,7 @@ class Stream:
         self.state = dict(state)
         self.feed = self.rows_from(**state)
 
-    def __iter__(self) -> "Stream":
+    def __iter__(self) -> "Windows":
         return self
 
     def __next__(self) -> Batch:
@@ -414,12 +638,12 @@ class Stream:
         return {name: np.concatenate([row[name] for _, row in rows]) for name in rows[0][1]}
 
     def rows_from(self, epoch: int, document: int, row: int) -> Iterator[tuple[dict[str, int], Batch]]:
-        """Batches of one row from a position on, each with the position behind it."""
+        """Batches of one row from a position on, each with the position after it."""
         while self.settings.epochs is None or epoch < self.settings.epochs:
             empty = document == 0
             for first, rows in self.windows(document):
                 order = Order(len(rows), self.seed if self.settings.shuffle else None)
-                window = rows.gather(order(epoch * len(rows) + np.arange(len(rows))))
+                window = picked(rows.gather(order(epoch * len(rows) + np.arange(len(rows)))), self.fields)
                 for taken in range(row, len(rows)):
                     one = {name: array[taken : taken + 1] for name, array in window.items()}
                     yield {"epoch": epoch, "document": first, "row": taken + 1}, one
@@ -433,7 +657,7 @@ class Stream:
         """The rows of each window from document `start` on, with the number of its first document."""
         encoder, documents = self.make_encoder(), self.own_documents()
         for document in islice(documents, start):
-            encoder.inside = not document.ends
+            encoder.skip(document)
         for group in grouped(documents):
             rows = rows_of(corpus_of(encoder.encode(group)), self.settings.packing, self.settings.sequence)
             if len(rows):

@@ -1,21 +1,23 @@
 """A corpus as tokens on disk: written once, in bounded memory, then mapped.
 
-    FOLDER/manifest.json             fingerprint, dtype, counts, sizes and sha256 of every file; written last
+    FOLDER/manifest.json             fingerprint, settings, dtype, counts, sizes and sha256 of every file; written last
+    FOLDER/tokenizer/                the tokenizer, where one was asked to be kept
     FOLDER/train/tokens.bin          uint16, or uint32 where the vocabulary is larger than 65,536; little-endian
     FOLDER/train/documents.bin       int64: where each document begins, then the number of tokens
     FOLDER/train/learn.bin           uint8 a token: 0 where it does not count in the loss; only if there are such tokens
-    FOLDER/held_out/                 the same three
+    FOLDER/train/weights.bin         float32 a token in place of learn.bin, where some weight is neither 0 nor 1
+    FOLDER/held_out/                 the same
 
-The folder appears under its name in one rename, whole or not at all. A writer that was killed leaves `.NAME.partial`
-beside it, which the next one starts over; two writers at once wait for each other. It does not know rows, batches or
-seeds: any sequence length and either packing reads the same folder.
+The folder appears under its name in one rename, complete or not at all. A writer that is killed leaves `.NAME.partial`
+beside it; the next one says so and starts over. Two writers at once wait for each other. Rows, batches and seeds are no part
+of it: any sequence length and either packing reads the same folder.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ import numpy as np
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.files import sync
 from argosy.data.batch import Fingerprint
+from argosy.data.encode import Encoder, puts_bos
 from argosy.data.pack import Corpus, Encoded
 from argosy.data.sources import Document, Source
 
@@ -34,7 +37,10 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "argosy corpus", 1
 SPLITS = ("train", "held_out")
-GROUP_BYTES = 1 << 20  # text tokenized at once: enough to keep a parallel tokenizer busy, little enough to forget
+TOKENIZER = "tokenizer"
+GROUP_BYTES = 1 << 20  # text tokenized at once: enough to keep all cores busy, and little memory
+DTYPES = {"learn.bin": np.dtype(np.uint8), "weights.bin": np.dtype("<f4")}
+Say = Callable[[str], None]
 Progress = Callable[[int, int | None], None]  # bytes of text done, and of all (None: unknown)
 
 
@@ -51,11 +57,17 @@ class Prepared:
     def fingerprint(self) -> Fingerprint:
         return self.manifest["fingerprint"]
 
+    @property
+    def tokenizer(self) -> Path | None:
+        """The folder of the tokenizer that it was made with, if that was kept."""
+        folder = self.folder / TOKENIZER
+        return folder if folder.is_dir() else None
+
     def bytes_per_token(self, split: str) -> float | None:
         """UTF-8 bytes of text for each token after its document's first, which is never a target."""
-        told = self.manifest["splits"][split]
-        targets = told["tokens"] - told["documents"]
-        return told["bytes"] / targets if targets > 0 and told["bytes"] else None
+        counts = self.manifest["splits"][split]
+        targets = counts["tokens"] - counts["documents"]
+        return counts["bytes"] / targets if targets > 0 and counts["bytes"] else None
 
     def verify(self) -> None:
         """Reads every file and compares its sha256.
@@ -64,16 +76,16 @@ class Prepared:
             Damaged: naming the first file that is not what was written.
         """
         for split in SPLITS:
-            for name, told in self.manifest["splits"][split]["files"].items():
-                if sha256(self.folder / split / name) != told["sha256"]:
+            for name, written in self.manifest["splits"][split]["files"].items():
+                if sha256(self.folder / split / name) != written["sha256"]:
                     raise Damaged("a prepared corpus is not what was written", where=str(self.folder / split / name))
 
 
 class HeldOut:
-    """Which documents are kept for evaluation: those whose hash falls below the share, equal ones thus together.
+    """Which documents are kept for evaluation: those whose hash falls below the share, so equal ones are on the same side.
 
-    Decided as documents pass, from what came before, so that a stream needs no second reading. A document in pieces is
-    never held out, nor one that would bring the share above twice what was asked for, or leave nothing to train on.
+    It decides document by document, from what came before, so the source is read once. A document in pieces is never held
+    out, nor one that would bring the share above twice what was asked for, or leave nothing to train on.
     """
 
     def __init__(self, share: float):
@@ -91,75 +103,47 @@ class HeldOut:
         return drawn < self.share
 
 
-class Encoder:
-    """Documents to tokens, with the special tokens that mark where one begins and ends."""
-
-    def __init__(self, tokenizer: "Tokenizer", bos: bool):
-        if bos and tokenizer.bos is None:
-            raise BadInput("the tokenizer has no beginning-of-sequence token", hint="leave `data.bos` off")
-        self.tokenizer, self.inside = tokenizer, False
-        self.dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
-        self.before = [] if tokenizer.bos is None or not bos else [tokenizer.bos]
-        self.after = [] if tokenizer.eos is None else [tokenizer.eos]
-
-    def encode(self, documents: list[Document]) -> Iterator[Encoded]:
-        """The documents, or pieces of them, in order; texts are tokenized together."""
-        texts = iter(self.tokenizer.encode_many([d.text for d in documents if d.tokens is None]))
-        for document in documents:
-            begins, self.inside = not self.inside, not document.ends
-            before = self.before if begins else []
-            after = self.after if document.ends else []
-            body = next(texts) if document.tokens is None else document.tokens
-            yield Encoded(self.checked([*before, *body, *after]), spans(document, len(before), len(after)), begins)
-
-    def checked(self, ids: list[int]) -> np.ndarray:
-        tokens = np.array(ids, np.int64)
-        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.tokenizer.vocab):
-            wrong = tokens[(tokens < 0) | (tokens >= self.tokenizer.vocab)][0]
-            raise BadInput(f"token {wrong} is outside the tokenizer's vocabulary of {self.tokenizer.vocab}")
-        return tokens.astype(self.dtype)
-
-
-def spans(document: Document, before: int, after: int) -> np.ndarray | None:
-    """The document's spans to learn as 0 and 1 for each token; the end counts where the last token does."""
-    if document.learn is None or document.tokens is None:
-        return None
-    learn = np.zeros(before + len(document.tokens) + after, np.uint8)
-    for start, stop in document.learn:
-        length = len(document.tokens)
-        if not 0 <= start <= stop <= length:
-            raise BadInput(f"a span to learn, {start} to {stop}, lies outside its document of {length} tokens")
-        learn[before + start : before + stop + (after if stop == length else 0)] = 1
-    return learn
-
-
 def prepare(
     source: Source,
     tokenizer: "Tokenizer",
     folder: str | Path,
     *,
     held_out: float = 0.01,
-    bos: bool = False,
+    bos: bool | None = None,
+    special: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    keep_tokenizer: bool = False,
     progress: Progress | None = None,
+    say: Say = lambda text: None,
 ) -> Prepared:
     """Tokenizes a source into `folder`, or opens what is there if it was made from the same.
 
-    The evaluation's share is drawn by document (HeldOut). Where that gives less than half of it, as in a corpus of few
+    The share for evaluation is drawn by document (HeldOut). Where that gives less than half of it, as in a corpus of few
     documents, the rest is the end of the corpus.
+
+    Args:
+        bos, special: as for `encode.Encoder`.
+        settings: kept in the manifest, for whoever opens the folder.
+        keep_tokenizer: save the tokenizer in the folder too.
+        progress: gets the bytes of text done, after each group of documents.
+        say: gets a sentence where an earlier writer was killed and its work starts over.
 
     Raises:
         BadInput: no documents, or the folder holds something else.
         ArgosyError: the disk is full; what was begun is removed.
     """
     folder = Path(folder).expanduser().absolute()
-    fingerprint = fingerprint_of(source, tokenizer, held_out, bos)
+    fingerprint = fingerprint_of(source, tokenizer, held_out, bos, special)
     try:
-        with one_writer(folder) as partial:
+        with one_writer(folder, say) as partial:
             if is_prepared(folder):
                 return same(open_prepared(folder), fingerprint)
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise BadInput("the folder holds other files", where=str(folder), hint="choose a new or empty folder")
-            write(partial, source, Encoder(tokenizer, bos), held_out, fingerprint, progress)
+            if keep_tokenizer:
+                tokenizer.save(partial / TOKENIZER)
+            encoder = Encoder(tokenizer, bos, special)
+            write(partial, source, encoder, held_out, fingerprint, settings or {}, progress)
             partial.rename(folder)
             sync(folder.parent)
     except OSError as e:
@@ -168,12 +152,18 @@ def prepare(
     return open_prepared(folder)
 
 
-def fingerprint_of(source: Source, tokenizer: "Tokenizer", held_out: float, bos: bool) -> Fingerprint:
-    return source.fingerprint() | {"tokenizer": tokenizer.fingerprint, "bos": bos, "held_out": held_out}
+def fingerprint_of(
+    source: Source, tokenizer: "Tokenizer", held_out: float, bos: bool | None, special: bool = False
+) -> Fingerprint:
+    """What decides the tokens. Keys that came later are left out where they change nothing, so that older runs resume."""
+    made = {"tokenizer": tokenizer.fingerprint, "bos": puts_bos(tokenizer, bos), "held_out": held_out}
+    made |= {"special": True} if special else {}
+    made |= {"parts": "joined"} if tokenizer.puts_space else {}  # once, each MiB of a text began with a space of its own
+    return source.fingerprint() | made
 
 
 def same(prepared: Prepared, fingerprint: Fingerprint) -> Prepared:
-    """The corpus that is already there, if it is the one that was asked for."""
+    """The corpus that is already there, if it is what was asked for."""
     was = prepared.fingerprint
     if keys := [key for key in sorted(was.keys() | fingerprint.keys()) if was.get(key) != fingerprint.get(key)]:
         what = f"the folder holds another prepared corpus: {', '.join(keys)} differ"
@@ -182,7 +172,13 @@ def same(prepared: Prepared, fingerprint: Fingerprint) -> Prepared:
 
 
 def write(
-    partial: Path, source: Source, encoder: Encoder, share: float, fingerprint: Fingerprint, progress: Progress | None
+    partial: Path,
+    source: Source,
+    encoder: Encoder,
+    share: float,
+    fingerprint: Fingerprint,
+    settings: Mapping[str, Any],
+    progress: Progress | None,
 ) -> None:
     """Fills the partial folder: both splits, then the manifest."""
     chooser, done = HeldOut(share), 0
@@ -210,6 +206,9 @@ def write(
         "dtype": np.dtype(encoder.dtype).name,
         "vocab": encoder.tokenizer.vocab,
         "fingerprint": fingerprint,
+        "settings": dict(settings),
+        "source": {"files": source.files, "disk_bytes": source.disk_bytes, "max_bytes": source.max_bytes},
+        "special": {"documents": encoder.special_documents, "names": encoder.special_names},
         "splits": splits,
     }
     with (partial / "manifest.json").open("w") as file:
@@ -234,37 +233,58 @@ def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 class SplitWriter:
-    """One split's files, appended to as documents come."""
+    """One split's files, appended to as documents come. Weights are written from the first one on that is not 1."""
 
     def __init__(self, folder: Path, dtype: type):
         self.folder, self.dtype = folder, np.dtype(dtype).newbyteorder("<")
         self.tokens = self.documents = self.bytes = 0
-        self.all_learned = True
+        self.weights: str | None = None  # the name of the file
         folder.mkdir()
-        self.files = {name: (folder / name).open("wb") for name in ("tokens.bin", "documents.bin", "learn.bin")}
+        self.files = {name: (folder / name).open("wb") for name in ("tokens.bin", "documents.bin")}
 
     def add(self, encoded: Encoded, size_bytes: int) -> None:
-        tokens, learn = encoded.tokens, encoded.learn
-        if not len(tokens):
+        self.bytes += size_bytes
+        if not len(encoded.tokens):
             return
         if encoded.begins:
             self.files["documents.bin"].write(np.array([self.tokens], "<i8").tobytes())
             self.documents += 1
-        self.put(tokens, np.ones(len(tokens), np.uint8) if learn is None else learn)
-        self.bytes += size_bytes
+        self.put(encoded.tokens, encoded.weights)
 
-    def put(self, tokens: np.ndarray, learn: np.ndarray) -> None:
+    def put(self, tokens: np.ndarray, weights: np.ndarray | None) -> None:
         self.files["tokens.bin"].write(tokens.astype(self.dtype, copy=False).tobytes())
-        self.files["learn.bin"].write(learn.tobytes())
-        self.all_learned = self.all_learned and bool(learn.all())
+        if weights is not None and (weights != 1).any():
+            self.need("learn.bin" if np.isin(weights, (0, 1)).all() else "weights.bin")
+        if self.weights:
+            given = np.ones(len(tokens)) if weights is None else weights
+            self.files[self.weights].write(given.astype(DTYPES[self.weights]).tobytes())
         self.tokens += len(tokens)
+
+    def need(self, name: str) -> None:
+        """Opens a file of weights, and fills it with those of the tokens so far."""
+        if self.weights in (name, "weights.bin"):
+            return
+        before, self.weights = self.weights, name
+        if before:
+            self.files.pop(before).close()
+        self.files[name] = (self.folder / name).open("wb")
+        for at in range(0, self.tokens, GROUP_BYTES):
+            size = min(GROUP_BYTES, self.tokens - at)
+            self.files[name].write(self.weights_at(at, size, before).astype(DTYPES[name]).tobytes())
+        if before:
+            (self.folder / before).unlink()
+
+    def weights_at(self, at: int, size: int, name: str | None) -> np.ndarray:
+        if name is None:
+            return np.ones(size, np.uint8)
+        return np.fromfile(self.folder / name, DTYPES[name], size, offset=at * DTYPES[name].itemsize)
 
     def close(self) -> None:
         for file in self.files.values():
             file.close()
 
     def take_tail(self, other: "SplitWriter", count: int, encoder: Encoder) -> None:
-        """Moves the last `count` tokens of another split behind this one's, the document that is cut becoming two."""
+        """Moves the last `count` tokens of another split behind this one's; a document that is cut becomes two."""
         start = other.tokens - count
         starts = np.fromfile(other.folder / "documents.bin", "<i8")
         inside = starts[starts > start] - start + self.tokens
@@ -276,21 +296,20 @@ class SplitWriter:
             for at in range(start, other.tokens, GROUP_BYTES):
                 size = min(GROUP_BYTES, other.tokens - at)
                 tokens = np.fromfile(other.folder / "tokens.bin", self.dtype, size, offset=at * self.dtype.itemsize)
-                self.put(tokens, np.fromfile(other.folder / "learn.bin", np.uint8, size, offset=at))
+                self.put(tokens, other.weights_at(at, size, other.weights) if other.weights else None)
                 words = [token for token in tokens.tolist() if token not in (*encoder.before, *encoder.after)]
                 moved_bytes += len(encoder.tokenizer.decode(words).encode())
         os.truncate(other.folder / "tokens.bin", start * self.dtype.itemsize)
-        os.truncate(other.folder / "learn.bin", start)
+        if other.weights:
+            os.truncate(other.folder / other.weights, start * DTYPES[other.weights].itemsize)
         head[:-1].tofile(other.folder / "documents.bin")
         self.documents, self.bytes = self.documents + 1 + len(inside), self.bytes + moved_bytes
         other.tokens, other.documents, other.bytes = start, len(head) - 1, other.bytes - moved_bytes
 
     def manifest(self) -> dict[str, Any]:
-        """Ends the index, drops a `learn.bin` that says nothing, and describes the files once they are on the disk."""
+        """Ends the index, and describes the files once they are on the disk."""
         with (self.folder / "documents.bin").open("ab") as file:
             file.write(np.array([self.tokens], "<i8").tobytes())
-        if self.all_learned:
-            (self.folder / "learn.bin").unlink()
         paths = sorted(self.folder.iterdir())
         for path in [*paths, self.folder]:
             sync(path)
@@ -330,11 +349,12 @@ def open_prepared(folder: str | Path, *, verify: bool = False) -> Prepared:
     return prepared
 
 
-def open_split(folder: Path, told: dict[str, Any], dtype: np.dtype) -> Corpus:
+def open_split(folder: Path, written: dict[str, Any], dtype: np.dtype) -> Corpus:
     """One split's corpus, after checks that read only the index."""
-    tokens, documents = int(told["tokens"]), int(told["documents"])
-    sizes = {"tokens.bin": tokens * dtype.itemsize, "documents.bin": (documents + 1) * 8, "learn.bin": tokens}
-    for name in {"tokens.bin", "documents.bin", *told["files"]}:
+    tokens, documents = int(written["tokens"]), int(written["documents"])
+    sizes = {"tokens.bin": tokens * dtype.itemsize, "documents.bin": (documents + 1) * 8}
+    sizes |= {name: tokens * kind.itemsize for name, kind in DTYPES.items()}
+    for name in {"tokens.bin", "documents.bin", *written["files"]}:
         path = folder / name
         if name not in sizes or not path.is_file() or path.stat().st_size != sizes[name]:
             found = path.stat().st_size if path.is_file() else "no file"
@@ -343,8 +363,8 @@ def open_split(folder: Path, told: dict[str, Any], dtype: np.dtype) -> Corpus:
     starts = mapped(folder / "documents.bin", np.dtype("<i8"))
     if starts[0] != 0 or starts[-1] != tokens or (np.diff(starts) <= 0).any():
         raise Damaged("the index of a prepared corpus does not ascend", where=str(folder / "documents.bin"))
-    learn = mapped(folder / "learn.bin", np.dtype(np.uint8)) if "learn.bin" in told["files"] else None
-    return Corpus(mapped(folder / "tokens.bin", dtype), starts, learn)
+    weights = next((mapped(folder / name, kind) for name, kind in DTYPES.items() if name in written["files"]), None)
+    return Corpus(mapped(folder / "tokens.bin", dtype), starts, weights)
 
 
 def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
@@ -353,10 +373,10 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 @contextmanager
-def one_writer(folder: Path) -> Iterator[Path]:
+def one_writer(folder: Path, say: Say) -> Iterator[Path]:
     """An empty folder to write in, held by one process at a time; removed if writing fails.
 
-    The lock lies in a file beside the folder and dies with its process. It is removed once the folder stands, when
+    The lock is a file beside the folder, and is released when its process ends. It is removed once the folder stands, when
     nobody who waited for it has anything left to write.
     """
     import fcntl
@@ -365,7 +385,9 @@ def one_writer(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial.exists():
+            say(f"tokenizing into {folder} was killed before it finished; it starts over")
+            shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
             yield partial

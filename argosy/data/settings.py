@@ -1,60 +1,76 @@
-"""What a user can say about data. Knows nothing of models: the vocabulary is handed to whoever builds a pipeline."""
+"""The settings of data. They do not know the model: its vocabulary is passed to whoever builds a pipeline."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from argosy.core.schema import Also, BelongsTo, MayChange
 from argosy.core.settings import Settings
+
+MADE_WITH = ("tokenizer", "held_out", "max_bytes", "documents", "invalid", "bos", "special")
+"""What decides the tokens of a prepared corpus. A run on such a folder may repeat these settings, but not change them."""
 
 
 class DataSettings(Settings):
+    """What a run is trained on. `max_bytes`, `documents` and `invalid` say how one source is read: changing `source` drops
+    what older layers (a recipe) say of them. `held_out`, a share, stays with any source."""
+
     source: str = "stdlib"
-    """Where text comes from: a text or JSONL file, a folder or glob of them, a folder written by `argosy data prepare`,
-    or a registered name: stdlib, docstrings, synthetic. `NAME:ARGUMENT` chooses the reader, as in `text:server.log`."""
+    """Where the data comes from: a text or JSONL file, a folder or glob of such files, a folder written by `argosy data prepare`,
+    or a name: stdlib, docstrings, synthetic. `NAME:ARGUMENT` chooses the reader, as in `text:server.log`."""
 
     tokenizer: str = "byte"
-    """What turns text into tokens: `byte`, or a tokenizer file, Hub folder or GGUF file."""
+    """`byte`, or a tokenizer file, Hub folder, run directory or GGUF file. A prepared corpus brings its own, which is used
+    unless this is set."""
 
-    sequence: int = Field(default=256, gt=0)
-    """Tokens in a row."""
+    sequence: Annotated[int, Also("block_size", "seq_len", "max_seq_length", "sequence_len", "max_target_length")] = Field(
+        default=256, gt=0
+    )
+    """Tokens in a row, at most the model's context."""
 
-    batch: int = Field(default=8, gt=0)
-    """Rows in a step, over all processes together."""
+    batch: Annotated[int, Also("batch_size", "global_batch_size", "per_device_train_batch_size")] = Field(default=8, gt=0)
+    """Rows in a step, over all devices and processes together."""
 
     packing: Literal["split", "fit"] = "split"
-    """split: documents joined to one stream and cut every `sequence` tokens, no padding. fit: whole documents packed
-    into rows by best fit; only documents longer than a row are cut."""
+    """split: documents joined to one stream and cut every `sequence` tokens, without padding. fit: whole documents packed into
+    rows by best fit; only documents longer than a row are cut."""
 
     shuffle: bool = True
-    """Draw the rows of each epoch in an order of its own. Off: the order of the source."""
+    """Draw the rows of each epoch in another random order. Off: in the order of the source."""
 
     seed: int | None = None
-    """Seed of the order of the rows, and of synthetic tokens. None: the run's."""
+    """Random seed of the order of the rows, and of synthetic tokens. None: the run's seed."""
 
-    epochs: float | None = Field(default=None, gt=0)
-    """Passes over the rows, ended after the last whole batch; a stream rounds up. None: as the run has steps for."""
+    epochs: Annotated[float | None, MayChange(), Also("num_epochs", "num_train_epochs")] = Field(default=None, gt=0)
+    """Passes over the rows, after which the data ends even if the run has steps left; the last batch is whole. With `online`,
+    passes are rounded up. None: as many as the steps take."""
 
     held_out: float = Field(default=0.01, ge=0, lt=1)
-    """Share of the corpus kept for evaluation and never trained on."""
+    """Share of the corpus kept for evaluation and never trained on. 0: no evaluation."""
 
-    max_bytes: int | None = Field(default=None, gt=0)
+    max_bytes: Annotated[int | None, BelongsTo("source")] = Field(default=None, gt=0)
     """Read no more than this many bytes of text, in the order of the source. None: all of it."""
 
-    documents: Literal["whole", "paragraphs"] = "whole"
+    documents: Annotated[Literal["whole", "paragraphs"], BelongsTo("source")] = "whole"
     """Text files: one document each, or one document for each paragraph between blank lines."""
 
-    invalid: Literal["error", "replace"] = "error"
-    """Bytes that are not UTF-8: stop with their place, or put U+FFFD."""
+    invalid: Annotated[Literal["error", "replace"], BelongsTo("source")] = "error"
+    """Bytes that are not UTF-8: an error with their place, or U+FFFD in their stead."""
 
-    bos: bool = False
-    """Put the tokenizer's beginning-of-sequence token in front of every document."""
+    bos: Annotated[bool | None, Also("add_bos", "add_bos_token")] = None
+    """Put the tokenizer's beginning-of-sequence token in front of every document that does not begin with it. None: as the
+    tokenizer does for a prompt, so that training and generation agree (Llama and Gemma: yes, GPT-2 and Qwen: no)."""
 
-    online: bool = False
-    """Tokenize and pack while training, writing nothing. The position is then exact only under the same number of
-    processes, and rows are shuffled within windows instead of over the whole corpus."""
+    special: bool = False
+    """Encode the names of special tokens in a text (`<|im_start|>`) as those tokens, which rendered chats need. Off: they are
+    ordinary text, and a warning counts the documents that hold some."""
 
-    prefetch: int = Field(default=2, ge=0)
+    online: Annotated[bool, Also("streaming")] = False
+    """Tokenize and pack while training, and write nothing. The position is then exact only under the same number of processes,
+    and rows are shuffled within windows of about 1 MiB of text instead of over the whole corpus."""
+
+    prefetch: Annotated[int, MayChange(), Also("num_workers", "dataloader_num_workers")] = Field(default=2, ge=0)
     """Batches made ahead of the step that takes them."""
 
-    cache: str | None = None
+    cache: Annotated[str | None, MayChange()] = None
     """Folder of the tokenized corpora. None: `argosy/corpora` under $XDG_CACHE_HOME, or under ~/.cache."""

@@ -44,7 +44,7 @@ class CorpusSummary:
     @property
     def text(self) -> str:
         """One paragraph."""
-        sentences = [self._what(), self._left_out(), self._special()]
+        sentences = [self._what(), self._left_out(), self.warning]
         return " ".join(sentence for sentence in sentences if sentence)
 
     def _what(self) -> str:
@@ -80,13 +80,16 @@ class CorpusSummary:
             parts.append(f"the last {plural(self.tail_rows, 'row')}, too few for a batch (data.epochs)")
         return f"Left out: {'; '.join(parts)}." if parts else ""
 
-    def _special(self) -> str:
+    @property
+    def warning(self) -> str:
+        """What is probably not meant; empty where nothing is."""
         if not self.special_documents:
             return ""
         names = ", ".join(self.special_names)
-        where = "At least " if self.online else ""
+        least = "at least " if self.online else ""
+        hold = "holds" if self.special_documents == 1 else "hold"
         return (
-            f"Warning: {where}{plural(self.special_documents, 'document')} with names of special tokens ({names}), which train as "
+            f"Warning: {least}{plural(self.special_documents, 'document')} {hold} names of special tokens ({names}), which train as "
             "plain text; data.special=true encodes them as special tokens."
         )
 

@@ -7,12 +7,14 @@
     cl100k_base.tiktoken      ranks, where their rule is known by name (also Kimi's tiktoken.model)
     bpe_simple_vocab.txt.gz   CLIP's list of merges
     model.gguf                the one inside a GGUF file
-    a folder                  a Hub folder (also vocab.json with merges.txt), or a run directory (its tokenizer/)
+    a folder                  a Hub folder (also vocab.json with merges.txt), a run directory or a prepared corpus (tokenizer/)
 
-Notable: no special token is ever added to a text, and text that looks like one is text. Files are bounded before they
-are parsed. Knows nothing of models: whether a vocabulary fits is the caller's question.
+Encoding never adds a special token, and text that looks like one stays text. File sizes are checked before anything is
+parsed. Whether a vocabulary fits a model is for the caller to check.
 """
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from argosy.core.errors import BadInput
@@ -21,9 +23,12 @@ from argosy.data.tokenizers.config import TokenizerConfig, read_bytes, read_conf
 
 __all__ = ["TextStream", "Tokenizer", "find_tokenizer", "load_tokenizer"]
 
-FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json",
-         "vocab.txt")  # fmt: skip
-"""What a folder's tokenizer is read from: the first that is there."""
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json",
+                "vocab.txt", "*.tiktoken")  # fmt: skip
+"""Patterns of the files that a folder's tokenizer is read from: the first match is taken."""
+BESIDE = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+          "chat_template.json", "additional_chat_templates/*.jinja")  # fmt: skip
+"""Patterns of what is read beside them."""
 KINDS = "`byte`, a tokenizer.json, a SentencePiece .model, a .gguf file, a Hub folder or a run directory"
 
 
@@ -31,9 +36,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     """The tokenizer that `byte`, a file, a folder or a run directory names.
 
     Raises:
-        BadInput: nothing is there, or no kind that is known.
+        BadInput: nothing is there, or nothing of a known kind.
         Damaged: a file that contradicts itself.
-        Unsupported: a file of a known kind that nothing here can follow.
+        Unsupported: a file of a known kind with a feature that is not built.
     """
     if str(spec) == "byte":
         from argosy.data.tokenizers.byte import ByteTokenizer
@@ -44,7 +49,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         raise BadInput(f"no tokenizer at `{spec}`", where="no such file or folder", hint=KINDS)
     tokenizer = find_tokenizer(path)
     if tokenizer is None:
-        raise BadInput(f"no tokenizer in `{spec}`", where=f"it holds none of {', '.join(FILES)}", hint=KINDS)
+        raise BadInput(f"no tokenizer in `{spec}`", where=f"it holds none of {', '.join(VOCABULARIES)}", hint=KINDS)
     return tokenizer
 
 
@@ -52,21 +57,31 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
     """The tokenizer of a folder or file; None where a folder or a GGUF holds none.
 
     Raises:
-        BadInput: a file of no kind that is known.
+        BadInput: a file of an unknown kind.
         Damaged, Unsupported: as `load_tokenizer`.
     """
     path = Path(path)
     if not path.is_dir():
-        return read_file(path, read_config(path.parent) if path.name in FILES else TokenizerConfig())
+        return read_file(path, read_config(path.parent) if is_vocabulary(path.name) else TokenizerConfig())
     for folder in (path, path / "tokenizer"):
-        for file in [*(folder / name for name in FILES), *sorted(folder.glob("*.tiktoken"))]:
-            if file.is_file():
-                return read_file(file, read_config(folder))
+        if files := matching(folder, VOCABULARIES):
+            return read_file(files[0], read_config(folder))
     return None
 
 
+def matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """The files of a folder that match glob patterns relative to it, in the order of the patterns, each once."""
+    found = (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file())
+    return list(dict.fromkeys(found))
+
+
+def is_vocabulary(name: str) -> bool:
+    """Whether a tokenizer is read from a file of this name (and not only beside one)."""
+    return any(fnmatchcase(name, pattern) for pattern in VOCABULARIES)
+
+
 def read_file(path: Path, config: TokenizerConfig) -> Tokenizer | None:
-    """The tokenizer of one file, by its suffix; `config` are what stands beside it."""
+    """The tokenizer of one file, by its suffix; `config` is what the files beside it say."""
     from argosy.data.tokenizers import convert, ranks
 
     if path.suffix == ".gguf":
@@ -88,11 +103,11 @@ def read_file(path: Path, config: TokenizerConfig) -> Tokenizer | None:
         return fast(*ranks.from_ranks(read_text(path), config, path), path)
     if path.name.endswith(".txt.gz"):
         return fast(convert.from_clip(path), config.filled(convert.CLIP_ROLES), path)
-    raise BadInput(f"`{path.name}` is no tokenizer", where=str(path), hint=KINDS)
+    raise BadInput(f"`{path.name}` is not a tokenizer", where=str(path), hint=KINDS)
 
 
 def read_model(path: Path, config: TokenizerConfig) -> Tokenizer:
-    """A file called `.model`: SentencePiece's, or tiktoken's ranks under the same name."""
+    """A file called `.model`: SentencePiece's, or tiktoken's ranks under that name."""
     from argosy.data.tokenizers.pieces import PieceTokenizer
     from argosy.data.tokenizers.ranks import from_ranks, holds_ranks
 
@@ -103,8 +118,8 @@ def read_model(path: Path, config: TokenizerConfig) -> Tokenizer:
 
 
 def fast(text: str, config: TokenizerConfig, path: Path) -> Tokenizer:
-    """A tokenizer.json; the one that a byte tokenizer was saved as is that byte tokenizer."""
+    """A tokenizer.json; the byte tokenizer if the file is what a byte tokenizer saves."""
     from argosy.data.tokenizers.byte import ByteTokenizer, tokenizer_json
     from argosy.data.tokenizers.fast import FastTokenizer
 
-    return ByteTokenizer() if text == tokenizer_json() else FastTokenizer(text, config, path)
+    return ByteTokenizer(config) if text == tokenizer_json() else FastTokenizer(text, config, path)

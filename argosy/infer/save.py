@@ -16,13 +16,14 @@ from argosy.checkpoint.hub import copies, folder_of, typed
 from argosy.checkpoint.partial import Partial, taken
 from argosy.checkpoint.peft import adapters_of, write_adapter
 from argosy.checkpoint.store import META, array_by_array
-from argosy.checkpoint.stored import COMPANIONS, check_fit, weights_of
+from argosy.checkpoint.stored import check_fit, weights_of
 from argosy.checkpoint.stream import in_order
 from argosy.core.errors import BadInput
 from argosy.core.formats import Entry, Reader, is_apart, read_part
 from argosy.core.formats.files import File, of_text
 from argosy.core.schema import Choice
 from argosy.core.settings import dump
+from argosy.data.tokenize import is_vocabulary
 from argosy.infer.lm import LM
 from argosy.infer.load import as_dtype
 from argosy.models import FAMILIES
@@ -94,7 +95,7 @@ def write(
         told(0, all_bytes, kept)
         part.told = lambda new: told(new, all_bytes, kept)
         part.write(files, in_order)
-        if tokenizer is not None and not any(_is_tokenizer(file.name) for file in files):
+        if tokenizer is not None and not any(is_vocabulary(file.name) for file in files):
             tokenizer.save(part.folder)
         if format == "argosy":
             part.write([_manifest_of(part)])
@@ -107,10 +108,6 @@ def _with_ids(hub: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
         return hub
     ids = {f"{n}_token_id": getattr(tokenizer, n) for n in ("bos", "eos", "pad")}
     return {k: v for k, v in ids.items() if v is not None} | hub
-
-
-def _is_tokenizer(name: str) -> bool:
-    return name in COMPANIONS and ("token" in name or "vocab" in name)
 
 
 def _checkpoint_of(config: Any, weights: Reader, hub: dict[str, Any], dtype: Any) -> list[File]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from argosy.core.errors import BadInput, Unsupported
 from argosy.data import pipeline
 from argosy.data.batch import Batches
-from argosy.data.tokenize import Tokenizer, load_tokenizer
+from argosy.data.tokenize import Tokenizer
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import Choosing, abstract, count, fill, logical, variables
@@ -197,12 +197,12 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
             + (f" and groups of {together} rows" if together > 1 else ""),
             hint=f"make it a multiple of {shares * run.accumulate * together}",
         )
-    tokenizer = None if run.data.source == "synthetic" else load_tokenizer(run.data.tokenizer)
+    tokenizer = pipeline.tokenizer_for(run.data)
     common: dict[str, Any] = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress}
-    common |= {"process": jax.process_index(), "processes": jax.process_count()}
+    common |= {"process": jax.process_index(), "processes": jax.process_count(), "source": pipeline.find(run.data)}
     batches = pipeline.build(run.data, tokenizer, **common)
     evals = None
-    if run.eval.batches and run.data.held_out and not run.data.online:
+    if run.eval.batches and pipeline.holds_out(run.data, common["source"]):
         evals = pipeline.eval_batches(run.data, tokenizer, limit=run.eval.batches, **common)
 
     model = run.model.build(decided.run(run.execution.remat))

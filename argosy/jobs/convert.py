@@ -23,6 +23,7 @@ from argosy.checkpoint.peft import Merged, read_adapter
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.checkpoint.stream import largest, streamed
 from argosy.core.errors import BadInput
+from argosy.data.tokenize import matching
 from argosy.infer.load import no_weights, tokenizer_of
 from argosy.infer.save import Told, write
 from argosy.jobs.compose import presets
@@ -131,8 +132,7 @@ def _files_of(path: Path) -> list[Path]:
     """What a conversion reads of a Hub folder, or the one file."""
     if path.is_file():
         return [path]
-    small = [path / name for name in (*COMPANIONS, "config.json", "model.safetensors.index.json")]
-    return [*(file for file in small if file.is_file()), *sorted(path.glob("*.safetensors"))]
+    return matching(path, [*COMPANIONS, "config.json", "model.safetensors.index.json", "*.safetensors"])
 
 
 def memory(models: list[Stored]) -> dict[str, Any]:

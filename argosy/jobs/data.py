@@ -1,6 +1,6 @@
-"""`argosy data`: a corpus to tokens on disk, a look at what a model will see, a vocabulary of one's own.
+"""`argosy data`: tokenizes a corpus to disk, shows what a model will see of it, trains a vocabulary.
 
-Notable: a corpus and a vocabulary are made from settings of data alone, so neither needs a model, nor jax.
+A corpus and a vocabulary are made from the settings of data alone, so neither needs a model or jax.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.core.settings import read_settings, words_layer
+from argosy.core.settings import dump, read_settings, words_layer
+from argosy.data import pipeline
 from argosy.data.prepare import Progress, is_prepared
-from argosy.data.settings import DataSettings
+from argosy.data.settings import MADE_WITH, DataSettings
 from argosy.data.sources import Source, find_source
 from argosy.data.tokenize import load_tokenizer
 from argosy.jobs.compose import compose, recipes
@@ -19,12 +20,12 @@ Say = Callable[[str], None]
 
 
 def is_recipe(name: str) -> bool:
-    """Whether a word names a recipe, or a YAML file of one, rather than data."""
+    """Whether a word names a recipe (by name or as a YAML file) rather than data."""
     return name in recipes() or name.endswith((".yml", ".yaml"))
 
 
 def data_settings(name: str, words: Iterable[str]) -> DataSettings:
-    """The data of a recipe, the words being its settings; or of a source, the words being settings of data.
+    """The data settings of a recipe with `key=value` words for the run; or those of a source, with words for its data.
 
     Raises:
         UserError: whatever is wrong with them.
@@ -33,17 +34,18 @@ def data_settings(name: str, words: Iterable[str]) -> DataSettings:
         from argosy.jobs.run import Run
 
         return compose(Run, name, words).value.data
-    if told := next((word for word in words if word.startswith("source=")), None):
-        raise BadInput(f"`{name}` is the source, and `{told}` is another")
-    layer = words_layer(word.removeprefix("data.") for word in words)
+    words = [word.removeprefix("data.") for word in words]
+    if other := next((word for word in words if word.startswith("source=")), None):
+        raise BadInput(f"`{name}` is the source, and `{other}` is another")
+    layer = words_layer(words)
     return read_settings(DataSettings, words_layer([f"source={name}"]), layer).value
 
 
 def documents_of(settings: DataSettings) -> Source:
-    """The source, where it has text.
+    """The source of text that the settings name.
 
     Raises:
-        BadInput: it is made of rows, or prepared already.
+        BadInput: it has no text, or is prepared already.
     """
     if is_prepared(settings.source):
         raise BadInput(f"`{settings.source}` is prepared already", hint="name the text that it was made from")
@@ -54,7 +56,9 @@ def documents_of(settings: DataSettings) -> Source:
 
 
 def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress | None = None) -> dict[str, Any]:
-    """Tokenizes a source into the folder `target`; says what is there.
+    """Tokenizes a source into the folder `target`, with the tokenizer and the settings beside the tokens; returns what is there.
+
+    Killed, it leaves nothing under that name; the same command then starts over, and says so.
 
     Raises:
         UserError: no such source or tokenizer, or the folder holds something else.
@@ -65,23 +69,33 @@ def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress |
     source, tokenizer = documents_of(settings), load_tokenizer(settings.tokenizer)
     if missing := tokenizer.missing_bytes:
         say(f"the tokenizer `{settings.tokenizer}` has no token for {len(missing)} of the 256 bytes: text loses them")
-    prepared = write(source, tokenizer, target, held_out=settings.held_out, bos=settings.bos, progress=progress)
-    told = prepared.manifest["splits"]
-    splits = {split: {name: told[split][name] for name in ("documents", "tokens", "bytes")} for split in SPLITS}
-    return {"target": str(target), "tokenizer": settings.tokenizer, "vocab": prepared.manifest["vocab"]} | splits
+    made_with = {name: value for name, value in dump(settings).items() if name in ("source", *MADE_WITH)}
+    how: dict[str, Any] = {name: getattr(settings, name) for name in ("held_out", "bos", "special")}
+    prepared = write(
+        source, tokenizer, target, **how, settings=made_with, keep_tokenizer=True, progress=progress, say=say
+    )
+    summary = pipeline.summary_of(prepared, settings)
+    if summary.warning:
+        say(summary.warning)
+    written = prepared.manifest["splits"]
+    splits = {split: {name: written[split][name] for name in ("documents", "tokens", "bytes")} for split in SPLITS}
+    return {
+        "target": str(target), "tokenizer": settings.tokenizer, "vocab": prepared.manifest["vocab"], **splits,
+        "summary": summary.text,
+    }  # fmt: skip
 
 
 def inspect(recipe: str, words: Iterable[str], rows: int, color: bool) -> tuple[str, list[dict[str, Any]]]:
-    """The first rows of a recipe's first batch: as text, and as a document.
+    """The first rows of a recipe's first batch: as text, and as JSON.
 
     Raises:
         UserError: whatever would keep the run from starting on its data.
     """
-    from argosy.data import inspect, pipeline
+    from argosy.data import inspect
     from argosy.jobs.run import Run
 
     run = compose(Run, recipe, words).value
-    tokenizer = None if run.data.source == "synthetic" else load_tokenizer(run.data.tokenizer)
+    tokenizer = pipeline.tokenizer_for(run.data)
     batches = pipeline.build(run.data, tokenizer, vocab=run.model.vocab, seed=run.seed)
     try:
         batch = {name: array[:rows] for name, array in next(batches).items()}
@@ -96,7 +110,7 @@ def inspect(recipe: str, words: Iterable[str], rows: int, color: bool) -> tuple[
 
 
 def train_tokenizer(settings: DataSettings, vocab: int, target: Path) -> dict[str, Any]:
-    """Trains a vocabulary on a source and writes it to the new folder `target`; says what came of it.
+    """Trains a vocabulary on a source and writes it to the new folder `target`; returns its size and what was read.
 
     Raises:
         BadInput: the folder holds something, the source has no text, the vocabulary is too small.

@@ -219,9 +219,10 @@ class Session:
         from argosy.train.loop import Meter, fit
 
         a, settings, metrics = self.assembly, self.settings, Metrics(directory.store)
-        facts = self.facts()
-        metrics.write({"step": int(state.step), "facts": facts})
+        facts, data = self.facts(), a.batches.summary(settings.steps).text
+        metrics.write({"step": int(state.step), "facts": facts | {"data": data}})
         self.view.plan(facts)
+        self.view.say(data)
         with self.clock("compile"):
             update = a.compile()
 

@@ -30,13 +30,13 @@ def test_two_documents_in_a_row_of_the_stream():
     )
 
 
-@pytest.mark.parametrize("colour", [False, True])
+@pytest.mark.parametrize("color", [False, True])
 @pytest.mark.parametrize("kind", [SplitRows, FitRows])
-def test_every_learned_token_is_shown_as_such(kind, colour):
+def test_every_learned_token_is_shown_as_such(kind, color):
     texts = ["askanswer", "x", "nothing"]
     learn = [[0] * 3 + [1] * 7, [1, 1], [0] * 8]
-    shown = render(batch_of(texts, kind, 32, learn), Bytes(), colour)
-    if colour:
+    shown = render(batch_of(texts, kind, 32, learn), Bytes(), color)
+    if color:
         learned = re.findall("\x1b\\[32m(.*?)\x1b\\[0m", shown)
         dim = re.findall("\x1b\\[2m(.*?)\x1b\\[0m", shown)
     else:

@@ -19,20 +19,19 @@ def document_of(corpus: Corpus) -> list[int]:
 
 def split_by_hand(corpus: Corpus, sequence: int, row: int) -> dict[str, list]:
     """One row of the stream, token by token."""
-    made = {name: [] for name in ("tokens", "targets", "segments", "positions", "mask")}
-    documents, n, segment, position = document_of(corpus), len(corpus.tokens), 1, 0
+    made = {name: [] for name in ("tokens", "targets", "segments", "mask")}
+    documents, n, segment = document_of(corpus), len(corpus.tokens), 1
     for at in range(row * sequence, (row + 1) * sequence):
         if at >= n:
-            values = (0, 0, 0, 0, 0)
+            values = (0, 0, 0, 0)
         else:
             if at > row * sequence and documents[at] != documents[at - 1]:
-                segment, position = segment + 1, 0
+                segment += 1
             follows = at + 1 < n
             same = follows and documents[at + 1] == documents[at]
-            counts = same and (corpus.learn is None or corpus.learn[at + 1])
+            counts = same and (corpus.weights is None or corpus.weights[at + 1])
             target = corpus.tokens[at + 1] if follows else 0
-            values = (corpus.tokens[at], target, segment, position, float(counts))
-            position += 1
+            values = (corpus.tokens[at], target, segment, float(counts))
         for name, value in zip(made, values):
             made[name].append(value)
     return made
@@ -48,7 +47,7 @@ def test_split_rows_are_those_cut_by_hand(documents, longest, sequence, learn):
     for at, row in enumerate(order):
         for name, expected in split_by_hand(made, sequence, int(row)).items():
             np.testing.assert_array_equal(batch[name][at], expected, err_msg=f"{name} of row {row}")
-    assert [batch[name].dtype for name in batch] == [np.int32] * 4 + [np.float32]
+    assert [batch[name].dtype for name in batch] == [np.int32] * 3 + [np.float32]
 
 
 @pytest.mark.parametrize("kind", [SplitRows, FitRows])
@@ -74,7 +73,7 @@ def test_fit_rows_hold_whole_documents(learn):
     made = corpus(np.random.default_rng(5), 80, 17, learn)  # 17 tokens are 16 inputs with their targets
     rows = FitRows(made, 16)
     batch = rows.gather(np.arange(len(rows)))
-    weight = np.ones(len(made.tokens)) if made.learn is None else made.learn
+    weight = np.ones(len(made.tokens)) if made.weights is None else made.weights
     found = {}
     for row in range(len(rows)):
         for segment in range(1, batch["segments"][row].max() + 1):
@@ -85,7 +84,6 @@ def test_fit_rows_hold_whole_documents(learn):
             got = found.pop(int(made.tokens[start]))
             assert got["tokens"] == made.tokens[start : stop - 1].tolist()
             assert got["targets"] == made.tokens[start + 1 : stop].tolist()
-            assert got["positions"] == list(range(stop - start - 1))
             assert got["mask"] == weight[start + 1 : stop].tolist()
     assert not found
     padding = batch["segments"] == 0
@@ -126,6 +124,6 @@ def test_pieces_join_to_one_document():
     made = corpus_of([Encoded(a), Encoded(b, begins=False), Encoded(c, np.array([0, 1, 1], np.uint8))])
     assert made.starts.tolist() == [0, 6, 9]
     assert made.tokens.tolist() == [0, 1, 2, 10, 11, 12, 20, 21, 22]
-    assert made.learn is not None
-    assert made.learn.tolist() == [1] * 6 + [0, 1, 1]
+    assert made.weights is not None
+    assert made.weights.tolist() == [1] * 6 + [0, 1, 1]
     assert corpus_of([Encoded(a, begins=False)]).starts.tolist() == [0, 3]

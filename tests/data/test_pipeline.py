@@ -180,7 +180,7 @@ def test_epochs_end_after_the_last_whole_batch(settings, epochs, batches):
 
 
 def test_too_few_rows_for_a_batch_are_told(settings):
-    with pytest.raises(BadInput, match="hold no batch of 4"):
+    with pytest.raises(BadInput, match="do not fill a batch of 4"):
         made(changed(settings, epochs=0.1, held_out=0.0), Memory([Document(tokens=list(range(160)))]))
 
 
@@ -324,7 +324,7 @@ def test_a_streams_position_is_refused_among_another_number_of_processes(online)
 def test_a_stream_that_gives_a_process_nothing_is_told(online):
     with pytest.raises(BadInput, match="process 1 of 2"):
         next(made(changed(online, held_out=0.0), Memory(["one text"]), process=1, processes=2))
-    with pytest.raises(BadInput, match="end a stream together"):
+    with pytest.raises(BadInput, match="end online data together"):
         made(changed(online, epochs=1), processes=2)
 
 

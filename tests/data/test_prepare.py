@@ -20,21 +20,13 @@ from argosy.data.pack import Corpus
 from argosy.data.prepare import HeldOut, open_prepared, prepare
 from argosy.data.sources import Document, Source
 from argosy.data.sources.text import Memory, TextFile
+from argosy.data.tokenizers.byte import ByteTokenizer
 
 
-class Bytes:
-    """Bytes as tokens, with marks: the smallest tokenizer there is."""
+class Bytes(ByteTokenizer):
+    """Bytes as tokens, with an identity that can be told from the real one's."""
 
-    vocab, bos, eos, fingerprint = 258, 256, 257, "bytes"
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_many(self, texts: list[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(token for token in ids if token < 256).decode(errors="replace")
+    fingerprint = "bytes"
 
 
 def documents_of(corpus: Corpus) -> list[list[int]]:
@@ -51,7 +43,7 @@ def test_what_is_written_is_what_was_given(tmp_path):
     made = prepare(Memory(texts), Bytes(), tmp_path / "corpus", held_out=0)
     assert documents_of(made.train) == [[*text.encode(), 257] for text in texts]
     assert made.train.tokens.dtype == np.uint16
-    assert made.train.learn is None
+    assert made.train.weights is None
     assert len(made.held_out.tokens) == 0
     made.verify()
     assert sorted(os.listdir(tmp_path)) == ["corpus"]
@@ -81,8 +73,8 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path, token):
 def test_spans_to_learn_are_kept(tmp_path):
     chat = [Document(tokens=list(b"askanswer"), learn=((3, 9),)), Document("all"), Document(tokens=[1, 2], learn=())]
     made = prepare(Memory(chat), Bytes(), tmp_path / "corpus", held_out=0, bos=True)
-    assert made.train.learn is not None
-    assert made.train.learn.tolist() == [0] * 4 + [1] * 7 + [1] * 5 + [0] * 4
+    assert made.train.weights is not None
+    assert made.train.weights.tolist() == [0] * 4 + [1] * 7 + [1] * 5 + [0] * 4
     with pytest.raises(BadInput, match="outside its document"):
         prepare(Memory([Document(tokens=[1, 2], learn=((1, 3),))]), Bytes(), tmp_path / "other")
 

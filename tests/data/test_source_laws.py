@@ -77,7 +77,7 @@ def take(stream: Batches, count: int | None = None) -> list[list[tuple]]:
 
 
 def rows_of(batch: Batch) -> list[tuple]:
-    assert set(batch) == {"tokens", "targets", "segments", "positions", "mask"}
+    assert set(batch) == {"tokens", "targets", "segments", "mask"}
     assert len({array.shape for array in batch.values()}) == 1
     return [tuple(tuple(batch[name][row].tolist()) for name in batch) for row in range(len(batch["tokens"]))]
 

@@ -1,11 +1,11 @@
-"""Where data comes from: every source by name, and what each must do.
+"""Where data comes from: the registry of sources, and the interface of each.
 
     data.source=stdlib            a registered name
     data.source=corpus.jsonl      a file, folder or glob: the suffix chooses the reader
     data.source=text:server.log   a reader by name, and what it reads
 
 A source of documents yields the same documents in the same order every time. A source of rows makes any row from its
-number. Neither knows a tokenizer.
+number. Neither knows the tokenizer.
 """
 
 from abc import ABC, abstractmethod
@@ -40,17 +40,21 @@ class Document:
     """Text, or tokens where the source already has them.
 
     learn: half-open spans of `tokens` that count in the loss; None means all of them.
-    ends: False for a piece of a long document; the next Document goes on where this one stops.
+    weights: of each of `tokens` in the loss, in place of `learn`.
+    ends: False for a piece of a long document; the next Document continues it.
     """
 
     text: str = ""
     tokens: Sequence[int] | None = None
     learn: tuple[tuple[int, int], ...] | None = None
     ends: bool = True
+    weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        if self.learn is not None and self.tokens is None:
-            raise ValueError("`learn` counts tokens: give the document's tokens too")
+        if (self.learn is not None or self.weights is not None) and self.tokens is None:
+            raise ValueError("`learn` and `weights` count tokens: give the document's tokens too")
+        if self.learn is not None and self.weights is not None:
+            raise ValueError("`learn` and `weights` are two ways to say the same: give one")
 
 
 class Origin(ABC):
@@ -58,7 +62,7 @@ class Origin(ABC):
 
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
-        """What `NAME:ARGUMENT` means; the argument is empty where there is none.
+        """The source that `NAME:ARGUMENT` names; the argument is empty where there is none.
 
         Raises:
             BadInput: this source takes no argument, or not this one.
@@ -70,13 +74,16 @@ class Origin(ABC):
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the data: `source` (a name) and `source.*`; no paths, so that a corpus may move."""
+        """Everything that decides the data: `source` (a name) and `source.*`. No paths, so that a corpus can be moved."""
 
 
 class Source(Origin):
     """Documents, the same ones in the same order every time."""
 
-    size_bytes: int | None = None  # on disk, where that is known without reading
+    size_bytes: int | None = None  # that will be read, where known beforehand
+    disk_bytes: int | None = None  # of all files, read or not
+    files: int | None = None
+    max_bytes: int | None = None  # a limit on the text that has cut some off, known once it has been read
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:
@@ -92,31 +99,34 @@ class RowSource(Origin):
 
 
 class Capped(Source):
-    """The first `max_bytes` bytes of another source's text; the document that crosses the line is cut there."""
+    """The first `limit` bytes of another source's text; the document that crosses the limit is cut there."""
 
-    def __init__(self, source: Source, max_bytes: int):
-        self.source, self.max_bytes = source, max_bytes
-        self.size_bytes = max_bytes if source.size_bytes is None else min(source.size_bytes, max_bytes)
+    def __init__(self, source: Source, limit: int):
+        self.source, self.limit = source, limit
+        self.size_bytes = limit if source.size_bytes is None else min(source.size_bytes, limit)
+        self.disk_bytes, self.files = source.disk_bytes, source.files
 
     def documents(self) -> Iterator[Document]:
-        left = self.max_bytes
+        left, inside, self.max_bytes = self.limit, False, None
         for document in self.source.documents():
             size = len(document.text.encode())
-            if size >= left:
-                yield Document(document.text.encode()[:left].decode(errors="ignore"))
+            if size > left or not left:
+                self.max_bytes = self.limit
+                if left or inside:
+                    yield Document(document.text.encode()[:left].decode(errors="ignore"))
                 return
-            left -= size
+            left, inside = left - size, not document.ends
             yield document
 
     def fingerprint(self) -> dict[str, Any]:
-        return self.source.fingerprint() | {"source.max_bytes": self.max_bytes}
+        return self.source.fingerprint() | {"source.max_bytes": self.limit}
 
 
 def find_source(settings: "DataSettings") -> Source | RowSource:
     """The source that `settings.source` names.
 
     Raises:
-        BadInput: no such name, file or folder (the nearest is told), or nothing there to read.
+        BadInput: no such name, file or folder (with the nearest name), or nothing there to read.
     """
     name, _, argument = settings.source.partition(":")
     if name in SOURCES:
@@ -129,7 +139,7 @@ def find_source(settings: "DataSettings") -> Source | RowSource:
 
 
 def reader_of(spec: str) -> str:
-    """Which source reads a path: by what is there, then by suffix; any other file is text."""
+    """Which source reads a path: by what is there, then by its suffix. A file with any other suffix is text."""
     path = Path(spec).expanduser()
     if path.is_dir() or (not path.exists() and any(c in spec for c in "*?[")):
         return "folder"

@@ -1,8 +1,8 @@
-"""Text that every machine has: the source of Python's own standard library, or only its docstrings.
+"""Text that every machine has: the source code of Python's standard library, or only its docstrings.
 
-Read as files in sorted order, never imported. Its text is that of the interpreter at hand, so the interpreter's version
-is part of the fingerprint. Source teaches a small model better than docstrings do: a sample that looks like Python is
-recognized at a glance, and 1.5 MB of docstrings are too few.
+The files are read in sorted order and never imported. They differ from one Python to the next, so its version is part of
+the fingerprint. Code teaches a small model better than docstrings: a sample that looks like Python is recognized at a
+glance, and the 1.5 MB of docstrings are too few.
 """
 
 import ast
@@ -43,7 +43,8 @@ class StandardLibrary(Source):
                 where=str(self.root),
                 hint="train on a text of your own: `data.source=PATH`",
             )
-        self.size_bytes = sum(path.stat().st_size for path in self.paths)
+        self.size_bytes = self.disk_bytes = sum(path.stat().st_size for path in self.paths)
+        self.files = len(self.paths)
 
     def documents(self) -> Iterator[Document]:
         for path in self.paths:
@@ -59,7 +60,7 @@ class StandardLibrary(Source):
 
     @cached_property
     def sha256(self) -> str:
-        """Of every file: distributions patch theirs without changing the version."""
+        """Of every file: Linux distributions patch theirs without changing the version."""
         digest = hashlib.sha256()
         for path in self.paths:
             digest.update(path.relative_to(self.root).as_posix().encode() + b"\0" + path.read_bytes())
@@ -71,7 +72,7 @@ class StandardLibrary(Source):
 
 
 def python_files(root: Path) -> Iterator[Path]:
-    """Source files below the root, without walking what is left out: site-packages alone may hold a gigabyte."""
+    """Source files below the root. Folders that are left out are not walked: site-packages alone may hold a gigabyte."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in FOLDERS_LEFT_OUT]
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
@@ -91,7 +92,7 @@ class Docstrings(StandardLibrary):
 
 
 def docstrings(source: str) -> Iterator[str]:
-    """The cleaned docstrings of a module's text, outermost first; of none where it is not Python of this version."""
+    """The cleaned docstrings of a module, outermost first; none where this Python cannot parse it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old modules hold escapes that newer parsers warn of

@@ -1,14 +1,14 @@
-"""Random tokens, for benchmarks: no corpus, no tokenizer, any row from its number.
+"""Random tokens, for benchmarks: no corpus, no tokenizer.
 
-A token is one step of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at a counter made of row and column, so any
-process makes any row without making those before it, and the bits do not depend on a library's version.
+A token is one step of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) at a counter made from row and column. So any process
+makes any row without making those before it, and the tokens do not depend on the version of a library.
 """
 
 from typing import Any
 
 import numpy as np
 
-from argosy.data.batch import Batch
+from argosy.data.batch import LANGUAGE_MODELING, Batch
 from argosy.data.sources import RowSource
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -31,6 +31,8 @@ class Synthetic(RowSource):
 class SyntheticRows:
     """Rows `first` up to `first + count` of an endless table of uniform tokens below `vocab`."""
 
+    per_group, fields = 1, LANGUAGE_MODELING
+
     def __init__(self, first: int, count: int, sequence: int, vocab: int, seed: int):
         self.first, self.count, self.sequence, self.vocab = first, count, sequence, vocab
         self.seed = mix(np.array([seed % 2**64], np.uint64))  # mixed, so that near seeds share no stretch of counters
@@ -48,7 +50,6 @@ class SyntheticRows:
             "tokens": np.ascontiguousarray(drawn[:, :-1]),
             "targets": np.ascontiguousarray(drawn[:, 1:]),
             "segments": np.ones(shape, np.int32),
-            "positions": np.broadcast_to(np.arange(self.sequence, dtype=np.int32), shape).copy(),
             "mask": np.ones(shape, np.float32),
         }
 

@@ -1,8 +1,7 @@
 """Text files, JSON lines, folders of both, and texts in memory; `.gz` is read as what it wraps.
 
-Files of any size pass through in pieces of a mebibyte. A piece ends after a line break that is not followed by blanks,
-where the usual pre-tokenizers split anyway, so the tokens are those of the whole file. What is read as text must be
-UTF-8.
+Files of any size are read in pieces of about 1 MiB, so memory is bounded. How a text in pieces gets the tokens of the whole
+text is the business of `encode.Encoder`. Text must be UTF-8.
 """
 
 import gzip
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
 
 PIECE_BYTES = 1 << 20
-LINE_BYTES = 64 << 20  # the longest line of JSON that is believed
-HASHED_BYTES = 64 << 20  # larger files are known by their size and 64 samples: a terabyte is not read twice
+LINE_BYTES = 64 << 20  # longer lines are refused: such a file is not JSONL
+HASHED_BYTES = 64 << 20  # of larger files 64 samples are hashed, so that a terabyte is not read twice
 FOLDER_SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl", ".ndjson")
 BLANK_LINES = re.compile(r"\n[ \t\r]*\n\s*")
 
@@ -36,7 +35,8 @@ class TextFile(Source):
     def __init__(self, path: str | Path, *, documents: str = "whole", invalid: str = "error"):
         self.path = existing(path)
         self.split, self.invalid = documents, invalid
-        self.size_bytes = self.path.stat().st_size
+        self.size_bytes = self.disk_bytes = self.path.stat().st_size
+        self.files = 1
 
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
@@ -47,8 +47,8 @@ class TextFile(Source):
         return paragraphs(pieces, self.path) if self.split == "paragraphs" else whole(pieces)
 
     def fingerprint(self) -> dict[str, Any]:
-        told = {"source.documents": self.split, "source.invalid": self.invalid}
-        return {"source": "text", "source.sha256": content_hash(self.path)} | told
+        how = {"source.documents": self.split, "source.invalid": self.invalid}
+        return {"source": "text", "source.sha256": content_hash(self.path)} | how
 
 
 class JsonLines(Source):
@@ -57,7 +57,8 @@ class JsonLines(Source):
     def __init__(self, path: str | Path, *, invalid: str = "error"):
         self.path = existing(path)
         self.invalid = invalid
-        self.size_bytes = self.path.stat().st_size
+        self.size_bytes = self.disk_bytes = self.path.stat().st_size
+        self.files = 1
 
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
@@ -91,7 +92,8 @@ class Folder(Source):
             raise BadInput(f"no files to read: `{where}`", hint=searched)
         self.root = root if root.is_dir() else Path(os.path.commonpath([path.parent for path in self.paths]))
         self.split, self.invalid = documents, invalid
-        self.size_bytes = sum(path.stat().st_size for path in self.paths)
+        self.size_bytes = self.disk_bytes = sum(path.stat().st_size for path in self.paths)
+        self.files = len(self.paths)
 
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
@@ -111,12 +113,12 @@ class Folder(Source):
         digest = hashlib.sha256()
         for path in self.paths:
             digest.update(f"{path.relative_to(self.root).as_posix()}\0{content_hash(path)}\n".encode())
-        told = {"source.files": len(self.paths), "source.documents": self.split, "source.invalid": self.invalid}
-        return {"source": "folder", "source.sha256": digest.hexdigest()} | told
+        how = {"source.files": len(self.paths), "source.documents": self.split, "source.invalid": self.invalid}
+        return {"source": "folder", "source.sha256": digest.hexdigest()} | how
 
 
 class Memory(Source):
-    """Texts, or whole Documents, that the caller already holds. `memory:TEXT` is one document of that text."""
+    """Texts or Documents that the caller holds in memory. `memory:TEXT` is one document of that text."""
 
     def __init__(self, texts: Sequence[str | Document]):
         self.held = [text if isinstance(text, Document) else Document(text) for text in texts]
@@ -134,6 +136,8 @@ class Memory(Source):
         for d in self.held:
             tokens = None if d.tokens is None else [int(token) for token in d.tokens]
             digest.update(json.dumps([d.text, tokens, d.learn, d.ends]).encode())
+            if d.weights is not None:
+                digest.update(json.dumps([float(weight) for weight in d.weights]).encode())
         return {"source": "memory", "source.sha256": digest.hexdigest()}
 
 
@@ -148,7 +152,7 @@ def whole(pieces: Iterator[str]) -> Iterator[Document]:
 
 
 def paragraphs(pieces: Iterator[str], path: Path) -> Iterator[Document]:
-    """A document for each stretch between blank lines, without its own outer line breaks."""
+    """A document for each paragraph between blank lines, without line breaks at its ends."""
     rest = ""
     for piece in pieces:
         *done, rest = BLANK_LINES.split(rest + piece)
@@ -160,7 +164,7 @@ def paragraphs(pieces: Iterator[str], path: Path) -> Iterator[Document]:
 
 
 def text_pieces(path: Path, invalid: str) -> Iterator[str]:
-    """The file's text, a mebibyte or so at a time. A byte-order mark at its start is no text."""
+    """The file's text, about 1 MiB at a time, without a byte-order mark."""
     with opened(path) as stream:
         rest, offset = stream.read(PIECE_BYTES), 0
         if rest.startswith(b"\xef\xbb\xbf"):
@@ -219,7 +223,7 @@ def text_field(line: str, where: str) -> str:
 
 
 def existing(path: str | Path) -> Path:
-    """The path, which must be a file that can be read."""
+    """The path, which must be that of a file."""
     path = Path(path).expanduser()
     if path.is_dir():
         raise BadInput(f"`{path}` is a folder", hint=f"read it with `data.source={path}`")
@@ -229,7 +233,7 @@ def existing(path: str | Path) -> Path:
 
 
 def readable_below(root: Path) -> list[Path]:
-    """Files that a folder is searched for, hidden ones left out, by relative path."""
+    """The files below a folder that are read, in the order of their relative paths; hidden ones are not."""
     found = (p for p in root.rglob("*") if p.name.removesuffix(".gz").endswith(FOLDER_SUFFIXES))
     seen = [p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)]
     return sorted(seen, key=lambda p: p.relative_to(root).as_posix())
@@ -237,7 +241,7 @@ def readable_below(root: Path) -> list[Path]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, unpacked. What goes wrong while reading is told with the file's name."""
+    """The file's bytes, unpacked. Errors while reading name the file."""
     try:
         with cast(BinaryIO, gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as stream:
             yield stream

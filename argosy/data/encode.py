@@ -1,0 +1,171 @@
+"""Documents to tokens, with the special tokens that mark where one begins and ends.
+
+A long document arrives in pieces, and long texts are encoded in parts on all cores. The tokens are those of the whole text
+either way: a text is cut only where no token spans the cut (`Tokenizer.cut_pattern`), and what follows the last such place
+waits for the next piece.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.pack import Encoded
+from argosy.data.sources import Document
+
+if TYPE_CHECKING:
+    from argosy.data.tokenize import Tokenizer
+
+PART_CHARACTERS = 1 << 16  # encoded at once: 16 parts of a group of 1 MiB keep 8 cores busy
+HELD_CHARACTERS = 64 << 20  # a text this long without a place to cut is refused
+NAMES_SHOWN = 3
+
+
+class Encoder:
+    """Encodes documents in order; holds the end of a document that arrives in pieces.
+
+    special_documents: how many documents held the name of a special token as ordinary text. special_names: some of the names.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", bos: bool | None = None, special: bool = False):
+        """bos: begin each document with that token; None: if the tokenizer does so for prompts. special: names of special tokens
+        in a text become those tokens.
+
+        Raises:
+            BadInput: the tokenizer has no such token.
+        """
+        if bos and tokenizer.bos is None:
+            raise BadInput("the tokenizer has no beginning-of-sequence token", hint="leave `data.bos` unset")
+        self.tokenizer, self.special = tokenizer, special
+        self.dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
+        self.before = [tokenizer.bos] if tokenizer.bos is not None and puts_bos(tokenizer, bos) else []
+        self.after = [] if tokenizer.eos is None else [tokenizer.eos]
+        # Of the document that has not ended: its text that waits, whether any of it has been encoded, whether that gave no
+        # token yet, whether it holds a name of a special token, and its last token.
+        self.held, self.begun, self.opening, self.named = "", False, False, False
+        self.last: int | None = None
+        self.special_documents = 0
+        self.special_names: list[str] = []
+
+    def encode(self, documents: list[Document]) -> Iterator[Encoded]:
+        """The documents, or pieces of them, in order, one answer each; texts are tokenized together.
+
+        Raises:
+            BadInput: tokens or spans that are out of range, or a long text that cannot be cut.
+        """
+        begun = [self.begun]
+        parts = []
+        for document in documents:
+            parts.append(self._ready(document))
+            begun.append(self.begun)
+        whole = iter(self.tokenizer.encode_many([text for these in parts for text, rest in these if not rest], self.special))
+        rests = iter(self.tokenizer.encode_rest([text for these in parts for text, rest in these if rest], self.special))
+        for document, these, was in zip(documents, parts, begun):
+            body = [token for _, rest in these for token in next(rests if rest else whole)]
+            body = body if document.tokens is None else [int(token) for token in document.tokens]
+            starts = not was and (bool(these) or document.ends or document.tokens is not None)
+            before = self.before if starts and body[:1] != self.before else []
+            self.last = body[-1] if body else self.last if was else None
+            after = self.after if document.ends and [self.last] != self.after else []
+            ids = self._checked([*before, *body, *after])
+            opening = starts or (was and self.opening)
+            self.opening = opening and not len(ids)
+            yield Encoded(ids, weights_of(document, len(before), len(after)), begins=opening and len(ids) > 0)
+
+    def skip(self, document: Document) -> None:
+        """Passes over a document, or a piece of one, without encoding it: the next piece is encoded as if it had been."""
+        self._ready(document)
+
+    @property
+    def inside(self) -> bool:
+        """Whether a document has begun and not ended."""
+        return self.begun or bool(self.held)
+
+    def _ready(self, document: Document) -> list[tuple[str, bool]]:
+        """The parts of a document's text that can be encoded now, each with whether it continues the one before."""
+        if document.tokens is not None:
+            self.begun = not document.ends
+            return []
+        text, begun = self.held + document.text, self.begun
+        pattern = self.tokenizer.cut_pattern(self.special)
+        cut = len(text) if document.ends else last_cut(text, pattern)
+        self._look_for_names(text[:cut], document.ends)
+        self.held, self.begun = text[cut:], not document.ends and (begun or cut > 0)
+        if len(self.held) > HELD_CHARACTERS:
+            raise BadInput(
+                f"{len(self.held):,} characters of one document without a blank to cut the text at",
+                hint="cut the text into documents, for instance with `data.documents=paragraphs`",
+            )
+        return [(part, begun or number > 0) for number, part in enumerate(in_parts(text[:cut], pattern))]
+
+    def _look_for_names(self, text: str, ends: bool) -> None:
+        """Counts documents with names of special tokens that stay text."""
+        names = None if self.special or self.named else self.tokenizer.special_names
+        if names is not None and (found := names.search(text)):
+            self.named = True
+            self.special_documents += 1
+            if found[0] not in self.special_names[:NAMES_SHOWN]:
+                self.special_names = [*self.special_names, found[0]][:NAMES_SHOWN]
+        self.named = self.named and not ends
+
+    def _checked(self, ids: list[int]) -> np.ndarray:
+        tokens = np.array(ids, np.int64)
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.tokenizer.vocab):
+            wrong = tokens[(tokens < 0) | (tokens >= self.tokenizer.vocab)][0]
+            raise BadInput(f"token {wrong} is outside the tokenizer's vocabulary of {self.tokenizer.vocab}")
+        return tokens.astype(self.dtype)
+
+
+def puts_bos(tokenizer: "Tokenizer", bos: bool | None) -> bool:
+    """Whether documents begin with the beginning-of-sequence token: as asked for, else as the tokenizer does for prompts."""
+    return bool(tokenizer.adds_bos if bos is None else bos)
+
+
+def last_cut(text: str, pattern: "re.Pattern[str] | None") -> int:
+    """The last place where the text can be cut, 0 where there is none. The end is searched first."""
+    if pattern is None:
+        return 0
+    for start in (max(0, len(text) - PART_CHARACTERS), 0):
+        last = 0
+        for match in pattern.finditer(text, start):
+            last = match.start()
+        if last:
+            return last
+    return 0
+
+
+def in_parts(text: str, pattern: "re.Pattern[str] | None") -> Iterator[str]:
+    """The text in parts of at least PART_CHARACTERS; nothing for an empty one."""
+    start = 0
+    while pattern is not None and len(text) - start > 2 * PART_CHARACTERS:
+        match = pattern.search(text, start + PART_CHARACTERS)
+        if match is None:
+            break
+        yield text[start : match.start()]
+        start = match.start()
+    if start < len(text):
+        yield text[start:]
+
+
+def weights_of(document: Document, before: int, after: int) -> np.ndarray | None:
+    """The weight of each token in the loss: uint8 of 0 and 1, or float32. The end counts as the last token does.
+
+    Raises:
+        BadInput: a span outside the document, or not one weight for each token.
+    """
+    if document.tokens is None or (document.learn is None and document.weights is None):
+        return None
+    length = len(document.tokens)
+    if document.weights is not None:
+        if len(document.weights) != length:
+            raise BadInput(f"{len(document.weights)} weights for a document of {length} tokens")
+        inner = np.asarray(document.weights, np.float32)
+        return np.concatenate([np.zeros(before, np.float32), inner, np.repeat(inner[-1:], after)])
+    learn = np.zeros(before + length + after, np.uint8)
+    for start, stop in document.learn or ():
+        if not 0 <= start <= stop <= length:
+            raise BadInput(f"a span to learn, {start} to {stop}, lies outside its document of {length} tokens")
+        learn[before + start : before + stop + (after if stop == length else 0)] = 1
+    return learn
