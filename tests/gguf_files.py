@@ -280,3 +280,46 @@ def llama3(rope: dict[str, Any], period: float, original: int) -> float:
         return rope["factor"]
     smooth = (original / length - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
     return 1 / ((1 - smooth) / rope["factor"] + smooth)
+
+
+# ---------------------------------------------------------------- vocabularies
+
+
+def write_vocabulary(path: Path, tokens: list[str], kinds: list[int], scores: list[float], **keys: Any) -> Path:
+    """A file with the tables of a `llama` tokenizer and no tensors. keys: further ones below `tokenizer.ggml.`."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([token.encode() for token in tokens])
+    writer.add_token_types(kinds)
+    writer.add_token_scores(scores)
+    for key, value in keys.items():
+        add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
+        add(f"tokenizer.ggml.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def converted_vocabulary(model: Any, added: dict[int, dict[str, Any]], size: int) -> tuple[list[str], list[int], list[float]]:
+    """Tokens, kinds and scores as llama.cpp's converter makes them of a SentencePiece model
+    (conversion/base.py, _create_vocab_sentencepiece).
+
+    Args:
+        model: a SentencePieceProcessor.
+        added: `added_tokens_decoder` of tokenizer_config.json.
+        size: rows of the embedding.
+    """
+    normal, unknown, control, user_defined, unused, byte = 1, 2, 3, 4, 5, 6
+    tokens, kinds, scores = [f"[PAD{i}]" for i in range(size)], [unused] * size, [-10000.0] * size
+    for number in range(model.vocab_size()):
+        tokens[number], scores[number] = model.id_to_piece(number), model.get_score(number)
+        asked = {unknown: model.is_unknown, control: model.is_control, unused: model.is_unused, byte: model.is_byte}
+        kinds[number] = next((kind for kind, is_kind in asked.items() if is_kind(number)), normal)
+    for number, token in added.items():
+        text = token["content"]
+        kinds[number] = control if token["special"] else user_defined
+        tokens[number] = text if token["special"] else text.replace("\u2581", " ")
+        scores[number] = -1000.0
+    return tokens, kinds, scores

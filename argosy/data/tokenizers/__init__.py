@@ -74,6 +74,7 @@ class Tokenizer(ABC):
         strips, trims: number of spaces taken off the beginning and the end of a decoded text.
         lasting: after a token that decodes to nothing, the next one still counts as the first.
         invalid: codecs error handler for bytes that are not UTF-8.
+        unknown: id of what has no other token; its text is not the text that it stands for. None where that is not known.
         puts_space: encoding puts a space in front of a text, so a part of a longer text is encoded in another way.
     """
 
@@ -88,6 +89,7 @@ class Tokenizer(ABC):
     invalid: str = "replace"
     hidden: frozenset[int] = frozenset()
     puts_space: bool = False
+    unknown: int | None = None
 
     def __init__(self, config: TokenizerConfig):
         self.config = config
@@ -150,7 +152,7 @@ class Tokenizer(ABC):
 
     def blanks(self, special: bool) -> str:
         """Those of space and line break that no token has after a letter or digit. special: special tokens count too."""
-        ids = (token for token in range(self.vocab) if special or token not in self.hidden)
+        ids = (token for token in range(self.vocab) if token != self.unknown and (special or token not in self.hidden))
         pieces = [self.piece(token, False).decode(errors="replace") for token in ids]
         return "".join(blank for blank in " \n" if not any(re.search(rf"[^\W_]{blank}", text) for text in pieces))
 

@@ -49,6 +49,7 @@ class PieceTokenizer(Tokenizer):
         self._added = {number: str(told["content"]) for number, told in config.added.items() if number >= size}
         self.vocab = max([size, *(number + 1 for number in self._added)])
         self.lasting, self.puts_space = self._model.trims, self._model.prefix or self._model.trims
+        self.unknown = self._library.unk_id()
         self.bos, self.eos, self.pad = (self._id(f"{role}_token") for role in ("bos", "eos", "pad"))
         self.adds_bos = self.bos is not None and (self._begins(config) if config.adds_bos is None else config.adds_bos)
         self.hidden = frozenset(self._special.values()) - {
