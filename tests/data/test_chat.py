@@ -14,6 +14,7 @@ from helpers import shared
 
 from argosy.core.errors import BadInput
 from argosy.data import chat
+from argosy.data import chat
 from argosy.data.chat import choose_template, render
 
 NAMES = [
@@ -123,11 +124,11 @@ def test_documents_and_tools_reach_the_template():
     "{% set x = namespace(s='ab') %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}{{ x.s }}",
 ], ids=lambda template: template[:40])  # fmt: skip
 def test_costly_templates_end_soon(template):
-    """After 2.5 s, and what a busy machine adds."""
+    """By the limits of the process itself, on CPU time and memory: nobody waits for the clock on the wall."""
     render("warm", [], {})
-    start = time.monotonic()
-    assert "costs too much" in refused(template)
-    assert time.monotonic() - start < 6
+    said = refused(template)
+    assert "costs too much" in said
+    assert "runs for more than" not in said
     assert render("{{ messages[0].content }}", HI, SPECIAL) == "hi"  # and the next one is served
 
 
@@ -175,13 +176,22 @@ def test_long_conversations_are_no_cost():
 # ---- the process
 
 
-def test_a_warm_render_takes_milliseconds():
-    template = shared("chat_templates/openai-gpt-oss-120b.jinja").read_text()
-    render(template, HI, SPECIAL)
-    start = time.monotonic()
+def test_a_process_serves_many_renders():
+    """A start takes 0.2 s, a warm render less than a millisecond."""
+    render("warm", HI, SPECIAL)
+    process = chat.CHILD._process
     for _ in range(20):
-        render(template, HI, SPECIAL)
-    assert (time.monotonic() - start) / 20 < 0.05
+        render("{{ messages[0].content }}", HI, SPECIAL)
+    assert chat.CHILD._process is process
+
+
+def test_an_honest_template_has_a_minute_on_a_busy_machine(monkeypatch):
+    """What a render may cost is bounded by its own CPU time; the machine may be busy with something else."""
+    limits = []
+    receive = chat.receive
+    monkeypatch.setattr(chat, "receive", lambda process, limit: limits.append(limit) or receive(process, limit))
+    render("warm", HI, SPECIAL)
+    assert min(limits) >= 60
 
 
 def test_threads_get_their_own_answers():
