@@ -302,7 +302,9 @@ def write_vocabulary(path: Path, tokens: list[str], kinds: list[int], scores: li
     return path
 
 
-def converted_vocabulary(model: Any, added: dict[int, dict[str, Any]], size: int) -> tuple[list[str], list[int], list[float]]:
+def converted_vocabulary(
+    model: Any, added: dict[int, dict[str, Any]], size: int
+) -> tuple[list[str], list[int], list[float]]:
     """Tokens, kinds and scores as llama.cpp's converter makes them of a SentencePiece model
     (conversion/base.py, _create_vocab_sentencepiece).
 

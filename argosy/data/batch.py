@@ -111,7 +111,7 @@ class Batches(ABC):
     def close(self) -> None:
         """Stops the threads that read ahead. Idempotent."""
 
-    def advance(self, state: Any) -> None:
+    def advance(self, state: Any) -> None:  # noqa: B027
         """Hands over the training state before the next batch is drawn, for batches that depend on the model (rollouts).
 
         The loop calls it once a step with the state of that step. Data that does not depend on the model ignores it, which

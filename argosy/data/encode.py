@@ -60,8 +60,12 @@ class Encoder:
         for document in documents:
             parts.append(self._ready(document))
             begun.append(self.begun)
-        whole = iter(self.tokenizer.encode_many([text for these in parts for text, rest in these if not rest], self.special))
-        rests = iter(self.tokenizer.encode_rest([text for these in parts for text, rest in these if rest], self.special))
+        whole = iter(
+            self.tokenizer.encode_many([text for these in parts for text, rest in these if not rest], self.special)
+        )
+        rests = iter(
+            self.tokenizer.encode_rest([text for these in parts for text, rest in these if rest], self.special)
+        )
         for document, these, was in zip(documents, parts, begun):
             body = [token for _, rest in these for token in next(rests if rest else whole)]
             body = body if document.tokens is None else [int(token) for token in document.tokens]

@@ -52,7 +52,9 @@ class GroupRows:
         """
         sizes = {len(group.examples) for group in groups}
         if len(sizes) > 1 or 0 in sizes:
-            raise BadInput(f"groups of {' and '.join(map(str, sorted(sizes)))} examples", hint="make all groups equally large")
+            raise BadInput(
+                f"groups of {' and '.join(map(str, sorted(sizes)))} examples", hint="make all groups equally large"
+            )
         self.groups, self.sequence, self.per_group = groups, sequence, max(sizes, default=1)
         self.fields: Fields = dict(LANGUAGE_MODELING)
         examples = [example for group in groups for example in group.examples]

@@ -130,7 +130,9 @@ def finish(blank: Blank) -> Batch:
     is_input = column[:-1] < blank.filled[:, None]
     has_target = column[1:] < blank.filled[:, None]
     own_target = has_target & ~blank.begins[:, 1:]
-    aligned = {name: np.where(own_target, values[:, 1:], 0).astype(values.dtype) for name, values in blank.beside.items()}
+    aligned = {
+        name: np.where(own_target, values[:, 1:], 0).astype(values.dtype) for name, values in blank.beside.items()
+    }
     return {
         "tokens": np.ascontiguousarray(blank.window[:, :-1]),
         "targets": np.ascontiguousarray(blank.window[:, 1:]),
@@ -158,9 +160,7 @@ class FitRows:
         return len(self.offsets) - 1
 
     def gather(self, rows: np.ndarray) -> Batch:
-        batch: Batch = {
-            name: np.zeros((len(rows), self.sequence), field.dtype) for name, field in self.fields.items()
-        }
+        batch: Batch = {name: np.zeros((len(rows), self.sequence), field.dtype) for name, field in self.fields.items()}
         for row, number in enumerate(rows.tolist()):
             at = 0
             pieces = self.order[self.offsets[number] : self.offsets[number + 1]]

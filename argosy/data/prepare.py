@@ -158,7 +158,9 @@ def fingerprint_of(
     """What decides the tokens. Keys that came later are left out where they change nothing, so that older runs resume."""
     made = {"tokenizer": tokenizer.fingerprint, "bos": puts_bos(tokenizer, bos), "held_out": held_out}
     made |= {"special": True} if special else {}
-    made |= {"parts": "joined"} if tokenizer.puts_space else {}  # once, each MiB of a text began with a space of its own
+    made |= (
+        {"parts": "joined"} if tokenizer.puts_space else {}
+    )  # once, each MiB of a text began with a space of its own
     return source.fingerprint() | made
 
 

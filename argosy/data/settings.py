@@ -23,12 +23,14 @@ class DataSettings(Settings):
     """`byte`, or a tokenizer file, Hub folder, run directory or GGUF file. A prepared corpus brings its own, which is used
     unless this is set."""
 
-    sequence: Annotated[int, Also("block_size", "seq_len", "max_seq_length", "sequence_len", "max_target_length")] = Field(
-        default=256, gt=0
+    sequence: Annotated[int, Also("block_size", "seq_len", "max_seq_length", "sequence_len", "max_target_length")] = (
+        Field(default=256, gt=0)
     )
     """Tokens in a row, at most the model's context."""
 
-    batch: Annotated[int, Also("batch_size", "global_batch_size", "per_device_train_batch_size")] = Field(default=8, gt=0)
+    batch: Annotated[int, Also("batch_size", "global_batch_size", "per_device_train_batch_size")] = Field(
+        default=8, gt=0
+    )
     """Rows in a step, over all devices and processes together."""
 
     packing: Literal["split", "fit"] = "split"

@@ -19,12 +19,12 @@ from argosy.data.tokenize import Tokenizer, find_tokenizer, load_tokenizer, matc
 from argosy.data.tokenizers.byte import byte_names
 from argosy.infer.load import tokenizer_of
 from argosy.infer.save import write
-from argosy.models.llama import Llama
+from argosy.models.llama import LlamaConfig
 
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
 MESSAGES = [{"role": "user", "content": "a  b"}, {"role": "assistant", "content": "é"}]
 TEXTS = ["a b ab", "Hello  there,\n\n日本 é", "<|im_end|></s><eos><s>[SEP]"]
-CONFIG = Llama(vocab=1024, width=8, layers=1, ffn=8, heads=1, kv_heads=1, context=16, tied=True)
+CONFIG = LlamaConfig(vocab=1024, width=8, layers=1, ffn=8, heads=1, kv_heads=1, context=16, tied=True)
 
 
 def config(folder: Path, **more: Any) -> None:
@@ -71,7 +71,9 @@ def pairs(folder: Path) -> None:
 
 
 def words(folder: Path) -> None:
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "##b", "hello", "there", ","]))
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "##b", "hello", "there", ","])
+    )
     config(folder, do_lower_case=True)
 
 
@@ -87,7 +89,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "SentencePiece": sentence_pieces,
     "tiktoken.model": lambda folder: ranks(folder, "tiktoken.model"),
     "qwen.tiktoken": lambda folder: ranks(folder, "qwen.tiktoken"),
-    "cl100k_mine.tiktoken": lambda folder: ranks(folder, "r50k_mine.tiktoken"),
+    "r50k_mine.tiktoken": lambda folder: ranks(folder, "r50k_mine.tiktoken"),
     "vocab.json": pairs,
     "vocab.txt": words,
     "GGUF": gguf,
@@ -154,4 +156,8 @@ def test_every_file_that_a_tokenizer_is_read_from_is_copied(tmp_path):
 def test_patterns_match_each_file_once(tmp_path):
     for name in ("tokenizer.json", "a.tiktoken", "b.tiktoken"):
         (tmp_path / name).write_text("")
-    assert [path.name for path in matching(tmp_path, [*COMPANIONS, "*.tiktoken"])] == ["tokenizer.json", "a.tiktoken", "b.tiktoken"]
+    assert [path.name for path in matching(tmp_path, [*COMPANIONS, "*.tiktoken"])] == [
+        "tokenizer.json",
+        "a.tiktoken",
+        "b.tiktoken",
+    ]

@@ -14,7 +14,6 @@ from helpers import shared
 
 from argosy.core.errors import BadInput
 from argosy.data import chat
-from argosy.data import chat
 from argosy.data.chat import choose_template, render
 
 NAMES = [

@@ -9,7 +9,7 @@ from test_tokenize import tokenizer_of
 
 from argosy.core.errors import BadInput
 from argosy.core.settings import read_settings, words_layer
-from argosy.data import pack, pipeline
+from argosy.data import pack, tables
 from argosy.data.pipeline import build, eval_batches, find, holds_out, tokenizer_for
 from argosy.data.prepare import open_prepared, prepare
 from argosy.data.settings import DataSettings
@@ -210,7 +210,7 @@ def test_a_run_packs_and_hashes_its_corpus_once(tmp_path, monkeypatch):
     plans = []
     original = pack.best_fit_decreasing
     monkeypatch.setattr(pack, "best_fit_decreasing", lambda *sizes: plans.append(1) or original(*sizes))
-    pipeline.KEPT.clear()
+    tables.KEPT.clear()
     how = settings(tmp_path, packing="fit", held_out=0.2)
     for _ in range(2):
         source = Memory(stories(90))

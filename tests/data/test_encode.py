@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,7 +22,18 @@ from argosy.data.tokenizers.fast import FastTokenizer
 from argosy.data.tokenizers.pieces import PieceTokenizer
 from argosy.data.tokenizers.proto import NORMAL, UNKNOWN, USER_DEFINED, write_model
 
-KINDS = ["byte", "smollm2", "gpt2", "mistral_v1", "mistral_v3", "c4_32k", "stories260k", "bert_uncased", "clip", "llama2.json"]
+KINDS = [
+    "byte",
+    "smollm2",
+    "gpt2",
+    "mistral_v1",
+    "mistral_v3",
+    "c4_32k",
+    "stories260k",
+    "bert_uncased",
+    "clip",
+    "llama2.json",
+]
 
 
 def kind(name: str) -> Tokenizer:
@@ -33,7 +45,12 @@ def prepending(**facts) -> FastTokenizer:
     content = json.loads(tokenizer_json()) | {"added_tokens": [], "pre_tokenizer": None, "decoder": None}
     steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     content["normalizer"] = {"type": "Sequence", "normalizers": steps}
-    letters = ["▁", "<unk>", "\n", *sorted(set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;'!?&$3-"))]
+    letters = [
+        "▁",
+        "<unk>",
+        "\n",
+        *sorted(set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;'!?&$3-")),
+    ]
     merges = [["▁", "t"], ["▁", "a"], ["▁t", "h"], ["▁th", "e"], ["h", "e"], ["▁", "▁"], ["i", "n"]]
     vocab = {token: number for number, token in enumerate([*letters, *("".join(pair) for pair in merges)])}
     content["model"] |= {"vocab": vocab, "merges": merges, "unk_token": "<unk>"}
@@ -57,7 +74,7 @@ def in_pieces(text: str, seed: int, longest: int = 900) -> list[Document]:
     draw, places = random.Random(seed), [0]
     while places[-1] < len(text):
         places.append(min(len(text), places[-1] + draw.randint(1, longest)))
-    return [Document(text[a:b], ends=b == len(text)) for a, b in zip(places, places[1:])]
+    return [Document(text[a:b], ends=b == len(text)) for a, b in pairwise(places)]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -83,7 +100,9 @@ def test_long_texts_are_encoded_in_parts(name, monkeypatch):
     monkeypatch.setattr(module, "PART_CHARACTERS", 100)
     tokenizer, rests = kind(name), []
     cut, original, text = tokenizer.cut_pattern(), tokenizer.encode_rest, mixed()
-    monkeypatch.setattr(tokenizer, "encode_rest", lambda texts, special: rests.extend(texts) or original(texts, special))
+    monkeypatch.setattr(
+        tokenizer, "encode_rest", lambda texts, special: rests.extend(texts) or original(texts, special)
+    )
     list(Encoder(tokenizer).encode([Document(text)]))
     assert len(rests) > 20
     assert text.endswith("".join(rests))
@@ -101,7 +120,12 @@ def test_a_text_file_of_sentence_pieces_is_one_text(tmp_path, monkeypatch):
 
 def test_pieces_with_a_blank_inside_forbid_cutting_there():
     """A vocabulary trained across words: no cut is known, so the text waits for its end."""
-    pieces = [("<unk>", 0.0, UNKNOWN), *((c, -9.0, NORMAL) for c in "▁ab\n"), ("b▁a", -1.0, NORMAL), ("a▁", -2.0, NORMAL)]
+    pieces = [
+        ("<unk>", 0.0, UNKNOWN),
+        *((c, -9.0, NORMAL) for c in "▁ab\n"),
+        ("b▁a", -1.0, NORMAL),
+        ("a▁", -2.0, NORMAL),
+    ]
     data = write_model(pieces, prefix=True, trims=False, bos=None, eos=None)
     tokenizer = PieceTokenizer(data, TokenizerConfig(), shared("tokenizers/golden.json"))
     pattern = tokenizer.cut_pattern()

@@ -57,7 +57,9 @@ def test_two_spellings_of_one_piece_are_told(tmp_path):
 
 
 def test_fillers_at_the_end_are_no_tokens(tmp_path):
-    tokenizer = minimal(tmp_path, [*TOKENS, "[PAD8]", "c", "[PAD10]", "[PAD11]"], [*KINDS, UNUSED, NORMAL, UNUSED, UNUSED])
+    tokenizer = minimal(
+        tmp_path, [*TOKENS, "[PAD8]", "c", "[PAD10]", "[PAD11]"], [*KINDS, UNUSED, NORMAL, UNUSED, UNUSED]
+    )
     assert tokenizer.vocab == 10
     assert tokenizer.encode("a  bc") == [6, 4, 7, 9]
     assert tokenizer.decode([6, 11, 9]) == "ac"

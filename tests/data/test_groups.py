@@ -30,6 +30,7 @@ def settings(tmp_path, **values) -> DataSettings:
 
 def pairs(count: int, size: int = 2) -> list[Group]:
     """Groups whose every number tells the group and the place in it."""
+
     def example(group: int, place: int) -> Example:
         tokens = [group, place, *range(3 + (group + place) % 4)]
         number = group * 10 + place
@@ -121,7 +122,9 @@ def test_a_batch_that_splits_groups_is_refused(tmp_path):
         made(tmp_path, pairs(8), 1)
     for more in ({}, {"online": True}):
         with pytest.raises(BadInput, match="this data has single rows"):
-            build(settings(tmp_path, **more), Bytes(), vocab=258, seed=0, source=Memory(["text " * 50]), rows_per_group=2)
+            build(
+                settings(tmp_path, **more), Bytes(), vocab=258, seed=0, source=Memory(["text " * 50]), rows_per_group=2
+            )
 
 
 def test_a_batch_holds_exactly_the_fields_that_were_asked_for(tmp_path):
@@ -137,12 +140,17 @@ def test_a_batch_holds_exactly_the_fields_that_were_asked_for(tmp_path):
 def test_a_field_that_the_data_lacks_is_named_with_what_there_is(tmp_path, online):
     fields = {**LANGUAGE_MODELING, "rewards": Field("B", np.float32, "row")}
     with pytest.raises(BadInput, match="no field `rewards`") as caught:
-        build(settings(tmp_path, online=online), Bytes(), vocab=258, seed=0, source=Memory(["text " * 50]), fields=fields)
+        build(
+            settings(tmp_path, online=online), Bytes(), vocab=258, seed=0, source=Memory(["text " * 50]), fields=fields
+        )
     assert "`tokens`, `targets`, `segments`, `mask`" in str(caught.value)
 
 
 def test_fields_per_something_else_or_of_another_type_are_refused(tmp_path):
-    for field, match in ((Field("B", np.float32, "group"), "per row"), (Field("B", np.int32, "row"), "float32 in this data")):
+    for field, match in (
+        (Field("B", np.float32, "group"), "per row"),
+        (Field("B", np.int32, "row"), "float32 in this data"),
+    ):
         with pytest.raises(BadInput, match=match):
             made(tmp_path, pairs(8), fields={"reward": field})
 

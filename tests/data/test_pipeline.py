@@ -12,9 +12,11 @@ from test_prepare import Bytes, stories
 from test_source_laws import flat, take
 
 from argosy.core.errors import BadInput, UserError
-from argosy.data import pipeline
+from argosy.data import order as order_module
+from argosy.data import pipeline, tables
 from argosy.data.batch import Batches, check_same
-from argosy.data.pipeline import Order, build, eval_batches
+from argosy.data.order import Order
+from argosy.data.pipeline import build, eval_batches
 from argosy.data.prepare import prepare
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Document
@@ -46,7 +48,7 @@ def test_building_is_what_imports_jax():
 @pytest.mark.parametrize("rows", [1, 2, 7, 100, 1025])
 @pytest.mark.parametrize("sorted_rows", [0, 1 << 20])
 def test_an_epoch_is_a_permutation_of_its_own(monkeypatch, rows, sorted_rows):
-    monkeypatch.setattr(pipeline, "SORTED_ROWS", sorted_rows)
+    monkeypatch.setattr(order_module, "SORTED_ROWS", sorted_rows)
     order = Order(rows, 5)
     epochs = [order(np.arange(epoch * rows, (epoch + 1) * rows)).tolist() for epoch in range(4)]
     assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
@@ -56,7 +58,7 @@ def test_an_epoch_is_a_permutation_of_its_own(monkeypatch, rows, sorted_rows):
 
 
 def test_a_large_table_is_shuffled_as_grain_does(monkeypatch):
-    monkeypatch.setattr(pipeline, "SORTED_ROWS", 0)
+    monkeypatch.setattr(order_module, "SORTED_ROWS", 0)
     order = Order(5000, 5)
     theirs = grain.MapDataset.range(5000).shuffle(seed=order.epoch_seed(0) % 2**32)
     assert order(np.arange(100)).tolist() == [theirs[i] for i in range(100)]
@@ -75,7 +77,13 @@ def test_near_seeds_share_no_epoch():
 
 def test_splitmix_is_the_published_generator():
     # The first outputs of the reference implementation (Vigna's splitmix64.c) for the seed 1234567.
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     assert splitmix(np.array([1234567], np.uint64), np.arange(5, dtype=np.uint64)).tolist() == expected
     assert mix(np.zeros(1, np.uint64)).tolist() == [0]
 
@@ -239,8 +247,8 @@ def test_a_prepared_folder_is_a_source(settings, tmp_path):
 
 def test_the_cache_is_used_and_mended(settings, monkeypatch):
     expected = take(made(settings), 5)
-    [folder] = (child for child in pipeline.cache_folder(settings).iterdir())
-    monkeypatch.setattr(pipeline, "prepare", None)
+    [folder] = (child for child in tables.cache_folder(settings).iterdir())
+    monkeypatch.setattr(tables, "prepare", None)
     assert take(made(settings), 5) == expected
     monkeypatch.undo()
     (folder / "train" / "tokens.bin").unlink()  # not cut short in place: that kills whoever still maps it
@@ -249,11 +257,11 @@ def test_the_cache_is_used_and_mended(settings, monkeypatch):
 
 def test_the_cache_is_where_xdg_says(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert pipeline.cache_folder(DataSettings()) == tmp_path / "argosy" / "corpora"
+    assert tables.cache_folder(DataSettings()) == tmp_path / "argosy" / "corpora"
 
 
 def test_much_text_asks_to_be_prepared(settings, monkeypatch):
-    monkeypatch.setattr(pipeline, "CORPUS_BYTES", 100)
+    monkeypatch.setattr(tables, "CORPUS_BYTES", 100)
     with pytest.raises(BadInput, match="too many to tokenize") as e:
         made(settings)
     assert "argosy data prepare" in str(e.value)
@@ -351,7 +359,9 @@ stream = build(DataSettings(online=True, sequence=16), Bytes(), vocab=258, seed=
 next(stream)
 """
     path = [entry for entry in sys.path if entry.endswith(("tests", "data"))]
-    ended = subprocess.run([sys.executable, "-c", program.format(path=path)], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program.format(path=path)], capture_output=True, text=True, check=True
+    )
     assert ended.stderr == ""
 
 

@@ -185,7 +185,9 @@ def test_the_same_again_is_opened_and_other_data_refused(tmp_path):
 def test_progress_tells_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GROUP_BYTES", 1000)
     told = []
-    prepare(Memory(["x" * 600] * 5), Bytes(), tmp_path / "corpus", progress=lambda done, size: told.append((done, size)))
+    prepare(
+        Memory(["x" * 600] * 5), Bytes(), tmp_path / "corpus", progress=lambda done, size: told.append((done, size))
+    )
     assert told == [(1200, 3000), (2400, 3000), (3000, 3000)]
 
 
@@ -295,14 +297,24 @@ def test_hostile_manifests_are_answered(tmp_path):
     for _ in range(400):
         data = bytearray(good)
         for _ in range(draw.randint(1, 4)):
-            data[draw.randrange(len(data))] = draw.choice(b'0129{}[]",:-e ') if draw.random() < 0.8 else draw.randrange(256)
+            data[draw.randrange(len(data))] = (
+                draw.choice(b'0129{}[]",:-e ') if draw.random() < 0.8 else draw.randrange(256)
+            )
         (folder / "manifest.json").write_bytes(data)
         try:
             open_prepared(folder)
         except ArgosyError:
             pass
     endless = good.replace(b'"tokens": ', b'"tokens": 1e999, "was": ')
-    for wrong in (endless, b"", b"[]", b"null", b"[" * 100_000, good[:-30], json.dumps({"format": "argosy corpus"}).encode()):
+    for wrong in (
+        endless,
+        b"",
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        good[:-30],
+        json.dumps({"format": "argosy corpus"}).encode(),
+    ):
         (folder / "manifest.json").write_bytes(wrong)
         with pytest.raises(Damaged):
             open_prepared(folder)

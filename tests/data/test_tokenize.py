@@ -20,9 +20,9 @@ from argosy.core.formats.gguf import GGUF
 from argosy.data.bpe import train
 from argosy.data.tokenize import Tokenizer, find_tokenizer, load_tokenizer
 from argosy.data.tokenizers.byte import tokenizer_json
+from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.convert import byte_bpe
 from argosy.data.tokenizers.decoders import BYTES, decoding
-from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.fast import FastTokenizer
 from argosy.data.tokenizers.gguf import Tables, byte_level, sentence_pieces
 from argosy.data.tokenizers.rules import RULES, Rule, pre_tokenizer

@@ -68,7 +68,9 @@ def read_config(folder: Path) -> TokenizerConfig:
     roles, more = texts_of(beside) | texts_of(config), dict.fromkeys([*more_of(beside), *more_of(config)])
     adds = config.get("add_bos_token")
     adds_bos = adds if isinstance(adds, bool) else None
-    return TokenizerConfig(roles, adds_bos, read_templates(folder, config), read_added(folder, config), tuple(more), config)
+    return TokenizerConfig(
+        roles, adds_bos, read_templates(folder, config), read_added(folder, config), tuple(more), config
+    )
 
 
 def texts_of(config: Mapping[str, Any]) -> dict[str, str]:

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer as Library
 
 from argosy.data.tokenizers import Span, Tokenizer, whole
 from argosy.data.tokenizers.byte import byte_names
-from argosy.data.tokenizers.decoders import decoding
 from argosy.data.tokenizers.config import TokenizerConfig, damaged, parse_object
+from argosy.data.tokenizers.decoders import decoding
 
 
 class FastTokenizer(Tokenizer):
@@ -156,7 +156,9 @@ def add(library: Library, config: TokenizerConfig, path: Path) -> bool:
         library.add_tokens([AddedToken(told["content"], **flags)])
         if library.token_to_id(told["content"]) != number:
             raise damaged(path, f"the added token {told['content'][:40]!r} cannot have the id {number}")
-    markup = [text for role, text in config.roles.items() if role != "unk_token"]  # an unknown token in a text stays text
+    markup = [
+        text for role, text in config.roles.items() if role != "unk_token"
+    ]  # an unknown token in a text stays text
     markup += config.more
     roles = [text for text in markup if text not in special and library.token_to_id(text) is not None]
     library.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in dict.fromkeys(roles)])

@@ -21,8 +21,8 @@ import numpy as np
 from argosy.core.errors import Unsupported
 from argosy.core.formats.gguf import GGUF
 from argosy.data.tokenizers import Tokenizer
-from argosy.data.tokenizers.convert import byte_bpe, from_word_pieces
 from argosy.data.tokenizers.config import DEFAULT, TokenizerConfig, damaged
+from argosy.data.tokenizers.convert import byte_bpe, from_word_pieces
 from argosy.data.tokenizers.pieces import SPACE
 from argosy.data.tokenizers.proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, write_model
 from argosy.data.tokenizers.rules import rule

@@ -19,8 +19,8 @@ from sentencepiece import SentencePieceProcessor
 
 from argosy.core.errors import Unsupported
 from argosy.data.tokenizers import Span, Tokenizer, whole
-from argosy.data.tokenizers.decoders import EACH_BYTE
 from argosy.data.tokenizers.config import TokenizerConfig, damaged
+from argosy.data.tokenizers.decoders import EACH_BYTE
 from argosy.data.tokenizers.proto import BYTE, CONTROL, NO_PREFIX, PREFIX, UNKNOWN, fields, read_model
 
 SPACE = "\u2581"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers.byte import byte_names
-from argosy.data.tokenizers.convert import END, byte_bpe
 from argosy.data.tokenizers.config import TokenizerConfig, damaged
+from argosy.data.tokenizers.convert import END, byte_bpe
 from argosy.data.tokenizers.rules import RULES, Rule
 
 MOST_RANK = 1 << 24  # the largest published vocabulary has 200,000

@@ -1,0 +1,174 @@
+"""Batches of documents that are tokenized while training (`data.online`), with nothing written to disk.
+
+There is no table of rows. The position is that of one process, and holds only among as many processes.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, check_fields
+from argosy.data.encode import Encoder
+from argosy.data.order import Order, ordered, picked, whole_numbers
+from argosy.data.pack import Rows, corpus_of, rows_of
+from argosy.data.prepare import HeldOut, fingerprint_of, grouped
+from argosy.data.settings import DataSettings
+from argosy.data.sources import Document, Source
+from argosy.data.summary import CorpusSummary
+from argosy.data.tables import described
+
+if TYPE_CHECKING:
+    from grain.experimental import ThreadPrefetchDatasetIterator
+
+    from argosy.data.tokenize import Tokenizer
+
+
+class OnlineBatches(Batches):
+    """Batches of documents that are tokenized and packed as they come."""
+
+    def __init__(
+        self,
+        source: Source,
+        settings: DataSettings,
+        tokenizer: "Tokenizer",
+        seed: int,
+        process: int,
+        processes: int,
+        fields: Fields = LANGUAGE_MODELING,
+    ):
+        from grain.experimental import ThreadPrefetchDatasetIterator
+
+        if settings.epochs is not None and processes > 1:
+            what = "several processes cannot end online data together: `data.epochs` counts each one's own documents"
+            raise BadInput(what, hint="leave `data.epochs` out, or prepare the corpus (`data.online=false`)")
+        check_fields(fields, LANGUAGE_MODELING)
+        identity = fingerprint_of(source, tokenizer, settings.held_out, settings.bos, settings.special)
+        self.fingerprint = ordered(identity, settings, seed)
+        self.tokens_per_batch = settings.batch * settings.sequence
+        self.bytes_per_token = None
+        self.among = {"process": process, "processes": processes}
+        make = lambda: Encoder(tokenizer, settings.bos, settings.special)  # noqa: E731
+        self.source, self.settings, self.make_encoder = source, settings, make
+        windows = Windows(source, settings, make, seed, process, processes, fields)
+        self.held = [ThreadPrefetchDatasetIterator(windows, settings.prefetch)]
+        # Grain's iterator closes itself when deleted, which prints a traceback once the interpreter shuts down.
+        self.release = weakref.finalize(self, lambda held: held.pop().close(), self.held)
+
+    def __next__(self) -> Batch:
+        return next(self.iterator)
+
+    @property
+    def iterator(self) -> "ThreadPrefetchDatasetIterator":
+        if not self.held:
+            raise ValueError("these batches are closed")
+        return self.held[0]
+
+    def summary(self, steps: int | None = None) -> CorpusSummary:
+        """What is known before reading: files and bytes; names of special tokens in the first MiB of text."""
+        encoder, source = self.make_encoder(), self.source
+        for document in next(grouped(source.documents()), []):
+            encoder.skip(document)
+        limit = self.settings.max_bytes
+        cut = limit is not None and (source.disk_bytes is None or source.disk_bytes > limit)
+        known: dict[str, Any] = {
+            "files": source.files,
+            "source_bytes": source.disk_bytes,
+            "max_bytes": limit if cut else None,
+        }
+        known |= {"special_documents": encoder.special_documents, "special_names": tuple(encoder.special_names)}
+        return described(self.settings.source, self.settings, online=True, **known)
+
+    def position(self) -> dict[str, Any]:
+        return self.iterator.get_state() | self.among
+
+    def seek(self, position: dict[str, Any]) -> None:
+        wanted = whole_numbers(position, Windows.POSITION)
+        if position and any(position.get(name) != number for name, number in self.among.items()):
+            raise BadInput(
+                "the position in online data holds only for the same process of as many: "
+                + "; ".join(f"`{name}` was {position.get(name)}, is {number}" for name, number in self.among.items()),
+                hint="with a prepared corpus (`data.online=false`) a run resumes under any number of processes",
+            )
+        self.iterator.set_state(wanted)
+
+    def close(self) -> None:
+        self.release()
+
+
+class Windows:
+    """An endless iterator over windows of about 1 MiB of text: each is tokenized, packed, shuffled and handed out.
+
+    Process p of P takes every P-th document. A position names the first document of the open window, counted over those
+    of this process, and the rows taken from it. Seeking reads the source from its start, and tokenizes one window.
+    """
+
+    POSITION = ("epoch", "document", "row")
+
+    def __init__(
+        self,
+        source: Source,
+        settings: DataSettings,
+        make_encoder: Callable[[], Encoder],
+        seed: int,
+        process: int,
+        processes: int,
+        fields: Fields,
+    ):
+        self.source, self.settings, self.make_encoder, self.fields = source, settings, make_encoder, fields
+        self.seed, self.process, self.processes = seed, process, processes
+        self.set_state(dict.fromkeys(self.POSITION, 0))
+
+    def get_state(self) -> dict[str, int]:
+        return dict(self.state)
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.state = dict(state)
+        self.feed = self.rows_from(**state)
+
+    def __iter__(self) -> "Windows":
+        return self
+
+    def __next__(self) -> Batch:
+        rows = [next(self.feed) for _ in range(self.settings.batch // self.processes)]
+        self.state = rows[-1][0]
+        return {name: np.concatenate([row[name] for _, row in rows]) for name in rows[0][1]}
+
+    def rows_from(self, epoch: int, document: int, row: int) -> Iterator[tuple[dict[str, int], Batch]]:
+        """Batches of one row from a position on, each with the position after it."""
+        while self.settings.epochs is None or epoch < self.settings.epochs:
+            empty = document == 0
+            for first, rows in self.windows(document):
+                order = Order(len(rows), self.seed if self.settings.shuffle else None)
+                window = picked(rows.gather(order(epoch * len(rows) + np.arange(len(rows)))), self.fields)
+                for taken in range(row, len(rows)):
+                    one = {name: array[taken : taken + 1] for name, array in window.items()}
+                    yield {"epoch": epoch, "document": first, "row": taken + 1}, one
+                row, empty = 0, False
+            if empty:
+                who = f"process {self.process} of {self.processes}"
+                raise BadInput(f"the corpus holds nothing to train on for {who}", where=self.settings.source)
+            epoch, document = epoch + 1, 0
+
+    def windows(self, start: int) -> Iterator[tuple[int, Rows]]:
+        """The rows of each window from document `start` on, with the number of its first document."""
+        encoder, documents = self.make_encoder(), self.own_documents()
+        for document in islice(documents, start):
+            encoder.skip(document)
+        for group in grouped(documents):
+            rows = rows_of(corpus_of(encoder.encode(group)), self.settings.packing, self.settings.sequence)
+            if len(rows):
+                yield start, rows
+            start += len(group)
+
+    def own_documents(self) -> Iterator[Document]:
+        """This process's documents that are not held out. Pieces of one stay together."""
+        chooser, number, inside = HeldOut(self.settings.held_out), -1, False
+        for document in self.source.documents():
+            number += not inside
+            inside = not document.ends
+            if not chooser.takes(document) and number % self.processes == self.process:
+                yield document

@@ -1,0 +1,75 @@
+"""Which row comes at which place: a permutation for each epoch, and positions in it as JSON."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.batch import Batch, Fields, Fingerprint
+from argosy.data.settings import DataSettings
+from argosy.data.sources.synthetic import splitmix
+
+SORTED_ROWS = 1 << 20  # 8 MB of permutation, made in 0.1 s an epoch
+
+
+class Order:
+    """Place in the endless sequence of epochs -> row, or -1 past the end where the table is read once."""
+
+    def __init__(self, rows: int, seed: int | None, *, repeats: bool = True):
+        self.rows, self.seed, self.repeats = rows, seed, repeats
+        self.sorted: dict[int, np.ndarray] = {}
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        """[B] places to [B] rows, both int64."""
+        if not self.repeats:
+            return np.where(places < self.rows, places, -1)
+        epochs, rows = np.divmod(places, self.rows)
+        if self.seed is not None:
+            for epoch in np.unique(epochs).tolist():
+                here = epochs == epoch
+                rows[here] = self.shuffled(epoch, rows[here])
+        return rows
+
+    def shuffled(self, epoch: int, rows: np.ndarray) -> np.ndarray:
+        """The epoch's permutation. Small tables sort random keys; Grain's index shuffle needs no memory, but works in a
+        domain of at least 65,536 and takes 0.3 ms for each row of a table of 100.
+        """
+        if self.rows > SORTED_ROWS:
+            from grain.experimental import index_shuffle
+
+            seed = self.epoch_seed(epoch) % 2**32
+            return np.array([index_shuffle(row, self.rows - 1, seed, 4) for row in rows.tolist()], np.int64)
+        if epoch not in self.sorted:
+            keys = splitmix(np.array([self.epoch_seed(epoch)], np.uint64), np.arange(self.rows, dtype=np.uint64))
+            self.sorted = {epoch: np.argsort(keys, kind="stable")}
+        return self.sorted[epoch][rows]
+
+    def epoch_seed(self, epoch: int) -> int:
+        """64 bits for each epoch. Hashed: under seed + epoch, run 1's second epoch would be run 2's first."""
+        return int.from_bytes(hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest(), "big")
+
+
+def ordered(identity: Fingerprint, settings: DataSettings, seed: int) -> Fingerprint:
+    """Everything that decides which rows come in which order. The number of processes and of steps do not."""
+    shuffle = "order 1" if settings.shuffle else False  # another way of shuffling gets another number
+    packed = {"sequence": settings.sequence, "batch": settings.batch, "packing": settings.packing}
+    return identity | packed | {"shuffle": shuffle, "seed": seed, "online": settings.online}
+
+
+def whole_numbers(position: dict[str, Any], names: tuple[str, ...]) -> dict[str, int]:
+    """The named parts of a saved position, 0 where it is empty.
+
+    Raises:
+        BadInput: it is not a position of this kind of pipeline.
+    """
+    found = {name: position.get(name, None if position else 0) for name in names}
+    for name, value in found.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise BadInput(f"not a position in this data: `{name}` is {value!r}", where="the saved position")
+    return found
+
+
+def picked(made: Batch, fields: Fields) -> Batch:
+    """The fields that were asked for, in the types that were asked for."""
+    return {name: made[name].astype(field.dtype, copy=False) for name, field in fields.items()}

@@ -1,0 +1,272 @@
+"""From the data settings to a table of rows: finds the source, prepares its corpus if need be, and packs it.
+
+Everything that is wrong with the data is found here, before a batch is made.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput, Damaged
+from argosy.data.batch import Fingerprint
+from argosy.data.encode import Encoder
+from argosy.data.pack import Corpus, Rows, corpus_of, rows_of
+from argosy.data.prepare import (
+    HeldOut,
+    Prepared,
+    Progress,
+    fingerprint_of,
+    grouped,
+    is_prepared,
+    open_prepared,
+    prepare,
+)
+from argosy.data.settings import MADE_WITH, DataSettings
+from argosy.data.sources import RowSource, Source, find_source
+from argosy.data.summary import CorpusSummary
+
+if TYPE_CHECKING:
+    from argosy.data.tokenize import Tokenizer
+
+CORPUS_BYTES = 10**9  # larger corpora are prepared beforehand, not while a run starts
+PLANS = 4  # packings kept in memory: a run builds its data twice, training and evaluation each time
+KEPT: OrderedDict[tuple[str, str, str, int], Rows] = OrderedDict()
+ENDLESS = sys.maxsize
+
+Data = Source | RowSource | Prepared | Corpus
+
+
+@dataclass(frozen=True)
+class Table:
+    """All rows of one split, what identifies them, the bytes of text for each target (None: there is no text), and what the
+    corpus consists of."""
+
+    rows: Rows
+    identity: Fingerprint
+    bytes_per_token: float | None
+    summary: CorpusSummary
+
+
+def find(settings: DataSettings) -> Source | RowSource | Prepared:
+    """What `settings.source` names. A folder written by `prepare` is read as it is.
+
+    Raises:
+        BadInput: there is no such source, or the settings ask for another corpus than the one that was prepared.
+    """
+    if not is_prepared(settings.source):
+        return find_source(settings)
+    if settings.online:
+        raise BadInput("a prepared corpus is not read online", where=settings.source, hint="leave `data.online` off")
+    prepared = open_prepared(settings.source)
+    check_prepared(prepared, settings)
+    return prepared
+
+
+def check_prepared(prepared: Prepared, settings: DataSettings) -> None:
+    """Compares the settings that were given with those that a corpus was prepared with.
+
+    Raises:
+        BadInput: one differs; it cannot be changed after the fact.
+    """
+    made = prepared.fingerprint
+    was = {
+        "held_out": made.get("held_out"), "max_bytes": made.get("source.max_bytes"), "bos": made.get("bos"),
+        "documents": made.get("source.documents", "whole"), "invalid": made.get("source.invalid", "error"),
+        "special": made.get("special", False),
+    }  # fmt: skip
+    for name in (name for name in MADE_WITH if name in was and name in settings.model_fields_set):
+        value = getattr(settings, name)
+        if value != was[name] and not (name == "bos" and value is None):
+            raise BadInput(
+                f"the corpus was prepared with data.{name}={was[name]}, not {value}",
+                where=str(prepared.folder),
+                hint=f"leave `data.{name}` out, or prepare the corpus again with `{name}={value}`",
+            )
+
+
+def tokenizer_for(settings: DataSettings) -> "Tokenizer | None":
+    """The tokenizer of the data: the one that is set, else the one that a prepared corpus brings. None for synthetic tokens.
+
+    Raises:
+        UserError: there is no such tokenizer.
+    """
+    from argosy.data.tokenize import load_tokenizer
+
+    if settings.source.partition(":")[0] == "synthetic":
+        return None
+    if "tokenizer" not in settings.model_fields_set and is_prepared(settings.source):
+        kept = open_prepared(settings.source).tokenizer
+        return load_tokenizer(kept or settings.tokenizer)
+    return load_tokenizer(settings.tokenizer)
+
+
+def holds_out(settings: DataSettings, source: Data) -> bool:
+    """Whether a share of the data is kept for evaluation."""
+    if isinstance(source, Prepared):
+        return bool(len(source.held_out.tokens))
+    return not isinstance(source, Corpus) and settings.held_out > 0
+
+
+def fitting(tokenizer: "Tokenizer | None", settings: DataSettings, vocab: int) -> "Tokenizer":
+    """The tokenizer, which must exist and make no token that the model lacks."""
+    if tokenizer is None:
+        raise BadInput("text needs a tokenizer", where=f"data.source={settings.source}", hint="set `data.tokenizer`")
+    if tokenizer.vocab > vocab:
+        what = f"the tokenizer has {tokenizer.vocab:,} tokens, the model only {vocab:,}"
+        raise BadInput(what, where=f"data.tokenizer={settings.tokenizer}", hint=f"set `model.vocab={tokenizer.vocab}`")
+    return tokenizer
+
+
+def table_of(
+    source: Data,
+    split: str,
+    settings: DataSettings,
+    tokenizer: "Tokenizer | None",
+    vocab: int,
+    seed: int,
+    progress: Progress | None,
+    limit: int | None = None,
+) -> Table:
+    """The rows of the split `train` or `held_out`; text is tokenized on the way, where that has not been done."""
+    if isinstance(source, RowSource):
+        rows = source.rows(sequence=settings.sequence, vocab=vocab, seed=seed, held_out=split == "held_out")
+        needed(rows, split, settings)
+        made = source.fingerprint()
+        return Table(rows, made | {"vocab": vocab}, None, described(made["source"], settings, rows=rows))
+    if isinstance(source, Corpus):
+        return table_in_memory(source, split, settings, vocab)
+    tokenizer = fitting(tokenizer, settings, vocab)
+    if isinstance(source, Source) and settings.online:
+        return held_out_online(source, settings, tokenizer, limit)
+    prepared = source if isinstance(source, Prepared) else cached(source, settings, tokenizer, progress)
+    if prepared.fingerprint.get("tokenizer") != tokenizer.fingerprint:
+        kept = f"leave it out, or set `data.tokenizer={prepared.tokenizer}`" if prepared.tokenizer else "set that one"
+        what = f"the corpus was prepared with another tokenizer than `{settings.tokenizer}`"
+        raise BadInput(what, where=str(prepared.folder), hint=f"{kept}; or prepare the corpus again")
+    rows = needed(planned(prepared, split, settings), split, settings)
+    return Table(rows, prepared.fingerprint, prepared.bytes_per_token(split), summary_of(prepared, settings, rows))
+
+
+def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: int) -> Table:
+    """The rows of a corpus that the caller holds."""
+    if split == "held_out":
+        raise BadInput("a corpus in memory holds nothing out", hint="build batches from a second corpus to evaluate on")
+    if len(corpus.tokens) and int(corpus.tokens.max()) >= vocab:
+        raise BadInput(f"token {corpus.tokens.max()} is outside the model's vocabulary of {vocab}")
+    digest = hashlib.sha256()
+    for name, array in {"tokens": corpus.tokens, "starts": corpus.starts, **corpus.beside}.items():
+        digest.update(f"{name} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes())
+    rows = needed(rows_of(corpus, settings.packing, settings.sequence), split, settings)
+    identity = {"source": "corpus in memory", "source.sha256": digest.hexdigest()}
+    return Table(rows, identity, None, described("in memory", settings, corpus, rows))
+
+
+def planned(prepared: Prepared, split: str, settings: DataSettings) -> Rows:
+    """The rows of a split. The last few plans are kept, because a run builds its data more than once and packing takes 2 s for
+    a million documents."""
+    corpus = prepared.train if split == "train" else prepared.held_out
+    files = json.dumps(prepared.manifest["splits"][split]["files"], sort_keys=True)
+    key = (str(prepared.folder), files, settings.packing, settings.sequence)
+    if key not in KEPT:
+        KEPT[key] = rows_of(corpus, settings.packing, settings.sequence)
+        while len(KEPT) > PLANS:
+            KEPT.popitem(last=False)
+    return KEPT[key]
+
+
+def described(
+    name: str, settings: DataSettings, corpus: Corpus | None = None, rows: Rows | None = None, **more: Any
+) -> CorpusSummary:
+    """A summary of these rows; `rows` and `batch` are what batches are made of."""
+    if corpus is not None:
+        short = int((np.diff(corpus.starts) < 2).sum()) if settings.packing == "fit" else 0
+        more |= {"documents": corpus.documents, "tokens": len(corpus.tokens), "short_documents": short}
+    count = None if rows is None else len(rows)
+    return CorpusSummary(source=name, rows=count, sequence=settings.sequence, batch=settings.batch, **more)
+
+
+def summary_of(prepared: Prepared, settings: DataSettings, rows: Rows | None = None) -> CorpusSummary:
+    """What a prepared corpus consists of."""
+    source, special = prepared.manifest.get("source", {}), prepared.manifest.get("special", {})
+    train, held_out = (prepared.manifest["splits"][split] for split in ("train", "held_out"))
+    return described(
+        settings.source, settings, prepared.train, rows,
+        bytes=train["bytes"], held_out_documents=held_out["documents"], held_out_tokens=held_out["tokens"],
+        files=source.get("files"), source_bytes=source.get("disk_bytes"), max_bytes=source.get("max_bytes"),
+        special_documents=special.get("documents", 0), special_names=tuple(special.get("names", ())),
+    )  # fmt: skip
+
+
+def needed(rows: Rows, split: str, settings: DataSettings) -> Rows:
+    """The rows, of which there must be some."""
+    if not len(rows):
+        purpose, hint = ("train", "") if split == "train" else ("evaluate", "raise `data.held_out`, or ")
+        raise BadInput(f"the corpus holds nothing to {purpose} on", where=settings.source, hint=f"{hint}give more text")
+    return rows
+
+
+def cached(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progress: Progress | None) -> Prepared:
+    """The source's prepared corpus in the cache, where it is written first if it is not there.
+
+    Raises:
+        BadInput: more text than should be tokenized while a run starts.
+    """
+    fingerprint = fingerprint_of(source, tokenizer, settings.held_out, settings.bos, settings.special)
+    key = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache_folder(settings) / f"{fingerprint['source']}-{key}"
+    if is_prepared(folder):
+        try:
+            return open_prepared(folder)
+        except Damaged:
+            shutil.rmtree(folder)  # a cache is made again
+    if (source.size_bytes or 0) > CORPUS_BYTES:
+        raise BadInput(
+            f"{source.size_bytes or 0:,} bytes of text are too many to tokenize while a run starts",
+            where=f"data.source={settings.source}",
+            hint=f"run `argosy data prepare {settings.source} FOLDER`, then train with `data.source=FOLDER`",
+        )
+    how: dict[str, Any] = {"held_out": settings.held_out, "bos": settings.bos, "special": settings.special}
+    return prepare(source, tokenizer, folder, **how, progress=progress)
+
+
+def cache_folder(settings: DataSettings) -> Path:
+    if settings.cache is not None:
+        return Path(settings.cache).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "argosy" / "corpora"
+
+
+def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenizer", limit: int | None) -> Table:
+    """The documents that training online leaves out, in memory. With a limit of batches, reading stops once they are full.
+
+    Raises:
+        BadInput: nothing is left out, for instance because all the text is one document.
+    """
+    chooser, encoder = HeldOut(settings.held_out), Encoder(tokenizer, settings.bos, settings.special)
+    enough = ENDLESS if limit is None else limit * settings.batch * settings.sequence + 1
+    encoded, tokens, size_bytes = [], 0, 0
+    for group in grouped(document for document in source.documents() if chooser.takes(document)):
+        for document, one in zip(group, encoder.encode(group)):
+            if tokens < enough:
+                encoded.append(one)
+                tokens, size_bytes = tokens + len(one.tokens), size_bytes + len(document.text.encode())
+        if tokens >= enough:
+            break
+    corpus = corpus_of(encoded)
+    rows = rows_of(corpus, settings.packing, settings.sequence)
+    if not len(rows):
+        raise BadInput(
+            "data.online holds out whole documents, and none of this source was",
+            where=settings.source,
+            hint="`data.documents=paragraphs`, a larger `data.held_out`, or `data.held_out=0` to train without evaluation",
+        )
+    identity = fingerprint_of(source, tokenizer, settings.held_out, settings.bos, settings.special)
+    bytes_per_token = size_bytes / (len(corpus.tokens) - corpus.documents) if size_bytes else None
+    return Table(rows, identity, bytes_per_token, described(settings.source, settings, corpus, rows))
