@@ -112,19 +112,15 @@ class Batches(ABC):
         """Stops the threads that read ahead. Idempotent."""
 
     def advance(self, state: Any) -> None:  # noqa: B027
-        """Hands over the training state before the next batch is drawn, for batches that depend on the model (rollouts).
+        """Called before each batch with the training state that it is for.
 
-        The loop calls it once a step with the state of that step. Data that does not depend on the model ignores it, which
-        is the default. An implementation must not keep arrays of the state: the next step donates them.
+        Batches that depend on the model (rollouts) read its weights here. They must not keep the state, because the next
+        update takes its buffers. Other data ignores it, which is the default.
         """
 
     def summary(self, steps: int | None = None) -> CorpusSummary:
         """What the data consists of; with `steps`, also how many epochs of it so many batches are."""
         return CorpusSummary(source="unknown")
-
-    def advance(self, state: Any) -> None:
-        """Called before each batch with the training state it is for. Batches that depend on the model (rollouts) read its
-        weights here; they must not keep it, since the next update takes its buffers."""
 
     def rewind(self) -> None:
         """Moves back to the first batch: an evaluation reads the same rows every time."""

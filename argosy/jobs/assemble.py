@@ -200,6 +200,7 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     tokenizer = pipeline.tokenizer_for(run.data)
     common: dict[str, Any] = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress}
     common |= {"process": jax.process_index(), "processes": jax.process_count(), "source": pipeline.find(run.data)}
+    common |= {"fields": run.objective.reads(), "rows_per_group": run.objective.rows_per_group}
     batches = pipeline.build(run.data, tokenizer, **common)
     evals = None
     if run.eval.batches and pipeline.holds_out(run.data, common["source"]):

@@ -220,7 +220,7 @@ class Session:
 
         a, settings, metrics = self.assembly, self.settings, Metrics(directory.store)
         facts, data = self.facts(), a.batches.summary(settings.steps).text
-        metrics.write({"step": int(state.step), "facts": facts | {"data": data}})
+        metrics.write({"step": int(state.step), "facts": facts | {"corpus": data}})
         self.view.plan(facts)
         self.view.say(data)
         with self.clock("compile"):

@@ -107,7 +107,8 @@ def _head(record: Record) -> str:
     device = record.facts.get("device")
     about = [str(record.facts[key]) for key in ("model", "data", "optimizer") if record.facts.get(key)]
     about += [f"{record.facts.get('devices', 1)} x {device}"] if device else []
-    line = f'<p class="soft">{_text(" · ".join(about))}</p>' if about else ""
+    lines = [" · ".join(about), str(record.facts.get("corpus") or "")]
+    line = "".join(f'<p class="soft">{_text(one)}</p>' for one in lines if one)
     return f"<header><h1>{_text(record.name)}</h1><p>{_text(told)}</p>{line}<dl class=facts>{cells}</dl></header>"
 
 

@@ -1,0 +1,61 @@
+"""The commands and formats of the guide do what it says."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers import shared
+from test_encode import CHAT
+
+from argosy.core.settings import read_settings, words_layer
+from argosy.data.chat_mask import encode_with_mask
+from argosy.data.pack import Encoded, corpus_of
+from argosy.data.pipeline import build, tokenizer_for
+from argosy.data.settings import DataSettings
+
+
+def first(tmp_path, *words: str) -> dict[str, np.ndarray]:
+    given = [*words, f"cache={tmp_path / 'cache'}", "sequence=16", "batch=2", "shuffle=false"]
+    settings = read_settings(DataSettings, words_layer(given)).value
+    tokenizer = tokenizer_for(settings)
+    assert tokenizer is not None
+    return next(build(settings, tokenizer, vocab=tokenizer.vocab, seed=0))
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("my.txt", "A text.\n\nOf two paragraphs.", ["documents=paragraphs"]),
+    ("corpus.jsonl", '{"text": "A text."}\n{"text": "Of two\\nlines.", "other": 1}\n', []),
+])  # fmt: skip
+def test_files(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    batch = first(tmp_path, f"source={tmp_path / name}", *words, "held_out=0")
+    assert bytes(batch["tokens"][0, :7].astype(np.uint8)) == b"A text."
+    assert batch["segments"][0, 8] == 2
+
+
+def test_folders_and_globs(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.md").write_text("first text here, long enough")
+    (folder / "b.bin").write_text("no text")
+    for spec in (folder, f"{folder}/*.md"):
+        assert bytes(first(tmp_path, f"source={spec}", "held_out=0")["tokens"][0].astype(np.uint8)) == b"first text here,"
+
+
+def test_rendered_chats(tmp_path):
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"text": CHAT * 9}) + "\n")
+    words = [f"source={tmp_path / 'chats.jsonl'}", f"tokenizer={shared('tokenizers/smollm2')}", "held_out=0"]
+    assert first(tmp_path, *words, "special=true")["tokens"][0, 0] == 1
+    assert first(tmp_path, *words)["tokens"][0, 0] != 1
+
+
+def test_only_the_assistant_is_learned():
+    from test_tokenize import tokenizer_of
+
+    tokenizer = tokenizer_of("smollm2")
+    messages = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]
+    ids, mask = encode_with_mask(tokenizer, messages)
+    corpus = corpus_of([Encoded(np.array(ids, np.uint32), np.array(mask, np.uint8))])
+    settings = DataSettings(sequence=64, batch=1, packing="fit")
+    batch = next(build(settings, None, vocab=tokenizer.vocab, seed=0, source=corpus))
+    assert tokenizer.decode(batch["targets"][batch["mask"] > 0].tolist()) == "4"
