@@ -39,7 +39,9 @@ def test_folders_and_globs(tmp_path):
     (folder / "a.md").write_text("first text here, long enough")
     (folder / "b.bin").write_text("no text")
     for spec in (folder, f"{folder}/*.md"):
-        assert bytes(first(tmp_path, f"source={spec}", "held_out=0")["tokens"][0].astype(np.uint8)) == b"first text here,"
+        assert (
+            bytes(first(tmp_path, f"source={spec}", "held_out=0")["tokens"][0].astype(np.uint8)) == b"first text here,"
+        )
 
 
 def test_rendered_chats(tmp_path):

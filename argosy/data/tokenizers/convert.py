@@ -1,8 +1,8 @@
-"""Older vocabularies as the content of a tokenizer.json: vocab.json with merges.txt, WordPiece, CLIP's list of merges.
+"""Converts older vocabularies to a tokenizer.json: vocab.json with merges.txt, WordPiece, CLIP's list of merges.
 
-Notable: none of these files says how text is cut. For vocab.json it follows from the class that tokenizer_config.json
-names, GPT-2 where there is none; a class that is not known is refused, because a wrong rule gives other ids and no error.
-tiktoken's ranks have a file of their own (`ranks`).
+None of these files says how text is split into words. For vocab.json that follows from the class in tokenizer_config.json,
+GPT-2's where there is none. An unknown class is refused, because a wrong rule gives other ids and no error. tiktoken's ranks
+are converted in `ranks`.
 """
 
 import json
@@ -64,10 +64,10 @@ def tokenizer_json(model: Any, normalizer: Any, cutting: Any, decoder: Any, adde
 
 
 def from_vocab_and_merges(vocab: str, merges: str, config: TokenizerConfig, path: Path) -> tuple[str, TokenizerConfig]:
-    """vocab.json and merges.txt; the config come back with the roles that go without saying.
+    """Converts vocab.json and merges.txt; returns the config with its class's default roles.
 
     Raises:
-        BadInput: the class that the config name says nothing of how text is cut.
+        BadInput: the class that the config names is not known.
         Damaged: a line of merges.txt is no pair, or vocab.json no table of ids.
     """
     kind = str(config.raw.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast").removesuffix("Tokenizer")
@@ -137,7 +137,7 @@ def clip(vocab: Mapping[str, int], merges: list[list[str]]) -> str:
 
 
 def from_word_pieces(tokens: list[str], config: Mapping[str, Any]) -> str:
-    """BERT's WordPiece; `##` marks what goes on with a word."""
+    """BERT's WordPiece; `##` marks tokens that continue a word."""
     lowers = config.get("do_lower_case", True) is not False
     accents = config.get("strip_accents")
     normalizer = {

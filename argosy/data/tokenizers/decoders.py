@@ -1,8 +1,8 @@
-"""What a token of the `tokenizers` library stands for, by the decoder that its file names.
+"""The bytes of a single token, by the decoder that a tokenizer.json names.
 
-Notable: the library turns a whole list of tokens into text; here each token is turned into bytes by itself, which is what
-a stream needs. The text is the library's, with one difference: where a vocabulary falls back to bytes, the library spoils
-the good characters that stand beside a bad byte, and this does not.
+The library decodes a whole list of tokens; here each token is decoded by itself, which streaming needs. The text is the
+library's, with one difference: where a vocabulary falls back to bytes, the library also loses the valid characters beside an
+invalid byte.
 """
 
 import codecs

@@ -1,8 +1,8 @@
 """tiktoken's vocabularies: a line a token, its bytes in base64 and its rank (openai/tiktoken, load.py).
 
-Notable: tiktoken merges any two neighbors whose union has the lowest rank, so every way to split a token becomes a merge
-here, in the order of the ranks. A file says neither how text is cut nor what its special tokens are: both are known by the
-file's name, for few.
+tiktoken merges the two neighbors whose union has the lowest rank, so every way to split a token becomes a merge here, in
+the order of the ranks. A file says neither how text is split into words nor what its special tokens are: both follow from
+the file's name, which is known for few.
 """
 
 import base64
@@ -58,7 +58,7 @@ KINDS = {
 
 
 def from_ranks(text: str, config: TokenizerConfig, path: Path) -> tuple[str, TokenizerConfig]:
-    """The content of a tokenizer.json, and the config with the roles that go without saying.
+    """The content of a tokenizer.json, and the config with the default roles of its kind.
 
     Raises:
         BadInput: the file's name says nothing of how text is cut.

@@ -1,6 +1,6 @@
-"""How text is cut before a byte-level vocabulary is applied, by the names that GGUF files give the rules.
+"""How text is split into words before a byte-level vocabulary is applied, by the names that GGUF files give the rules.
 
-Notable: a GGUF names its rule and leaves it to the reader. The wrong rule gives other ids and no error: with GPT-2's in
+A GGUF names its rule without spelling it out. The wrong rule gives other ids and no error: with GPT-2's in
 place of `smollm`, "\\n\\n1. First" has one token more. So an unknown name is refused. Names are those of llama.cpp
 (ggml-org/llama.cpp at 00ad355, src/llama-vocab.cpp), expressions those of the tokenizer.json that each family published,
 where llama.cpp has rewritten them for its own engine.
@@ -110,7 +110,7 @@ def rule(name: str, where: str) -> Rule:
     """The rule of a name.
 
     Raises:
-        BadInput: none is known; any other would give wrong ids without a word.
+        BadInput: it is unknown, and any other would silently give wrong ids.
     """
     if name not in RULES:
         hint = nearest(name, RULES) or ""
