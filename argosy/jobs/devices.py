@@ -65,14 +65,14 @@ def config_of(name: str) -> Any:
     return FAMILIES[sizes.pop("family")](**COMMON, **sizes)
 
 
-def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS, **objective: Any) -> Cost:
+def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS) -> Cost:
     """Of the training step of a model over a mesh, for each of its devices."""
     count = 1
     for n in sizes.values():
         count *= n
     mesh = MeshSettings(**sizes).build(jax.devices()[:count])
     model = config.build(Unroll())
-    graph, params, rest = trained(model)
+    _, params, rest = trained(model)
     rate = Constant(warmup=0).build(10)
     optimizer = SGD(learning_rate=1e-2).build(rate, meanings_of(model))
     shapes = abstract(model)
@@ -84,7 +84,7 @@ def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS, **objective:
     weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)
     places = like_weights(state, weights, shapes, mesh)
     described = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, places)
-    goal = NextToken(**({"head": "logits"} | objective))
+    goal = NextToken(head="logits")
     batch = {
         name: jax.ShapeDtypeStruct((rows, LENGTH), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
         for name, f in goal.reads().items()

@@ -6,17 +6,18 @@
 Read while a program is traced, so it belongs around tracing, not around running.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 
-_named: ContextVar[dict[str, str]] = ContextVar("implementations", default={})  # noqa: B039: never changed in place
+_named: ContextVar[Mapping[str, str]] = ContextVar("implementations", default=MappingProxyType({}))
 
 
 @contextmanager
 def implementations(**names: str | None) -> Iterator[None]:
     """Programs traced inside use these implementations, by op; None leaves an op to itself."""
-    token = _named.set(_named.get() | {op: name for op, name in names.items() if name is not None})
+    token = _named.set(dict(_named.get()) | {op: name for op, name in names.items() if name is not None})
     try:
         yield
     finally:

@@ -4,7 +4,8 @@
 
 `scale` and `zero` have as many axes as the values. Along each they have the full size (a scale of its own for every index), 1
 (shared) or a divisor of it (a scale for each block). So one type covers scales per output channel, per input channel, per word of
-an embedding and per block, in any number format. `x_scale` says how activations are rounded before the product (W8A8). How such an array meets data is `models.parts.einsum.contract`.
+an embedding and per block, in any number format. `x_scale` says how activations are rounded before the product (W8A8). How such
+an array meets data is `models.parts.einsum.contract`.
 """
 
 from dataclasses import dataclass

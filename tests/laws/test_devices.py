@@ -49,7 +49,7 @@ def test_a_tensor_axis_splits_the_work(name):
 def updated(config, run, sizes, accumulate=1, dtype=jnp.int32):
     """Loss and weights after a step on so many devices."""
     model = built(config, run)
-    graph, params, rest = trained(model)
+    _, params, rest = trained(model)
     rate = Constant(warmup=0).build(10)
     optimizer = SGD(learning_rate=0.1).build(rate, meanings_of(model))
     rng = np.random.default_rng(0)

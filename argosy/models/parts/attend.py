@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from argosy.models.parts.cache import RING, ROW, Cache, beside, is_ring, nobodys, states, with_tokens
-from argosy.ops.attention import NOWHERE, Score, See, attention
+from argosy.ops.attention import Score, See, attention
 from argosy.ops.paged_attention import gathered, paged_attention, token_positions
 
 

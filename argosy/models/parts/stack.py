@@ -132,7 +132,7 @@ class Scan:
             graphs = {kind: graph for kind, (graph, _) in apart.items()}
             uses = Counter(layer.kind for layer in group.layers)
             weights = {
-                kind: jax.tree.map(lambda a, n=uses[kind]: a.reshape(group.repeats, n, *a.shape[1:]), leaves)
+                kind: jax.tree.map(lambda a, shape=(group.repeats, uses[kind]): a.reshape(*shape, *a.shape[1:]), leaves)
                 for kind, (_, leaves) in apart.items()
             }
             names = [stack.cache_name(layer) for layer in group.layers]

@@ -93,6 +93,7 @@ class NextToken(Settings):
         if how == "auto":
             roomy = 4 * targets.size * model.config.vocab <= ROOMY_BYTES * math.prod(axis_sizes().values())
             how = ("blocks" if plain and platform() == "cpu" else "logits") if roomy else "chunks"
+        losses: Any
         flat = targets.reshape(-1)
         if how == "blocks" and plain:
             losses = vocabulary_blocks(x.reshape(-1, x.shape[-1]), plain[0], flat, plain[1])
@@ -102,8 +103,7 @@ class NextToken(Settings):
         else:
             logits = model.unembed(x)
             losses = from_logits(logits.reshape(-1, logits.shape[-1]), flat)
-        nll, lse = (a.reshape(targets.shape) for a in losses)
-        return nll, lse
+        return losses[0].reshape(targets.shape), losses[1].reshape(targets.shape)
 
 
 def _later(a: Array, steps: int) -> Array:
