@@ -26,8 +26,8 @@ from argosy.models.parts.decoder import Decoder, PreNorm
 from argosy.models.parts.heads import Attention, Reach
 from argosy.models.parts.mlp import GLU, Activation
 from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Linear, Rope
-from argosy.models.parts.stack import Execution, Layer
+from argosy.models.parts.rope import Linear, Rope, Turns
+from argosy.models.parts.stack import Execution, Layer, turns_of
 
 
 class GemmaConfig(DecoderConfig):
@@ -162,6 +162,9 @@ class Sandwich(nnx.Module):
 
     def holds(self, each: Reach) -> Spec:
         return self.attn.holds(each)
+
+    def turns(self, each: Reach) -> Turns:
+        return turns_of(self.attn, each)
 
     def __call__(
         self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend

@@ -23,8 +23,8 @@ from argosy.models.parts.decoder import Decoder
 from argosy.models.parts.heads import Attention, Reach
 from argosy.models.parts.mlp import GLU
 from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Rope, Yarn
-from argosy.models.parts.stack import Execution, Layer
+from argosy.models.parts.rope import Rope, Turns, Yarn
+from argosy.models.parts.stack import Execution, Layer, turns_of
 
 
 class OlmoConfig(DecoderConfig):
@@ -106,6 +106,9 @@ class PostNorm(nnx.Module):
 
     def holds(self, each: Reach) -> Spec:
         return self.attn.holds(each)
+
+    def turns(self, each: Reach) -> Turns:
+        return turns_of(self.attn, each)
 
     def __call__(
         self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend

@@ -26,6 +26,9 @@ from argosy.models.parts.cache import RING, ROW, Cache, beside, is_ring, nobodys
 from argosy.ops.attention import Score, See, attention
 from argosy.ops.paged_attention import gathered, paged_attention, token_positions
 
+# Cosines and sines of the tokens by `Rope.key`, which a stack computes once for all its layers.
+Angled = dict[str, Any] | None
+
 
 @runtime_checkable
 class Read(Protocol):
@@ -183,6 +186,7 @@ class Packed:
 
     segments: Int[Array, "B T"]
     absorb: bool | None = None
+    angles: Angled = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -209,6 +213,7 @@ class Bidirectional:
     """Everything in a segment sees everything in it; segment 0 is padding."""
 
     segments: Int[Array, "B T"]
+    angles: Angled = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -243,6 +248,7 @@ class Contiguous:
     live: Bool[Array, "B T"]
     absorb: bool | None = None
     fresh: bool = False
+    angles: Angled = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -300,6 +306,7 @@ class Paged:
     new: Int[Array, "B"]
     t: Int[Array, "B T"]  # 0..T-1 in each row: it leads with the batch, and says T
     absorb: bool | None = None
+    angles: Angled = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:

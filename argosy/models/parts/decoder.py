@@ -16,7 +16,8 @@ from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.moe import MoE
-from argosy.models.parts.stack import Aux, Execution, Layer, Stack
+from argosy.models.parts.rope import Turns
+from argosy.models.parts.stack import Aux, Execution, Layer, Stack, turns_of
 from argosy.parallel.scope import constrain
 
 
@@ -29,6 +30,9 @@ class PreNorm(nnx.Module):
 
     def holds(self, each: Any) -> Spec:
         return self.attn.holds(each)
+
+    def turns(self, each: Any) -> Turns:
+        return turns_of(self.attn, each)
 
     def __call__(
         self, x: Float[Array, "B T D"], each: Any, cache: Cache | None, attend: Attend

@@ -19,7 +19,7 @@ from argosy.models.parts.attend import HEADS, Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.norm import over_rms
-from argosy.models.parts.rope import Rope, apply_rope
+from argosy.models.parts.rope import Rope, Turns, angles, apply_rope
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.ops.attention import Score
 
@@ -87,6 +87,9 @@ class Attention(nnx.Module):
     def holds(self, each: Reach) -> Spec:
         return Spec(token=(("k", self.held), ("v", self.held)), span=each.window)
 
+    def turns(self, each: Reach) -> Turns:
+        return () if each.rope is None else ((each.rope, each.rope.turned(self.held[1])),)
+
     def __call__(
         self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
@@ -102,7 +105,9 @@ class Attention(nnx.Module):
 def turned(x: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:
     """Queries or keys, turned by the positions of their tokens."""
     if each.rope is not None:
-        x = apply_rope(x, attend.positions, each.rope)
+        size = each.rope.turned(x.shape[-1])
+        shared = (getattr(attend, "angles", None) or {}).get(each.rope.key(size))
+        x = apply_rope(x, each.rope, shared or angles(attend.positions, each.rope, size))
     return x if each.unit is None else over_rms(x.astype(jnp.float32), each.unit).astype(x.dtype)
 
 

@@ -21,6 +21,7 @@ from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.heads import Reach, turned
 from argosy.models.parts.indexer import Asked, Index, Indexer
 from argosy.models.parts.norm import RMSNorm
+from argosy.models.parts.rope import Turns
 from argosy.ops.attention import Score, See
 
 LATENT_EPS = 1e-6  # of the norms over latents, whatever the others have
@@ -42,7 +43,7 @@ class LatentAttention(nnx.Module):
         self, dims: dict[str, int], layers: int, *, scale: float, bias: bool = False, index: Index | None = None
     ):
         self.scale, self.plain = scale, dims["H"]
-        self.rank = dims["R"]
+        self.rank, self.rope_size = dims["R"], dims["P"]
         self.kept = (("latent", (dims["R"] + dims["P"],)),)
         self.kept += () if index is None else (("index", (dims["J"],)),)
         if "Q" in dims:
@@ -61,6 +62,9 @@ class LatentAttention(nnx.Module):
 
     def holds(self, each: Reach) -> Spec:
         return Spec(token=self.kept, span=each.window)
+
+    def turns(self, each: Reach) -> Turns:
+        return () if each.rope is None else ((each.rope, self.rope_size),)
 
     def queries(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T N C"], Array]:
         """Of each head, and what they come from: their latent, or x."""

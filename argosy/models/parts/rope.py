@@ -144,6 +144,10 @@ class Rope(Settings):
         """How many features of a head of this size turn."""
         return int(size * self.part)
 
+    def key(self, size: int) -> str:
+        """What names its table of angles for features of this size."""
+        return f"{size} {self!r}"
+
     def frequencies(self, size: int) -> tuple[np.ndarray, float]:
         """Radians per token of each of the size/2 pairs, and the factor on cosine and sine."""
         freq = self.base ** -(np.arange(0, size, 2, dtype=np.float64) / size)
@@ -152,12 +156,24 @@ class Rope(Settings):
         return self.scaling.apply(freq, self.base)
 
 
-def apply_rope(x: Float[Array, "B T N H"], at: Int[Array, "B T"], rope: Rope) -> Float[Array, "B T N H"]:
-    """Turns each pair of features by its position."""
-    size = rope.turned(x.shape[-1])
+Turns = tuple[tuple[Rope, int], ...]  # what a layer turns by, and how many features of a head
+Angles = tuple[Float[Array, "B T 1 pairs"], Float[Array, "B T 1 pairs"]]
+
+
+def angles(at: Int[Array, "B T"], rope: Rope, size: int) -> Angles:
+    """Cosine and sine of each position, for features of this size that turn.
+
+    A stack computes them once for all its layers. XLA:CPU still fuses the cosine into each place that reads it, with or without an
+    optimization barrier; a loop over rows stops that and is no faster (docs/log.md).
+    """
     freq, factor = rope.frequencies(size)
     angle = at.astype(jnp.float32)[:, :, None, None] * jnp.asarray(freq, jnp.float32)
-    cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def apply_rope(x: Float[Array, "B T N H"], rope: Rope, table: Angles) -> Float[Array, "B T N H"]:
+    """Turns each pair of features by its position."""
+    size, (cos, sin) = rope.turned(x.shape[-1]), table
     y = x[..., :size].astype(jnp.float32)
     if rope.pairs == "interleaved":
         a, b = y[..., 0::2], y[..., 1::2]

@@ -16,7 +16,7 @@ checkpoints of the other layout and random draws go by (`layer_addresses`, `to_l
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -29,6 +29,7 @@ from jaxtyping import Array, Float
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Caches, Spec, Specs
 from argosy.models.parts.einsum import PRODUCT
+from argosy.models.parts.rope import Turns, angles
 from argosy.models.parts.weight import Leaves, merge, split, variables
 from argosy.parallel.scope import constrain
 
@@ -53,6 +54,11 @@ class Block(Protocol):
     def __call__(
         self, x: Array, each: Any, cache: Cache | None, attend: Attend
     ) -> tuple[Array, Cache | None, dict[str, Array]]: ...
+
+
+def turns_of(module: Any, each: Any) -> Turns:
+    """What a layer turns its queries and keys by; nothing, where it does not say."""
+    return module.turns(each) if hasattr(module, "turns") else ()
 
 
 def run_block(
@@ -267,7 +273,14 @@ class Stack(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], caches: Caches | None, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Caches | None, Aux]:
-        return self.run(self, constrain(x, "B T D"), caches, attend)
+        return self.run(self, constrain(x, "B T D"), caches, self.with_angles(attend))
+
+    def with_angles(self, attend: Attend) -> Attend:
+        """The strategy with the angles of its tokens, for every way that a layer of the plan turns."""
+        turns = dict.fromkeys(t for layer in dict.fromkeys(self.plan) for t in turns_of(self.example(layer), layer.each))
+        if not turns or not is_dataclass(attend):
+            return attend
+        return replace(attend, angles={rope.key(size): angles(attend.positions, rope, size) for rope, size in turns})
 
 
 # ---------------------------------------------------------------- one layout and the other
