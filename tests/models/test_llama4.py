@@ -154,7 +154,7 @@ def test_heads_are_normalised_after_they_turn():
     """YaRN's factor on cosine and sine is normalised away."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, 8)), jnp.float32)
     rope = Rope(pairs="interleaved", scaling=Yarn(factor=8, original=16, attention=3.0))
-    y = turned(x, Reach(7, rope, unit=1e-12), None, Packed(jnp.ones((2, 5), jnp.int32)))
+    y = turned(x, Reach(7, rope, unit=1e-12), Packed(jnp.ones((2, 5), jnp.int32)))
     np.testing.assert_allclose((np.asarray(y) ** 2).mean(-1), 1, rtol=1e-5)
 
 
