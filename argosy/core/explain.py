@@ -212,6 +212,23 @@ def annotated(reading: Reading) -> str:
     return aligned(_lines(dump(reading.value), "", "", reading.origin)) + "\n"
 
 
+def commented(reading: Reading) -> str:
+    """Every setting of a run as a YAML comment, with the first sentence of its meaning: a recipe to start from."""
+    lines = []
+    for line, key in _lines(dump(reading.value), "", "", _Itself()):
+        info = _field(reading.value, key.split(".")) if key else None
+        about = mistakes.sentence(info.description) if isinstance(info, FieldInfo) else None
+        lines.append((f"# {line}", about))
+    return aligned(lines) + "\n"
+
+
+class _Itself(dict[str, str]):
+    """Gives each key for itself."""
+
+    def get(self, key: str, default: Any = None) -> str:
+        return key
+
+
 def aligned(lines: Iterable[tuple[str, str | None]]) -> str:
     """Lines with comments in one column, which long lines do not push out."""
     lines = list(lines)

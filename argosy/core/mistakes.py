@@ -140,7 +140,7 @@ def not_that(what: str, value: Any, layer: Layer, key: str) -> UserError:
 def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[UserError]:
     """What Pydantic refused of one key, or of the items in it. `setter`: dotted key -> the layer that set it."""
     if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
-        about = f": {_sentence(info.description)}" if _sentence(info.description) else ""
+        about = f": {sentence(info.description)}" if sentence(info.description) else ""
         return [BadInput(f"`{key}` is required", where="set by nobody", hint=f"add `{key}=...`{about}")]
     options = [member for member in members(info.annotation) if member is not type(None)]
     if len(options) > 1:  # one error for each member of the union: the key is told once
@@ -155,10 +155,10 @@ def _wrong_part(key: str, info: FieldInfo, error: Any, setter: Setter) -> UserEr
     kind, context = error["type"], error.get("ctx", {})
     if kind in ("value_error", "assertion_error"):
         where = _by(_setter(setter, path, key), path)
-        return BadInput(f"`{path}`: {message(error)}", where=where, hint=_sentence(info.description))
+        return BadInput(f"`{path}`: {message(error)}", where=where, hint=sentence(info.description))
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return _wrong_item(path, key, f"{words} {context[name]:g}", error, [], setter, _sentence(info.description))
+        return _wrong_item(path, key, f"{words} {context[name]:g}", error, [], setter, sentence(info.description))
     if kind in ("literal_error", "enum"):
         return _wrong_item(path, key, f"one of {context['expected']}", error, [info.annotation], setter)
     if kind == "missing":
@@ -237,7 +237,7 @@ def _close_literal(value: Any, hints: Iterable[Any]) -> str | None:
     return f"did you mean `{close[0]}`?" if close else None
 
 
-def _sentence(text: str | None) -> str | None:
+def sentence(text: str | None) -> str | None:
     """The first sentence of a key's documentation, to serve as a hint."""
     if not text:
         return None

@@ -56,6 +56,11 @@ def take_over() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
+def is_command() -> bool:
+    """Whether this process is the command line's own: not a program, or a test, that calls it."""
+    return _State.taken_over
+
+
 def hold() -> None:
     """Keeps signals waiting until `take_over` in the program that this process is about to become: the mask outlives exec, and
     a Ctrl-C while Python starts would end in a traceback."""
@@ -98,7 +103,7 @@ def before_leaving(do: Callable[[], object]) -> Iterator[None]:
     _State.leaving.append(do)
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         do()
         raise
     finally:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from argosy.core import mistakes
 from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.core.explain import json_schema
 from argosy.core.settings import Choice, Layer, Reading, Settings, read_settings, words_layer, yaml_layer
@@ -55,14 +56,9 @@ def recipes(configs: Path = CONFIGS) -> list[str]:
 
 
 def about(recipe: str, configs: Path = CONFIGS) -> str:
-    """What the comment at the head of a recipe says, in one line."""
-    head: list[str] = []
-    for line in (configs / "recipes" / f"{recipe}.yml").read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if not line.startswith("# yaml-language-server"):
-            head.append(line.lstrip("# ").strip())
-    return " ".join(head)
+    """The comment on the first line of a recipe."""
+    with (configs / "recipes" / f"{recipe}.yml").open(encoding="utf-8") as file:
+        return file.readline().lstrip("# ").strip()
 
 
 def run_folder(recipe: str | Path) -> str:
@@ -94,6 +90,17 @@ def editor_schema(schema: type[Settings], configs: Path = CONFIGS) -> dict[str, 
     if "oneOf" in model:
         model["oneOf"][0] = {"type": "string", "examples": presets(configs)}
     return document
+
+
+def key_meant(key: str) -> str:
+    """The setting of a run that a name stands for: itself, or the one that an unknown name is answered with."""
+    from argosy.jobs.run import Run
+
+    names = compose(Run, "tiny").names
+    if key in names.known:
+        return key
+    hint = mistakes.unknown(key, None, names).hint or ""
+    return hint.removeprefix("did you mean `").removesuffix("`?") if hint.startswith("did you mean `") else key
 
 
 # ---- presets among the layers

@@ -17,11 +17,11 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CACHE_HINT = "set XDG_CACHE_HOME to a folder that can be written"
 
 
-def prepare(*, replace: bool = True) -> None:
-    """Sets what XLA and malloc read at start; replaces the process once where huge pages are available."""
+def prepare() -> None:
+    """Sets what XLA and malloc read at start; a command replaces its process once where huge pages are available."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _wide_vectors()
-    if replace and wants_huge_pages():
+    if signals.is_command() and wants_huge_pages():
         tunables = [os.environ.get("GLIBC_TUNABLES", ""), TUNABLE]
         os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, tunables))
         signals.hold()

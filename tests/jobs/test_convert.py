@@ -122,7 +122,7 @@ def test_killed_between_files_the_same_command_goes_on(source, tmp_path, capsys,
     before = {name: (tmp_path / "target.part" / name).stat().st_mtime_ns for name in kept}
     assert main(["convert", str(source), str(target), *words]) == 0
     said = capsys.readouterr()
-    assert "going on: " in said.err
+    assert "resuming: " in said.err
     assert "kept from before" in said.out
     assert {name: (target / name).stat().st_mtime_ns for name in kept} == before, "not written again"
     convert(str(target), tmp_path / "back", "hub", None)
@@ -309,7 +309,7 @@ def test_progress_says_how_far_it_is_where_no_line_can_be_replaced(capsys, monke
             progress(500_000_000, 8_000_000_000, 2_000_000_000)
             now[0] += 1.0
     assert capsys.readouterr().err.splitlines() == [
-        "going on: 2.00 of 8.00 GB are there already, and good",
+        "resuming: 2.00 of 8.00 GB are there already, and good",
         "5.00 of 8.00 GB written, 62%, 0.60 GB/s, 5.0 s left",
     ]
 
