@@ -29,6 +29,8 @@ VERBS = {  # verb -> the module whose `app` runs it, and what it does
     "completion": ("argosy.cli.completion", "print the completion script of a shell"),
 }
 
+COMPUTING = ("quickstart", "train", "sweep", "generate")
+
 
 def main(words: list[str] | None = None) -> int:
     """Runs one command and returns its exit code; `words` default to those of the process."""
@@ -65,6 +67,10 @@ def _run(words: list[str]) -> int:
         return 0
     if verb not in VERBS:
         raise UnknownName("verb", verb, VERBS)
+    if verb in COMPUTING and "--help" not in rest:
+        from argosy.jobs import machine
+
+        machine.prepare()  # may replace the process: before anything that takes time is imported
     return _run_app(import_module(VERBS[verb][0]), verb, rest)
 
 

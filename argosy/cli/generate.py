@@ -75,7 +75,6 @@ def generate(
     if how.logprobs and not as_json:
         raise BadInput("logprobs are told with --json only", hint="add --json")
     text = read_prompt(prompt)
-    machine.prepare()
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()

@@ -28,7 +28,6 @@ def quickstart(
     """From raw text to a model that talks, on this machine: trains, kills and resumes a run, generates, exports, reports. Takes about a
     minute on two cores, and downloads nothing."""
     how = read_settings(Quickstart, words_layer(words or [])).value
-    machine.prepare()
     say("No downloads, no account: nothing leaves this machine. Loading jax ...")
     machine.start_jax()
     from argosy.jobs.quickstart import Stage

@@ -21,7 +21,6 @@ def sweep(
 ) -> int:
     """Trains with every combination of the values listed, then compares the runs. They lie under dir=, else runs/RECIPE-sweep. The
     same command skips what is finished and resumes what is not."""
-    machine.prepare()
     from argosy.jobs.sweep import Combination, combinations
     from argosy.jobs.sweep import sweep as job
 

@@ -36,7 +36,6 @@ def train(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
-    machine.prepare()
     from argosy.jobs.run import Run
 
     run = compose(Run, recipe, words or []).value  # a mistake is answered before jax is imported, which takes seconds

@@ -51,7 +51,7 @@ class Reading(Generic[T]):
     origin: dict[str, str]
     tried: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
     choices: dict[str, tuple[Choice, str]] = field(default_factory=dict)
-    names: mistakes.Names = mistakes.Names()
+    names: mistakes.Names = field(default_factory=mistakes.Names)
 
 
 def read_settings(schema: type[T], *layers: Layer) -> Reading[T]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from argosy.core import mistakes
 from argosy.core.errors import BadInput, UnknownName, UserError
@@ -79,6 +79,17 @@ def recipe_layers(recipe: str | Path, configs: Path = CONFIGS) -> list[Layer]:
 def preset_layers(preset: str, configs: Path = CONFIGS, where: str | None = None) -> list[Layer]:
     """A model preset (a name, or a YAML file) after everything it extends; keys are those under `model`."""
     return _chain(_preset_file(preset, configs, where), lambda name: _preset_file(name, configs), configs)
+
+
+def preset_config(name: str) -> Any:
+    """The config of a preset, by name or YAML file."""
+    from argosy.models import FAMILIES
+
+    class Model(Settings):
+        model: Annotated[Any, Choice(FAMILIES, tag="family")]
+
+    layers = [layer.under("model") for layer in preset_layers(name)]
+    return read_settings(Model, *layers).value.model
 
 
 def editor_schema(schema: type[Settings], configs: Path = CONFIGS) -> dict[str, Any]:

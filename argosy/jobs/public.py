@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from argosy.core.errors import BadInput
 from argosy.core.scalars import written
 from argosy.core.settings import Settings, dump
-from argosy.jobs.compose import preset_layers, presets
+from argosy.jobs.compose import preset_config, presets
 from argosy.jobs.train import Outcome, View, train
 
 if TYPE_CHECKING:
@@ -49,20 +49,6 @@ def load(
     if not Path(model).exists():
         raise loading.no_weights(str(model), presets())
     return loading.load(model, dtype=dtype, adapter=adapter, context=context, warn=_say)
-
-
-def preset_config(name: str) -> Any:
-    """The settings of a preset, by name or YAML file."""
-    from typing import Annotated
-
-    from argosy.core.settings import Choice, Settings, read_settings
-    from argosy.models import FAMILIES
-
-    class Model(Settings):
-        model: Annotated[Any, Choice(FAMILIES, tag="family")]
-
-    layers = [layer.under("model") for layer in preset_layers(name)]
-    return read_settings(Model, *layers).value.model
 
 
 def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> Outcome:

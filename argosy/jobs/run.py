@@ -4,15 +4,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from argosy.checkpoint.store import CheckpointSettings
+from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.settings import Also, Choice, MayChange, Settings
 from argosy.data.settings import DataSettings
 from argosy.jobs.elsewhere import ELSEWHERE
 from argosy.models import FAMILIES
 from argosy.parallel.mesh import MeshSettings
-from argosy.train.objectives import OBJECTIVES
 from argosy.train.optim import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES
+from argosy.train.settings import OBJECTIVES
 
 
 class Init(Settings):
@@ -91,7 +91,7 @@ class Run(Settings):
         str | None,
         MayChange(),
         Also("output_dir", "out_dir", "base_output_directory", "job.dump_folder", "dump_folder", "run_name", "checkpoint.folder",
-             "save_dir", "run"),  # fmt: skip
+             "save_dir", "run"),
     ] = None
     """The run directory. None: `runs/<recipe>`."""
     seed: Annotated[int, Also("random_seed", "init_weights_seed")] = Field(0, ge=0, lt=2**32)
@@ -100,7 +100,7 @@ class Run(Settings):
         int,
         MayChange(),
         Also("max_steps", "num_iterations", "max_iters", "training.steps", "train_steps", "total_steps", "num_steps",
-             "learning_rate_schedule_steps", "lr_decay_iters", "iterations"),  # fmt: skip
+             "learning_rate_schedule_steps", "lr_decay_iters", "iterations"),
     ] = Field(1000, gt=0)
     """Optimizer updates in all; a resumed run counts those it has made."""
     model: Annotated[
@@ -117,7 +117,7 @@ class Run(Settings):
         Any,
         Choice(SCHEDULES),
         Also("lr_scheduler_type", "lr_scheduler", "lr_scheduler.decay_type", "scheduler", "lr_schedule", "decay_lr",
-             "learning_rate_schedule", "lr_schedule_type"),  # fmt: skip
+             "learning_rate_schedule", "lr_schedule_type"),
     ] = "cosine"
     """The learning rate by step, as a share of its peak."""
     accumulate: Annotated[

@@ -6,47 +6,17 @@ on the Hub; its module is `hidden` and `unembed`.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
-from jaxtyping import Array, Float, Int
 from pydantic import Field, model_validator
 
 from argosy.core.dims import LOOKED_UP
 from argosy.core.errors import ArgosyError, BadInput, Unsupported, complaint
 from argosy.core.keymap import Row, kept
 from argosy.core.settings import Settings
+from argosy.models import parts
 from argosy.models.hub_rows import scaled
-from argosy.models.parts.attend import Attend, Bidirectional, Packed
-from argosy.models.parts.heads import Reach
-from argosy.models.parts.mlp import Activation
-from argosy.models.parts.moe import Experts
-from argosy.models.parts.rope import Rope
-from argosy.models.parts.stack import Aux, Execution, Stack, Unroll
-
-UNROLL = Unroll()
-
-
-@runtime_checkable
-class LanguageModel(Protocol):
-    """The module of a family that predicts tokens."""
-
-    config: Any
-    layers: Stack
-    dtype: Any
-
-    def hidden(
-        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
-    ) -> tuple[Float[Array, "B T D"], Any, Aux]:
-        """What the head reads, the cache after these tokens, and the aux outputs of the layers."""
-        ...
-
-    def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits, float32."""
-        ...
-
-    def __call__(
-        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
-    ) -> tuple[Float[Array, "B T V"], Any, Aux]: ...
+from argosy.models.settings import Activation, Experts, Reach, Rope
 
 
 class FamilyConfig(Settings):
@@ -85,7 +55,7 @@ class FamilyConfig(Settings):
     tied: bool = False
     """The head is the embedding."""
 
-    def build(self, run: Execution = UNROLL) -> Any:
+    def build(self, run: "parts.Execution | None" = None) -> Any:
         """The module, every weight a description (`parts.weight`)."""
         raise NotImplementedError
 
@@ -112,9 +82,9 @@ class FamilyConfig(Settings):
         """The mixture of experts that its layers have."""
         return getattr(self, "moe", None)
 
-    def attend(self, segments: Int[Array, "B T"]) -> Attend:
-        """How the tokens of whole sequences meet; segment 0 is padding."""
-        return Packed(segments) if self.causal else Bidirectional(segments)
+    def attend(self, segments: Any) -> "parts.Attend":
+        """How the tokens of whole sequences meet. segments: [B T] ints; segment 0 is padding."""
+        return parts.Packed(segments) if self.causal else parts.Bidirectional(segments)
 
     def parameters(self, active: bool = False) -> int:
         """How many numbers it has, or how many of them a token meets; from the table of names, nothing is built."""

@@ -8,16 +8,16 @@ context, expert, stage    always 1: sequences, experts and layers are not split 
 """
 
 import math
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
 from pydantic import Field
 
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.schema import Also
 from argosy.core.settings import Settings
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 ORDER = ("stage", "data", "fsdp", "context", "expert", "tensor")  # neighbors on the grid talk most along the last axes
 NOT_BUILT = {"context": "sequences", "expert": "experts", "stage": "layers"}
@@ -41,13 +41,17 @@ class MeshSettings(Settings):
     stage: int = Field(1, ge=-1)
     """Shares of the layers. Only 1 is built."""
 
-    def build(self, devices: Any = None) -> Mesh:
+    def build(self, devices: Any = None) -> "Mesh":
         """The mesh over these devices, or all there are.
 
         Raises:
             BadInput: the sizes do not multiply to the number of devices.
             Unsupported: an axis that is not built is not 1.
         """
+        import jax  # not before: settings are read without it
+        import numpy as np
+        from jax.sharding import AxisType, Mesh
+
         devices = jax.devices() if devices is None else devices
         sizes = {name: getattr(self, name) for name in ORDER}
         for name, what in NOT_BUILT.items():

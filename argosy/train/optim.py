@@ -9,17 +9,16 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import jax
-import optax
 from pydantic import Field
 
 from argosy.core.errors import BadInput
 from argosy.core.registry import Registry
 from argosy.core.settings import Settings
-from argosy.models.parts.weight import Meaning
 from argosy.train.schedule import Factor
 
-Meanings = Mapping[str, tuple[Meaning, int]]  # {address: (what its axes are, how many axes it is stored with)}
+# jax and optax are imported by what is built, not here: a mistake in the settings is answered without them.
+Transformation = Any  # optax.GradientTransformation
+Meanings = Mapping[str, tuple[Any, int]]  # {address: (`models.parts.weight.Meaning`, how many axes it is stored with)}
 
 
 class Optimizer(Settings):
@@ -34,22 +33,27 @@ class Optimizer(Settings):
     clip: float | None = Field(1.0, gt=0)
     """The gradient's global norm at most; not clipped where none."""
 
-    def build(self, factor: Factor, meanings: Meanings) -> optax.GradientTransformation:
+    def build(self, factor: Factor, meanings: Meanings) -> Transformation:
         """The transformation, learning rate and clipping included."""
+        import optax
+
         if not meanings:
             raise BadInput("nothing to train: every weight is frozen")
         clip = optax.identity() if self.clip is None else optax.clip_by_global_norm(self.clip)
         return _lenient(optax.chain(clip, self.rule(lambda step: self.learning_rate * factor(step), meanings)))
 
-    def rule(self, rate: Factor, meanings: Meanings) -> optax.GradientTransformation:
+    def rule(self, rate: Factor, meanings: Meanings) -> Transformation:
         raise NotImplementedError
 
     def decays(self, meanings: Meanings) -> dict[str, bool]:
         return {a: self.decay == "all" or bool(m.inner) for a, (m, _) in meanings.items()}
 
 
-def _lenient(transform: optax.GradientTransformation) -> optax.GradientTransformation:
+def _lenient(transform: Transformation) -> Transformation:
     """Optax raises floats to integer powers; this project's own code runs under strict promotion."""
+    import jax
+    import optax
+
 
     def init(params: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
@@ -72,7 +76,9 @@ class AdamW(Optimizer):
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the latter."""
 
-    def rule(self, rate: Factor, meanings: Meanings) -> optax.GradientTransformation:
+    def rule(self, rate: Factor, meanings: Meanings) -> Transformation:
+        import optax
+
         return optax.adamw(rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=self.decays(meanings))
 
 
@@ -84,7 +90,9 @@ class Lion(Optimizer):
     b2: float = Field(0.99, ge=0, lt=1)
     """Decay of the momentum."""
 
-    def rule(self, rate: Factor, meanings: Meanings) -> optax.GradientTransformation:
+    def rule(self, rate: Factor, meanings: Meanings) -> Transformation:
+        import optax
+
         return optax.lion(rate, self.b1, self.b2, weight_decay=self.weight_decay, mask=self.decays(meanings))
 
 
@@ -96,7 +104,9 @@ class SGD(Optimizer):
     nesterov: bool = False
     """Look ahead along the momentum."""
 
-    def rule(self, rate: Factor, meanings: Meanings) -> optax.GradientTransformation:
+    def rule(self, rate: Factor, meanings: Meanings) -> Transformation:
+        import optax
+
         decay = optax.add_decayed_weights(self.weight_decay, mask=self.decays(meanings))
         trace = optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
         return optax.chain(trace, decay, optax.scale_by_learning_rate(rate))
@@ -118,7 +128,9 @@ class Muon(Optimizer):
     """Scale each update to this root mean square, so that Adam's learning rates fit (0.2; arXiv:2502.16982); else by
     sqrt(max(1, outputs / inputs))."""
 
-    def rule(self, rate: Factor, meanings: Meanings) -> optax.GradientTransformation:
+    def rule(self, rate: Factor, meanings: Meanings) -> Transformation:
+        import optax
+
         dimensions = {a: d for a, (m, stored) in meanings.items() if (d := muon_dimensions(m, stored)) is not None}
         if not dimensions:
             raise BadInput("optimizer muon: no weight that is trained is a matrix", hint="use optimizer=adamw")
@@ -151,9 +163,11 @@ class Muon(Optimizer):
 
 
 def _apart(
-    rules: Mapping[str, optax.GradientTransformation], labels: Mapping[str, str]
-) -> optax.GradientTransformation:
+    rules: Mapping[str, Transformation], labels: Mapping[str, str]
+) -> Transformation:
     """Each rule on the weights of its label, as if there were no others. State: {label: the rule's own}."""
+    import optax
+
 
     def part(leaves: Any, label: str) -> Any:
         return None if leaves is None else {a: leaf for a, leaf in leaves.items() if labels[a] == label}
@@ -173,8 +187,10 @@ def _apart(
     return optax.GradientTransformation(init, update)
 
 
-def muon_dimensions(meaning: Meaning, stored: int) -> optax.contrib.MuonDimensionNumbers | None:
+def muon_dimensions(meaning: Any, stored: int) -> Any:
     """Summed letters by kept letters; layers and experts are matrices of their own. None: not for Muon."""
+    import optax
+
     if not meaning.is_matrix:
         return None
     lead = stored - len(meaning.letters)

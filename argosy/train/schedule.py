@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 from pydantic import Field
 
 from argosy.core.registry import Registry
@@ -24,6 +23,8 @@ class Schedule(Settings):
 
     def warmed(self, steps: int, after: Factor) -> Factor:
         """`after`, given progress over the steps left: 0 at the first, 1 at the last; behind the warm-up."""
+        import jax.numpy as jnp
+
         warm = count(self.warmup, steps)
 
         def factor(step: Any) -> Any:
@@ -43,6 +44,8 @@ class Constant(Schedule):
     """The peak, after warm-up."""
 
     def build(self, steps: int) -> Factor:
+        import jax.numpy as jnp
+
         return self.warmed(steps, jnp.ones_like)
 
 
@@ -63,6 +66,8 @@ class Cosine(Schedule):
     """Share of the peak at the last step."""
 
     def build(self, steps: int) -> Factor:
+        import jax.numpy as jnp
+
         return self.warmed(steps, lambda p: self.final + (1 - self.final) * 0.5 * (1 + jnp.cos(math.pi * p)))
 
 
@@ -75,6 +80,8 @@ class WSD(Schedule):
     """Share of the peak at the last step."""
 
     def build(self, steps: int) -> Factor:
+        import jax.numpy as jnp
+
         left = max(1, steps - count(self.warmup, steps) - 1)
         share = min(1.0, count(self.decay, steps) / left) or 1 / left
         return self.warmed(steps, lambda p: 1 - (1 - self.final) * jnp.clip((p - (1 - share)) / share, 0, 1))
