@@ -101,7 +101,9 @@ def _without_dashes(verb: str, option: str, words: list[str]) -> str | None:
     at = next((i for i, word in enumerate(words) if word.partition("=")[0] == option), None)
     if not option.startswith("--") or at is None:
         return None
-    value = words[at].partition("=")[2] or next((w for w in words[at + 1 :][:1] if not w.startswith("-")), "") or "VALUE"
+    value = (
+        words[at].partition("=")[2] or next((w for w in words[at + 1 :][:1] if not w.startswith("-")), "") or "VALUE"
+    )
     key = option.removeprefix("--").replace("-", "_")
     if verb in ("train", "sweep", "config"):
         from argosy.jobs.compose import key_meant

@@ -39,7 +39,9 @@ class Doing:
         self.is_shown = False
 
     def __call__(self, what: str) -> None:
-        print(f"\r\033[K{what} ..." if self.is_live else f"{what} ...", end="" if self.is_live else "\n", file=self.stream)
+        print(
+            f"\r\033[K{what} ..." if self.is_live else f"{what} ...", end="" if self.is_live else "\n", file=self.stream
+        )
         self.stream.flush()
         self.is_shown = self.is_live
 

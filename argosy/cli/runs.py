@@ -22,9 +22,7 @@ class Listing(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
-    cls=Listing, rich_markup_mode=None, add_completion=False, help="Lists, shows and compares runs."
-)
+app = typer.Typer(cls=Listing, rich_markup_mode=None, add_completion=False, help="Lists, shows and compares runs.")
 
 
 @app.command("list")
@@ -83,7 +81,11 @@ def comparison(found: dict[str, Any]) -> str:
     rows = [[name, *("-" if v is None else _end(v) for v in values)] for name, values in found["numbers"].items()]
     text = columns(["", *found["runs"]], rows, figures=right)
     differ = [[key, *map(runs.shown, values)] for key, values in found["settings"].items()]
-    return text + "\n\n" + (columns(["setting", *found["runs"]], differ, figures=right) if differ else "no setting differs")
+    return (
+        text
+        + "\n\n"
+        + (columns(["setting", *found["runs"]], differ, figures=right) if differ else "no setting differs")
+    )
 
 
 def _row(found: Any) -> list[str]:

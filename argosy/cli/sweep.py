@@ -15,7 +15,9 @@ def sweep(
     recipe: Annotated[str, typer.Argument(help="a recipe's name, or a YAML file", show_default=False)],
     words: Annotated[
         list[str],
-        typer.Argument(metavar="key=a,b [key=value ...]", help="settings; several values of one make runs", show_default=False),
+        typer.Argument(
+            metavar="key=a,b [key=value ...]", help="settings; several values of one make runs", show_default=False
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:

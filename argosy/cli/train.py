@@ -48,7 +48,9 @@ def train(
     with before_leaving(lambda: say(stopped)), Terminal() as view:
         outcome = job(recipe, words or [], view)
     if outcome.done and outcome.seconds:
-        say(f"{outcome.dir}: step {outcome.step}. Next: argosy generate {outcome.dir}, or open {outcome.dir}/report.html")
+        say(
+            f"{outcome.dir}: step {outcome.step}. Next: argosy generate {outcome.dir}, or open {outcome.dir}/report.html"
+        )
     if outcome.exit_code:
         say(f"stopped at step {outcome.step} of {outcome.steps}, and saved: the same command resumes")
     document = {"dir": str(outcome.dir), "step": outcome.step, "steps": outcome.steps, "last": dict(outcome.last)}

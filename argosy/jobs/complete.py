@@ -26,7 +26,9 @@ def complete(words: Sequence[str], verbs: Mapping[str, type[Settings] | None]) -
         rest = [word for word in rest if word not in ("show", "explain", "diff")]
         recipe = next((word for word in rest if "=" not in word), None)
         if recipe is None and "=" not in last:
-            own = ["show", "explain", "diff", "new", "reference", "schema"] if verb == "config" and not before[1:] else []
+            own = (
+                ["show", "explain", "diff", "new", "reference", "schema"] if verb == "config" and not before[1:] else []
+            )
             files = [str(path) for path in sorted(Path.cwd().glob("*.yml"))] if last else []
             return _beginning(last, [*own, *recipes(), *(Path(f).name for f in files)])
         return _settings_of_a_run(recipe or "tiny", last)

@@ -3,7 +3,9 @@
 Names that one setting stands for are marked on it (`core.schema.Also`). `argosy.cli.pages` writes both as a page.
 """
 
-_ADAPTERS = "training with adapters is not built yet; `argosy convert` and `generate` take a PEFT folder by adapter=FOLDER"
+_ADAPTERS = (
+    "training with adapters is not built yet; `argosy convert` and `generate` take a PEFT folder by adapter=FOLDER"
+)
 _TRACKERS = "trackers are not built yet: every number is in metrics.jsonl of the run, and report.html draws it"
 _DEVICE = "JAX uses the accelerator it finds; the variable JAX_PLATFORMS=cpu, cuda or tpu chooses"
 _QUANTIZED = "training quantized weights is not built yet"

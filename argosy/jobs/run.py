@@ -20,7 +20,9 @@ class Init(Settings):
 
     weights: Annotated[
         str | None,
-        Also("model_name_or_path", "base_model", "load_parameters_path", "init_from", "pretrained", "initial_load_path"),
+        Also(
+            "model_name_or_path", "base_model", "load_parameters_path", "init_from", "pretrained", "initial_load_path"
+        ),
     ] = None
     """A model whose weights to start from: Hub folder, GGUF file, run directory or checkpoint."""
     state: Annotated[str | None, Also("resume_from_checkpoint", "load_full_state_path")] = None
@@ -41,7 +43,9 @@ class Execution(Settings):
     time does not grow with depth. auto: unroll on CPUs up to 32 layers, else scan. Kept with the run."""
     remat: Annotated[
         Literal["none", "dots", "full"],
-        Also("gradient_checkpointing", "remat_policy", "activation_checkpoint.mode", "activation_checkpointing", "remat"),
+        Also(
+            "gradient_checkpointing", "remat_policy", "activation_checkpoint.mode", "activation_checkpointing", "remat"
+        ),
     ] = "none"
     """Activations that the backward pass recomputes to save memory: none, all but the results of matrix products (dots), or whole
     layers (full: a third more FLOPs)."""
@@ -51,7 +55,9 @@ class Evaluate(Settings):
     """Evaluation on held-out text."""
 
     every: Annotated[
-        int, MayChange(), Also("eval_steps", "eval_every", "eval_interval", "validation.freq", "eval_strategy", "evals_per_epoch")
+        int,
+        MayChange(),
+        Also("eval_steps", "eval_every", "eval_interval", "validation.freq", "eval_strategy", "evals_per_epoch"),
     ] = Field(100, gt=0)
     """Steps between evaluations; the last step is always evaluated."""
     batches: Annotated[
@@ -64,7 +70,16 @@ class Log(Settings):
     """Numbers written to metrics.jsonl."""
 
     every: Annotated[
-        int, Also("logging_steps", "log_interval", "log_freq", "metrics.log_freq", "log_period", "log_every", "log_every_n_steps")
+        int,
+        Also(
+            "logging_steps",
+            "log_interval",
+            "log_freq",
+            "metrics.log_freq",
+            "log_period",
+            "log_every",
+            "log_every_n_steps",
+        ),
     ] = Field(10, gt=0)
     """Steps between lines; the last step always has one."""
 
@@ -90,8 +105,17 @@ class Run(Settings):
     dir: Annotated[
         str | None,
         MayChange(),
-        Also("output_dir", "out_dir", "base_output_directory", "job.dump_folder", "dump_folder", "run_name", "checkpoint.folder",
-             "save_dir", "run"),
+        Also(
+            "output_dir",
+            "out_dir",
+            "base_output_directory",
+            "job.dump_folder",
+            "dump_folder",
+            "run_name",
+            "checkpoint.folder",
+            "save_dir",
+            "run",
+        ),
     ] = None
     """The run directory. None: `runs/<recipe>`."""
     seed: Annotated[int, Also("random_seed", "init_weights_seed")] = Field(0, ge=0, lt=2**32)
@@ -99,12 +123,24 @@ class Run(Settings):
     steps: Annotated[
         int,
         MayChange(),
-        Also("max_steps", "num_iterations", "max_iters", "training.steps", "train_steps", "total_steps", "num_steps",
-             "learning_rate_schedule_steps", "lr_decay_iters", "iterations"),
+        Also(
+            "max_steps",
+            "num_iterations",
+            "max_iters",
+            "training.steps",
+            "train_steps",
+            "total_steps",
+            "num_steps",
+            "learning_rate_schedule_steps",
+            "lr_decay_iters",
+            "iterations",
+        ),
     ] = Field(1000, gt=0)
     """Optimizer updates in all; a resumed run counts those it has made."""
     model: Annotated[
-        Any, Choice(FAMILIES, tag="family"), Also("model_name", "model.name", "model.flavor", "model_type", "architecture", "model_id")
+        Any,
+        Choice(FAMILIES, tag="family"),
+        Also("model_name", "model.name", "model.flavor", "model_type", "architecture", "model_id"),
     ]
     """The model that is trained: a preset by name, or a family and its sizes."""
     data: DataSettings = DataSettings()
@@ -116,17 +152,41 @@ class Run(Settings):
     schedule: Annotated[
         Any,
         Choice(SCHEDULES),
-        Also("lr_scheduler_type", "lr_scheduler", "lr_scheduler.decay_type", "scheduler", "lr_schedule", "decay_lr",
-             "learning_rate_schedule", "lr_schedule_type"),
+        Also(
+            "lr_scheduler_type",
+            "lr_scheduler",
+            "lr_scheduler.decay_type",
+            "scheduler",
+            "lr_schedule",
+            "decay_lr",
+            "learning_rate_schedule",
+            "lr_schedule_type",
+        ),
     ] = "cosine"
     """The learning rate by step, as a share of its peak."""
     accumulate: Annotated[
-        int, Also("gradient_accumulation_steps", "grad_accum_steps", "accumulation_steps", "grad_accumulation", "gradient_accumulation")
+        int,
+        Also(
+            "gradient_accumulation_steps",
+            "grad_accum_steps",
+            "accumulation_steps",
+            "grad_accumulation",
+            "gradient_accumulation",
+        ),
     ] = Field(1, gt=0)
     """Parts of each batch that are computed one after the other, their gradients summed: saves memory, gives the same update."""
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        Also("bf16", "fp16", "dtype", "mixed_precision", "training.mixed_precision_param", "compute_dtype", "torch_dtype", "amp"),
+        Also(
+            "bf16",
+            "fp16",
+            "dtype",
+            "mixed_precision",
+            "training.mixed_precision_param",
+            "compute_dtype",
+            "torch_dtype",
+            "amp",
+        ),
     ] = "auto"
     """Type of the activations; weights and optimizer state are float32. auto: float32 on CPUs, bfloat16 elsewhere. Kept with the run."""
     execution: Execution = Execution()
@@ -147,7 +207,9 @@ class Run(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> "Run":
         if not self.model.causal:
-            raise ValueError("model is an encoder: it predicts no tokens, and no objective that trains one is built yet")
+            raise ValueError(
+                "model is an encoder: it predicts no tokens, and no objective that trains one is built yet"
+            )
         if self.data.sequence > self.model.context:
             raise ValueError(
                 f"data.sequence = {self.data.sequence} is longer than the model's context, "

@@ -144,7 +144,9 @@ class DeepSeekConfig(FamilyConfig):
             how: dict[str, Any] = {"scale": self.scale, "bias": self.attention_bias, "index": self.index}
             attention = parts.LatentAttention(d, self.layers, **how)
             return parts.PreNorm(
-                attention, parts.MoE(d, self.moe, self.activation) if kind == "experts" else parts.GLU(d, self.activation), norm
+                attention,
+                parts.MoE(d, self.moe, self.activation) if kind == "experts" else parts.GLU(d, self.activation),
+                norm,
             )
 
         return DeepSeek(self, block, norm, run)

@@ -65,7 +65,6 @@ class GemmaConfig(DecoderConfig):
         """Its module; the plan says of each layer how far back it sees and how it turns."""
         from argosy.models.blocks.gemma import Sandwich
 
-
         def norm() -> "parts.RMSNorm":
             return parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
 

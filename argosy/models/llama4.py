@@ -92,7 +92,12 @@ class Llama4Config(DecoderConfig):
         return ["experts" if letter == "E" else "dense" for letter in letters]
 
     def reaches(self, local_rope: Rope | None = None) -> list[Reach]:
-        local = Reach(self.window, self.rotary(local_rope or self.rope), chunked=True, unit=self.norm_eps if self.qk_norm else None)
+        local = Reach(
+            self.window,
+            self.rotary(local_rope or self.rope),
+            chunked=True,
+            unit=self.norm_eps if self.qk_norm else None,
+        )
         return [local if span == "L" else Reach(temper=self.temper) for span in self.spans]
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":

@@ -57,7 +57,9 @@ class MixtralConfig(DecoderConfig):
             return parts.RMSNorm(self.width, self.norm_eps)
 
         def block(kind: str) -> "parts.PreNorm":
-            return parts.PreNorm(parts.Attention(self.dims, self.layers), parts.MoE(self.dims, self.moe, self.activation), norm)
+            return parts.PreNorm(
+                parts.Attention(self.dims, self.layers), parts.MoE(self.dims, self.moe, self.activation), norm
+            )
 
         return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
 

@@ -41,7 +41,6 @@ class OlmoConfig(DecoderConfig):
         """Its module; the plan says of each layer how far back it sees and how it turns."""
         from argosy.models.blocks.olmo import PostNorm
 
-
         def norm() -> "parts.RMSNorm":
             return parts.RMSNorm(self.width, self.norm_eps)
 

@@ -152,7 +152,9 @@ class Qwen3NextConfig(DecoderConfig):
             else:
                 mix = GatedAttention(d, self.layers, bias=self.attention_bias, norms=head_norm)
             return parts.PreNorm(
-                mix, parts.GLU(d, self.activation) if kind.endswith("dense") else parts.MoE(d, self.moe, self.activation), norm
+                mix,
+                parts.GLU(d, self.activation) if kind.endswith("dense") else parts.MoE(d, self.moe, self.activation),
+                norm,
             )
 
         whole = Reach(None, self.rope.decided(self.context))

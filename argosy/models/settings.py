@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from argosy.core.registry import Registry
-from argosy.core.settings import Choice, Settings
+from argosy.core.settings import Also, Choice, Settings
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -128,9 +128,9 @@ SCALINGS = Registry("rope scaling", {"linear": Linear, "llama3": Llama3, "yarn":
 class Rope(Settings):
     """Rotary positions."""
 
-    base: float = Field(10_000.0, gt=1)
+    base: Annotated[float, Also("rope_theta", "rope_base", "rope_max_timescale")] = Field(10_000.0, gt=1)
     """The slowest pair turns once in about 2 pi times this many tokens."""
-    scaling: Annotated[Any, Choice(SCALINGS, tag="kind")] | None = None
+    scaling: Annotated[Annotated[Any, Choice(SCALINGS, tag="kind")] | None, Also("rope_scaling")] = None
     """How a longer context than the original is reached."""
     pairs: Literal["halves", "interleaved"] = "halves"
     """Feature i turns with i + H/2 (halves), or 2i with 2i + 1."""
@@ -188,9 +188,9 @@ class Reach(NamedTuple):
 class Experts(Settings):
     """A mixture of experts: how many, how they are chosen, how their load is kept even."""
 
-    count: int = Field(gt=0)
+    count: Annotated[int, Also("num_experts", "n_experts", "num_local_experts", "n_routed_experts")] = Field(gt=0)
     """Routed experts E."""
-    active: int = Field(gt=0)
+    active: Annotated[int, Also("num_experts_per_tok", "top_k", "moe_top_k")] = Field(gt=0)
     """Experts that each token goes through."""
     ffn: int = Field(gt=0)
     """Width of one expert M."""

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from argosy.core.registry import Registry
-from argosy.core.settings import Settings
+from argosy.core.settings import Also, Settings
 
 Factor = Callable[[Any], Any]  # step (counted from 0) -> share of the peak learning rate
 
@@ -15,7 +15,18 @@ Factor = Callable[[Any], Any]  # step (counted from 0) -> share of the peak lear
 class Schedule(Settings):
     """What every schedule has."""
 
-    warmup: float = Field(0.05, ge=0)
+    warmup: Annotated[
+        float,
+        Also(
+            "warmup_steps",
+            "warmup_ratio",
+            "warmup_iters",
+            "lr_scheduler.warmup_steps",
+            "warmup_steps_fraction",
+            "num_warmup_steps",
+            "lr_warmup_steps",
+        ),
+    ] = Field(0.05, ge=0)
     """Steps of linear warm-up; below 1, a share of all steps."""
 
     def build(self, steps: int) -> Factor:
@@ -52,7 +63,9 @@ class Constant(Schedule):
 class Linear(Schedule):
     """Down a straight line."""
 
-    final: float = Field(0.0, ge=0, le=1)
+    final: Annotated[float, Also("min_lr", "final_lr_frac", "min_lr_ratio", "min_lr_factor", "end_lr")] = Field(
+        0.0, ge=0, le=1
+    )
     """Share of the peak at the last step."""
 
     def build(self, steps: int) -> Factor:
@@ -62,7 +75,18 @@ class Linear(Schedule):
 class Cosine(Schedule):
     """Down half a cosine. Loshchilov and Hutter 2016 (arXiv:1608.03983), without restarts."""
 
-    final: float = Field(0.1, ge=0, le=1)
+    final: Annotated[
+        float,
+        Also(
+            "min_lr",
+            "final_lr_frac",
+            "min_lr_ratio",
+            "lr_scheduler.min_lr_factor",
+            "min_lr_factor",
+            "cosine_learning_rate_final_fraction",
+            "end_lr",
+        ),
+    ] = Field(0.1, ge=0, le=1)
     """Share of the peak at the last step."""
 
     def build(self, steps: int) -> Factor:
@@ -74,9 +98,14 @@ class Cosine(Schedule):
 class WSD(Schedule):
     """Warm-up, stable, decay: the peak, then a straight line down at the end. Hu et al. 2024 (arXiv:2404.06395)."""
 
-    decay: float = Field(0.2, gt=0)
+    decay: Annotated[
+        float,
+        Also("warmdown_ratio", "cooldown", "lr_scheduler.decay_ratio", "decay_ratio", "decay_steps", "cooldown_steps"),
+    ] = Field(0.2, gt=0)
     """Steps of the descent at the end; below 1, a share of all steps."""
-    final: float = Field(0.0, ge=0, le=1)
+    final: Annotated[float, Also("min_lr", "final_lr_frac", "min_lr_ratio", "min_lr_factor", "end_lr")] = Field(
+        0.0, ge=0, le=1
+    )
     """Share of the peak at the last step."""
 
     def build(self, steps: int) -> Factor:

@@ -49,7 +49,9 @@ def loss(how: NextToken, models: Models, batch: dict[str, Array], key: Array) ->
     return with_routers(Loss(Mean(total, weight), metrics), model, aux, jnp.sum(batch["mask"], 1))
 
 
-def further(how: NextToken, model: Any, x: Array, batch: dict[str, Array], depths: int) -> tuple[Mean, dict[str, Array]]:
+def further(
+    how: NextToken, model: Any, x: Array, batch: dict[str, Array], depths: int
+) -> tuple[Mean, dict[str, Array]]:
     """Cross-entropy of the tokens after the next one, over all depths, and the aux outputs of their layers, [depths ...].
 
     Args:
