@@ -408,10 +408,8 @@ def test_a_platform_that_is_not_here_is_told(monkeypatch):
 
 
 def test_a_device_that_hangs_does_not_hang_the_doctor(monkeypatch):
-    monkeypatch.setattr(environment, "ASK", "import time; time.sleep(60)")
-    start = time.monotonic()
+    monkeypatch.setattr(environment, "ASK", "import time; time.sleep(100_000)")
     assert "did not answer" in environment.devices(timeout_s=0.5)["error"]
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("module", ["argosy.jobs.runs", "argosy.jobs.doctor", "argosy.cli.runs", "argosy.cli.models"])

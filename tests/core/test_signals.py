@@ -110,3 +110,12 @@ def test_in_somebody_elses_program_handlers_are_borrowed():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_random_moments_of_verbs(tmp_path: Path):
+    import campaign_interrupt
+
+    blows = campaign_interrupt.campaign(tmp_path, 2, verbs=("train", "generate", "convert"))
+    assert any(one.code is not None for one in blows)
+    assert all(one.good for one in blows), [one for one in blows if not one.good]
