@@ -358,7 +358,7 @@ NO_FLAG = {"error": "Unknown flag in XLA_FLAGS"}
         ({"versions": {"optax": "not installed"}}, "broken", "optax", "pip install"),
         ({"jax": NO_TPU, "variables": {"JAX_PLATFORMS": "tpu"}}, "broken", "tpu", "JAX_PLATFORMS=cpu"),
         ({"jax": NO_FLAG, "variables": {"XLA_FLAGS": "--xla_no"}}, "broken", "XLA_FLAGS", "--xla_no"),
-        (GPU, "warning", "CPU only", "jax[cuda12]"),
+        (GPU, "warning", "CPU only", "--gpu"),
         (GPU | {"variables": {"CUDA_VISIBLE_DEVICES": ""}}, "warning", "CPU only", "CUDA_VISIBLE_DEVICES"),
         (GPU | {"variables": {"JAX_PLATFORMS": "cpu"}}, "note", "unused", "unset"),
         ({"variables": {"JAX_DISABLE_JIT": "1"}}, "warning", "JAX_DISABLE_JIT", "unset"),

@@ -89,7 +89,7 @@ def test_shards_are_as_large_as_asked_for(source, tmp_path):
 
 
 KILL = """
-import os, signal, sys
+import os, signal, sys, time
 import argosy.checkpoint.partial as partial
 from argosy.cli import main
 real, left = partial.Partial._whole, [{files}]
@@ -98,8 +98,9 @@ def whole(self, file, output):
     left[0] -= 1
     if left[0] == 0:
         os.kill(os.getpid(), signal.{signal})
+        time.sleep(60)
 partial.Partial._whole = whole
-sys.exit(main(sys.argv[1:]))
+sys.exit(main())
 """
 
 

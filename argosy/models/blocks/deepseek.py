@@ -17,7 +17,7 @@ from argosy.models.parts.weight import Leaves, merge, split
 class DeepSeek(Decoder):
     """A `Decoder` that may also predict further ahead."""
 
-    def __init__(self, config: Any, block: Callable[[str], PreNorm], norm: Callable[[], nnx.Module], run: Execution):
+    def __init__(self, config: Any, block: Callable[[str], PreNorm], norm: Callable[[], nnx.Module], run: Execution | None):
         reach = Reach(None, config.rope.decided(config.context))
         plan = [Layer("dense" if i < config.dense else "experts", reach) for i in range(config.layers)]
         super().__init__(config, plan, block, norm(), run)
