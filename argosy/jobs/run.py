@@ -188,7 +188,8 @@ class Run(Settings):
             "amp",
         ),
     ] = "auto"
-    """Type of the activations; weights and optimizer state are float32. auto: float32 on CPUs, bfloat16 elsewhere. Kept with the run."""
+    """Type of the activations; weights and optimizer state are float32. auto: float32 on CPUs, bfloat16 elsewhere. Kept with the
+    run."""
     execution: Execution = Execution()
     """How the layers run."""
     mesh: Annotated[MeshSettings, MayChange()] = MeshSettings()

@@ -276,7 +276,7 @@ def test_a_new_recipe_is_the_one_it_extends_and_every_comment_is_a_setting(tmp_p
     text = (tmp_path / "mine.yml").read_text()
     schema = json.loads((tmp_path / "argosy.schema.json").read_text())
     assert text.startswith("# yaml-language-server: $schema=argosy.schema.json\n")
-    head, _, settings = text.partition("extends: quickstart\n")
+    settings = text.partition("extends: quickstart\n")[2]
     assert "Random seed" in settings
     (tmp_path / "all.yml").write_text("extends: quickstart\n" + re.sub(r"(?m)^# ", "", settings))
     for file in ("mine.yml", "all.yml"):

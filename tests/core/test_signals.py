@@ -83,12 +83,19 @@ def test_what_is_to_be_said_is_said_and_a_callback_that_hangs_is_not_waited_for(
 
 def test_a_hang_up_that_is_ignored_stays_ignored():
     """nohup: the command goes on when the terminal closes."""
-    body = f"signals._State.taken_over = False\nimport signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\nsignals.take_over()\n{READY}\n{READY}\ntime.sleep(0.1)"
+    body = f"""
+import signal
+signals._State.taken_over = False
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signals.take_over()
+{READY}
+time.sleep(0.2)
+"""
     assert run(body, signal.SIGHUP) == (0, "")
 
 
 def test_signals_wait_while_the_process_is_replaced():
-    body = f"""
+    body = """
 if "again" not in os.environ:
     signals.hold()
     os.environ["again"] = "1"

@@ -60,8 +60,9 @@ def test_a_failure_does_not_end_the_others_and_a_signal_does():
 
 
 def test_a_sweep_from_the_command_line_skips_what_is_done_and_ends_in_a_comparison(tmp_path, monkeypatch, capsys):
-    from argosy.cli import main
     from campaign_kill import SMALL
+
+    from argosy.cli import main
 
     monkeypatch.chdir(tmp_path)
     words = ["sweep", "tiny", *SMALL, "steps=2", "optimizer.learning_rate=1e-3,2e-3", "dir=out", "--json"]

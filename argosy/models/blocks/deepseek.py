@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 from argosy.models.parts.ahead import Ahead, Depth
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.heads import Reach
 from argosy.models.parts.stack import Execution, Layer, rematerialised
 from argosy.models.parts.weight import Leaves, merge, split
+from argosy.models.settings import Reach
 
 
 class DeepSeek(Decoder):

@@ -7,8 +7,9 @@ from jaxtyping import Array, Float
 
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Spec
-from argosy.models.parts.heads import Attention, Reach
+from argosy.models.parts.heads import Attention
 from argosy.models.parts.mlp import GLU
+from argosy.models.settings import Reach
 
 
 class Sandwich(nnx.Module):

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float
 from argosy.models.parts.attend import HEADS, Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
-from argosy.models.parts.heads import Attention, Reach, turned
+from argosy.models.parts.heads import Attention, turned
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.weight import Draw, Meaning, weight
+from argosy.models.settings import Reach
 from argosy.ops import delta
 from argosy.ops.attention import Score
 from argosy.ops.conv import causal_conv
