@@ -52,6 +52,8 @@ def take_over() -> None:
     for number in SIGNALS:
         if _is_handled(number):
             signal.signal(number, _nothing)
+    # The thread inherits the mask: a signal that it took while `hold` keeps them waiting would be lost to exec.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_watch, args=(reader,), daemon=True, name="signals").start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 

@@ -127,7 +127,7 @@ def with_preset(layers: list[Layer], configs: Path = CONFIGS, families: Iterable
     try:
         found = preset_layers(str(preset), configs, f"set by {where}")
     except UnknownName as error:
-        if preset in families and error.name == preset:
+        if preset is not None and preset in families and error.name == preset:
             raise _a_family(str(preset), configs, f"set by {where}") from None
         raise
     beneath = [layer.under("model") for layer in found]
