@@ -34,12 +34,18 @@ COMPUTING = ("quickstart", "train", "sweep", "generate")
 
 def main(words: list[str] | None = None) -> int:
     """Runs one command and returns its exit code; `words` default to those of the process."""
-    if words is None:
-        from argosy.core import signals
+    if words is not None:
+        return _answered(words)
+    from argosy.core import signals
 
-        signals.take_over()
-        forgive(sys.stdout, sys.stderr)
-        words = sys.argv[1:]
+    signals.take_over()
+    forgive(sys.stdout, sys.stderr)
+    code = _answered(sys.argv[1:])
+    signals.over()
+    return code
+
+
+def _answered(words: list[str]) -> int:
     try:
         code = _run(words)
         sys.stdout.flush()

@@ -58,6 +58,13 @@ def take_over() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
+def over() -> None:
+    """The command has ended, and only the interpreter's teardown is left: a signal no longer changes the exit code."""
+    if _State.taken_over:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def is_command() -> bool:
     """Whether this process is the command line's own: not a program, or a test, that calls it."""
     return _State.taken_over

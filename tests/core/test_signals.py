@@ -106,6 +106,11 @@ time.sleep(60)
     assert run(body) == (130, "")
 
 
+def test_during_teardown_a_signal_no_longer_changes_the_exit_code():
+    body = f"import atexit\natexit.register(lambda: (print('x', flush=True), time.sleep(0.5)))\nsignals.over()"
+    assert run(body, signal.SIGINT) == (0, "")
+
+
 def test_in_somebody_elses_program_handlers_are_borrowed():
     from argosy.core.signals import asked_to_stop
 
