@@ -23,8 +23,8 @@ from argosy.checkpoint.peft import Merged, read_adapter
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.checkpoint.stream import largest, streamed
 from argosy.core.errors import BadInput
-from argosy.data.tokenize import matching
 from argosy.core.signals import before_leaving
+from argosy.data.tokenize import matching
 from argosy.infer.load import no_weights, tokenizer_of
 from argosy.infer.save import Told, write
 from argosy.jobs.compose import presets
