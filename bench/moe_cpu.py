@@ -102,8 +102,9 @@ def ours(ffn: int) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from argosy.models.parts.moe import Experts, MoE
+    from argosy.models.parts.moe import MoE
     from argosy.models.parts.weight import fill, merge, split
+    from argosy.models.settings import Experts
 
     layer = MoE({"D": WIDTH}, Experts(count=EXPERTS, active=TOP, ffn=ffn))
     fill(layer, jax.random.key(0), addresses=lambda address: [address])

@@ -12,8 +12,7 @@ from argosy.checkpoint.gguf_meta import Metadata, decimal, read_experts, read_ro
 from argosy.checkpoint.gguf_rows import Model, fused
 from argosy.core.keymap import Row
 from argosy.models.deepseek import DeepSeekConfig
-from argosy.models.parts.moe import Experts
-from argosy.models.parts.rope import Rope, Yarn
+from argosy.models.settings import Experts, Rope, Yarn
 
 
 def read_deepseek2(meta: Metadata) -> Model:

@@ -13,8 +13,7 @@ import numpy as np
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import quoted
 from argosy.core.formats.gguf import GGUF
-from argosy.models.parts.moe import Experts
-from argosy.models.parts.rope import Linear, Llama3, LongRope, Rope, Yarn
+from argosy.models.settings import Experts, Linear, Llama3, LongRope, Rope, Yarn
 
 # Of an architecture, and of no effect on what is computed here: counts that tensors tell too, and how it was trained.
 HARMLESS = frozenset(

@@ -21,31 +21,17 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from pydantic import Field
 
 from argosy.checkpoint import manifest
+from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats import Entry
 from argosy.core.formats.files import File, of_text
 from argosy.core.formats.zarr import array_files
-from argosy.core.settings import Settings
 
 Arrays = dict[str, Any]  # {name: array}
 WEIGHTS, STATE, META = "weights", "state", "meta.json"
 REMOVED = ".removed"  # a step under this ending is on its way out
-
-
-class CheckpointSettings(Settings):
-    """When to save, and what to keep."""
-
-    every: int = Field(100, gt=0)
-    """Steps between checkpoints; the last step is always saved."""
-    keep: int = Field(3, gt=0)
-    """The newest so many are kept."""
-    keep_every: int | None = Field(None, gt=0)
-    """Those whose step is a multiple of this are kept for good."""
-    keep_best: int = Field(1, ge=0)
-    """So many of the lowest evaluation loss are kept."""
 
 
 class Checkpoints:

@@ -1,7 +1,8 @@
 """The command line: `argosy VERB ...`. Data goes to stdout, words to stderr.
 
-Exit codes: 0; 1 it failed; 2 the user's mistake, found before work began; 130 after Ctrl-C; 141 when a pipe broke.
-A verb's module is imported only when the verb runs, so `argosy --help` imports neither jax nor numpy nor even Typer.
+Exit codes: 0; 1 it failed; 2 the user's mistake, found before work began; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP;
+141 when a pipe broke. A verb's module is imported only when the verb runs, so `argosy --help` imports neither jax nor numpy
+nor even Typer.
 """
 
 import os
@@ -10,26 +11,41 @@ import traceback
 from importlib import import_module
 from types import ModuleType
 
-from argosy.cli.output import fail
+from argosy.cli.output import command, fail, forgive
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
 
 VERBS = {  # verb -> the module whose `app` runs it, and what it does
-    "quickstart": ("argosy.cli.quickstart", "the first life: train, be killed, go on, talk, export, report"),
-    "train": ("argosy.cli.train", "train by a recipe, or go on training"),
+    "quickstart": ("argosy.cli.quickstart", "train, kill, resume, talk to, export and report on a small model, here"),
+    "train": ("argosy.cli.train", "train by a recipe, or resume a run"),
+    "sweep": ("argosy.cli.sweep", "train with every combination of some settings, and compare"),
     "generate": ("argosy.cli.generate", "continue a prompt with a trained model"),
-    "convert": ("argosy.cli.convert", "between Hub folder, GGUF (in) and Argosy checkpoint"),
-    "data": ("argosy.cli.data", "a corpus to tokens, a look at them, a vocabulary of one's own"),
-    "models": ("argosy.cli.models", "families and presets: sizes, memory, work"),
-    "runs": ("argosy.cli.runs", "what runs there are, and what became of them"),
-    "report": ("argosy.cli.report", "a run as one HTML page"),
-    "doctor": ("argosy.cli.doctor", "what there is to compute with, and what is wrong with it"),
-    "config": ("argosy.cli.config", "settings, and where each came from"),
+    "convert": ("argosy.cli.convert", "convert between Hub folder, GGUF (in) and Argosy checkpoint"),
+    "data": ("argosy.cli.data", "tokenize a corpus, look at training rows, train a tokenizer"),
+    "models": ("argosy.cli.models", "list model families and presets: sizes, memory, FLOPs"),
+    "runs": ("argosy.cli.runs", "list, show and compare runs"),
+    "report": ("argosy.cli.report", "write a run as one HTML page"),
+    "doctor": ("argosy.cli.doctor", "check this machine: devices, versions, memory, disk"),
+    "config": ("argosy.cli.config", "show, explain and compare settings; start a recipe"),
+    "completion": ("argosy.cli.completion", "print the completion script of a shell"),
 }
+
+COMPUTING = ("quickstart", "train", "sweep", "generate")
 
 
 def main(words: list[str] | None = None) -> int:
     """Runs one command and returns its exit code; `words` default to those of the process."""
-    words = sys.argv[1:] if words is None else words
+    if words is not None:
+        return _answered(words)
+    from argosy.core import signals
+
+    signals.take_over()
+    forgive(sys.stdout, sys.stderr)
+    code = _answered(sys.argv[1:])
+    signals.over()
+    return code
+
+
+def _answered(words: list[str]) -> int:
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -57,20 +73,49 @@ def _run(words: list[str]) -> int:
         return 0
     if verb not in VERBS:
         raise UnknownName("verb", verb, VERBS)
-    return _run_app(import_module(VERBS[verb][0]), f"argosy {verb}", rest)
+    if verb in COMPUTING and "--help" not in rest:
+        from argosy.jobs import machine
+
+        machine.prepare()  # may replace the process: before anything that takes time is imported
+    return _run_app(import_module(VERBS[verb][0]), verb, rest)
 
 
-def _run_app(module: ModuleType, name: str, words: list[str]) -> int:
-    """Runs a verb's Typer app; what Typer has to say about options is said as every other mistake is."""
+def _run_app(module: ModuleType, verb: str, words: list[str]) -> int:
+    """Runs a verb's Typer app; what Typer says about options is reported as every other mistake is."""
+    name = f"{command()} {verb}"
     try:
         return module.app(args=words, prog_name=name, standalone_mode=False) or 0
     except ArgosyError:
+        raise
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # Typer makes an exit with 1 of it
+            raise end.__context__ from None
         raise
     except Exception as error:
         message = getattr(error, "format_message", None)  # Typer's usage errors share no public class over its versions
         if message is None:
             raise
-        raise BadInput(_lower(message().rstrip(".")), hint=f"`{name} --help` shows what it takes") from None
+        what, hint = _lower(message().rstrip(".")), f"`{name} --help` shows what it takes"
+        if set(getattr(error, "possibilities", None) or ()) <= {"--help"}:  # Typer has no option of a similar name
+            typed = _without_dashes(verb, str(getattr(error, "option_name", "") or ""), words)
+            what, hint = (f"no such option: {error.option_name}", typed) if typed else (what, hint)  # pyright: ignore[reportAttributeAccessIssue]
+        raise BadInput(what, hint=hint) from None
+
+
+def _without_dashes(verb: str, option: str, words: list[str]) -> str | None:
+    """The answer to `--steps 100` and `--lr=1e-3`: settings are `key=value` words."""
+    at = next((i for i, word in enumerate(words) if word.partition("=")[0] == option), None)
+    if not option.startswith("--") or at is None:
+        return None
+    value = (
+        words[at].partition("=")[2] or next((w for w in words[at + 1 :][:1] if not w.startswith("-")), "") or "VALUE"
+    )
+    key = option.removeprefix("--").replace("-", "_")
+    if verb in ("train", "sweep", "config"):
+        from argosy.jobs.compose import key_meant
+
+        key = key_meant(key)
+    return f"settings have no dashes: `{key}={value}`"
 
 
 def _lower(text: str) -> str:
@@ -80,13 +125,14 @@ def _lower(text: str) -> str:
 def _help() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {verb:{width}}  {about}" for verb, (_, about) in VERBS.items())
-    return f"""usage: argosy VERB [ARGUMENTS] [key=value ...]
+    name = command()
+    return f"""usage: {name} VERB [ARGUMENTS] [key=value ...]
 
-A foundation model's whole life on the JAX stack.
+Train, convert and run language models on the JAX stack.
 
 {verbs}
 
-`argosy VERB --help` says more. `argosy --version` names the version."""
+`{name} VERB --help` says more. `{name} --version` prints the version."""
 
 
 def _version() -> str:

@@ -1,17 +1,26 @@
-"""`argosy config`: what a run would be set to, who set it, and what there is to set."""
+"""`argosy config`: the settings of a run, who set each, and what can be set."""
 
+import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from argosy.cli.output import answer
-from argosy.core.errors import SettingsError
+from argosy.cli.output import answer, say
+from argosy.core.errors import BadInput, SettingsError
 from argosy.core.explain import annotated, explain, reference, value_text
 from argosy.core.settings import Settings, diff, dump, flatten
 from argosy.jobs.compose import compose, editor_schema
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
+SCHEMA = "argosy.schema.json"
+NEW = """# yaml-language-server: $schema={schema}
+# What differs from the recipe `{recipe}` goes here: uncomment a line, and the group it stands in.
+# `argosy train {file}` trains by it, `argosy config show {file}` shows what it comes to.
+extends: {recipe}
+
+"""
 RECIPE = typer.Argument(help="a recipe's name, a YAML file, or a run directory", show_default=False)
 WORDS = typer.Argument(metavar="[key=value ...]", help="settings over the recipe's", show_default=False)
 JSON = typer.Option("--json", help="one JSON document on stdout")
@@ -19,7 +28,7 @@ JSON = typer.Option("--json", help="one JSON document on stdout")
 
 @app.callback(invoke_without_command=True)
 def config(context: typer.Context) -> None:
-    """What a run would be set to, who set it, and what there is to set."""
+    """The settings of a run, who set each, and what can be set."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -70,6 +79,30 @@ def show_difference(
     lines = [f"{key:{width}}  {value_text(left)} -> {value_text(right)}" for key, left, right in found]
     document = [{"key": key, "a": left, "b": right} for key, left, right in found]
     answer("\n".join(lines) or "no difference", document, as_json)
+
+
+@app.command("new")
+def new(
+    name: Annotated[str, typer.Argument(help="of the recipe: NAME.yml is written here", show_default=False)],
+    recipe: Annotated[str, typer.Argument(help="the recipe to start from")] = "tiny",
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Writes a recipe to start from: every setting in a comment, with its meaning, and a schema that editors check it by."""
+    from argosy.core.explain import commented
+
+    path = Path(name if name.endswith((".yml", ".yaml")) else f"{name}.yml")
+    if path.exists():
+        raise BadInput(f"{path} exists already", hint="choose another name, or remove it")
+    text = NEW.format(file=path.name, recipe=recipe, schema=SCHEMA) + commented(compose(root(), recipe))
+    schema = json.dumps(editor_schema(root()))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / SCHEMA).write_text(schema, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {(error.strerror or '').lower()}") from None
+    say(f"Next: argosy train {path}")
+    answer(str(path), {"recipe": str(path), "schema": str(path.parent / SCHEMA)}, as_json)
 
 
 @app.command("reference")

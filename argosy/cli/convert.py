@@ -25,20 +25,20 @@ class Convert(Settings):
     """What to write."""
 
     to: Literal["hub", "argosy"] = "hub"
-    """A Hub folder, or an Argosy checkpoint."""
+    """What to write: a Hub folder, or an Argosy checkpoint."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the tensors; as they are unless told."""
+    """Type of the tensors. None: as they are in the source."""
     adapter: str | None = None
-    """A folder of low-rank adapters (PEFT's) to merge on the way."""
+    """A folder of low-rank adapters, as the PEFT library writes it, to merge into the weights."""
     shard_gb: float = Field(5.0, gt=0)
-    """The largest file of a Hub folder, in 1e9 bytes; a larger tensor has one to itself."""
+    """Most 1e9 bytes in a file of a Hub folder; a larger tensor gets a file to itself."""
 
 
 class Check(Settings):
-    """When two models are the same."""
+    """When two models count as the same."""
 
     tolerance: float | None = Field(None, ge=0)
-    """None: every byte. A number: types may differ, and values by that share of the tensor's largest magnitude."""
+    """Share of a tensor's largest magnitude by which values may differ, whatever their types. None: every byte must agree."""
 
 
 @app.command()
@@ -147,7 +147,7 @@ class Progress:
         if not self.new:
             self.start = now  # what went before was looking
             if kept and not new:
-                self.say(f"going on: {kept / 1e9:.2f} of {all / 1e9:.2f} GB are there already, and good")
+                self.say(f"resuming: {kept / 1e9:.2f} of {all / 1e9:.2f} GB are there already, and good")
         self.new += new
         if now - self.shown >= (REDRAW_S if self.is_live else TELL_S):
             self.shown = now

@@ -28,9 +28,9 @@ class Vocabulary(Settings):
     """What to train a tokenizer on, and how large."""
 
     vocab: int = Field(1024, gt=0)
-    """Tokens in all: 256 bytes, <|bos|>, <|eos|>, and merges."""
+    """Size of the vocabulary: 256 bytes, <|bos|>, <|eos|>, and merges."""
     max_bytes: int | None = Field(4_000_000, gt=0)
-    """Text to read, in the order of the source. None: all of it."""
+    """Most bytes of text to read, in the order of the source. None: all of it."""
 
 
 @app.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""`argosy doctor`: what there is to compute with, and what is wrong with it."""
+"""`argosy doctor`: the devices, memory and packages of this machine, and what is wrong with them."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
-    """Tells versions, devices, memory, disk, cache, and what is wrong with them. Exits with 1 where nothing would run."""
+    """Prints versions, devices, memory, disk and cache, and what is wrong with them. Exits with 1 where nothing would run."""
     from argosy.jobs.doctor import examine
 
     found = examine()

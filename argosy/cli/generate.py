@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import Field
 
-from argosy.cli.output import answer, say
+from argosy.cli.output import Doing, answer, say
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, read_settings, words_layer
 from argosy.jobs import machine
@@ -20,38 +20,35 @@ class Generate(Settings):
     """How to continue a prompt."""
 
     max_tokens: int = Field(64, gt=0)
-    """Tokens at most."""
+    """Most tokens to generate."""
     temperature: float | None = Field(None, ge=0)
-    """At 0, the likeliest token each time. The model's generation config decides where not set."""
+    """Sampling temperature; 0 takes the likeliest token. None: the model's generation config decides, else 0."""
     top_k: int | None = Field(None, ge=0)
-    """Only the k likeliest; 0: all."""
+    """Sample from the k likeliest tokens; 0: from all."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Only the likeliest whose sum reaches p."""
+    """Sample from the likeliest tokens whose probabilities reach p together."""
     min_p: float | None = Field(None, ge=0, le=1)
-    """Only tokens this share as likely as the likeliest."""
+    """Leave out tokens less likely than this share of the likeliest one."""
     repetition_penalty: float | None = Field(None, gt=0)
-    """Above 1: tokens of prompt and answer become less likely."""
+    """Above 1 makes tokens of prompt and completion less likely (arXiv:1909.05858)."""
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    """Subtracted from tokens that are in the answer."""
+    """Subtracted from the logit of each token that the completion holds."""
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    """Subtracted from a token for each time it is in the answer."""
-    seed: int = 0
-    """Of the draws."""
+    """Subtracted from the logit of a token for each time it is in the completion."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Random seed of sampling."""
     n: int = Field(1, gt=0)
-    """Answers to the prompt."""
+    """Completions of the prompt."""
     stop: str | None = None
-    """A string that ends the answer."""
+    """Text that ends the completion; it is left out."""
     ignore_eos: bool = False
-    """Do not stop at the model's own end."""
+    """Go on after the end-of-sequence token."""
     logprobs: bool = False
-    """Log-probabilities of the tokens, with --json."""
+    """Add the log-probability of each token, with --json."""
     dtype: str | None = None
-    """What to compute in: float32 or bfloat16."""
+    """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     adapter: str | None = None
-    """A folder of low-rank adapters (PEFT's) on the model."""
-
-
-PROMPT = "text, @file, or - for stdin; then settings: " + ", ".join(Generate.model_fields)
+    """A folder of low-rank adapters, as the PEFT library writes it, to apply to the model."""
 
 
 @app.command()
@@ -78,11 +75,13 @@ def generate(
     if how.logprobs and not as_json:
         raise BadInput("logprobs are told with --json only", hint="add --json")
     text = read_prompt(prompt)
-    machine.prepare()
-    machine.start_jax()
-    from argosy.jobs.public import load
+    with Doing() as doing:
+        doing("loading jax")
+        machine.start_jax()
+        from argosy.jobs.public import load
 
-    lm = load(model, dtype=how.dtype, adapter=how.adapter)
+        doing(f"loading {model}")
+        lm = load(model, dtype=how.dtype, adapter=how.adapter)
     lm.check_predicts()
     sampling = told_sampling(how, lm.generation)
     if how.n > 1 and not sampling.get("temperature"):
@@ -96,9 +95,12 @@ def generate(
         seed=how.seed,
         **sampling,
     )
-    for piece in answers:
-        if not as_json and piece.row == 0 and how.n == 1:
-            print(piece.text, end="", flush=True)
+    with Doing() as doing:
+        doing("compiling")
+        for piece in answers:
+            doing.done()
+            if not as_json and piece.row == 0 and how.n == 1:
+                print(piece.text, end="", flush=True)
     document = [document_of(c, how.logprobs) for c in answers.completions]
     if as_json:
         answer("", document, True)

@@ -18,12 +18,12 @@ class Show(Settings):
     """What to count at."""
 
     context: int | None = Field(None, gt=0)
-    """Tokens of a sequence, for memory and work; all that the model was made for unless told."""
+    """Tokens of a sequence, for memory and FLOPs. None: the longest that the model was made for."""
 
 
 @app.callback(invoke_without_command=True)
 def models(context: typer.Context, as_json: Annotated[bool, JSON] = False) -> None:
-    """Lists the model families and presets; `show` tells what one is made of and what it costs."""
+    """Lists the model families and presets; `show` describes one: its block, sizes, memory and FLOPs."""
     if context.invoked_subcommand is not None:
         return
     from argosy.jobs.models import listing
@@ -42,7 +42,7 @@ def show(
     words: Annotated[list[str] | None, typer.Argument(metavar="[context=TOKENS]", show_default=False)] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Shows the block of a model, its sizes, parameters, work and memory, and the recipes that use it."""
+    """Shows the block of a model, its sizes, parameters, FLOPs and memory, and the recipes that use it."""
     how = read_settings(Show, words_layer(words or [])).value
     from argosy.jobs.models import describe
 

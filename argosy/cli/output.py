@@ -1,39 +1,98 @@
-"""How verbs speak: the answer on stdout, as text or as one JSON document; all else on stderr, readable uncolored."""
+"""How verbs print: the answer on stdout, as text or as one JSON document; everything else on stderr, readable uncolored."""
 
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
 from argosy.core.errors import ArgosyError
 
+COMMAND = "ARGOSY_COMMAND"  # what the user typed for `argosy`: `./run` sets it
+
 
 def answer(text: str, document: Any, as_json: bool) -> None:
     """Prints a verb's answer: `document` as JSON where --json was given, else `text`."""
     if as_json:
-        print(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
+        plain = not is_utf8(sys.stdout)  # escapes lose nothing, question marks do
+        print(json.dumps(_finite(document), indent=2, ensure_ascii=plain, allow_nan=False))
     else:
         print(text.rstrip("\n"))
 
 
 def say(text: str) -> None:
-    """Words for the person at the terminal."""
-    print(text, file=sys.stderr, flush=True)
+    """Prints words for the person at the terminal."""
+    print(as_typed(text), file=sys.stderr, flush=True)
+
+
+class Doing:
+    """Says on stderr what a command is doing while it is silent otherwise: loading jax, compiling.
+
+    At a terminal one line that the next replaces and `done` removes; elsewhere a line each. A context manager.
+    """
+
+    def __init__(self, stream: TextIO | None = None):
+        self.stream = stream or sys.stderr
+        self.is_live = self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self.is_shown = False
+
+    def __call__(self, what: str) -> None:
+        print(
+            f"\r\033[K{what} ..." if self.is_live else f"{what} ...", end="" if self.is_live else "\n", file=self.stream
+        )
+        self.stream.flush()
+        self.is_shown = self.is_live
+
+    def done(self) -> None:
+        """Removes the line."""
+        if self.is_shown:
+            self.is_shown = False
+            print("\r\033[K", end="", file=self.stream, flush=True)
+
+    def __enter__(self) -> "Doing":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done()
 
 
 def fail(error: ArgosyError) -> None:
-    """Tells an error and its way out."""
+    """Prints an error and how to mend it."""
     text = str(error)
     if can_color(sys.stderr):
         text = text.replace("error: ", "\033[1;31merror:\033[0m ").replace("\nhint: ", "\n\033[36mhint:\033[0m ")
     say(text)
 
 
+def command() -> str:
+    """What the user types for `argosy`: that, or `./run` in a checkout."""
+    return os.environ.get(COMMAND) or "argosy"
+
+
+def as_typed(text: str) -> str:
+    """The text with each `argosy VERB` in it as this user types it."""
+    from argosy.cli import VERBS
+
+    return re.sub(rf"(?<![\w./-])argosy (?=({'|'.join(VERBS)})\b)", lambda _: f"{command()} ", text)
+
+
 def can_color(stream: TextIO) -> bool:
     """Whether color codes are wanted there: a terminal, NO_COLOR unset or empty (no-color.org), not a dumb one."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def is_utf8(stream: TextIO) -> bool:
+    """Whether every letter can be written there."""
+    return (getattr(stream, "encoding", None) or "").lower().replace("-", "") in ("utf8", "")
+
+
+def forgive(*streams: TextIO) -> None:
+    """Lets streams that are not UTF-8 (a Windows code page) write a question mark for what they lack, not a traceback."""
+    for stream in streams:
+        if not is_utf8(stream) and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _finite(value: Any) -> Any:

@@ -1,14 +1,21 @@
-"""The generated pages of docs/reference, and the check that they are not stale: `./run docs`, `./run docs --check`."""
+"""The generated pages of docs/reference, and the check that they are not stale: `./run docs`, `./run docs --check`.
 
+They lie in the checkout, wherever the command is run.
+"""
+
+import io
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from argosy.core.errors import BadInput
+from argosy.core.schema import Also, Choice, Settings, marks, shape_of
 
-FOLDER = Path("docs/reference")
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "reference"
 
 
 def settings_page() -> str:
@@ -19,25 +26,57 @@ def settings_page() -> str:
 
 
 def verbs_page() -> str:
-    """What each verb says of itself."""
-    import subprocess
+    """The help of each verb."""
+    from argosy.cli import VERBS, main
 
-    from argosy.cli import VERBS
+    def help_of(*words: str) -> str:
+        with redirect_stdout(io.StringIO()) as out:
+            main([*words, "--help"])
+        return out.getvalue().strip()
 
-    plain = os.environ | {"NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb"}
-
-    def told(*verb: str) -> str:
-        words = [sys.executable, "-m", "argosy", *verb, "--help"]
-        return subprocess.run(words, capture_output=True, text=True, env=plain, check=True).stdout.strip()
-
+    plain = {"NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb"}
+    before = {name: os.environ.get(name) for name in (*plain, "ARGOSY_COMMAND")}
+    os.environ.update(plain)
+    os.environ.pop("ARGOSY_COMMAND", None)
     parts = ["# Verbs\n"]
-    for verb in VERBS:
-        about = told(verb)
-        inner = re.findall(r"^  (\w+)", about.partition("Commands:\n")[2], re.MULTILINE)
-        pages = [about, *(told(verb, name) for name in inner)]
-        names = [verb, *(f"{verb} {name}" for name in inner)]
-        parts += [f"## argosy {name}\n\n```\n{page}\n```\n" for name, page in zip(names, pages, strict=True)]
+    try:
+        for verb in VERBS:
+            about = help_of(verb)
+            inner = re.findall(r"^  (\w+)", about.partition("Commands:\n")[2], re.MULTILINE)
+            pages = [about, *(help_of(verb, name) for name in inner)]
+            names = [verb, *(f"{verb} {name}" for name in inner)]
+            parts += [f"## argosy {name}\n\n```\n{page}\n```\n" for name, page in zip(names, pages, strict=True)]
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
     return "\n".join(parts)
+
+
+def names_page() -> str:
+    """What other trainers call our settings."""
+    from argosy.jobs.elsewhere import ELSEWHERE
+    from argosy.jobs.run import Run
+
+    rows = sorted({(name, f"`{key}`") for name, key in names_of(Run)} | {(n, s) for n, s in ELSEWHERE.items()})
+    table = "\n".join(f"| `{name}` | {answer} |" for name, answer in rows)
+    return (
+        "# Names from other trainers\n\nWhat Hugging Face Trainer, torchtitan, axolotl, nanochat, nanoGPT and MaxText call things, and "
+        "what that is here. None of these names is accepted; whoever types one is told this.\n\n"
+        f"| name | here |\n| --- | --- |\n{table}\n"
+    )
+
+
+def names_of(schema: type[Settings], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name elsewhere, our key) of every key that a schema may have, whatever is chosen."""
+    for name, info in schema.model_fields.items():
+        yield from ((other, f"{prefix}{name}") for mark in marks(info, Also) for other in mark.names)
+        kind = shape_of(info)
+        inner = [kind.of] if kind.kind == "group" else []
+        if isinstance(kind.of, Choice):
+            inner = [kind.of.pick(option) for option in kind.of.registry]
+        for one in inner:
+            yield from names_of(one, f"{prefix}{name}.")
 
 
 def seams_page() -> str:
@@ -57,7 +96,7 @@ def families_page() -> str:
 
     plain = os.environ | {"JAX_PLATFORMS": "cpu"}
     table = subprocess.run(
-        [sys.executable, "tests/parity_table.py"], stdout=subprocess.PIPE, text=True, env=plain, check=True
+        [sys.executable, "tests/parity_table.py"], stdout=subprocess.PIPE, text=True, env=plain, check=True, cwd=ROOT
     )
     return (
         "# The families, beside the reference implementation\n\nA row is a small random model of transformers in odd sizes, "
@@ -70,23 +109,27 @@ def families_page() -> str:
 
 
 # What is cheap and exact is checked for staleness; the table of the seams holds figures of rounding, which differ by machine.
-CHECKED: dict[str, Callable[[], str]] = {"settings.md": settings_page, "verbs.md": verbs_page}
+CHECKED: dict[str, Callable[[], str]] = {
+    "settings.md": settings_page,
+    "verbs.md": verbs_page,
+    "names.md": names_page,
+}
 MEASURED: dict[str, Callable[[], str]] = {"families.md": families_page, "seams.md": seams_page}
 
 
-def write() -> list[Path]:
-    """Writes every page."""
+def write(pages: dict[str, Callable[[], str]]) -> list[Path]:
+    """Writes these pages."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, page in (CHECKED | MEASURED).items():
-        (FOLDER / name).write_text(page())
-    return [FOLDER / name for name in CHECKED | MEASURED]
+    for name, page in pages.items():
+        (FOLDER / name).write_text(page(), encoding="utf-8")
+    return [FOLDER / name for name in pages]
 
 
 def check() -> None:
     """Raises BadInput where a page is not what the code says."""
-    stale = [n for n, page in CHECKED.items() if not (FOLDER / n).exists() or (FOLDER / n).read_text() != page()]
-    if stale:
-        raise BadInput(f"stale pages in {FOLDER}: {', '.join(stale)}", hint="./run docs writes them")
+    there = {name: (FOLDER / name).read_text(encoding="utf-8") if (FOLDER / name).exists() else "" for name in CHECKED}
+    if stale := [name for name, page in CHECKED.items() if there[name] != page()]:
+        raise BadInput(f"stale pages in {FOLDER}: {', '.join(stale)}", hint="./run docs --fast writes them")
 
 
 def main() -> int:
@@ -96,7 +139,8 @@ def main() -> int:
         if "--check" in sys.argv[1:]:
             check()
         else:
-            print("\n".join(map(str, write())))
+            fast = "--fast" in sys.argv[1:]  # without the measured pages, which take minutes
+            print("\n".join(map(str, write(CHECKED if fast else CHECKED | MEASURED))))
     except BadInput as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -22,9 +22,7 @@ class Listing(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
-    cls=Listing, rich_markup_mode=None, add_completion=False, help="What runs there are, and what became of them."
-)
+app = typer.Typer(cls=Listing, rich_markup_mode=None, add_completion=False, help="Lists, shows and compares runs.")
 
 
 @app.command("list")
@@ -68,16 +66,26 @@ def compare(
     dirs: Annotated[list[str], typer.Argument(metavar="A B ...", help="run directories", show_default=False)],
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Puts runs side by side: the settings that differ, and where each came to."""
+    """Puts runs side by side: the settings that differ, and the last numbers of each."""
     from argosy.jobs import runs
 
     found = runs.compare(dirs)
-    right = range(1, len(dirs) + 1)
+    answer(comparison(found), found, as_json)
+
+
+def comparison(found: dict[str, Any]) -> str:
+    """What `runs.compare` found, as two tables."""
+    from argosy.jobs import runs
+
+    right = range(1, len(found["runs"]) + 1)
     rows = [[name, *("-" if v is None else _end(v) for v in values)] for name, values in found["numbers"].items()]
     text = columns(["", *found["runs"]], rows, figures=right)
     differ = [[key, *map(runs.shown, values)] for key, values in found["settings"].items()]
-    text += "\n\n" + (columns(["setting", *found["runs"]], differ, figures=right) if differ else "no setting differs")
-    answer(text, found, as_json)
+    return (
+        text
+        + "\n\n"
+        + (columns(["setting", *found["runs"]], differ, figures=right) if differ else "no setting differs")
+    )
 
 
 def _row(found: Any) -> list[str]:

@@ -4,35 +4,55 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.output import answer, say
+from argosy.cli.output import answer, as_typed, say
+from argosy.core.signals import before_leaving
 from argosy.jobs import machine
+from argosy.jobs.compose import about, compose, recipes, run_folder
+
+RECIPES = "\n".join(f"  {name:12}{about(name)}" for name in recipes())
+HELP = f"""Trains by a recipe, or resumes: the run directory (dir=, else runs/RECIPE) continues from its last good checkpoint.
+
+\b
+Recipes:
+{RECIPES}
+
+\b
+Examples:
+  argosy train tiny
+  argosy train tiny steps=500 optimizer.learning_rate=1e-3 dir=runs/faster
+  argosy train tiny data.source=my.txt dir=runs/mine
+  argosy train my-recipe.yml model=llama3.2-1b
+  argosy config explain optimizer      (what can be set; `argosy config new my-recipe` writes a recipe)"""
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
-@app.command()
+@app.command(help=as_typed(HELP))
 def train(
-    recipe: Annotated[str, typer.Argument(help="a recipe's name, or a YAML file", show_default=False)],
+    recipe: Annotated[str, typer.Argument(help="a recipe's name, a YAML file, or a run directory", show_default=False)],
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="[key=value ...]", help="settings over the recipe's", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
-    """Trains, or goes on training: the directory (dir=, or runs/RECIPE) goes on from its last good checkpoint."""
-    machine.prepare()
+    from argosy.jobs.run import Run
+
+    run = compose(Run, recipe, words or []).value  # a mistake is answered before jax is imported, which takes seconds
+    say(f"training {recipe} for {run.steps:,} steps in {run.dir or run_folder(recipe)}; loading jax ...")
     machine.start_jax()
     from argosy.jobs.train import train as job
     from argosy.observe.terminal import Terminal
 
-    with Terminal() as view:
+    stopped = "stopped; the same command continues from the last checkpoint, if there is one"
+    with before_leaving(lambda: say(stopped)), Terminal() as view:
         outcome = job(recipe, words or [], view)
     if outcome.done and outcome.seconds:
         say(
-            f"{outcome.dir}: step {outcome.step}. Next: argosy generate {outcome.dir}, or look at {outcome.dir}/report.html"
+            f"{outcome.dir}: step {outcome.step}. Next: argosy generate {outcome.dir}, or open {outcome.dir}/report.html"
         )
     if outcome.exit_code:
-        say(f"stopped at step {outcome.step} of {outcome.steps}, and saved: the same command goes on")
+        say(f"stopped at step {outcome.step} of {outcome.steps}, and saved: the same command resumes")
     document = {"dir": str(outcome.dir), "step": outcome.step, "steps": outcome.steps, "last": dict(outcome.last)}
     if as_json:
         answer("", document, True)

@@ -5,14 +5,17 @@ either direction: a reshape, a cut and a transpose, views where they can be. `co
 Knows neither names nor files.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from argosy.core.formats import Shape
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _TOKEN = re.compile(r"[A-Za-z_]\w*|1\b|[()|]")
 
@@ -125,6 +128,8 @@ def move(
 
 
 def _piece(array: np.ndarray, whole: Axes, i: int, part: Axes, sizes: Sizes) -> np.ndarray:
+    import numpy as np
+
     x = array.reshape(whole.flat(sizes))
     if cut := whole.cut:
         axis, start = whole.leaves.index(cut), _size(cut[:i], sizes)
@@ -135,6 +140,8 @@ def _piece(array: np.ndarray, whole: Axes, i: int, part: Axes, sizes: Sizes) -> 
 
 
 def _fused(arrays: Sequence[np.ndarray], parts: Sequence[Axes], whole: Axes, sizes: Sizes) -> np.ndarray:
+    import numpy as np
+
     axis, flat = whole.leaves.index(whole.cut), whole.flat(sizes)
     pieces = []
     for i, (array, part) in enumerate(zip(arrays, parts)):

@@ -1,8 +1,8 @@
-"""The errors a user can meet, each saying what, where, and the way out.
+"""The errors a user can meet. Each says what is wrong, where, and how to mend it.
 
     ArgosyError                 it failed                                     exit code 1
     ├── UserError               a mistake found before any work began         exit code 2
-    │   ├── SettingsError       one or many wrong settings, told together
+    │   ├── SettingsError       one or more wrong settings, reported together
     │   ├── UnknownName         a name that no registry holds
     │   └── BadInput            a file, folder or value that cannot be used
     ├── Damaged                 bytes that are not what was written: truncated, flipped, hostile
@@ -73,7 +73,7 @@ class SettingsError(UserError):
 
 
 def complaint(error: Exception) -> str:
-    """What an error of any kind complains of first, in one line: for telling it as one of ours."""
+    """The first line of any error, for reporting it as one of ours."""
     if isinstance(error, ArgosyError):
         return error.what.splitlines()[0]
     if (errors := getattr(error, "errors", None)) is not None:  # a validation's
@@ -82,9 +82,9 @@ def complaint(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
-def nearest(name: str, known: Iterable[str], most: int = 8) -> str | None:
-    """A hint with the known name closest to a wrong one, or with the first few where none is close."""
-    known = sorted(known)
+def nearest(name: str, known: Iterable[str], most: int = 12) -> str | None:
+    """A hint with the known name closest to a wrong one; with the first few known names where none is close."""
+    known = list(known)
     if close := get_close_matches(name, known, n=1, cutoff=0.6):
         return f"did you mean `{close[0]}`?"
     if not known:

@@ -1,9 +1,7 @@
-"""Text out of types: the settings reference, the schema for editors, and who set what in one run.
-
-Knows the types and their documentation, and nothing of any particular setting.
-"""
+"""Text generated from settings classes: the reference page, the schema for editors, and who set what in one run."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -16,7 +14,7 @@ from argosy.core.schema import Choice, Settings, Shape, members, shape, shape_of
 from argosy.core.settings import DEFAULT, Reading, dump, flatten
 
 _BOUNDS = (("gt", "> "), ("ge", "≥ "), ("lt", "< "), ("le", "≤ "), ("multiple_of", "multiple of "))
-_HUMAN_NUMBER = r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?([kKMBT]|[KMGT]i)?$"
+_HUMAN_NUMBER = r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?([kKMBT]|[KMGT]i)?$"
 
 
 # ---- the reference page
@@ -117,8 +115,17 @@ def _default_text(info: FieldInfo) -> str:
 # ---- the schema for editors
 
 
-class _HumanNumbers(GenerateJsonSchema):
-    """Lets an editor accept numbers as this project reads them."""
+class _AsWritten(GenerateJsonSchema):
+    """Lets an editor accept values as people write them and `core.settings` reads them: `25k`, `none`, `off`, `lang: no`."""
+
+    def str_schema(self, schema: Any) -> dict[str, Any]:
+        return super().str_schema(schema) | {"type": ["string", "number", "boolean"]}
+
+    def bool_schema(self, schema: Any) -> dict[str, Any]:
+        return {"anyOf": [super().bool_schema(schema), {"enum": ["yes", "no", "on", "off"]}]}
+
+    def nullable_schema(self, schema: Any) -> dict[str, Any]:
+        return {"anyOf": [super().nullable_schema(schema), {"enum": ["none"]}]}
 
     def int_schema(self, schema: Any) -> dict[str, Any]:
         return {"anyOf": [super().int_schema(schema), {"type": "string", "pattern": _HUMAN_NUMBER}]}
@@ -129,7 +136,7 @@ class _HumanNumbers(GenerateJsonSchema):
 
 def json_schema(schema: type[Settings]) -> dict[str, Any]:
     """JSON Schema (2020-12) of one layer of these settings: valid without the keys that other layers set."""
-    found = schema.model_json_schema(schema_generator=_HumanNumbers)
+    found = schema.model_json_schema(schema_generator=_AsWritten)
     return _without_required({"$schema": "https://json-schema.org/draft/2020-12/schema", **found})
 
 
@@ -182,7 +189,7 @@ def _explain_group(reading: Reading, key: str, leaves: dict[str, Any]) -> str:
     inside = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
     if not inside:
         groups = {leaf[:i] for leaf in leaves for i, letter in enumerate(leaf) if letter == "."}
-        raise mistakes.unknown(key, None, [*leaves, *groups], reading.choices)
+        raise mistakes.unknown(key, None, replace(reading.names, known=[*leaves, *groups]))
     return aligned((f"{leaf} = {value_text(leaves[leaf])}", reading.origin[leaf]) for leaf in inside)
 
 
@@ -203,6 +210,23 @@ def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
 def annotated(reading: Reading) -> str:
     """The resolved settings as YAML, each key with who set it: what a run directory keeps as `settings.yml`."""
     return aligned(_lines(dump(reading.value), "", "", reading.origin)) + "\n"
+
+
+def commented(reading: Reading) -> str:
+    """Every setting of a run as a YAML comment, with the first sentence of its meaning: a recipe to start from."""
+    lines = []
+    for line, key in _lines(dump(reading.value), "", "", _Itself()):
+        info = _field(reading.value, key.split(".")) if key else None
+        about = mistakes.sentence(info.description) if isinstance(info, FieldInfo) else None
+        lines.append((f"# {line}", about))
+    return aligned(lines) + "\n"
+
+
+class _Itself(dict[str, str]):
+    """Gives each key for itself."""
+
+    def get(self, key: str, default: Any = None) -> str:
+        return key
 
 
 def aligned(lines: Iterable[tuple[str, str | None]]) -> str:

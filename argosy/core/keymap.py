@@ -22,19 +22,21 @@ experts lead one of ours, one of them is read or written without the others: all
 Knows neither files nor families: tensors come from any `formats.Reader`, rows and sizes from `models`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from argosy.core.axes import Axes, How, Names, Sizes, move
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.formats import Entry, Parted, Reader, Shape, listed, read_part
-from argosy.core.formats.quants import SCALED
+
+if TYPE_CHECKING:
+    import numpy as np
 
 IGNORED = ("*rotary_emb.inv_freq",)  # a buffer that follows from the config, in folders written before 2023
 
@@ -94,6 +96,8 @@ class _Group:
 
     def their_shapes(self, sizes: Sizes, e: int | None = None) -> dict[str, Shape]:
         """Of all of theirs, or of those that hold one expert."""
+        from argosy.core.formats.quants import SCALED
+
         shapes = [part.shape(sizes) for part in self.how.theirs]
         if self.row.scales:
             shapes = SCALED[self.row.scales].shapes(shapes[0])
@@ -108,6 +112,8 @@ class _Group:
 
     def of_expert(self, ours: Sequence[np.ndarray], e: int) -> list[np.ndarray]:
         """One expert's part of ours, which are whole."""
+        import numpy as np
+
         return [np.moveaxis(x, axis, 0)[e] for x, axis in zip(ours, self.expert_axes or ())]
 
 
@@ -143,6 +149,8 @@ def _one_expert(how: How) -> tuple[How, tuple[int, ...]]:
 
 
 def _check_row(row: Row, theirs: Names, ours: Names, how: How) -> None:
+    from argosy.core.formats.quants import SCALED
+
     if {"{l}" in name for name in (*theirs, *ours)} != {row.over is not None}:
         raise ValueError("{l} in every name, or no layers to run over")
     if len({"{e}" in name for name in theirs}) > 1:
@@ -235,6 +243,8 @@ class KeyMap:
             BadInput: tensors that are not there or have the wrong shape (`plan` tells all of them at once), parts of
                 different types, a tied tensor that differs.
         """
+        import numpy as np
+
         group, i = self._by_path[path]
         _check_fit([(group.their_shapes(self.sizes), False)], _shapes(reader, group.names))
         for name in group.tied:
@@ -335,6 +345,8 @@ class _Held:
 
 def _sources(reader: Reader, group: _Group, e: int | None = None) -> list[np.ndarray]:
     """Theirs as the left side describes them. Of one expert, where told: its own tensors, or a stack of one."""
+    from argosy.core.formats.quants import SCALED
+
     if e is not None and group.is_stacked:
         names = list(group.names)
         arrays = [read_part(reader, name, e)[None] for name in names]

@@ -1,12 +1,12 @@
 """The words for every mistake in settings: what is wrong with which key, who set it, and the way out.
 
-Notable: a misspelt key is answered from the keys that this very run could have had. A key of a choice's other classes
-is told as such (`b1` belongs to `name: adamw`); then come the likest key, and the same or a like name in another group.
-Knows nothing of how layers are read.
+An unknown key is answered from the keys that this very run could have had: the key that another trainer calls so, a key of
+a choice's other classes (`b1` belongs to `name: adamw`), the most similar key, the same name in another group.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
@@ -49,17 +49,34 @@ _HINTS = {
 }
 
 
-def unknown(key: str, where: str | None, known: Iterable[str], choices: Mapping[str, tuple[Choice, str]]) -> UserError:
-    """A key that nothing reads. `known`: every dotted key of this run; `choices`: key -> choice, and its name."""
-    return BadInput(f"unknown setting `{key}`", where=where, hint=_nearest_key(key, sorted(set(known)), choices))
+@dataclass(frozen=True)
+class Names:
+    """The names that an unknown key may stand for.
+
+    known: every dotted key of this run. choices: key -> choice, and its name. also: a name that other trainers use -> our keys.
+    elsewhere: a name that no key stands for -> a sentence about it.
+    """
+
+    known: Sequence[str] = ()
+    choices: Mapping[str, tuple[Choice, str]] = field(default_factory=dict)
+    also: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
-def _nearest_key(key: str, known: list[str], choices: Mapping[str, tuple[Choice, str]]) -> str:
+def unknown(key: str, where: str | None, names: Names) -> UserError:
+    """A key that nothing reads."""
+    return BadInput(f"unknown setting `{key}`", where=where, hint=_nearest_key(key, names))
+
+
+def _nearest_key(key: str, names: Names) -> str:
+    known, choices = sorted(set(names.known)), names.choices
     group, _, leaf = key.rpartition(".")
     if key in known:
         return f"in a file, write `{leaf}` under `{group}`, without the dot"
     if group in known and not any(other.startswith(f"{group}.") for other in known):
         return f"`{group}` is one value, without keys of its own"
+    if answer := _of_other_trainers(key, names):
+        return answer
     if owner := _other_owner(group, leaf, choices):
         return owner
     likest = max(known, key=lambda other: _likeness(key, other), default="")
@@ -75,8 +92,21 @@ def _nearest_key(key: str, known: list[str], choices: Mapping[str, tuple[Choice,
     return "`argosy config reference` lists every setting"
 
 
+def _of_other_trainers(key: str, names: Names) -> str | None:
+    """The answer to a name that another trainer uses; the whole dotted name counts before its last part, and a key of the same
+    group before others."""
+    plain = key.lower().replace("-", "_")
+    group, _, leaf = plain.rpartition(".")
+    for name in dict.fromkeys([plain, leaf]):
+        if ours := names.also.get(name):
+            return f"did you mean `{next((k for k in ours if k.rpartition('.')[0] == group), ours[0])}`?"
+        if sentence := names.elsewhere.get(name):
+            return sentence
+    return None
+
+
 def _likeness(key: str, other: str) -> float:
-    """How well `other` could be what was meant, 0 where it could not: groups and leaves are compared apart."""
+    """How well `other` could be what was meant, 0 where it could not. Groups and leaves are compared separately."""
     group, _, leaf = key.rpartition(".")
     its_group, _, its_leaf = other.rpartition(".")
     groups = 1.0 if group == its_group else SequenceMatcher(None, group, its_group).ratio()
@@ -110,11 +140,13 @@ def not_that(what: str, value: Any, layer: Layer, key: str) -> UserError:
 def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[UserError]:
     """What Pydantic refused of one key, or of the items in it. `setter`: dotted key -> the layer that set it."""
     if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
-        about = f": {_sentence(info.description)}" if _sentence(info.description) else ""
+        about = f": {sentence(info.description)}" if sentence(info.description) else ""
         return [BadInput(f"`{key}` is required", where="set by nobody", hint=f"add `{key}=...`{about}")]
     options = [member for member in members(info.annotation) if member is not type(None)]
     if len(options) > 1:  # one error for each member of the union: the key is told once
-        return [_wrong_item(key, key, wanted(info.annotation), errors[0], options, setter)]
+        first = next((e for e in errors if e["type"] == "finite_number"), errors[0])
+        noun = _WANTED["finite"] if first["type"] == "finite_number" else wanted(info.annotation)
+        return [_wrong_item(key, key, noun, first, options, setter)]
     return [_wrong_part(key, info, error, setter) for error in errors]
 
 
@@ -123,15 +155,15 @@ def _wrong_part(key: str, info: FieldInfo, error: Any, setter: Setter) -> UserEr
     kind, context = error["type"], error.get("ctx", {})
     if kind in ("value_error", "assertion_error"):
         where = _by(_setter(setter, path, key), path)
-        return BadInput(f"`{path}`: {message(error)}", where=where, hint=_sentence(info.description))
+        return BadInput(f"`{path}`: {message(error)}", where=where, hint=sentence(info.description))
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return _wrong_item(path, key, f"{words} {context[name]:g}", error, [], setter, _sentence(info.description))
+        return _wrong_item(path, key, f"{words} {context[name]:g}", error, [], setter, sentence(info.description))
     if kind in ("literal_error", "enum"):
         return _wrong_item(path, key, f"one of {context['expected']}", error, [info.annotation], setter)
     if kind == "missing":
         return BadInput(f"`{key}` lacks `{path}`", where=_by(_setter(setter, path, key), key))
-    noun = wanted(info.annotation) if path == key else _WANTED.get(_kind(error), "")
+    noun = wanted(info.annotation) if path == key and kind != "finite_number" else _WANTED.get(_kind(error), "")
     return _wrong_item(path, key, noun or f"valid ({message(error)})", error, [], setter)
 
 
@@ -205,7 +237,7 @@ def _close_literal(value: Any, hints: Iterable[Any]) -> str | None:
     return f"did you mean `{close[0]}`?" if close else None
 
 
-def _sentence(text: str | None) -> str | None:
+def sentence(text: str | None) -> str | None:
     """The first sentence of a key's documentation, to serve as a hint."""
     if not text:
         return None

@@ -1,7 +1,7 @@
-"""One pass from layers to a tree: what the layers say is merged on the way down, and the tree is built on the way up.
+"""One pass from layers to a tree: layers are merged on the way down, and the tree is built on the way up.
 
-Notable: each group is built by Pydantic once its children stand, so every mistake at every depth is found in one pass.
-The rules between the keys of a group are asked only where each key is right by itself; else they blame the innocent.
+Pydantic builds each group after its children, so every mistake at every depth is found in one pass. The rules between the
+keys of a group are checked only where each key is right by itself; otherwise they would blame the wrong key.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from argosy.core import mistakes
 from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.core.plain import dotted
-from argosy.core.schema import BelongsTo, Choice, Settings, Shape, item_hint, marks, meant, shape, shape_of, takes
+from argosy.core.schema import Also, BelongsTo, Choice, Settings, Shape, item_hint, marks, meant, shape, shape_of, takes
 from argosy.core.words import SELF, Layer
 
 DEFAULT = "default"
@@ -32,12 +32,14 @@ class Said:
 
 
 class Reader:
-    """Reads one schema, and gathers by key what was wrong, unknown, known, chosen, who set it and who tried."""
+    """Reads one schema, and collects by key what was wrong, unknown, known and chosen, who set it and who tried; and the keys
+    that each name of other trainers stands for."""
 
     def __init__(self):
         self.problems: list[UserError] = []
         self.unknown: list[tuple[str, str]] = []
         self.known: list[str] = []
+        self.also: dict[str, list[str]] = {}
         self.choices: dict[str, tuple[Choice, str]] = {}
         self.setter: dict[str, Layer] = {}
         self.tried: dict[str, list[tuple[str, Any]]] = {}
@@ -55,6 +57,8 @@ class Reader:
             recent = said[_since_changed(cls, info, said) :]
             its = [Said(one.layer, one.value[name]) for one in recent if name in one.value]
             self.known.append(path)
+            for also in (also for mark in marks(info, Also) for also in mark.names):
+                self.also.setdefault(also, []).append(path)
             if its or shape_of(info).kind in ("group", "choice"):
                 values[name] = self._part(info, path, _default(info) + its)
             if values.get(name) is _FAILED:

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, dataclass_transform, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -42,11 +42,20 @@ else:
 
 
 class Settings(BaseModel, metaclass=_Keys):
-    """A frozen group of settings. The string under a field documents it. Unknown keys are errors."""
+    """A frozen group of settings. The string under a field documents it. Unknown keys are errors, and so are numbers that are
+    not finite: a learning rate of infinity is a slip."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    # Names of other trainers that no key stands for, with the sentence that answers whoever types one. Read from the root.
 
     @field_validator("*", mode="before")
     @classmethod
@@ -56,7 +65,7 @@ class Settings(BaseModel, metaclass=_Keys):
 
 class Also:
     """Marks a key with the names that other trainers have for it: `Annotated[float, Also("lr", "max_lr")]`. They are not
-    accepted; whoever types one is answered with the right name."""
+    accepted; whoever types one is told the right name. A dotted name, `training.steps`, wins over its last part."""
 
     def __init__(self, *names: str):
         self.names = names
@@ -134,15 +143,21 @@ class Choice:
         return core_schema.no_info_plain_validator_function(self.build)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        untagged = {"type": "object", "not": {"required": [self.tag]}}  # another layer may have made the choice
-        options: list[dict[str, Any]] = [{"enum": list(self.registry)}, untagged]
+        options: list[dict[str, Any]] = []
+        every: dict[str, list[Any]] = {}
         for name in self.registry:
             reference = handler(self.pick(name).__pydantic_core_schema__)
             group = dict(handler.resolve_ref_schema(reference))
+            for key, item in group.get("properties", {}).items():
+                if item not in every.setdefault(key, []):
+                    every[key].append(item)
             group["properties"] = {self.tag: {"const": name}, **group.get("properties", {})}
             group["required"] = [self.tag, *group.get("required", [])]
             options.append(group)
-        return {"oneOf": options}
+        # Another layer may have made the choice: keys of any class, without the tag.
+        keys: dict[str, Any] = {key: items[0] if len(items) == 1 else {"anyOf": items} for key, items in every.items()}
+        untagged = {"type": "object", "properties": {self.tag: False, **keys}, "additionalProperties": False}
+        return {"oneOf": [{"enum": list(self.registry)}, untagged, *options]}
 
 
 # ---- questions about a type
@@ -218,7 +233,8 @@ def takes(hint: Any, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Refused:
-    """Stands for a value that Pydantic would take and people do not mean: 1 for a switch, a switch for a number."""
+    """Stands for a value that Pydantic would take and nobody means: 1 for a switch, a switch for a number, an integer that no
+    array can hold."""
 
     value: Any
 
@@ -280,4 +296,5 @@ def _number(hint: type, value: Any) -> Any:
     if isinstance(value, bool):
         return Refused(value)
     found = number(value) if isinstance(value, str) else None
-    return value if found is None or (hint is int and isinstance(found, float)) else found
+    value = value if found is None or (hint is int and isinstance(found, float)) else found
+    return Refused(value) if hint is int and isinstance(value, int) and abs(value) >= 2**63 else value

@@ -5,7 +5,7 @@
 
 Layers apply in order. Groups and mappings merge key by key, everything else is replaced whole. A layer that changes the
 tag of a `Choice` drops what older layers said of it: a learning rate meant for AdamW is wrong for Muon. Every mistake
-of every layer is found before any is told. This file is the door to the rest: schema, words, plain.
+of every layer is reported at once. Other rooms import from here what schema, words and plain define.
 """
 
 from dataclasses import dataclass, field
@@ -15,15 +15,17 @@ from argosy.core import mistakes
 from argosy.core.errors import SettingsError
 from argosy.core.plain import diff, dump, flatten
 from argosy.core.reader import DEFAULT, Reader, Said
-from argosy.core.schema import Choice, Settings
+from argosy.core.schema import Also, Choice, MayChange, Settings
 from argosy.core.words import COMMAND_LINE, Layer, Mark, words_layer, yaml_layer
 
 __all__ = [
     "COMMAND_LINE",
     "DEFAULT",
+    "Also",
     "Choice",
     "Layer",
     "Mark",
+    "MayChange",
     "Reading",
     "Settings",
     "diff",
@@ -41,14 +43,15 @@ T = TypeVar("T", bound=Settings)
 class Reading(Generic[T]):
     """A typed tree and where it comes from.
 
-    `origin`: dotted leaf key -> who set it. `tried`: dotted key -> what every layer said of it, oldest first.
-    `choices`: dotted key -> the choice that stands there and the name it has.
+    origin: dotted leaf key -> who set it. tried: dotted key -> what every layer said of it, oldest first.
+    choices: dotted key -> the choice that stands there and the name it has. names: what unknown keys are answered from.
     """
 
     value: T
     origin: dict[str, str]
     tried: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
     choices: dict[str, tuple[Choice, str]] = field(default_factory=dict)
+    names: mistakes.Names = field(default_factory=mistakes.Names)
 
 
 def read_settings(schema: type[T], *layers: Layer) -> Reading[T]:
@@ -59,8 +62,9 @@ def read_settings(schema: type[T], *layers: Layer) -> Reading[T]:
     """
     reader = Reader()
     value = reader.group(schema, "", [Said(layer, layer.values) for layer in layers])
-    unknown = [mistakes.unknown(key, where, reader.known, reader.choices) for key, where in reader.unknown]
+    names = mistakes.Names(reader.known, reader.choices, reader.also, schema.elsewhere)
+    unknown = [mistakes.unknown(key, where, names) for key, where in reader.unknown]
     if problems := unknown + reader.problems:
         raise SettingsError(problems)
     origin = {key: reader.setter[key].origin if key in reader.setter else DEFAULT for key in flatten(value)}
-    return Reading(value, origin, reader.tried, reader.choices)
+    return Reading(value, origin, reader.tried, reader.choices, names)

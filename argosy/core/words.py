@@ -1,19 +1,20 @@
-"""Text to layers: what people write in YAML files and in `key=value` words.
+"""YAML files and `key=value` words to layers. `core.settings` turns layers into a typed tree.
 
-Notable: a plain scalar keeps its text and line beside its value, because only the type of a setting says what it means.
-`lang: no` is text where text is wanted and false where a switch is, `007` stays `007`, and an error can name its line.
-Knows no schema; `core.settings` turns layers into a typed tree.
+A plain scalar keeps its text and line beside its value, because only the type of a setting says what it means: `lang: no` is
+text where text is wanted and false where a switch is, `007` stays `007`, and an error names its line.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from argosy.core.errors import BadInput, SettingsError, UserError, nearest
+from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.core.scalars import scalar
 
 COMMAND_LINE = "command line"
@@ -95,10 +96,19 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise BadInput("a settings file is UTF-8 text", where=f"in {path}, byte {error.start}") from None
     except FileNotFoundError:
-        files = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise BadInput(f"no settings file `{path}`", hint=nearest(path.name, files)) from None
+        raise BadInput(f"no settings file `{path}`", hint=_close_file(path)) from None
     except OSError as error:
         raise BadInput(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
+
+
+def _close_file(path: Path) -> str | None:
+    """A hint with a file of a similar name beside it, if it is this user's: a folder for temporary files holds everybody's."""
+    try:
+        files = [p.name for p in path.parent.glob("*.y*ml") if os.name == "nt" or p.stat().st_uid == os.getuid()]
+    except OSError:
+        return None
+    close = get_close_matches(path.name, files, n=1, cutoff=0.75)
+    return f"did you mean `{path.parent / close[0]}`?" if close else None
 
 
 def _parse(text: str, where: str, lines: bool) -> yaml.Node | None:

@@ -13,6 +13,7 @@ beside it; the next one says so and starts over. Two writers at once wait for ea
 of it: any sequence length and either packing reads the same folder.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -147,7 +148,8 @@ def prepare(
             partial.rename(folder)
             sync(folder.parent)
     except OSError as e:
-        hint = "free some space, or choose another folder (`data.cache=FOLDER` when training)"
+        other = "choose another folder (`data.cache=FOLDER` when training)"
+        hint = f"free some space, or {other}" if e.errno in (errno.ENOSPC, errno.EDQUOT) else other
         raise ArgosyError(f"cannot write the prepared corpus: {e.strerror or e}", where=str(folder), hint=hint) from e
     return open_prepared(folder)
 

@@ -15,42 +15,95 @@ class DataSettings(Settings):
     """What a run is trained on. `max_bytes`, `documents` and `invalid` say how one source is read: changing `source` drops
     what older layers (a recipe) say of them. `held_out`, a share, stays with any source."""
 
-    source: str = "stdlib"
+    source: Annotated[
+        str,
+        Also(
+            "dataset",
+            "datasets",
+            "dataset_name",
+            "dataset_path",
+            "train_file",
+            "training.dataset",
+            "hf_path",
+            "dataset_type",
+            "data_path",
+            "data_dir",
+            "train_data",
+        ),
+    ] = "stdlib"
     """Where the data comes from: a text or JSONL file, a folder or glob of such files, a folder written by `argosy data prepare`,
     or a name: stdlib, docstrings, synthetic. `NAME:ARGUMENT` chooses the reader, as in `text:server.log`."""
 
-    tokenizer: str = "byte"
+    tokenizer: Annotated[
+        str,
+        Also("tokenizer_path", "tokenizer_name", "hf_assets_path", "tokenizer_name_or_path", "model.tokenizer_path"),
+    ] = "byte"
     """`byte`, or a tokenizer file, Hub folder, run directory or GGUF file. A prepared corpus brings its own, which is used
     unless this is set."""
 
-    sequence: Annotated[int, Also("block_size", "seq_len", "max_seq_length", "sequence_len", "max_target_length")] = (
-        Field(default=256, gt=0)
-    )
+    sequence: Annotated[
+        int,
+        Also(
+            "seq_length",
+            "max_seq_len",
+            "max_length",
+            "training.seq_len",
+            "context_length",
+            "n_ctx",
+            "block_size",
+            "seq_len",
+            "max_seq_length",
+            "sequence_len",
+            "max_target_length",
+        ),
+    ] = Field(default=256, gt=0)
     """Tokens in a row, at most the model's context."""
 
-    batch: Annotated[int, Also("batch_size", "global_batch_size", "per_device_train_batch_size")] = Field(
-        default=8, gt=0
-    )
+    batch: Annotated[
+        int,
+        Also(
+            "per_device_batch_size",
+            "micro_batch_size",
+            "device_batch_size",
+            "train_batch_size",
+            "total_batch_size",
+            "local_batch_size",
+            "training.local_batch_size",
+            "batch_size",
+            "global_batch_size",
+            "per_device_train_batch_size",
+        ),
+    ] = Field(default=8, gt=0)
     """Rows in a step, over all devices and processes together."""
 
-    packing: Literal["split", "fit"] = "split"
+    packing: Annotated[Literal["split", "fit"], Also("sample_packing", "group_by_length", "pad_to_sequence_len")] = (
+        "split"
+    )
     """split: documents joined to one stream and cut every `sequence` tokens, without padding. fit: whole documents packed into
     rows by best fit; only documents longer than a row are cut."""
 
-    shuffle: bool = True
+    shuffle: Annotated[bool, Also("enable_data_shuffling", "shuffle_data")] = True
     """Draw the rows of each epoch in another random order. Off: in the order of the source."""
 
-    seed: int | None = None
+    seed: Annotated[int | None, Also("data_seed", "data_shuffle_seed", "shuffle_seed")] = Field(
+        default=None, ge=0, lt=2**32
+    )
     """Random seed of the order of the rows, and of synthetic tokens. None: the run's seed."""
 
-    epochs: Annotated[float | None, MayChange(), Also("num_epochs", "num_train_epochs")] = Field(default=None, gt=0)
+    epochs: Annotated[float | None, MayChange(), Also("max_epochs", "num_epochs", "num_train_epochs")] = Field(
+        default=None, gt=0
+    )
     """Passes over the rows, after which the data ends even if the run has steps left; the last batch is whole. With `online`,
     passes are rounded up. None: as many as the steps take."""
 
-    held_out: float = Field(default=0.01, ge=0, lt=1)
+    held_out: Annotated[float, Also("val_set_size", "validation_split", "val_split", "eval_split")] = Field(
+        default=0.01, ge=0, lt=1
+    )
     """Share of the corpus kept for evaluation and never trained on. 0: no evaluation."""
 
-    max_bytes: Annotated[int | None, BelongsTo("source")] = Field(default=None, gt=0)
+    max_bytes: Annotated[int | None, BelongsTo("source"), Also("max_train_samples", "max_samples")] = Field(
+        default=None, gt=0
+    )
     """Read no more than this many bytes of text, in the order of the source. None: all of it."""
 
     documents: Annotated[Literal["whole", "paragraphs"], BelongsTo("source")] = "whole"
@@ -71,8 +124,10 @@ class DataSettings(Settings):
     """Tokenize and pack while training, and write nothing. The position is then exact only under the same number of processes,
     and rows are shuffled within windows of about 1 MiB of text instead of over the whole corpus."""
 
-    prefetch: Annotated[int, MayChange(), Also("num_workers", "dataloader_num_workers")] = Field(default=2, ge=0)
+    prefetch: Annotated[
+        int, MayChange(), Also("prefetch_factor", "dataloader_prefetch_factor", "num_workers", "dataloader_num_workers")
+    ] = Field(default=2, ge=0)
     """Batches made ahead of the step that takes them."""
 
-    cache: Annotated[str | None, MayChange()] = None
+    cache: Annotated[str | None, MayChange(), Also("dataset_prepared_path", "cache_dir")] = None
     """Folder of the tokenized corpora. None: `argosy/corpora` under $XDG_CACHE_HOME, or under ~/.cache."""

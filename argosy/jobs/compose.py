@@ -8,14 +8,16 @@ model overrides the preset like anything else, and provenance shows it. Composin
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from argosy.core.errors import BadInput, UnknownName
+from argosy.core import mistakes
+from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.core.explain import json_schema
-from argosy.core.settings import Layer, Reading, Settings, read_settings, words_layer, yaml_layer
+from argosy.core.settings import Choice, Layer, Reading, Settings, read_settings, words_layer, yaml_layer
 from argosy.core.words import SELF
 
 T = TypeVar("T", bound=Settings)
@@ -44,13 +46,24 @@ def compose(
     layers += recipe_layers(recipe, configs) if recipe is not None else []
     layers.append(words_layer(words))
     if "model" in schema.model_fields:
-        layers = with_preset(layers, configs)
+        layers = with_preset(layers, configs, _families(schema))
     return read_settings(schema, *layers)
 
 
 def recipes(configs: Path = CONFIGS) -> list[str]:
     """The names of the recipes that come with the package."""
     return list(_named(configs / "recipes"))
+
+
+def about(recipe: str, configs: Path = CONFIGS) -> str:
+    """The comment on the first line of a recipe."""
+    with (configs / "recipes" / f"{recipe}.yml").open(encoding="utf-8") as file:
+        return file.readline().lstrip("# ").strip()
+
+
+def run_folder(recipe: str | Path) -> str:
+    """Where a recipe's run lies unless `dir` says otherwise."""
+    return f"runs/{Path(recipe).stem}"
 
 
 def presets(configs: Path = CONFIGS) -> list[str]:
@@ -68,29 +81,77 @@ def preset_layers(preset: str, configs: Path = CONFIGS, where: str | None = None
     return _chain(_preset_file(preset, configs, where), lambda name: _preset_file(name, configs), configs)
 
 
+def preset_config(name: str) -> Any:
+    """The config of a preset, by name or YAML file."""
+    from argosy.models import FAMILIES
+
+    class Model(Settings):
+        model: Annotated[Any, Choice(FAMILIES, tag="family")]
+
+    layers = [layer.under("model") for layer in preset_layers(name)]
+    return read_settings(Model, *layers).value.model
+
+
 def editor_schema(schema: type[Settings], configs: Path = CONFIGS) -> dict[str, Any]:
     """The JSON Schema of a recipe: of the settings, with `extends`, and `model` as the name of a preset."""
     document = json_schema(schema)
-    document["properties"] = {EXTENDS: {"type": "string"}, **document["properties"]}
+    extends = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    document["properties"] = {EXTENDS: extends, **document["properties"]}
     model = document["properties"].get("model", {})
     if "oneOf" in model:
         model["oneOf"][0] = {"type": "string", "examples": presets(configs)}
     return document
 
 
+def key_meant(key: str) -> str:
+    """The setting of a run that a name stands for: itself, or the one that an unknown name is answered with."""
+    from argosy.jobs.run import Run
+
+    names = compose(Run, "tiny").names
+    if key in names.known:
+        return key
+    hint = mistakes.unknown(key, None, names).hint or ""
+    return hint.removeprefix("did you mean `").removesuffix("`?") if hint.startswith("did you mean `") else key
+
+
 # ---- presets among the layers
 
 
-def with_preset(layers: list[Layer], configs: Path = CONFIGS) -> list[Layer]:
+def with_preset(layers: list[Layer], configs: Path = CONFIGS, families: Iterable[str] = ()) -> list[Layer]:
     """The layers with the preset they ask for beneath the one that asks, and older words on the model dropped."""
     layers = [_spelt_out(layer) for layer in layers]
     naming = max((i for i, layer in enumerate(layers) if _preset_of(layer)), default=None)
     if naming is None:
         return layers
     preset, where = _preset_of(layers[naming]), layers[naming].where("model.preset")
-    beneath = [layer.under("model") for layer in preset_layers(str(preset), configs, f"set by {where}")]
+    try:
+        found = preset_layers(str(preset), configs, f"set by {where}")
+    except UnknownName as error:
+        if preset is not None and preset in families and error.name == preset:
+            raise _a_family(str(preset), configs, f"set by {where}") from None
+        raise
+    beneath = [layer.under("model") for layer in found]
     older = [_without_model(layer) for layer in layers[:naming]]
     return [*older, *beneath, *layers[naming:]]
+
+
+def _families(schema: type[Settings]) -> Iterable[str]:
+    choice = next((mark for mark in schema.model_fields["model"].metadata if isinstance(mark, Choice)), None)
+    return choice.registry if choice else ()
+
+
+def _a_family(name: str, configs: Path, where: str) -> BadInput:
+    """The answer to `model=llama`: a family has no sizes."""
+    sized = _of_family(name, presets(configs))
+    some = f"name a preset: {', '.join(f'model={preset}' for preset in sized[:5])}" if sized else "name a preset of it"
+    hint = f"{some}; or set model.family={name} and its sizes"
+    return BadInput(f"`{name}` is a model family, which has no sizes", where=where, hint=hint)
+
+
+def _of_family(name: str, models: Iterable[str]) -> list[str]:
+    """The presets whose names begin with a family's: `gemma2-2b` for gemma, `gpt-oss-20b` for gpt_oss."""
+    begins = re.compile(re.escape(name.replace("_", "-")) + r"[-\d.]")
+    return [model for model in models if len(name) > 2 and begins.match(model)]
 
 
 def _spelt_out(layer: Layer) -> Layer:
@@ -130,11 +191,28 @@ def _is_path(name: str) -> bool:
 
 
 def _recipe_file(name: str, configs: Path) -> Path:
-    if _is_path(name) and name not in recipes(configs):
+    known = recipes(configs)
+    if name in known:
+        return configs / "recipes" / f"{name}.yml"
+    if _is_path(name):
         return _run_file(Path(name))
-    if name not in recipes(configs):
-        raise UnknownName("recipe", name, recipes(configs))
-    return configs / "recipes" / f"{name}.yml"
+    raise _unknown_recipe(name, known, configs)
+
+
+def _unknown_recipe(name: str, known: list[str], configs: Path) -> UserError:
+    """The answer to a name that is no recipe: the file without its ending, or a model's name."""
+    error = UnknownName("recipe", name, known)
+    for path in (Path(f"{name}{ending}") for ending in (".yml", ".yaml")):
+        if path.is_file():
+            return BadInput(error.what, hint=f"did you mean the file `{path}`?")
+    if Path(name).is_file():
+        return BadInput(error.what, where=f"`{name}` is a file", hint="a recipe's name ends in .yml or .yaml")
+    models = presets(configs)
+    for what, close in [("a model", [m for m in models if m == name]), ("a model family", _of_family(name, models))]:
+        if close and known:
+            hint = f"name a recipe first, then the model: {'tiny' if 'tiny' in known else known[0]} model={close[0]}"
+            return BadInput(f"`{name}` is {what}, not a recipe", hint=hint)
+    return error
 
 
 def _run_file(path: Path) -> Path:
@@ -160,23 +238,21 @@ def _preset_file(name: str, configs: Path, where: str | None = None) -> Path:
     raise UnknownName("model preset", name, presets(configs), where=where)
 
 
-def _chain(path: Path, find: Callable[[str], Path], configs: Path) -> list[Layer]:
-    """A file after those it extends. `extends: other` is a path beside the file, or a name."""
+def _chain(path: Path, find: Callable[[str], Path], configs: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
+    """A file after those it extends. `extends: other` is a path beside the file, or a name; of a list, later ones win."""
+    layer = yaml_layer(path, _origin(path, configs))
+    below = (*below, path.resolve())
+    parents = layer.values.get(EXTENDS)
     layers: list[Layer] = []
-    seen: list[Path] = []
-    while True:
-        layer = yaml_layer(path, _origin(path, configs))
-        seen.append(path.resolve())
-        parent = layer.values.get(EXTENDS)
-        layers.insert(0, replace(layer, values={key: value for key, value in layer.values.items() if key != EXTENDS}))
-        if parent is None:
-            return layers
-        where = f"in {layer.where(EXTENDS)}"
+    where = f"in {layer.where(EXTENDS)}"
+    for parent in parents if isinstance(parents, list) else [] if parents is None else [parents]:
         if not isinstance(parent, str):
-            raise BadInput(f"`{EXTENDS}` names one file", where=where, hint="write `extends: NAME`")
-        path = path.parent / parent if parent.endswith((".yml", ".yaml")) else find(parent)
-        if path.resolve() in seen:
+            raise BadInput(f"`{EXTENDS}` names files", where=where, hint=f"write `{EXTENDS}: NAME`, or a list of names")
+        above = path.parent / parent if parent.endswith((".yml", ".yaml")) else find(parent)
+        if above.resolve() in below:
             raise BadInput(f"`{EXTENDS}: {parent}` goes in a circle", where=where)
+        layers += _chain(above, find, configs, below)
+    return [*layers, replace(layer, values={key: value for key, value in layer.values.items() if key != EXTENDS})]
 
 
 def _origin(path: Path, configs: Path) -> str:

@@ -23,6 +23,7 @@ from argosy.checkpoint.peft import Merged, read_adapter
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.checkpoint.stream import largest, streamed
 from argosy.core.errors import BadInput
+from argosy.core.signals import before_leaving
 from argosy.data.tokenize import matching
 from argosy.infer.load import no_weights, tokenizer_of
 from argosy.infer.save import Told, write
@@ -73,7 +74,12 @@ def convert(
     if tokenizer is not None and tokenizer.vocab > stored.config.vocab:
         say(f"the tokenizer has {tokenizer.vocab} tokens, the model {stored.config.vocab}: do they belong together?")
     count = _Count(told)
-    try:
+
+    def stopped() -> None:
+        if count.all:
+            say(f"stopped; what is whole is kept in {target}.part, and the same command goes on from there")
+
+    with before_leaving(stopped):
         write(
             *(target, to, stored.config, stored.weights, stored.hub, stored.companions),
             DTYPES[dtype] if dtype else None,
@@ -82,10 +88,6 @@ def convert(
             facts=facts,
             told=count,
         )
-    except KeyboardInterrupt:
-        if count.all:
-            say(f"stopped; what is whole is kept in {target}.part, and the same command goes on from there")
-        raise
     seconds = time.monotonic() - start
     weights = stored.weights
     parameters = sum(math.prod(weights.shape(n)) for n in weights.names)

@@ -1,7 +1,7 @@
-"""`argosy doctor`: what there is to compute with, and what is wrong with it.
+"""`argosy doctor`: the devices, memory and packages of this machine, and what is wrong with them.
 
-Each finding is broken (nothing will run), a warning (it will run wrongly, slowly, or not for long) or a note, with a way out.
-Checks are functions from what was found to findings, so each can be tried on a machine that does not have the problem.
+Each finding is broken (nothing will run), a warning (it will run wrongly, slowly, or not for long) or a note, with a hint.
+Checks are functions from what was found to findings, so that each can be tested on a machine without the problem.
 """
 
 import os
@@ -35,13 +35,18 @@ class Finding:
 def examine(devices: Callable[[], dict[str, Any]] = environment.devices) -> dict[str, Any]:
     """Everything that is known of this machine, and `findings`. `ok` is false where something is broken."""
     folder = machine.cache_folder()
+    place = folder or Path(tempfile.gettempdir())
     found: dict[str, Any] = {
         "versions": environment.versions(),
         "machine": environment.machine(),
         "jax": devices(),
         "gpus": environment.gpus(),
-        "disk": {"here": _disk(Path.cwd()), "cache": _disk(folder), "temporary": _disk(Path(tempfile.gettempdir()))},
-        "cache": {"folder": str(folder), **_contents(folder), "writable": can_write(folder)},
+        "disk": {"here": _disk(Path.cwd()), "cache": _disk(place), "temporary": _disk(Path(tempfile.gettempdir()))},
+        "cache": {
+            "folder": str(folder or "nowhere"),
+            **_contents(place if folder else None),
+            "writable": folder is not None and can_write(folder),
+        },
         "huge_pages": huge_pages(),
         "open_files": _open_files(),
         "clock_behind_s": _clock_behind_s(),
@@ -58,7 +63,7 @@ def examine(devices: Callable[[], dict[str, Any]] = environment.devices) -> dict
 
 def check_packages(found: Mapping[str, Any]) -> list[Finding]:
     absent = [name for name, v in found["versions"].items() if v == "not installed" and name != "argosy"]
-    hint = "install argosy again: pip install argosy"
+    hint = "install argosy again, from its checkout: pip install ."
     return [Finding(BROKEN, f"not installed: {', '.join(absent)}", hint)] if absent else []
 
 
@@ -77,12 +82,13 @@ def check_devices(found: Mapping[str, Any]) -> list[Finding]:
     if found["gpus"] and "cpu" in (platforms or ""):
         return [Finding(NOTE, f"{len(found['gpus'])} GPUs, unused: JAX_PLATFORMS={platforms}", "unset JAX_PLATFORMS")]
     if found["gpus"]:
-        hint = 'pip install "jax[cuda12]"; then run this again'
+        hint = "`./run --gpu VERB` makes an environment with CUDA; by hand: pip install '.[gpu]'"
         if not variables.get("CUDA_VISIBLE_DEVICES", "all").strip("-1 "):
             hint = "CUDA_VISIBLE_DEVICES hides them: unset it"
         return [Finding(WARNING, f"{len(found['gpus'])} GPUs ({found['gpus'][0]}), and jax sees the CPU only", hint)]
     if Path("/dev/accel0").exists():
-        return [Finding(WARNING, "a TPU, and jax sees the CPU only", 'pip install "jax[tpu]"; then run this again')]
+        hint = "`./run --tpu VERB` makes an environment with libtpu; by hand: pip install '.[tpu]'"
+        return [Finding(WARNING, "a TPU, and jax sees the CPU only", hint)]
     return []
 
 
@@ -123,7 +129,7 @@ def check_disk(found: Mapping[str, Any]) -> list[Finding]:
 def check_cache(found: Mapping[str, Any]) -> list[Finding]:
     cache = found["cache"]
     if not cache["writable"]:
-        hint = "mend the permissions of the home directory, or set XDG_CACHE_HOME"
+        hint = f"mend the permissions of the home directory, or {machine.CACHE_HINT}"
         return [Finding(WARNING, f"compiled programs cannot be kept in {cache['folder']}", hint)]
     if cache["bytes"] > 10 * GIB:
         what = f"{sized(cache['bytes'])} of compiled programs are kept"
@@ -204,9 +210,9 @@ def _disk(folder: Path) -> dict[str, Any]:
     return {"path": str(folder), "free_bytes": usage.free, "total_bytes": usage.total}
 
 
-def _contents(folder: Path) -> dict[str, int]:
+def _contents(folder: Path | None) -> dict[str, int]:
     try:
-        sizes = [f.stat().st_size for f in folder.iterdir() if f.is_file()]
+        sizes = [f.stat().st_size for f in (folder.iterdir() if folder else ()) if f.is_file()]
     except OSError:
         sizes = []
     return {"programs": len(sizes), "bytes": sum(sizes)}

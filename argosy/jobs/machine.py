@@ -2,50 +2,34 @@
 
 Huge pages: XLA:CPU takes its temporary buffer from malloc at each step and gives it back, so every step touches it afresh in
 4 kB pages (420,000 minor faults a step at 31M parameters). glibc reads the tunable that asks for huge pages at exec only, so
-the process is replaced by itself once, which costs 10 ms and saves 10 to 18 % of a step. $ARGOSY_HUGE_PAGES=0 opts out.
+the process replaces itself once, which costs 10 ms and saves 10 to 18 % of a step. $ARGOSY_HUGE_PAGES=0 opts out.
 """
 
 import os
 import platform
-import signal
 import sys
-import threading
 from pathlib import Path
-from typing import Any
+
+from argosy.core import signals
 
 TUNABLE = "glibc.malloc.hugetlb=1"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+CACHE_HINT = "set XDG_CACHE_HOME to a folder that can be written"
 
 
-class Interrupts:
-    """Remembers a Ctrl-C. Python raises KeyboardInterrupt wherever it stands; inside a callback of jax's that is discarded,
-    and the run would go on to its end."""
-
-    asked = False
-
-    @classmethod
-    def watch(cls) -> None:
-        def note(number: int, frame: Any) -> None:
-            cls.asked = True
-            raise KeyboardInterrupt
-
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, note)
-
-
-def prepare(*, replace: bool = True) -> None:
-    """Sets what XLA and malloc read at start; replaces the process once where huge pages are to be had."""
-    Interrupts.watch()
+def prepare() -> None:
+    """Sets what XLA and malloc read at start; a command replaces its process once where huge pages are available."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _wide_vectors()
-    if replace and wants_huge_pages():
+    if signals.is_command() and wants_huge_pages():
         tunables = [os.environ.get("GLIBC_TUNABLES", ""), TUNABLE]
         os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, tunables))
+        signals.hold()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def wants_huge_pages() -> bool:
-    """Whether they are to be had, allowed, and not asked for yet."""
+    """Whether the system has them, nobody forbids them, and this process was not started with them."""
     if "glibc.malloc.hugetlb" in os.environ.get("GLIBC_TUNABLES", "") or os.environ.get("ARGOSY_HUGE_PAGES") == "0":
         return False
     if platform.libc_ver()[0] != "glibc":
@@ -62,22 +46,30 @@ def _wide_vectors() -> None:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_prefer_vector_width=512".strip()
 
 
-def cache_folder() -> Path:
-    """Where compiled programs are kept between processes."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "argosy" / "xla"
+def cache_folder() -> Path | None:
+    """Where compiled programs are kept between processes; None where this user has no home directory."""
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "argosy" / "xla"
+    try:
+        return Path.home() / ".cache" / "argosy" / "xla"
+    except RuntimeError:
+        return None
 
 
 def start_jax() -> None:
-    """Turns on the cache of compiled programs: the second run of the same program starts without compiling."""
+    """Imports jax and turns on the cache of compiled programs: a second run of the same program starts without compiling."""
     import jax
 
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+    folder = cache_folder()
+    if folder is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def described() -> str:
-    """One line: what this is."""
+    """Python, jax, system, cores and devices in one line."""
     import jax
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -1,6 +1,6 @@
 """`argosy models`: what a model is made of and what it costs, from its config alone. No weight is drawn or read.
 
-Building is free, because weights begin as descriptions; what layers keep of the past is asked of the layers themselves.
+Listing presets imports no jax; describing one builds it, which is free because weights begin as descriptions.
 """
 
 import math
@@ -13,11 +13,9 @@ from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
 from argosy.core.settings import dump
-from argosy.jobs.compose import presets, recipe_layers, recipes
-from argosy.jobs.public import preset_config
+from argosy.jobs.compose import preset_config, presets, recipe_layers, recipes
 from argosy.models import FAMILIES
-from argosy.models.parts.moe import Experts, MoE
-from argosy.models.parts.weight import variables
+from argosy.models.settings import Experts
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 STATE_BYTES = 4  # recurrent states are float32 whatever the cache is
@@ -145,6 +143,8 @@ def cache_bytes(kept: Iterable[Kept], tokens: int, size: int) -> int:
 
 def parts(model: Any) -> dict[str, int]:
     """Parameters by part, those of all layers together."""
+    from argosy.models.parts.weight import variables
+
     out: dict[str, int] = {}
     for address, v in variables(model).items():
         part = re.sub(r"^layers\.[^.]+\.", "", address).partition(".")[0]
@@ -186,8 +186,8 @@ def _rows(layer: Any, reaches: list[str]) -> list[str]:
         told = [f"{name} {'x'.join(map(str, w.shape))}" for name, w in shapes.items() if w is not None]
         what = getattr(part, "called", SUBLAYERS[sub])
         rows += [""] * bool(rows) + [formula.format(what), f"    {'  '.join(told)}"]
-        if isinstance(part, MoE):
-            rows.append(f"    {_routing(part.how)}")
+        if isinstance(how := getattr(part, "how", None), Experts):
+            rows.append(f"    {_routing(how)}")
         if (index := getattr(part, "index", None)) is not None:
             sizes = index.q.sizes
             rows.append(f"    an index of {sizes['I']} heads of {sizes['J']} picks {index.topk:,} tokens")

@@ -14,6 +14,7 @@ import numpy as np
 
 from argosy.checkpoint.store import Checkpoints, load_weights
 from argosy.core.errors import ArgosyError
+from argosy.core.signals import before_leaving
 from argosy.core.storage import Store
 from argosy.jobs.train import Quiet, train
 from argosy.observe.metrics import by_step, read
@@ -47,10 +48,10 @@ def prove(folder: Path, recipe: str, words: list[str], steps: int = 40, every: i
         "sample.every=none",
     ]
     alone, killed = folder / "alone", folder / "killed"
-    train(recipe, [*common, f"dir={alone}"], Quiet())
+    trained(recipe, [*common, f"dir={alone}"])
     killed_at = kill_at(killed, recipe, [*common, f"dir={killed}"], steps * 5 // 8)
     resumed_from = max(Checkpoints(killed / "checkpoints").steps(), default=0)
-    train(recipe, [*common, f"dir={killed}"], Quiet())
+    trained(recipe, [*common, f"dir={killed}"])
     losses = [by_step(read(Store(d)), "loss") for d in (alone, killed)]
     return Proof(
         steps,
@@ -59,6 +60,12 @@ def prove(folder: Path, recipe: str, words: list[str], steps: int = 40, every: i
         losses[0] == losses[1] and len(losses[0]) == steps,
         digest(alone, steps) == digest(killed, steps),
     )
+
+
+def trained(recipe: str, words: list[str]) -> None:
+    """Trains without a word. Raises SystemExit where a signal stopped it: a run that is not whole proves nothing."""
+    if code := train(recipe, words, Quiet()).exit_code:
+        raise SystemExit(code)
 
 
 def kill_at(run: Path, recipe: str, words: list[str], step: int) -> int:
@@ -71,6 +78,11 @@ def kill_at(run: Path, recipe: str, words: list[str], step: int) -> int:
         env=environment,
     )
     limit = time.monotonic() + PATIENCE_S
+    with before_leaving(process.kill):
+        return _killed(process, run, step, limit)
+
+
+def _killed(process: subprocess.Popen[bytes], run: Path, step: int, limit: float) -> int:
     try:
         while (seen := max(by_step(read(Store(run)), "loss"), default=0)) < step:
             if process.poll() is not None:

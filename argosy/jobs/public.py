@@ -1,12 +1,19 @@
 """What Python users call: `argosy.load` and `argosy.fit`."""
 
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from argosy.core.errors import BadInput
-from argosy.jobs.compose import preset_layers, presets
+from argosy.core.scalars import written
+from argosy.core.settings import Settings, dump
+from argosy.jobs.compose import preset_config, presets
 from argosy.jobs.train import Outcome, View, train
+
+if TYPE_CHECKING:
+    from argosy.infer.lm import LM
 
 
 def load(
@@ -16,7 +23,7 @@ def load(
     dtype: Any = None,
     adapter: str | Path | None = None,
     context: int | None = None,
-) -> Any:
+) -> "LM":
     """A language model in hand: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`; an encoder has `.embed`
     in place of the two in the middle.
 
@@ -44,27 +51,50 @@ def load(
     return loading.load(model, dtype=dtype, adapter=adapter, context=context, warn=_say)
 
 
-def preset_config(name: str) -> Any:
-    """The settings of a preset, by name or YAML file."""
-    from typing import Annotated
+def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> Outcome:
+    """What `argosy train` does: trains by a recipe, or resumes, and returns how it ended.
 
-    from argosy.core.settings import Choice, Settings, read_settings
-    from argosy.models import FAMILIES
+    Progress is printed on stderr, as in a terminal. Ctrl-C stops after the step under way, saves the state, and raises
+    KeyboardInterrupt; the same call resumes.
 
-    class Model(Settings):
-        model: Annotated[Any, Choice(FAMILIES, tag="family")]
+        run = argosy.fit("tiny", steps=100, dir="runs/first", optimizer="muon")
+        run = argosy.fit("tiny", "optimizer.learning_rate=1e-3", **{"data.batch": 4})
+        lm = argosy.load(run.dir)
 
-    layers = [layer.under("model") for layer in preset_layers(name)]
-    return read_settings(Model, *layers).value.model
+    Args:
+        recipe: a recipe's name, a YAML file, or a run directory.
+        words: settings as on the command line.
+        view: whoever shows progress, in place of the terminal; `argosy.jobs.train.Quiet()` shows nothing.
+        settings: settings by key; a mapping sets the keys of a group, None means none. They win over words.
 
-
-def fit(recipe: str, *words: str, view: View | None = None) -> Outcome:
-    """Trains by a recipe, as `argosy train` does: goes on from what the directory holds, or starts.
-
-    run = argosy.fit("tiny", "steps=100", "dir=runs/first")
-    lm = argosy.load(run.dir)
+    Raises:
+        UserError: a mistake in the settings, found before work began.
+        KeyboardInterrupt, SystemExit: a signal asked to stop, and the state is saved.
     """
-    return train(recipe, list(words), view)
+    given = [*words, *(_word(key, value) for key, value in settings.items())]
+    if view is not None:
+        outcome = train(recipe, given, view)
+    else:
+        from argosy.observe.terminal import Terminal
+
+        with Terminal() as terminal:
+            outcome = train(recipe, given, terminal)
+    if outcome.exit_code == 130:
+        raise KeyboardInterrupt
+    if outcome.exit_code:
+        raise SystemExit(outcome.exit_code)
+    return outcome
+
+
+def _word(key: str, value: Any) -> str:
+    """A keyword as the word that says the same."""
+    if isinstance(value, Settings):
+        value = dump(value)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, Mapping):
+        value = dict(value)
+    return f"{key}={written(value)}"
 
 
 def _say(text: str) -> None:

@@ -1,6 +1,6 @@
-"""`argosy quickstart`: the first life, from raw text to a model that talks, on the machine at hand and nothing but it.
+"""`argosy quickstart`: from raw text to a model that talks, on this machine and without a download.
 
-Each act says what it is about to do, does it for real, and says what came out; the answers are collected in one document.
+Each act says what it is about to do, does it, and says what came out; `Story` collects the results.
 """
 
 import shutil
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.errors import BadInput
+from argosy.core.signals import before_leaving
 from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
 from argosy.jobs.train import View
@@ -26,7 +27,7 @@ PROMPT = "def "
 
 @dataclass
 class Story:
-    """What happened, act by act, and how long each took."""
+    """What happened, act by act, and the seconds each took."""
 
     dir: str
     seconds: dict[str, float] = field(default_factory=dict)
@@ -35,7 +36,7 @@ class Story:
 
 
 class Stage:
-    """Where the acts are told. `speak` takes words for the person; `view` shows training; `stream` the model's own text."""
+    """Where the acts are shown: `speak` takes words for the person, `view` shows training, `stream` the model's own text."""
 
     def __init__(self, speak: Callable[[str], None], view: View, stream: Callable[[str], None]):
         self.speak, self.view, self.stream = speak, view, stream
@@ -52,23 +53,21 @@ class Stage:
 
 
 def quickstart(directory: str | None, stage: Stage) -> Story:
-    """Runs all acts in a fresh directory. Ctrl-C at any moment leaves what is done, and says how to go on.
+    """Runs all acts in a fresh directory. Ctrl-C at any moment leaves what is done, and says how to continue.
 
     Raises:
         BadInput: the directory exists.
     """
     path = fresh(directory)
     story = Story(str(path))
-    try:
+    with before_leaving(lambda: stopped(story, 130, stage)):
         return acts(path, story, stage)
-    except KeyboardInterrupt:
-        return stopped(story, 130, stage)
 
 
 def acts(path: Path, story: Story, stage: Stage) -> Story:
-    """One after the other."""
+    """All acts, one after the other."""
     with stage.act(
-        story, "vocabulary", f"A vocabulary of {VOCABULARY:,} pieces, from the source of Python's standard library"
+        story, "vocabulary", f"A tokenizer of {VOCABULARY:,} tokens, trained on the source of Python's standard library"
     ):
         story.facts |= make_vocabulary(path, stage.speak)
     words = [f"data.tokenizer={path / 'tokenizer'}"]
@@ -82,11 +81,11 @@ def acts(path: Path, story: Story, stage: Stage) -> Story:
         taken = outcome.seconds.get("step", 0.0) + outcome.seconds.get("data", 0.0)
         story.facts["step_s"] = round(taken, 1)
         stage.speak(f"   predicted {predicted:.0f} s of steps, took {taken:.0f} s")
-    with stage.act(story, "proof", "A run killed with SIGKILL half-way, and started again"):
+    with stage.act(story, "proof", "A run killed with SIGKILL half-way, and resumed"):
         story.facts["proof"] = told_proof(path, words, stage.speak)
-    with stage.act(story, "talk", "The model, asked to go on"):
+    with stage.act(story, "talk", "The model continues a prompt"):
         story.facts["text"] = talk(path, stage)
-    with stage.act(story, "export", "The model as a Hugging Face folder, loaded back"):
+    with stage.act(story, "export", "The model exported as a Hugging Face folder, and loaded back"):
         story.facts["export"] = export(path, stage.speak)
     with stage.act(story, "report", "The report"):
         from argosy.jobs.report import report as write_report
@@ -169,7 +168,7 @@ def told_proof(path: Path, words: list[str], speak: Callable[[str], None]) -> di
     proof = prove(folder, RECIPE, words)
     shutil.rmtree(folder)
     speak(
-        f"   killed at step {proof.killed_at} of {proof.steps}, went on from the checkpoint of step {proof.resumed_from}"
+        f"   killed at step {proof.killed_at} of {proof.steps}, resumed from the checkpoint of step {proof.resumed_from}"
     )
     verdict = "equal, bit for bit" if proof.holds else "DIFFERENT"
     speak(f"   {proof.steps} losses and all weights: {verdict}")
@@ -208,15 +207,15 @@ def export(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
 
 
 def stopped(story: Story, exit_code: int, stage: Stage) -> Story:
-    """After Ctrl-C or SIGTERM: what to type to go on."""
+    """After a signal: what to type to continue."""
     stage.view.close()
     story.exit_code = exit_code
     path = Path(story.dir)
     if (path / "tokenizer").exists():
-        stage.speak("\nStopped; what was trained is saved. To go on, or to finish what is left:")
+        stage.speak("\nStopped. To continue training:")
         stage.speak(f"   argosy train {RECIPE} data.tokenizer={path / 'tokenizer'} dir={path}")
     else:
-        stage.speak("\nStopped before anything was trained. To begin again:\n   argosy quickstart")
+        stage.speak("\nStopped before training began. To start again:\n   argosy quickstart")
     return story
 
 

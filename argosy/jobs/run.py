@@ -1,26 +1,32 @@
-"""The settings of a run: one tree, each room's part owned by the room."""
+"""The settings of a run: one tree, to which each room contributes its own part."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from argosy.checkpoint.store import CheckpointSettings
-from argosy.core.settings import Choice, Settings
+from argosy.checkpoint.settings import CheckpointSettings
+from argosy.core.settings import Also, Choice, MayChange, Settings
 from argosy.data.settings import DataSettings
+from argosy.jobs.elsewhere import ELSEWHERE
 from argosy.models import FAMILIES
 from argosy.parallel.mesh import MeshSettings
-from argosy.train.objectives import OBJECTIVES
 from argosy.train.optim import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES
+from argosy.train.settings import OBJECTIVES
 
 
 class Init(Settings):
     """Weights at the start, where the run directory holds no checkpoint. Random unless one of these is set."""
 
-    weights: str | None = None
+    weights: Annotated[
+        str | None,
+        Also(
+            "model_name_or_path", "base_model", "load_parameters_path", "init_from", "pretrained", "initial_load_path"
+        ),
+    ] = None
     """A model whose weights to start from: Hub folder, GGUF file, run directory or checkpoint."""
-    state: str | None = None
-    """A run directory or checkpoint whose weights, optimizer and step to start from."""
+    state: Annotated[str | None, Also("resume_from_checkpoint", "load_full_state_path")] = None
+    """A run directory or checkpoint whose weights, optimizer state and step to start from."""
 
     @model_validator(mode="after")
     def _one(self) -> "Init":
@@ -32,84 +38,179 @@ class Init(Settings):
 class Execution(Settings):
     """How the layers run (`models.parts.stack`)."""
 
-    run: Literal["auto", "unroll", "scan"] = "auto"
-    """unroll: one after the other in the program, fastest on CPUs; scan: compile time constant in depth. auto: unroll on
-    CPUs up to 32 layers. Kept with the run."""
-    remat: Literal["none", "dots", "full"] = "none"
-    """What the backward pass recomputes: nothing, all but matrix products, or whole layers."""
+    run: Annotated[Literal["auto", "unroll", "scan"], Also("scan_layers")] = "auto"
+    """unroll: the program holds every layer, which is fastest on CPUs. scan: it holds one group of layers and loops, so that compile
+    time does not grow with depth. auto: unroll on CPUs up to 32 layers, else scan. Kept with the run."""
+    remat: Annotated[
+        Literal["none", "dots", "full"],
+        Also(
+            "gradient_checkpointing", "remat_policy", "activation_checkpoint.mode", "activation_checkpointing", "remat"
+        ),
+    ] = "none"
+    """Activations that the backward pass recomputes to save memory: none, all but the results of matrix products (dots), or whole
+    layers (full: a third more FLOPs)."""
 
 
 class Evaluate(Settings):
     """Evaluation on held-out text."""
 
-    every: int = Field(100, gt=0)
+    every: Annotated[
+        int,
+        MayChange(),
+        Also("eval_steps", "eval_every", "eval_interval", "validation.freq", "eval_strategy", "evals_per_epoch"),
+    ] = Field(100, gt=0)
     """Steps between evaluations; the last step is always evaluated."""
-    batches: int = Field(20, ge=0)
-    """Batches at most each time; 0: never evaluate."""
+    batches: Annotated[
+        int, MayChange(), Also("eval_iters", "eval_tokens", "validation.steps", "max_eval_samples", "eval_batches")
+    ] = Field(20, ge=0)
+    """Most batches of an evaluation; 0: never evaluate."""
 
 
 class Log(Settings):
     """Numbers written to metrics.jsonl."""
 
-    every: int = Field(10, gt=0)
+    every: Annotated[
+        int,
+        Also(
+            "logging_steps",
+            "log_interval",
+            "log_freq",
+            "metrics.log_freq",
+            "log_period",
+            "log_every",
+            "log_every_n_steps",
+        ),
+    ] = Field(10, gt=0)
     """Steps between lines; the last step always has one."""
 
 
 class Sample(Settings):
     """Text generated while training, to watch it learn."""
 
-    every: int | None = Field(None, gt=0)
-    """Steps between samples; none where not set."""
+    every: Annotated[int | None, Also("sample_every", "sample_interval")] = Field(None, gt=0)
+    """Steps between samples. None: no samples."""
     prompt: str = ""
-    """What the samples continue."""
-    tokens: int = Field(64, gt=0)
-    """Length of a sample."""
+    """Text that the samples continue."""
+    tokens: Annotated[int, Also("max_new_tokens", "max_tokens")] = Field(64, gt=0)
+    """Length of a sample, in tokens."""
     temperature: float = Field(0.8, ge=0)
-    """0: the likeliest token each time."""
+    """Sampling temperature; 0 takes the likeliest token each time."""
 
 
 class Run(Settings):
     """A training run."""
 
-    dir: str | None = None
-    """The run directory; `runs/<recipe>` unless told."""
-    seed: int = 0
-    """Of the weights, the order of the data, and everything random."""
-    steps: int = Field(1000, gt=0)
-    """Updates in all."""
-    model: Annotated[Any, Choice(FAMILIES, tag="family")]
-    """What is trained: a preset by name, or sizes."""
+    elsewhere: ClassVar = ELSEWHERE
+
+    dir: Annotated[
+        str | None,
+        MayChange(),
+        Also(
+            "output_dir",
+            "out_dir",
+            "base_output_directory",
+            "job.dump_folder",
+            "dump_folder",
+            "run_name",
+            "checkpoint.folder",
+            "save_dir",
+            "run",
+        ),
+    ] = None
+    """The run directory. None: `runs/<recipe>`."""
+    seed: Annotated[int, Also("random_seed", "init_weights_seed")] = Field(0, ge=0, lt=2**32)
+    """Random seed of initialization, data order and sampling."""
+    steps: Annotated[
+        int,
+        MayChange(),
+        Also(
+            "max_steps",
+            "num_iterations",
+            "max_iters",
+            "training.steps",
+            "train_steps",
+            "total_steps",
+            "num_steps",
+            "learning_rate_schedule_steps",
+            "lr_decay_iters",
+            "iterations",
+        ),
+    ] = Field(1000, gt=0)
+    """Optimizer updates in all; a resumed run counts those it has made."""
+    model: Annotated[
+        Any,
+        Choice(FAMILIES, tag="family"),
+        Also("model_name", "model.name", "model.flavor", "model_type", "architecture", "model_id"),
+    ]
+    """The model that is trained: a preset by name, or a family and its sizes."""
     data: DataSettings = DataSettings()
-    """What it is trained on."""
-    objective: Annotated[Any, Choice(OBJECTIVES)] = "next_token"
-    """What is minimised."""
-    optimizer: Annotated[Any, Choice(OPTIMIZERS)] = "adamw"
-    """How weights move."""
-    schedule: Annotated[Any, Choice(SCHEDULES)] = "cosine"
-    """How the learning rate moves."""
-    accumulate: int = Field(1, gt=0)
-    """Parts that each batch is taken in, one after the other; changes memory, not numbers."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What activations are computed in; weights and optimizer are float32. auto: float32 on CPUs, else bfloat16. Kept with the run."""
+    """The text it is trained on."""
+    objective: Annotated[Any, Choice(OBJECTIVES), Also("loss", "loss_fn", "loss_type", "criterion")] = "next_token"
+    """The loss that is minimized."""
+    optimizer: Annotated[Any, Choice(OPTIMIZERS), Also("optim", "opt_type", "opt", "optimizer_type")] = "adamw"
+    """The rule that updates weights."""
+    schedule: Annotated[
+        Any,
+        Choice(SCHEDULES),
+        Also(
+            "lr_scheduler_type",
+            "lr_scheduler",
+            "lr_scheduler.decay_type",
+            "scheduler",
+            "lr_schedule",
+            "decay_lr",
+            "learning_rate_schedule",
+            "lr_schedule_type",
+        ),
+    ] = "cosine"
+    """The learning rate by step, as a share of its peak."""
+    accumulate: Annotated[
+        int,
+        Also(
+            "gradient_accumulation_steps",
+            "grad_accum_steps",
+            "accumulation_steps",
+            "grad_accumulation",
+            "gradient_accumulation",
+        ),
+    ] = Field(1, gt=0)
+    """Parts of each batch that are computed one after the other, their gradients summed: saves memory, gives the same update."""
+    precision: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Also(
+            "bf16",
+            "fp16",
+            "dtype",
+            "mixed_precision",
+            "training.mixed_precision_param",
+            "compute_dtype",
+            "torch_dtype",
+            "amp",
+        ),
+    ] = "auto"
+    """Type of the activations; weights and optimizer state are float32. auto: float32 on CPUs, bfloat16 elsewhere. Kept with the
+    run."""
     execution: Execution = Execution()
     """How the layers run."""
-    mesh: MeshSettings = MeshSettings()
-    """The devices."""
+    mesh: Annotated[MeshSettings, MayChange()] = MeshSettings()
+    """How the devices share the work."""
     init: Init = Init()
     """Weights at the start."""
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    """When to save."""
-    eval: Evaluate = Evaluate()
+    checkpoint: Annotated[CheckpointSettings, MayChange()] = CheckpointSettings()
+    """When to save, and what to keep."""
+    eval: Annotated[Evaluate, MayChange()] = Evaluate()
     """When to evaluate."""
-    log: Log = Log()
+    log: Annotated[Log, MayChange()] = Log()
     """When to write numbers."""
-    sample: Sample = Sample()
+    sample: Annotated[Sample, MayChange()] = Sample()
     """When to generate text."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Run":
         if not self.model.causal:
-            raise ValueError("model is an encoder: it predicts no tokens, and no objective is built that trains one")
+            raise ValueError(
+                "model is an encoder: it predicts no tokens, and no objective that trains one is built yet"
+            )
         if self.data.sequence > self.model.context:
             raise ValueError(
                 f"data.sequence = {self.data.sequence} is longer than the model's context, "
@@ -121,4 +222,4 @@ class Run(Settings):
 
 
 MAY_CHANGE = ("dir", "steps", "checkpoint.every", "eval.every", "log.every", "sample.every")
-"""What may differ when a run goes on."""
+"""Settings that may differ when a run resumes."""

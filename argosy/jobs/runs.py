@@ -135,6 +135,11 @@ def require(path: str | Path) -> Path:
     return path
 
 
+def is_run(path: str | Path) -> bool:
+    """Whether a folder is a run directory."""
+    return Path(path).is_dir() and _is_run(os.listdir(path), os.listdir(path))
+
+
 def checkpoints(path: Path) -> list[int]:
     """Committed steps, oldest first."""
     folder = path / CHECKPOINTS

@@ -6,23 +6,22 @@ then write the first file.
 
 import math
 import shutil
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from argosy.core.settings import Reading, dump
+from argosy.core.signals import asked_to_stop
 from argosy.jobs.compose import compose
 from argosy.jobs.directory import TOKENIZER, RunDirectory
-from argosy.jobs.machine import Interrupts
 from argosy.jobs.run import Run
 from argosy.observe.goodput import Clock
 from argosy.observe.log import Logged
 from argosy.observe.metrics import Metrics, read
 
 GENERATION = "generation_config.json"
+STOPPING = "stopping after this step, then saving; once more stops at once, without saving"
 
 
 class View(Protocol):
@@ -107,57 +106,25 @@ def run(reading: Reading[Run], path: str, view: View) -> Outcome:
 def _locked(reading: Reading[Run], directory: RunDirectory, view: View) -> Outcome:
     settings, view = reading.value, Logged(view, directory.log)
     clock = Clock()
-    with interruptible() as stop:
-        with clock("start"):
-            good = directory.checkpoints.latest_good()
-            meta = directory.checkpoints.meta(good) if good is not None else None
-            if good is not None and good >= settings.steps:
-                view.say(f"{directory.path} is done: {good} steps of {settings.steps}")
-                return Outcome(directory.path, good, settings.steps, 0, last_numbers(directory), {})
-            session = Session.begin(settings, meta, view, clock)
-            state = session.restored(directory, good) if good is not None else session.fresh()
-            directory.write_settings(reading)
-            if session.assembly.tokenizer is not None and not (directory.path / TOKENIZER).exists():
-                session.assembly.tokenizer.save(directory.path / TOKENIZER)
-                session.keep_generation(directory.path / TOKENIZER)
-        return session.train(state, directory, stop)
+    with clock("start"):
+        good = directory.checkpoints.latest_good()
+        meta = directory.checkpoints.meta(good) if good is not None else None
+        if good is not None and good >= settings.steps:
+            view.say(f"{directory.path} is done: {good} steps of {settings.steps}")
+            return Outcome(directory.path, good, settings.steps, 0, last_numbers(directory), {})
+        session = Session.begin(settings, meta, view, clock)
+        state = session.restored(directory, good) if good is not None else session.fresh()
+        directory.write_settings(reading)
+        if session.assembly.tokenizer is not None and not (directory.path / TOKENIZER).exists():
+            session.assembly.tokenizer.save(directory.path / TOKENIZER)
+            session.keep_generation(directory.path / TOKENIZER)
+    return session.train(state, directory)
 
 
 def last_numbers(directory: RunDirectory) -> dict[str, float]:
     """What the last logged step told."""
     told = [line for line in read(directory.store) if "loss" in line]
     return {k: v for k, v in told[-1].items() if k != "step"} if told else {}
-
-
-@dataclass
-class Stop:
-    """Set by a signal; asked once a step. A second signal ends the process at once."""
-
-    code: int = 0
-
-    def __call__(self) -> bool:
-        return self.code != 0
-
-
-@contextmanager
-def interruptible() -> Iterator[Stop]:
-    """Ctrl-C and SIGTERM ask for a stop instead of ending the process."""
-    stop = Stop(130 if Interrupts.asked else 0)
-
-    def ask(number: int, frame: Any) -> None:
-        if stop.code:
-            raise KeyboardInterrupt
-        stop.code = 128 + number
-
-    try:
-        before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: whoever runs us handles signals
-        before = {}
-    try:
-        yield stop
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
 
 
 @dataclass
@@ -215,7 +182,7 @@ class Session:
 
     # ---------------------------------------------------------------- the loop and its hooks
 
-    def train(self, state: Any, directory: RunDirectory, stop: Stop) -> Outcome:
+    def train(self, state: Any, directory: RunDirectory) -> Outcome:
         from argosy.train.loop import Meter, fit
 
         a, settings, metrics = self.assembly, self.settings, Metrics(directory.store)
@@ -239,12 +206,12 @@ class Session:
             hooks.append(Every("samples", settings.sample.every, self.sampling(metrics)))
         meter = Meter(self.clock, a.batches.tokens_per_batch, tell, settings.log.every)
         try:
-            if not stop():
+            with asked_to_stop(STOPPING) as stop:
                 state = fit(
                     state, a.batches, update, settings.steps, hooks, place=a.place, meter=meter, interrupted=stop
                 )
-            with self.clock("checkpoint"):
-                directory.checkpoints.wait()
+                with self.clock("checkpoint"):
+                    directory.checkpoints.wait()
         finally:
             directory.checkpoints.join()  # before the lock on the directory is let go
             a.close()

@@ -15,13 +15,10 @@ from pydantic import Field, model_validator
 
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
-from argosy.models.family import UNROLL, AbsoluteConfig
+from argosy.models import parts
+from argosy.models.family import AbsoluteConfig
 from argosy.models.hub_config import ConfigTable
-from argosy.models.parts.encoder import Encoder, PostNorm
-from argosy.models.parts.heads import Attention, Reach
-from argosy.models.parts.mlp import MLP
-from argosy.models.parts.norm import LayerNorm
-from argosy.models.parts.stack import Execution, Layer
+from argosy.models.settings import Reach
 
 
 class BertConfig(AbsoluteConfig):
@@ -63,18 +60,18 @@ class BertConfig(AbsoluteConfig):
         rows = {"A": self.first + self.context, "Y": self.types}
         return super().dims | rows | ({"O": self.width} if self.pooler else {})
 
-    def build(self, run: Execution = UNROLL) -> Encoder:
+    def build(self, run: "parts.Execution | None" = None) -> "parts.Encoder":
         """Its module: every layer alike, no rotary positions."""
 
-        def norm() -> LayerNorm:
-            return LayerNorm(self.width, self.norm_eps)
+        def norm() -> "parts.LayerNorm":
+            return parts.LayerNorm(self.width, self.norm_eps)
 
-        def block(kind: str) -> PostNorm:
-            attention = Attention(self.dims, self.layers, bias=True, out_bias=True)
-            return PostNorm(attention, MLP(self.dims, self.activation), norm)
+        def block(kind: str) -> "parts.PostNorm":
+            attention = parts.Attention(self.dims, self.layers, bias=True, out_bias=True)
+            return parts.PostNorm(attention, parts.MLP(self.dims, self.activation), norm)
 
-        plan = [Layer("block", Reach())] * self.layers
-        return Encoder(self, plan, block, norm(), run, first=self.first, pooler=self.pooler)
+        plan = [parts.Layer("block", Reach())] * self.layers
+        return parts.Encoder(self, plan, block, norm(), run, first=self.first, pooler=self.pooler)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         rows = [

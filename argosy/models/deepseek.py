@@ -12,31 +12,19 @@ B batch, T time, D width, F feed-forward, N heads, H plain and P rotary part of 
 the latents of keys and of queries, I and J heads and size of the index, V vocabulary, E experts, M expert ffn.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from flax import nnx
-from jaxtyping import Array, Float, Int
 from pydantic import Field, model_validator
 
 from argosy.core.errors import BadInput
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
-from argosy.models.family import UNROLL, FamilyConfig
+from argosy.models import parts
+from argosy.models.family import FamilyConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
-from argosy.models.parts.ahead import Ahead, Depth
-from argosy.models.parts.attend import Attend
-from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.heads import Reach
-from argosy.models.parts.indexer import Index
-from argosy.models.parts.latent import LatentAttention
-from argosy.models.parts.mlp import GLU, Activation
-from argosy.models.parts.moe import Experts, MoE
-from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Rope, Yarn
-from argosy.models.parts.stack import Execution, Layer, rematerialised
-from argosy.models.parts.weight import Leaves, merge, split
+from argosy.models.settings import Activation, Experts, Index, Rope, Yarn
 
 
 class DeepSeekConfig(FamilyConfig):
@@ -143,18 +131,22 @@ class DeepSeekConfig(FamilyConfig):
         sharper = yarn.sharpening(yarn.mscale_all_dim) if yarn and yarn.mscale_all_dim else 1.0
         return (self.head_size + self.rope_size) ** -0.5 * sharper**2
 
-    def build(self, run: Execution = UNROLL) -> "DeepSeek":
+    def build(self, run: "parts.Execution | None" = None) -> Any:
         """Its module; layers differ in what stands behind attention."""
+        from argosy.models.blocks.deepseek import DeepSeek
+
         d = self.dims
 
-        def norm() -> RMSNorm:
-            return RMSNorm(self.width, self.norm_eps)
+        def norm() -> "parts.RMSNorm":
+            return parts.RMSNorm(self.width, self.norm_eps)
 
-        def block(kind: str) -> PreNorm:
+        def block(kind: str) -> "parts.PreNorm":
             how: dict[str, Any] = {"scale": self.scale, "bias": self.attention_bias, "index": self.index}
-            attention = LatentAttention(d, self.layers, **how)
-            return PreNorm(
-                attention, MoE(d, self.moe, self.activation) if kind == "experts" else GLU(d, self.activation), norm
+            attention = parts.LatentAttention(d, self.layers, **how)
+            return parts.PreNorm(
+                attention,
+                parts.MoE(d, self.moe, self.activation) if kind == "experts" else parts.GLU(d, self.activation),
+                norm,
             )
 
         return DeepSeek(self, block, norm, run)
@@ -297,36 +289,6 @@ class DeepSeekConfig(FamilyConfig):
         if kind == "deepseek_v3":
             said |= {"rope_interleave": self.rope.pairs == "interleaved"}
         return self.agreed(said | write_rope(self.rope))
-
-
-class DeepSeek(Decoder):
-    """A `Decoder` that may also predict further ahead."""
-
-    def __init__(
-        self, config: DeepSeekConfig, block: Callable[[str], PreNorm], norm: Callable[[], nnx.Module], run: Execution
-    ):
-        reach = Reach(None, config.rope.decided(config.context))
-        plan = [Layer("dense" if i < config.dense else "experts", reach) for i in range(config.layers)]
-        super().__init__(config, plan, block, norm(), run)
-        self.mtp = Ahead(config.mtp, lambda: Depth(config.width, block("experts"), reach, norm)) if config.mtp else None
-
-    def ahead(
-        self, depth: int, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
-    ) -> tuple[Float[Array, "B T D"], Any, dict[str, Array]]:
-        """What the head reads to predict the token `depth` + 1 after each: as `hidden`, with the aux outputs of one layer.
-
-        Args:
-            depth: from 1 to `config.mtp`.
-            x: what the head reads for a token less: from `hidden`, or from `ahead` of the depth before.
-            tokens: for each of x, the token `depth` after it.
-        """
-        graph, weights = split(getattr(self.mtp, str(depth - 1)))
-
-        def run(weights: Leaves, x: Array, embedded: Array, attend: Attend, cache: Any) -> Any:
-            return merge(graph, weights)(x, embedded, attend, cache)
-
-        ahead = rematerialised(run, self.layers.run.remat)
-        return ahead(weights, x, self.embedded(tokens, attend), attend, cache)
 
 
 def _layers_told(config: dict[str, Any], layers: int) -> dict[str, int]:

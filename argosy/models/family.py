@@ -6,47 +6,17 @@ on the Hub; its module is `hidden` and `unembed`.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar
 
-from jaxtyping import Array, Float, Int
 from pydantic import Field, model_validator
 
 from argosy.core.dims import LOOKED_UP
 from argosy.core.errors import ArgosyError, BadInput, Unsupported, complaint
 from argosy.core.keymap import Row, kept
-from argosy.core.settings import Settings
+from argosy.core.settings import Also, Settings
+from argosy.models import parts
 from argosy.models.hub_rows import scaled
-from argosy.models.parts.attend import Attend, Bidirectional, Packed
-from argosy.models.parts.heads import Reach
-from argosy.models.parts.mlp import Activation
-from argosy.models.parts.moe import Experts
-from argosy.models.parts.rope import Rope
-from argosy.models.parts.stack import Aux, Execution, Stack, Unroll
-
-UNROLL = Unroll()
-
-
-@runtime_checkable
-class LanguageModel(Protocol):
-    """The module of a family that predicts tokens."""
-
-    config: Any
-    layers: Stack
-    dtype: Any
-
-    def hidden(
-        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
-    ) -> tuple[Float[Array, "B T D"], Any, Aux]:
-        """What the head reads, the cache after these tokens, and the aux outputs of the layers."""
-        ...
-
-    def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits, float32."""
-        ...
-
-    def __call__(
-        self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
-    ) -> tuple[Float[Array, "B T V"], Any, Aux]: ...
+from argosy.models.settings import Activation, Experts, Reach, Rope
 
 
 class FamilyConfig(Settings):
@@ -74,18 +44,22 @@ class FamilyConfig(Settings):
 
     preset: str | None = None
     """The preset these numbers came from."""
-    vocab: int = Field(gt=0)
+    vocab: Annotated[int, Also("vocab_size")] = Field(gt=0)
     """Rows of the embedding V."""
-    width: int = Field(gt=0)
+    width: Annotated[
+        int, Also("hidden_size", "d_model", "n_embd", "dim", "base_emb_dim", "model_dim", "emb_dim", "embed_dim")
+    ] = Field(gt=0)
     """Width of the residual stream D."""
-    layers: int = Field(gt=0)
+    layers: Annotated[
+        int, Also("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "base_num_decoder_layers")
+    ] = Field(gt=0)
     """Number of layers L."""
-    context: int = Field(gt=0)
+    context: Annotated[int, Also("max_position_embeddings", "max_context")] = Field(gt=0)
     """Longest sequence it was made for, in tokens."""
-    tied: bool = False
+    tied: Annotated[bool, Also("tie_word_embeddings", "tie_embeddings", "logits_via_embedding")] = False
     """The head is the embedding."""
 
-    def build(self, run: Execution = UNROLL) -> Any:
+    def build(self, run: "parts.Execution | None" = None) -> Any:
         """The module, every weight a description (`parts.weight`)."""
         raise NotImplementedError
 
@@ -112,9 +86,9 @@ class FamilyConfig(Settings):
         """The mixture of experts that its layers have."""
         return getattr(self, "moe", None)
 
-    def attend(self, segments: Int[Array, "B T"]) -> Attend:
-        """How the tokens of whole sequences meet; segment 0 is padding."""
-        return Packed(segments) if self.causal else Bidirectional(segments)
+    def attend(self, segments: Any) -> "parts.Attend":
+        """How the tokens of whole sequences meet. segments: [B T] ints; segment 0 is padding."""
+        return parts.Packed(segments) if self.causal else parts.Bidirectional(segments)
 
     def parameters(self, active: bool = False) -> int:
         """How many numbers it has, or how many of them a token meets; from the table of names, nothing is built."""
@@ -238,24 +212,32 @@ def _without_training(settings: dict[str, Any]) -> dict[str, Any]:
 class DecoderConfig(FamilyConfig):
     """What families with attention over heads of keys and values have in common."""
 
-    ffn: int = Field(gt=0)
+    ffn: Annotated[int, Also("intermediate_size", "d_ff", "mlp_dim", "base_mlp_dim", "hidden_dim", "ffn_dim")] = Field(
+        gt=0
+    )
     """Width of the feed-forward layer F."""
-    heads: int = Field(gt=0)
+    heads: Annotated[
+        int, Also("num_attention_heads", "n_head", "n_heads", "num_heads", "base_num_query_heads", "num_query_heads")
+    ] = Field(gt=0)
     """Query heads N."""
-    kv_heads: int | None = Field(None, gt=0)
+    kv_heads: Annotated[
+        int | None, Also("num_key_value_heads", "n_kv_head", "n_kv_heads", "base_num_kv_heads", "num_kv_heads")
+    ] = Field(None, gt=0)
     """Key and value heads K, which must divide `heads`; as many as `heads` unless told."""
-    head_size: int | None = Field(None, gt=0)
+    head_size: Annotated[int | None, Also("head_dim", "d_head")] = Field(None, gt=0)
     """Head size H, even; width / heads unless told."""
     rope: Rope = Rope()
     """Rotary positions."""
-    window: int | None = Field(None, gt=0)
+    window: Annotated[int | None, Also("sliding_window", "sliding_window_size")] = Field(None, gt=0)
     """A token of a local layer sees itself and the window-1 before it."""
-    pattern: str | None = None
+    pattern: Annotated[str | None, Also("window_pattern")] = None
     """Which layers are local (L) and which see everything (G), repeated to the last layer: LLLLLG. All local if there is a
     window, unless told."""
-    norm_eps: float = Field(1e-5, gt=0)
+    norm_eps: Annotated[float, Also("rms_norm_eps", "layer_norm_eps", "normalization_layer_epsilon")] = Field(
+        1e-5, gt=0
+    )
     """Added to the mean square in RMSNorm."""
-    activation: Activation = "silu"
+    activation: Annotated[Activation, Also("hidden_act", "mlp_activations", "hidden_activation")] = "silu"
     """Of the feed-forward gate."""
 
     @model_validator(mode="after")

@@ -12,22 +12,14 @@ B batch, T time, D width, F feed-forward, N query heads, K key heads, H head siz
 
 from typing import Any, ClassVar
 
-from flax import nnx
-from jaxtyping import Array, Float
 from pydantic import Field
 
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
-from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models import parts
+from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, text_of, write_pattern, write_rope
-from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Cache, Spec
-from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.heads import Attention, Reach
-from argosy.models.parts.mlp import GLU, Activation
-from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Linear, Rope, Turns
-from argosy.models.parts.stack import Execution, Layer, turns_of
+from argosy.models.settings import Activation, Linear, Rope
 
 
 class GemmaConfig(DecoderConfig):
@@ -69,18 +61,19 @@ class GemmaConfig(DecoderConfig):
             "3": cls(**odd, layers=5, kv_heads=4, post_norms=True, local_rope=Rope(), **three, tied=False),
         }
 
-    def build(self, run: Execution = UNROLL) -> Decoder:
+    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
         """Its module; the plan says of each layer how far back it sees and how it turns."""
+        from argosy.models.blocks.gemma import Sandwich
 
-        def norm() -> RMSNorm:
-            return RMSNorm(self.width, self.norm_eps, offset=1.0)
+        def norm() -> "parts.RMSNorm":
+            return parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
 
-        def head_norm(heads: int) -> RMSNorm:
-            return RMSNorm(self.H, self.norm_eps, offset=1.0, letters="H")
+        def head_norm(heads: int) -> "parts.RMSNorm":
+            return parts.RMSNorm(self.H, self.norm_eps, offset=1.0, letters="H")
 
-        def block(kind: str) -> PreNorm | Sandwich:
+        def block(kind: str) -> "parts.PreNorm | Any":
             bias = self.attention_bias
-            attention = Attention(
+            attention = parts.Attention(
                 self.dims,
                 self.layers,
                 scale=(self.query_scalar or self.H) ** -0.5,
@@ -89,11 +82,11 @@ class GemmaConfig(DecoderConfig):
                 norms=head_norm if self.qk_norm else None,
                 cap=self.score_cap,
             )
-            shape = Sandwich if self.post_norms else PreNorm
-            return shape(attention, GLU(self.dims, self.activation), norm)
+            shape = Sandwich if self.post_norms else parts.PreNorm
+            return shape(attention, parts.GLU(self.dims, self.activation), norm)
 
-        plan = [Layer("block", reach) for reach in self.reaches(self.local_rope)]
-        return Decoder(self, plan, block, norm(), run, gain=self.width**0.5, logit_cap=self.logit_cap)
+        plan = [parts.Layer("block", reach) for reach in self.reaches(self.local_rope)]
+        return parts.Decoder(self, plan, block, norm(), run, gain=self.width**0.5, logit_cap=self.logit_cap)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
@@ -151,27 +144,6 @@ class GemmaConfig(DecoderConfig):
         local = (self.local_rope or self.rope) if self.qk_norm else None
         scalar = (self.query_scalar or self.H) if self.post_norms else self.query_scalar
         return super().resolved().model_copy(update={"local_rope": local, "query_scalar": scalar})
-
-
-class Sandwich(nnx.Module):
-    """Attention, then the feed-forward layer, each between two norms."""
-
-    def __init__(self, attn: Attention, mlp: GLU, norm: Any):
-        self.attn_norm, self.attn, self.post_attn_norm = norm(), attn, norm()
-        self.mlp_norm, self.mlp, self.post_mlp_norm = norm(), mlp, norm()
-
-    def holds(self, each: Reach) -> Spec:
-        return self.attn.holds(each)
-
-    def turns(self, each: Reach) -> Turns:
-        return turns_of(self.attn, each)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Cache | None, dict[str, Array]]:
-        y, cache = self.attn(self.attn_norm(x), each, cache, attend)
-        x = x + self.post_attn_norm(y)
-        return x + self.post_mlp_norm(self.mlp(self.mlp_norm(x))), cache, {}
 
 
 POST_NORMS = {

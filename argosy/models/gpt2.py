@@ -11,13 +11,10 @@ from typing import Any, ClassVar
 
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
-from argosy.models.family import UNROLL, AbsoluteConfig
+from argosy.models import parts
+from argosy.models.family import AbsoluteConfig
 from argosy.models.hub_config import ConfigTable
-from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.heads import Attention, Reach
-from argosy.models.parts.mlp import MLP, Activation
-from argosy.models.parts.norm import LayerNorm
-from argosy.models.parts.stack import Execution, Layer
+from argosy.models.settings import Activation, Reach
 
 
 class GPT2Config(AbsoluteConfig):
@@ -37,17 +34,17 @@ class GPT2Config(AbsoluteConfig):
         odd: dict[str, Any] = {"vocab": 113, "width": 44, "layers": 3, "ffn": 70, "heads": 4, "context": 90}
         return {"tied": cls(**odd), "untied": cls(**{**odd, "width": 42, "heads": 3}, tied=False, activation="relu")}
 
-    def build(self, run: Execution = UNROLL) -> Decoder:
+    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
         """Its module: every layer alike, no rotary positions."""
 
-        def norm() -> LayerNorm:
-            return LayerNorm(self.width, self.norm_eps)
+        def norm() -> "parts.LayerNorm":
+            return parts.LayerNorm(self.width, self.norm_eps)
 
-        def block(kind: str) -> PreNorm:
-            attention = Attention(self.dims, self.layers, bias=True, out_bias=True)
-            return PreNorm(attention, MLP(self.dims, self.activation), norm)
+        def block(kind: str) -> "parts.PreNorm":
+            attention = parts.Attention(self.dims, self.layers, bias=True, out_bias=True)
+            return parts.PreNorm(attention, parts.MLP(self.dims, self.activation), norm)
 
-        return Decoder(self, [Layer("block", Reach())] * self.layers, block, norm(), run, positions=True)
+        return parts.Decoder(self, [parts.Layer("block", Reach())] * self.layers, block, norm(), run, positions=True)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

@@ -11,21 +11,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array
 from pydantic import Field, model_validator
 
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
-from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models import parts
+from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
-from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.heads import Attention
-from argosy.models.parts.moe import Experts, MoE
-from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Rope, Yarn
-from argosy.models.parts.stack import Execution, Layer
+from argosy.models.settings import Experts, Rope, Yarn
 
 
 class GptOssConfig(DecoderConfig):
@@ -80,19 +73,21 @@ class GptOssConfig(DecoderConfig):
             ),
         }
 
-    def build(self, run: Execution = UNROLL) -> Decoder:
+    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
         """Its module; the plan says how far back each layer sees."""
+        from argosy.models.blocks.gpt_oss import clipped_swiglu
+
         act = partial(clipped_swiglu, limit=self.limit, alpha=self.alpha)
 
-        def norm() -> RMSNorm:
-            return RMSNorm(self.width, self.norm_eps)
+        def norm() -> "parts.RMSNorm":
+            return parts.RMSNorm(self.width, self.norm_eps)
 
-        def block(kind: str) -> PreNorm:
+        def block(kind: str) -> "parts.PreNorm":
             bias = self.attention_bias
-            attention = Attention(self.dims, self.layers, bias=bias, out_bias=bias, sinks=True)
-            return PreNorm(attention, MoE(self.dims, self.moe, act=act, bias=True), norm)
+            attention = parts.Attention(self.dims, self.layers, bias=bias, out_bias=bias, sinks=True)
+            return parts.PreNorm(attention, parts.MoE(self.dims, self.moe, act=act, bias=True), norm)
 
-        return Decoder(self, [Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+        return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
@@ -129,12 +124,6 @@ class GptOssConfig(DecoderConfig):
         said = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]} | TABLE.write(self)
         said |= {"num_key_value_heads": self.K, "head_dim": self.H, "experts_per_token": self.moe.active}
         return self.agreed(said | write_pattern(self.spans) | write_rope(self.rope))
-
-
-def clipped_swiglu(gate: Array, up: Array, limit: float, alpha: float) -> Array:
-    """Gate is clipped from above only."""
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
 
 # What transformers takes where config.json says nothing of positions: those of the released models.

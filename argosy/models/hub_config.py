@@ -12,7 +12,7 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.core.formats import listed
 from argosy.models.family import shortest_pattern
-from argosy.models.parts.rope import Linear, Llama3, LongRope, Rope, Yarn
+from argosy.models.settings import Linear, Llama3, LongRope, Rope, Yarn
 
 # They leave the forward pass alone: bookkeeping, training-time settings, how text is generated.
 HARMLESS = frozenset(

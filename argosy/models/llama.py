@@ -12,14 +12,10 @@ from typing import Any, ClassVar
 
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
-from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models import parts
+from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
-from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.heads import Attention
-from argosy.models.parts.mlp import GLU
-from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Linear, Llama3, Rope, Yarn
-from argosy.models.parts.stack import Execution, Layer
+from argosy.models.settings import Linear, Llama3, Rope, Yarn
 
 
 class LlamaConfig(DecoderConfig):
@@ -47,18 +43,18 @@ class LlamaConfig(DecoderConfig):
             "pattern": cls(**{**odd, "layers": 5}, kv_heads=2, head_size=12, window=6, pattern="LLG"),
         }
 
-    def build(self, run: Execution = UNROLL) -> Decoder:
+    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
         """Its module; the plan says how far back each layer reads."""
 
-        def norm() -> RMSNorm:
-            return RMSNorm(self.width, self.norm_eps)
+        def norm() -> "parts.RMSNorm":
+            return parts.RMSNorm(self.width, self.norm_eps)
 
-        def block(kind: str) -> PreNorm:
+        def block(kind: str) -> "parts.PreNorm":
             bias = self.attention_bias
-            attention = Attention(self.dims, self.layers, bias=bias, out_bias=bias)
-            return PreNorm(attention, GLU(self.dims, self.activation, bias=self.mlp_bias), norm)
+            attention = parts.Attention(self.dims, self.layers, bias=bias, out_bias=bias)
+            return parts.PreNorm(attention, parts.GLU(self.dims, self.activation, bias=self.mlp_bias), norm)
 
-        return Decoder(self, [Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+        return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

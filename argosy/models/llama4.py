@@ -18,15 +18,10 @@ from pydantic import Field, model_validator
 from argosy.core.errors import BadInput
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
-from argosy.models.family import UNROLL, DecoderConfig, shortest_pattern
+from argosy.models import parts
+from argosy.models.family import DecoderConfig, shortest_pattern
 from argosy.models.hub_config import SIZES, ConfigTable, read_rope, text_of, write_rope
-from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.heads import Attention, Reach, Temper
-from argosy.models.parts.mlp import GLU
-from argosy.models.parts.moe import Experts, MoE
-from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Llama3, Rope
-from argosy.models.parts.stack import Execution, Layer
+from argosy.models.settings import Experts, Llama3, Reach, Rope, Temper
 
 
 class Llama4Config(DecoderConfig):
@@ -97,22 +92,27 @@ class Llama4Config(DecoderConfig):
         return ["experts" if letter == "E" else "dense" for letter in letters]
 
     def reaches(self, local_rope: Rope | None = None) -> list[Reach]:
-        local = Reach(self.window, self.rotary(local_rope or self.rope), chunked=True, unit=self.norm_eps if self.qk_norm else None)
+        local = Reach(
+            self.window,
+            self.rotary(local_rope or self.rope),
+            chunked=True,
+            unit=self.norm_eps if self.qk_norm else None,
+        )
         return [local if span == "L" else Reach(temper=self.temper) for span in self.spans]
 
-    def build(self, run: Execution = UNROLL) -> Decoder:
+    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
         """Its module; layers differ in what stands behind attention, and in what they see and how."""
         d, bias = self.dims, self.attention_bias
 
-        def norm() -> RMSNorm:
-            return RMSNorm(self.width, self.norm_eps)
+        def norm() -> "parts.RMSNorm":
+            return parts.RMSNorm(self.width, self.norm_eps)
 
-        def block(kind: str) -> PreNorm:
-            mlp = MoE(d, self.moe, self.activation) if kind == "experts" else GLU(d, self.activation)
-            return PreNorm(Attention(d, self.layers, bias=bias, out_bias=bias), mlp, norm)
+        def block(kind: str) -> "parts.PreNorm":
+            mlp = parts.MoE(d, self.moe, self.activation) if kind == "experts" else parts.GLU(d, self.activation)
+            return parts.PreNorm(parts.Attention(d, self.layers, bias=bias, out_bias=bias), mlp, norm)
 
-        plan = [Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
-        return Decoder(self, plan, block, norm(), run)
+        plan = [parts.Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
+        return parts.Decoder(self, plan, block, norm(), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

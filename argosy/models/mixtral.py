@@ -12,14 +12,10 @@ from pydantic import model_validator
 
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
-from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models import parts
+from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
-from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.heads import Attention
-from argosy.models.parts.moe import Experts, MoE
-from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Rope
-from argosy.models.parts.stack import Execution, Layer
+from argosy.models.settings import Experts, Rope
 
 
 class MixtralConfig(DecoderConfig):
@@ -54,16 +50,18 @@ class MixtralConfig(DecoderConfig):
             "window": cls(**odd, kv_heads=1, window=7, tied=True, moe=Experts(count=4, active=3, ffn=38)),
         }
 
-    def build(self, run: Execution = UNROLL) -> Decoder:
+    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
         """Its module: every layer alike."""
 
-        def norm() -> RMSNorm:
-            return RMSNorm(self.width, self.norm_eps)
+        def norm() -> "parts.RMSNorm":
+            return parts.RMSNorm(self.width, self.norm_eps)
 
-        def block(kind: str) -> PreNorm:
-            return PreNorm(Attention(self.dims, self.layers), MoE(self.dims, self.moe, self.activation), norm)
+        def block(kind: str) -> "parts.PreNorm":
+            return parts.PreNorm(
+                parts.Attention(self.dims, self.layers), parts.MoE(self.dims, self.moe, self.activation), norm
+            )
 
-        return Decoder(self, [Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+        return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

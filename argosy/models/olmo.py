@@ -10,21 +10,12 @@ B batch, T time, D width, F feed-forward, N query heads, K key heads, H head siz
 
 from typing import Any, ClassVar
 
-from flax import nnx
-from jaxtyping import Array, Float
-
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
-from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models import parts
+from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
-from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Cache, Spec
-from argosy.models.parts.decoder import Decoder
-from argosy.models.parts.heads import Attention, Reach
-from argosy.models.parts.mlp import GLU
-from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Rope, Turns, Yarn
-from argosy.models.parts.stack import Execution, Layer, turns_of
+from argosy.models.settings import Rope, Yarn
 
 
 class OlmoConfig(DecoderConfig):
@@ -46,21 +37,22 @@ class OlmoConfig(DecoderConfig):
             "3": cls(**odd, layers=5, window=6, pattern="LLLG", rope=scaled, local_rope=Rope(base=5e5)),
         }
 
-    def build(self, run: Execution = UNROLL) -> Decoder:
+    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
         """Its module; the plan says of each layer how far back it sees and how it turns."""
+        from argosy.models.blocks.olmo import PostNorm
 
-        def norm() -> RMSNorm:
-            return RMSNorm(self.width, self.norm_eps)
+        def norm() -> "parts.RMSNorm":
+            return parts.RMSNorm(self.width, self.norm_eps)
 
-        def over_all_heads(heads: int) -> RMSNorm:
-            return RMSNorm((heads, self.H), self.norm_eps, letters="NH" if heads == self.heads else "KH")
+        def over_all_heads(heads: int) -> "parts.RMSNorm":
+            return parts.RMSNorm((heads, self.H), self.norm_eps, letters="NH" if heads == self.heads else "KH")
 
-        def block(kind: str) -> PostNorm:
+        def block(kind: str) -> Any:
             bias = self.attention_bias
-            attention = Attention(self.dims, self.layers, bias=bias, out_bias=bias, norms=over_all_heads)
-            return PostNorm(attention, GLU(self.dims, self.activation), norm)
+            attention = parts.Attention(self.dims, self.layers, bias=bias, out_bias=bias, norms=over_all_heads)
+            return PostNorm(attention, parts.GLU(self.dims, self.activation), norm)
 
-        return Decoder(self, [Layer("block", r) for r in self.reaches(self.local_rope)], block, norm(), run)
+        return parts.Decoder(self, [parts.Layer("block", r) for r in self.reaches(self.local_rope)], block, norm(), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
@@ -95,27 +87,6 @@ class OlmoConfig(DecoderConfig):
         local = write_rope(self.local_rope or self.rope)["rope_parameters"]
         both = {"full_attention": said["rope_parameters"], "sliding_attention": local}
         return self.agreed(said | write_pattern(self.spans) | {"rope_parameters": both})
-
-
-class PostNorm(nnx.Module):
-    """Attention, then the feed-forward layer, what each gives normalised before it is added."""
-
-    def __init__(self, attn: Attention, mlp: GLU, norm: Any):
-        self.attn, self.post_attn_norm = attn, norm()
-        self.mlp, self.post_mlp_norm = mlp, norm()
-
-    def holds(self, each: Reach) -> Spec:
-        return self.attn.holds(each)
-
-    def turns(self, each: Reach) -> Turns:
-        return turns_of(self.attn, each)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Cache | None, dict[str, Array]]:
-        y, cache = self.attn(x, each, cache, attend)
-        x = x + self.post_attn_norm(y)
-        return x + self.post_mlp_norm(self.mlp(x)), cache, {}
 
 
 POST_NORMS = {"post_attn_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}

@@ -11,14 +11,10 @@ from typing import Any, ClassVar
 
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
-from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models import parts
+from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
-from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.heads import Attention
-from argosy.models.parts.mlp import GLU
-from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import LongRope, Rope
-from argosy.models.parts.stack import Execution, Layer
+from argosy.models.settings import LongRope, Rope
 
 
 class PhiConfig(DecoderConfig):
@@ -36,16 +32,16 @@ class PhiConfig(DecoderConfig):
             "long": cls(**odd, kv_heads=2, tied=True, rope=turned),
         }
 
-    def build(self, run: Execution = UNROLL) -> Decoder:
+    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
         """Its module: every layer alike."""
 
-        def norm() -> RMSNorm:
-            return RMSNorm(self.width, self.norm_eps)
+        def norm() -> "parts.RMSNorm":
+            return parts.RMSNorm(self.width, self.norm_eps)
 
-        def block(kind: str) -> PreNorm:
-            return PreNorm(Attention(self.dims, self.layers), GLU(self.dims, self.activation), norm)
+        def block(kind: str) -> "parts.PreNorm":
+            return parts.PreNorm(parts.Attention(self.dims, self.layers), parts.GLU(self.dims, self.activation), norm)
 
-        return Decoder(self, [Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+        return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

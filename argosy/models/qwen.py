@@ -15,15 +15,10 @@ from pydantic import model_validator
 
 from argosy.core.keymap import Row
 from argosy.models import hub_rows as hub
-from argosy.models.family import UNROLL, DecoderConfig
+from argosy.models import parts
+from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_dense, read_pattern, read_rope, write_pattern, write_rope
-from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.heads import Attention
-from argosy.models.parts.mlp import GLU
-from argosy.models.parts.moe import Experts, MoE
-from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Rope, Yarn
-from argosy.models.parts.stack import Execution, Layer
+from argosy.models.settings import Experts, Rope, Yarn
 
 
 class QwenConfig(DecoderConfig):
@@ -80,25 +75,25 @@ class QwenConfig(DecoderConfig):
         """What stands behind the attention of each layer."""
         return ["dense" if self.moe is None or i in self.dense else "experts" for i in range(self.layers)]
 
-    def build(self, run: Execution = UNROLL) -> Decoder:
+    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
         """Its module; layers differ in what stands behind attention, and in how far back they see."""
         d, moe = self.dims, self.moe
 
-        def norm() -> RMSNorm:
-            return RMSNorm(self.width, self.norm_eps)
+        def norm() -> "parts.RMSNorm":
+            return parts.RMSNorm(self.width, self.norm_eps)
 
-        def head_norm(heads: int) -> RMSNorm:
-            return RMSNorm(self.H, self.norm_eps, letters="H")
+        def head_norm(heads: int) -> "parts.RMSNorm":
+            return parts.RMSNorm(self.H, self.norm_eps, letters="H")
 
-        def block(kind: str) -> PreNorm:
-            attention = Attention(
+        def block(kind: str) -> "parts.PreNorm":
+            attention = parts.Attention(
                 d, self.layers, bias=self.qkv_bias, out_bias=self.out_bias, norms=head_norm if self.qk_norm else None
             )
-            mlp = MoE(d, moe, self.activation) if moe and kind == "experts" else GLU(d, self.activation)
-            return PreNorm(attention, mlp, norm)
+            mlp = parts.MoE(d, moe, self.activation) if moe and kind == "experts" else parts.GLU(d, self.activation)
+            return parts.PreNorm(attention, mlp, norm)
 
-        plan = [Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
-        return Decoder(self, plan, block, norm(), run)
+        plan = [parts.Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
+        return parts.Decoder(self, plan, block, norm(), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

@@ -16,32 +16,16 @@ delta net K key heads of size H, each serving G value heads of size U, and W tap
 
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float
 from pydantic import Field, model_validator
 
 from argosy.core.errors import BadInput
 from argosy.core.keymap import Row
 from argosy.core.settings import Settings
 from argosy.models import hub_rows as hub
-from argosy.models.family import UNROLL, DecoderConfig, shortest_pattern
+from argosy.models import parts
+from argosy.models.family import DecoderConfig, shortest_pattern
 from argosy.models.hub_config import SIZES, ConfigTable, read_dense, read_rope, write_rope
-from argosy.models.parts.attend import HEADS, Attend
-from argosy.models.parts.cache import Cache, Spec
-from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.einsum import Einsum
-from argosy.models.parts.heads import Attention, Reach, turned
-from argosy.models.parts.mlp import GLU
-from argosy.models.parts.moe import Experts, MoE
-from argosy.models.parts.norm import RMSNorm
-from argosy.models.parts.rope import Rope, Yarn
-from argosy.models.parts.stack import Execution, Layer
-from argosy.models.parts.weight import Draw, Meaning, weight
-from argosy.ops import delta
-from argosy.ops.attention import Score
-from argosy.ops.conv import causal_conv
+from argosy.models.settings import Experts, Reach, Rope, Yarn
 
 
 class DeltaHeads(Settings):
@@ -150,28 +134,32 @@ class Qwen3NextConfig(DecoderConfig):
         mixes = ("delta" if span == "R" else "attention" for span in self.spans)
         return [f"{mix}_{'dense' if i in self.dense else 'experts'}" for i, mix in enumerate(mixes)]
 
-    def build(self, run: Execution = UNROLL) -> Decoder:
+    def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
         """Its module; layers differ in what mixes tokens, and in what stands behind it."""
+        from argosy.models.blocks.qwen3_next import DeltaNet, GatedAttention
+
         d = self.dims
 
-        def norm() -> RMSNorm:
-            return RMSNorm(self.width, self.norm_eps, offset=1.0)
+        def norm() -> "parts.RMSNorm":
+            return parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
 
-        def head_norm(heads: int) -> RMSNorm:
-            return RMSNorm(self.H, self.norm_eps, offset=1.0, letters="H")
+        def head_norm(heads: int) -> "parts.RMSNorm":
+            return parts.RMSNorm(self.H, self.norm_eps, offset=1.0, letters="H")
 
-        def block(kind: str) -> PreNorm:
+        def block(kind: str) -> "parts.PreNorm":
             if kind.startswith("delta"):
                 mix = DeltaNet(self.delta, self.width, self.layers, self.norm_eps)
             else:
                 mix = GatedAttention(d, self.layers, bias=self.attention_bias, norms=head_norm)
-            return PreNorm(
-                mix, GLU(d, self.activation) if kind.endswith("dense") else MoE(d, self.moe, self.activation), norm
+            return parts.PreNorm(
+                mix,
+                parts.GLU(d, self.activation) if kind.endswith("dense") else parts.MoE(d, self.moe, self.activation),
+                norm,
             )
 
         whole = Reach(None, self.rope.decided(self.context))
-        plan = [Layer(kind, whole if kind.startswith("attention") else None) for kind in self.kinds]
-        return Decoder(self, plan, block, norm(), run)
+        plan = [parts.Layer(kind, whole if kind.startswith("attention") else None) for kind in self.kinds]
+        return parts.Decoder(self, plan, block, norm(), run)
 
     def mixing_flops(self, tokens: int) -> int:
         recurrent = self.spans.count("R")
@@ -267,85 +255,6 @@ def _delta_net(over: list[int]) -> list[Row]:
             ("linear_attn.out_proj.weight", "attn.o.w", "D (k g u) -> k g u D"),
         ),
     ]
-
-
-class GatedAttention(Attention):
-    """Attention whose output is multiplied, feature by feature, by a gate (Qiu et al. 2025, arXiv:2505.06708)."""
-
-    def __init__(self, dims: dict[str, int], layers: int, *, bias: bool, norms: Any):
-        super().__init__(dims, layers, bias=bias, out_bias=bias, norms=norms)
-        self.gate = Einsum("BTD,DNH->BTNH", dims, bias=bias)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        q = turned(self.q_norm(self.q(x)), each, attend)
-        k = turned(self.k_norm(self.k(x)), each, attend)
-        y, cache = attend(q, {"k": k, "v": self.v(x)}, cache, HEADS, score=Score(self.scale))
-        return self.o(y * jax.nn.sigmoid(self.gate(x))), cache
-
-
-class DeltaNet(nnx.Module):
-    """A gated delta net (arXiv:2412.06464).
-
-    Args:
-        heads: its sizes.
-        width: of the residual stream.
-        layers: how many there are; the residual stream keeps its variance at any depth.
-        eps: of the norm on what the state answers.
-    """
-
-    called = "delta net"
-
-    def __init__(self, heads: DeltaHeads, width: int, layers: int, eps: float):
-        d = heads.dims | {"D": width}
-        self.d = tuple(d.items())
-        self.q, self.k = Einsum("BTD,DKH->BTKH", d), Einsum("BTD,DKH->BTKH", d)
-        self.v, self.z = Einsum("BTD,DKGU->BTKGU", d), Einsum("BTD,DKGU->BTKGU", d)
-        self.a, self.b = Einsum("BTD,DKG->BTKG", d), Einsum("BTD,DKG->BTKG", d)
-        self.q_taps, self.k_taps, self.v_taps = (_taps(letters, d) for letters in ("KHW", "KHW", "KGUW"))
-        # exp(A) softplus(dt) is what fades a token: 0.05 where A is 0, in the middle of the paper's 0.001 to 0.1 for dt.
-        self.a_log = weight((d["K"], d["G"]), Meaning("KG"), Draw("normal", 1.0))
-        self.dt = weight((d["K"], d["G"]), Meaning("KG"), Draw("constant", -3.0))
-        self.norm = RMSNorm(d["U"], eps, letters="U")
-        self.o = Einsum("BTKGU,KGUD->BTD", d, scale=(d["K"] * d["G"] * d["U"] * 2 * layers) ** -0.5)
-
-    def holds(self, each: Any) -> Spec:
-        d = dict(self.d)
-        K, G, H, U, back = d["K"], d["G"], d["H"], d["U"], d["W"] - 1
-        inputs = ("q", (back, K, H)), ("k", (back, K, H)), ("v", (back, K, G, U))
-        return Spec(row=(*inputs, ("state", (K, G, H, U))))
-
-    def __call__(
-        self, x: Float[Array, "B T D"], each: Any, cache: Cache | None, attend: Attend
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        held, starts, live = attend.carry(cache)
-        if held is None:
-            held = {name: jnp.zeros((x.shape[0], *shape), jnp.float32) for name, shape in self.holds(each).row}
-        new: Cache = {}
-
-        def mixed(name: str, y: Array, taps: Any) -> Array:
-            y, new[name] = causal_conv(y, taps[...], held[name], starts, live)
-            return jax.nn.silu(y)
-
-        q = unit(mixed("q", self.q(x), self.q_taps)) * dict(self.d)["H"] ** -0.5
-        k, v = unit(mixed("k", self.k(x), self.k_taps)), mixed("v", self.v(x), self.v_taps)
-        a, b = (project(x).astype(jnp.float32) for project in (self.a, self.b))
-        decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * jax.nn.softplus(a + self.dt[...].astype(jnp.float32))
-        y, new["state"] = delta.delta_rule(q, k, v, decay, jax.nn.sigmoid(b), held["state"], starts, live)
-        y = self.norm(y) * jax.nn.silu(self.z(x).astype(jnp.float32))
-        return self.o(y.astype(x.dtype)), attend.keep(cache, new)
-
-
-def _taps(letters: str, dims: dict[str, int]) -> Any:
-    """Weights of a short convolution."""
-    return weight(tuple(dims[a] for a in letters), Meaning(letters), Draw("normal", dims["W"] ** -0.5))
-
-
-def unit(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Of length 1, float32; a zero stays one."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
 
 
 KINDS = {"linear_attention": "R", "full_attention": "G"}

@@ -8,16 +8,16 @@ context, expert, stage    always 1: sequences, experts and layers are not split 
 """
 
 import math
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
 from pydantic import Field
 
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.schema import Also
 from argosy.core.settings import Settings
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 ORDER = ("stage", "data", "fsdp", "context", "expert", "tensor")  # neighbors on the grid talk most along the last axes
 NOT_BUILT = {"context": "sequences", "expert": "experts", "stage": "layers"}
@@ -26,28 +26,61 @@ NOT_BUILT = {"context": "sequences", "expert": "experts", "stage": "layers"}
 class MeshSettings(Settings):
     """How many devices along each axis; at most one axis may be -1: all devices that are left."""
 
-    data: int = Field(1, ge=-1)
+    data: Annotated[
+        int,
+        Also(
+            "data_parallel_replicate_degree",
+            "dp_replicate",
+            "ici_data_parallelism",
+            "parallelism.data_parallel_replicate_degree",
+        ),
+    ] = Field(1, ge=-1)
     """Copies of the weights, each with its own rows of the batch."""
-    fsdp: Annotated[int, Also("dp_shard", "data_parallel_shard_degree", "ici_fsdp_parallelism")] = Field(-1, ge=-1)
+    fsdp: Annotated[
+        int,
+        Also(
+            "parallelism.data_parallel_shard_degree",
+            "fsdp_config",
+            "dp_shard",
+            "data_parallel_shard_degree",
+            "ici_fsdp_parallelism",
+        ),
+    ] = Field(-1, ge=-1)
     """Shares that weights, gradients and optimizer of each copy are split into, each with its own rows of the batch. The default:
     all devices, since it saves most memory and communicates well up to a few hundred devices."""
-    tensor: Annotated[int, Also("tp_size", "tensor_parallel_degree", "ici_tensor_parallelism")] = Field(1, ge=-1)
+    tensor: Annotated[
+        int,
+        Also(
+            "parallelism.tensor_parallel_degree",
+            "tp",
+            "tensor_parallel_size",
+            "tp_size",
+            "tensor_parallel_degree",
+            "ici_tensor_parallelism",
+        ),
+    ] = Field(1, ge=-1)
     """Shares that heads, feed-forward features and vocabulary are split into. Raise it where the rows of a batch are fewer than
     the devices; it communicates at every layer, so keep it within one machine."""
-    context: int = Field(1, ge=-1)
+    context: Annotated[
+        int, Also("context_parallel_degree", "ici_context_parallelism", "cp", "sequence_parallel_size")
+    ] = Field(1, ge=-1)
     """Shares of a sequence. Only 1 is built."""
-    expert: int = Field(1, ge=-1)
+    expert: Annotated[int, Also("expert_parallel_degree", "ici_expert_parallelism", "ep")] = Field(1, ge=-1)
     """Shares of the experts. Only 1 is built."""
-    stage: int = Field(1, ge=-1)
+    stage: Annotated[int, Also("pipeline_parallel_degree", "ici_pipeline_parallelism", "pp")] = Field(1, ge=-1)
     """Shares of the layers. Only 1 is built."""
 
-    def build(self, devices: Any = None) -> Mesh:
+    def build(self, devices: Any = None) -> "Mesh":
         """The mesh over these devices, or all there are.
 
         Raises:
             BadInput: the sizes do not multiply to the number of devices.
             Unsupported: an axis that is not built is not 1.
         """
+        import jax  # not before: settings are read without it
+        import numpy as np
+        from jax.sharding import AxisType, Mesh
+
         devices = jax.devices() if devices is None else devices
         sizes = {name: getattr(self, name) for name in ORDER}
         for name, what in NOT_BUILT.items():

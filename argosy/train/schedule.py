@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-import jax.numpy as jnp
 from pydantic import Field
 
 from argosy.core.registry import Registry
-from argosy.core.settings import Settings
+from argosy.core.settings import Also, Settings
 
 Factor = Callable[[Any], Any]  # step (counted from 0) -> share of the peak learning rate
 
@@ -16,7 +15,18 @@ Factor = Callable[[Any], Any]  # step (counted from 0) -> share of the peak lear
 class Schedule(Settings):
     """What every schedule has."""
 
-    warmup: float = Field(0.05, ge=0)
+    warmup: Annotated[
+        float,
+        Also(
+            "warmup_steps",
+            "warmup_ratio",
+            "warmup_iters",
+            "lr_scheduler.warmup_steps",
+            "warmup_steps_fraction",
+            "num_warmup_steps",
+            "lr_warmup_steps",
+        ),
+    ] = Field(0.05, ge=0)
     """Steps of linear warm-up; below 1, a share of all steps."""
 
     def build(self, steps: int) -> Factor:
@@ -24,6 +34,8 @@ class Schedule(Settings):
 
     def warmed(self, steps: int, after: Factor) -> Factor:
         """`after`, given progress over the steps left: 0 at the first, 1 at the last; behind the warm-up."""
+        import jax.numpy as jnp
+
         warm = count(self.warmup, steps)
 
         def factor(step: Any) -> Any:
@@ -43,13 +55,17 @@ class Constant(Schedule):
     """The peak, after warm-up."""
 
     def build(self, steps: int) -> Factor:
+        import jax.numpy as jnp
+
         return self.warmed(steps, jnp.ones_like)
 
 
 class Linear(Schedule):
     """Down a straight line."""
 
-    final: float = Field(0.0, ge=0, le=1)
+    final: Annotated[float, Also("min_lr", "final_lr_frac", "min_lr_ratio", "min_lr_factor", "end_lr")] = Field(
+        0.0, ge=0, le=1
+    )
     """Share of the peak at the last step."""
 
     def build(self, steps: int) -> Factor:
@@ -59,22 +75,42 @@ class Linear(Schedule):
 class Cosine(Schedule):
     """Down half a cosine. Loshchilov and Hutter 2016 (arXiv:1608.03983), without restarts."""
 
-    final: float = Field(0.1, ge=0, le=1)
+    final: Annotated[
+        float,
+        Also(
+            "min_lr",
+            "final_lr_frac",
+            "min_lr_ratio",
+            "lr_scheduler.min_lr_factor",
+            "min_lr_factor",
+            "cosine_learning_rate_final_fraction",
+            "end_lr",
+        ),
+    ] = Field(0.1, ge=0, le=1)
     """Share of the peak at the last step."""
 
     def build(self, steps: int) -> Factor:
+        import jax.numpy as jnp
+
         return self.warmed(steps, lambda p: self.final + (1 - self.final) * 0.5 * (1 + jnp.cos(math.pi * p)))
 
 
 class WSD(Schedule):
     """Warm-up, stable, decay: the peak, then a straight line down at the end. Hu et al. 2024 (arXiv:2404.06395)."""
 
-    decay: float = Field(0.2, gt=0)
+    decay: Annotated[
+        float,
+        Also("warmdown_ratio", "cooldown", "lr_scheduler.decay_ratio", "decay_ratio", "decay_steps", "cooldown_steps"),
+    ] = Field(0.2, gt=0)
     """Steps of the descent at the end; below 1, a share of all steps."""
-    final: float = Field(0.0, ge=0, le=1)
+    final: Annotated[float, Also("min_lr", "final_lr_frac", "min_lr_ratio", "min_lr_factor", "end_lr")] = Field(
+        0.0, ge=0, le=1
+    )
     """Share of the peak at the last step."""
 
     def build(self, steps: int) -> Factor:
+        import jax.numpy as jnp
+
         left = max(1, steps - count(self.warmup, steps) - 1)
         share = min(1.0, count(self.decay, steps) / left) or 1 / left
         return self.warmed(steps, lambda p: 1 - (1 - self.final) * jnp.clip((p - (1 - share)) / share, 0, 1))

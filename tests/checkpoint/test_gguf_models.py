@@ -26,9 +26,8 @@ from argosy.core.keymap import KeyMap
 from argosy.models.family import FamilyConfig
 from argosy.models.gemma import GemmaConfig
 from argosy.models.gpt_oss import GptOssConfig
-from argosy.models.parts.moe import Experts
-from argosy.models.parts.rope import Llama3
 from argosy.models.qwen import QwenConfig
+from argosy.models.settings import Experts, Llama3
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 NEAR = 2e-5  # of the largest logit

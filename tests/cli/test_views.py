@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -358,7 +357,7 @@ NO_FLAG = {"error": "Unknown flag in XLA_FLAGS"}
         ({"versions": {"optax": "not installed"}}, "broken", "optax", "pip install"),
         ({"jax": NO_TPU, "variables": {"JAX_PLATFORMS": "tpu"}}, "broken", "tpu", "JAX_PLATFORMS=cpu"),
         ({"jax": NO_FLAG, "variables": {"XLA_FLAGS": "--xla_no"}}, "broken", "XLA_FLAGS", "--xla_no"),
-        (GPU, "warning", "CPU only", "jax[cuda12]"),
+        (GPU, "warning", "CPU only", "--gpu"),
         (GPU | {"variables": {"CUDA_VISIBLE_DEVICES": ""}}, "warning", "CPU only", "CUDA_VISIBLE_DEVICES"),
         (GPU | {"variables": {"JAX_PLATFORMS": "cpu"}}, "note", "unused", "unset"),
         ({"variables": {"JAX_DISABLE_JIT": "1"}}, "warning", "JAX_DISABLE_JIT", "unset"),
@@ -408,10 +407,8 @@ def test_a_platform_that_is_not_here_is_told(monkeypatch):
 
 
 def test_a_device_that_hangs_does_not_hang_the_doctor(monkeypatch):
-    monkeypatch.setattr(environment, "ASK", "import time; time.sleep(60)")
-    start = time.monotonic()
+    monkeypatch.setattr(environment, "ASK", "import time; time.sleep(100_000)")
     assert "did not answer" in environment.devices(timeout_s=0.5)["error"]
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("module", ["argosy.jobs.runs", "argosy.jobs.doctor", "argosy.cli.runs", "argosy.cli.models"])

@@ -16,6 +16,7 @@ from argosy.core.errors import BadInput, SettingsError
 from argosy.core.explain import annotated, explain, json_schema, reference
 from argosy.core.registry import Registry
 from argosy.core.settings import (
+    Also,
     Choice,
     Layer,
     Settings,
@@ -31,7 +32,7 @@ from argosy.core.settings import (
 class AdamW(Settings):
     """Decoupled weight decay."""
 
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: Annotated[float, Also("lr")] = Field(1e-3, gt=0)
     """Peak learning rate."""
     b1: float = Field(0.9, ge=0, lt=1)
     b2: float = 0.95
@@ -50,7 +51,7 @@ OPTIMIZERS = Registry("optimizer", {"adamw": AdamW, "muon": Muon})
 class Model(Settings):
     heads: int = Field(4, gt=0)
     kv_heads: int = Field(4, gt=0)
-    layers: int
+    layers: Annotated[int, Also("size")]
     """Number of layers."""
 
     @model_validator(mode="after")
@@ -69,7 +70,7 @@ class Data(Settings):
     source: str = "stdlib"
     mix: dict[str, float] = Field({"code": 1.0})
     """Share of each source."""
-    batch: int = Field(8, ge=1)
+    batch: Annotated[int, Also("size")] = Field(8, ge=1)
     lang: str = "en"
     packing: Literal["split", "fit"] = "split"
     shuffle: bool = True
@@ -84,7 +85,9 @@ class Data(Settings):
 
 
 class Run(Settings):
-    steps: int = Field(100, ge=0)
+    elsewhere = {"dropout": "dropout is not built"}  # noqa: RUF012
+
+    steps: Annotated[int, Also("training.max_steps")] = Field(100, ge=0)
     """Optimizer steps."""
     seed: int = 0
     dir: Path | None = None
@@ -316,7 +319,21 @@ def test_built_groups_are_taken_where_their_class_is_registered():
         ("steps=[1]", "`steps` should be a whole number, not `[1]`", "4_096"),
         ("steps=-1", "`steps` should be at least 0, not `-1`", "Optimizer steps"),
         ("optimizer.b1=1", "`optimizer.b1` should be less than 1, not `1`", None),
-        ("optimizer.learning_rate=nan", "`optimizer.learning_rate` should be greater than 0, not `nan`", "Peak"),
+        ("optimizer.learning_rate=nan", "`optimizer.learning_rate` should be a finite number, not `nan`", None),
+        ("optimizer.learning_rate=.nan", "`optimizer.learning_rate` should be a finite number, not `.nan`", None),
+        ("optimizer.learning_rate=.inf", "`optimizer.learning_rate` should be a finite number, not `.inf`", None),
+        ("clip=.inf", "`clip` should be a finite number, not `.inf`", None),
+        ("optimizer.learning_rate=1e999", "`optimizer.learning_rate` should be a finite number, not `1e999`", None),
+        ("data.mix.web=.inf", "`data.mix.web` should be a finite number, not `.inf`", None),
+        ("steps=123456789012345678901", "`steps` should be a whole number, not `123456789012345678901`", "4_096"),
+        ("LR=1", "unknown setting `LR`", "`optimizer.learning_rate`"),
+        ("training.lr=1", "unknown setting `training.lr`", "`optimizer.learning_rate`"),
+        ("training.max-steps=1", "unknown setting `training.max-steps`", "`steps`"),
+        ("data.size=1", "unknown setting `data.size`", "`data.batch`"),
+        ("size=1", "unknown setting `size`", "`data.batch`"),
+        ("model.size=1", "unknown setting `model.size`", "`model.layers`"),
+        ("dropout=0.1", "unknown setting `dropout`", "dropout is not built"),
+        ("model.dropout=0.1", "unknown setting `model.dropout`", "dropout is not built"),
         ("clip=x", "`clip` should be a number or none, not `x`", "3e-4"),
         ("clip=off", "`clip` should be a number or none, not `off`", "3e-4"),
         ("window=x", "`window` should be a whole number or one of auto, not `x`", None),

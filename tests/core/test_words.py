@@ -133,7 +133,7 @@ def test_missing_and_unreadable_files(tmp_path):
     (tmp_path / "tiny.yml").write_text("a: 1\n")
     with pytest.raises(BadInput, match=r"no settings file") as caught:
         yaml_layer(tmp_path / "tin.yml")
-    assert caught.value.hint == "did you mean `tiny.yml`?"
+    assert caught.value.hint == f"did you mean `{tmp_path / 'tiny.yml'}`?"
     with pytest.raises(BadInput, match="cannot read"):
         yaml_layer(tmp_path)
     (tmp_path / "latin.yml").write_bytes("a: \xe9".encode("latin-1"))

@@ -6,11 +6,14 @@ import sys
 from typing import Annotated, Any
 
 import pytest
+import yaml
+from schema_check import check
 
 from argosy.core.errors import BadInput, SettingsError, UnknownName
 from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings
 from argosy.jobs.compose import CONFIGS, compose, editor_schema, presets, recipes
+from argosy.jobs.run import Run as TrainingRun
 
 
 class Llama(Settings):
@@ -144,10 +147,15 @@ def test_a_run_directory_is_its_settings(configs, tmp_path):
         ("gone/tiny.yml", [], "no settings file `gone/tiny.yml`", None, None),
         ("tiny", ["model=smal"], "unknown model preset `smal`", "`small`", "set by command line"),
         ("lost", [], "unknown model preset `smal`", "`small`", "set by recipes/lost.yml:1"),
+        ("mine", [], "unknown recipe `mine`", "did you mean the file `mine.yml`?", None),
+        ("small", [], "`small` is a model, not a recipe", "tiny model=small", None),
+        ("tiny", ["model=gemma"], "`gemma` is a model family", "model.family=gemma", "set by command line"),
         ("circle", [], "`extends: circle` goes in a circle", None, "in recipes/circle2.yml:1"),
     ],
 )
-def test_files_that_are_not_there(configs, recipe, words, what, hint, where):
+def test_files_that_are_not_there(configs, tmp_path, monkeypatch, recipe, words, what, hint, where):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yml").write_text("steps: 1\n")
     with pytest.raises((BadInput, UnknownName)) as caught:
         compose(Run, recipe, words, configs)
     assert what in str(caught.value)
@@ -157,10 +165,19 @@ def test_files_that_are_not_there(configs, recipe, words, what, hint, where):
     assert len(str(caught.value).splitlines()) <= 5
 
 
-def test_a_file_may_extend_only_one(configs):
-    (configs / "recipes" / "many.yml").write_text("extends: [tiny, longer]\n")
-    with pytest.raises(BadInput, match="names one file"):
+def test_of_a_list_of_files_the_later_ones_win(configs):
+    (configs / "recipes" / "many.yml").write_text("extends: [longer, plain]\ndir: d\n")
+    reading = compose(Run, "many", [], configs)
+    assert reading.value == Run(steps=1000, batch=2, dir="d", model=Llama(preset="small", width=128, layers=3))
+    assert reading.origin["batch"] == "recipes/plain.yml"
+    (configs / "recipes" / "many.yml").write_text("extends: [plain, 3]\n")
+    with pytest.raises(BadInput, match="names files"):
         compose(Run, "many", [], configs)
+
+
+def test_two_files_may_extend_the_same_one(configs):
+    (configs / "recipes" / "both.yml").write_text("extends: [longer, other]\n")
+    assert compose(Run, "both", [], configs).value.model.preset == "large"
 
 
 def test_lines_of_a_preset_are_named(configs):
@@ -187,8 +204,49 @@ def test_names(configs):
 
 def test_the_editors_schema_knows_presets_and_extends(configs):
     schema = editor_schema(Run, configs)
-    assert schema["properties"]["extends"] == {"type": "string"}
+    assert not list(check(schema, {"extends": "tiny"}))
+    assert not list(check(schema, {"extends": ["tiny", "longer"]}))
+    assert list(check(schema, {"extends": 3}))
     assert schema["properties"]["model"]["oneOf"][0] == {"type": "string", "examples": ["large", "small", "soft"]}
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_the_editors_schema_accepts_every_recipe(recipe):
+    layer = yaml.safe_load((CONFIGS / "recipes" / f"{recipe}.yml").read_text())
+    assert not list(check(editor_schema(TrainingRun), layer))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"extends": "tiny", "optimizer": {"learning_rate": "2e-3"}},
+        {"extends": "tiny", "optimizer": {"name": "muon", "ns_steps": 6}, "sample": {"every": "none"}},
+        {"model": {"layers": 3}},
+        {"model": {"preset": "llama3.2-1b", "layers": 3}, "steps": "25k", "data": {"shuffle": "off"}},
+        {"schedule": {"final": 0}, "log": {"every": 1}},
+    ],
+)
+def test_the_editors_schema_accepts_a_part_of_a_choice(layer):
+    assert not list(check(editor_schema(TrainingRun), layer))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"stpes": 3},
+        {"optimizer": {"learning_rat": 1}},
+        {"optimizer": {"name": "adamw", "ns_steps": 6}},
+        {"optimizer": "adamww"},
+        {"optimizer": {"name": "adamww"}},
+        {"optimizer": {"learning_rate": -1}},
+        {"model": {"widht": 3}},
+        {"log": {"every": 0}},
+        {"steps": "many"},
+        {"data": 3},
+    ],
+)
+def test_the_editors_schema_refuses_a_mistake(layer):
+    assert list(check(editor_schema(TrainingRun), layer))
 
 
 def test_composing_has_no_side_effects(configs, tmp_path):

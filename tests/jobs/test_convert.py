@@ -89,7 +89,7 @@ def test_shards_are_as_large_as_asked_for(source, tmp_path):
 
 
 KILL = """
-import os, signal, sys
+import os, signal, sys, time
 import argosy.checkpoint.partial as partial
 from argosy.cli import main
 real, left = partial.Partial._whole, [{files}]
@@ -98,8 +98,9 @@ def whole(self, file, output):
     left[0] -= 1
     if left[0] == 0:
         os.kill(os.getpid(), signal.{signal})
+        time.sleep(60)
 partial.Partial._whole = whole
-sys.exit(main(sys.argv[1:]))
+sys.exit(main())
 """
 
 
@@ -122,7 +123,7 @@ def test_killed_between_files_the_same_command_goes_on(source, tmp_path, capsys,
     before = {name: (tmp_path / "target.part" / name).stat().st_mtime_ns for name in kept}
     assert main(["convert", str(source), str(target), *words]) == 0
     said = capsys.readouterr()
-    assert "going on: " in said.err
+    assert "resuming: " in said.err
     assert "kept from before" in said.out
     assert {name: (target / name).stat().st_mtime_ns for name in kept} == before, "not written again"
     convert(str(target), tmp_path / "back", "hub", None)
@@ -309,7 +310,7 @@ def test_progress_says_how_far_it_is_where_no_line_can_be_replaced(capsys, monke
             progress(500_000_000, 8_000_000_000, 2_000_000_000)
             now[0] += 1.0
     assert capsys.readouterr().err.splitlines() == [
-        "going on: 2.00 of 8.00 GB are there already, and good",
+        "resuming: 2.00 of 8.00 GB are there already, and good",
         "5.00 of 8.00 GB written, 62%, 0.60 GB/s, 5.0 s left",
     ]
 

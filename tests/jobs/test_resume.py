@@ -14,7 +14,7 @@ from campaign_kill import SMALL
 import argosy
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest
-from argosy.jobs.train import Quiet
+from argosy.jobs.train import Quiet, train
 from argosy.observe.metrics import by_step, read
 
 STEPS, EVERY = 12, 4
@@ -42,7 +42,7 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def fit(run: Path, *words: str, view: Quiet | None = None) -> argosy.Outcome:
-    return argosy.fit("tiny", *WORDS, f"dir={run}", *words, view=view or Quiet())
+    return train("tiny", [*WORDS, f"dir={run}", *words], view or Quiet())
 
 
 @pytest.fixture(scope="module")

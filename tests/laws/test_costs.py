@@ -12,9 +12,9 @@ from argosy.models.gemma import GemmaConfig
 from argosy.models.mixtral import MixtralConfig
 from argosy.models.parts.attend import Contiguous, Packed, Paged
 from argosy.models.parts.cache import bytes_of, contiguous, paged
-from argosy.models.parts.moe import Experts
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, merge, split
+from argosy.models.settings import Experts
 from argosy.observe.flops import contraction_flops
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.state import trained

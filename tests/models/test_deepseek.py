@@ -26,13 +26,11 @@ from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.parts import indexer
 from argosy.models.parts.attend import Contiguous, Packed, Paged
 from argosy.models.parts.cache import contiguous, paged
-from argosy.models.parts.heads import Reach
-from argosy.models.parts.indexer import Index, largest
+from argosy.models.parts.indexer import largest
 from argosy.models.parts.latent import Latent
-from argosy.models.parts.moe import Experts
-from argosy.models.parts.rope import Rope
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, split
+from argosy.models.settings import Experts, Index, Reach, Rope
 from argosy.ops.attention import See
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.optim import AdamW

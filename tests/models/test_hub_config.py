@@ -5,7 +5,7 @@ import pytest
 from argosy.checkpoint.hub import config_from
 from argosy.core.errors import BadInput, Unsupported
 from argosy.models.llama import LlamaConfig
-from argosy.models.parts.rope import Linear, Llama3, Yarn
+from argosy.models.settings import Linear, Llama3, Yarn
 
 BASE = {
     "model_type": "llama",

@@ -13,9 +13,9 @@ from argosy.checkpoint.hub import config_from
 from argosy.core.errors import BadInput
 from argosy.jobs.public import preset_config
 from argosy.models.parts.attend import Contiguous, Packed
-from argosy.models.parts.heads import Reach, Temper, tempered, turned
-from argosy.models.parts.rope import Llama3, Rope, Yarn
+from argosy.models.parts.heads import tempered, turned
 from argosy.models.parts.weight import put, split
+from argosy.models.settings import Llama3, Reach, Rope, Temper, Yarn
 
 TEXT = {        # what the files of both released models say in `text_config`
     "_attn_implementation_autoset": True,

@@ -15,9 +15,10 @@ from argosy.core.formats.safetensors import SafeTensors
 from argosy.jobs.convert import convert
 from argosy.models.gpt_oss import GptOssConfig
 from argosy.models.mixtral import MixtralConfig
-from argosy.models.parts.moe import Experts, MoE, choose, with_capacity
+from argosy.models.parts.moe import MoE, choose, with_capacity
 from argosy.models.parts.stack import Unroll, layer_addresses, to_layers
 from argosy.models.parts.weight import Moved, fill, merge, put, split, variables
+from argosy.models.settings import Experts
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.state import training_graph
 from argosy.train.step import model_for

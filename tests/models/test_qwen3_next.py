@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from argosy.core.errors import ArgosyError, BadInput, Unsupported
-from argosy.models.parts.rope import Rope
 from argosy.models.qwen3_next import Qwen3NextConfig
+from argosy.models.settings import Rope
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "models" / "qwen3-next-plain" / "config.json"
 

@@ -5,13 +5,16 @@ is written from descriptions, so that one tensor at a time is in memory. Files a
 Knows no model and no name of any tensor; `core.keymap` does names.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from argosy.core.errors import BadInput, Damaged
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Shape = tuple[int, ...]
 
@@ -98,9 +101,13 @@ class Arrays:
         return tuple(self.arrays[name].shape)
 
     def dtype(self, name: str) -> np.dtype:
+        import numpy as np
+
         return np.dtype(self.arrays[name].dtype)
 
     def read(self, name: str) -> np.ndarray:
+        import numpy as np
+
         return np.asarray(self.arrays[name])
 
 
@@ -111,6 +118,8 @@ def map_file(path: Path) -> np.ndarray:
         BadInput: no such file, no permission, not a file.
         Damaged: an empty file.
     """
+    import numpy as np
+
     try:
         if path.is_dir():
             raise BadInput(f"`{path}` is a folder, not a file")

@@ -1,1 +1,51 @@
-"""The parts models are made of. A part earns its place here when two families use it."""
+"""The parts models are made of. A part earns its place here when two families use it.
+
+`parts.Attention` imports the module that defines it when it is first asked for, so the file of a family, which only describes
+its parts until `build` is called, imports neither jax nor flax.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from argosy.models.parts.attend import Attend as Attend
+    from argosy.models.parts.attend import Bidirectional as Bidirectional
+    from argosy.models.parts.attend import Packed as Packed
+    from argosy.models.parts.decoder import Decoder as Decoder
+    from argosy.models.parts.decoder import PreNorm as PreNorm
+    from argosy.models.parts.encoder import Encoder as Encoder
+    from argosy.models.parts.encoder import PostNorm as PostNorm
+    from argosy.models.parts.heads import Attention as Attention
+    from argosy.models.parts.latent import LatentAttention as LatentAttention
+    from argosy.models.parts.mlp import GLU as GLU
+    from argosy.models.parts.mlp import MLP as MLP
+    from argosy.models.parts.moe import MoE as MoE
+    from argosy.models.parts.norm import LayerNorm as LayerNorm
+    from argosy.models.parts.norm import RMSNorm as RMSNorm
+    from argosy.models.parts.stack import Execution as Execution
+    from argosy.models.parts.stack import Layer as Layer
+
+_FROM = {
+    "Attend": "argosy.models.parts.attend",
+    "Attention": "argosy.models.parts.heads",
+    "Bidirectional": "argosy.models.parts.attend",
+    "Decoder": "argosy.models.parts.decoder",
+    "Encoder": "argosy.models.parts.encoder",
+    "Execution": "argosy.models.parts.stack",
+    "GLU": "argosy.models.parts.mlp",
+    "LatentAttention": "argosy.models.parts.latent",
+    "Layer": "argosy.models.parts.stack",
+    "LayerNorm": "argosy.models.parts.norm",
+    "MLP": "argosy.models.parts.mlp",
+    "MoE": "argosy.models.parts.moe",
+    "Packed": "argosy.models.parts.attend",
+    "PostNorm": "argosy.models.parts.encoder",
+    "PreNorm": "argosy.models.parts.decoder",
+    "RMSNorm": "argosy.models.parts.norm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_FROM[name]), name)

@@ -66,7 +66,7 @@ class Decoder(nnx.Module):
         plan: Sequence[Layer],
         make: Callable[[str], Any],
         norm: nnx.Module,
-        run: Execution,
+        run: Execution | None,
         *,
         gain: float | None = None,
         logit_cap: float | None = None,

@@ -57,7 +57,7 @@ class Encoder(nnx.Module):
         plan: Sequence[Layer],
         make: Callable[[str], Any],
         norm: nnx.Module,
-        run: Execution,
+        run: Execution | None,
         *,
         first: int = 0,
         pooler: bool = False,

@@ -7,47 +7,20 @@ Grouped queries: Ainslie et al. 2023 (arXiv:2305.13245). Norms on queries and ke
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
-from pydantic import Field
 
-from argosy.core.settings import Settings
 from argosy.models.parts.attend import HEADS, Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.norm import over_rms
-from argosy.models.parts.rope import Rope, Turns, angles, apply_rope
+from argosy.models.parts.rope import Turns, angles, apply_rope
 from argosy.models.parts.weight import Draw, Meaning, weight
+from argosy.models.settings import Reach
 from argosy.ops.attention import Score
-
-
-class Temper(Settings):
-    """Queries grow with their position, so that attention stays as sharp as more is seen: 1 + scale log(1 + (position + 1) //
-    floor). Nakanishi 2025 (arXiv:2501.19399), in the steps of Llama 4."""
-
-    floor: int = Field(8192, gt=0)
-    """Tokens from a step to the next; before the first nothing grows."""
-    scale: float = 0.1
-    """How much the logarithm of the steps counts."""
-
-
-class Reach(NamedTuple):
-    """What is fixed about one layer's attention.
-
-    window: how far back it sees; None: everything. chunked: of that, its own chunk only (`Score`).
-    rope: how positions turn its queries and keys; None: they do not.
-    unit: each head of them is divided by its RMS after it turns, with this added to the mean square.
-    temper: how its queries grow with their position.
-    """
-
-    window: int | None = None
-    rope: Rope | None = None
-    chunked: bool = False
-    unit: float | None = None
-    temper: Temper | None = None
 
 
 class Attention(nnx.Module):

@@ -21,9 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
-from pydantic import Field
 
-from argosy.core.settings import Settings
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.heads import Reach, turned
@@ -33,17 +31,6 @@ from argosy.ops.attention import See
 
 AT_ONCE = 1 << 24  # scores of single heads, 64 MB: the most that are held together
 KEY_EPS = 1e-6  # of the norm over keys, whatever the others have
-
-
-class Index(Settings):
-    """An index that picks the tokens attention reads."""
-
-    heads: int = Field(64, gt=0)
-    """Heads I."""
-    size: int = Field(128, gt=0)
-    """Size of a head J; its first features turn with positions, as many as those of attention."""
-    topk: int = Field(2048, gt=0)
-    """Tokens that a query attends to; all that it sees where those are fewer."""
 
 
 class Asked(NamedTuple):

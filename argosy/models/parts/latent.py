@@ -19,9 +19,10 @@ from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.heads import Reach, turned
-from argosy.models.parts.indexer import Asked, Index, Indexer
+from argosy.models.parts.indexer import Asked, Indexer
 from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Turns
+from argosy.models.settings import Index
 from argosy.ops.attention import Score, See
 
 LATENT_EPS = 1e-6  # of the norms over latents, whatever the others have

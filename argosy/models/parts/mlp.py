@@ -1,15 +1,13 @@
 """Feed-forward layers: gated (Shazeer 2020, arXiv:2002.05202) and plain."""
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
 from argosy.models.parts.einsum import Einsum
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+from argosy.models.settings import Activation
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,

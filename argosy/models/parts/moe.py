@@ -24,7 +24,7 @@ unweighted; with a capacity `dropped` [B], the share of assignments that it pass
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,78 +32,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
-from pydantic import Field, model_validator
 
 from argosy.core.dims import LEGEND
-from argosy.core.settings import Settings
 from argosy.models.parts.einsum import Contraction, Einsum, Route
 from argosy.models.parts.mlp import ACTIVATIONS, GLU, Activation
 from argosy.models.parts.weight import Draw, Meaning, Moved, merge, split, variables, weight
+from argosy.models.settings import Experts
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, weight_spec
 
 Act = Callable[[Array, Array], Array]
-
-
-class Experts(Settings):
-    """A mixture of experts: how many, how they are chosen, how their load is kept even."""
-
-    count: int = Field(gt=0)
-    """Routed experts E."""
-    active: int = Field(gt=0)
-    """Experts that each token goes through."""
-    ffn: int = Field(gt=0)
-    """Width of one expert M."""
-    shared: int = Field(0, ge=0)
-    """Width of the expert that every token goes through; 0: there is none."""
-    shared_gate: bool = False
-    """The shared expert's output is multiplied by the sigmoid of a learned score."""
-    score: Literal["softmax", "sigmoid", "softmax_chosen"] = "softmax"
-    """How scores become weights: over all experts, each for itself, or over the chosen ones."""
-    normalized: bool = True
-    """The weights of the chosen experts are divided by their sum."""
-    scale: float = Field(1.0, gt=0)
-    """Factor on the weights of the routed experts."""
-    weigh: Literal["output", "input"] = "output"
-    """What an expert's weight is multiplied onto (input: Llama 4)."""
-    groups: int = Field(1, gt=0)
-    """Experts lie in so many groups, of which only the best are looked at."""
-    kept_groups: int = Field(1, gt=0)
-    """How many groups are looked at."""
-    group_strength: Literal["max", "top2"] = "top2"
-    """What a group is judged by: its best score, or the sum of its best two."""
-    bias: bool = False
-    """A number added to each score when experts are chosen, not when they are weighed: moved by load instead of an auxiliary
-    loss (Wang et al. 2024, arXiv:2408.15664)."""
-    bias_rate: float = Field(1e-3, ge=0)
-    """How far a step of training moves that number."""
-    balance: float = Field(0.0, ge=0)
-    """Weight of the load-balancing loss E sum f P, which is `active` at perfect balance (Fedus et al. 2021, arXiv:2101.03961,
-    in transformers' scaling)."""
-    balance_over: Literal["sequence", "batch"] = "sequence"
-    """What the shares f and P of the balance loss are taken over. sequence: each row of the batch, as DeepSeek-V3 does; exact
-    however the batch is split. batch: all rows that are computed together: exact over devices, but `accumulate` changes it,
-    since a product of means is not a mean of products. transformers takes the batch."""
-    z_loss: float = Field(0.0, ge=0)
-    """Weight of the router's squared log partition function (Zoph et al. 2022, arXiv:2202.08906: 1e-3)."""
-    capacity: float | None = Field(None, gt=0)
-    """The most tokens of a sequence that one expert computes, as a multiple of an even load; none: no limit. It holds in
-    training alone: evaluated, sampled from or loaded, a model drops nothing."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Experts":
-        if self.active > self.count:
-            raise ValueError(f"active = {self.active} of count = {self.count} experts")
-        if self.count % self.groups:
-            raise ValueError(f"count = {self.count} experts do not divide into groups = {self.groups}")
-        if self.shared_gate and not self.shared:
-            raise ValueError("shared_gate: there is no shared expert")
-        if self.groups == self.count > 1 and self.group_strength == "top2":
-            raise ValueError(f"groups = {self.groups} of one expert each have no best two: group_strength = max")
-        if self.kept_groups > self.groups or self.active > self.kept_groups * (self.count // self.groups):
-            raise ValueError(
-                f"kept_groups = {self.kept_groups} of {self.groups} hold fewer than active = {self.active} experts"
-            )
-        return self
 
 
 def choose(

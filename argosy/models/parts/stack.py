@@ -225,8 +225,8 @@ class Stack(nnx.Module):
         run: how they run, and so how they lie in memory.
     """
 
-    def __init__(self, plan: Sequence[Layer], make: Callable[[str], Any], *, run: Execution):
-        self.plan, self.run = tuple(plan), run
+    def __init__(self, plan: Sequence[Layer], make: Callable[[str], Any], *, run: Execution | None = None):
+        self.plan, self.run = tuple(plan), (run := run or Unroll())
         self.kinds = tuple(dict.fromkeys(layer.kind for layer in self.plan))
         if taken := [kind for kind in self.kinds if kind.isdigit() or hasattr(self, kind)]:
             raise ValueError(f"kinds of layers cannot be named {taken}")

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from argosy.core.registry import Registry
 from argosy.data.batch import Fields
 
 Models = Mapping[str, Any]  # the trained model under "model", frozen ones (reference, teacher, critic) under their roles
@@ -69,6 +68,3 @@ class Objective(Protocol):
 
     def __call__(self, models: Models, batch: dict[str, Array], key: Array) -> Loss: ...
 
-
-OBJECTIVES = Registry("objective")
-OBJECTIVES.add("next_token", "argosy.train.objectives.next_token:NextToken")

@@ -1,0 +1,36 @@
+"""`argosy completion SHELL`: the script that lets a shell complete verbs, recipes, settings and their values."""
+
+from importlib import import_module
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+OWN_SETTINGS = {  # verb -> the settings that are its own
+    "generate": "argosy.cli.generate:Generate",
+    "convert": "argosy.cli.convert:Convert",
+    "quickstart": "argosy.cli.quickstart:Quickstart",
+    "data": "argosy.data.settings:DataSettings",
+}
+
+
+@app.command()
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish", "words"], typer.Argument(help="whose script", show_default=False)],
+    words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+) -> None:
+    """Prints the completion script of a shell: eval "$(argosy completion bash)" in ~/.bashrc turns it on. `words` prints what may
+    follow some words, which is what the scripts ask."""
+    from argosy.cli import VERBS
+    from argosy.jobs.complete import SCRIPTS, complete
+
+    if shell != "words":
+        print(SCRIPTS[shell], end="")
+        return
+    verb = (words or [""])[0]
+    settings = dict.fromkeys(VERBS)
+    if verb in OWN_SETTINGS and len(words or []) > 1:
+        module, _, name = OWN_SETTINGS[verb].partition(":")
+        settings[verb] = getattr(import_module(module), name)
+    print("\n".join(complete(words or [""], settings)))

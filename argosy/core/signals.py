@@ -1,0 +1,161 @@
+"""What Ctrl-C, SIGTERM and SIGHUP (a dropped SSH connection) do to a command.
+
+By default they end the process at once, with exit code 128 + the signal's number. Nothing is lost by that: files are written
+so that even SIGKILL cannot harm them. Inside `asked_to_stop()` the first signal only asks, so that a training run can save
+its state; the second ends the process.
+
+A thread does it, woken by the C-level handler through `signal.set_wakeup_fd`. Python runs its own handlers in the main thread
+between two bytecodes: not while XLA compiles, and an exception raised from one inside a callback of jax is discarded. Leaving
+by `os._exit` also skips the interpreter's teardown, in which XLA's threads crash.
+
+The process is taken over by `take_over()`, which only the command line calls. A program that imports argosy keeps its own
+handlers; there `asked_to_stop()` sets handlers for as long as it lasts.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+CLEANING_S = 2.0  # callbacks that hang, on a lock that the interrupted code holds, must not keep the process
+
+
+@dataclass
+class Stop:
+    """Whether a signal has asked for a stop. code: 128 + its number, 0 while none has."""
+
+    said: str
+    code: int = 0
+
+    def __call__(self) -> bool:
+        return self.code != 0
+
+
+class _State:
+    taken_over = False
+    stops: list[Stop] = []  # noqa: RUF012
+    leaving: list[Callable[[], object]] = []  # noqa: RUF012
+
+
+def take_over() -> None:
+    """Makes signals of this process work as described above. For the main thread of a command, once, before anything slow."""
+    if os.name == "nt" or _State.taken_over:  # Windows has one signal, and Python's own handler for it
+        return
+    _State.taken_over = True
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in SIGNALS:
+        if _is_handled(number):
+            signal.signal(number, _nothing)
+    # The thread inherits the mask: a signal that it took while `hold` keeps them waiting would be lost to exec.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    threading.Thread(target=_watch, args=(reader,), daemon=True, name="signals").start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def over() -> None:
+    """The command has ended, and only the interpreter's teardown is left: a signal no longer changes the exit code."""
+    if _State.taken_over:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def is_command() -> bool:
+    """Whether this process is the command line's own: not a program, or a test, that calls it."""
+    return _State.taken_over
+
+
+def hold() -> None:
+    """Keeps signals waiting until `take_over` in the program that this process is about to become: the mask outlives exec, and
+    a Ctrl-C while Python starts would end in a traceback."""
+    if os.name != "nt":
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+@contextmanager
+def asked_to_stop(said: str = "stopping") -> Iterator[Stop]:
+    """In here the first signal sets the `Stop` and prints `said` on stderr at once; a second one ends the process."""
+    stop = Stop(said)
+    if _State.taken_over:
+        _State.stops.append(stop)
+        try:
+            yield stop
+        finally:
+            _State.stops.remove(stop)
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.code:
+            raise KeyboardInterrupt
+        stop.code = 128 + number
+        _tell(said)
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # elsewhere, whoever runs us handles signals
+        before = {number: signal.signal(number, ask) for number in SIGNALS if _is_handled(number)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def before_leaving(do: Callable[[], object]) -> Iterator[None]:
+    """Calls `do` if a signal ends the process in here, or Ctrl-C the block: to say what is left undone, to end a child process.
+    It may run in another thread, and has two seconds."""
+    _State.leaving.append(do)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        do()
+        raise
+    finally:
+        _State.leaving.remove(do)
+
+
+def _is_handled(number: int) -> bool:
+    """nohup ignores SIGHUP, and a command under it must go on."""
+    return number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
+
+
+def _nothing(number: int, frame: Any) -> None:
+    """The thread acts. A handler must be there for the C-level one to write to the wake-up descriptor."""
+
+
+def _watch(reader: int) -> None:
+    while True:
+        for number in os.read(reader, 64):
+            if number not in SIGNALS:
+                continue
+            if _State.stops and not _State.stops[-1].code:
+                stop = _State.stops[-1]
+                stop.code = 128 + number
+                _tell(stop.said)
+            else:
+                _leave(128 + number)
+
+
+def _leave(code: int) -> None:
+    late = threading.Timer(CLEANING_S, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    for do in reversed(_State.leaving):
+        try:
+            do()
+        except Exception as error:
+            _tell(f"{type(error).__name__} while stopping: {error}")
+    os._exit(code)
+
+
+def _tell(text: str) -> None:
+    """Past Python's buffer, whose lock the interrupted code may hold."""
+    try:
+        os.write(2, f"{text}\n".encode())
+    except OSError:
+        pass  # nobody is there to read

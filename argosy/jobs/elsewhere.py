@@ -1,0 +1,102 @@
+"""Names from other trainers that no setting of ours stands for, each with the sentence that answers it.
+
+Names that one setting stands for are marked on it (`core.schema.Also`). `argosy.cli.pages` writes both as a page.
+"""
+
+_ADAPTERS = (
+    "training with adapters is not built yet; `argosy convert` and `generate` take a PEFT folder by adapter=FOLDER"
+)
+_TRACKERS = "trackers are not built yet: every number is in metrics.jsonl of the run, and report.html draws it"
+_DEVICE = "JAX uses the accelerator it finds; the variable JAX_PLATFORMS=cpu, cuda or tpu chooses"
+_QUANTIZED = "training quantized weights is not built yet"
+_DROPOUT = "dropout is not built: one pass over much text does not need it"
+_PROFILE = "profiling a run is not built yet; metrics.jsonl and report.html say where its time went"
+_HUB = "nothing is uploaded: `argosy convert RUN FOLDER` writes a Hub folder"
+_LOADERS = "data is read ahead by threads: data.prefetch is how many batches"
+_COMPILED = "every step is compiled, and compiled programs are kept between runs"
+_ATTENTION = "attention is chosen by the device it runs on"
+_DEEPSPEED = "mesh.fsdp splits weights and optimizer state over devices, as ZeRO stage 3 does"
+
+ELSEWHERE: dict[str, str] = {
+    # adapters and quantized training
+    "adapter": _ADAPTERS,
+    "lora": _ADAPTERS,
+    "lora_r": _ADAPTERS,
+    "lora_rank": _ADAPTERS,
+    "lora_alpha": _ADAPTERS,
+    "lora_dropout": _ADAPTERS,
+    "lora_target_modules": _ADAPTERS,
+    "peft_config": _ADAPTERS,
+    "load_in_8bit": _QUANTIZED,
+    "load_in_4bit": _QUANTIZED,
+    "quantization": _QUANTIZED,
+    "fp8": _QUANTIZED,
+    # trackers, profiles, uploads
+    "report_to": _TRACKERS,
+    "wandb": _TRACKERS,
+    "wandb_log": _TRACKERS,
+    "wandb_project": _TRACKERS,
+    "wandb_run_name": _TRACKERS,
+    "logging_dir": _TRACKERS,
+    "enable_tensorboard": _TRACKERS,
+    "enable_wandb": _TRACKERS,
+    "tensorboard_dir": _TRACKERS,
+    "profiler": _PROFILE,
+    "enable_profiling": _PROFILE,
+    "profile_freq": _PROFILE,
+    "push_to_hub": _HUB,
+    "hub_model_id": _HUB,
+    "hub_token": _HUB,
+    # how a run goes
+    "resume": "the same command resumes: a run directory continues from its last good checkpoint",
+    "auto_resume_from_checkpoints": "the same command resumes: a run directory continues from its last good checkpoint",
+    "overwrite_output_dir": "nothing is ever overwritten: dir=NEW starts another run",
+    "enable_checkpointing": "checkpoints are always written: checkpoint.every sets the steps between them",
+    "save_safetensors": _HUB,
+    "save_only_model": "a checkpoint holds the whole state; `argosy convert RUN FOLDER` writes the weights alone",
+    "async_checkpointing": "checkpoints are always written in the background",
+    "async_mode": "checkpoints are always written in the background",
+    "target_param_data_ratio": "steps sets the length of a run: tokens are steps x data.batch x data.sequence",
+    "target_flops": "steps sets the length of a run; `argosy models show MODEL` prints the FLOPs of a token",
+    "tokens": "steps sets the length of a run: tokens are steps x data.batch x data.sequence",
+    "total_tokens": "steps sets the length of a run: tokens are steps x data.batch x data.sequence",
+    "do_train": "`argosy train RECIPE` trains, and evaluates every eval.every steps",
+    "do_eval": "eval.batches=0 turns evaluation off",
+    "early_stopping_patience": "early stopping is not built; checkpoint.keep_best keeps the checkpoints of lowest evaluation loss",
+    "dataloader_pin_memory": _LOADERS,
+    "grain_worker_count": _LOADERS,
+    "torch_compile": _COMPILED,
+    "compile": _COMPILED,
+    "compile.enable": _COMPILED,
+    "device": _DEVICE,
+    "device_type": _DEVICE,
+    "use_cpu": _DEVICE,
+    "no_cuda": _DEVICE,
+    "hardware": _DEVICE,
+    "tf32": "the precision of activations is `precision`; matrix products of float32 follow the device's default",
+    "deepspeed": _DEEPSPEED,
+    "zero_stage": _DEEPSPEED,
+    "ddp": "mesh.data copies the weights to every device, as DDP does; the default, mesh.fsdp, splits them",
+    "data_parallel": "mesh.data copies the weights to every device; mesh.fsdp splits them",
+    "attn_implementation": _ATTENTION,
+    "attention": _ATTENTION,
+    "flash_attention": _ATTENTION,
+    "weight_dtype": "weights and optimizer state are float32; precision is the type of the activations",
+    # data and objectives
+    "dropout": _DROPOUT,
+    "attention_dropout": _DROPOUT,
+    "label_smoothing": "label smoothing is not built",
+    "label_smoothing_factor": "label smoothing is not built",
+    "neftune_noise_alpha": "noise on embeddings is not built",
+    "chat_template": "the tokenizer brings its chat template; conversations in JSONL are rendered by it",
+    "train_on_inputs": "of a conversation the assistant's turns are trained, of plain text everything",
+    "completion_only_loss": "of a conversation the assistant's turns are trained, of plain text everything",
+    "per_device_eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches is how many",
+    "eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches is how many",
+    "core_metric_every": "benchmarks are not run while training yet; eval.every evaluates the loss on held-out text",
+    "dcn_data_parallelism": "training over several hosts is not built yet; mesh.data is over the devices of this one",
+    "dcn_fsdp_parallelism": "training over several hosts is not built yet; mesh.fsdp is over the devices of this one",
+    "unembedding_lr": "optimizer=muon trains matrices at optimizer.learning_rate and all else at optimizer.adam_learning_rate",
+    "ema": "averaging weights is not built yet",
+    "loss_chunk": "objective.chunk is the rows of logits alive at once, under objective.head=chunks",
+}

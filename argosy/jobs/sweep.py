@@ -1,0 +1,97 @@
+"""`argosy sweep`: a run for every combination of some settings.
+
+    optimizer.learning_rate=1e-3,3e-3 model.layers=2,4      four runs, each in a directory named after what is its own
+
+The runs follow each other in one process. A finished one is skipped and an unfinished one resumed, so the same command
+continues a sweep that was stopped. A run that fails, because its loss is not finite, does not end the others.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.core.errors import ArgosyError, BadInput, UserError
+from argosy.jobs.compose import compose, run_folder
+from argosy.jobs.run import Run
+
+OPEN, CLOSE, QUOTES = "[{", "]}", "\"'"
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One run of a sweep: what is its own, all its words, and its directory."""
+
+    own: tuple[str, ...]
+    words: tuple[str, ...]
+    dir: str
+
+
+def combinations(recipe: str, words: Sequence[str]) -> list[Combination]:
+    """The runs that the words ask for; nothing is trained.
+
+    Raises:
+        BadInput: no word lists several values, or two runs would be the same.
+        UserError: a combination's settings are wrong.
+    """
+    folder = next((w.partition("=")[2] for w in words if w.startswith("dir=")), f"{run_folder(recipe)}-sweep")
+    words = [word for word in words if not word.startswith("dir=")]
+    values = {word: [f"{key}={v}" for v in listed(text)] for word in words for key, _, text in [word.partition("=")]}
+    swept = [word for word in words if len(values[word]) > 1]
+    if not swept:
+        raise BadInput("no setting has several values", hint="list them: optimizer.learning_rate=1e-3,3e-3")
+    found = []
+    for own in itertools.product(*(values[word] for word in swept)):
+        name = ",".join(word.rpartition(".")[2] if _is_unique(word, swept) else word for word in own).replace("/", "_")
+        place = str(Path(folder) / name)
+        fixed = [word for word in words if word not in swept]
+        found.append(Combination(own, (*fixed, *own, f"dir={place}"), place))
+    if len({c.dir for c in found}) < len(found):
+        raise BadInput("two runs of the sweep have the same settings", hint="name each value once")
+    for one in found:
+        compose(Run, recipe, one.words)
+    return found
+
+
+def sweep(runs: Sequence[Combination], train: Callable[[Combination], int], say: Callable[[str], None]) -> int:
+    """Runs each combination.
+
+    Args:
+        train: runs one; 0, or the exit code of the signal that stopped it.
+
+    Returns:
+        0; 1 where a run failed; the code of a signal, with the runs after it left out.
+    """
+    worst = 0
+    for number, one in enumerate(runs, 1):
+        say(f"\nrun {number} of {len(runs)}: {' '.join(one.own)}")
+        try:
+            code = train(one)
+        except UserError:
+            raise
+        except ArgosyError as error:
+            say(str(error))
+            worst = 1
+            continue
+        if code:
+            return code
+    return worst
+
+
+def listed(text: str) -> list[str]:
+    """The values between the commas of a word; commas inside brackets and quotes part nothing."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        quote = "" if letter == quote else quote or (letter if letter in QUOTES else "")
+        depth += (letter in OPEN) - (letter in CLOSE) if not quote else 0
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _is_unique(word: str, swept: Sequence[str]) -> bool:
+    """Whether the last part of a key says which one it is."""
+    leaves = [w.partition("=")[0].rpartition(".")[2] for w in swept]
+    return leaves.count(word.partition("=")[0].rpartition(".")[2]) == 1

@@ -1,0 +1,1 @@
+"""Blocks that one family alone has; its file, without jax, describes them and holds their equations."""

@@ -1,0 +1,42 @@
+"""The decoder of DeepSeek, which may predict several tokens ahead (`models.deepseek` holds the equations)."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from argosy.models.parts.ahead import Ahead, Depth
+from argosy.models.parts.attend import Attend
+from argosy.models.parts.decoder import Decoder, PreNorm
+from argosy.models.parts.stack import Execution, Layer, rematerialised
+from argosy.models.parts.weight import Leaves, merge, split
+from argosy.models.settings import Reach
+
+
+class DeepSeek(Decoder):
+    """A `Decoder` that may also predict further ahead."""
+
+    def __init__(self, config: Any, block: Callable[[str], PreNorm], norm: Callable[[], nnx.Module], run: Execution | None):
+        reach = Reach(None, config.rope.decided(config.context))
+        plan = [Layer("dense" if i < config.dense else "experts", reach) for i in range(config.layers)]
+        super().__init__(config, plan, block, norm(), run)
+        self.mtp = Ahead(config.mtp, lambda: Depth(config.width, block("experts"), reach, norm)) if config.mtp else None
+
+    def ahead(
+        self, depth: int, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
+    ) -> tuple[Float[Array, "B T D"], Any, dict[str, Array]]:
+        """What the head reads to predict the token `depth` + 1 after each: as `hidden`, with the aux outputs of one layer.
+
+        Args:
+            depth: from 1 to `config.mtp`.
+            x: what the head reads for a token less: from `hidden`, or from `ahead` of the depth before.
+            tokens: for each of x, the token `depth` after it.
+        """
+        graph, weights = split(getattr(self.mtp, str(depth - 1)))
+
+        def run(weights: Leaves, x: Array, embedded: Array, attend: Attend, cache: Any) -> Any:
+            return merge(graph, weights)(x, embedded, attend, cache)
+
+        ahead = rematerialised(run, self.layers.run.remat)
+        return ahead(weights, x, self.embedded(tokens, attend), attend, cache)

@@ -1,0 +1,98 @@
+"""The gated attention and the delta net of Qwen3-Next (`models.qwen3_next` holds the equations)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from argosy.models.parts.attend import HEADS, Attend
+from argosy.models.parts.cache import Cache, Spec
+from argosy.models.parts.einsum import Einsum
+from argosy.models.parts.heads import Attention, turned
+from argosy.models.parts.norm import RMSNorm
+from argosy.models.parts.weight import Draw, Meaning, weight
+from argosy.models.settings import Reach
+from argosy.ops import delta
+from argosy.ops.attention import Score
+from argosy.ops.conv import causal_conv
+
+
+class GatedAttention(Attention):
+    """Attention whose output is multiplied, feature by feature, by a gate (Qiu et al. 2025, arXiv:2505.06708)."""
+
+    def __init__(self, dims: dict[str, int], layers: int, *, bias: bool, norms: Any):
+        super().__init__(dims, layers, bias=bias, out_bias=bias, norms=norms)
+        self.gate = Einsum("BTD,DNH->BTNH", dims, bias=bias)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], each: Reach, cache: Cache | None, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+        q = turned(self.q_norm(self.q(x)), each, attend)
+        k = turned(self.k_norm(self.k(x)), each, attend)
+        y, cache = attend(q, {"k": k, "v": self.v(x)}, cache, HEADS, score=Score(self.scale))
+        return self.o(y * jax.nn.sigmoid(self.gate(x))), cache
+
+
+class DeltaNet(nnx.Module):
+    """A gated delta net (arXiv:2412.06464).
+
+    Args:
+        heads: its sizes.
+        width: of the residual stream.
+        layers: how many there are; the residual stream keeps its variance at any depth.
+        eps: of the norm on what the state answers.
+    """
+
+    called = "delta net"
+
+    def __init__(self, heads: Any, width: int, layers: int, eps: float):
+        d = heads.dims | {"D": width}
+        self.d = tuple(d.items())
+        self.q, self.k = Einsum("BTD,DKH->BTKH", d), Einsum("BTD,DKH->BTKH", d)
+        self.v, self.z = Einsum("BTD,DKGU->BTKGU", d), Einsum("BTD,DKGU->BTKGU", d)
+        self.a, self.b = Einsum("BTD,DKG->BTKG", d), Einsum("BTD,DKG->BTKG", d)
+        self.q_taps, self.k_taps, self.v_taps = (_taps(letters, d) for letters in ("KHW", "KHW", "KGUW"))
+        # exp(A) softplus(dt) is what fades a token: 0.05 where A is 0, in the middle of the paper's 0.001 to 0.1 for dt.
+        self.a_log = weight((d["K"], d["G"]), Meaning("KG"), Draw("normal", 1.0))
+        self.dt = weight((d["K"], d["G"]), Meaning("KG"), Draw("constant", -3.0))
+        self.norm = RMSNorm(d["U"], eps, letters="U")
+        self.o = Einsum("BTKGU,KGUD->BTD", d, scale=(d["K"] * d["G"] * d["U"] * 2 * layers) ** -0.5)
+
+    def holds(self, each: Any) -> Spec:
+        d = dict(self.d)
+        K, G, H, U, back = d["K"], d["G"], d["H"], d["U"], d["W"] - 1
+        inputs = ("q", (back, K, H)), ("k", (back, K, H)), ("v", (back, K, G, U))
+        return Spec(row=(*inputs, ("state", (K, G, H, U))))
+
+    def __call__(
+        self, x: Float[Array, "B T D"], each: Any, cache: Cache | None, attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+        held, starts, live = attend.carry(cache)
+        if held is None:
+            held = {name: jnp.zeros((x.shape[0], *shape), jnp.float32) for name, shape in self.holds(each).row}
+        new: Cache = {}
+
+        def mixed(name: str, y: Array, taps: Any) -> Array:
+            y, new[name] = causal_conv(y, taps[...], held[name], starts, live)
+            return jax.nn.silu(y)
+
+        q = unit(mixed("q", self.q(x), self.q_taps)) * dict(self.d)["H"] ** -0.5
+        k, v = unit(mixed("k", self.k(x), self.k_taps)), mixed("v", self.v(x), self.v_taps)
+        a, b = (project(x).astype(jnp.float32) for project in (self.a, self.b))
+        decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * jax.nn.softplus(a + self.dt[...].astype(jnp.float32))
+        y, new["state"] = delta.delta_rule(q, k, v, decay, jax.nn.sigmoid(b), held["state"], starts, live)
+        y = self.norm(y) * jax.nn.silu(self.z(x).astype(jnp.float32))
+        return self.o(y.astype(x.dtype)), attend.keep(cache, new)
+
+
+def _taps(letters: str, dims: dict[str, int]) -> Any:
+    """Weights of a short convolution."""
+    return weight(tuple(dims[a] for a in letters), Meaning(letters), Draw("normal", dims["W"] ** -0.5))
+
+
+def unit(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Of length 1, float32; a zero stays one."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)

@@ -1,0 +1,45 @@
+"""The settings of objectives, without jax: a mistake in one is answered before anything heavy is imported.
+
+Those of optimizers and schedules stand beside what they build, in `train.optim` and `train.schedule`, which import jax when they
+build.
+"""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from argosy.core.registry import Registry
+from argosy.core.settings import Settings
+
+OBJECTIVES = Registry("objective")
+OBJECTIVES.add("next_token", "argosy.train.settings:NextToken")
+
+
+class NextToken(Settings):
+    """Cross-entropy of the next token, normalised by the weight of all targets in the global batch."""
+
+    z_loss: float = Field(0.0, ge=0)
+    """Weight of the squared log partition function, which keeps logits near 0 (PaLM, arXiv:2204.02311: 1e-4)."""
+    head: Literal["auto", "logits", "blocks", "chunks"] = "auto"
+    """How the loss over the vocabulary is computed. logits: all at once; blocks: a block of the vocabulary at a time, fastest on
+    CPUs; chunks: some rows at a time, recomputed in the backward pass, for memory. auto: chunks where the logits would take more
+    than 2 GiB a device, else the fastest. All agree to rounding, in bfloat16 too."""
+    chunk: int = Field(1024, gt=0)
+    """Rows of logits that exist at once under `chunks`."""
+
+    mtp: float = Field(0.3, ge=0)
+    """Weight of predicting further ahead, where a model has modules for that: of their mean cross-entropy (arXiv:2412.19437,
+    equation 25)."""
+
+    rows_per_group: ClassVar[int] = 1
+
+    def reads(self) -> Any:
+        from argosy.train.objectives.next_token import FIELDS
+
+        return FIELDS
+
+    def __call__(self, models: Any, batch: Any, key: Any) -> Any:
+        """A `train.objectives.Loss`."""
+        from argosy.train.objectives.next_token import loss
+
+        return loss(self, models, batch, key)

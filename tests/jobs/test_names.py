@@ -1,0 +1,215 @@
+"""Names that people bring from other trainers: each is answered with our key, or with a sentence that says what became of it."""
+
+import re
+
+import pytest
+
+from argosy.cli.pages import names_of
+from argosy.core import mistakes
+from argosy.jobs.compose import compose
+from argosy.jobs.elsewhere import ELSEWHERE
+from argosy.jobs.run import Run
+
+SENTENCE = None  # what is expected of a name that no key stands for
+
+HUGGING_FACE = {
+    "output_dir": "dir",
+    "overwrite_output_dir": SENTENCE,
+    "per_device_train_batch_size": "data.batch",
+    "per_device_eval_batch_size": SENTENCE,
+    "gradient_accumulation_steps": "accumulate",
+    "learning_rate": "optimizer.learning_rate",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_beta1": "optimizer.b1",
+    "adam_beta2": "optimizer.b2",
+    "adam_epsilon": "optimizer.eps",
+    "max_grad_norm": "optimizer.clip",
+    "num_train_epochs": "data.epochs",
+    "max_steps": "steps",
+    "lr_scheduler_type": "schedule",
+    "warmup_ratio": "schedule.warmup",
+    "warmup_steps": "schedule.warmup",
+    "logging_steps": "log.every",
+    "logging_dir": SENTENCE,
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "load_best_model_at_end": "checkpoint.keep_best",
+    "eval_steps": "eval.every",
+    "data_seed": "data.seed",
+    "bf16": "precision",
+    "fp16": "precision",
+    "tf32": SENTENCE,
+    "optim": "optimizer",
+    "gradient_checkpointing": "execution.remat",
+    "group_by_length": "data.packing",
+    "report_to": SENTENCE,
+    "dataloader_num_workers": "data.prefetch",
+    "resume_from_checkpoint": "init.state",
+    "push_to_hub": SENTENCE,
+    "deepspeed": SENTENCE,
+    "torch_compile": SENTENCE,
+    "model_name_or_path": "init.weights",
+    "dataset_name": "data.source",
+    "block_size": "data.sequence",
+    "max_seq_length": "data.sequence",
+    "label_smoothing_factor": SENTENCE,
+    "neftune_noise_alpha": SENTENCE,
+}
+TORCHTITAN = {
+    "training.steps": "steps",
+    "training.seq_len": "data.sequence",
+    "training.local_batch_size": "data.batch",
+    "training.global_batch_size": "data.batch",
+    "training.max_norm": "optimizer.clip",
+    "training.dataset": "data.source",
+    "training.mixed_precision_param": "precision",
+    "optimizer.lr": "optimizer.learning_rate",
+    "lr_scheduler.warmup_steps": "schedule.warmup",
+    "lr_scheduler.decay_ratio": "schedule.decay",
+    "lr_scheduler.decay_type": "schedule",
+    "lr_scheduler.min_lr_factor": "schedule.final",
+    "checkpoint.interval": "checkpoint.every",
+    "checkpoint.folder": "dir",
+    "checkpoint.keep_latest_k": "checkpoint.keep",
+    "metrics.log_freq": "log.every",
+    "metrics.enable_tensorboard": SENTENCE,
+    "parallelism.data_parallel_shard_degree": "mesh.fsdp",
+    "parallelism.data_parallel_replicate_degree": "mesh.data",
+    "activation_checkpoint.mode": "execution.remat",
+    "validation.freq": "eval.every",
+    "validation.steps": "eval.batches",
+    "compile.enable": SENTENCE,
+    "job.dump_folder": "dir",
+    "model.flavor": "model",
+    "model.hf_assets_path": "data.tokenizer",
+    "profiling.enable_profiling": SENTENCE,
+}
+AXOLOTL = {
+    "base_model": "init.weights",
+    "datasets": "data.source",
+    "sequence_len": "data.sequence",
+    "sample_packing": "data.packing",
+    "micro_batch_size": "data.batch",
+    "num_epochs": "data.epochs",
+    "val_set_size": "data.held_out",
+    "lr_scheduler": "schedule",
+    "dataset_prepared_path": "data.cache",
+    "gradient_clipping": "optimizer.clip",
+    "evals_per_epoch": "eval.every",
+    "saves_per_epoch": "checkpoint.every",
+    "lora_r": SENTENCE,
+    "lora_alpha": SENTENCE,
+    "load_in_8bit": SENTENCE,
+    "flash_attention": SENTENCE,
+    "wandb_project": SENTENCE,
+    "train_on_inputs": SENTENCE,
+    "chat_template": SENTENCE,
+}
+NANOCHAT = {
+    "depth": "model.layers",
+    "max_seq_len": "data.sequence",
+    "device_batch_size": "data.batch",
+    "total_batch_size": "data.batch",
+    "num_iterations": "steps",
+    "embedding_lr": "optimizer.adam_learning_rate",
+    "unembedding_lr": SENTENCE,
+    "matrix_lr": "optimizer.learning_rate",
+    "grad_clip": "optimizer.clip",
+    "warmdown_ratio": "schedule.decay",
+    "final_lr_frac": "schedule.final",
+    "eval_every": "eval.every",
+    "eval_tokens": "eval.batches",
+    "sample_every": "sample.every",
+    "core_metric_every": SENTENCE,
+    "target_param_data_ratio": SENTENCE,
+    "device_type": SENTENCE,
+    "window_pattern": "model.pattern",
+    "n_layer": "model.layers",
+    "n_head": "model.heads",
+    "n_embd": "model.width",
+    "max_iters": "steps",
+    "min_lr": "schedule.final",
+    "eval_interval": "eval.every",
+    "dropout": SENTENCE,
+}
+MAXTEXT = {
+    "base_output_directory": "dir",
+    "run_name": "dir",
+    "per_device_batch_size": "data.batch",
+    "max_target_length": "data.sequence",
+    "base_emb_dim": "model.width",
+    "base_num_query_heads": "model.heads",
+    "base_num_kv_heads": "model.kv_heads",
+    "base_mlp_dim": "model.ffn",
+    "base_num_decoder_layers": "model.layers",
+    "head_dim": "model.head_size",
+    "vocab_size": "model.vocab",
+    "rope_max_timescale": "model.rope.base",
+    "checkpoint_period": "checkpoint.every",
+    "async_checkpointing": SENTENCE,
+    "load_parameters_path": "init.weights",
+    "load_full_state_path": "init.state",
+    "ici_fsdp_parallelism": "mesh.fsdp",
+    "ici_data_parallelism": "mesh.data",
+    "dcn_data_parallelism": SENTENCE,
+    "remat_policy": "execution.remat",
+    "scan_layers": "execution.run",
+    "weight_dtype": SENTENCE,
+    "warmup_steps_fraction": "schedule.warmup",
+    "cosine_learning_rate_final_fraction": "schedule.final",
+    "gradient_clipping_threshold": "optimizer.clip",
+    "adam_b1": "optimizer.b1",
+    "opt_type": "optimizer",
+    "tokenizer_path": "data.tokenizer",
+    "quantization": SENTENCE,
+    "attention": SENTENCE,
+    "profiler": SENTENCE,
+    "log_period": "log.every",
+    "data_shuffle_seed": "data.seed",
+}
+NAMES = {
+    f"{trainer}: {name}": (name, key)
+    for trainer, names in {
+        "hugging face": HUGGING_FACE,
+        "torchtitan": TORCHTITAN,
+        "axolotl": AXOLOTL,
+        "nanochat": NANOCHAT,
+        "maxtext": MAXTEXT,
+    }.items()
+    for name, key in names.items()
+}
+
+
+@pytest.fixture(scope="module")
+def readings():
+    """What a run may have: names of the optimizer and the schedule that are chosen count."""
+    return [compose(Run, "tiny"), compose(Run, "tiny", ["optimizer=muon", "schedule=wsd"])]
+
+
+@pytest.mark.parametrize(("name", "key"), NAMES.values(), ids=NAMES)
+def test_a_name_of_another_trainer_is_answered(readings, name, key):
+    hints = [mistakes.unknown(name, None, reading.names).hint for reading in readings]
+    if key is SENTENCE:
+        assert set(hints) <= set(ELSEWHERE.values())
+    else:
+        assert f"did you mean `{key}`?" in hints
+
+
+def test_the_table_is_as_long_as_promised():
+    assert len(NAMES) >= 87
+
+
+def test_no_name_is_marked_that_is_a_key_and_none_is_answered_twice(readings):
+    marked = dict(names_of(Run))
+    keys = {key for reading in readings for key in reading.names.known}
+    assert not marked.keys() & keys
+    assert not marked.keys() & ELSEWHERE.keys()
+
+
+def test_sentences_name_settings_and_verbs_that_exist(readings):
+    groups = {key.partition(".")[0] for key in readings[0].names.known}
+    keys = {key for reading in readings for key in reading.names.known}
+    for sentence in ELSEWHERE.values():
+        for word in re.findall(r"\b[a-z]+\.[a-z_]+\b", sentence):
+            if word.partition(".")[0] in groups and not word.endswith(("jsonl", "html")):
+                assert word in keys, sentence

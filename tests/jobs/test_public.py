@@ -1,0 +1,67 @@
+"""`argosy.fit` in Python: keywords are settings, progress is printed, a signal raises once the state is saved."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import argosy
+from argosy.core.errors import SettingsError
+from argosy.jobs import public
+from argosy.jobs.compose import compose
+from argosy.jobs.run import Run
+from argosy.jobs.train import Outcome
+from argosy.train.optim import Muon
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What `train` is asked for, and the exit code that it answers with."""
+    calls: dict[str, Any] = {"code": 0}
+
+    def train(recipe, words, view):
+        view.say("step 1")
+        calls.update(settings=compose(Run, recipe, words).value, words=words)
+        return Outcome(Path("runs/x"), 3, 10, calls["code"], {}, {})
+
+    monkeypatch.setattr(public, "train", train)
+    return calls
+
+
+def test_keywords_are_settings(asked):
+    outcome = argosy.fit("tiny", steps=10, dir=Path("runs/x"), optimizer="muon", **{"data.batch": 4, "sample.every": None})
+    run = asked["settings"]
+    assert (run.steps, run.dir, run.data.batch, run.sample.every) == (10, "runs/x", 4, None)
+    assert isinstance(run.optimizer, Muon)
+    assert outcome.step == 3
+
+
+def test_keywords_take_groups_and_win_over_words(asked):
+    argosy.fit("tiny", "steps=5", "data.batch=2", steps=6, optimizer={"name": "muon", "ns_steps": 7}, log={"every": 1})
+    run = asked["settings"]
+    assert (run.steps, run.data.batch, run.optimizer.ns_steps, run.log.every) == (6, 2, 7, 1)
+
+
+def test_text_stays_text(asked):
+    argosy.fit("tiny", dir="1e5", sample={"prompt": "a: [b], no"})
+    assert asked["settings"].dir == "1e5"
+    assert asked["settings"].sample.prompt == "a: [b], no"
+
+
+def test_a_wrong_keyword_is_answered(asked):
+    with pytest.raises(SettingsError, match=r"unknown setting `max_steps`") as caught:
+        argosy.fit("tiny", max_steps=10)
+    assert caught.value.problems[0].hint == "did you mean `steps`?"
+
+
+def test_progress_is_printed_on_stderr(asked, capsys):
+    argosy.fit("tiny")
+    assert capsys.readouterr() == ("", "step 1\n")
+
+
+@pytest.mark.parametrize(("code", "error"), [(130, KeyboardInterrupt), (143, SystemExit), (129, SystemExit)])
+def test_a_signal_raises_when_the_state_is_saved(asked, code, error):
+    asked["code"] = code
+    with pytest.raises(error) as caught:
+        argosy.fit("tiny")
+    assert error is KeyboardInterrupt or caught.value.code == code

@@ -1,0 +1,74 @@
+"""A sweep: a run for each combination, each in its own directory."""
+
+import json
+
+import pytest
+
+from argosy.core.errors import ArgosyError, BadInput, SettingsError
+from argosy.jobs.sweep import Combination, combinations, listed, sweep
+
+
+def test_every_combination_has_its_own_words_and_directory():
+    found = combinations("tiny", ["optimizer.learning_rate=1e-3,3e-3", "model.layers=1,2", "steps=5"])
+    assert [one.own for one in found] == [
+        ("optimizer.learning_rate=1e-3", "model.layers=1"),
+        ("optimizer.learning_rate=1e-3", "model.layers=2"),
+        ("optimizer.learning_rate=3e-3", "model.layers=1"),
+        ("optimizer.learning_rate=3e-3", "model.layers=2"),
+    ]
+    assert found[0].dir == "runs/tiny-sweep/learning_rate=1e-3,layers=1"
+    assert found[0].words == ("steps=5", *found[0].own, f"dir={found[0].dir}")
+    assert len({one.dir for one in found}) == 4
+
+
+def test_the_folder_is_the_users_and_equal_last_names_are_written_out():
+    found = combinations("tiny", ["eval.every=5,6", "log.every=1,2", "dir=out"])
+    assert found[0].dir == "out/eval.every=5,log.every=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"), [("1", ["1"]), ("1,2", ["1", "2"]), ("[1,2],[3]", ["[1,2]", "[3]"]), ("'a,b',c", ["'a,b'", "c"])]
+)
+def test_commas_inside_brackets_and_quotes_part_nothing(text, parts):
+    assert listed(text) == parts
+
+
+def test_mistakes_are_found_before_the_first_run():
+    with pytest.raises(SettingsError, match="unknown setting"):
+        combinations("tiny", ["stepz=1,2"])
+    with pytest.raises(SettingsError, match="should be greater than 0"):
+        combinations("tiny", ["steps=5,0"])
+    with pytest.raises(BadInput, match="same settings"):
+        combinations("tiny", ["steps=5,5"])
+
+
+def test_a_failure_does_not_end_the_others_and_a_signal_does():
+    runs = [Combination((f"steps={i}",), (), str(i)) for i in range(4)]
+    done, said = [], []
+
+    def train(one):
+        done.append(one.dir)
+        if one.dir == "1":
+            raise ArgosyError("the loss is not finite")
+        return 130 if one.dir == "2" else 0
+
+    assert sweep(runs, train, said.append) == 130
+    assert done == ["0", "1", "2"]
+    assert "the loss is not finite" in "".join(said)
+    assert sweep(runs[:2], train, said.append) == 1
+    assert sweep(runs[:1], train, said.append) == 0
+
+
+def test_a_sweep_from_the_command_line_skips_what_is_done_and_ends_in_a_comparison(tmp_path, monkeypatch, capsys):
+    from campaign_kill import SMALL
+
+    from argosy.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    words = ["sweep", "tiny", *SMALL, "steps=2", "optimizer.learning_rate=1e-3,2e-3", "dir=out", "--json"]
+    assert main(words) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert compared["settings"]["optimizer.learning_rate"] == [1e-3, 2e-3]
+    assert compared["numbers"]["state"] == ["done", "done"]
+    assert main(words) == 0
+    assert capsys.readouterr().err.count("is done: 2 steps of 2") == 2
