@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from argosy.checkpoint.store import CheckpointSettings
+from argosy.checkpoint.settings import CheckpointSettings
+from argosy.core.schema import MayChange
 from argosy.core.settings import Choice, Settings
 from argosy.data.settings import DataSettings
 from argosy.models import FAMILIES
@@ -42,40 +43,40 @@ class Execution(Settings):
 class Evaluate(Settings):
     """Evaluation on held-out text."""
 
-    every: int = Field(100, gt=0)
+    every: Annotated[int, MayChange()] = Field(100, gt=0)
     """Steps between evaluations; the last step is always evaluated."""
-    batches: int = Field(20, ge=0)
+    batches: Annotated[int, MayChange()] = Field(20, ge=0)
     """Batches at most each time; 0: never evaluate."""
 
 
 class Log(Settings):
     """Numbers written to metrics.jsonl."""
 
-    every: int = Field(10, gt=0)
+    every: Annotated[int, MayChange()] = Field(10, gt=0)
     """Steps between lines; the last step always has one."""
 
 
 class Sample(Settings):
     """Text generated while training, to watch it learn."""
 
-    every: int | None = Field(None, gt=0)
+    every: Annotated[int | None, MayChange()] = Field(None, gt=0)
     """Steps between samples; none where not set."""
-    prompt: str = ""
+    prompt: Annotated[str, MayChange()] = ""
     """What the samples continue."""
-    tokens: int = Field(64, gt=0)
+    tokens: Annotated[int, MayChange()] = Field(64, gt=0)
     """Length of a sample."""
-    temperature: float = Field(0.8, ge=0)
+    temperature: Annotated[float, MayChange()] = Field(0.8, ge=0)
     """0: the likeliest token each time."""
 
 
 class Run(Settings):
     """A training run."""
 
-    dir: str | None = None
+    dir: Annotated[str | None, MayChange()] = None
     """The run directory; `runs/<recipe>` unless told."""
     seed: int = 0
     """Of the weights, the order of the data, and everything random."""
-    steps: int = Field(1000, gt=0)
+    steps: Annotated[int, MayChange()] = Field(1000, gt=0)
     """Updates in all."""
     model: Annotated[Any, Choice(FAMILIES, tag="family")]
     """What is trained: a preset by name, or sizes."""
@@ -93,7 +94,7 @@ class Run(Settings):
     """What activations are computed in; weights and optimizer are float32. auto: float32 on CPUs, else bfloat16. Kept with the run."""
     execution: Execution = Execution()
     """How the layers run."""
-    mesh: MeshSettings = MeshSettings()
+    mesh: Annotated[MeshSettings, MayChange()] = MeshSettings()
     """The devices."""
     init: Init = Init()
     """Weights at the start."""
@@ -118,7 +119,3 @@ class Run(Settings):
         if self.data.batch % self.accumulate:
             raise ValueError(f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}")
         return self
-
-
-MAY_CHANGE = ("dir", "steps", "checkpoint.every", "eval.every", "log.every", "sample.every")
-"""What may differ when a run goes on."""

@@ -34,8 +34,9 @@ from argosy.models.parts.latent import LatentAttention
 from argosy.models.parts.mlp import GLU, Activation
 from argosy.models.parts.moe import Experts, MoE
 from argosy.models.parts.norm import RMSNorm
+from argosy.models.parts.remat import rematerialised
 from argosy.models.parts.rope import Rope, Yarn
-from argosy.models.parts.stack import Execution, Layer, rematerialised
+from argosy.models.parts.stack import Execution, Layer
 from argosy.models.parts.weight import Leaves, merge, split
 
 
@@ -325,7 +326,7 @@ class DeepSeek(Decoder):
         def run(weights: Leaves, x: Array, embedded: Array, attend: Attend, cache: Any) -> Any:
             return merge(graph, weights)(x, embedded, attend, cache)
 
-        ahead = rematerialised(run, self.layers.run.remat)
+        ahead = rematerialised(run, self.layers.run.remat, unrolled=True)
         return ahead(weights, x, self.embedded(tokens, attend), attend, cache)
 
 

@@ -1,0 +1,21 @@
+"""When a run saves and what it keeps."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from argosy.core.schema import MayChange, Settings
+
+
+class CheckpointSettings(Settings):
+    """When to save, and which checkpoints to keep."""
+
+    every: Annotated[int, MayChange()] = Field(100, gt=0)
+    """Steps between checkpoints. The last step, and the step at which a run is stopped, are always saved."""
+    keep: Annotated[int, MayChange()] = Field(3, gt=0)
+    """Number of newest checkpoints to keep."""
+    keep_every: Annotated[int | None, MayChange()] = Field(None, gt=0)
+    """Also keep, for good, each checkpoint whose step is a multiple of this."""
+    keep_best: Annotated[int, MayChange()] = Field(1, ge=0)
+    """Number of checkpoints with the lowest evaluation loss to keep. An evaluation that is among the best is saved at once,
+    whatever `checkpoint.every` says; 0 saves none for its loss."""
