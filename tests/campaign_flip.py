@@ -75,13 +75,13 @@ class Heard:
     def say(self, text: str) -> None:
         self.words.append(text)
 
-    def plan(self, facts: object) -> None: ...
+    def header(self, facts: object) -> None: ...
 
     def step(self, step: int, numbers: object) -> None: ...
 
     def evaluation(self, step: int, numbers: object) -> None: ...
 
-    def sample(self, step: int, text: str) -> None: ...
+    def sample(self, step: int, prompt: str, text: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -127,7 +127,7 @@ def strike(folder: Path, kind: str, how: Callable[[Path, random.Random], None], 
     how(checkpoint / draw.choice(kinds(checkpoint)[kind]), draw)
     try:
         argosy.fit("tiny", *WORDS, f"steps={STEPS}", f"dir={copy}", view=heard)
-        said = re.search(r"going on from step (\d+)", "\n".join(heard.words))
+        said = re.search(r"resuming from step (\d+)", "\n".join(heard.words))
         losses = [by_step(read(Store(run)), "loss") for run in (alone, copy)]
         same = losses[0] == losses[1] and digest(alone, STEPS) == digest(copy, STEPS)
         return Blow(how.__name__, kind, int(said[1]) if said else 0, same)

@@ -45,7 +45,8 @@ def commands(folder: Path) -> dict[str, list[str]]:
     text = folder / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 400_000)
     run = folder / "trained"
-    subprocess.run(command(["train", "tiny", "steps=4", "data.max_bytes=100k", "eval.batches=0", f"dir={run}"]), check=True, capture_output=True)
+    words = ["train", "tiny", "steps=4", "data.max_bytes=100k", "eval.batches=0", f"dir={run}"]
+    subprocess.run(command(words), check=True, capture_output=True)
     return {
         "train": ["train", "tiny", *SMALL, "steps=100k", f"dir={folder}/run{{i}}"],
         "generate": ["generate", str(run), "hello", "max_tokens=20", "ignore_eos=true"],

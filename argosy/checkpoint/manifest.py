@@ -5,6 +5,8 @@ word (zstd is written without its checksum). So a checkpoint here is committed w
 after every file is on disk, and nothing is read that does not match it.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -81,6 +83,40 @@ def read(folder: Path) -> dict[str, Any]:
     if not good:
         raise Damaged("the manifest is not what was written", where=str(path))
     return files
+
+
+class Held:
+    """A shared lock on a checkpoint while it is read; retirement leaves a held one alone. Gone with this object.
+
+    Where the file system has no locks, nothing is held, and a reader may have to begin again.
+    """
+
+    def __init__(self, folder: Path):
+        self._file: int | None = os.open(folder / NAME, os.O_RDONLY)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            self.release()
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def is_held(folder: Path) -> bool:
+    """Whether somebody is reading a checkpoint."""
+    file = os.open(folder / NAME, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EAGAIN, errno.EACCES)
+    finally:
+        os.close(file)
+    return False
 
 
 def describe(path: Path, sync: bool = False) -> dict[str, Any]:

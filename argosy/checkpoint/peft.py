@@ -27,9 +27,10 @@ from flax import nnx
 from argosy.adapt.lora import LoRA
 from argosy.adapt.surgery import swap
 from argosy.checkpoint.hub import read_json
+from argosy.checkpoint.partial import Partial, taken
 from argosy.core.errors import BadInput, Unsupported, nearest
 from argosy.core.formats import Arrays, Entry, Over, Reader, is_apart, read_part
-from argosy.core.formats.files import write_file
+from argosy.core.formats.files import of_text
 from argosy.core.formats.safetensors import SafeTensors, tensors_file
 from argosy.core.keymap import How, KeyMap, Row
 from argosy.models.parts.einsum import Contraction
@@ -312,7 +313,7 @@ def write_adapter(folder: str | Path, config: Any, adapters: Mapping[str, Adapte
         Unsupported: an adapter on a weight that PEFT has no name for.
     """
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
+    if taken(folder):
         raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
     theirs, modules = dict[str, np.ndarray](), dict[str, tuple[int, float]]()
     homes = {name: site for site in sites(config) for name in site.ours}
@@ -325,12 +326,15 @@ def write_adapter(folder: str | Path, config: Any, adapters: Mapping[str, Adapte
         for name, array, rank, gain in _theirs(site, parts, sizes):
             theirs[name] = array
             modules[re.sub(r"\.lora_.*", "", name.removeprefix(PREFIX))] = (rank, gain)
-    folder.mkdir(parents=True, exist_ok=True)
     entries = [
         Entry(name, array.shape, array.dtype, lambda array=array: array) for name, array in sorted(theirs.items())
     ]
-    write_file(folder / WEIGHTS, tensors_file(WEIGHTS, entries, {"format": "pt"}))
-    (folder / CONFIG).write_text(json.dumps(_config(modules, base), indent=2) + "\n", encoding="utf-8")
+    files = [tensors_file(WEIGHTS, entries, {"format": "pt"})]
+    files.append(of_text(CONFIG, json.dumps(_config(modules, base), indent=2) + "\n"))
+    with Partial(folder, None) as part:  # the folder is there whole, or not at all
+        part.plan(files)
+        part.write(files)
+        part.commit()
 
 
 def _theirs(

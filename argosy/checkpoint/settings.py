@@ -1,17 +1,18 @@
-"""What a user can say about checkpoints."""
+"""When a run saves and what it keeps."""
 
 from typing import Annotated
 
 from pydantic import Field
 
-from argosy.core.settings import Also, Settings
+from argosy.core.settings import Also, MayChange, Settings
 
 
 class CheckpointSettings(Settings):
-    """When to save, and what to keep."""
+    """When to save, and which checkpoints to keep."""
 
     every: Annotated[
         int,
+        MayChange(),
         Also(
             "save_steps",
             "save_every",
@@ -24,12 +25,13 @@ class CheckpointSettings(Settings):
             "ckpt_every",
         ),
     ] = Field(100, gt=0)
-    """Steps between checkpoints; the last step is always saved."""
-    keep: Annotated[int, Also("save_total_limit", "keep_latest_k", "checkpoint.keep_latest_k", "max_to_keep")] = Field(
-        3, gt=0
-    )
-    """The newest so many are kept."""
-    keep_every: int | None = Field(None, gt=0)
-    """Those whose step is a multiple of this are kept for good."""
-    keep_best: Annotated[int, Also("load_best_model_at_end", "save_best")] = Field(1, ge=0)
-    """So many of the lowest evaluation loss are kept."""
+    """Steps between checkpoints. The last step, and the step at which a run is stopped, are always saved."""
+    keep: Annotated[
+        int, MayChange(), Also("save_total_limit", "keep_latest_k", "checkpoint.keep_latest_k", "max_to_keep")
+    ] = Field(3, gt=0)
+    """Number of newest checkpoints to keep."""
+    keep_every: Annotated[int | None, MayChange()] = Field(None, gt=0)
+    """Also keep, for good, each checkpoint whose step is a multiple of this."""
+    keep_best: Annotated[int, MayChange(), Also("load_best_model_at_end", "save_best")] = Field(1, ge=0)
+    """Number of checkpoints with the lowest evaluation loss to keep. An evaluation that is among the best is saved at once,
+    whatever `checkpoint.every` says; 0 saves none for its loss."""

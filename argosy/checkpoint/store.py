@@ -1,18 +1,21 @@
-"""A run's checkpoints: `checkpoints/<step>/` with weights, optimizer, random streams, data position and settings in one commit.
+"""A run's checkpoints: `checkpoints/<step>/` holds weights, optimizer, random streams, data position and settings, committed
+together.
 
     weights/  state/      arrays, written by Orbax
     meta.json             data position, settings, evaluation
-    manifest.json         the hash of every file; it is written last, and makes the checkpoint one
+    manifest.json         the hash of every file; written last, it makes the step a checkpoint
 
-The door to Orbax (its v1 API, through three functions of it). What it lacks is here: the manifest, going back past damage,
-and retention that can never leave half a checkpoint looking whole.
+The door to Orbax (three functions of its v1 API). What Orbax lacks is here: the manifest, going back past damage, and
+retention that never leaves half a checkpoint looking whole. All files go through `core.storage`: on a local disk Orbax writes
+in place, elsewhere the step is made in a scratch folder and copied, its manifest last (`checkpoint.objects`).
 
-Saving copies the arrays off the devices, then writes in the background; the next save waits for the one before.
+Saving copies the arrays off the devices and writes in the background; the next save waits for the one before.
 """
 
 import json
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,54 +25,58 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from argosy.checkpoint import manifest
+from argosy.checkpoint import manifest, objects
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats import Entry
 from argosy.core.formats.files import File, of_text
 from argosy.core.formats.zarr import array_files
+from argosy.core.storage import Store
+
+__all__ = ["CheckpointSettings", "Checkpoints"]
 
 Arrays = dict[str, Any]  # {name: array}
 WEIGHTS, STATE, META = "weights", "state", "meta.json"
-REMOVED = ".removed"  # a step under this ending is on its way out
+REMOVED = ".removed"  # a step under this ending is being removed
 
 
 class Checkpoints:
     """The checkpoints under a folder.
 
     Args:
-        folder: "checkpoints" of a run directory.
-        settings: what to keep; nothing is ever removed where None.
-        warn: told, in words, when damage is found.
+        place: "checkpoints" of a run directory: a local folder, or a `Store`.
+        settings: what to keep. None for readers, which never remove or rename anything.
+        warn: called with a sentence where damage is found.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        place: str | Path | Store,
         settings: CheckpointSettings | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ):
-        self.folder, self.settings, self.warn = Path(folder), settings, warn
+        self.store = place if isinstance(place, Store) else Store(place)
+        self.settings, self.warn = settings, warn
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._fetched = objects.Fetched(self.store)
 
     # ---------------------------------------------------------------- what there is
 
     def steps(self) -> list[int]:
-        """Committed steps, oldest first. Those that a kill left unfinished are not among them."""
-        if not self.folder.is_dir():
-            return []
-        found = [
-            int(d.name) for d in self.folder.iterdir() if re.fullmatch(r"\d+", d.name) and (d / manifest.NAME).exists()
-        ]
-        return sorted(found)
+        """Committed steps, oldest first; those that a kill left unfinished are not among them."""
+        names = [name for name in self.store.list() if re.fullmatch(r"\d+", name)]
+        return sorted(int(name) for name in names if self._is_committed(name))
 
     def path(self, step: int) -> Path:
-        return self.folder / str(step)
+        """A step's folder on this machine; one that is kept elsewhere is copied into a scratch folder first."""
+        return self.store.local_path(str(step)) if self.store.is_local else self._fetched.path(str(step))
 
     def latest_good(self) -> int | None:
-        """The newest step whose files are what was written. Where settings say what to keep, this is the run's own process,
-        and damaged steps on the way are set aside under another name; whoever only reads changes nothing.
+        """The newest step whose files are what was written.
+
+        With settings (the run's own process), damaged steps on the way are set aside under another name; a reader changes
+        nothing. A step that is retired while it is read is no damage: the search begins again.
 
         Raises:
             Damaged: there are checkpoints, and none of them is good. They stay as they are, so the next call says so too.
@@ -79,11 +86,13 @@ class Checkpoints:
         for step in reversed(steps):
             try:
                 manifest.verify(self.path(step))
-            except Damaged as damage:
-                damaged[step] = damage
+            except (Damaged, BadInput) as damage:
+                if not self._is_committed(str(step)):
+                    return self.latest_good()
+                damaged[step] = damage if isinstance(damage, Damaged) else Damaged(damage.what, where=damage.where)
                 continue
             for bad, damage in damaged.items():
-                aside = f" and was set aside as {self._set_aside(bad).name}" if self.settings is not None else ""
+                aside = f" and was set aside as {self._set_aside(bad)}" if self.settings is not None else ""
                 self.warn(f"checkpoint {bad} is damaged{aside}: {damage.what} ({damage.where})")
             return step
         if damaged:
@@ -98,35 +107,43 @@ class Checkpoints:
     def meta(self, step: int) -> dict[str, Any]:
         return read_meta(self.path(step))
 
+    def eval_losses(self) -> dict[int, float]:
+        """The evaluation loss of each kept step that has one."""
+        losses = {step: self._eval_loss(step) for step in self.steps()}
+        return {step: loss for step, loss in losses.items() if loss is not None}
+
+    def _is_committed(self, name: str) -> bool:
+        return self.store.exists(f"{name}/{manifest.NAME}")
+
     # ---------------------------------------------------------------- writing
 
     def save(self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any]) -> None:
-        """Starts to save; returns when the arrays are copied. `meta` is anything that is JSON.
+        """Starts to save and returns when the arrays are copied. `meta` is anything that JSON holds.
 
-        Where the save before this one failed, that is told and this one is tried: a full disk may have room again.
+        Where the save before this one failed, that is reported and this one is tried: a full disk may have room again.
         """
         self.join()
         if self._failure is not None:
             self.warn(f"a checkpoint could not be written: {_root(self._failure)}; trying again with step {step}")
             self._failure = None
-        target = self.path(step)
-        if (target / manifest.NAME).exists():
+        if self._is_committed(str(step)):
             return
-        if target.exists():  # a kill between the files and their manifest
-            shutil.rmtree(target)
-        arrays = {WEIGHTS: _off_device(weights), STATE: _off_device(state)}
-        job = (step, target, arrays, json.dumps(dict(meta), indent=1))
+        self.store.remove(str(step))  # what a kill left between the files and their manifest
+        arrays = {WEIGHTS: weights, STATE: state}
+        _start_copies(arrays)
+        on_host = {item: _off_device(own) for item, own in arrays.items()}
+        job = (step, on_host, json.dumps(dict(meta), indent=1))
         self._writing = threading.Thread(target=self._write, args=job, name=f"checkpoint-{step}")
         self._writing.start()
 
     def join(self) -> None:
-        """Until nothing is being written. That it failed is left for `wait` to say."""
+        """Waits until nothing is being written. A failure is left for `wait` to raise."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
 
     def wait(self) -> None:
-        """Until the save under way is committed.
+        """Waits until the save under way is committed.
 
         Raises:
             ArgosyError: it failed; earlier checkpoints are untouched.
@@ -136,30 +153,41 @@ class Checkpoints:
             failure, self._failure = self._failure, None
             raise ArgosyError(
                 f"a checkpoint could not be written: {_root(failure)}",
-                where=str(self.folder),
+                where=self.store.root,
                 hint="earlier checkpoints are untouched; free some space or mend the permissions, and run the same command",
             ) from failure
 
-    def _write(self, step: int, target: Path, arrays: dict[str, Arrays], meta: str) -> None:
+    def _write(self, step: int, arrays: dict[str, Arrays], meta: str) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            save_arrays(target, arrays)
-            (target / META).write_text(meta)
-            manifest.write(target)
+            if self.store.is_local:
+                self.store.local_path().mkdir(parents=True, exist_ok=True)
+                _write_step(self.path(step), arrays, meta)
+            else:
+                with tempfile.TemporaryDirectory() as scratch:
+                    _write_step(Path(scratch, str(step)), arrays, meta)
+                    objects.upload(Path(scratch, str(step)), self.store, str(step))
             self._retire(step)
         except BaseException as failure:
             self._failure = failure
-            if not (target / manifest.NAME).exists():  # it holds room that the next save may need
-                shutil.rmtree(target, ignore_errors=True)
+            if not self._is_committed(str(step)):  # it takes room that the next save may need
+                self.store.remove(str(step))
 
     def _sweep(self) -> None:
         """Removes what a kill left: temporary folders of Orbax, and checkpoints that were being removed."""
-        for left in [*self.folder.glob("*.orbax-checkpoint-tmp*"), *self.folder.glob(f"*{REMOVED}")]:
-            shutil.rmtree(left, ignore_errors=True)
+        if self.store.is_local:
+            folder = self.store.local_path()
+            for left in [*folder.glob("*.orbax-checkpoint-tmp*"), *folder.glob(f"*{REMOVED}")]:
+                shutil.rmtree(left, ignore_errors=True)
+        else:
+            objects.sweep(self.store)
 
     def _retire(self, newest: int) -> None:
-        """Removes what the settings do not keep. The name goes first: a half-removed checkpoint is then no checkpoint."""
+        """Removes what the settings do not keep, but for a step that somebody is reading: that one goes next time.
+
+        What makes it a checkpoint goes first (its name, or its manifest where nothing can be renamed), so that a kill on the
+        way leaves nothing that looks whole.
+        """
         if self.settings is None:
             return
         steps = self.steps()
@@ -167,42 +195,54 @@ class Checkpoints:
         if self.settings.keep_every:
             keep |= {s for s in steps if s % self.settings.keep_every == 0}
         if self.settings.keep_best:
-            losses = {s: self._eval_loss(s) for s in steps}
-            judged = sorted((loss, s) for s, loss in losses.items() if loss is not None)
-            keep |= {s for _, s in judged[: self.settings.keep_best]}
+            best = sorted((loss, s) for s, loss in self.eval_losses().items())
+            keep |= {s for _, s in best[: self.settings.keep_best]}
         for step in set(steps) - keep:
-            going = self.folder / f"{step}{REMOVED}"
-            self.path(step).rename(going)
-            shutil.rmtree(going)
+            if not self.store.is_local:
+                objects.retire(self.store, str(step))
+            elif not manifest.is_held(self.path(step)):
+                going = self.store.local_path(f"{step}{REMOVED}")
+                self.path(step).rename(going)
+                shutil.rmtree(going)
 
     def _eval_loss(self, step: int) -> float | None:
         """None where it was not evaluated, or cannot be read: damage to an old checkpoint must not stop a new one."""
         try:
-            return self.meta(step).get("eval_loss")
-        except Damaged:
+            loss = json.loads(self.store.read_text(f"{step}/{META}")).get("eval_loss")
+        except (ArgosyError, ValueError, AttributeError):
             return None
+        return loss if isinstance(loss, int | float) else None
 
-    def _set_aside(self, step: int) -> Path:
-        aside = self.folder / f"{step}.damaged"
+    def _set_aside(self, step: int) -> str:
+        """Takes a damaged step out of the way without deleting it; returns its new name."""
+        if not self.store.is_local:
+            return objects.set_aside(self.store, str(step))
+        aside = self.store.local_path(f"{step}.damaged")
         n = 1
         while aside.exists():
             n += 1
-            aside = self.folder / f"{step}.damaged-{n}"
+            aside = self.store.local_path(f"{step}.damaged-{n}")
         self.path(step).rename(aside)
-        return aside
+        return aside.name
 
 
 # ---------------------------------------------------------------- one checkpoint
 
 
+def _write_step(folder: Path, arrays: dict[str, Arrays], meta: str) -> None:
+    save_arrays(folder, arrays)
+    (folder / META).write_text(meta)
+    manifest.write(folder)
+
+
 def save_arrays(folder: Path, items: dict[str, Arrays]) -> None:
-    """Writes the arrays of a checkpoint that is not one yet: its manifest makes it so."""
+    """Writes the arrays of a step. It is no checkpoint before its manifest is written."""
     _orbax().save_checkpointables(folder.absolute(), items)
 
 
 def array_by_array(entries: Iterable[Entry], item: str = WEIGHTS) -> list[File]:
-    """An item of a checkpoint as files that can be written one after the other, where `save_arrays` needs all arrays in
-    memory at once. Orbax reads both alike; here arrays are not compressed.
+    """An item of a checkpoint as files to be written one after the other; `save_arrays` needs all arrays in memory at once.
+    Orbax reads both; these arrays are not compressed.
 
     Raises:
         Unsupported: a type that checkpoints have no name for.
@@ -251,7 +291,7 @@ def stored_shapes(folder: Path, item: str = WEIGHTS) -> dict[str, jax.ShapeDtype
 
 
 def load_weights(folder: Path, shardings: Mapping[str, Any] | None = None, dtype: Any = None) -> Arrays:
-    """The weights alone, onto these shardings; on the host's first device where none are given."""
+    """The weights alone, onto these shardings ({name: sharding}); onto the host's first device by default."""
     return load_item(folder, WEIGHTS, shardings, dtype)
 
 
@@ -265,7 +305,7 @@ def load_item(folder: Path, item: str, shardings: Mapping[str, Any] | None = Non
 
 
 def _host() -> Any:
-    """The host's device, whatever computes: a model that is split over devices need not fit on one."""
+    """The host's own device: a model that is split over accelerators need not fit on one of them."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS names others only
@@ -273,7 +313,7 @@ def _host() -> Any:
 
 
 def _orbax() -> Any:
-    """Orbax, which takes a second to import, and whose warnings speak of its own insides."""
+    """Orbax, imported late because it takes a second, with its internal warnings off."""
     import logging
 
     from orbax.checkpoint import v1
@@ -283,7 +323,7 @@ def _orbax() -> Any:
 
 
 def _guarded(folder: Path, read: Callable[[], Any]) -> Any:
-    """Orbax hides what is wrong with a file behind a missing key; this says it."""
+    """Reads, and turns what Orbax raises (a missing key, whatever is wrong) into what is wrong with the file."""
     if not folder.is_dir():
         raise BadInput(f"no checkpoint at {folder}")
     try:
@@ -299,6 +339,14 @@ def _root(failure: BaseException) -> str:
     return (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
 
 
+def _start_copies(items: Mapping[str, Arrays]) -> None:
+    """Starts every copy off the devices before the first is waited for, so that they overlap."""
+    for arrays in items.values():
+        for a in arrays.values():
+            if hasattr(a, "copy_to_host_async") and getattr(a, "is_fully_addressable", True):
+                a.copy_to_host_async()
+
+
 def _off_device(arrays: Arrays) -> Arrays:
-    """Copies on the host where the array is whole on this process; the loop may then give its buffers away."""
+    """Copies on the host of arrays that are whole on this process, so that the loop may donate the originals."""
     return {name: np.array(a) if getattr(a, "is_fully_addressable", True) else a for name, a in arrays.items()}

@@ -1,8 +1,8 @@
-"""A model at rest, wherever it lies: Hub folder, GGUF file, run directory, one checkpoint. One way to open them, one way to
-read weights out of them: by per-layer name ("layers.3.attn.q.w"), tensor by tensor.
+"""A model at rest: Hub folder, GGUF file, run directory or one checkpoint. `open_model` opens any of them, and weights are read
+by per-layer name ("layers.3.attn.q.w"), one tensor at a time.
 """
 
-from collections.abc import Callable, KeysView
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from argosy.checkpoint import manifest
-from argosy.checkpoint.store import META, Checkpoints, load_weights, read_meta, stored_shapes
+from argosy.checkpoint.run_directory import CHECKPOINTS, TOKENIZER
+from argosy.checkpoint.step_reader import StepReader
+from argosy.checkpoint.store import META, Checkpoints, read_meta
 from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.formats import Arrays, Reader
 from argosy.core.schema import Choice
+from argosy.core.settings import dump
 from argosy.data.tokenize import BESIDE, VOCABULARIES, matching
 from argosy.models import FAMILIES
 from argosy.models.family import FamilyConfig
@@ -36,8 +39,8 @@ COMPANIONS = (
 
 @dataclass(frozen=True)
 class Stored:
-    """weights: by per-layer name. hub: the config.json it came with. companions: the folder of its small files (or a GGUF
-    file, which holds a tokenizer). kind: hub, gguf or argosy."""
+    """A model that is open and not read. weights: by per-layer name. hub: its config.json. companions: the folder of its small
+    files, or the GGUF file, which holds a tokenizer. kind: hub, gguf or argosy."""
 
     path: Path
     kind: str
@@ -48,11 +51,11 @@ class Stored:
 
 
 def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
-    """Opens any of them; reads no weights yet.
+    """Opens a model at any of these places, and reads no weights yet.
 
     Raises:
         BadInput: nothing is there, or it is no model.
-        Damaged: it is there, and not what was written.
+        Damaged: its files are not what was written.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".gguf":
@@ -66,14 +69,8 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
     if (path / META).is_file():
         manifest.verify(path)
         return _open_step(path)
-    if (path / "checkpoints").is_dir():
-        checkpoints = Checkpoints(path / "checkpoints", warn=warn)
-        step = checkpoints.latest_good()
-        if step is None:
-            raise BadInput(
-                f"{path} has no checkpoint yet", hint="it is a run that has not saved; wait, or train it further"
-            )
-        return _open_step(checkpoints.path(step))
+    if (path / CHECKPOINTS).is_dir():
+        return _open_newest(path, Checkpoints(path / CHECKPOINTS, warn=warn))
     if path.is_file():
         raise BadInput(
             f"{path} is a file, and no .gguf", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step"
@@ -84,6 +81,17 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
         f"{path} is no model: no config.json, no meta.json, no checkpoints",
         hint="a Hub folder, a .gguf file, a run directory or a checkpoint step",
     )
+
+
+def model_of(path: str | Path) -> dict[str, Any]:
+    """The settings of a model at rest, family included, as a layer of `model.*`: what `model=FOLDER` and
+    `init.weights=FOLDER` stand for.
+
+    Raises:
+        BadInput, Damaged: as `open_model`.
+    """
+    config = open_model(path).config
+    return {"family": Choice(FAMILIES, tag="family").name_of(config)} | dump(config)
 
 
 def config_of(dumped: dict[str, Any]) -> FamilyConfig:
@@ -98,64 +106,46 @@ def config_of(dumped: dict[str, Any]) -> FamilyConfig:
     return Choice(FAMILIES, tag="family").build(dumped)  # type: ignore[return-value]
 
 
+def _open_newest(run: Path, checkpoints: Checkpoints) -> Stored:
+    """The last good checkpoint of a run. One that the run retires before it is held is given up for the next."""
+    step = checkpoints.latest_good()
+    if step is None:
+        raise BadInput(f"{run} has no checkpoint yet", hint="the run has not saved; wait, or train it further")
+    try:
+        return _open_step(checkpoints.path(step))
+    except (BadInput, Damaged):
+        if step in checkpoints.steps():
+            raise
+    return _open_newest(run, checkpoints)
+
+
 def _open_step(folder: Path) -> Stored:
     meta = read_meta(folder)
     try:
         config = config_of(meta["model"])
     except KeyError as missing:
         raise Damaged(f"{META} has no {missing}", where=str(folder)) from None
-    beside = [folder, folder.parent.parent / "tokenizer"]  # a converted model; a step of a run
+    beside = [folder, folder.parent.parent / TOKENIZER]  # a converted model; a step of a run
     companions = next((folder for folder in beside if matching(folder, COMPANIONS)), None)
     return Stored(
         folder, "argosy", config, StepReader(folder, config, meta["decided"]["layers"]), companions, meta.get("hub", {})
     )
 
 
-class StepReader:
-    """A checkpoint's weights by per-layer name, whatever layout it was written in. Read from disk once, whole."""
-
-    def __init__(self, folder: Path, config: FamilyConfig, layers: str):
-        from argosy.models.parts.stack import Scan, Unroll
-
-        self.folder, self._arrays = folder, None
-        self._where = stored_addresses(config.build(Scan() if layers == "scan" else Unroll()))
-        self._shapes = stored_shapes(folder)
-        absent = {address for address, _ in self._where.values()} - set(self._shapes)
-        if absent:
-            raise BadInput(f"the checkpoint lacks {len(absent)} weights of its model: {', '.join(sorted(absent)[:3])}")
-
-    @property
-    def names(self) -> KeysView[str]:
-        return self._where.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        address, i = self._where[name]
-        shape = tuple(self._shapes[address].shape)
-        return shape if i is None else shape[1:]
-
-    def dtype(self, name: str) -> np.dtype:
-        return np.dtype(self._shapes[self._where[name][0]].dtype)
-
-    def read(self, name: str) -> np.ndarray:
-        if self._arrays is None:
-            self._arrays = {address: np.asarray(a) for address, a in load_weights(self.folder).items()}
-        address, i = self._where[name]
-        return self._arrays[address] if i is None else self._arrays[address][i]
-
-
 def read_into(model: Any, weights: Reader, *, dtype: Any = None, place: Callable[[str], Any] | None = None) -> None:
     """Fills a model of any layout from per-layer weights, one stored array at a time.
 
     Args:
-        dtype: what to keep the weights in; float32 unless told.
-        place: the sharding of a stored address.
+        dtype: what to keep the weights in; float32 by default.
+        place: gives the sharding of a stored address.
 
     Raises:
         BadInput: weights are missing, unexpected or misshapen, all listed.
     """
     names, own = layer_addresses(model), variables(model)
     check_fit(model, weights)
-    for address, v in own.items():
+    order = {name: i for i, name in enumerate(weights.names)}  # as they are stored: a stack of layers is read once
+    for address, v in sorted(own.items(), key=lambda item: order[names(item[0])[0]]):
         stacked = len(v.shape) > len(v.get_metadata()["meaning"].letters)
         target = np.dtype(kept_in(v, dtype or jnp.float32))
         if stacked:

@@ -73,7 +73,7 @@ def convert(
             shard_gb=how.shard_gb,
             adapter=how.adapter,
             say=progress.say,
-            told=progress,
+            progress=progress,
         )
     text = f"{target}: {told['tensors']} tensors, {told['parameters']:,} parameters, {how.to} format\n"
     rate = (told["bytes"] - told["kept_bytes"]) / 1e9 / max(told["seconds"], 1e-9)
@@ -93,7 +93,7 @@ def _check(a: str, b: str, words: list[str], as_json: bool) -> None:
     from argosy.jobs.compare import compare
 
     with Progress("compared") as progress:
-        told = compare(a, b, how.tolerance, say=progress.say, told=progress)
+        told = compare(a, b, how.tolerance, say=progress.say, progress=progress)
     answer(compared_text(told), told, as_json)
     if not told["equal"]:
         raise typer.Exit(1)

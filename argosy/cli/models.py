@@ -69,10 +69,22 @@ def told(found: dict[str, Any]) -> str:
         "weights": weights,
         "cache": f"{sized(token['bfloat16'])} a token in bfloat16, {sized(token['float32'])} in float32{state}",
         " ": f"{sized(cache['bfloat16'])} and {sized(cache['float32'])} {at}{window}",
+        "training": training_told(found["training_bytes"], at),
         "recipes": recipes_told(found["recipes"]),
     }
-    lines = [f"  {name:<12}{value}".rstrip() for name, value in facts.items()]
+    lines = [f"  {name:<12}{value}".rstrip() for name, value in facts.items() if value]
     return "\n".join([f"{found['name']}: {found['family']}", "", found["block"], "", *lines])
+
+
+def training_told(need: dict[str, int] | None, at: str) -> str:
+    """Memory to train: the state, and activations of one sequence."""
+    if need is None:
+        return ""
+    kept, recomputed = sized(need["activations"]), sized(need["activations_recomputed"])
+    return (
+        f"{sized(need['state'])} of weights, gradients and AdamW in float32; activations of a sequence {at} {kept}, "
+        f"{recomputed} with execution.remat=full"
+    )
 
 
 def recipes_told(recipes: list[str] | None) -> str:

@@ -52,7 +52,12 @@ def train(
             f"{outcome.dir}: step {outcome.step}. Next: argosy generate {outcome.dir}, or open {outcome.dir}/report.html"
         )
     if outcome.exit_code:
-        say(f"stopped at step {outcome.step} of {outcome.steps}, and saved: the same command resumes")
+        kept = (
+            f"checkpoint {outcome.saved} is saved, and the same command resumes"
+            if outcome.saved
+            else "nothing is saved yet"
+        )
+        say(f"stopped at step {outcome.step} of {outcome.steps}: {kept}")
     document = {"dir": str(outcome.dir), "step": outcome.step, "steps": outcome.steps, "last": dict(outcome.last)}
     if as_json:
         answer("", document, True)

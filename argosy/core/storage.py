@@ -2,7 +2,7 @@
 
 Notable: what is written whole is there whole or not at all; a line is appended so that a torn one before it stays
 alone; and one process at a time holds a run, by a lock that dies with it (`Store.lock`).
-Knows nothing of what the files mean. Large arrays do not pass through here: Orbax writes checkpoints itself.
+Knows nothing of what the files mean.
 """
 
 import errno
@@ -23,6 +23,7 @@ from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged
 LOCK = ".lock"
 LEASE_S = 60.0  # a lease that was not renewed for so long is up
 SETTLE_S = 0.5  # after which two who took a lease at the same moment see which of them has it
+COPY_BYTES = 1 << 23
 REWRITE_S = 10.0  # object stores cannot append: a file of lines is put anew at most this often
 
 _NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}  # some network file systems
@@ -158,6 +159,21 @@ class Store:
             if mode == "wb":
                 path.parent.mkdir(parents=True, exist_ok=True)
             return path.open(mode)
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Copies a file of this machine into the store."""
+        with path.open("rb") as source, self.open(name, "wb") as target:
+            shutil.copyfileobj(source, target, COPY_BYTES)
+
+    def get_file(self, name: str, path: Path) -> None:
+        """Copies a file of the store to this machine."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self.open(name) as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target, COPY_BYTES)
+
+    def is_directory(self, name: str) -> bool:
+        with _told(self, name):
+            return self._path(name).is_dir() if self.is_local else self._files.isdir(self._address(name))
 
     def lock(self) -> Lock:
         """Holds the directory for this process alone.

@@ -209,7 +209,7 @@ class LM:
 
     def save(self, folder: str | Path, format: Literal["hub", "argosy", "peft"] = "hub", dtype: Any = None) -> None:
         """Writes the model as a Hub folder or an Argosy checkpoint, tokenizer and all; or its adapters as a PEFT folder."""
-        from argosy.infer.save import save
+        from argosy.checkpoint.save import save
 
         save(self, Path(folder), format, dtype)
 

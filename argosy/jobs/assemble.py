@@ -1,10 +1,9 @@
 """From settings to everything a training run needs, before anything is written: model, data, optimizer, compiled step.
 
-What "auto" stood for is decided here, from the devices, and kept with the run: a run that goes on elsewhere keeps the choice
-it started with, since scan and unroll agree to rounding only.
+What "auto" means is decided here, from the devices, and kept with the run: a run that resumes elsewhere keeps the choice it
+began with, because scan and unroll agree only to rounding.
 """
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,10 +16,10 @@ from argosy.core.errors import BadInput, Unsupported
 from argosy.data import pipeline
 from argosy.data.batch import Batches
 from argosy.data.tokenize import Tokenizer
+from argosy.jobs.memory import batch_shapes, estimated_need
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import Choosing, abstract, count, fill, logical, variables
-from argosy.observe.environment import check_fits
 from argosy.parallel.place import batch_sharding, like_weights, place_batch, row_shares
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
@@ -30,7 +29,7 @@ from argosy.train.step import Precision, make_evaluation, make_step
 
 @dataclass(frozen=True)
 class Decided:
-    """What "auto" stood for."""
+    """What "auto" means on these devices."""
 
     layers: Literal["unroll", "scan"]
     precision: Precision
@@ -55,10 +54,10 @@ class Decided:
 
 
 def backend() -> str:
-    """What jax computes on.
+    """The platform that jax computes on.
 
     Raises:
-        BadInput: the device that was asked for is not there.
+        BadInput: the platform that was asked for is not there.
     """
     try:
         return jax.default_backend()
@@ -72,7 +71,7 @@ def backend() -> str:
 
 @dataclass
 class Assembly:
-    """Everything a run needs. Arrays exist only once `start` or `restore` has made a state."""
+    """Everything a run needs. No array exists before `start` or `restored` has made a state."""
 
     run: Run
     decided: Decided
@@ -97,27 +96,27 @@ class Assembly:
         return self.begin(params, rest)
 
     def begin(self, params: dict[str, Any], rest: dict[str, Any], step: int = 0, optimizer: Any = None) -> TrainState:
-        """A state with these weights; an optimizer that has seen nothing, unless given."""
+        """A state with these weights, and a fresh optimizer unless one is given."""
         if optimizer is None:
             optimizer = jax.jit(self.optimizer.init, out_shardings=self.places.optimizer)(params)
         return TrainState(self._here(step), params, rest, optimizer, jax.random.key(self.run.seed))
 
     def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As a checkpoint holds it: the weights, and the rest of the state by name."""
+        """The state as a checkpoint holds it: weights, and the rest, both {name: array}."""
         key = jax.random.key_data(state.key)
         return state.params | state.rest, {"step": state.step, "key": key} | {
             f"optimizer.{name}": leaf for name, leaf in named(state.optimizer).items()
         }
 
     def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
-        """`packed`, undone. Arrays lie where `state_places` said."""
+        """The state from what `packed` gave, its arrays placed as `state_places` says."""
         optimizer = unnamed(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
         params = {a: weights[a] for a in self.shapes.params}
         rest = {a: weights[a] for a in self.shapes.rest}
         return TrainState(arrays["step"], params, rest, optimizer, jax.random.wrap_key_data(arrays["key"]))
 
     def state_places(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Shardings of what `packed` gives."""
+        """Shardings of the arrays that `packed` gives."""
         everywhere = self.places.step
         state = {"step": everywhere, "key": everywhere}
         state |= {f"optimizer.{name}": place for name, place in named(self.places.optimizer).items()}
@@ -129,7 +128,7 @@ class Assembly:
     # ---------------------------------------------------------------- programs
 
     def compile(self) -> Any:
-        """The update, compiled for these shapes; its state is donated."""
+        """Compiles the update for these shapes; the state is donated to it."""
         step = make_step(
             training_graph(self.model),
             self.run.objective,
@@ -148,21 +147,15 @@ class Assembly:
             return jax.jit(evaluate).lower(self.shapes, self.batch_shapes()).compile()
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        objective, place = self.run.objective, batch_sharding(self.mesh)
-        sizes = {"B": self.run.data.batch, "T": self.run.data.sequence}
-        out = {}
-        for name, field in objective.reads().items():
-            shape = [sizes[letter] for letter in field.axes.split()]
-            shape[0] //= objective.rows_per_group if field.per == "group" else 1
-            out[name] = jax.ShapeDtypeStruct(tuple(shape), field.dtype, sharding=place)
-        return out
+        data = self.run.data
+        return batch_shapes(self.run.objective, data.batch, data.sequence, batch_sharding(self.mesh))
 
     def place(self, batch: Any) -> Any:
-        """A host batch onto the devices: what the step reads of it."""
+        """Puts a host batch onto the devices: the arrays that the step reads."""
         return place_batch({name: batch[name] for name in self.batch_shapes()}, self.mesh)
 
     def close(self) -> None:
-        """Stops whatever reads ahead."""
+        """Stops the threads that read ahead."""
         self.batches.close()
         if self.evals is not None:
             self.evals.close()
@@ -175,7 +168,7 @@ class Assembly:
 
     @property
     def flops_per_step(self) -> int:
-        """Forward and backward, attention in full; twice the forward pass for the backward one."""
+        """FLOPs of forward and backward pass, attention counted in full."""
         return self.run.data.batch * self.run.model.training_flops(self.run.data.sequence)
 
 
@@ -183,7 +176,7 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     """Checks and builds everything; draws and reads no weights.
 
     Raises:
-        UserError: whatever is wrong with data, tokenizer, model, mesh or batch.
+        UserError: what is wrong with data, tokenizer, model, mesh, batch or memory.
     """
     backend()
     if jax.process_count() > 1:
@@ -228,10 +221,8 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         {a: shapes[a] for a in params},
         {a: shapes[a] for a in rest},
     )
-    if backend() == "cpu":
-        leaves = [*jax.tree.leaves(state), *(shapes[a] for a in params)]
-        check_fits(sum(math.prod(w.shape) * w.dtype.itemsize for w in leaves), "weights, gradients and optimizer")
     places = like_weights(state, weights, shapes, mesh)
+    estimated_need(run, decided, state, places, mesh).check()
     learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731
     return Assembly(
         run, decided, mesh, tokenizer, batches, evals, model, graph, optimizer, learning_rate,

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from argosy.checkpoint.save import Progress
 from argosy.checkpoint.stored import Stored
 from argosy.checkpoint.stream import in_order, size
 from argosy.core.formats import Reader, is_apart, read_part
 from argosy.core.formats.files import pieces
-from argosy.infer.save import Told
-from argosy.jobs.convert import memory, opened
+from argosy.jobs.convert import memory_used, opened
 
 SLAB_VALUES = 1 << 20  # 8 MB in float64, a few of them at once
 
@@ -26,7 +26,7 @@ def compare(
     tolerance: float | None = None,
     *,
     say: Callable[[str], None] = lambda _: None,
-    told: Told = lambda new, all, kept: None,
+    progress: Progress = lambda new, all, kept: None,
 ) -> dict[str, Any]:
     """What differs. `equal` is true where nothing does.
 
@@ -42,7 +42,7 @@ def compare(
     only = [name for name in one.weights.names if name not in other.weights.names]
     only_other = [name for name in other.weights.names if name not in one.weights.names]
     settings = _settings(one, other)
-    differences = list(_differences(one, other, names, tolerance, told))
+    differences = list(_differences(one, other, names, tolerance, progress))
     return {
         "a": a,
         "b": b,
@@ -53,7 +53,7 @@ def compare(
         "only_in_b": only_other,
         "settings": settings,
         "differences": differences,
-        "memory": memory([one, other]),
+        "memory": memory_used([one, other]),
     }
 
 
@@ -66,14 +66,14 @@ def _settings(one: Stored, other: Stored) -> list[dict[str, Any]]:
 
 
 def _differences(
-    one: Stored, other: Stored, names: list[str], tolerance: float | None, told: Told
+    one: Stored, other: Stored, names: list[str], tolerance: float | None, progress: Progress
 ) -> Iterator[dict[str, Any]]:
     sizes = [size(one.weights.shape(name), one.weights.dtype(name)) for name in names]
-    told(0, sum(sizes), 0)
+    progress(0, sum(sizes), 0)
     for name, n_bytes in zip(names, sizes):
         if (found := _difference(one, other, name, tolerance)) is not None:
             yield {"name": name} | found
-        told(n_bytes, sum(sizes), 0)
+        progress(n_bytes, sum(sizes), 0)
 
 
 def _difference(one: Stored, other: Stored, name: str, tolerance: float | None) -> dict[str, Any] | None:

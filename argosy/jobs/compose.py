@@ -46,7 +46,7 @@ def compose(
     layers += recipe_layers(recipe, configs) if recipe is not None else []
     layers.append(words_layer(words))
     if "model" in schema.model_fields:
-        layers = with_preset(layers, configs, _families(schema))
+        layers = with_preset(with_folders(layers), configs, _families(schema))
     return read_settings(schema, *layers)
 
 
@@ -112,6 +112,51 @@ def key_meant(key: str) -> str:
         return key
     hint = mistakes.unknown(key, None, names).hint or ""
     return hint.removeprefix("did you mean `").removesuffix("`?") if hint.startswith("did you mean `") else key
+
+
+# ---- models at rest among the layers
+
+
+def with_folders(layers: list[Layer]) -> list[Layer]:
+    """The layers, where `model=FOLDER` (a Hub folder, .gguf file, run directory or checkpoint) brings its architecture, weights
+    and tokenizer, and `init.weights=FOLDER` its architecture and tokenizer. What the same or a later layer says of the model
+    overrides the folder; a layer that spells out the whole model, as a run's settings.yml does, needs no folder."""
+    out: list[Layer] = []
+    for layer in map(_spelt_out, layers):
+        model = layer.values.get("model")
+        named = str(model["preset"]) if isinstance(model, dict) and model.get("preset") is not None else None
+        init = layer.values.get("init")
+        weights = init.get("weights") if isinstance(init, dict) else None
+        folder = named if named is not None and is_model(named) else None
+        if folder is None and named is None and isinstance(weights, str) and is_model(weights):
+            folder = weights
+        if folder is None or (isinstance(model, dict) and "family" in model):
+            out.append(layer)
+            continue
+        out = [_without_model(older) for older in out]
+        out.append(_of_folder(folder, brings_weights=folder == named))
+        if folder == named:
+            rest = {key: value for key, value in layer.values["model"].items() if key != "preset"}
+            layer = replace(layer, values={**layer.values, "model": rest})
+        out.append(layer)
+    return out
+
+
+def is_model(name: str) -> bool:
+    """Whether a name is a model at rest here, not a preset: a folder that is no recipe's, or a .gguf file."""
+    return Path(name).is_dir() or (name.endswith(".gguf") and Path(name).is_file())
+
+
+def _of_folder(folder: str, brings_weights: bool) -> Layer:
+    from argosy.checkpoint.stored import model_of
+    from argosy.data.tokenize import find_tokenizer
+
+    values: dict[str, Any] = {"model": model_of(folder)}
+    if brings_weights:
+        values["init"] = {"weights": folder}
+    if find_tokenizer(Path(folder)) is not None:
+        values["data"] = {"tokenizer": folder}
+    return Layer(folder, values)
 
 
 # ---- presets among the layers

@@ -1,4 +1,4 @@
-"""Weights and states to start from that another run, or another house, made."""
+"""Starting from what exists: the weights of another model, or the whole state of another run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from argosy.checkpoint import manifest
-from argosy.checkpoint.store import META, STATE, Checkpoints, load_item, read_meta
-from argosy.checkpoint.stored import StepReader, Stored, config_of, open_model, read_into
+from argosy.checkpoint.load import tokenizer_of
+from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
+from argosy.checkpoint.step_reader import StepReader
+from argosy.checkpoint.store import META, STATE, load_item, read_meta
+from argosy.checkpoint.stored import Stored, config_of, open_model, read_into
 from argosy.core.errors import BadInput
 from argosy.core.settings import diff, dump
-from argosy.infer.load import tokenizer_of
 from argosy.jobs.assemble import Assembly
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, stored_addresses
@@ -21,11 +23,11 @@ from argosy.train.state import TrainState, trained
 
 
 def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> tuple[TrainState, Stored]:
-    """A state with the weights of another model, and an optimizer that has seen nothing; and that model at rest, whose
-    token ids and generation settings the run keeps.
+    """A state with the weights of another model and a fresh optimizer; and that model at rest, whose token ids and generation
+    settings the run keeps.
 
     Raises:
-        BadInput: it is another architecture or another size; every difference is named.
+        BadInput: another architecture or other sizes; each difference is named.
     """
     stored = open_model(model, say)
     _check_same(assembly.run.model, stored.config, model)
@@ -34,16 +36,16 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
     say(f"weights from {model}")
     theirs, ours = tokenizer_of(stored), assembly.tokenizer
     if theirs is not None and ours is not None and theirs.fingerprint != ours.fingerprint:
-        say(f"they were trained with another tokenizer than this run's: data.tokenizer={model} takes theirs")
+        say(f"{model} was trained with another tokenizer than this run's: data.tokenizer={model} uses its own")
     _, params, rest = trained(assembly.model)
     return assembly.begin(params, rest), stored
 
 
 def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> TrainState:
-    """Weights, optimizer and step of another run, in whatever layout it wrote them; data starts anew.
+    """Weights, optimizer and step of another run, in whatever layout it wrote them. Data starts from the beginning.
 
     Raises:
-        BadInput: it has no checkpoint, or another model or optimizer, or is weights alone.
+        BadInput: there is no checkpoint, it has another model or optimizer, or it holds weights alone.
         Damaged: it is not what was written.
     """
     path, meta = step_of(run, say)
@@ -72,7 +74,7 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> Trai
 
 
 def check_source(run: Run, say: Callable[[str], None] = lambda _: None) -> None:
-    """That what the run is to start from is there, and is its model; before a file is written.
+    """Checks that what the run starts from is there and is its model, before a file is written.
 
     Raises:
         BadInput, Damaged: as `weights_for` and `state_from` do.
@@ -85,18 +87,19 @@ def check_source(run: Run, say: Callable[[str], None] = lambda _: None) -> None:
 
 
 def step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint that a run directory or a step's folder names, verified, and what was saved beside its arrays.
+    """The checkpoint of a run directory, or of one step's folder, verified; and its meta.json.
 
     Raises:
-        BadInput: there is none, or it is weights alone.
+        BadInput: there is none, or it holds weights alone.
         Damaged: it is not what was written.
     """
     path = Path(run)
-    if (path / "checkpoints").is_dir():
-        step = Checkpoints(path / "checkpoints", warn=say).latest_good()
+    if (path / CHECKPOINTS).is_dir():
+        checkpoints = RunDirectory(path, warn=say).checkpoints
+        step = checkpoints.latest_good()
         if step is None:
             raise BadInput(f"{run} has no checkpoint yet")
-        path = path / "checkpoints" / str(step)
+        path = checkpoints.path(step)
     else:
         verify(path)
     meta = read_meta(path)
@@ -106,14 +109,14 @@ def step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]
 
 
 def verify(step: Path) -> None:
-    """That one checkpoint, named by itself, is what was written."""
+    """Checks that one checkpoint is what was written."""
     if not (step / META).is_file():
-        raise BadInput(f"{step} is no run and no checkpoint of one", hint="init.weights takes the weights of any model")
+        raise BadInput(f"{step} is neither a run nor a checkpoint", hint="init.weights takes the weights of any model")
     manifest.verify(step)
 
 
 def relaid(arrays: dict[str, Any], was: Any, now: Any) -> dict[str, Any]:
-    """An optimizer's arrays, which stand under the addresses of the weights, from one layout of the layers to the other."""
+    """Moves an optimizer's arrays, named by the addresses of weights, from one layout of the layers to the other."""
     before, addresses = stored_addresses(was), set(split(now)[1])
     stored = {address for address, _ in before.values()}
     out: dict[str, Any] = {}
@@ -133,7 +136,7 @@ def relaid(arrays: dict[str, Any], was: Any, now: Any) -> dict[str, Any]:
 
 
 class _Default(dict):
-    """Zeros in place of weights that an optimizer does not mirror; they are dropped again."""
+    """Gives zeros for weights that an optimizer has no array for; they are dropped again."""
 
     def __missing__(self, name: str) -> Any:
         return jnp.zeros(())
@@ -146,8 +149,7 @@ def _run_of(meta: dict[str, Any]) -> Any:
 
 
 def _check_same(mine: Any, theirs: Any, where: str) -> None:
-    """Sizes must agree; where they came from, how long a context was declared, and whether a size was told or follows from
-    others, need not."""
+    """Sizes must agree. The preset's name, the declared context, and whether a size was set or derived need not."""
     was_told, now_told = dump(theirs.resolved()), dump(mine.resolved())
     changed = [(k, was, now) for k, was, now in diff(was_told, now_told) if k not in ("preset", "context", "family")]
     if type(mine) is not type(theirs) or changed:

@@ -14,6 +14,7 @@ from typing import Any
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
 from argosy.core.settings import dump
 from argosy.jobs.compose import preset_config, presets, recipe_layers, recipes
+from argosy.jobs.memory import training_bytes
 from argosy.models import FAMILIES
 from argosy.models.settings import Experts
 
@@ -81,6 +82,7 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
         "state_bytes": STATE_BYTES * sum(k.layers * k.row for k in kept),
         "window": next((k.span for k in kept if k.span), None),
         "block": block(model),
+        "training_bytes": training_bytes(config, tokens) if config.causal else None,
         "recipes": used_by(name) if config.causal else None,
     }
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from argosy.checkpoint.store import Checkpoints, load_weights
+from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
+from argosy.checkpoint.store import load_weights
 from argosy.core.errors import ArgosyError
 from argosy.core.signals import before_leaving
 from argosy.core.storage import Store
@@ -24,7 +25,7 @@ PATIENCE_S = 120
 
 @dataclass(frozen=True)
 class Proof:
-    """killed_at: the last step written before the kill. resumed_from: the checkpoint it went on from."""
+    """killed_at: the last step written before the kill. resumed_from: the checkpoint it resumed from."""
 
     steps: int
     killed_at: int
@@ -38,7 +39,7 @@ class Proof:
 
 
 def prove(folder: Path, recipe: str, words: list[str], steps: int = 40, every: int = 10) -> Proof:
-    """Runs the recipe twice for so many steps under `folder`; the second is a process of its own that is killed on the way."""
+    """Runs the recipe twice for so many steps under `folder`; the second run is a process of its own, killed on the way."""
     common = [
         *words,
         f"steps={steps}",
@@ -50,7 +51,7 @@ def prove(folder: Path, recipe: str, words: list[str], steps: int = 40, every: i
     alone, killed = folder / "alone", folder / "killed"
     trained(recipe, [*common, f"dir={alone}"])
     killed_at = kill_at(killed, recipe, [*common, f"dir={killed}"], steps * 5 // 8)
-    resumed_from = max(Checkpoints(killed / "checkpoints").steps(), default=0)
+    resumed_from = max(RunDirectory(killed).steps(), default=0)
     trained(recipe, [*common, f"dir={killed}"])
     losses = [by_step(read(Store(d)), "loss") for d in (alone, killed)]
     return Proof(
@@ -86,8 +87,8 @@ def _killed(process: subprocess.Popen[bytes], run: Path, step: int, limit: float
     try:
         while (seen := max(by_step(read(Store(run)), "loss"), default=0)) < step:
             if process.poll() is not None:
-                words_of_it = (process.stderr.read() if process.stderr else b"").decode(errors="replace")[-500:]
-                raise ArgosyError(f"the run to be killed ended by itself: {words_of_it}", where=str(run))
+                stderr = (process.stderr.read() if process.stderr else b"").decode(errors="replace")[-500:]
+                raise ArgosyError(f"the run to be killed ended by itself: {stderr}", where=str(run))
             if time.monotonic() > limit:
                 raise ArgosyError(f"the run to be killed was at step {seen} after {PATIENCE_S} s", where=str(run))
             time.sleep(0.005)
@@ -101,9 +102,9 @@ def _killed(process: subprocess.Popen[bytes], run: Path, step: int, limit: float
 
 
 def digest(run: Path, step: int) -> str:
-    """Of all weights of a checkpoint, names and bytes."""
+    """SHA-256 of all weights of a checkpoint, names and bytes."""
     total = hashlib.sha256()
-    weights: dict[str, Any] = load_weights(run / "checkpoints" / str(step))
+    weights: dict[str, Any] = load_weights(run / CHECKPOINTS / str(step))
     for name, array in sorted(weights.items()):
         total.update(name.encode())
         total.update(np.ascontiguousarray(array).tobytes())

@@ -47,7 +47,9 @@ def load(
         _say(f"{model}: random weights from seed {random}")
         return loading.random(preset_config(str(model)), random, dtype=dtype)
     if not Path(model).exists():
-        raise loading.no_weights(str(model), presets())
+        from argosy.checkpoint.load import no_weights
+
+        raise no_weights(str(model), presets())
     return loading.load(model, dtype=dtype, adapter=adapter, context=context, warn=_say)
 
 

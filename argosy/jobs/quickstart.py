@@ -3,6 +3,7 @@
 Each act says what it is about to do, does it, and says what came out; `Story` collects the results.
 """
 
+import json
 import shutil
 import sys
 import time
@@ -12,8 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from argosy.checkpoint.run_directory import STORY
 from argosy.core.errors import BadInput
 from argosy.core.signals import before_leaving
+from argosy.core.storage import Store
 from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
 from argosy.jobs.train import View
@@ -74,7 +77,7 @@ def acts(path: Path, story: Story, stage: Stage) -> Story:
     reading = compose(Run, RECIPE, [*words, f"dir={path}"])
     with stage.act(story, "training", f"Pre-training for {reading.value.steps} steps"):
         predicted = predict(reading.value, stage.speak)
-        outcome = train_run(reading, str(path), stage.view)
+        outcome = train_run(reading, str(path), stage.view, f"argosy quickstart dir={path}")
         if outcome.exit_code:
             return stopped(story, outcome.exit_code, stage)
         story.facts |= {"steps": outcome.step, "loss": outcome.last["loss"], "predicted_s": round(predicted, 1)}
@@ -90,6 +93,7 @@ def acts(path: Path, story: Story, stage: Stage) -> Story:
     with stage.act(story, "report", "The report"):
         from argosy.jobs.report import report as write_report
 
+        Store(path).write_text(STORY, json.dumps(story.facts))
         report = write_report(path)
         story.facts["report"] = str(report)
         stage.speak(f"   {report}")

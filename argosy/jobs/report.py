@@ -1,7 +1,7 @@
-"""`argosy report RUN`: everything a run directory tells, as one page in it.
+"""`argosy report RUN`: what a run directory holds, as one page in it.
 
-Gathers what is on disk; `observe.report` draws it. What cannot be read, because it is damaged or was never written, is left
-out: a report is most wanted of the run that went wrong.
+Gathers what is on disk; `observe.report` draws it. What cannot be read, because it is damaged or was never written, is left out: a
+report is wanted most of the run that went wrong.
 """
 
 import json
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from argosy.checkpoint.run_directory import CHECKPOINTS, REPORT, SETTINGS, STORY
 from argosy.core.errors import ArgosyError
 from argosy.core.explain import value_text
 from argosy.core.settings import COMMAND_LINE, Choice, yaml_layer
@@ -21,7 +22,6 @@ from argosy.observe import environment, metrics
 from argosy.observe.readable import sized
 from argosy.observe.report import Record, Saved, render
 
-FILE = "report.html"
 STATES = {runs.GOES_ON: "stopped", runs.DAMAGED: "damaged"}
 
 
@@ -32,15 +32,15 @@ def report(path: str | Path) -> Path:
         BadInput: it is no run directory.
     """
     path = runs.require(path)
-    Store(path).write_text(FILE, render(record(path)))
-    return path / FILE
+    Store(path).write_text(REPORT, render(record(path)))
+    return path / REPORT
 
 
 def record(path: Path) -> Record:
-    """What a run directory tells of its run."""
+    """What is known of the run in a directory."""
     found = runs.summary(path)
     try:
-        values = dict(yaml_layer(path / runs.SETTINGS).values)
+        values = dict(yaml_layer(path / SETTINGS).values)
         settings = [(key, value, who) for key, value, who in runs.settings(path) if key != "dir"]
     except ArgosyError:
         values, settings = {}, []
@@ -54,25 +54,34 @@ def record(path: Path) -> Record:
         settings=[(key, value_text(value), who) for key, value, who in settings],
         checkpoints=[saved for step in found.checkpoints if (saved := _saved(path, step))],
         environment=surroundings(),
-        command=command(path, settings),
+        command=command(path, settings, lines),
+        story=_story(path),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
 
 
 def facts(values: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a run is: from its settings, and from the facts that sessions wrote among their lines."""
-    told: dict[str, Any] = {}
-    for line in lines:
-        told |= line["facts"] if isinstance(line.get("facts"), dict) else {}
+    """What a run is: from its settings, and from the header that each of its processes wrote among the lines."""
+    told = headers(lines)
     try:
         config: Any = Choice(FAMILIES, tag="family").build(values["model"])
         told["model"] = values["model"].get("preset") or values["model"]["family"]
+        told["family"], told["vocab"] = values["model"]["family"], config.vocab
         told["data"], told["optimizer"] = values["data"]["source"], values["optimizer"]["name"]
         told["parameters"] = config.parameters()
         told["flops_per_step"] = values["data"]["batch"] * config.training_flops(values["data"]["sequence"])
     except (ArgosyError, ValueError, KeyError, TypeError):
         pass  # settings of another version, or edited by hand: the page does without
     return told
+
+
+def headers(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The facts of all headers, later ones winning; `facts` is what they were called at first."""
+    found: dict[str, Any] = {}
+    for line in lines:
+        for name in ("facts", "header"):
+            found |= line[name] if isinstance(line.get(name), dict) else {}
+    return found
 
 
 def surroundings() -> dict[str, str]:
@@ -83,9 +92,12 @@ def surroundings() -> dict[str, str]:
     return told | {"processor": f"{here['processor']}, {here['cores']:g} cores{memory}", "system": here["system"]}
 
 
-def command(path: Path, settings: Sequence[tuple[str, Any, str]]) -> str:
-    """What runs it again: from its own settings; and as it was typed, where they tell."""
+def command(path: Path, settings: Sequence[tuple[str, Any, str]], lines: Sequence[Mapping[str, Any]] = ()) -> str:
+    """What runs it again: from its own settings; and as it was typed, where that is known."""
     again = f"argosy train {path} dir={path}-again"
+    typed = str(headers(lines).get("command") or "")
+    if typed:
+        return f"{again}\n\n# as it was typed\n{typed}"
     recipes = {who for _, _, who in settings if who.startswith("recipes/")}
     if len(recipes) != 1:
         return again
@@ -94,9 +106,17 @@ def command(path: Path, settings: Sequence[tuple[str, Any, str]]) -> str:
     return f"{again}\n\n# as it was typed\nargosy train {shlex.join([recipe, *words])}"
 
 
+def _story(path: Path) -> dict[str, Any]:
+    try:
+        story = json.loads((path / STORY).read_text())
+        return story if isinstance(story, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
 def _saved(path: Path, step: int) -> Saved | None:
     try:
-        loss = json.loads((path / runs.CHECKPOINTS / str(step) / "meta.json").read_text()).get("eval_loss")
+        loss = json.loads((path / CHECKPOINTS / str(step) / "meta.json").read_text()).get("eval_loss")
         return Saved(step, runs.size_bytes(path, step), loss if isinstance(loss, int | float) else None)
     except (ArgosyError, OSError, ValueError, AttributeError):
         return None

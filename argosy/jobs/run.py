@@ -219,7 +219,3 @@ class Run(Settings):
         if self.data.batch % self.accumulate:
             raise ValueError(f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}")
         return self
-
-
-MAY_CHANGE = ("dir", "steps", "checkpoint.every", "eval.every", "log.every", "sample.every")
-"""Settings that may differ when a run resumes."""

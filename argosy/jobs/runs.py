@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import manifest
+from argosy.checkpoint.run_directory import CHECKPOINTS, SETTINGS, RunDirectory
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.explain import value_text
 from argosy.core.settings import diff, flatten, yaml_layer
 from argosy.core.storage import LOCK, Store
 from argosy.observe import metrics
 
-SETTINGS, CHECKPOINTS = "settings.yml", "checkpoints"
 DONE, GOES_ON, RUNNING, DAMAGED = "done", "can go on", "running", "damaged"
 FINAL = ("loss", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "tokens", "tokens_per_s", "lr", "grad_norm")
 
@@ -142,9 +142,7 @@ def is_run(path: str | Path) -> bool:
 
 def checkpoints(path: Path) -> list[int]:
     """Committed steps, oldest first."""
-    folder = path / CHECKPOINTS
-    names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(name) for name in names if name.isdecimal() and (folder / name / manifest.NAME).exists())
+    return RunDirectory(path).steps()
 
 
 def size_bytes(path: Path, step: int) -> int:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.jobs.assemble import Assembly
@@ -10,7 +12,7 @@ from argosy.models.parts.weight import merge
 
 
 class Sampler:
-    """Continues the run's prompt with the weights of a state. The draws depend on the step: each sample sees fresh randomness."""
+    """Continues `sample.prompt` with the weights of a state. Draws are folded from seed and step, so no two samples share them."""
 
     def __init__(self, assembly: Assembly, settings: Run):
         self.assembly, self.settings, tokenizer = assembly, settings, assembly.tokenizer
@@ -29,7 +31,8 @@ class Sampler:
         model = merge(self.assembly.graph, state.params, state.rest)
         model.dtype = self.assembly.decided.dtype
         lm = LM(self.settings.model, model, tokenizer)
-        seed = self.settings.seed + int(state.step)
+        folded = jax.random.fold_in(jax.random.key(self.settings.seed), int(state.step))
+        seed = int(jax.random.bits(folded)) >> 1
         answer = lm.generate([self.prompt], sample.tokens, temperature=sample.temperature, seed=seed, ignore_eos=True)[
             0
         ]

@@ -1,64 +1,43 @@
-"""`argosy train`: go on from what the directory holds, or start; never delete.
+"""`argosy train`: resumes what the directory holds, or starts; never deletes.
 
-The order is that of a careful person: read all settings, take the directory, build everything and look at the data, and only
-then write the first file.
+The order is that of a careful person: read all settings, take the directory, build everything and look at the data, ask the
+compiler how much memory it takes, and only then write the first file.
 """
 
-import math
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from argosy.core.settings import Reading, dump
+from argosy.checkpoint.run_directory import GENERATION, RunDirectory, is_run
+from argosy.core.errors import BadInput
+from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.signals import asked_to_stop
 from argosy.jobs.compose import compose
-from argosy.jobs.directory import TOKENIZER, RunDirectory
 from argosy.jobs.run import Run
+from argosy.jobs.view import Quiet, View
 from argosy.observe.goodput import Clock
 from argosy.observe.log import Logged
 from argosy.observe.metrics import Metrics, read
+from argosy.observe.picture import memory_words
+from argosy.observe.readable import lasted
 
-GENERATION = "generation_config.json"
+if TYPE_CHECKING:
+    from argosy.jobs.assemble import Assembly
+
 STOPPING = "stopping after this step, then saving; once more stops at once, without saving"
 
-
-class View(Protocol):
-    """Whoever shows a run: the terminal, a test, nobody."""
-
-    def say(self, text: str) -> None: ...
-
-    def plan(self, facts: Mapping[str, Any]) -> None: ...
-
-    def step(self, step: int, numbers: Mapping[str, float]) -> None: ...
-
-    def evaluation(self, step: int, numbers: Mapping[str, float]) -> None: ...
-
-    def sample(self, step: int, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Quiet:
-    """Shows nothing."""
-
-    def say(self, text: str) -> None: ...
-
-    def plan(self, facts: Mapping[str, Any]) -> None: ...
-
-    def step(self, step: int, numbers: Mapping[str, float]) -> None: ...
-
-    def evaluation(self, step: int, numbers: Mapping[str, float]) -> None: ...
-
-    def sample(self, step: int, text: str) -> None: ...
-
-    def close(self) -> None: ...
+__all__ = ["Outcome", "Quiet", "View", "run", "train"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run. exit_code: 0 done, 130 after Ctrl-C, 143 after SIGTERM, the state saved in each case."""
+    """What became of a run.
+
+    step: updates made. saved: the newest checkpoint, None where there is none. exit_code: 0 done, else 128 + the signal that
+    stopped it. last: numbers of the last logged step. seconds: wall time by cause; empty where nothing was left to do.
+    """
 
     dir: Path
     step: int
@@ -66,6 +45,7 @@ class Outcome:
     exit_code: int
     last: Mapping[str, float]
     seconds: Mapping[str, float]
+    saved: int | None = None
 
     @property
     def done(self) -> bool:
@@ -73,84 +53,139 @@ class Outcome:
 
 
 def train(recipe: str, words: list[str] | tuple[str, ...] = (), view: View | None = None) -> Outcome:
-    """Trains by a recipe.
+    """Trains by a recipe. A run directory as the recipe resumes in that directory, wherever it was moved to.
 
     Raises:
         UserError: a mistake found before work began.
     """
     reading = compose(Run, recipe, words)
-    path = reading.value.dir or f"runs/{Path(recipe).stem}"
-    return run(reading, path, view or Quiet())
+    command = shlex.join(["argosy", "train", str(recipe), *words])
+    return run(reading, directory_of(reading, recipe), view or Quiet(), command)
 
 
-def run(reading: Reading[Run], path: str, view: View) -> Outcome:
-    """Trains with these settings in this directory, and writes its report."""
+def directory_of(reading: Reading[Run], recipe: str) -> str:
+    """Where a run is kept: what `dir` says, the run directory named as the recipe, or `runs/<recipe>`.
+
+    Raises:
+        BadInput: `dir` is empty.
+    """
+    told = reading.value.dir
+    if is_run(recipe) and reading.origin["dir"] != COMMAND_LINE:
+        return str(Path(recipe))
+    if told is None:
+        return f"runs/{Path(recipe).stem}"
+    if not told.strip():
+        where = f"set by {reading.origin['dir']}"
+        raise BadInput("`dir` is empty", where=where, hint="name a directory; without `dir` it is runs/<recipe>")
+    return told
+
+
+def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outcome:
+    """Trains with these settings in this directory, and writes its report.
+
+    Raises:
+        UserError: a mistake found before work began.
+        Busy: another process holds the run.
+    """
+    reading = replace(reading, value=reading.value.model_copy(update={"dir": str(path)}))
     settings = reading.value
-    directory = RunDirectory(path, settings, view.say)
+    directory = RunDirectory(path, settings.checkpoint, view.say)
     directory.admit(reading)
+    assembly = None
     if not directory.has_run:
         from argosy.jobs.assemble import Decided, assemble
         from argosy.jobs.initial import check_source
 
-        assemble(settings, Decided.here(settings)).close()  # every mistake before the first file
+        assembly = assemble(settings, Decided.here(settings))  # every mistake before the first file
         check_source(settings)
-    with directory.store.lock():
-        outcome = _locked(reading, directory, view)
-    if outcome.seconds:
+    try:
+        with directory.store.lock():
+            try:
+                outcome = _locked(reading, directory, view, command, assembly)
+            finally:
+                directory.store.flush()
+    finally:
+        if assembly is not None:
+            assembly.close()
+    if outcome.seconds and directory.store.is_local:
         from argosy.jobs.report import report
 
         report(directory.path)
     return outcome
 
 
-def _locked(reading: Reading[Run], directory: RunDirectory, view: View) -> Outcome:
-    settings, view = reading.value, Logged(view, directory.log)
+def _locked(
+    reading: Reading[Run], directory: RunDirectory, view: View, command: str, assembly: "Assembly | None"
+) -> Outcome:
+    settings, log = reading.value, Logged(view, directory.log)
     clock = Clock()
     with clock("start"):
         good = directory.checkpoints.latest_good()
         meta = directory.checkpoints.meta(good) if good is not None else None
         if good is not None and good >= settings.steps:
-            view.say(f"{directory.path} is done: {good} steps of {settings.steps}")
-            return Outcome(directory.path, good, settings.steps, 0, last_numbers(directory), {})
-        session = Session.begin(settings, meta, view, clock)
-        state = session.restored(directory, good) if good is not None else session.fresh()
-        directory.write_settings(reading)
-        if session.assembly.tokenizer is not None and not (directory.path / TOKENIZER).exists():
-            session.assembly.tokenizer.save(directory.path / TOKENIZER)
-            session.keep_generation(directory.path / TOKENIZER)
-    return session.train(state, directory)
+            log.say(f"{directory} is done: {good} steps of {settings.steps}")
+            last = last_numbers(directory)
+            return Outcome(Path(str(directory)), good, settings.steps, 0, last, {}, good)
+        kept = directory.with_provenance(reading)
+        training = Training.begin(kept, directory, meta, log, clock, command, assembly)
+        state = training.fresh() if good is None else training.restored(good)
+        directory.write_settings(training.reading)
+        training.keep_tokenizer()
+    return training.run(state)
 
 
 def last_numbers(directory: RunDirectory) -> dict[str, float]:
-    """What the last logged step told."""
-    told = [line for line in read(directory.store) if "loss" in line]
-    return {k: v for k, v in told[-1].items() if k != "step"} if told else {}
+    """The numbers of the last logged step."""
+    lines = [line for line in read(directory.store) if "loss" in line]
+    return {k: v for k, v in lines[-1].items() if k != "step"} if lines else {}
 
 
 @dataclass
-class Session:
-    """One process's part of a run."""
+class Training:
+    """One process's part of a run: from settings and the last checkpoint to the next one."""
 
-    settings: Run
-    assembly: Any
-    view: View
+    reading: Reading[Run]
+    assembly: "Assembly"
+    directory: RunDirectory
+    view: Logged
     clock: Clock
-    last: dict[str, float] = field(default_factory=dict)
-    eval_losses: dict[int, float] = field(default_factory=dict)
-    hub: dict[str, Any] = field(default_factory=dict)  # the config.json that the weights came with
+    command: str
+    hub: dict[str, Any]  # the config.json that the weights came with
     origin: Any = None  # the model they came from, at rest
 
     @classmethod
-    def begin(cls, settings: Run, meta: Mapping[str, Any] | None, view: View, clock: Clock) -> "Session":
+    def begin(
+        cls,
+        reading: Reading[Run],
+        directory: RunDirectory,
+        meta: Mapping[str, Any] | None,
+        view: Logged,
+        clock: Clock,
+        command: str,
+        assembly: "Assembly | None" = None,
+    ) -> "Training":
+        """Builds everything that is not built yet. meta: of the checkpoint to resume from, whose choices of layout and
+        precision are kept."""
         from argosy.jobs.assemble import Decided, assemble
 
+        settings = reading.value
         decided = Decided.here(settings) if meta is None else Decided(**meta["decided"])
         hub = dict(meta.get("hub") or {}) if meta else {}
-        return cls(settings, assemble(settings, decided), view, clock, hub=hub)
+        if assembly is None or assembly.decided != decided:
+            assembly = assemble(settings, decided)
+        training = cls(reading, assembly, directory, view, clock, command, hub)
+        if meta is not None:
+            training.say_what_changed(meta)
+        return training
+
+    @property
+    def settings(self) -> Run:
+        return self.reading.value
 
     # ---------------------------------------------------------------- where the state comes from
 
     def fresh(self) -> Any:
+        """The state that the run begins with."""
         init = self.settings.init
         if init.weights:
             from argosy.jobs.initial import weights_for
@@ -164,150 +199,131 @@ class Session:
             return state_from(self.assembly, init.state, self.view.say)
         return self.assembly.start()
 
-    def restored(self, directory: RunDirectory, step: int) -> Any:
+    def restored(self, step: int) -> Any:
+        """The state of a checkpoint, on this run's devices."""
         from argosy.checkpoint.store import STATE, load_item, load_weights
 
-        folder = directory.checkpoints.path(step)
-        self.assembly.batches.restore(directory.checkpoints.meta(step)["data"])
+        folder = self.directory.checkpoints.path(step)
+        self.assembly.batches.restore(self.directory.checkpoints.meta(step)["data"])
         weights, state = self.assembly.state_places()
         restored = self.assembly.restored(load_weights(folder, weights), load_item(folder, STATE, state))
-        self.view.say(f"going on from step {step} of {self.settings.steps} in {directory.path}")
+        self.view.say(f"resuming from step {step} of {self.settings.steps} in {self.directory}")
         return restored
 
-    def keep_generation(self, folder: Path) -> None:
-        """How the model that the weights came from is meant to generate goes with them."""
-        there = self.origin.companions if self.origin is not None else None
-        if there is not None and (there / GENERATION).is_file():
-            shutil.copyfile(there / GENERATION, folder / GENERATION)
+    def say_what_changed(self, meta: Mapping[str, Any]) -> None:
+        """Says what another number of steps does to the learning rate, where it does anything."""
+        before, step = int(meta["settings"]["steps"]), int(meta["step"])
+        if before == self.settings.steps:
+            return
+        old = self.settings.optimizer.learning_rate * float(self.settings.schedule.build(before)(step))
+        new = float(self.assembly.rate(step))
+        if abs(new - old) <= 1e-6 * max(old, new):
+            return
+        self.view.say(
+            f"steps {before} -> {self.settings.steps} stretches the schedule: the learning rate of step {step + 1} is "
+            f"{new:.3g}, and would have been {old:.3g}. To choose the rate yourself, start from this state elsewhere: "
+            f"init.state={self.directory} dir=NEW schedule=constant optimizer.learning_rate={old:.3g}"
+        )
+
+    def keep_tokenizer(self) -> None:
+        """Saves the tokenizer with the run, and how the model that the weights came from is meant to generate."""
+        if self.assembly.tokenizer is not None:
+            companions = self.origin.companions if self.origin is not None else None
+            self.directory.write_tokenizer(self.assembly.tokenizer, companions / GENERATION if companions else None)
 
     # ---------------------------------------------------------------- the loop and its hooks
 
-    def train(self, state: Any, directory: RunDirectory) -> Outcome:
+    def run(self, state: Any) -> Outcome:
+        """Trains until the last step, the end of the data, or a signal."""
+        from argosy.jobs.hooks import Evaluation, Every, Sampling, Saver
+        from argosy.jobs.memory import compiled_need
         from argosy.train.loop import Meter, fit
 
-        a, settings, metrics = self.assembly, self.settings, Metrics(directory.store)
-        facts, data = self.facts(), a.batches.summary(settings.steps).text
-        metrics.write({"step": int(state.step), "facts": facts | {"corpus": data}})
-        self.view.plan(facts)
-        self.view.say(data)
-        with self.clock("compile"):
-            update = a.compile()
+        a, settings, metrics = self.assembly, self.settings, Metrics(self.directory.store)
+        last: dict[str, float] = {}
 
-        def tell(step: int, numbers: dict[str, float]) -> None:
-            self.last = numbers
+        def log_step(step: int, numbers: dict[str, float]) -> None:
+            last.clear()
+            last.update(numbers)
             metrics.write({"step": step} | numbers)
             self.view.step(step, numbers)
 
-        hooks: list[Any] = []
-        if a.evals is not None:
-            hooks.append(Every("evaluation", settings.eval.every, self.evaluation(metrics)))
-        hooks.append(Every("checkpoint", settings.checkpoint.every, self.saving(directory)))
-        if settings.sample.every:
-            hooks.append(Every("samples", settings.sample.every, self.sampling(metrics)))
-        meter = Meter(self.clock, a.batches.tokens_per_batch, tell, settings.log.every)
         try:
+            header = self.header()
+            self.view.header(header)
+            with self.clock("compile"):
+                update = a.compile()
+                need = compiled_need(a, update)
+                need.check()
+            self.view.say(f"memory      {memory_words(need.document())}")
+            metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
+            saver = Saver(a, self.reading, self.directory.checkpoints, self.hub)
+            hooks: list[Any] = []
+            if a.evals is not None:
+                evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock)
+                hooks.append(Every("evaluation", settings.eval.every, evaluation))
+            hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
+            if settings.sample.every:
+                hooks.append(Every("samples", settings.sample.every, Sampling(a, settings, metrics, self.view)))
+            meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every)
             with asked_to_stop(STOPPING) as stop:
                 state = fit(
                     state, a.batches, update, settings.steps, hooks, place=a.place, meter=meter, interrupted=stop
                 )
                 with self.clock("checkpoint"):
-                    directory.checkpoints.wait()
+                    self.directory.checkpoints.wait()
         finally:
-            directory.checkpoints.join()  # before the lock on the directory is let go
+            self.directory.checkpoints.join()  # before the lock on the directory is let go
             a.close()
             self.view.close()
-        step = int(state.step)
+        step, saved = int(state.step), max(self.directory.checkpoints.steps(), default=None)
         if step < settings.steps and not stop.code:
             self.view.say(f"the data ended at step {step} of {settings.steps} (data.epochs)")
         metrics.write({"step": step, "seconds": self.clock.shares()})
-        return Outcome(directory.path, step, settings.steps, stop.code, self.last, self.clock.shares())
+        outcome = Outcome(Path(str(self.directory)), step, settings.steps, stop.code, last, self.clock.shares(), saved)
+        self.view.end(ending(outcome))
+        return outcome
 
-    def evaluation(self, metrics: Metrics) -> Callable[[Any], None]:
-        compiled: list[Any] = []
-
-        def evaluate(now: Any) -> None:
-            if now.last and now.step < self.settings.steps:  # asked to stop: save, and go
-                return
-            if not compiled:
-                compiled.append(self.assembly.compile_evaluation())
-            numbers = self.evaluate(compiled[0], now.state)
-            self.eval_losses[now.step] = numbers["eval_loss"]
-            metrics.write({"step": now.step} | numbers)
-            self.view.evaluation(now.step, numbers)
-
-        return evaluate
-
-    def is_stopping(self, now: Any) -> bool:
-        """Asked to stop: save, and go."""
-        return now.last and now.step < self.settings.steps
-
-    def evaluate(self, program: Any, state: Any) -> dict[str, float]:
-        """The loss on held-out text, its perplexity, and bits for each byte of text."""
-        evals = self.assembly.evals
-        evals.rewind()
-        sums = [program(state, self.assembly.place(batch)) for batch in evals]
-        total, weight = sum(float(s.total) for s in sums), sum(float(s.weight) for s in sums)
-        loss = total / max(weight, 1e-30)
-        numbers = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
-        if evals.bytes_per_token:
-            numbers["eval_bits_per_byte"] = loss / math.log(2) / evals.bytes_per_token
-        return numbers
-
-    def saving(self, directory: RunDirectory) -> Callable[[Any], None]:
-        def save(now: Any) -> None:
-            meta = {
-                "step": now.step,
-                "decided": vars(self.assembly.decided),
-                "data": now.batches.state(),
-                "eval_loss": self.eval_losses.get(now.step),
-                "model": dump(self.settings)["model"],
-                "hub": self.hub,
-                "settings": dump(self.settings),
-            }
-            weights, state = self.assembly.packed(now.state)
-            directory.checkpoints.save(now.step, weights, state, meta)
-
-        return save
-
-    def sampling(self, metrics: Metrics) -> Callable[[Any], None]:
-        from argosy.jobs.samples import Sampler
-
-        sampler = Sampler(self.assembly, self.settings)
-
-        def sample(now: Any) -> None:
-            if self.is_stopping(now):
-                return
-            text = sampler(now.state)
-            metrics.write({"step": now.step, "sample": text})
-            self.view.sample(now.step, text)
-
-        return sample
-
-    def facts(self) -> dict[str, Any]:
+    def header(self) -> dict[str, Any]:
         """What is about to be done."""
-        a = self.assembly
+        from argosy.observe.environment import versions
+
+        a, settings = self.assembly, self.settings
+        found = versions()
+        told = {
+            name: found[name]
+            for name in ("argosy", "python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+            if name in found
+        }
         return {
+            "command": self.command,
+            "versions": told,
+            "model": settings.model.preset or family_of(settings),
             "parameters": a.parameters,
-            "steps": self.settings.steps,
+            "vocab": settings.model.vocab,
+            "steps": settings.steps,
             "tokens_per_step": a.batches.tokens_per_batch,
             "flops_per_step": a.flops_per_step,
             "devices": a.mesh.size,
             "device": a.mesh.devices.flat[0].device_kind,
             "precision": a.decided.precision,
             "layers": a.decided.layers,
+            "corpus": a.batches.summary(settings.steps).text,
         }
 
 
-@dataclass(frozen=True)
-class Every:
-    """A hook that runs every so many steps, and at the last."""
+def family_of(settings: Run) -> str:
+    """The name of the model's family."""
+    from argosy.core.settings import dump
 
-    name: str
-    every: int
-    do: Callable[[Any], None]
+    return str(dump(settings)["model"]["family"])
 
-    def due(self, step: int, last: bool) -> bool:
-        return last or step % self.every == 0
 
-    def __call__(self, now: Any) -> None:
-        self.do(now)
+def ending(outcome: Outcome) -> str:
+    """How a run ended, in one line for its log."""
+    loss = f", loss {outcome.last['loss']:.4f}" if "loss" in outcome.last else ""
+    kept = "nothing is saved yet" if outcome.saved is None else f"checkpoint {outcome.saved} is saved"
+    how = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"
+    return (
+        f"{how} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}; {kept}"
+    )

@@ -1,14 +1,15 @@
-"""A run's words: log.txt, each line with its time, beside whatever shows the run."""
+"""A run's log.txt: the command, the versions, every logged step, what was said, and how it ended; each line with its time."""
 
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from argosy.observe.picture import evaluated, headed, stepped
 from argosy.observe.readable import one_line
 
 
 class Logged:
-    """A view that also writes down what is said, planned, evaluated and sampled. Steps are in metrics.jsonl."""
+    """A view that passes everything on to another and writes it down as well."""
 
     def __init__(self, view: Any, write: Callable[[str], None]):
         self.view, self.write = view, write
@@ -17,20 +18,26 @@ class Logged:
         self._write(text)
         self.view.say(text)
 
-    def plan(self, facts: Mapping[str, Any]) -> None:
-        self._write(" ".join(f"{name}={value}" for name, value in facts.items()))
-        self.view.plan(facts)
+    def header(self, facts: Mapping[str, Any]) -> None:
+        for line in headed(facts):
+            self._write(line)
+        self.view.header(facts)
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._write(f"step {step}  {stepped(numbers)}")
         self.view.step(step, numbers)
 
     def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._write(f"step {step} " + " ".join(f"{name}={value:.6g}" for name, value in numbers.items()))
+        self._write(f"step {step}  {evaluated(numbers)}")
         self.view.evaluation(step, numbers)
 
-    def sample(self, step: int, text: str) -> None:
-        self._write(f"step {step} sample: {one_line(text)}")
-        self.view.sample(step, text)
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        self._write(f"step {step}  prompt: {one_line(prompt)}  sample: {one_line(text)}")
+        self.view.sample(step, prompt, text)
+
+    def end(self, text: str) -> None:
+        """How the run ended; only the log says it."""
+        self._write(text)
 
     def close(self) -> None:
         self.view.close()

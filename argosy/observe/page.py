@@ -1,7 +1,7 @@
-"""The look of the report: one style sheet and the script of its hover values. Everything else of it is in `report`.
+"""The look of the report: one style sheet, and the script of its hover values and copy buttons. The rest is in `report`.
 
-Type is the reader's own system font; figures are aligned. Light or dark as the reader's system is set. Printing works. The
-page is whole without the script, which is under 1.5 kB.
+The font is the reader's own; figures are aligned. Light or dark as the reader's system is set. Printing works. Without the
+script, which is under 4 kB, the page lacks nothing but hover values and buttons.
 """
 
 from html import escape
@@ -26,7 +26,10 @@ p{margin:.4rem 0}.soft,figcaption{color:var(--soft)}
 svg{display:block;width:100%;height:auto;overflow:visible}
 .chart{cursor:crosshair}.bar{border-radius:3px;margin:.4rem 0 .9rem;overflow:hidden}
 .grid,.axis,.mark{stroke:var(--rule);fill:none}.axis,.mark{stroke:var(--soft);stroke-opacity:.6}
-.tick{font-size:11.5px;fill:var(--soft)}.tick.y{text-anchor:end}.tick.x{text-anchor:middle}
+.lead{font-size:1.25rem;line-height:1.45;margin:.7rem 0 .3rem;max-width:46rem;text-wrap:pretty}
+.tick{font-size:11.5px;fill:var(--soft)}.name{font-size:12px;fill:var(--soft)}.name.x{text-anchor:end}
+path.level{stroke:var(--soft);stroke-dasharray:5 4;fill:none}text.level{font-size:12px;fill:var(--soft);text-anchor:end}
+.tick.y{text-anchor:end}.tick.x{text-anchor:middle}
 .line{fill:none;stroke-width:1.8;stroke-linejoin:round}.thin{stroke-width:1;stroke-opacity:.55}
 .faint{stroke-width:1;stroke-opacity:.32}
 .at line{stroke:var(--soft);stroke-dasharray:3 3}.at rect{fill:var(--panel);stroke:var(--rule);rx:3}
@@ -40,9 +43,17 @@ th{font-weight:600;color:var(--soft);font-size:.8rem}.n{text-align:right}
 code,pre,.mono{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:.86em}
 pre{background:var(--panel);border-radius:5px;padding:.7rem .9rem;margin:.3rem 0 .9rem;white-space:pre-wrap;
 overflow-wrap:anywhere}
+.prompt{color:var(--soft)}.code{position:relative}.copy{position:absolute;top:.45rem;right:.5rem;font:inherit;font-size:.75rem;
+color:var(--soft);background:var(--paper);border:1px solid var(--rule);border-radius:4px;padding:.1rem .55rem;cursor:pointer}
+.copy:hover{color:var(--ink)}.checks{list-style:none;padding:0;margin:.8rem 0 0}.checks li{margin:.3rem 0;padding-left:1.5rem;
+text-indent:-1.5rem}.checks b{display:inline-block;width:1.5rem;text-indent:0;color:var(--s2)}.checks .bad b{color:var(--s4)}
 details{margin:.6rem 0}summary{cursor:pointer;color:var(--soft)}
 footer{margin-top:3rem;font-size:.8rem;color:var(--soft)}
-@media print{main{max-width:none;padding:0}.at{display:none}h2,figure,pre{break-inside:avoid}}
+@media (max-width:560px){main{padding:1.5rem 1.1rem 3rem}.pair{grid-template-columns:1fr}.few{min-width:0;width:100%}
+.facts{grid-template-columns:repeat(2,1fr)}.facts dd{font-size:1.1rem}.lead{font-size:1.1rem}td,th{padding-right:.7rem}
+.wide .tick,.wide .name,.wide text.level{font-size:21px}.wide .line{stroke-width:3}
+.tick,.name,text.level{font-size:13.5px}.at text{font-size:19px}}
+@media print{.copy{display:none}main{max-width:none;padding:0}.at{display:none}h2,figure,pre{break-inside:avoid}}
 """ + "".join(f".s{i}{{stroke:var(--s{i})}}.dots.s{i}{{fill:var(--s{i})}}.c{i}{{fill:var(--s{i})}}" for i in range(8))
 
 SCRIPT = """
@@ -65,6 +76,17 @@ for (const svg of document.querySelectorAll("svg.chart")) {
     for (const [k, v] of [["x", start], ["y", 8], ["width", size + 12], ["height", 22]]) box.setAttribute(k, v);
   });
   svg.addEventListener("pointerleave", () => at.setAttribute("visibility", "hidden"));
+}
+for (const box of document.querySelectorAll(".code")) {
+  const button = document.createElement("button"), pre = box.querySelector("pre");
+  button.className = "copy"; button.type = "button"; button.textContent = "Copy";
+  button.addEventListener("click", async () => {
+    try { await navigator.clipboard.writeText(pre.textContent); }
+    catch { getSelection().selectAllChildren(pre); document.execCommand("copy"); }
+    button.textContent = "Copied";
+    setTimeout(() => button.textContent = "Copy", 1500);
+  });
+  box.append(button);
 }
 """
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from argosy.observe import curve
-from argosy.observe.readable import counted, flops, harmless, lasted
+from argosy.observe.readable import counted, flops, harmless, lasted, one_line, sized
 
 POINTS = 4096  # of the curve; more are averaged in pairs
 PLOT_WIDTH, PLOT_HEIGHT, SAMPLE_LINES = 76, 8, 4
@@ -25,7 +25,7 @@ class Picture:
 
     def __init__(self, x: str = "auto"):
         self.x, self.steps, self.now, self.is_over = x, 0, 0, False
-        self.sample: tuple[int, str] | None = None
+        self.sample: tuple[int, str, str] | None = None  # step, prompt, text
         self.numbers: Mapping[str, float] = {}
         self.evals: dict[int, Mapping[str, float]] = {}
         self._losses: list[curve.Point] = []
@@ -126,35 +126,62 @@ class Picture:
             return []
         from rich.cells import chop_cells
 
-        step, text = self.sample
-        lines = harmless(text).strip("\n").splitlines() or [""]
+        step, prompt, text = self.sample
+        lines = harmless(prompt + text).strip("\n").splitlines() or [""]
         pieces = [piece for line in lines for piece in chop_cells(line, max(2, width - 3)) or [""]]
         pieces = pieces[:SAMPLE_LINES] + [""] * (SAMPLE_LINES - len(pieces))  # as many each time: nothing jumps
-        return [line_of(f"sample at step {step}", "dim"), *(line_of(f"  {piece}", "italic") for piece in pieces)]
+        title = f"sample at step {step}, prompt {one_line(prompt)}" if prompt else f"sample at step {step}"
+        return [line_of(title, "dim"), *(line_of(f"  {piece}", "italic") for piece in pieces)]
 
 
 # ---------------------------------------------------------------- words
 
 
 def headed(facts: Mapping[str, Any]) -> list[str]:
-    """The facts of a run in lines of two columns."""
+    """A run's header: long facts on lines of their own, short ones in two columns."""
     facts = dict(facts)
     tokens, steps = facts.pop("tokens_per_step", None), facts.pop("steps", None)
     work, devices = facts.pop("flops_per_step", None), facts.pop("devices", 1)
-    told: dict[str, str] = {}
+    facts.pop("vocab", None)
+    wide = {
+        name: text
+        for name in ("command", "versions", "corpus", "memory")
+        if (text := _wide(name, facts.pop(name, None)))
+    }
+    short: dict[str, str] = {}
+    if "model" in facts:
+        short["model"] = str(facts.pop("model"))
     if "parameters" in facts:
-        told["parameters"] = f"{facts.pop('parameters'):,}"
+        short["parameters"] = f"{facts.pop('parameters'):,}"
     if "device" in facts:
-        told["devices"] = f"{devices} x {facts.pop('device')}"
+        short["devices"] = f"{devices} x {facts.pop('device')}"
     if steps:
-        told["steps"] = f"{steps:,}" + (f" x {tokens:,} tokens" if tokens else "")
+        short["steps"] = f"{steps:,}" + (f" x {tokens:,} tokens" if tokens else "")
     if work:
-        told["compute"] = f"{flops(work)} a step"
+        short["compute"] = f"{flops(work)} a step"
     if steps and tokens:
-        told["in all"] = f"{counted(tokens * steps)} tokens" + (f", {flops(work * steps)}" if work else "")
-    told |= {name: str(value) for name, value in facts.items()}
-    cells = [f"{name:<12}{value}" for name, value in told.items()]
-    return [f"{left:<40}{right}".rstrip() for left, right in zip(cells[::2], [*cells[1::2], ""])]
+        short["total"] = f"{counted(tokens * steps)} tokens" + (f", {flops(work * steps)}" if work else "")
+    short |= {name: str(value) for name, value in facts.items()}
+    cells = [f"{name:<12}{value}" for name, value in short.items()]
+    pairs = [f"{left:<40}{right}".rstrip() for left, right in zip(cells[::2], [*cells[1::2], ""])]
+    return [*(f"{name:<12}{wide[name]}" for name in wide), *pairs]
+
+
+def _wide(name: str, value: Any) -> str:
+    """A fact that takes a line: sizes in bytes by kind, versions by package, or text."""
+    if not value:
+        return ""
+    if name == "memory":
+        return memory_words(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    return str(value)
+
+
+def memory_words(sizes: Mapping[str, int]) -> str:
+    """`814 MiB: parameters 3.50 MiB, ...`, from bytes by kind and in total."""
+    kinds = ", ".join(f"{kind} {sized(size)}" for kind, size in sizes.items() if kind != "total" and size)
+    return f"{sized(sizes['total'])}: {kinds}"
 
 
 def stepped(numbers: Mapping[str, float]) -> str:

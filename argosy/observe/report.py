@@ -1,7 +1,7 @@
-"""A run as one HTML page that needs nothing else: no network, no fonts, no scripts to be read.
+"""A run as one HTML page that needs nothing else: no network, no fonts, and no script to be read.
 
-Everything shown comes from a `Record`, which whoever knows run directories fills (`jobs.report`). A part that is not known
-is left out. Whatever a run holds is text to this page: names, settings and samples are escaped, control characters dropped.
+It opens with a sentence that says what happened. Everything shown comes from a `Record`, which `jobs.report` fills; a part that
+is not known is left out. Whatever a run holds is text to this page: it is escaped, and control characters are replaced.
 """
 
 import math
@@ -17,8 +17,8 @@ from argosy.observe.readable import counted, flops, harmless, lasted, sized
 from argosy.observe.svg import Series, bar, chart
 
 CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "other")  # and their colors
-SAMPLES = 6  # shown; the others are folded away
-DEFAULT = "default"
+DEFAULT, COMMAND_LINE = "default", "command line"
+PYTHON = ("stdlib", "docstrings")  # sources that are Python's own code
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Saved:
 class Record:
     """What is known of a run.
 
-    name: of the run. state: done, stopped, running. lines: of metrics.jsonl. steps: planned.
-    settings: (key, value, who set it). facts: what it is, by name. environment: where it ran. command: to run it again.
+    state: done, stopped, running. lines: of metrics.jsonl. steps: planned. settings: (key, value, who set it).
+    facts: by name: model, family, parameters, vocab, data, optimizer, device. story: what `argosy quickstart` proved with the
+    run: proof, export. environment: where it ran. command: to run it again.
     """
 
     name: str
@@ -48,12 +49,13 @@ class Record:
     environment: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
     made: str = ""
+    story: Mapping[str, Any] = field(default_factory=dict)
 
 
 def render(record: Record) -> str:
     """The page."""
     parts: list[Callable[[Record], str]] = [
-        _head, _losses, _speed, _optimizer, _experts, _time, _samples, _checkpoints, _settings, _environment, _command
+        _head, _samples, _losses, _speed, _optimizer, _experts, _time, _checkpoints, _settings, _environment, _command
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
     made = f" on {_text(record.made)}" if record.made else ""
@@ -109,7 +111,66 @@ def _head(record: Record) -> str:
     about += [f"{record.facts.get('devices', 1)} x {device}"] if device else []
     lines = [" · ".join(about), str(record.facts.get("corpus") or "")]
     line = "".join(f'<p class="soft">{_text(one)}</p>' for one in lines if one)
-    return f"<header><h1>{_text(record.name)}</h1><p>{_text(told)}</p>{line}<dl class=facts>{cells}</dl></header>"
+    return (
+        f"<header><h1>{_text(record.name)}</h1><p class=lead>{_text(sentence(record))}</p><p>{_text(told)}</p>{line}"
+        f"{_checks(record)}<dl class=facts>{cells}</dl></header>"
+    )
+
+
+def sentence(record: Record) -> str:
+    """What happened, in one sentence: "A 919k-parameter Llama learned to write Python in 40 s; killed at step 25 of
+    40, a second run finished bit-identical."."""
+    parameters, family = record.facts.get("parameters"), str(record.facts.get("family") or "model")
+    family = {"gpt2": "GPT-2", "gpt_oss": "gpt-oss"}.get(
+        family, family.replace("_", " ").capitalize() if family != "model" else family
+    )
+    what = f"A {counted(parameters)}-parameter {family}" if parameters else f"A {family}"
+    source = str(record.facts.get("data") or "")
+    if source in PYTHON:
+        learned = "write Python"
+        did = {"done": f"learned to {learned}", "running": f"is learning to {learned}"}.get(
+            record.state, f"began to learn to {learned}"
+        )
+    else:
+        on = f" on {source}" if source else ""
+        did = {"done": f"was trained{on}", "running": f"is being trained{on}"}.get(
+            record.state, f"was trained part of the way{on}"
+        )
+    spent = sum(seconds_by_cause(record.lines).values())
+    took = f" in {lasted(spent)}" if spent and record.state == "done" else ""
+    losses = numbers(record.lines, "loss")
+    fell = f"; its loss went from {losses[0][1]:.2f} to {losses[-1][1]:.2f}" if len(losses) > 1 else ""
+    return f"{what} {did}{took}{proof_words(record.story) or fell}."
+
+
+def proof_words(story: Mapping[str, Any]) -> str:
+    """What became of the run that was killed; nothing where none was."""
+    proof = story.get("proof")
+    if not isinstance(proof, Mapping) or "killed_at" not in proof:
+        return ""
+    how = (
+        "a second run finished bit-identical" if proof.get("holds") else "a second run did NOT finish as it would have"
+    )
+    return f"; killed at step {proof['killed_at']} of {proof.get('steps', '?')}, {how}"
+
+
+def _checks(record: Record) -> str:
+    """What a quickstart proved."""
+    proof, exported = record.story.get("proof"), record.story.get("export")
+    checks: list[tuple[bool, str]] = []
+    if isinstance(proof, Mapping) and "killed_at" in proof:
+        verdict = "equal, bit for bit" if proof.get("holds") else "DIFFER"
+        text = f"A second run was killed with SIGKILL at step {proof['killed_at']} and resumed from the checkpoint of step "
+        text += f"{proof.get('resumed_from')}: {proof.get('steps')} losses and all weights {verdict}"
+        checks.append((bool(proof.get("holds")), text))
+    if isinstance(exported, Mapping) and isinstance(exported.get("largest_difference"), int | float):
+        difference, size = exported["largest_difference"], sized(exported.get("bytes", 0))
+        text = f"Exported as a Hugging Face folder ({size}) and loaded back: largest difference of a logit {difference:g}"
+        checks.append((difference < 1e-3, text))
+    rows = "".join(
+        f"<li{'' if good else ' class=bad'}><b>{'✓' if good else '✗'}</b>{_text(text)}</li>" for good, text in checks
+    )
+    return f"<ul class=checks>{rows}</ul>" if rows else ""
 
 
 def _losses(record: Record) -> str:
@@ -117,14 +178,24 @@ def _losses(record: Record) -> str:
     if not losses and not evals:
         return ""
     series = [Series("loss", losses, color=0), Series("eval", evals, is_dots=True, color=1)]
-    return _section("Loss", _key(series) + chart(series, "loss by step", height=300))
+    vocab = record.facts.get("vocab")
+    level = (
+        (math.log(vocab), f"guessing: ln {vocab:,} = {math.log(vocab):.2f}")
+        if isinstance(vocab, int) and vocab > 1
+        else None
+    )
+    picture = chart(series, "loss by step", y="loss, nats per token", height=320, level=level)
+    return _section("Loss", _key(series) + picture)
 
 
 def _speed(record: Record) -> str:
     speed = numbers(record.lines, "tokens_per_s")
     if not speed:
         return ""
-    return _section("Tokens per second", chart([Series("tokens/s", speed, color=2)], "tokens/s", height=200, zero=True))
+    return _section(
+        "Tokens per second",
+        chart([Series("tokens/s", speed, color=2)], "tokens/s", y="tokens/s", height=220, zero=True),
+    )
 
 
 def _optimizer(record: Record) -> str:
@@ -146,9 +217,14 @@ def _pairs(record: Record, heading: str, curves: Sequence[tuple[str, str, int]])
     for key, title, color in curves:
         if points := numbers(record.lines, key):
             picture = chart(
-                [Series(title, points, False, color, key == "lr")], f"{title} by step", width=420, height=220, zero=True
+                [Series(title, points, False, color, key == "lr")],
+                f"{title} by step",
+                y=title,
+                width=420,
+                height=240,
+                zero=True,
             )
-            out += f"<div><h3>{title}</h3>{picture}</div>"
+            out += f"<div>{picture}</div>"
     return _section(heading, f'<div class="pair">{out}</div>') if out else ""
 
 
@@ -167,15 +243,24 @@ def _time(record: Record) -> str:
 
 
 def _samples(record: Record) -> str:
-    samples = [(s, str(t)) for s, t in by_step([dict(line) for line in record.lines], "sample").items()]
+    lines = [dict(line) for line in record.lines]
+    prompts = by_step(lines, "prompt")
+    samples = [(s, str(prompts.get(s) or ""), str(t)) for s, t in by_step(lines, "sample").items()]
     if not samples:
         return ""
-    shown = {round(i * (len(samples) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)}
-    drawn = [f"<h3>step {s:,}</h3><pre>{_text(text.rstrip())}</pre>" for s, text in samples]
-    out = "".join(text for i, text in enumerate(drawn) if i in shown)
-    if len(shown) < len(samples):
-        out += f"<details><summary>all {len(samples)} samples</summary>{''.join(drawn)}</details>"
-    return _section("What it wrote", out)
+    drawn = [_sample(*sample) for sample in samples]
+    rest = (
+        f"<details><summary>{len(drawn) - 1} earlier samples</summary>{''.join(drawn[:-1])}</details>"
+        if len(drawn) > 1
+        else ""
+    )
+    return _section("What it writes", drawn[-1] + rest)
+
+
+def _sample(step: int, prompt: str, text: str) -> str:
+    """The prompt soft, the completion in ink."""
+    asked = f'<span class="prompt">{_text(prompt)}</span>' if prompt else ""
+    return f"<h3>step {step:,}</h3><pre>{asked}{_text(text.rstrip())}</pre>"
 
 
 def _checkpoints(record: Record) -> str:
@@ -194,6 +279,7 @@ def _settings(record: Record) -> str:
     head = ("setting", "value", "set by")
     rows = [(f"<code>{_text(k)}</code>", f"<code>{_text(v)}</code>", _text(who)) for k, v, who in record.settings]
     chosen = [row for row, (_, _, who) in zip(rows, record.settings) if who != DEFAULT]
+    chosen.sort(key=lambda row: row[2] != COMMAND_LINE)
     left = [row for row, (_, _, who) in zip(rows, record.settings) if who == DEFAULT]
     out = _table(head, chosen, numeric=3) if chosen else ""
     if left:
@@ -208,7 +294,7 @@ def _environment(record: Record) -> str:
 
 
 def _command(record: Record) -> str:
-    return _section("Run it again", f"<pre>{_text(record.command)}</pre>") if record.command else ""
+    return _section("Run it again", _code(record.command)) if record.command else ""
 
 
 # ---------------------------------------------------------------- pieces
@@ -222,6 +308,11 @@ def median(values: Sequence[float]) -> float:
 
 def _text(text: str) -> str:
     return escape(harmless(text))
+
+
+def _code(text: str) -> str:
+    """A command, with a button that copies it."""
+    return f'<div class="code"><pre>{_text(text)}</pre></div>'
 
 
 def _section(title: str, body: str) -> str:

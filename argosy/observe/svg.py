@@ -1,7 +1,7 @@
-"""Pictures of the report as inline SVG: no script draws them, no font is fetched, and CSS of the page colors them.
+"""Charts of the report as inline SVG: no script draws them, no font is fetched, and the page's CSS colors them.
 
-A series is colored by its number (`s0`, `s1`, ...), so light and dark are two sets of CSS variables. Hover values are the
-page's own few lines of script, which read `data-points`: [[x, y, left, top], ...] in the picture's coordinates.
+A series is colored by its number (`s0`, `s1`, ...), so light and dark are two sets of CSS variables. Hover values come from a
+few lines of script in the page, which read `data-points`: [[x, y, left, top], ...] in the picture's coordinates.
 """
 
 import json
@@ -12,7 +12,7 @@ from html import escape
 from argosy.observe.curve import Point, binned, short, spread, ticks
 from argosy.observe.readable import harmless
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 58, 14, 12, 34
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 66, 14, 26, 46
 COLUMNS = 640  # points of a line at most: about one a pixel; those that share one are averaged
 SMOOTH_FROM = 100  # points from which a line is drawn faint, under its running mean
 
@@ -51,19 +51,34 @@ class Frame:
         return TOP + (high - y) / (high - low) * (self.height - TOP - BOTTOM)
 
 
-def chart(series: Sequence[Series], label: str, *, height: int = 260, width: int = WIDTH, zero: bool = False) -> str:
-    """Lines over steps, with axes, a grid and hover values.
+def chart(
+    series: Sequence[Series],
+    label: str,
+    *,
+    x: str = "step",
+    y: str = "",
+    height: int = 280,
+    width: int = WIDTH,
+    zero: bool = False,
+    level: tuple[float, str] | None = None,
+) -> str:
+    """Lines over steps, with named axes, a grid and hover values.
 
     Args:
         label: what the picture shows, for those who hear it instead of seeing it.
+        x, y: names of the axes.
         zero: the y axis begins at 0.
+        level: a dashed line at this value of y, and what it stands for.
     """
     series = [s for s in series if s.points]
-    frame = _frame(series, width, height, zero)
-    body = [_grid(frame), *(_drawn(s, frame) for s in series)]
+    frame = _frame(series, width, height, zero, [level[0]] if level else [])
+    body = [_grid(frame, x, y), *(_drawn(s, frame) for s in series)]
+    if level is not None:
+        body.append(_level(*level, frame))
     body.append('<g class="at" visibility="hidden"><line/><rect/><text></text></g>')
     box = f'viewBox="0 0 {width} {height}" data-bottom="{height - BOTTOM}"'
-    return f'<svg class="chart" {box} role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
+    kind = "chart wide" if width >= WIDTH else "chart"
+    return f'<svg class="{kind}" {box} role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
 
 
 def bar(parts: Sequence[tuple[str, float, int]], label: str) -> str:
@@ -92,15 +107,15 @@ def running_mean(points: Sequence[Point], window: int) -> list[Point]:
     return out
 
 
-def _frame(series: Sequence[Series], width: int, height: int, zero: bool) -> Frame:
+def _frame(series: Sequence[Series], width: int, height: int, zero: bool, levels: Sequence[float] = ()) -> Frame:
     xs = [x for s in series for x, _ in s.points]
-    low, high = spread([y for s in series for _, y in s.points])
+    low, high = spread([*(y for s in series for _, y in s.points), *levels])
     margin = (high - low) * 0.04
     low = 0.0 if zero and low >= 0 else low - margin
     return Frame((min(xs), max(xs)), (low, high + margin), width, height)
 
 
-def _grid(frame: Frame) -> str:
+def _grid(frame: Frame, x_name: str, y_name: str) -> str:
     bottom, right = frame.height - BOTTOM, frame.width - RIGHT
     out = []
     for y in ticks(*frame.y, 5):
@@ -111,7 +126,16 @@ def _grid(frame: Frame) -> str:
         left = frame.left(x)
         out.append(f'<path class="mark" d="M{left:.1f} {bottom}v5"/>')
         out.append(f'<text class="tick x" x="{left:.1f}" y="{bottom + 20}">{short(x)}</text>')
+    out.append(f'<text class="name x" x="{right}" y="{frame.height - 6}">{escape(x_name)}</text>')
+    out.append(f'<text class="name" x="4" y="13">{escape(y_name)}</text>')
     return "".join(out) + f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>'
+
+
+def _level(y: float, name: str, frame: Frame) -> str:
+    """A dashed line across, with its name above its right end."""
+    top, right = frame.top(y), frame.width - RIGHT
+    text = f'<text class="level" x="{right}" y="{top - 6:.1f}">{escape(name)}</text>'
+    return f'<path class="level" d="M{LEFT} {top:.1f}H{right}"/>{text}'
 
 
 def _drawn(series: Series, frame: Frame) -> str:

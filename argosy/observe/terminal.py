@@ -1,8 +1,7 @@
-"""A run on stderr: at a terminal a live picture, replaced in place; anywhere else one plain line a logged step.
+"""A run on stderr: a live picture, replaced in place, on a terminal; one plain line per logged step anywhere else.
 
-The live part is drawn by a thread, four times a second at most however fast steps are; telling it a number stores the
-number. It is drawn by Rich, which is imported when a picture begins. Knows nothing of training: it is handed facts, steps
-and numbers, and `observe.picture` knows how they look.
+A thread draws the live picture at most four times a second, however fast steps are; a call with numbers only stores them. Rich
+draws it, and is imported when a picture begins. Knows nothing of training: `observe.picture` knows how steps look.
 """
 
 import atexit
@@ -21,9 +20,9 @@ class Terminal:
     """Shows a run. A context manager; `close` ends the live picture and leaves its last state on the screen.
 
     Args:
-        stream: stderr unless told.
-        live: a picture replaced in place, or plain lines; as the stream can unless told.
-        x: the axis of the curve; auto: logarithmic where the run is long beside its first logged step.
+        stream: stderr by default.
+        live: a picture replaced in place, or plain lines; by default, what the stream can show.
+        x: the x axis of the curve; auto is logarithmic where the last step is 50 times the first logged one.
     """
 
     def __init__(
@@ -38,17 +37,17 @@ class Terminal:
         self.picture = Picture(x)
         self._live: Any = None
 
-    # ---------------------------------------------------------------- what a run tells
+    # ---------------------------------------------------------------- what happens in a run
 
     def say(self, text: str) -> None:
-        """Words, above the live part."""
+        """A line above the live picture."""
         if self._live is not None:
             self._live.console.print(line_of(harmless(text)))
         else:
             print(harmless(text), file=self.stream, flush=True)
 
-    def plan(self, facts: Mapping[str, Any]) -> None:
-        """What is about to be done; the live part begins here."""
+    def header(self, facts: Mapping[str, Any]) -> None:
+        """What is about to be done; the live picture begins here."""
         self.picture.steps = int(facts.get("steps") or 0)
         for line in headed(facts):
             self.say(line)
@@ -65,15 +64,15 @@ class Terminal:
         if not self.is_live:
             self.say(f"{self.picture.place(step)}  {evaluated(numbers)}")
 
-    def sample(self, step: int, text: str) -> None:
-        self.picture.sample = step, text
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        self.picture.sample = step, prompt, text
         if not self.is_live:
-            self.say(f"{self.picture.place(step)}  sample: {one_line(text)}")
+            self.say(f"{self.picture.place(step)}  prompt: {one_line(prompt)}  sample: {one_line(text)}")
 
     # ---------------------------------------------------------------- beginning and end
 
     def close(self) -> None:
-        """Ends the live part. May be called twice, and is at exit."""
+        """Ends the live picture. May be called twice; it is called at exit."""
         if self._live is not None:
             live, self._live = self._live, None
             self.picture.is_over = True

@@ -13,12 +13,12 @@ from gguf_files import write_vocabulary
 from helpers import shared
 
 from argosy.checkpoint.hub import copies
+from argosy.checkpoint.load import tokenizer_of
+from argosy.checkpoint.save import write
 from argosy.checkpoint.stored import COMPANIONS, open_model
 from argosy.core.formats import Arrays
 from argosy.data.tokenize import Tokenizer, find_tokenizer, load_tokenizer, matching
 from argosy.data.tokenizers.byte import byte_names
-from argosy.infer.load import tokenizer_of
-from argosy.infer.save import write
 from argosy.models.llama import LlamaConfig
 
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"

@@ -182,7 +182,9 @@ def test_an_alpha_by_module_holds_for_experts_too(tmp_path):
     a, b = draw((E, D, 2)).astype(np.float32), draw((E, 2, M)).astype(np.float32)
     given = {"layers.1.mlp.gate": Adapter(a, b, 4.0), "layers.1.mlp.up": Adapter(a, b, 0.5)}
     write_adapter(tmp_path / "adapter", config, given)
-    assert {n: f.gain for n, f in read_adapter(tmp_path / "adapter", config).items()} == {n: f.gain for n, f in given.items()}
+    assert {n: f.gain for n, f in read_adapter(tmp_path / "adapter", config).items()} == {
+        n: f.gain for n, f in given.items()
+    }
     said = json.loads((tmp_path / "adapter" / CONFIG).read_text()) | {"lora_alpha": 8}
     for patterns, gain in (({r"experts\.\d+\.w3": 3}, 1.5), ({}, 4.0)):
         (tmp_path / "adapter" / CONFIG).write_text(json.dumps(said | {"alpha_pattern": patterns}))
@@ -244,3 +246,20 @@ def test_a_model_without_adapters_has_none_to_save_or_merge(tmp_path):
         lm.save(tmp_path / "adapter", format="peft")
     with pytest.raises(BadInput):
         lm.merge()
+
+
+def test_an_adapter_is_there_whole_or_not_at_all(case, tmp_path, monkeypatch):
+    base, adapter, _ = case
+    config = open_model(base).config
+    adapters = read_adapter(adapter, config)
+
+    def cut(self, files, *_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("argosy.checkpoint.partial.Partial.write", cut)
+        with pytest.raises(OSError, match="No space left"):
+            write_adapter(tmp_path / "adapter", config, adapters)
+    assert list(tmp_path.iterdir()) == []
+    write_adapter(tmp_path / "adapter", config, adapters)
+    assert sorted(f.name for f in (tmp_path / "adapter").iterdir()) == [CONFIG, WEIGHTS]

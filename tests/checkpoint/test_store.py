@@ -1,6 +1,7 @@
 """Checkpoints on disk: commits, going back past damage, what is kept, and disks that fail."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,12 @@ import pytest
 from argosy.checkpoint import manifest, store
 from argosy.checkpoint.store import STATE, Checkpoints, CheckpointSettings, load_item, load_weights, read_meta
 from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.core.storage import Store
 
 WEIGHTS = {"embed.w": np.arange(12, dtype=np.float32).reshape(3, 4), "norm.scale": np.ones(4, np.float32)}
 
 
-def saved(folder: Path, steps: list[int], losses: dict[int, float] | None = None, **keep: int) -> Checkpoints:
+def saved(folder: Path | Store, steps: list[int], losses: dict[int, float] | None = None, **keep: int) -> Checkpoints:
     checkpoints = Checkpoints(folder, CheckpointSettings(**keep))
     for step in steps:
         weights = {name: w + step for name, w in WEIGHTS.items()}
@@ -189,3 +191,97 @@ def test_a_checkpoint_that_orbax_cannot_read_is_damage(copy: Path, file: str, ho
         broken.unlink()
     with pytest.raises(Damaged, match="cannot be read"):
         load_weights(copy / "6")
+
+
+# ---------------------------------------------------------------- readers beside a run
+
+
+def test_a_step_that_is_read_is_not_retired(tmp_path: Path):
+    saved(tmp_path, [2])
+    held = manifest.Held(tmp_path / "2")
+    assert saved(tmp_path, [4], keep=1, keep_best=0).steps() == [2, 4]
+    held.release()
+    assert saved(tmp_path, [6], keep=1, keep_best=0).steps() == [6]
+
+
+def test_a_step_retired_while_it_is_verified_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    """The run retires 6 and commits 8 just when a reader looks at 6."""
+    real, said = manifest.verify, []
+
+    def racing(folder: Path) -> None:
+        if folder.name == "6" and folder.exists():
+            saved(copy, [8], keep=1, keep_best=0)
+        real(folder)
+
+    monkeypatch.setattr(manifest, "verify", racing)
+    assert Checkpoints(copy, warn=said.append).latest_good() == 8
+    assert said == []
+
+
+def test_all_copies_off_the_devices_start_before_the_first_is_waited_for(tmp_path: Path):
+    events: list[str] = []
+
+    class OnDevice:
+        is_fully_addressable = True
+
+        def copy_to_host_async(self) -> None:
+            events.append("start")
+
+        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+            events.append("wait")
+            return np.zeros(2, np.float32)
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"a": OnDevice(), "b": OnDevice()}, {"c": OnDevice()}, {})
+    checkpoints.wait()
+    assert events == ["start"] * 3 + ["wait"] * 3
+
+
+# ---------------------------------------------------------------- object stores
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[Store]:
+    """A store without renames: memory of this process, through fsspec."""
+    store = Store(f"memory://{tmp_path.name}/checkpoints")
+    yield store
+    Store(f"memory://{tmp_path.name}").remove("checkpoints")
+
+
+def test_an_object_store_holds_checkpoints_too(remote: Store):
+    checkpoints = saved(remote, [2, 4, 6], keep=2, keep_best=0)
+    assert Checkpoints(remote).steps() == [4, 6]
+    assert remote.list() == ["4", "6"]
+    assert checkpoints.latest_good() == 6
+    back = load_weights(checkpoints.path(4))
+    assert {n: np.asarray(a).tobytes() for n, a in back.items()} == {n: (w + 4).tobytes() for n, w in WEIGHTS.items()}
+
+
+def test_an_object_store_commits_by_the_manifest_last(remote: Store, monkeypatch: pytest.MonkeyPatch):
+    saved(remote, [2])
+    put, names = Store.put_file, []
+
+    def cut(self: Store, name: str, path: Path) -> None:
+        names.append(name)
+        if name.endswith(manifest.NAME):
+            raise OSError(5, "connection lost")
+        put(self, name, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put_file", cut)
+        with pytest.raises(ArgosyError, match="connection lost"):
+            saved(remote, [4])
+    assert names[-1] == "4/manifest.json"
+    assert len(names) > 4
+    assert Checkpoints(remote).steps() == [2]
+    assert 4 in saved(remote, [4]).steps()
+
+
+def test_damage_in_an_object_store_is_gone_back_past(remote: Store):
+    saved(remote, [2, 4])
+    remote.write_text("4/meta.json", "{")
+    said: list[str] = []
+    assert Checkpoints(remote, CheckpointSettings(), said.append).latest_good() == 2
+    assert Checkpoints(remote).steps() == [2]
+    assert "4/manifest.damaged.json" in said[0]
+    assert remote.exists("4/meta.json"), "set aside, not deleted"

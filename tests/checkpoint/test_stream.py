@@ -10,9 +10,10 @@ import pytest
 from golden_weights import write_model
 
 from argosy.checkpoint import manifest
+from argosy.checkpoint.step_reader import read_array
 from argosy.checkpoint.store import META, WEIGHTS, array_by_array, load_weights, read_meta, save_arrays, stored_shapes
 from argosy.checkpoint.stored import open_model, read_into
-from argosy.checkpoint.stream import Unmapped, in_order, largest, read_array, streamed
+from argosy.checkpoint.stream import Unmapped, in_order, largest, streamed
 from argosy.core.errors import Damaged
 from argosy.core.formats import Arrays, Entry
 from argosy.core.formats.files import write_file
@@ -110,7 +111,7 @@ def test_a_stack_is_read_once_for_all_its_layers(layouts, monkeypatch):
     weights = streamed(open_model(layouts["scan"])).weights
     read, reads = read_array, []
     monkeypatch.setattr(
-        "argosy.checkpoint.stream.read_array", lambda folder, name: (reads.append(name), read(folder, name))[1]
+        "argosy.checkpoint.step_reader.read_array", lambda folder, name: (reads.append(name), read(folder, name))[1]
     )
     for i in range(2):
         weights.read(f"layers.{i}.mlp.up.w")

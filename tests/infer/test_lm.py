@@ -10,10 +10,11 @@ import argosy
 from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
+from argosy.checkpoint.load import as_dtype
 from argosy.core.errors import BadInput, SettingsError
 from argosy.infer import load as load_module
 from argosy.infer.lm import LM
-from argosy.infer.load import as_dtype, load
+from argosy.infer.load import load
 from argosy.models.parts.stack import Scan, Unroll
 
 PROMPTS = [[5, 9, 100, 23, 7, 60, 61, 62, 63], [17], [1, 2, 3, 4]]
@@ -222,7 +223,7 @@ def test_a_model_larger_than_memory_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "int8", "bf16", 7])
 def test_types_that_nothing_is_computed_in(dtype):
-    with pytest.raises(BadInput, match="nothing to compute in"):
+    with pytest.raises(BadInput, match="models do not compute in dtype"):
         as_dtype(dtype)
 
 

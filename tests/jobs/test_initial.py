@@ -73,6 +73,30 @@ def test_weights_from_one_step_and_from_a_hub_folder_are_the_same(source: Path, 
         assert fit(tmp_path / name, "steps=1", f"init.weights={model}") == {1: first}
 
 
+OTHERS = [w for w in WORDS if not w.startswith("model.")]  # nothing said of the model
+
+
+@pytest.mark.parametrize("how", ["model={}", "init.weights={}"])
+@pytest.mark.parametrize("kind", ["run", "hub"])
+def test_a_folder_brings_its_sizes(source: Path, first: float, tmp_path: Path, how: str, kind: str):
+    folder = source
+    if kind == "hub":
+        folder, stored = tmp_path / "hub", open_model(source)
+        save_folder(folder, stored.config, stored.weights)
+    run = tmp_path / "run"
+    argosy.fit("tiny", *OTHERS, "steps=1", how.format(folder), f"dir={run}")
+    assert by_step(read(Store(run)), "loss") == {1: first}
+    assert open_model(run).config.width == 16
+    shutil.rmtree(folder) if kind == "hub" else None
+    assert argosy.fit(str(run), "steps=2").step == 2, "a run that has begun needs the folder no more"
+
+
+def test_what_is_said_of_the_model_beside_a_folder_counts(source: Path, tmp_path: Path):
+    with pytest.raises(BadInput, match=r"is another model") as told:
+        argosy.fit("tiny", *OTHERS, "steps=1", f"init.weights={source}", "model.ffn=48", f"dir={tmp_path / 'run'}")
+    assert "model.ffn is 32 there, 48 here" in str(told.value)
+
+
 def test_a_run_that_goes_on_does_not_start_again_from_init(source: Path, tmp_path: Path):
     words = [f"init.weights={source}", f"dir={tmp_path / 'run'}"]
     begun = fit(tmp_path / "run", "steps=2", *words)
@@ -95,9 +119,7 @@ def went_on(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     [["execution.run=scan"], ["mesh.data=2", "mesh.fsdp=4"]],
     ids=["the other layout", "another mesh"],
 )
-def test_a_state_brings_optimizer_and_step(
-    source: Path, went_on: dict[int, float], tmp_path: Path, words: list[str]
-):
+def test_a_state_brings_optimizer_and_step(source: Path, went_on: dict[int, float], tmp_path: Path, words: list[str]):
     other = fit(tmp_path / "other", "steps=7", f"init.state={source}", *words)
     assert list(went_on) == [5, 6, 7], "the step came along"
     assert near(other, went_on)

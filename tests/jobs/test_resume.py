@@ -7,11 +7,14 @@ from pathlib import Path
 
 import campaign_flip
 import campaign_kill
+import numpy as np
 import pytest
 from campaign_flip import compiled_once
 from campaign_kill import SMALL
 
 import argosy
+from argosy.checkpoint.store import Checkpoints, load_weights
+from argosy.core.signals import asked_to_stop
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest
 from argosy.jobs.train import Quiet, train
@@ -66,7 +69,7 @@ def test_a_run_that_stopped_at_a_checkpoint(alone: Path, tmp_path: Path):
     assert same(run, alone)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_ends_and_goes_on(alone: Path, tmp_path: Path, number: int, code: int):
     run, view = tmp_path / "run", Signalled(5, number)
     handler = signal.getsignal(number)
@@ -77,8 +80,29 @@ def test_a_signal_saves_ends_and_goes_on(alone: Path, tmp_path: Path, number: in
     assert (run / "checkpoints" / str(outcome.step) / "manifest.json").exists()
     again = Signalled(0, 0)
     assert fit(run, f"steps={STEPS}", view=again).exit_code == 0
-    assert f"going on from step {outcome.step} of" in again.words
+    assert f"resuming from step {outcome.step} of" in again.words
     assert same(run, alone)
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup sets it
+    try:
+        with asked_to_stop() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stop_before_the_first_step_claims_nothing(tmp_path: Path):
+    class Early(Signalled):
+        def header(self, facts: object) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    outcome = fit(tmp_path / "run", f"steps={STEPS}", view=Early(0, 0))
+    assert (outcome.exit_code, outcome.step, outcome.saved) == (143, 0, None)
+    assert (tmp_path / "run" / "log.txt").read_text().splitlines()[-1].endswith("nothing is saved yet")
+    assert fit(tmp_path / "run", "steps=4").saved == 4
 
 
 def test_what_a_kill_left_half_written_is_not_gone_on_from(alone: Path, tmp_path: Path):
@@ -90,9 +114,22 @@ def test_what_a_kill_left_half_written_is_not_gone_on_from(alone: Path, tmp_path
         file.write('{"step": 12, "lo')
     view = Signalled(0, 0)
     fit(run, f"steps={STEPS}", view=view)
-    assert "going on from step 8" in view.words
+    assert "resuming from step 8" in view.words
     assert same(run, alone)
     assert not half.exists()
+
+
+def test_a_run_in_an_object_store_resumes_bit_for_bit(alone: Path, tmp_path: Path):
+    run = f"memory://{tmp_path.name}/run"
+    argosy.fit("tiny", *WORDS, f"dir={run}", "steps=8", view=Quiet())
+    heard = Signalled(0, 0)
+    argosy.fit("tiny", *WORDS, f"dir={run}", f"steps={STEPS}", view=heard)
+    assert "resuming from step 8" in heard.words
+    assert by_step(read(Store(run)), "loss") == by_step(read(Store(alone)), "loss")
+    fetched = Checkpoints(Store(f"{run}/checkpoints"))
+    theirs = load_weights(alone / "checkpoints" / str(STEPS))
+    assert all(np.array_equal(a, theirs[name]) for name, a in load_weights(fetched.path(STEPS)).items())
+    assert {"settings.yml", "log.txt", "metrics.jsonl"} <= set(Store(run).list())
 
 
 def test_data_goes_on_where_it_was(tmp_path: Path):

@@ -80,7 +80,7 @@ def test_a_finished_run_says_so_and_touches_nothing_but_its_log(copy: Path):
 
 def test_more_steps_and_other_intervals_may_be_asked_for(copy: Path):
     outcome, said = fit(copy, "steps=6", "checkpoint.every=5", "log.every=2", "eval.every=7")
-    assert "going on from step 4 of 6" in said
+    assert "resuming from step 4 of 6" in said
     assert outcome.step == 6
     assert (copy / "checkpoints" / "6" / "manifest.json").exists()
 
@@ -90,7 +90,6 @@ def test_more_steps_and_other_intervals_may_be_asked_for(copy: Path):
     [
         (["optimizer.learning_rate=1e-4"], ["optimizer.learning_rate", "0.003 there", "0.0001 now"]),
         (["seed=3", "model.width=32"], ["seed: 0 there, 3 now", "model.width: 16 there, 32 now"]),
-        (["mesh.data=2"], ["mesh.data"]),
     ],
 )
 def test_any_other_difference_is_refused_by_name(copy: Path, words: list[str], named: list[str]):
@@ -99,6 +98,86 @@ def test_any_other_difference_is_refused_by_name(copy: Path, words: list[str], n
         fit(copy, "steps=6", *words)
     assert all(part in str(told.value) for part in [*named, "dir=NEW"])
     assert everything(copy) == before
+
+
+def test_a_refusal_offers_the_state_where_it_can_be_used_and_only_there(copy: Path):
+    for words, offers in (
+        (["optimizer.learning_rate=1e-4"], f"init.state={copy}"),
+        (["data.batch=16"], f"init.state={copy}"),
+        (["seed=3"], f"init.state={copy}"),
+        (["optimizer=lion"], f"init.weights={copy}"),
+    ):
+        with pytest.raises(BadInput) as told:
+            fit(copy, "steps=6", *words)
+        assert offers in str(told.value)
+    with pytest.raises(BadInput) as told:
+        fit(copy, "steps=6", "model.ffn=48")
+    assert "init." not in str(told.value)
+
+
+def test_a_run_resumes_on_another_mesh(copy: Path, finished: Path, tmp_path: Path):
+    same = Path(shutil.copytree(finished, tmp_path / "same"))
+    fit(same, "steps=6")
+    _, said = fit(copy, "steps=6", "mesh.data=2", "mesh.fsdp=4")
+    assert "resuming from step 4 of 6" in said
+    losses = [by_step(read(Store(run)), "loss") for run in (same, copy)]
+    assert [losses[1][step] for step in (5, 6)] == pytest.approx([losses[0][step] for step in (5, 6)], rel=1e-5)
+    assert fit(copy, "steps=7", "mesh.fsdp=8")[0].step == 7, "a number where -1 stood"
+
+
+def test_an_edited_settings_yml_is_held_against_the_checkpoint(copy: Path):
+    text = (copy / "settings.yml").read_text()
+    assert "learning_rate: 0.003" in text
+    (copy / "settings.yml").write_text(text.replace("learning_rate: 0.003", "learning_rate: 0.001"))
+    with pytest.raises(BadInput) as told:
+        argosy.fit(str(copy), "steps=6")
+    assert "optimizer.learning_rate: 0.003 there, 0.001 now" in str(told.value)
+
+
+def test_a_moved_run_resumes_where_it_is(copy: Path, tmp_path: Path):
+    moved = tmp_path / "elsewhere"
+    copy.rename(moved)
+    outcome = argosy.fit(str(moved), "steps=6", view=(heard := Heard()))
+    assert (outcome.dir, outcome.step) == (moved, 6)
+    assert "resuming from step 4 of 6" in heard.words
+    assert not copy.exists()
+    assert str(moved) in (moved / "settings.yml").read_text()
+    other = argosy.fit(str(moved), "steps=2", f"dir={tmp_path / 'new'}")
+    assert (other.dir, other.step) == (tmp_path / "new", 2)
+
+
+def test_who_set_what_is_kept_when_the_directory_is_the_recipe(copy: Path):
+    def setters(text: str) -> dict[str, str]:
+        lines = [line.partition("  # ") for line in text.splitlines() if "  # " in line]
+        return {line.strip(): who.strip() for line, _, who in lines}
+
+    before = setters((copy / "settings.yml").read_text())
+    assert before["width: 16"] == "command line"
+    argosy.fit(str(copy), "steps=6")
+    after = setters((copy / "settings.yml").read_text())
+    changed = {line for line in after if before.get(line) != after[line]}
+    assert {line.partition(":")[0] for line in changed} <= {"steps", "dir"}
+    assert after["steps: 6"] == "command line"
+
+
+def test_an_empty_directory_name_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match="`dir` is empty") as told:
+        argosy.fit("tiny", *WORDS, "steps=2", "dir=''")
+    assert "command line" in str(told.value)
+    assert not everything(tmp_path)
+
+
+def test_stretching_a_schedule_says_both_rates_and_the_way_out(tmp_path: Path):
+    run, words = tmp_path / "run", ["schedule=cosine", "schedule.warmup=0"]
+    fit(run, "steps=4", *words)
+    _, said = fit(run, "steps=6", *words)
+    line = next(line for line in said.splitlines() if line.startswith("steps 4 -> 6"))
+    rates = by_step(read(Store(run)), "lr")
+    assert f"the learning rate of step 5 is {rates[5]:.3g}, and would have been {rates[4]:.3g}" in line
+    assert f"init.state={run} dir=NEW" in line
+    fit(tmp_path / "flat", "steps=2")
+    assert "stretches" not in fit(tmp_path / "flat", "steps=4")[1], "a constant rate is the same rate"
 
 
 def test_other_data_under_the_same_name_is_refused(tmp_path: Path):
@@ -179,10 +258,85 @@ def test_a_directory_that_is_a_file(tmp_path: Path):
     assert file.read_text() == "mine"
 
 
-def test_a_directory_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write anywhere
-    with pytest.raises(BadInput, match="no permission to write in"):
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a directory that root cannot write either")
+def test_a_directory_that_may_not_be_written():
+    with pytest.raises(BadInput, match="cannot write in /proc"):
+        fit(Path("/proc/argosy-run"), "steps=2")
+
+
+def test_a_run_that_does_not_fit_is_refused_with_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("argosy.jobs.memory.memory_bytes", lambda: (1 << 16, 1 << 16))
+    with pytest.raises(BadInput, match=r"training needs .* this machine has 64\.0 KiB") as told:
         fit(tmp_path / "run", "steps=2")
+    text = str(told.value)
+    assert all(kind in text for kind in ("parameters", "gradients", "optimizer", "activations"))
+    assert "data.batch" in text
+    assert "execution.remat=full" in text
+    assert not everything(tmp_path)
+
+
+# ---------------------------------------------------------------- what a run writes down
+
+
+def test_the_best_evaluation_is_saved_between_checkpoints(tmp_path: Path):
+    words = [w for w in WORDS if not w.startswith("eval.batches")] + ["eval.batches=1", "eval.every=1"]
+    run = tmp_path / "run"
+    argosy.fit("tiny", *words, "checkpoint.every=100", "checkpoint.keep=1", "steps=3", f"dir={run}")
+    losses = by_step(read(Store(run)), "eval_loss")
+    best = min(losses, key=losses.__getitem__)
+    assert set(steps_of(run)) == {best, 3}
+    argosy.fit(
+        "tiny", *words, "checkpoint.every=100", "checkpoint.keep=1", "checkpoint.keep_best=0", "steps=5", f"dir={run}"
+    )
+    assert steps_of(run) == [5]
+
+
+def test_the_best_three_are_saved_and_kept(tmp_path: Path):
+    from types import SimpleNamespace
+
+    from argosy.jobs.hooks import Saver
+
+    saved: list[int] = []
+    checkpoints = SimpleNamespace(eval_losses=lambda: {10: 2.0, 20: 1.0})
+    reading = SimpleNamespace(value=SimpleNamespace(checkpoint=SimpleNamespace(keep_best=2)))
+    saver = Saver(None, reading, checkpoints, {})  # pyright: ignore[reportArgumentType]
+    saver.__class__ = type("Noting", (Saver,), {"__call__": lambda self, now: saved.append(now.step)})
+    for step, loss in ((30, 3.0), (40, 1.5), (50, 1.7), (60, float("nan")), (70, 0.5)):
+        saver.evaluated(SimpleNamespace(step=step), loss)
+    assert saved == [40, 70]
+
+
+def test_the_log_holds_command_versions_steps_and_ending(finished: Path):
+    log = (finished / "log.txt").read_text()
+    assert "argosy train tiny model.width=16" in log
+    assert "python 3." in log
+    assert "jax 0." in log
+    assert [f"step {step}  loss " in log for step in range(1, STEPS + 1)] == [True] * STEPS
+    assert log.splitlines()[-1].endswith("; checkpoint 4 is saved")
+    assert "memory" in log
+    header = next(line["header"] for line in read(Store(finished)) if "header" in line)
+    assert header["memory"]["total"] == sum(v for k, v in header["memory"].items() if k != "total") > 0
+    assert header["vocab"] == 64
+
+
+def test_a_sample_is_shown_with_its_prompt(tmp_path: Path):
+    words = [w for w in WORDS if not w.startswith(("model.vocab", "data.source"))]
+    text = tmp_path / "text.txt"
+    text.write_text("def f(): pass\n" * 400)
+    words += ["model.vocab=258", f"data.source={text}", f"data.cache={tmp_path / 'cache'}"]
+    run = tmp_path / "run"
+    argosy.fit("tiny", *words, "steps=1", "sample.every=1", "sample.tokens=2", "sample.prompt=def ", f"dir={run}")
+    line = next(line for line in read(Store(run)) if "sample" in line)
+    assert line["prompt"] == "def "
+    assert "prompt: def " in (run / "log.txt").read_text()
+    assert "def " in (run / "report.html").read_text()
+
+
+def steps_of(run: Path) -> list[int]:
+    return sorted(int(d.name) for d in (run / "checkpoints").iterdir())
+
+
+# ---------------------------------------------------------------- more mistakes
 
 
 def test_checkpoints_without_settings_are_not_written_over(copy: Path):
@@ -260,5 +414,5 @@ def test_a_disk_that_stays_full_is_an_error_with_what_was_saved_intact(tmp_path:
         with pytest.raises(ArgosyError, match="No space left"):
             fit(run, "steps=6")
     outcome, said = fit(run, "steps=6")
-    assert "going on from step 2 of 6" in said
+    assert "resuming from step 2 of 6" in said
     assert outcome.done

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from argosy.observe.page import SCRIPT
-from argosy.observe.report import Record, Saved, numbers, render, seconds_by_cause
-from argosy.observe.svg import COLUMNS, Series, bar, chart, running_mean, thinned
+from argosy.observe.report import Record, Saved, numbers, render, seconds_by_cause, sentence
+from argosy.observe.svg import BOTTOM, COLUMNS, LEFT, RIGHT, TOP, WIDTH, Series, bar, chart, running_mean, thinned
 
 VOID = {"meta", "br", "line", "rect", "path", "circle"}
 
@@ -61,7 +61,7 @@ def lines(steps: int = 60) -> list[dict]:
                 "tokens_per_s": 900.0,
             }
         )
-        told.append({"step": step, "sample": f"text of step {step}"})
+        told.append({"step": step, "sample": f"text of step {step}", "prompt": "def "})
     told.append({"step": steps, "eval_loss": 2.25, "eval_perplexity": math.exp(2.25), "eval_bits_per_byte": 1.5})
     return told
 
@@ -80,10 +80,10 @@ def full(**changes) -> Record:
 def test_everything_is_there():
     page = Page(render(full()))
     heads = [
+        "What it writes",
         "Loss",
         "Tokens per second",
         "Optimizer",
-        "What it wrote",
         "Checkpoints kept",
         "Settings",
         "Environment",
@@ -95,8 +95,61 @@ def test_everything_is_there():
     assert cells == ["12.3M", "2.0000", "2.2500", "1.500", "6.00k", "900"]
     assert "12,345,678" in page.text("small")
     assert [t for t in page.text("td") if "MiB" in t] == ["3.00 MiB"] * 2
-    assert page.text("pre") == [f"text of step {s}" for s in range(10, 61, 10)] + ["argosy train tiny"]
-    assert page.text("summary") == ["1 left at their defaults"]
+    assert page.text("pre") == [f"text of step {s}" for s in (60, 10, 20, 30, 40, 50)] + ["argosy train tiny"]
+    assert page.text("span")[:1] == ["def "]
+    assert page.text("summary") == ["5 earlier samples", "1 left at their defaults"]
+
+
+STORY = {
+    "proof": {"killed_at": 25, "resumed_from": 20, "steps": 40, "holds": True},
+    "export": {"largest_difference": 0.0, "bytes": 3 << 20},
+}
+
+
+def test_it_opens_with_what_happened():
+    lines_of_it = [*lines(), {"step": 60, "seconds": {"step": 40.0}}]
+    facts = {"parameters": 918_656, "family": "llama", "data": "stdlib"}
+    assert sentence(full(lines=lines_of_it, facts=facts, story=STORY)) == (
+        "A 919k-parameter Llama learned to write Python in 40 s; "
+        "killed at step 25 of 40, a second run finished bit-identical."
+    )
+    mine = facts | {"data": "mine.txt"}
+    assert sentence(full(lines=lines_of_it, facts=mine)) == (
+        "A 919k-parameter Llama was trained on mine.txt in 40 s; its loss went from 4.50 to 2.00."
+    )
+    assert sentence(full(lines=lines_of_it, facts=mine, state="stopped")).startswith(
+        "A 919k-parameter Llama was trained part of the way on mine.txt; its loss"
+    )
+    assert sentence(Record("empty", "stopped")) == "A model was trained part of the way."
+    wrong = STORY | {"proof": STORY["proof"] | {"holds": False}}
+    assert "did NOT finish" in sentence(full(facts=facts, story=wrong))
+
+
+def test_what_a_quickstart_proved_is_shown_as_it_is():
+    page = Page(render(full(story=STORY)))
+    checks = page.text("li")
+    assert "resumed from the checkpoint of step 20: 40 losses and all weights equal, bit for bit" in checks[0]
+    assert "largest difference of a logit 0" in checks[1]
+    assert page.text("b") == ["✓", "✓"]
+    wrong = {"proof": STORY["proof"] | {"holds": False}, "export": {"largest_difference": 0.5, "bytes": 1}}
+    assert Page(render(full(story=wrong))).text("b") == ["✗", "✗"]
+    assert Page(render(full(story={"proof": "torn", "export": None}))).text("li") == []
+
+
+def test_axes_have_names_and_the_loss_a_line_where_guessing_is():
+    page = Page(render(full(facts={"vocab": 258})))
+    named = page.text("text")
+    assert named.count("step") == 4
+    assert {"loss, nats per token", "tokens/s", "learning rate", "gradient norm"} <= set(named)
+    assert f"guessing: ln 258 = {math.log(258):.2f}" in named
+    level = next(a["d"] for t, a in page.tags if t == "path" and a["class"] == "level")
+    assert 0 < float(str(level).removeprefix("M66 ").partition("H")[0]) < 320
+
+
+def test_what_the_command_line_set_comes_first():
+    rows = [("a", "1", "recipes/tiny.yml"), ("b", "2", "default"), ("c", "3", "command line")]
+    cells = Page(render(full(settings=rows))).text("code")
+    assert cells == ["c", "3", "a", "1", "b", "2"]
 
 
 def test_nothing_is_fetched_and_the_script_is_small():
@@ -160,8 +213,8 @@ def test_a_run_without_any_line_says_so():
 def test_many_samples_are_folded_away():
     told = [{"step": s, "sample": f"sample {s}"} for s in range(100)]
     shown = Page(render(full(lines=told, command="")))
-    assert shown.text("pre")[:6] == [f"sample {s}" for s in (0, 20, 40, 59, 79, 99)]
-    assert "all 100 samples" in shown.text("summary")
+    assert shown.text("pre")[0] == "sample 99"
+    assert "99 earlier samples" in shown.text("summary")
 
 
 def test_curves_stay_inside_their_picture():
@@ -171,10 +224,10 @@ def test_curves_stay_inside_their_picture():
     assert len(page.series()["loss"]) == COLUMNS
     paths = [a["d"] for t, a in page.tags if t == "path" and "line" in a["class"]]  # pyright: ignore
     places = np.array([list(map(float, p.split())) for d in paths for p in re.split("[ML]", d)[1:]])  # pyright: ignore
-    assert places[:, 0].min() >= 58
-    assert places[:, 0].max() <= 720 - 14
-    assert places[:, 1].min() >= 12
-    assert places[:, 1].max() <= 260 - 34
+    assert places[:, 0].min() >= LEFT
+    assert places[:, 0].max() <= WIDTH - RIGHT
+    assert places[:, 1].min() >= TOP
+    assert places[:, 1].max() <= 280 - BOTTOM
 
 
 def test_thinning_and_smoothing_keep_the_mean():

@@ -51,11 +51,11 @@ class Screen(io.StringIO):
 
 
 def drive(view: Terminal, steps: int = 200, every: int = 5) -> None:
-    view.plan(FACTS)
+    view.header(FACTS)
     for step in range(every, steps + 1, every):
         view.step(step, {"loss": 1 + 4 / step, "tokens_per_s": 45123.4, "lr": 3e-3, "grad_norm": 0.834})
     view.evaluation(steps, {"eval_loss": 1.25, "eval_perplexity": 3.49, "eval_bits_per_byte": 0.9})
-    view.sample(steps, EVIL)
+    view.sample(steps, "def ", EVIL)
 
 
 def test_a_pipe_gets_one_plain_line_a_step():
@@ -68,7 +68,7 @@ def test_a_pipe_gets_one_plain_line_a_step():
     assert sum("  loss " in line for line in lines) == 40
     assert re.fullmatch(r"step   5/200  loss 1\.8000  45,123 tokens/s  lr 3\.00e-03  grad norm 0\.834", lines[5])
     assert lines[-2] == "step 200/200  eval loss 1.2500  perplexity 3.49  0.900 bits/byte"
-    assert lines[-1] == "step 200/200  sample: ·[31mred·]0;title· [bold]not markup[/bold]·\\nnext"
+    assert lines[-1] == "step 200/200  prompt: def   sample: ·[31mred·]0;title· [bold]not markup[/bold]·\\nnext"
     assert not re.search(r"[^\n -~·]", out.getvalue())
 
 
@@ -136,7 +136,7 @@ def test_an_exception_closes_the_picture(monkeypatch):
 
     def run() -> None:
         with view:
-            view.plan(FACTS)
+            view.header(FACTS)
             view.step(5, {"loss": 2.0})
             assert threading.active_count() == before + 1
             raise ZeroDivisionError
@@ -161,7 +161,7 @@ def test_redraws_are_bounded_however_fast_steps_are(monkeypatch):
     with Terminal(Screen()) as view:
         draw = view.picture.drawn
         monkeypatch.setattr(view.picture, "drawn", lambda *size: (drawn.append(time.monotonic()), draw(*size))[1])
-        view.plan(FACTS | {"steps": 10**7})
+        view.header(FACTS | {"steps": 10**7})
         start, step = time.monotonic(), 0
         while time.monotonic() - start < 1.2:
             step += 1

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 from argosy.models.parts.ahead import Ahead, Depth
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.decoder import Decoder, PreNorm
-from argosy.models.parts.stack import Execution, Layer, rematerialised
+from argosy.models.parts.remat import rematerialised
+from argosy.models.parts.stack import Execution, Layer
 from argosy.models.parts.weight import Leaves, merge, split
 from argosy.models.settings import Reach
 
@@ -38,5 +39,5 @@ class DeepSeek(Decoder):
         def run(weights: Leaves, x: Array, embedded: Array, attend: Attend, cache: Any) -> Any:
             return merge(graph, weights)(x, embedded, attend, cache)
 
-        ahead = rematerialised(run, self.layers.run.remat)
+        ahead = rematerialised(run, self.layers.run.remat, unrolled=True)
         return ahead(weights, x, self.embedded(tokens, attend), attend, cache)

@@ -17,7 +17,7 @@ checkpoints of the other layout and random draws go by (`layer_addresses`, `to_l
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,11 @@ from jaxtyping import Array, Float
 
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Caches, Spec, Specs
-from argosy.models.parts.einsum import PRODUCT
+from argosy.models.parts.remat import Remat, rematerialised
 from argosy.models.parts.rope import Turns, angles
 from argosy.models.parts.weight import Leaves, merge, split, variables
 from argosy.parallel.scope import constrain
 
-Remat = Literal["none", "dots", "full"]
 Aux = dict[str, dict[str, Array]]  # {kind: {name: [layers of that kind ...]}}
 
 
@@ -62,7 +61,14 @@ def turns_of(module: Any, each: Any) -> Turns:
 
 
 def run_block(
-    graph: Any, layer: Layer, weights: Leaves, x: Array, cache: Cache | None, attend: Attend, remat: Remat
+    graph: Any,
+    layer: Layer,
+    weights: Leaves,
+    x: Array,
+    cache: Cache | None,
+    attend: Attend,
+    remat: Remat,
+    unrolled: bool = False,
 ) -> tuple[Array, Cache | None, dict[str, Array]]:
     """One layer as a pure function of its weights."""
 
@@ -70,16 +76,7 @@ def run_block(
         x, cache, aux = merge(graph, weights)(x, layer.each, cache, attend)
         return constrain(x, "B T D"), cache, aux
 
-    return rematerialised(run, remat)(weights, x, cache, attend)
-
-
-def rematerialised(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """none: keep what the backward pass needs. dots: keep the products with weights only, experts' included. full: keep the
-    input only."""
-    if remat == "none":
-        return function
-    policy = jax.checkpoint_policies.save_only_these_names(PRODUCT) if remat == "dots" else None
-    return jax.checkpoint(function, policy=policy)
+    return rematerialised(run, remat, unrolled)(weights, x, cache, attend)
 
 
 @runtime_checkable
@@ -112,7 +109,7 @@ class Unroll:
             name = str(i)
             graph, weights = split(getattr(stack, name))  # its own: layers of a kind may carry different adapters
             cache = caches[name] if caches else None
-            x, kept[name], own = run_block(graph, layer, weights, x, cache, attend, self.remat)
+            x, kept[name], own = run_block(graph, layer, weights, x, cache, attend, self.remat, unrolled=True)
             aux.setdefault(layer.kind, []).append(own)
         return x, caches and kept, {kind: _stack_trees(own) for kind, own in aux.items()}
 

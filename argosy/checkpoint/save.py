@@ -1,18 +1,19 @@
-"""A model as files again: an `LM`, or weights on their way from one format to another.
+"""A model written as files: one that is loaded, or weights on their way from one format to another.
 
-Everything is planned, checked and counted before the first byte; then tensors pass one by one into a folder beside the
-target, which takes the target's name when it is whole (`checkpoint.partial`).
+Everything is planned, checked and counted before the first byte. Tensors then pass one by one into a folder beside the target,
+which takes the target's name when it is whole (`checkpoint.partial`).
 """
 
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from flax import nnx
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint.hub import copies, folder_of, typed
+from argosy.checkpoint.load import as_dtype
 from argosy.checkpoint.partial import Partial, taken
 from argosy.checkpoint.peft import adapters_of, write_adapter
 from argosy.checkpoint.store import META, array_by_array
@@ -24,19 +25,39 @@ from argosy.core.formats.files import File, of_text
 from argosy.core.schema import Choice
 from argosy.core.settings import dump
 from argosy.data.tokenize import is_vocabulary
-from argosy.infer.lm import LM
-from argosy.infer.load import as_dtype
 from argosy.models import FAMILIES
 from argosy.models.parts.einsum import Contraction
 
-Told = Callable[[int, int, int], None]  # bytes written since the last call, bytes in all, bytes kept from before
+Progress = Callable[[int, int, int], None]  # bytes written since the last call, bytes in all, bytes kept from before
 
 
-def save(lm: LM, folder: Path, format: Literal["hub", "argosy", "peft"], dtype: Any = None) -> None:
-    """Writes a model with its tokenizer; each tensor in the type it came in, unless told. Or its adapters alone.
+class Model(Protocol):
+    """What is saved: a `checkpoint.load.Loaded`, or an `LM`."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def hub(self) -> Mapping[str, Any]: ...
+
+    @property
+    def companions(self) -> Path | None: ...
+
+    @property
+    def dtypes(self) -> Mapping[str, Any]: ...
+
+
+def save(lm: Model, folder: Path, format: Literal["hub", "argosy", "peft"], dtype: Any = None) -> None:
+    """Writes a model with its tokenizer, each tensor in the type it came in by default; or, as "peft", its adapters alone.
 
     Raises:
-        BadInput: the folder holds something already, adapters are not merged, or there are none; a type that is none.
+        BadInput: the folder is not empty, adapters are not merged, there are no adapters to write, or an unknown dtype.
     """
     if format == "peft":
         base = lm.hub.get("_name_or_path") or (str(lm.companions) if lm.companions else None)
@@ -66,13 +87,14 @@ def write(
     *,
     shard_bytes: float = 5e9,
     facts: Mapping[str, Any] | None = None,
-    told: Told = lambda new, all, kept: None,
+    progress: Progress = lambda new, all, kept: None,
 ) -> None:
     """Writes a model from its per-layer weights, a slab of a tensor in memory at a time.
 
     Args:
         shard_bytes: of the files of a Hub folder.
-        facts: what tells this work from another; a process with the same facts goes on where one was killed.
+        facts: what identifies this conversion; a process with the same facts resumes where one was killed.
+        progress: called with bytes as they are written.
 
     Raises:
         BadInput: the folder is not empty, the weights are not those of the plain model (adapters, int8), the disk is too
@@ -92,8 +114,8 @@ def write(
     all_bytes = sum(file.bytes for file in files)
     with Partial(folder, facts) as part:
         kept = part.plan(files)
-        told(0, all_bytes, kept)
-        part.told = lambda new: told(new, all_bytes, kept)
+        progress(0, all_bytes, kept)
+        part.told = lambda new: progress(new, all_bytes, kept)
         part.write(files, in_order)
         if tokenizer is not None and not any(is_vocabulary(file.name) for file in files):
             tokenizer.save(part.folder)

@@ -1,0 +1,166 @@
+"""A model at rest, built and filled: the pieces that `argosy.load` makes an `LM` of.
+
+Building is free (weights begin as descriptions), so a model is built, checked against memory and filled one stored array at
+a time. Knows nothing of generation.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.checkpoint.hub import Mapped, read_json
+from argosy.checkpoint.peft import put_adapter, read_adapter
+from argosy.checkpoint.stored import Stored, open_model, read_into
+from argosy.core.errors import BadInput
+from argosy.models.family import FamilyConfig
+from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
+from argosy.models.parts.weight import fill, kept_in, put, variables
+from argosy.observe.environment import check_fits
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model and what came with it.
+
+    tokenizer: None where the folder has none. generation: its generation_config.json. hub: its config.json. companions: the
+    folder of its small files. dtypes: the type each tensor was stored in, by per-layer name.
+    """
+
+    config: FamilyConfig
+    module: Any
+    tokenizer: Any = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    hub: Mapping[str, Any] = field(default_factory=dict)
+    companions: Path | None = None
+    dtypes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: Any = None,
+    run: Execution | None = None,
+    adapter: str | Path | None = None,
+    context: int | None = None,
+    warn: Callable[[str], None] = lambda _: None,
+) -> Loaded:
+    """Loads a Hub folder, a GGUF file, a run directory or one checkpoint.
+
+    Args:
+        dtype: the type of weights and activations; float32 on CPUs and bfloat16 elsewhere by default.
+        run: how layers run; by default unrolled up to 32 layers on CPUs, scanned elsewhere.
+        context: the longest sequence it will see, in tokens; decides between tables of rotary positions where a model has two
+            (LongRoPE). The model's own context by default.
+        adapter: a PEFT folder. Layers are then unrolled, because each may carry adapters of its own.
+
+    Raises:
+        BadInput: there is no model, its family is not built, or it does not fit into memory.
+        Damaged: files that are not what was written.
+    """
+    stored = open_model(path, warn)
+    dtype = as_dtype(dtype)
+    config = stored.config if context is None else stored.config.for_context(context)
+    adapters = read_adapter(adapter, config) if adapter is not None else {}
+    check_memory(config, dtype)
+    model = config.build(Unroll() if adapters else run or default_run(config))
+    read_into(model, stored.weights, dtype=dtype)
+    if adapters:
+        put_adapter(model, adapters)
+    model.dtype = dtype
+    tokenizer = tokenizer_of(stored)
+    if tokenizer is not None and tokenizer.vocab > config.vocab:
+        raise BadInput(
+            f"the tokenizer has {tokenizer.vocab} tokens, the model {config.vocab}",
+            where=str(path),
+            hint="they do not belong together",
+        )
+    return Loaded(
+        config, model, tokenizer, generation_of(stored), stored.hub, stored.companions, dtypes_of(stored)
+    )
+
+
+def random(config: FamilyConfig, seed: int, *, dtype: Any = None, run: Execution | None = None) -> Loaded:
+    """A model with random weights from a seed, and no tokenizer."""
+    dtype = as_dtype(dtype)
+    check_memory(config, np.float32)  # weights are drawn in float32
+    model = config.build(run or default_run(config))
+    model.dtype = dtype
+    fill(model, jax.random.key(seed), addresses=layer_addresses(model))
+    put(model, {a: v[...].astype(kept_in(v, model.dtype)) for a, v in variables(model).items()})
+    return Loaded(config, model)
+
+
+def dtypes_of(stored: Stored) -> dict[str, Any]:
+    """The type of each tensor of a Hub folder. Tensors stored in blocks with scales are left out: they come as float32."""
+    weights = stored.weights
+    if not isinstance(weights, Mapped) or stored.kind != "hub":
+        return {}
+    return {name: weights.dtype(name) for name in set(weights.names) - set(weights.scaled)}
+
+
+def check_memory(config: FamilyConfig, dtype: Any) -> None:
+    """Checks that the weights fit into memory, where memory is the computer's own.
+
+    Raises:
+        BadInput: they do not.
+    """
+    if jax.default_backend() == "cpu":
+        count, kind = config.parameters(), np.dtype(dtype)
+        check_fits(count * kind.itemsize, f"{count:,} weights in {kind.name}")
+
+
+def as_dtype(dtype: Any) -> Any:
+    """The type of activations, from its name or the type itself; the device's default for None.
+
+    Raises:
+        BadInput: it is not a float type that models compute in.
+    """
+    if dtype is None:
+        return default_dtype()
+    known = ["float32", "bfloat16", "float16", *(["float64"] if jax.config.read("jax_enable_x64") else [])]
+    found = next((jnp.dtype(name) for name in known if dtype in (name, getattr(jnp, name), jnp.dtype(name))), None)
+    if found is None:
+        raise BadInput(f"models do not compute in dtype `{dtype}`", hint=f"{', '.join(known[:-1])} or {known[-1]}")
+    return found
+
+
+def default_dtype() -> Any:
+    """float32 on CPUs, where bfloat16 decodes six times slower; bfloat16 elsewhere."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def default_run(config: FamilyConfig) -> Execution:
+    return Unroll() if jax.default_backend() == "cpu" and config.layers <= 32 else Scan()
+
+
+def tokenizer_of(stored: Stored) -> Any:
+    """The tokenizer that came with a model, or None."""
+    if stored.companions is None:
+        return None
+    from argosy.data.tokenize import find_tokenizer
+
+    return find_tokenizer(stored.companions)
+
+
+def generation_of(stored: Stored) -> dict[str, Any]:
+    """Its generation_config.json; empty where there is none."""
+    if stored.companions is None or not (stored.companions / "generation_config.json").is_file():
+        return {}
+    return read_json(stored.companions / "generation_config.json")
+
+
+def no_weights(name: str, presets: list[str]) -> BadInput:
+    """The error for a preset's name where trained weights are needed."""
+    if name in presets:
+        return BadInput(
+            f"`{name}` is a preset: its name alone means random weights",
+            hint="give the folder or file of its trained weights, or train one: argosy train RECIPE model=" + name,
+        )
+    return BadInput(
+        f"no file and no folder at {name}", hint="a Hub folder, a .gguf file, a run directory or a checkpoint"
+    )

@@ -1,0 +1,70 @@
+"""Checkpoints where nothing can be renamed: object stores, reached through fsspec.
+
+A step is made in a local scratch folder and copied file by file. Its manifest is copied last and removed first, so a step has
+a manifest exactly while it is whole. It costs scratch space for one checkpoint; nothing but these functions knows.
+"""
+
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+from argosy.checkpoint import manifest
+from argosy.core.storage import Store
+
+DAMAGED = "manifest.damaged.json"  # a step set aside: its manifest under another name
+
+
+class Fetched:
+    """Local copies of steps, made when first asked for and removed with this object."""
+
+    def __init__(self, store: Store):
+        self.store = store
+        self._scratch: Path | None = None
+
+    def path(self, name: str) -> Path:
+        """The local copy of a step."""
+        if self._scratch is None:
+            self._scratch = Path(tempfile.mkdtemp(prefix="argosy-"))
+            weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        folder = self._scratch / name
+        if not folder.exists():
+            for file in files_under(self.store, name):
+                self.store.get_file(f"{name}/{file}", folder / file)
+        return folder
+
+
+def files_under(store: Store, name: str) -> list[str]:
+    """Every file of a directory, by its name relative to it."""
+    files: list[str] = []
+    for entry in store.list(name):
+        inside = f"{name}/{entry}"
+        files += [f"{entry}/{file}" for file in files_under(store, inside)] if store.is_directory(inside) else [entry]
+    return files
+
+
+def upload(folder: Path, store: Store, name: str) -> None:
+    """Copies a whole step; its manifest last, which commits it."""
+    files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file() and f.name != manifest.NAME)
+    for file in (*files, manifest.NAME):
+        store.put_file(f"{name}/{file}", folder / file)
+
+
+def retire(store: Store, name: str) -> None:
+    """Removes a step, its manifest first."""
+    store.remove(f"{name}/{manifest.NAME}")
+    store.remove(name)
+
+
+def set_aside(store: Store, name: str) -> str:
+    """Makes a damaged step none, and keeps its files; returns what marks it."""
+    store.write_text(f"{name}/{DAMAGED}", store.read_text(f"{name}/{manifest.NAME}"))
+    store.remove(f"{name}/{manifest.NAME}")
+    return f"{name}/{DAMAGED}"
+
+
+def sweep(store: Store) -> None:
+    """Removes steps that a kill left without a manifest."""
+    for name in store.list():
+        if name.isdecimal() and not {manifest.NAME, DAMAGED} & set(store.list(name)):
+            store.remove(name)

@@ -1,0 +1,54 @@
+"""What may differ when a run resumes: the fields marked `MayChange`, and nothing else.
+
+A run is held against the settings in its checkpoint, which nobody edits, never against settings.yml.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from argosy.core.schema import MayChange, Settings, marks, shape_of
+from argosy.core.settings import dump, flatten
+
+Difference = tuple[str, Any, Any]  # key, the checkpoint's value, the value asked for
+
+
+def differences(stored: Mapping[str, Any], settings: Settings) -> list[Difference]:
+    """The settings that differ from a checkpoint's and must not. A setting that is newer than the checkpoint counts as its
+    default."""
+    was, now = flatten(stored), flatten(settings)
+    out = []
+    for key in dict.fromkeys([*now, *was]):
+        before = was[key] if key in was else default_of(settings, key)
+        after = now.get(key)
+        if before != after and not may_change(settings, key):
+            out.append((key, before, after))
+    return out
+
+
+def may_change(settings: Settings, key: str) -> bool:
+    """Whether a resumed run may have another value here: the field, or a group around it, is marked so."""
+    return any(marks(info, MayChange) for _, info in _path(settings, key))
+
+
+def default_of(settings: Settings, key: str) -> Any:
+    """The default of a setting; None where it has none."""
+    *_, (name, info) = _path(settings, key) or [("", None)]
+    if info is None or info.is_required() or name != key:
+        return None
+    default = info.get_default(call_default_factory=True)
+    kind = shape_of(info)
+    if kind.kind == "choice":
+        return None
+    return dump(default) if isinstance(default, Settings) else default
+
+
+def _path(tree: Any, key: str) -> list[tuple[str, Any]]:
+    """(dotted key, field) of each field on the way to a key, from the root."""
+    out: list[tuple[str, Any]] = []
+    names = key.split(".")
+    for i, name in enumerate(names):
+        if not isinstance(tree, Settings) or name not in type(tree).model_fields:
+            break
+        out.append((".".join(names[: i + 1]), type(tree).model_fields[name]))
+        tree = getattr(tree, name)
+    return out

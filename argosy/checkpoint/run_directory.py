@@ -1,0 +1,189 @@
+"""A run directory: the one place that spells its files.
+
+    settings.yml     resolved settings, each with who set it
+    metrics.jsonl    one line per logged step, evaluation and sample
+    checkpoints/     <step>/
+    tokenizer/       what the data was tokenized with
+    log.txt  report.html  quickstart.json
+
+It may be a local folder or any address that `core.storage` knows. Importing this file imports no jax.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from argosy.checkpoint import manifest
+from argosy.checkpoint.resume import Difference, differences
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.explain import annotated
+from argosy.core.settings import Reading, Settings, dump, flatten, yaml_layer
+from argosy.core.storage import LOCK, Store
+
+if TYPE_CHECKING:
+    from argosy.checkpoint.settings import CheckpointSettings
+    from argosy.checkpoint.store import Checkpoints
+
+SETTINGS, LOG, REPORT, TOKENIZER, CHECKPOINTS = "settings.yml", "log.txt", "report.html", "tokenizer", "checkpoints"
+STORY = "quickstart.json"  # what `argosy quickstart` did with the run, for its report
+GENERATION = "generation_config.json"
+
+T = TypeVar("T", bound=Settings)
+
+
+class RunDirectory:
+    """The files of one run.
+
+    Args:
+        address: a local folder, or any address of `core.storage`.
+        settings: what to keep; None for readers, which never remove a checkpoint.
+        warn: called with a sentence where damage is found.
+    """
+
+    def __init__(
+        self,
+        address: str | Path,
+        settings: "CheckpointSettings | None" = None,
+        warn: Callable[[str], None] = lambda _: None,
+    ):
+        self.store = Store(str(address).removeprefix("file://"))
+        self.settings, self.warn = settings, warn
+
+    def __str__(self) -> str:
+        return self.store.root
+
+    @property
+    def path(self) -> Path:
+        """The folder on this machine.
+
+        Raises:
+            BadInput: the run is kept elsewhere.
+        """
+        return self.store.local_path()
+
+    @cached_property
+    def checkpoints(self) -> "Checkpoints":
+        from argosy.checkpoint.store import Checkpoints
+
+        return Checkpoints(self.store.child(CHECKPOINTS), self.settings, self.warn)
+
+    @property
+    def has_run(self) -> bool:
+        return self.store.exists(SETTINGS)
+
+    def steps(self) -> list[int]:
+        """Committed steps, oldest first."""
+        inside = self.store.list(CHECKPOINTS)
+        found = [n for n in inside if n.isdecimal() and self.store.exists(f"{CHECKPOINTS}/{n}/{manifest.NAME}")]
+        return sorted(map(int, found))
+
+    # ---------------------------------------------------------------- may this run be here?
+
+    def admit(self, reading: Reading[Any]) -> None:
+        """Checks that these settings may start a run here, or resume the one that is here.
+
+        Raises:
+            BadInput: the run here has other settings, each difference named; the directory holds something else, or cannot
+                be written.
+        """
+        if self.has_run:
+            return self._admit_resume(reading.value)
+        if self.store.is_local:
+            _check_place(self.path)
+        if self.steps():
+            raise BadInput(f"{self} holds checkpoints but no {SETTINGS}", hint="dir=NEW starts a run elsewhere")
+        if set(self.store.list()) - {TOKENIZER, LOCK}:
+            raise BadInput(f"{self} is not empty and holds no run", hint="dir=NEW names another directory")
+
+    def _admit_resume(self, settings: Settings) -> None:
+        changed = differences(self.stored()[0], settings)
+        if not changed:
+            return
+        listed = "; ".join(f"{key}: {_shown(was)} there, {_shown(now)} now" for key, was, now in changed[:4])
+        more = f"; and {len(changed) - 4} more" if len(changed) > 4 else ""
+        raise BadInput(f"{self} holds a run with other settings", where=listed + more, hint=_way_out(self, changed))
+
+    def stored(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The settings of the run here and who set each: those of its newest checkpoint, or of settings.yml before the first.
+
+        Raises:
+            UserError: settings.yml cannot be read, and there is no checkpoint that can.
+        """
+        for step in reversed(self.steps()):
+            try:
+                meta = json.loads(self.store.read_text(f"{CHECKPOINTS}/{step}/meta.json"))
+                return dict(meta["settings"]), dict(meta.get("origin") or {})
+            except (ArgosyError, ValueError, KeyError, TypeError):
+                continue  # damage: the one before has the same settings
+        return dict(yaml_layer(self.store.local_path(SETTINGS)).values) if self.store.is_local else {}, {}
+
+    def with_provenance(self, reading: Reading[T]) -> Reading[T]:
+        """The reading, where settings that did not change since the run began keep who set them then."""
+        if not self.has_run:
+            return reading
+        values, origin = self.stored()
+        was, now = flatten(values), flatten(dump(reading.value))
+        kept = {key: origin[key] for key, value in now.items() if key in origin and was.get(key) == value}
+        return Reading(reading.value, reading.origin | kept, reading.tried, reading.choices)
+
+    # ---------------------------------------------------------------- writing
+
+    def write_settings(self, reading: Reading[Any]) -> None:
+        self.store.write_text(SETTINGS, annotated(reading))
+
+    def write_tokenizer(self, tokenizer: Any, generation: Path | None = None) -> None:
+        """Saves the tokenizer, with the generation settings that its model came with; nothing where one is here already."""
+        if self.store.exists(f"{TOKENIZER}/tokenizer.json") or self.store.list(TOKENIZER):
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = self.path / TOKENIZER if self.store.is_local else Path(scratch)
+            tokenizer.save(folder)
+            if generation is not None and generation.is_file():
+                shutil.copyfile(generation, folder / GENERATION)
+            for file in folder.iterdir() if not self.store.is_local else ():
+                self.store.put_file(f"{TOKENIZER}/{file.name}", file)
+
+    def log(self, line: str) -> None:
+        self.store.append_line(LOG, line)
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether this is a local run directory: a folder with a settings.yml."""
+    return (Path(path) / SETTINGS).is_file()
+
+
+def _shown(value: Any) -> Any:
+    return "none" if value is None else value
+
+
+def _way_out(run: Any, changed: list[Difference]) -> str:
+    """What to type instead, by what differs: another rate, batch or seed can go on from the state of this run elsewhere."""
+    keys = [key for key, _, _ in changed]
+    same = "give the same settings to resume"
+    if any(key.startswith("model.") for key in keys):
+        return f"{same}, or dir=NEW to start another run"
+    if any(key.startswith("optimizer.") and not key.endswith("learning_rate") for key in keys):
+        return f"{same}; init.weights={run} dir=NEW starts another run from its weights"
+    return f"{same}; init.state={run} dir=NEW goes on from its weights, optimizer and step with other settings"
+
+
+def _check_place(path: Path) -> None:
+    """Checks that the directory can be made, before anything is built that would be lost."""
+    here = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not here.is_dir():
+        raise BadInput(f"{here} is a file", hint="dir=NEW names another directory")
+    try:
+        with tempfile.TemporaryFile(dir=here):
+            pass
+    except OSError as error:
+        what = (error.strerror or str(error)).lower()
+        raise BadInput(f"cannot write in {here}: {what}", hint="dir=NEW names another directory") from None
+
+
+def stored_settings(path: Path) -> Mapping[str, Any]:
+    """The resolved settings in a run's settings.yml."""
+    return yaml_layer(path / SETTINGS).values

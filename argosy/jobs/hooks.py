@@ -1,0 +1,122 @@
+"""What happens between two steps of a run: evaluation, checkpoints, samples."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from argosy.checkpoint.store import Checkpoints
+from argosy.core.settings import Reading, dump
+from argosy.jobs.assemble import Assembly
+from argosy.jobs.run import Run
+from argosy.jobs.view import View
+from argosy.observe.goodput import Clock
+from argosy.observe.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Every:
+    """A hook that runs every so many steps, and at the last."""
+
+    name: str
+    every: int
+    do: Callable[[Any], None]
+
+    def due(self, step: int, last: bool) -> bool:
+        return last or step % self.every == 0
+
+    def __call__(self, now: Any) -> None:
+        self.do(now)
+
+
+def is_stopping(now: Any, steps: int) -> bool:
+    """Whether a signal asked the run to stop: then it only saves."""
+    return now.last and now.step < steps
+
+
+class Saver:
+    """Saves checkpoints, each step once.
+
+    Args:
+        reading: the run's settings and who set each.
+        hub: the config.json of the model that the weights came from.
+    """
+
+    def __init__(self, assembly: Assembly, reading: Reading[Run], checkpoints: Checkpoints, hub: dict[str, Any]):
+        self.assembly, self.reading, self.checkpoints, self.hub = assembly, reading, checkpoints, hub
+        self.eval_losses = checkpoints.eval_losses()
+        self.newest: int | None = None
+
+    def __call__(self, now: Any) -> None:
+        if now.step == self.newest:
+            return
+        self.newest = now.step
+        settings = dump(self.reading.value)
+        meta = {
+            "step": now.step,
+            "decided": vars(self.assembly.decided),
+            "data": now.batches.state(),
+            "eval_loss": self.eval_losses.get(now.step),
+            "model": settings["model"],
+            "hub": self.hub,
+            "settings": settings,
+            "origin": self.reading.origin,
+        }
+        weights, state = self.assembly.packed(now.state)
+        self.checkpoints.save(now.step, weights, state, meta)
+
+    def evaluated(self, now: Any, loss: float) -> None:
+        """Notes an evaluation, and saves at once where it is among the best that are kept."""
+        best = sorted(kept for step, kept in self.eval_losses.items() if step != now.step)
+        most = self.reading.value.checkpoint.keep_best
+        self.eval_losses[now.step] = loss
+        if most and math.isfinite(loss) and (len(best) < most or loss < best[most - 1]):
+            self(now)
+
+
+class Evaluation:
+    """The loss on held-out text, its perplexity, and bits for each byte of text."""
+
+    def __init__(self, assembly: Assembly, steps: int, saver: Saver, metrics: Metrics, view: View, clock: Clock):
+        self.assembly, self.steps, self.saver = assembly, steps, saver
+        self.metrics, self.view, self.clock = metrics, view, clock
+        self._program: Any = None
+
+    def __call__(self, now: Any) -> None:
+        if is_stopping(now, self.steps):
+            return
+        if self._program is None:
+            self._program = self.assembly.compile_evaluation()
+        numbers = self.evaluate(now.state)
+        self.metrics.write({"step": now.step} | numbers)
+        self.view.evaluation(now.step, numbers)
+        with self.clock("checkpoint"):
+            self.saver.evaluated(now, numbers["eval_loss"])
+
+    def evaluate(self, state: Any) -> dict[str, float]:
+        evals = self.assembly.evals
+        assert evals is not None
+        evals.rewind()
+        sums = [self._program(state, self.assembly.place(batch)) for batch in evals]
+        total, weight = sum(float(s.total) for s in sums), sum(float(s.weight) for s in sums)
+        loss = total / max(weight, 1e-30)
+        numbers = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+        if evals.bytes_per_token:
+            numbers["eval_bits_per_byte"] = loss / math.log(2) / evals.bytes_per_token
+        return numbers
+
+
+class Sampling:
+    """Text from the model as it is now, with the prompt that it continues."""
+
+    def __init__(self, assembly: Assembly, settings: Run, metrics: Metrics, view: View):
+        from argosy.jobs.samples import Sampler
+
+        self.sampler, self.settings, self.metrics, self.view = Sampler(assembly, settings), settings, metrics, view
+
+    def __call__(self, now: Any) -> None:
+        if is_stopping(now, self.settings.steps):
+            return
+        prompt, text = self.settings.sample.prompt, self.sampler(now.state)
+        self.metrics.write({"step": now.step, "sample": text, "prompt": prompt})
+        self.view.sample(now.step, prompt, text)

@@ -1,0 +1,188 @@
+"""How much memory a training run takes, asked before its first step: an estimate from shapes, then the compiler's own figure.
+
+    parameters, gradients, optimizer   exact, from shapes
+    activations    what the backward pass keeps: estimated by tracing the loss (0.1 s), then what XLA reserves
+    checkpoint     the copy that is written while the next steps run; of this machine's memory, so counted on CPUs
+    process        Python, the libraries and the compiler; likewise
+
+On a CPU the devices share the machine's memory, so their needs add up; an accelerator holds its own share.
+"""
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+from argosy.core.errors import BadInput
+from argosy.models.parts.stack import Scan
+from argosy.models.parts.weight import abstract
+from argosy.observe.environment import memory_bytes
+from argosy.observe.memory import resident_bytes
+from argosy.observe.readable import sized
+from argosy.train.state import trained, training_graph
+from argosy.train.step import model_for
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "checkpoint", "process")
+TRACED = 1024  # tokens
+TRUST = 0.6  # the least share of the traced activations that XLA keeps; measured 0.74 to 4.3, docs/log.md
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes by kind, on one device or, where devices share the machine's memory, on all of them. limit: bytes there are;
+    None where nobody knows. changes: what makes the need smaller."""
+
+    sizes: dict[str, int]
+    limit: int | None
+    where: str
+    changes: str
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+    def document(self) -> dict[str, int]:
+        """Bytes by kind and in total, as JSON."""
+        return {kind: self.sizes[kind] for kind in KINDS if kind in self.sizes} | {"total": self.total}
+
+    def check(self) -> None:
+        """Checks that there is as much.
+
+        Raises:
+            BadInput: there is not; sizes by kind, and what to change.
+        """
+        if self.limit is None or self.total <= self.limit:
+            return
+        parts = ", ".join(f"{kind} {sized(size)}" for kind, size in self.sizes.items() if size)
+        what = f"training needs {sized(self.total)} of memory, and {self.where} has {sized(self.limit)}"
+        raise BadInput(what, where=parts, hint=self.changes)
+
+
+def estimated_need(run: Any, decided: Any, shapes: Any, places: Any, mesh: Any) -> Need:
+    """The need before anything is compiled. Activations count with the least share of them that XLA keeps, so what this refuses
+    would not have fitted.
+
+    Args:
+        shapes, places: the state's shapes and shardings.
+    """
+    traced = 0
+    if _limit(mesh)[0] is not None:
+        rows = run.data.batch // run.accumulate
+        how = (run.objective, decided.precision, run.execution.remat)
+        traced = activation_bytes(run.model, rows, run.data.sequence, *how) // (1 if _shared(mesh) else mesh.size)
+    return _need(_state_bytes(shapes, places, mesh), int(TRUST * traced), run, mesh)
+
+
+def compiled_need(assembly: Any, program: Any) -> Need:
+    """The need of a compiled update: XLA's temporaries are gradients and activations."""
+    state = _state_bytes(assembly.shapes, assembly.places, assembly.mesh)
+    analysis = program.memory_analysis()
+    times = assembly.mesh.size if _shared(assembly.mesh) else 1
+    sizes = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
+    argument, output, temp, alias = (int(getattr(analysis, name, 0) or 0) * times for name in sizes)
+    rest = argument + output + temp - alias - state["parameters"] - state["optimizer"]
+    state["gradients"] = min(state["gradients"], max(rest, 0))
+    return _need(state, max(rest - state["gradients"], 0), assembly.run, assembly.mesh)
+
+
+def activation_bytes(config: Any, rows: int, tokens: int, objective: Any, precision: Any, remat: Any) -> int:
+    """Bytes that the backward pass keeps of `rows` sequences of so many tokens, by tracing the loss: the inputs of every
+    gradient, before XLA fuses any of them away. Layers are traced as a scan, which takes as long for 80 layers as for 2. Long
+    sequences are extrapolated, as a T + b T^2: masks of attention are made while tracing, and 131k tokens would take 17 GB."""
+    how = (config, rows, objective, precision, remat)
+    if tokens <= 2 * TRACED:
+        return _traced_bytes(tokens, *how)
+    one, two = _traced_bytes(TRACED, *how), _traced_bytes(2 * TRACED, *how)
+    n = tokens / TRACED
+    b = max(0.0, (two - 2 * one) / 2)
+    return int((one - b) * n + b * n * n)
+
+
+def _traced_bytes(tokens: int, config: Any, rows: int, objective: Any, precision: Any, remat: Any) -> int:
+    model = config.build(Scan(remat))
+    _, params, rest = trained(model)
+    graph, shapes, batch = training_graph(model), abstract(model), batch_shapes(objective, rows, tokens)
+
+    def residuals(params: Any, rest: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            models = {"model": model_for(graph, precision, params, rest)}
+            return objective(models, batch, jax.random.key(0)).loss.total
+
+        return jax.vjp(loss, params)[1]
+
+    own = {a: shapes[a] for a in params}
+    kept = jax.eval_shape(residuals, own, {a: shapes[a] for a in rest}, batch)
+    return max(0, _bytes(kept) - _bytes(own))
+
+
+def batch_shapes(objective: Any, rows: int, tokens: int, place: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """What an objective reads of a batch of so many rows: {name: shape and type}, with this sharding."""
+    sizes, out = {"B": rows, "T": tokens}, {}
+    for name, field in objective.reads().items():
+        shape = [sizes[letter] for letter in field.axes.split()]
+        shape[0] //= objective.rows_per_group if field.per == "group" else 1
+        out[name] = jax.ShapeDtypeStruct(tuple(shape), field.dtype, sharding=place)
+    return out
+
+
+def training_bytes(config: Any, tokens: int) -> dict[str, int]:
+    """Bytes to train a model in float32 with AdamW on one sequence of so many tokens: the state, and activations by what the
+    backward pass recomputes."""
+    from argosy.train.settings import OBJECTIVES
+
+    objective: Any = OBJECTIVES["next_token"]()
+    of = SimpleNamespace(**{r: activation_bytes(config, 1, tokens, objective, "float32", r) for r in ("none", "full")})
+    return {"state": 16 * config.parameters(), "activations": of.none, "activations_recomputed": of.full}
+
+
+def _state_bytes(shapes: Any, places: Any, mesh: Any) -> dict[str, int]:
+    params = _total(shapes.params, places.params, mesh)
+    rest = _total(shapes.rest, places.rest, mesh)
+    return {
+        "parameters": params + rest,
+        "gradients": params,
+        "optimizer": _total(shapes.optimizer, places.optimizer, mesh),
+    }
+
+
+def _total(shapes: Any, places: Any, mesh: Any) -> int:
+    """Bytes of arrays on one device, or on all of them where they share memory."""
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True)
+    each = sum(math.prod(place.shard_shape(s.shape)) * s.dtype.itemsize for s, place in pairs)
+    return each * (mesh.size if _shared(mesh) else 1)
+
+
+def _bytes(tree: Any) -> int:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf.dtype, "itemsize")]
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _shared(mesh: Any) -> bool:
+    """Whether the devices compute in the machine's own memory."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def _limit(mesh: Any) -> tuple[int | None, str]:
+    device = mesh.devices.flat[0]
+    if _shared(mesh):
+        return memory_bytes()[0], "this machine"
+    return (device.memory_stats() or {}).get("bytes_limit"), f"each {device.device_kind}"
+
+
+def _need(sizes: dict[str, int], activations: int, run: Any, mesh: Any) -> Need:
+    limit, where = _limit(mesh)
+    sizes = sizes | {"activations": activations}
+    if _shared(mesh):
+        sizes |= {"checkpoint": sizes["parameters"] + sizes["optimizer"], "process": resident_bytes()}
+    changes = []
+    if activations > sizes["parameters"]:
+        changes.append("a smaller data.batch, or accumulate=N: the same update in N parts")
+        if run.execution.remat != "full":
+            changes.append("execution.remat=full: layers computed twice instead of kept")
+    else:
+        changes.append("a smaller model")
+        if mesh.size > 1 and run.mesh.fsdp == 1:
+            changes.append("mesh.fsdp=-1: weights split over the devices")
+    return Need(sizes, limit, where, "; ".join(changes))

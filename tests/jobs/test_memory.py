@@ -1,0 +1,70 @@
+"""Memory asked before the first step: the estimate from a trace, the compiler's figure, and what each counts."""
+
+import pytest
+
+from argosy.jobs.assemble import Decided, assemble
+from argosy.jobs.compose import compose
+from argosy.jobs.memory import KINDS, TRACED, TRUST, activation_bytes, compiled_need, training_bytes
+from argosy.jobs.run import Run
+
+WORDS = [
+    "model.width=32",
+    "model.ffn=96",
+    "model.vocab=64",
+    "model.layers=4",
+    "data.source=synthetic",
+    "eval.batches=0",
+]
+
+
+def run_of(*words: str) -> Run:
+    return compose(Run, "tiny", [*WORDS, *words]).value
+
+
+def traced(run: Run, tokens: int | None = None, remat: str = "none") -> int:
+    rows = run.data.batch // run.accumulate
+    return activation_bytes(run.model, rows, tokens or run.data.sequence, run.objective, "float32", remat)
+
+
+def test_the_state_is_counted_exactly_and_the_estimate_is_below_the_compiled_figure():
+    run = run_of()
+    assembly = assemble(run, Decided.here(run))
+    try:
+        need = compiled_need(assembly, assembly.compile())
+    finally:
+        assembly.close()
+    sizes = need.sizes
+    devices = assembly.mesh.size  # they share this machine's memory
+    weights = 4 * assembly.parameters
+    assert tuple(sizes) == tuple(
+        k for k in ("parameters", "gradients", "optimizer", "activations", "checkpoint", "process")
+    )
+    assert weights <= sizes["parameters"] <= weights * devices
+    assert sizes["gradients"] == sizes["parameters"]
+    assert 2 * sizes["parameters"] <= sizes["optimizer"] <= 2 * sizes["parameters"] + 100 * devices
+    assert sizes["checkpoint"] == sizes["parameters"] + sizes["optimizer"]
+    assert TRUST * traced(run) < sizes["activations"]
+    assert need.document()["total"] == sum(sizes.values())
+    assert set(sizes) == set(KINDS)
+
+
+def test_accumulation_and_recomputation_need_less():
+    run = run_of()
+    assert traced(run_of("accumulate=4")) < 0.3 * traced(run)
+    assert traced(run, remat="full") < 0.3 * traced(run)
+    assert traced(run, remat="full") < traced(run, remat="dots") < traced(run)
+
+
+def test_long_sequences_are_extrapolated_near_what_a_trace_says(monkeypatch: pytest.MonkeyPatch):
+    run = run_of("model.context=512", "data.sequence=512")
+    whole = traced(run, 512)
+    monkeypatch.setattr("argosy.jobs.memory.TRACED", 128)
+    assert traced(run, 512) == pytest.approx(whole, rel=0.25)
+    assert TRACED > 128
+
+
+def test_training_takes_sixteen_bytes_a_parameter_and_activations():
+    run = run_of()
+    need = training_bytes(run.model, 128)
+    assert need["state"] == 16 * run.model.parameters()
+    assert 0 < need["activations_recomputed"] < need["activations"]
