@@ -14,7 +14,6 @@ from typing import Any
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
 from argosy.core.settings import dump
 from argosy.jobs.compose import preset_config, presets, recipe_layers, recipes
-from argosy.jobs.memory import training_bytes
 from argosy.models import FAMILIES
 from argosy.models.settings import Experts
 
@@ -55,6 +54,8 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
     Raises:
         BadInput, UnknownName, Damaged: there is no such model.
     """
+    from argosy.jobs.memory import training_bytes
+
     config = config_named(name)
     tokens = context or config.context
     if tokens > config.context:
