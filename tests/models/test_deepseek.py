@@ -95,7 +95,7 @@ def test_paged_forms_are_equal(latent, absorb):
 def test_only_latents_and_rope_are_kept(latent):
     """R + P numbers a token and layer, whatever the number of heads; a key of the index beside."""
     model, config = latent[0], latent[0].config
-    kept = (("latent", (config.latent_rank,)), ("rope", (config.rope_size,)))
+    kept = (("latent", (config.latent_rank + config.rope_size,)),)
     kept += (("index", (config.index.size,)),) if config.index else ()
     assert {spec.token for spec, _ in model.layers.holds().values()} == {kept}
 
@@ -154,7 +154,7 @@ def test_what_is_picked_equals_brute_force():
     x, latent = (jnp.asarray(draw.standard_normal((2, 41, n)), jnp.float32) for n in (44, 15))
     segments = jnp.asarray([[1] * 6 + [2] * 35, [3] * 22 + [4] * 19], jnp.int32)
     packed = Packed(segments)
-    asked, keys = indexer(x, latent, Reach(rope=Rope(base=50, pairs="interleaved")), None, packed)
+    asked, keys = indexer(x, latent, Reach(rope=Rope(base=50, pairs="interleaved")), packed)
     t = jnp.broadcast_to(jnp.arange(41, dtype=jnp.int32), segments.shape)
     see = indexer.pick(asked, keys, See(t, t, segments, segments, aligned=True), None)
     expected = picked_by_hand(indexer, x, latent, segments, topk=9, base=50)
