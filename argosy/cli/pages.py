@@ -90,6 +90,18 @@ def seams_page() -> str:
     )
 
 
+def devices_page() -> str:
+    from argosy.jobs.devices import LENGTH, ROWS, table
+
+    return (
+        "# What each device does\n\nA training step of small models (two layers, width 64, vocabulary 512, "
+        f"{ROWS} rows of {LENGTH} tokens), compiled for one to eight devices, and what XLA says of it for each device. Nothing is "
+        "run. FLOPs count the body of a loop once, and products of experts run in loops on CPUs. Collectives are the bytes of what "
+        "they give: gathered weights do not shrink with the devices, everything else does. `tests/laws/test_devices.py` holds the "
+        "trend, and that losses and weights do not depend on the mesh.\n\n" + table() + "\n"
+    )
+
+
 def families_page() -> str:
     """The suite's small reference models, measured now: the table lies with their goldens."""
     import subprocess
@@ -114,7 +126,11 @@ CHECKED: dict[str, Callable[[], str]] = {
     "verbs.md": verbs_page,
     "names.md": names_page,
 }
-MEASURED: dict[str, Callable[[], str]] = {"families.md": families_page, "seams.md": seams_page}
+MEASURED: dict[str, Callable[[], str]] = {
+    "families.md": families_page,
+    "seams.md": seams_page,
+    "devices.md": devices_page,
+}
 
 
 def write(pages: dict[str, Callable[[], str]]) -> list[Path]:

@@ -5,6 +5,8 @@ began with, because scan and unroll agree only to rounding.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +22,9 @@ from argosy.jobs.memory import batch_shapes, estimated_need
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import Choosing, abstract, count, fill, logical, variables
+from argosy.ops.attention import IMPLEMENTATIONS as ATTENTION
+from argosy.ops.choice import implementations
+from argosy.ops.grouped import IMPLEMENTATIONS as EXPERTS
 from argosy.parallel.place import batch_sharding, like_weights, place_batch, row_shares
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
@@ -138,13 +143,20 @@ class Assembly:
             accumulate=self.run.accumulate,
         )
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.places, None))
-        with scope(self.mesh):
+        with self.tracing():
             return jitted.lower(self.shapes, self.batch_shapes()).compile()
 
     def compile_evaluation(self) -> Any:
         evaluate = make_evaluation(self.graph, self.run.objective, precision=self.decided.precision)
-        with scope(self.mesh):
+        with self.tracing():
             return jax.jit(evaluate).lower(self.shapes, self.batch_shapes()).compile()
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Programs of this run are traced in here: under its mesh, with the implementations that its settings name."""
+        named = implementations(attention=self.run.execution.attention, experts=self.run.execution.experts)
+        with scope(self.mesh), named:
+            yield
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         data = self.run.data
@@ -176,9 +188,12 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     """Checks and builds everything; draws and reads no weights.
 
     Raises:
-        UserError: what is wrong with data, tokenizer, model, mesh, batch or memory.
+        UserError: what is wrong with implementations, data, tokenizer, model, mesh, batch or memory.
     """
     backend()
+    for registry, name in ((ATTENTION, run.execution.attention), (EXPERTS, run.execution.experts)):
+        if name is not None:
+            registry[name]
     if jax.process_count() > 1:
         raise Unsupported("training over several processes is not built yet", hint="use the devices of one process")
     mesh = run.mesh.build()

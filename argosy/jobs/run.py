@@ -49,6 +49,12 @@ class Execution(Settings):
     ] = "none"
     """Activations that the backward pass recomputes to save memory: none, all but the results of matrix products (dots), or whole
     layers (full: a third more FLOPs)."""
+    attention: Annotated[str | None, Also("attn_implementation", "attn_impl", "attention_kernel")] = None
+    """Implementation of attention, by name: `reference` or `blocked`. None: the fastest known for the device. One that cannot do what
+    the model asks is an error."""
+    experts: str | None = None
+    """Implementation of the experts' matrix products, by name: `ragged_dot`, `blocked`, `megablox` or `tokamax`. None: the fastest
+    known for the device."""
 
 
 class Evaluate(Settings):

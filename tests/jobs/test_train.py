@@ -16,7 +16,7 @@ import argosy
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged, UserError
 from argosy.core.storage import Store
 from argosy.jobs import assemble as assembling
-from argosy.jobs.train import Quiet
+from argosy.jobs.train import Quiet, train
 from argosy.observe.metrics import by_step, read
 
 STEPS, EVERY = 4, 2
@@ -416,3 +416,14 @@ def test_a_disk_that_stays_full_is_an_error_with_what_was_saved_intact(tmp_path:
     outcome, said = fit(run, "steps=6")
     assert "resuming from step 2 of 6" in said
     assert outcome.done
+
+
+def test_settings_name_implementations(tmp_path: Path):
+    """A name that is none, or one that cannot do what is asked, is an error before the first file."""
+    for words, says in (
+        (["execution.attention=flash"], "attention implementation"),
+        (["execution.experts=blockd"], "blocked"),
+    ):
+        with pytest.raises(UserError, match=says):
+            train("tiny", [*SMALL, "steps=2", *words, f"dir={tmp_path / 'none'}"], Quiet())
+        assert not (tmp_path / "none").exists()
