@@ -3,12 +3,10 @@
 What is compiled, and when again:
 
     prefill    one prompt to its last logits and its cache     a new bucket of prompt lengths
-    insert     that cache into the buffers of the batch        a new bucket of prompt lengths, rows or room
     decode     one token of each row to logits                 a new bucket of rows or room
     sample     logits to tokens                                a new bucket of rows, a first draw, a first penalty
-    grow       buffers into larger ones                        a new pair of rooms
 
-Only prefill and decode hold the model, so only they take seconds to compile. A decode step is two dispatches, decode and sample;
+Only the first two hold the model, so only they take seconds to compile. A decode step is two dispatches, decode and sample;
 the next step is dispatched before the tokens of the last one are read, so the host's work (stopping, streaming) is hidden behind
 the device's.
 """
@@ -28,7 +26,8 @@ from argosy.models.parts.attend import Contiguous, Packed
 from argosy.models.parts.cache import Caches, Specs, contiguous, paged
 from argosy.models.parts.weight import Leaves, merge, split, variable
 
-SMALLEST = 32  # bucket of prompt lengths, in tokens
+SMALLEST = 32  # bucket of whole sequences, in tokens
+PROMPT = 64  # smallest bucket of prompts, in tokens
 ROOM = 256  # tokens that buffers have room for at least: below that, room costs a decode step nothing measurable
 # Tokens of an answer that buffers have room for from the start. A step reads the whole room (on a CPU, SmolLM2 135M takes 20 %
 # longer with 512 than with 256), and a larger room is compiled for in mid-answer.
@@ -43,6 +42,11 @@ def bucket(length: int) -> int:
             return size * 3 // 2
         size *= 2
     return size
+
+
+def prompt_bucket(length: int) -> int:
+    """The next length that prefill is compiled for: powers of two, with the halves between them above 256."""
+    return bucket(length) if length > 256 else max(PROMPT, 1 << (length - 1).bit_length())
 
 
 def row_bucket(rows: int) -> int:
@@ -166,10 +170,8 @@ class Decoder:
             ahead = None
             if i + 1 < most:
                 if longest + i + 1 > room:
-                    room, grown = room_for(room + 1, self.context), room
-                    cache = _grow(tuple(self.specs.items()), room)(
-                        self.say, f"{room} tokens", (B, grown), cache
-                    )
+                    room = room_for(room + 1, self.context)
+                    cache = self.grown(cache, room)
                 logits, lengths, cache = self._decode(
                     self.say, f"{room} tokens", (B, room), weights, step.tokens, lengths, cache
                 )
@@ -190,17 +192,34 @@ class Decoder:
         spans = [spec.span for spec, _ in self.specs.values() if spec.span is not None and spec.span < room]
         longest = 1 + max(spans, default=0)  # keeps rings where the buffers do, whatever the room
         for row, prompt in enumerate(prompts):
-            T = min(bucket(len(prompt)), max(self.context, len(prompt)))
+            T = min(prompt_bucket(len(prompt)), self.context)
             tokens = np.zeros((1, T), np.int32)
             tokens[0, : len(prompt)] = prompt
             length = np.asarray([len(prompt)], np.int32)
             last, own = self._prefill(
                 self.say, f"prompts of {T} tokens", (T, longest), weights, tokens, length, longest
             )
-            logits, cache = _insert(tuple(self.specs.items()))(
-                self.say, f"prompts of {T} tokens", (T, B, room), logits, cache, last, own, np.int32(row)
-            )
+            logits, cache = _put(logits, last, (row, 0)), self.with_row(cache, own, row)
         return logits, cache
+
+    def with_row(self, cache: Caches, own: Caches, row: int) -> Caches:
+        """The buffers with the cache of one prompt in a row, in place."""
+
+        def put(name: str, a: Array, b: Array) -> Array:
+            lead = (row,) if self.specs[name][1] is None else (0, row)
+            return _put(a, b, (*lead, *(0,) * (a.ndim - len(lead))))
+
+        return {name: {n: put(name, a, own[name][n]) for n, a in arrays.items()} for name, arrays in cache.items()}
+
+    def grown(self, cache: Caches, room: int) -> Caches:
+        """Buffers with room for so many tokens. Rings and states keep their size."""
+
+        def pad(name: str, n: str, a: Array) -> Array:
+            spec, layers = self.specs[name]
+            per_token = {entry for entry, _ in spec.token}  # a ring has another name
+            return _pad(a, 1 if layers is None else 2, room) if n in per_token else a
+
+        return {name: {n: pad(name, n, a) for n, a in arrays.items()} for name, arrays in cache.items()}
 
     def draws(self, prompts: Sequence[Sequence[int]], B: int, need: Need) -> Draws:
         """What the sampler starts from."""
@@ -254,27 +273,6 @@ def _prefill(graph: Any, dtype: Any) -> Program:
 
 
 @lru_cache(maxsize=64)
-def _insert(specs: tuple[Any, ...]) -> Program:
-    """(logits [B V], buffers, logits [1 V], a cache, row) -> logits and buffers with that row in them, in place."""
-    stacked = {name: layers is not None for name, (_, layers) in specs}
-
-    def insert(logits: Array, cache: Caches, last: Array, own: Caches, row: Array) -> tuple[Array, Caches]:
-        def put(name: str, a: Array, b: Array) -> Array:
-            start = (0, row) if stacked[name] else (row,)
-            return jax.lax.dynamic_update_slice(a, b, (*start, *(0,) * (a.ndim - len(start))))
-
-        return put_row(logits, last, row), {
-            name: {n: put(name, a, own[name][n]) for n, a in arrays.items()} for name, arrays in cache.items()
-        }
-
-    return Program(jax.jit(insert, donate_argnums=(0, 1)))
-
-
-def put_row(logits: Float[Array, "B V"], last: Float[Array, "1 V"], row: Array) -> Float[Array, "B V"]:
-    return jax.lax.dynamic_update_slice(logits, last, (row, 0))
-
-
-@lru_cache(maxsize=64)
 def _decode(graph: Any, dtype: Any) -> Program:
     """(weights, tokens [B], lengths [B], buffers) -> (logits [B V], lengths, buffers), the buffers in place."""
 
@@ -303,20 +301,16 @@ def _sampler(need: Need) -> Program:
     return Program(jax.jit(sample, donate_argnums=1))
 
 
-@lru_cache(maxsize=64)
-def _grow(specs: tuple[Any, ...], room: int) -> Program:
-    """buffers -> buffers with room for so many tokens. Rings and states keep their size."""
+# One array at a time: all of a cache in one program takes 2.6 s to compile for SmolLM2 135M, these two 0.1 s for each shape.
 
-    def grown(spec: Any, layers: int | None, arrays: Any) -> Any:
-        axis = 1 if layers is None else 2
-        per_token = {name for name, _ in spec.token}  # a ring has another name
 
-        def pad(a: Array) -> Array:
-            return jnp.pad(a, [(0, room - a.shape[axis]) if i == axis else (0, 0) for i in range(a.ndim)])
+@partial(jax.jit, donate_argnums=0)
+def _put(a: Array, b: Array, start: tuple[Any, ...]) -> Array:
+    """The array with another one inside it, in place."""
+    return jax.lax.dynamic_update_slice(a, b, start)
 
-        return {n: pad(a) if n in per_token else a for n, a in arrays.items()}
 
-    def grow(cache: Caches) -> Caches:
-        return {name: grown(spec, layers, cache[name]) for name, (spec, layers) in specs}
-
-    return Program(jax.jit(grow))
+@partial(jax.jit, static_argnums=(1, 2))
+def _pad(a: Array, axis: int, size: int) -> Array:
+    """The array with zeros at the end of an axis."""
+    return jnp.pad(a, [(0, size - a.shape[axis]) if i == axis else (0, 0) for i in range(a.ndim)])

@@ -201,7 +201,8 @@ def drawn(logits: Float[Array, "B V"], settings: dict[str, Array], keys: Any) ->
 
 def likeliest(logits: Float[Array, "B V"]) -> tuple[Float[Array, "B C"], Int[Array, "B C"]]:
     """The largest logits of each row, descending, and their tokens."""
-    return jax.lax.top_k(logits, min(CANDIDATES, logits.shape[-1]))
+    top, ids = jax.lax.top_k(logits, min(CANDIDATES, logits.shape[-1]))
+    return top, ids
 
 
 def threshold(
