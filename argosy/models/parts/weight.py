@@ -10,7 +10,7 @@ Every weight has an address, its dotted path: "layers.3.attn.q.w". Outside the m
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from jaxtyping import Array, Key
 
 from argosy.core.dims import LEGEND, LOOKED_UP
 
+SMALL = 1 << 26  # numbers of a model that is drawn as rows of equal length
 AT_ONCE = 1 << 30  # bytes of weights that one program draws, unless a single weight has more
 
 Leaves = dict[str, Any]  # {address: array or jax.ShapeDtypeStruct}
@@ -165,8 +166,8 @@ def fill(
     """Draws every weight that is still a description; returns their addresses.
 
     Each tensor of each layer draws from `key` folded with its own name, so a model is the same numbers whatever its
-    layout, its mesh, and whatever else was drawn or loaded. One program draws all of them: a program for each shape costs a
-    small model more to compile than its first steps take.
+    layout, its mesh, and whatever else was drawn or loaded. A small model is drawn by one loop over rows of equal length, because
+    each random shape takes half a second to compile; a large one by a program a gigabyte.
 
     Args:
         addresses: the per-layer names of a stored address (`parts.stack.layer_addresses`); one, where it is not stacked.
@@ -182,6 +183,9 @@ def fill(
         kind = _Kind(tuple(v.shape[1:] if stacked else v.shape), jnp.dtype(v.dtype), metadata["draw"].kind)
         hashes = [zlib.crc32(name.encode()) for name in names]
         kinds.setdefault(kind, []).append(_Todo(address, v, stacked, hashes, metadata["draw"].value))
+    if _prefixed(key) and _padded(kinds) <= SMALL and jax.process_count() == 1:
+        _draw_rows(key, kinds, place)
+        return todo
     for chunk in _chunks(kinds):
         layout = tuple((kind, tuple((len(one.hashes), one.stacked) for one in some)) for kind, some in chunk)
         drawn = _drawer(layout, place and tuple(place(one.address) for _, some in chunk for one in some))
@@ -211,6 +215,57 @@ class _Todo(NamedTuple):
 
 
 _Chunk = list[tuple[_Kind, list[_Todo]]]
+
+
+def _prefixed(key: Key[Array, ""]) -> bool:
+    """Whether n normal numbers of a key are the first n of any more."""
+    return bool(jax.config.jax_threefry_partitionable) and str(jax.random.key_impl(key)) == "threefry2x32"
+
+
+def _padded(kinds: dict[_Kind, list[_Todo]]) -> int:
+    """Normal numbers to draw, were every tensor of a layer as long as the longest."""
+    normal = {kind: some for kind, some in kinds.items() if kind.draw == "normal"}
+    longest = max((math.prod(kind.shape) for kind in normal), default=0)
+    return longest * sum(len(one.hashes) for some in normal.values() for one in some)
+
+
+def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Callable[..., Any] | None) -> None:
+    """Draws a small model: first all normal numbers of a type, a row for each tensor of a layer; then the tensors from these."""
+
+    def put(one: _Todo, array: Any) -> None:
+        one.variable.set_value(jax.device_put(array, place(one.address)) if place else jnp.asarray(array))
+
+    normal: dict[Any, list[tuple[_Kind, _Todo]]] = {}
+    for kind, some in kinds.items():
+        for one in some:
+            if kind.draw == "normal":
+                normal.setdefault(kind.dtype, []).append((kind, one))
+            else:
+                put(one, np.full((len(one.hashes),) * one.stacked + kind.shape, one.value, kind.dtype))
+    for dtype, some in normal.items():
+        names = np.asarray([h for _, one in some for h in one.hashes], np.uint32)
+        values = np.asarray([one.value for _, one in some for _ in one.hashes], dtype)
+        rows, at = _rows(key, names, values, max(math.prod(kind.shape) for kind, _ in some), dtype), 0
+        for kind, one in some:
+            shape = (len(one.hashes),) * one.stacked + kind.shape
+            array = _taken(rows, at, len(one.hashes), shape)
+            put(one, array)
+            at += len(one.hashes)
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def _rows(key: Key[Array, ""], names: Array, values: Array, size: int, dtype: Any) -> Array:
+    def row(of: tuple[Array, Array]) -> Array:
+        name, value = of
+        return value * jax.random.normal(jax.random.fold_in(key, name), (size,), dtype)
+
+    return jax.lax.map(row, (names, values))
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _taken(rows: Array, at: Any, count: int, shape: tuple[int, ...]) -> Array:
+    """The tensors of so many rows from `at` on, as one array of this shape."""
+    return jax.lax.dynamic_slice(rows, (at, 0), (count, math.prod(shape) // count)).reshape(shape)
 
 
 def _chunks(kinds: dict[_Kind, list[_Todo]]) -> Iterator[_Chunk]:
