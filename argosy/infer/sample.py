@@ -95,7 +95,7 @@ def streams(seed: Seed, rows: Sequence[int]) -> Any:
     return _streams(np.asarray(words_of(seed), np.uint32), np.asarray(rows, np.uint32))
 
 
-def words_of(seed: Seed) -> list[int]:
+def words_of(seed: Any) -> list[int]:
     """A seed in words of 32 bits, two for each number.
 
     Raises:
@@ -104,7 +104,7 @@ def words_of(seed: Seed) -> list[int]:
     words: list[int] = []
     for one in seed if isinstance(seed, Sequence) and seed and not isinstance(seed, str) else [seed]:
         try:
-            number = operator.index(one)  # pyright: ignore[reportArgumentType]
+            number = operator.index(one)
         except TypeError:
             raise BadInput(f"seed {one!r} is no whole number") from None
         if not -(2**63) <= number < 2**64:
