@@ -82,6 +82,7 @@ def generate(
 
         doing(f"loading {model}")
         lm = load(model, dtype=how.dtype, adapter=how.adapter)
+    lm.say = say
     lm.check_predicts()
     sampling = told_sampling(how, lm.generation)
     if how.n > 1 and not sampling.get("temperature"):

@@ -63,18 +63,17 @@ LARGE = 131_072
 
 @pytest.fixture(scope="module")
 def large():
-    """Peaked, as a model's are, and flat: of the flat row's, the 256 likeliest have 0.5 % of the mass."""
+    """Peaked, as a model's are, and flat: of the flat row's, the 256 likeliest have 0.3 % of the mass."""
     rng = np.random.default_rng(0)
     return np.stack([6 * rng.standard_normal(LARGE), rng.uniform(0, 1, LARGE)]).astype(np.float32)
 
 
 def left_of(logits, s):
-    """How many of the likeliest tokens stay by the definitions, in float64; and how far the closest sum was from p, as a share of
-    1 - p."""
+    """How many of the likeliest tokens stay by the definitions, in float64."""
     p = np.exp(logits.astype(np.float64) - logits.max())
     p = np.sort(p / p.sum())[::-1]
-    count = np.searchsorted(-p, -s.min_p * p[0], side="right") if s.min_p else LARGE
-    p = p[: s.top_k or LARGE]
+    count = np.searchsorted(-p, -s.min_p * p[0], side="right") if s.min_p else len(p)
+    p = p[: s.top_k or None]
     before = np.concatenate([[0], np.cumsum(p / p.sum())[:-1]])
     if s.top_p < 1:
         count = min(count, int((before < s.top_p).sum()))
@@ -90,13 +89,13 @@ COMBINED = [
 
 
 @pytest.mark.parametrize("row", [0, 1], ids=["peaked", "flat"])
-def test_of_a_large_vocabulary_every_combination_leaves_what_float64_leaves(large, row):
+def test_every_combination_leaves_what_float64_leaves(large, row):
     """By candidates and by the sort, whichever each needs, all rows in one batch. A sum in float32 can differ by the few tokens
     whose shares are its rounding."""
-    logits = np.broadcast_to(large[row], (len(COMBINED), LARGE))
-    found = np.asarray(kept(jnp.asarray(logits), settings(COMBINED))).sum(-1)
+    logits = large[row, :: LARGE // 16_384]
+    found = np.asarray(kept(jnp.asarray(np.broadcast_to(logits, (len(COMBINED), len(logits)))), settings(COMBINED))).sum(-1)
     for s, n in zip(COMBINED, found):
-        expected = left_of(large[row], s)
+        expected = left_of(logits, s)
         assert abs(n - expected) <= (0 if s.top_p == 1 else 2e-5 * expected + 1), (s, n, expected)
 
 
@@ -124,8 +123,8 @@ def test_a_row_draws_the_same_whatever_the_rows_beside_it_ask_for(large):
     one = jax.jit(drawn)
     for other in others:
         rows = [mine] * 4 + [other] * 4
-        beside = one(jnp.asarray(large[[0] * 8] / 3), settings(rows), keys)[:4]
-        alone = one(jnp.asarray(large[[0] * 8] / 3), settings([mine] * 8), keys)[:4]
+        beside = one(jnp.asarray(large[[0] * 8, :16_384] / 3), settings(rows), keys)[:4]
+        alone = one(jnp.asarray(large[[0] * 8, :16_384] / 3), settings([mine] * 8), keys)[:4]
         assert beside.tolist() == alone.tolist()
     assert len(set(alone.tolist())) > 1
 
