@@ -90,10 +90,10 @@ class Program:
         self.function, self.sizes = function, set()
 
     def __call__(self, say: Say | None, what: str, sizes: tuple[int, ...], *arguments: Any) -> Any:
-        """The function of the arguments; `compiling for {what} ...` where these sizes are new and take long."""
+        """The function of the arguments; `compiling for {what}` where these sizes are new and take long."""
         if sizes in self.sizes:
             return self.function(*arguments)
-        with telling(say, f"compiling for {what} ..."):
+        with telling(say, f"compiling for {what}"):
             out = self.function(*arguments)
         self.sizes.add(sizes)
         return out

@@ -49,7 +49,7 @@ class LM:
 
     generation: its generation_config.json. hub: the config.json it came with. companions: the folder of its small files.
     dtypes: the type of each stored tensor, by per-layer weight. merged: the adapters that `merge(keep=True)` took off.
-    say: called with a line when something takes longer than a second, such as compiling; None: silent.
+    say: called with what is being done, such as `compiling for 512 tokens`, when it takes longer than a second; None: silent.
     """
 
     config: Any

@@ -1,7 +1,7 @@
 """Saying what takes long while it takes long. Knows nothing of jax.
 
-    with telling(say, "compiling for 512 tokens ..."):
-        ...                                 # said after a second, and only if this is still running then
+    with telling(say, "compiling for 512 tokens"):
+        ...                                      # said after a second, and only if this is still running then
 """
 
 from collections.abc import Callable, Iterator

@@ -102,7 +102,8 @@ def words_of(seed: Any) -> list[int]:
         BadInput: more than 64 bits, or no number.
     """
     words: list[int] = []
-    for one in seed if isinstance(seed, Sequence) and seed and not isinstance(seed, str) else [seed]:
+    numbers: Any = seed if isinstance(seed, tuple | list) and seed else [seed]
+    for one in numbers:
         try:
             number = operator.index(one)
         except TypeError:

@@ -285,7 +285,7 @@ def test_compiling_is_announced_with_what_for(monkeypatch):
     model.decoder()._prefill.sizes.clear()
     model.decoder()._decode.sizes.clear()
     model.generate([PROMPTS[0]], 4, ignore_eos=True)
-    assert [line for line in said if "draws" not in line] == ["compiling for prompts of 64 tokens ...", "compiling for 200 tokens ..."]
+    assert [line for line in said if "draws" not in line] == ["compiling for prompts of 64 tokens", "compiling for 200 tokens"]
     said.clear()
     model.generate([PROMPTS[0]], 4, ignore_eos=True)
     assert said == []

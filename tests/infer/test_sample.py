@@ -118,7 +118,8 @@ def test_a_row_without_filters_loses_no_token_to_a_row_with_them(large):
 
 def test_a_row_draws_the_same_whatever_the_rows_beside_it_ask_for(large):
     """Alone it is decided by its candidates; beside a row that needs the sort, or every token, by the whole vocabulary."""
-    mine, others = Sampling(temperature=1.0, top_k=50, top_p=0.9), [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=999)]
+    mine = Sampling(temperature=1.0, top_k=50, top_p=0.9)
+    others = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=999)]
     keys = streams(0, range(8))
     one = jax.jit(drawn)
     for other in others:

@@ -219,7 +219,8 @@ _Chunk = list[tuple[_Kind, list[_Todo]]]
 
 def _prefixed(key: Key[Array, ""]) -> bool:
     """Whether n normal numbers of a key are the first n of any more."""
-    return bool(jax.config.jax_threefry_partitionable) and str(jax.random.key_impl(key)) == "threefry2x32"
+    partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(partitionable) and str(jax.random.key_impl(key)) == "threefry2x32"
 
 
 def _padded(kinds: dict[_Kind, list[_Todo]]) -> int:
