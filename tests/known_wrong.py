@@ -44,8 +44,8 @@ EDITS = [
     Edit(
         "positions off by one in decoding",
         "argosy/infer/decode.py",
-        "at = live.lengths[:, None]",
-        "at = live.lengths[:, None] + 1",
+        "at = lengths[:, None]",
+        "at = lengths[:, None] + 1",
         ("tests/infer/test_lm.py::test_greedy_equals_recomputing_everything_rows_of_unequal_length",),
     ),
     Edit(

@@ -96,8 +96,11 @@ def generate(
         **sampling,
     )
     with Doing() as doing:
-        doing("compiling")
+        # Once text streams, a line that replaces itself would erase it.
+        streams = False
+        lm.say = lambda what: None if streams else doing(what)
         for piece in answers:
+            streams = True
             doing.done()
             if not as_json and piece.row == 0 and how.n == 1:
                 print(piece.text, end="", flush=True)

@@ -24,7 +24,7 @@ from argosy.core.errors import BadInput, Damaged
 from argosy.data.tokenizers.config import read_object, read_text
 from argosy.infer.decode import bucket, row_bucket
 from argosy.infer.lm import LM, Prompt
-from argosy.models.parts.weight import merge, split
+from argosy.models.parts.weight import merge
 
 POOLINGS = ("mean", "cls", "max")
 # What 1_Pooling/config.json calls them.
@@ -78,8 +78,8 @@ def embed(
         raise BadInput(f"batch = {batch}", hint="at least 1")
     steps = Steps() if lm.companions is None else read_steps(lm.companions, pooling)
     rows = ids_of(lm, texts, steps)
-    graph, weights = split(lm.module)
-    pooled = _pooled(graph, lm.module.dtype, pooling or steps.pooling)
+    decoder = lm.decoder()
+    pooled, weights = _pooled(decoder.graph, lm.module.dtype, pooling or steps.pooling), decoder.weights()
     out = np.zeros((len(rows), lm.config.width), np.float32)
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))  # what does not fit in memory fails at once
     for at in range(0, len(order), batch):

@@ -1,29 +1,31 @@
-"""`LM`: a language model in hand. What `argosy.load` returns, and what samples during training, `argosy generate` and the
-tests go through.
+"""`LM`: a language model with its tokenizer. What `argosy.load` returns, and what samples during training, `argosy generate` and
+the tests go through.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from argosy.core.errors import BadInput
-from argosy.infer.decode import Decoder, bucket
-from argosy.infer.sample import Sampling
-from argosy.models.parts.attend import Packed
-from argosy.models.parts.weight import merge, split
+from argosy.infer.decode import Decoder, bucket, decode_rows, room_for
+from argosy.infer.held import Held
+from argosy.infer.progress import Say
+from argosy.infer.sample import Sampling, Seed, streams, words_of
 
 Prompt = str | Sequence[int]
 Reason = Literal["stop", "length"]
 
+ROWS = 64  # prompts continued at a time
+TOKENS = 1 << 17  # of all their buffers together: 6 GB for SmolLM2 135M in float32
+
 
 @dataclass
 class Completion:
-    """What one prompt was continued with. tokens: ids, a stopping token not included; logprobs: of each of them."""
+    """The answer to one prompt. tokens: ids, without the token that stopped it. logprobs: the model's own, one a token, before
+    temperature, filters and penalties."""
 
     text: str
     tokens: list[int]
@@ -34,7 +36,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a step added to a row's text: whole characters only. `done` where the row has ended."""
+    """Text that a step added to a row, in whole characters. `done` where the row has ended."""
 
     row: int
     text: str
@@ -45,8 +47,9 @@ class Piece:
 class LM:
     """A language model: its settings, its module, its tokenizer (None: token ids only).
 
-    generation: the settings of its generation_config.json. hub: the config.json it came with. companions: where its small
-    files lie. dtypes: the types that tensors came in, by weight of a layer. merged: adapters that `merge(keep=True)` took off.
+    generation: its generation_config.json. hub: the config.json it came with. companions: the folder of its small files.
+    dtypes: the type of each stored tensor, by per-layer weight. merged: the adapters that `merge(keep=True)` took off.
+    say: called with what is being done, such as `compiling for 512 tokens`, when it takes longer than a second; None: silent.
     """
 
     config: Any
@@ -57,6 +60,8 @@ class LM:
     companions: Path | None = None
     dtypes: Mapping[str, Any] = field(default_factory=dict, repr=False)
     merged: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    say: Say | None = field(default=None, repr=False, compare=False)
+    _held: Held = field(default_factory=Held, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         words = "no tokenizer" if self.tokenizer is None else f"{self.tokenizer.vocab:,} tokens"
@@ -67,7 +72,7 @@ class LM:
     # ---------------------------------------------------------------- numbers
 
     def logits(self, tokens: Any) -> np.ndarray:
-        """Of whole sequences, causal: [B T] ints (or [T]) -> [B T V] float32.
+        """Logits of whole sequences, causal: [B T] ints (or [T]) -> [B T V] float32.
 
         Raises:
             BadInput: ids outside the vocabulary, a sequence longer than the model's context, an encoder.
@@ -81,8 +86,7 @@ class LM:
         padded[:, :T] = ids
         segments = np.zeros_like(padded)
         segments[:, :T] = 1
-        graph, weights = split(self.module)
-        return np.asarray(_forward(graph, self.module.dtype)(weights, padded, segments))[:, :T]
+        return np.asarray(self.decoder().logits(padded, segments))[:, :T]
 
     # ---------------------------------------------------------------- text
 
@@ -94,22 +98,26 @@ class LM:
         stop: Sequence[str] = (),
         stop_tokens: Sequence[int] = (),
         ignore_eos: bool = False,
-        seed: int = 0,
+        seed: Seed = 0,
         **sampling: Any,
     ) -> list[Completion]:
         """Continues each prompt: text, or token ids that are taken as they are.
 
         Args:
-            max_tokens: at most so many for each prompt.
+            max_tokens: the most tokens of each answer.
             stop: strings that end an answer; they are not part of it.
-            stop_tokens: ids that end it, beside the model's own.
-            ignore_eos: do not stop at the model's own.
-            seed: of the draws; row i draws from seed + i.
+            stop_tokens: token ids that end an answer, besides the model's own.
+            ignore_eos: do not stop at the model's own end-of-sequence tokens.
+            seed: a whole number of up to 64 bits, or several, such as (run seed, step). Seed and row are folded into one random
+                stream a row: an answer depends on its own prompt, settings, seed and place among the prompts, and on nothing
+                else (to rounding), whatever the other prompts are. Streams of different (seed, row) have nothing in common.
             sampling: the settings of `infer.sample.Sampling`: temperature, top_k, top_p, min_p and penalties.
 
+        Any number of prompts: 64 are continued at a time, fewer where their buffers would hold more than 131,072 tokens.
+
         Raises:
-            BadInput: text without a tokenizer, ids outside the vocabulary, a prompt that leaves no room in the context, an
-                encoder.
+            BadInput: text without a tokenizer, ids outside the vocabulary, a prompt that leaves no room in the context, a seed of
+                more than 64 bits, an encoder.
         """
         if isinstance(prompts, str):
             raise BadInput("one text where a list of prompts is wanted", hint="generate([text])")
@@ -119,7 +127,7 @@ class LM:
         return answers.completions
 
     def stream(self, prompt: Prompt, max_tokens: int = 64, **how: Any) -> Iterator[str]:
-        """The answer to one prompt in pieces of whole characters, as it is made."""
+        """The answer to one prompt as it is made, in pieces of whole characters."""
         for piece in self.pieces([prompt], max_tokens, **how):
             if piece.text:
                 yield piece.text
@@ -132,19 +140,19 @@ class LM:
         stop: Sequence[str] = (),
         stop_tokens: Sequence[int] = (),
         ignore_eos: bool = False,
-        seed: int = 0,
+        seed: Seed = 0,
         **sampling: Any,
     ) -> "Answers":
-        """`generate`, step by step; the result holds `completions` when it has been run through."""
+        """`generate`, step by step: iterate for the text that each step adds; `completions` is whole at the end."""
         return Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, sampling)
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """A conversation as token ids, by the model's own template.
+        """A conversation as token ids, by the model's chat template.
 
         Args:
-            tools: descriptions of functions, for templates that tell the model of them.
+            tools: JSON descriptions of functions, for templates that list them.
 
         Raises:
             BadInput: there is no tokenizer or no template, or the template refuses these messages.
@@ -163,10 +171,10 @@ class LM:
     # ---------------------------------------------------------------- vectors
 
     def embed(self, texts: Sequence[Prompt], normalize: bool | None = None, **how: Any) -> np.ndarray:
-        """Of each text a vector, [texts D] float32, as the model's folder says (`infer.embed`).
+        """A vector for each text, [texts D] float32, pooled as the model's folder says (`infer.embed`).
 
         Args:
-            normalize: to length 1; as the folder says unless told.
+            normalize: scale vectors to length 1; None: as the folder says.
             how: pooling and batch, as in `infer.embed.embed`.
 
         Raises:
@@ -179,10 +187,10 @@ class LM:
     # ---------------------------------------------------------------- files
 
     def merge(self, *, keep: bool = False) -> list[str]:
-        """Adapters become part of the weights, in the weights' type; returns the contractions that had one.
+        """Merges adapters into the weights, in the weights' type; returns the contractions that had one.
 
         Args:
-            keep: the weights without them stay in memory too, for `unmerge`.
+            keep: keep the weights without adapters in memory, for `unmerge`.
 
         Raises:
             BadInput: there is no adapter, or one lies on a quantised weight.
@@ -195,7 +203,7 @@ class LM:
         return names
 
     def unmerge(self) -> list[str]:
-        """Adapters and weights apart again, bit for bit as they were before `merge(keep=True)`; returns the contractions.
+        """Takes adapters and weights apart again, bit for bit as before `merge(keep=True)`; returns the contractions.
 
         Raises:
             BadInput: nothing was kept.
@@ -208,15 +216,19 @@ class LM:
         return names
 
     def save(self, folder: str | Path, format: Literal["hub", "argosy", "peft"] = "hub", dtype: Any = None) -> None:
-        """Writes the model as a Hub folder or an Argosy checkpoint, tokenizer and all; or its adapters as a PEFT folder."""
+        """Writes model and tokenizer as a Hub folder or an Argosy checkpoint, or the adapters alone as a PEFT folder."""
         from argosy.checkpoint.save import save
 
         save(self, Path(folder), format, dtype)
 
     # ---------------------------------------------------------------- checks
 
+    def decoder(self) -> Decoder:
+        """What runs the model as it is now: surgery and changed weights are seen."""
+        return self._held.decoder(self.module, self.say)
+
     def encode(self, prompt: Prompt) -> list[int]:
-        """The ids of a prompt, the beginning-of-sequence token in front where the model was trained with one."""
+        """The token ids of a prompt, with the beginning-of-sequence token in front where the tokenizer adds one."""
         if not isinstance(prompt, str):
             return _ids(prompt).tolist()
         if self.tokenizer is None:
@@ -225,14 +237,14 @@ class LM:
         return [self.tokenizer.bos, *ids] if self.tokenizer.adds_bos else ids
 
     def stops(self) -> set[int]:
-        """The ids that end an answer: those of the generation config, of config.json and of the tokenizer."""
+        """The token ids that end an answer: those of the generation config, config.json and the tokenizer."""
         found = {self.tokenizer.eos} if self.tokenizer is not None and self.tokenizer.eos is not None else set()
         for source in (self.generation.get("eos_token_id"), self.hub.get("eos_token_id")):
             found |= set(source) if isinstance(source, list) else {source} if isinstance(source, int) else set()
         return found
 
     def check_predicts(self) -> None:
-        """That this is a model that predicts tokens.
+        """Checks that the model predicts tokens.
 
         Raises:
             BadInput: it is an encoder.
@@ -260,7 +272,7 @@ class Answers:
         stop: list[str],
         stop_tokens: list[int],
         ignore_eos: bool,
-        seed: int,
+        seed: Seed,
         sampling: Mapping[str, Any],
     ):
         lm.check_predicts()
@@ -274,6 +286,7 @@ class Answers:
             raise BadInput("an empty stop string would stop everything")
         if stop and lm.tokenizer is None:
             raise BadInput("stop strings need a tokenizer", hint="use stop_tokens")
+        words_of(seed)
         self.lm, self.stop, self.seed = lm, stop, seed
         self.ids = [lm.encode(p) for p in prompts]
         for ids in self.ids:
@@ -296,21 +309,42 @@ class Answers:
         return self._pieces
 
     def _run(self) -> Iterator[Piece]:
-        open_rows = set(range(len(self.ids)))
-        seeds = [(self.seed + i) % 2**32 for i in range(len(self.ids))]
-        steps = Decoder(self.lm.module).generate(self.ids, [self.sampling] * len(self.ids), seeds, max(self.most))
+        for rows in self._batches():
+            yield from self._continue(rows)
+
+    def _batches(self) -> Iterator[list[int]]:
+        """The rows in order, as many at a time as `ROWS` and `TOKENS` allow."""
+        batch: list[int] = []
+        longest = 0
+        for row, (ids, most) in enumerate(zip(self.ids, self.most)):
+            longest = max(longest, len(ids) + most)
+            room = room_for(longest, self.lm.config.context)
+            if batch and (len(batch) == ROWS or decode_rows(len(batch) + 1) * room > TOKENS):
+                yield batch
+                batch, longest = [], len(ids) + most
+            batch.append(row)
+        yield batch
+
+    def _continue(self, rows: list[int]) -> Iterator[Piece]:
+        unfinished = set(rows)
+        most = max(self.most[row] for row in rows)
+        keys = streams(self.seed, rows)
+        decoder = self.lm.decoder()
+        steps = decoder.generate([self.ids[row] for row in rows], [self.sampling] * len(rows), keys, most)
         for n, step in enumerate(steps, 1):
             tokens, logprobs = np.asarray(step.tokens), np.asarray(step.logprobs)
-            for row in sorted(open_rows):
-                piece = self._take(row, int(tokens[row]), float(logprobs[row]), n == self.most[row])
+            for at, row in enumerate(rows):
+                if row not in unfinished:
+                    continue
+                piece = self._take(row, int(tokens[at]), float(logprobs[at]), n == self.most[row])
                 if piece.done:
-                    open_rows.discard(row)
+                    unfinished.discard(row)
                 yield piece
-            if not open_rows:
+            if not unfinished:
                 return
 
     def _take(self, row: int, token: int, logprob: float, last: bool) -> Piece:
-        """Adds one token to a row; says what text is now certain."""
+        """Adds one token to a row; returns the text that is now certain."""
         done = self.completions[row]
         if token in self.ends:
             return self._end(row, "stop")
@@ -327,7 +361,7 @@ class Answers:
         return Piece(row, self._release(row), False)
 
     def _release(self, row: int) -> str:
-        """What can no longer become part of a stop string."""
+        """Releases the text that can no longer become part of a stop string."""
         held = self._held[row]
         keep = max((n for s in self.stop for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
         text = held[: len(held) - keep]
@@ -346,7 +380,7 @@ class Answers:
 
 
 def _after(tokenizer: Any, ids: list[int]) -> Any:
-    """A decoder that has read the prompt: what follows it keeps its space in front. None without a tokenizer."""
+    """A text decoder that has read the prompt, so that the answer keeps the space in front of it. None without a tokenizer."""
     if tokenizer is None:
         return None
     decoder = tokenizer.stream()
@@ -356,7 +390,7 @@ def _after(tokenizer: Any, ids: list[int]) -> Any:
 
 
 def _first(text: str, stops: list[str]) -> int | None:
-    """Where the first stop string begins."""
+    """The place where the first stop string begins."""
     found = [at for s in stops if (at := text.find(s)) >= 0]
     return min(found) if found else None
 
@@ -387,14 +421,3 @@ def _ids(tokens: Any) -> np.ndarray:
         raise BadInput(f"token ids are whole numbers, not {ids.dtype}")
     return ids
 
-
-@lru_cache(maxsize=16)
-def _forward(graph: Any, dtype: Any) -> Any:
-    """(weights, tokens [B T], segments [B T]) -> logits [B T V]; compiled once for each model and shape."""
-
-    def forward(weights: Any, tokens: Any, segments: Any) -> Any:
-        model = merge(graph, weights)
-        model.dtype = dtype
-        return model(tokens, Packed(segments))[0]
-
-    return jax.jit(forward)

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import jax
-
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.jobs.assemble import Assembly
@@ -12,7 +10,8 @@ from argosy.models.parts.weight import merge
 
 
 class Sampler:
-    """Continues `sample.prompt` with the weights of a state. Draws are folded from seed and step, so no two samples share them."""
+    """Continues the run's prompt with the weights of a state. The step is folded into the seed: each sample sees fresh
+    randomness."""
 
     def __init__(self, assembly: Assembly, settings: Run):
         self.assembly, self.settings, tokenizer = assembly, settings, assembly.tokenizer
@@ -31,9 +30,11 @@ class Sampler:
         model = merge(self.assembly.graph, state.params, state.rest)
         model.dtype = self.assembly.decided.dtype
         lm = LM(self.settings.model, model, tokenizer)
-        folded = jax.random.fold_in(jax.random.key(self.settings.seed), int(state.step))
-        seed = int(jax.random.bits(folded)) >> 1
-        answer = lm.generate([self.prompt], sample.tokens, temperature=sample.temperature, seed=seed, ignore_eos=True)[
-            0
-        ]
+        answer = lm.generate(
+            [self.prompt],
+            sample.tokens,
+            temperature=sample.temperature,
+            seed=(self.settings.seed, int(state.step)),
+            ignore_eos=True,
+        )[0]
         return answer.text if tokenizer is not None else " ".join(map(str, answer.tokens))

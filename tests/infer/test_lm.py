@@ -1,8 +1,13 @@
 """Generation against the slow and obvious way: the whole sequence again for every token."""
 
+import time
+from contextlib import nullcontext
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import relative, shared
 from laws.families import CASES, built
 
@@ -12,10 +17,13 @@ from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.checkpoint.load import as_dtype
 from argosy.core.errors import BadInput, SettingsError
+from argosy.infer import decode, progress
+from argosy.infer import lm as lm_module
 from argosy.infer import load as load_module
 from argosy.infer.lm import LM
 from argosy.infer.load import load
 from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.weight import put, variable
 
 PROMPTS = [[5, 9, 100, 23, 7, 60, 61, 62, 63], [17], [1, 2, 3, 4]]
 
@@ -85,6 +93,23 @@ def test_draws_depend_on_the_seed_and_not_on_the_rows_beside(lm):
     assert [c.tokens for c in other] != [c.tokens for c in together]
     same_prompt = lm.generate([PROMPTS[0]] * 3, 10, temperature=1.0, seed=3, ignore_eos=True)
     assert len({tuple(c.tokens) for c in same_prompt}) == 3, "rows share their randomness"
+
+
+def test_rows_of_neighboring_seeds_have_nothing_in_common(lm):
+    """A seed and a row that were added would give row 1 of seed 0 the answer of row 0 of seed 1."""
+    answers = [lm.generate([PROMPTS[0]] * 3, 10, temperature=1.0, seed=s, ignore_eos=True) for s in (0, 1, 2**32, (0, 1))]
+    assert len({tuple(c.tokens) for row in answers for c in row}) == 12
+
+
+def test_prompts_beyond_a_batch_are_continued_in_batches(lm, monkeypatch):
+    """Each row has the same stream in a batch of 2 as in one of 3."""
+    together = lm.generate(PROMPTS, 8, temperature=1.0, ignore_eos=True)
+    monkeypatch.setattr(lm_module, "ROWS", 2)
+    assert [c.tokens for c in lm.generate(PROMPTS, 8, temperature=1.0, ignore_eos=True)] == [c.tokens for c in together]
+    monkeypatch.setattr(lm_module, "ROWS", 64)
+    monkeypatch.setattr(lm_module, "TOKENS", 2 * lm.config.context)
+    batches = [list(b) for b in lm.pieces(PROMPTS, 8)._batches()]
+    assert batches == [[0], [1], [2]]  # two rows are compiled as four
 
 
 def test_longrope_is_decided_once_for_a_model():
@@ -175,8 +200,10 @@ def test_a_long_prompt_does_not_shorten_the_others(lm):
     assert short.tokens == slowly(lm, [5, 9], 20)
 
 
-def test_buffers_grow_without_a_change(lm):
-    """From 96 to 192 tokens and on: each crossing must leave what was held."""
+def test_buffers_grow_without_a_change(lm, monkeypatch):
+    """From 64 to 128 tokens and on: each crossing must leave what was held."""
+    monkeypatch.setattr(decode, "ROOM", 64)
+    monkeypatch.setattr(decode, "AHEAD", 32)
     answer = lm.generate([[5, 9, 100]], 150, ignore_eos=True)[0]
     assert answer.tokens[:3] == slowly(lm, [5, 9, 100], 3)
     ids = [5, 9, 100, *answer.tokens]
@@ -192,6 +219,81 @@ def test_surgery_after_the_first_answer_is_seen():
     before = model.logits([PROMPTS[0]])
     swap(model.module, r"layers\..*", int8)
     assert 1e-4 < relative(model.logits([PROMPTS[0]]), before) < 0.3
+
+
+def test_a_changed_weight_changes_the_next_answer():
+    """In place, by `put`, and by setting a module's attribute: the decoder that is kept from call to call sees each."""
+    config = CASES["llama-plain"]
+    model = LM(config, built(config, Unroll()))
+    seen = [model.logits([PROMPTS[0]])]
+    decoder = model.decoder()
+    assert model.decoder() is decoder
+
+    def changed():
+        seen.append(model.logits([PROMPTS[0]]))
+        return relative(seen[-1], seen[-2]) > 1e-4
+
+    scale = variable(model.module, "norm.scale")
+    scale.set_value(scale.get_value() * 2)
+    assert changed()
+    put(model.module, {"norm.scale": scale.get_value() * 3})
+    assert changed()
+    assert model.decoder() is decoder, "values are read, not split again"
+    model.module.logit_cap = 0.5
+    assert changed()
+    head = model.module.head or model.module.embed
+    head.w = nnx.Param(head.w.get_value() * 0.5, **head.w.get_metadata())
+    assert changed()
+    model.module = built(config, Unroll())
+    assert changed()
+    model.module.dtype = jnp.bfloat16
+    assert changed()
+    assert model.generate([PROMPTS[0]], 4, ignore_eos=True)[0].logprobs
+
+
+def test_a_second_size_shares_the_programs_of_the_first(lm):
+    """Another max_tokens, prompt length, filter or number of rows within a bucket compiles neither prefill nor decode."""
+    lm.generate(PROMPTS, 8, temperature=1.0, ignore_eos=True)
+    decoder = lm.decoder()
+    prefill, decode, sizes = decoder._prefill, decoder._decode, decoder._decode.function._cache_size()
+    before = (prefill.function._cache_size(), sizes)
+    lm.generate([[3] * 40, *PROMPTS], 60, temperature=0.5, top_p=0.9, ignore_eos=True)
+    lm.generate(PROMPTS, 30, ignore_eos=True)
+    assert (prefill.function._cache_size(), decode.function._cache_size()) == before
+
+
+def test_what_takes_long_is_said_and_what_does_not_is_not(lm, monkeypatch):
+    said = []
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    with progress.telling(said.append, "compiling ..."):
+        for _ in range(1000):
+            if said:
+                break
+            time.sleep(0.01)
+    assert said == ["compiling ..."]
+    monkeypatch.setattr(progress, "PATIENCE", 1000.0)
+    with progress.telling(said.append, "not this"):
+        pass
+    assert said == ["compiling ..."]
+
+
+def test_compiling_is_announced_with_what_for(monkeypatch):
+    said = []
+    config = CASES["llama-plain"]
+    model = LM(config, built(config, Unroll()), say=said.append)
+    monkeypatch.setattr(decode, "telling", lambda say, text: nullcontext(say(text)))
+    model.decoder()._prefill.sizes.clear()
+    model.decoder()._decode.sizes.clear()
+    model.generate([PROMPTS[0]], 4, ignore_eos=True)
+    assert [line for line in said if "draws" not in line] == ["compiling for prompts of 64 tokens", "compiling for 200 tokens"]
+    said.clear()
+    model.generate([PROMPTS[0]], 4, ignore_eos=True)
+    assert said == []
+
+
+def test_buffers_never_have_more_room_than_the_context():
+    assert [decode.room_for(n, 8192) for n in (1, 256, 257, 513, 8000, 9000)] == [256, 256, 512, 1024, 8192, 8192]
+    assert decode.room_for(10, 200) == 200
 
 
 def test_an_answer_keeps_the_space_in_front_of_it():

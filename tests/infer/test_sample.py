@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from helpers import relative
 
-from argosy.infer.sample import Need, Sampling, choose, filtered, penalised, table
+from argosy.core.errors import BadInput
+from argosy.infer.sample import Need, Sampling, choose, drawn, likeliest, penalized, streams, table, threshold, words_of
 
 V = 37
 
@@ -45,12 +46,132 @@ ROWS = [
 ]
 
 
+@jax.jit
+def kept(logits, settings):
+    return logits >= threshold(logits, likeliest(logits)[0], settings)[:, None]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_filters_leave_what_their_definitions_leave(seed):
     logits = logits_of(len(ROWS), seed)
-    got = np.asarray(filtered(jnp.asarray(logits), settings(ROWS)))
-    for row, wanted, kept in zip(logits, ROWS, got):
-        assert set(np.flatnonzero(np.isfinite(kept)).tolist()) == oracle(row, wanted), wanted
+    for row, wanted, left in zip(logits, ROWS, np.asarray(kept(jnp.asarray(logits), settings(ROWS)))):
+        assert set(np.flatnonzero(left).tolist()) == oracle(row, wanted), wanted
+
+
+LARGE = 131_072
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Peaked, as a model's are, and flat: of the flat row's, the 256 likeliest have 0.3 % of the mass."""
+    rng = np.random.default_rng(0)
+    return np.stack([6 * rng.standard_normal(LARGE), rng.uniform(0, 1, LARGE)]).astype(np.float32)
+
+
+def left_of(logits, s):
+    """How many of the likeliest tokens stay by the definitions, in float64."""
+    p = np.exp(logits.astype(np.float64) - logits.max())
+    p = np.sort(p / p.sum())[::-1]
+    count = np.searchsorted(-p, -s.min_p * p[0], side="right") if s.min_p else len(p)
+    p = p[: s.top_k or None]
+    before = np.concatenate([[0], np.cumsum(p / p.sum())[:-1]])
+    if s.top_p < 1:
+        count = min(count, int((before < s.top_p).sum()))
+    return min(count, len(p))
+
+
+COMBINED = [
+    Sampling(temperature=1.0, top_k=k, top_p=p, min_p=m)
+    for k in (0, 40, 256, 257, 5000)
+    for p in (1.0, 0.02, 0.6, 0.95, 0.9999)
+    for m in (0.0, 0.001)
+]
+
+
+@pytest.mark.parametrize("row", [0, 1], ids=["peaked", "flat"])
+def test_every_combination_leaves_what_float64_leaves(large, row):
+    """By candidates and by the sort, whichever each needs, all rows in one batch. A sum in float32 can differ by the few tokens
+    whose shares are its rounding."""
+    logits = large[row, :: LARGE // 16_384]
+    found = np.asarray(kept(jnp.asarray(np.broadcast_to(logits, (len(COMBINED), len(logits)))), settings(COMBINED))).sum(-1)
+    for s, n in zip(COMBINED, found):
+        expected = left_of(logits, s)
+        assert abs(n - expected) <= (0 if s.top_p == 1 else 2e-5 * expected + 1), (s, n, expected)
+
+
+@pytest.mark.parametrize("p", [1 - 1e-4, 1 - 1e-6, 1 - 1e-7])
+def test_top_p_near_one_cuts_the_tail_that_float64_cuts(large, p):
+    rows = [Sampling(temperature=1.0, top_p=p)]
+    found = int(np.asarray(kept(jnp.asarray(large[:1]), settings(rows))).sum())
+    expected = left_of(large[0], rows[0])
+    assert expected < LARGE - 1000
+    assert abs(found - expected) <= 1e-3 * (LARGE - expected) + 1
+
+
+def test_a_row_without_filters_loses_no_token_to_a_row_with_them(large):
+    """Float32 sums reach 1 thousands of tokens before the last."""
+    rows = [Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=5), Sampling(temperature=1.0, top_k=300, top_p=0.9)]
+    found = np.asarray(kept(jnp.asarray(large[[0, 0, 0]]), settings(rows))).sum(-1)
+    assert found[0] == LARGE
+    assert found[1] == 5
+
+
+def test_a_row_draws_the_same_whatever_the_rows_beside_it_ask_for(large):
+    """Alone it is decided by its candidates; beside a row that needs the sort, or every token, by the whole vocabulary."""
+    mine = Sampling(temperature=1.0, top_k=50, top_p=0.9)
+    others = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=999)]
+    keys = streams(0, range(8))
+    one = jax.jit(drawn)
+    for other in others:
+        rows = [mine] * 4 + [other] * 4
+        beside = one(jnp.asarray(large[[0] * 8, :16_384] / 3), settings(rows), keys)[:4]
+        alone = one(jnp.asarray(large[[0] * 8, :16_384] / 3), settings([mine] * 8), keys)[:4]
+        assert beside.tolist() == alone.tolist()
+    assert len(set(alone.tolist())) > 1
+
+
+def test_tokens_tied_beyond_the_candidates_are_all_drawn_from():
+    """1,000 equal logits at the threshold of top-k 5: the draw is among all of them."""
+    logits = np.zeros((64, 1000), np.float32)
+    tokens = np.asarray(drawn(jnp.asarray(logits), settings([Sampling(temperature=1.0, top_k=5)] * 64), streams(0, range(64))))
+    assert (tokens >= 256).any()
+
+
+def test_no_sort_in_a_program_but_where_candidates_cannot_decide():
+    """The one sort stands inside a branch, so a step that does not need it does not pay for it."""
+    rows = [Sampling(temperature=1.0, top_k=5)]
+    jaxpr = jax.make_jaxpr(lambda x: drawn(x, settings(rows), streams(0, [0])))(jnp.zeros((1, 1000))).jaxpr
+
+    def outside_branches(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn.primitive.name
+            inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+            if inner is not None:
+                yield from outside_branches(getattr(inner, "jaxpr", inner))
+
+    found = set(outside_branches(jaxpr))
+    assert "cond" in found
+    assert "sort" not in found
+    assert " sort[" in str(jaxpr)
+
+
+SEEDS = [*range(20), 2**31, 2**32, 2**32 + 1, 2**63, 2**64 - 2, -(2**63) + 1, (0, 0), (0, 1), (1, 0), (0, 2**32)]
+
+
+def test_streams_of_seeds_and_rows_are_all_distinct():
+    keys = [np.asarray(jax.random.key_data(streams(seed, range(20)))) for seed in SEEDS]
+    assert len({tuple(key) for key in np.concatenate(keys).tolist()}) == len(SEEDS) * 20
+
+
+def test_a_stream_is_the_same_in_any_batch():
+    several = jax.random.key_data(streams(3, range(10)))
+    assert np.array_equal(jax.random.key_data(streams(3, [7])), several[7:8])
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**21, (0, 2**64), 1.5, "0", ()])
+def test_seeds_that_are_no_64_bits_are_refused(seed):
+    with pytest.raises(BadInput, match="seed"):
+        words_of(seed)
 
 
 def test_penalties_by_hand():
@@ -63,7 +184,7 @@ def test_penalties_by_hand():
     rng = np.random.default_rng(1)
     counts = rng.integers(0, 3, (3, V))
     seen = (counts > 0) | (rng.random((3, V)) < 0.2)
-    got = penalised(jnp.asarray(logits), settings(rows), jnp.asarray(seen), jnp.asarray(counts, jnp.int32))
+    got = penalized(jnp.asarray(logits), settings(rows), jnp.asarray(seen), jnp.asarray(counts, jnp.int32))
     for i, s in enumerate(rows):
         expected = logits[i].astype(np.float64)
         expected = np.where(seen[i], np.where(expected > 0, expected / s.repetition_penalty, expected * s.repetition_penalty), expected)
@@ -71,7 +192,7 @@ def test_penalties_by_hand():
         assert relative(got[i], expected) < 1e-6
 
 
-def drawn(rows, logits, n=4000):
+def frequencies(rows, logits, n=4000):
     """How often each row chose each token, over many keys."""
     need = Need.of(rows)
     one = jax.jit(jax.vmap(lambda keys: choose(jnp.asarray(logits), settings(rows), keys, need)[0]))
@@ -83,7 +204,7 @@ def drawn(rows, logits, n=4000):
 def test_draws_follow_the_distribution_and_greedy_rows_beside_them_do_not_draw():
     rows = [Sampling(temperature=0.7), Sampling(temperature=2.0, top_k=6), Sampling()]
     logits = logits_of(3)
-    found = drawn(rows, logits)
+    found = frequencies(rows, logits)
     for i, (s, allowed) in enumerate([(0.7, set(range(V))), (2.0, oracle(logits[1], rows[1]))]):
         warm = np.where([t in allowed for t in range(V)], logits[i] / s, -np.inf)
         p = np.exp(warm - warm.max())
@@ -104,7 +225,18 @@ def test_logprobs_are_the_models_own():
         assert abs(float(logprobs[i]) - expected[i, int(tokens[i])]) < 1e-5
 
 
+def test_draws_follow_the_distribution_under_every_kind_of_filter():
+    logits = logits_of(len(ROWS), 3)
+    found = frequencies(ROWS, logits)
+    for row, s, f in zip(logits, ROWS, found):
+        warm = np.where([t in oracle(row, s) for t in range(V)], row.astype(np.float64), -np.inf)
+        p = np.exp(warm - warm.max())
+        p /= p.sum()
+        assert np.abs(f - p).max() < 5 * np.sqrt(0.25 / 4000)
+        assert f[p == 0].sum() == 0
+
+
 def test_what_nobody_asks_for_is_not_in_the_program():
-    assert Need.of([Sampling()]) == Need(False, False, False)
-    assert Need.of([Sampling(top_k=5)]) == Need(False, False, False)        # greedy: filters change nothing
-    assert Need.of([Sampling(temperature=1.0), Sampling(presence_penalty=1)]) == Need(True, False, True)
+    assert Need.of([Sampling()]) == Need(False, False)
+    assert Need.of([Sampling(top_k=5)]) == Need(False, False)        # greedy: filters change nothing
+    assert Need.of([Sampling(temperature=1.0), Sampling(presence_penalty=1)]) == Need(True, True)

@@ -9,16 +9,20 @@ Every weight has an address, its dotted path: "layers.3.attn.q.w". Outside the m
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
 from argosy.core.dims import LEGEND, LOOKED_UP
+
+SMALL = 1 << 26  # numbers of a model that is drawn as rows of equal length
+AT_ONCE = 1 << 30  # bytes of weights that one program draws, unless a single weight has more
 
 Leaves = dict[str, Any]  # {address: array or jax.ShapeDtypeStruct}
 
@@ -162,44 +166,149 @@ def fill(
     """Draws every weight that is still a description; returns their addresses.
 
     Each tensor of each layer draws from `key` folded with its own name, so a model is the same numbers whatever its
-    layout, its mesh, and whatever else was drawn or loaded.
+    layout, its mesh, and whatever else was drawn or loaded. A small model is drawn by one loop over rows of equal length, because
+    each random shape takes half a second to compile; a large one by a program a gigabyte.
 
     Args:
         addresses: the per-layer names of a stored address (`parts.stack.layer_addresses`); one, where it is not stacked.
         place: the sharding of an address, for weights drawn straight onto a mesh.
     """
     todo = undrawn(model)
+    kinds: dict[_Kind, list[_Todo]] = {}
     for address in todo:
-        v = variable(model, address)
-        names = addresses(address)
-        hashes = np.asarray([zlib.crc32(name.encode()) for name in names], np.uint32)
+        v, names = variable(model, address), addresses(address)
         metadata = v.get_metadata()
         stacked = len(v.shape) > len(metadata["meaning"].letters)
-        draw: Draw = metadata["draw"]
-        drawn = jax.jit(
-            _drawn, static_argnames=("shape", "kind", "stacked", "dtype"), out_shardings=place and place(address)
-        )
-        shape = tuple(v.shape[1:] if stacked else v.shape)
         assert len(names) == (v.shape[0] if stacked else 1), f"{address} {v.shape} has {len(names)} names"
-        v.set_value(
-            drawn(key, hashes, draw.value, shape=shape, kind=draw.kind, stacked=stacked, dtype=jnp.dtype(v.dtype))
-        )
+        kind = _Kind(tuple(v.shape[1:] if stacked else v.shape), jnp.dtype(v.dtype), metadata["draw"].kind)
+        hashes = [zlib.crc32(name.encode()) for name in names]
+        kinds.setdefault(kind, []).append(_Todo(address, v, stacked, hashes, metadata["draw"].value))
+    if _prefixed(key) and _padded(kinds) <= SMALL and jax.process_count() == 1:
+        _draw_rows(key, kinds, place)
+        return todo
+    for chunk in _chunks(kinds):
+        layout = tuple((kind, tuple((len(one.hashes), one.stacked) for one in some)) for kind, some in chunk)
+        drawn = _drawer(layout, place and tuple(place(one.address) for _, some in chunk for one in some))
+        hashes = [np.asarray([h for one in some for h in one.hashes], np.uint32) for _, some in chunk]
+        values = [np.asarray([one.value for one in some for _ in one.hashes], kind.dtype) for kind, some in chunk]
+        for one, array in zip([one for _, some in chunk for one in some], drawn(key, hashes, values), strict=True):
+            one.variable.set_value(array)
     return todo
+
+
+class _Kind(NamedTuple):
+    """Weights that are drawn alike: the shape of one layer's, their type, and how they start."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    draw: str
+
+
+class _Todo(NamedTuple):
+    """A weight to draw. hashes: of the per-layer names it holds."""
+
+    address: str
+    variable: nnx.Variable
+    stacked: bool
+    hashes: list[int]
+    value: float
+
+
+_Chunk = list[tuple[_Kind, list[_Todo]]]
+
+
+def _prefixed(key: Key[Array, ""]) -> bool:
+    """Whether n normal numbers of a key are the first n of any more."""
+    partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(partitionable) and str(jax.random.key_impl(key)) == "threefry2x32"
+
+
+def _padded(kinds: dict[_Kind, list[_Todo]]) -> int:
+    """Normal numbers to draw, were every tensor of a layer as long as the longest."""
+    normal = {kind: some for kind, some in kinds.items() if kind.draw == "normal"}
+    longest = max((math.prod(kind.shape) for kind in normal), default=0)
+    return longest * sum(len(one.hashes) for some in normal.values() for one in some)
+
+
+def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Callable[..., Any] | None) -> None:
+    """Draws a small model: first all normal numbers of a type, a row for each tensor of a layer; then the tensors from these."""
+
+    def put(one: _Todo, array: Any) -> None:
+        one.variable.set_value(jax.device_put(array, place(one.address)) if place else jnp.asarray(array))
+
+    normal: dict[Any, list[tuple[_Kind, _Todo]]] = {}
+    for kind, some in kinds.items():
+        for one in some:
+            if kind.draw == "normal":
+                normal.setdefault(kind.dtype, []).append((kind, one))
+            else:
+                put(one, np.full((len(one.hashes),) * one.stacked + kind.shape, one.value, kind.dtype))
+    for dtype, some in normal.items():
+        names = np.asarray([h for _, one in some for h in one.hashes], np.uint32)
+        values = np.asarray([one.value for _, one in some for _ in one.hashes], dtype)
+        rows, at = _rows(key, names, values, max(math.prod(kind.shape) for kind, _ in some), dtype), 0
+        for kind, one in some:
+            shape = (len(one.hashes),) * one.stacked + kind.shape
+            array = _taken(rows, at, len(one.hashes), shape)
+            put(one, array)
+            at += len(one.hashes)
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def _rows(key: Key[Array, ""], names: Array, values: Array, size: int, dtype: Any) -> Array:
+    def row(of: tuple[Array, Array]) -> Array:
+        name, value = of
+        return value * jax.random.normal(jax.random.fold_in(key, name), (size,), dtype)
+
+    return jax.lax.map(row, (names, values))
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _taken(rows: Array, at: Any, count: int, shape: tuple[int, ...]) -> Array:
+    """The tensors of so many rows from `at` on, as one array of this shape."""
+    return jax.lax.dynamic_slice(rows, (at, 0), (count, math.prod(shape) // count)).reshape(shape)
+
+
+def _chunks(kinds: dict[_Kind, list[_Todo]]) -> Iterator[_Chunk]:
+    """What is drawn by one program: everything, or weights of one kind where everything is more than `AT_ONCE`. Then all chunks
+    of a kind but its last are the same program."""
+
+    def size(kind: _Kind, one: _Todo) -> int:
+        return len(one.hashes) * math.prod(kind.shape) * kind.dtype.itemsize
+
+    if sum(size(kind, one) for kind, some in kinds.items() for one in some) <= AT_ONCE:
+        yield list(kinds.items())
+        return
+    for kind, some in kinds.items():
+        each = max(1, AT_ONCE // max(size(kind, one) for one in some))
+        for at in range(0, len(some), each):
+            yield [(kind, some[at : at + each])]
+
+
+@lru_cache(maxsize=64)
+def _drawer(layout: tuple[Any, ...], places: tuple[Any, ...] | None) -> Callable[..., list[Array]]:
+    """(key, hashes of each kind, values of each kind) -> the weights, in the order of the layout."""
+
+    def draw(key: Key[Array, ""], hashes: list[Array], values: list[Array]) -> list[Array]:
+        out = []
+        for (kind, weights), names, scales in zip(layout, hashes, values, strict=True):
+
+            def one(name: Array, value: Array, kind: _Kind = kind) -> Array:
+                if kind.draw == "normal":
+                    return value * jax.random.normal(jax.random.fold_in(key, name), kind.shape, kind.dtype)
+                return jnp.full(kind.shape, value, kind.dtype)
+
+            drawn, at = jax.vmap(one)(names, scales), 0
+            for count, stacked in weights:
+                out.append(drawn[at : at + count] if stacked else drawn[at])
+                at += count
+        return out
+
+    return jax.jit(draw, out_shardings=None if places is None else list(places))
 
 
 def _flat(state: Any) -> Leaves:
     return {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(state)}
-
-
-def _drawn(
-    key: Key[Array, ""], hashes: Any, value: Any, *, shape: tuple[int, ...], kind: str, stacked: bool, dtype: Any
-) -> Float[Array, "..."]:
-    def one(name: Any) -> Array:
-        if kind == "normal":
-            return jnp.asarray(value, dtype) * jax.random.normal(jax.random.fold_in(key, name), shape, dtype)
-        return jnp.full(shape, value, dtype)
-
-    return jax.vmap(one)(hashes) if stacked else one(hashes[0])
 
 
 def count(leaves: Leaves) -> int:
