@@ -97,7 +97,7 @@ def read_array(folder: Path, name: str, item: str = WEIGHTS) -> np.ndarray:
         return mapped
     import tensorstore
 
-    item_folder = (folder / item).absolute()
+    item_folder = (folder / item).resolve()  # TensorStore refuses a path with `..` in it
     try:
         packed = json.loads((item_folder / "_METADATA").read_text())["use_ocdbt"]
         files = {"driver": "file", "path": f"{item_folder}/" if packed else f"{item_folder}/{name}/"}

@@ -107,6 +107,14 @@ def test_an_array_that_cannot_be_read_is_damaged(tmp_path):
         read_array(tmp_path, "x")
 
 
+def test_a_checkpoint_is_read_by_a_path_with_two_dots(tmp_path, monkeypatch):
+    step, here = tmp_path / "step", tmp_path / "here"
+    here.mkdir()
+    save_arrays(step, {WEIGHTS: {"x": np.arange(3.0, dtype=np.float32)}})
+    monkeypatch.chdir(here)
+    np.testing.assert_array_equal(read_array(Path("../step"), "x"), [0, 1, 2])
+
+
 def test_a_stack_is_read_once_for_all_its_layers(layouts, monkeypatch):
     weights = streamed(open_model(layouts["scan"])).weights
     read, reads = read_array, []
