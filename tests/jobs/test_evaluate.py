@@ -21,7 +21,7 @@ class Held(list):
 
 def test_an_evaluation_weighs_each_batch_by_its_targets():
     """The last batch is padded: counted like the others, its few targets would weigh as much as all of theirs."""
-    sums = [Mean(jnp.float32(30.0), jnp.float32(10.0)), Mean(jnp.float32(40.0), jnp.float32(10.0)), Mean(jnp.float32(1.0), jnp.float32(1.0))]
+    sums = [Mean(jnp.float32(total), jnp.float32(weight)) for total, weight in ((30, 10), (40, 10), (1, 1))]
     assembly = SimpleNamespace(evals=Held(sums), place=lambda batch: batch)
     evaluation = Evaluation(assembly, 1, *[None] * 4)
     evaluation._program = lambda state, batch: batch

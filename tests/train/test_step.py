@@ -1,6 +1,6 @@
 """The update: accumulation, precision and meshes change no number but by rounding; frozen weights do not move."""
 
-from types import SimpleNamespace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,14 @@ def test_accumulation_changes_nothing():
 
 def test_accumulation_splits_no_group():
     """Rows 0 and 1 are a pair: a part holds both or neither."""
-    pairs = SimpleNamespace(rows_per_group=2, reads=lambda: {"margin": Field("B", np.float32, "group")})
-    parts = in_parts({"tokens": jnp.arange(8)[:, None], "margin": jnp.arange(4)}, 2, pairs)
+
+    class Pairs(NextToken):
+        rows_per_group: ClassVar[int] = 2
+
+        def reads(self):
+            return {"margin": Field("B", np.float32, "group")}
+
+    parts = in_parts({"tokens": jnp.arange(8)[:, None], "margin": jnp.arange(4)}, 2, Pairs())
     assert parts["tokens"][..., 0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert parts["margin"].tolist() == [[0, 2], [1, 3]]
 
