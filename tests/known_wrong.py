@@ -98,10 +98,10 @@ EDITS = [
     ),
     Edit(
         "random streams that are added, not folded",
-        "argosy/infer/lm.py",
-        "return int(np.random.SeedSequence([seed, row]).generate_state(1)[0])",
-        "return (seed + row) % 2**32",
-        ("tests/infer/test_lm.py::test_no_row_of_one_seed_draws_as_a_row_of_another",),
+        "argosy/infer/sample.py",
+        "return _streams(np.asarray(words_of(seed), np.uint32), np.asarray(rows, np.uint32))",
+        "return jax.vmap(jax.random.key)(np.asarray(rows, np.uint32) + np.uint32(words_of(seed)[-1]))",
+        ("tests/infer/test_sample.py::test_streams_of_seeds_and_rows_are_all_distinct",),
     ),
     # ---------------------------------------------------------------- models, attention, caches
     Edit(
