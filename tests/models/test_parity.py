@@ -69,7 +69,13 @@ def case(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[Path, argosy
     return folder, argosy.load(folder, context=context), dict(np.load(GOLDENS / request.param / "golden.npz"))
 
 
-each_golden = pytest.mark.parametrize("case", NAMES, indirect=True, scope="module")
+LONG = ("qwen3-next-plain", "qwen3-next-deep", "llama4-plain", "llama4-untempered")  # recurrent ones also in test_float64.py
+each_golden = pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in NAMES],
+    indirect=True,
+    scope="module",
+)
 one_of_each_family = pytest.mark.parametrize(
     "case",
     [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in NAMES],
