@@ -1,8 +1,11 @@
 """Tests run strict: shapes checked at every boundary, no implicit promotion, warnings as errors, eight fake devices, no network."""
 
+import contextlib
+import hashlib
 import os
 import socket
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -16,11 +19,44 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import jax
 import pytest
+from jax._src.lru_cache import LRUCache
 from jaxtyping import install_import_hook
 
 # Every annotated function of these rooms checks its arguments: shapes and types, at run time, in tests only.
 install_import_hook(["argosy.models", "argosy.ops", "argosy.adapt", "argosy.train", "argosy.infer"], "beartype.beartype")
+
+
+
+
+def _keep_programs() -> None:
+    """Compiled programs are kept under .argosy, shared by workers and by later runs: compiling is two thirds of the time of the
+    suite. One folder for each kind of processor, since programs are machine code."""
+    if os.environ.get("ARGOSY_TEST_CACHE") == "no":
+        return
+    with contextlib.suppress(OSError):
+        about = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+        kind = [line for line in about.splitlines() if line.startswith(("model name", "flags"))]
+        name = hashlib.sha256("\n".join([jax.__version__, *kind]).encode()).hexdigest()[:12]
+        folder = Path(__file__).parents[1] / ".argosy" / "programs" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        LRUCache.put = _put_whole
+
+
+def _put_whole(self: LRUCache, key: str, value: bytes) -> None:
+    """JAX writes an entry in place: a neighbor, or a run after a killed one, would read half of it."""
+    path = self.path / f"{key}-cache"
+    if not path.exists():
+        with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as file:
+            file.write(value)
+        os.replace(file.name, path)
+
+
+_keep_programs()
 
 
 @pytest.fixture(autouse=True)
@@ -34,3 +70,16 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", only_here)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", default="0/1", help="NUMBER/OF: these tests of the selected ones, each file's in turn")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of what `-m` and `-k` left, one share."""
+    number, of = map(int, config.getoption("--share").split("/"))
+    kept = [item for i, item in enumerate(items) if i % of == number]
+    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % of != number])
+    items[:] = kept

@@ -1,6 +1,7 @@
 """Edits that are known to be wrong: the tests must turn red for each of them.
 
     ./run python tests/known_wrong.py [NUMBER ...]
+    ./run python tests/known_wrong.py --share DAY      four of them, others from day to day; `.ci/run` does this
 
 Each edit is made in a copy of the tree, in a temporary folder; the tests that must catch it run there and have to fail by a
 failed test, not because nothing could be collected. Before the edits they are run once unedited, and have to pass. Prints a
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import helpers
 
 ROOT = Path(__file__).parents[1]
+SHARE = 4  # edits of a share
 
 
 class Edit(NamedTuple):
@@ -32,14 +34,89 @@ class Edit(NamedTuple):
     tests: tuple[str, ...]
 
 
-PARITY, RESUME = "tests/models/test_parity.py::test_logits_equal_the_reference", "tests/jobs/test_resume.py"
+PARITY = "tests/models/test_parity.py::test_logits_equal_the_reference"
+LAWS, DEVICES, COSTS = (f"tests/laws/test_{name}.py::test_" for name in ("family", "devices", "costs"))
+ATTEND, MOE, EINSUM = (f"tests/models/test_{name}.py::test_" for name in ("attend", "moe", "einsum"))
+RESUME, RUNS, SURGERY = "tests/jobs/test_resume.py::test_", "tests/jobs/test_train.py::test_", "tests/adapt/test_surgery.py::test_"
 EDITS = [
+    # ---------------------------------------------------------------- the loss and the update
     Edit(
         "the mask ignored",
         "argosy/train/objectives/next_token.py",
-        'mask = batch["mask"].reshape(-1)',
-        'mask = jnp.ones_like(batch["mask"].reshape(-1))',
+        'mask = batch["mask"]\n    weight',
+        'mask = jnp.ones_like(batch["mask"])\n    weight',
         ("tests/train/test_next_token.py::test_a_masked_target_changes_nothing",),
+    ),
+    Edit(
+        "Adam where Muon belongs",
+        "argosy/train/optim.py",
+        "if not meaning.is_matrix:",
+        "if not meaning.is_matrix or stored > 2:",
+        ("tests/train/test_optim.py::test_muon_sees_the_true_matrix_of_each_layer_and_expert",),
+    ),
+    Edit(
+        "Muon without its weight decay",
+        "argosy/train/optim.py",
+        "            optax.add_decayed_weights(self.weight_decay),\n",
+        "",
+        ("tests/train/test_optim.py::test_muon_sees_the_true_matrix_of_each_layer_and_expert",),
+    ),
+    Edit(
+        "decay on norms",
+        "argosy/train/optim.py",
+        'self.decay == "all" or bool(m.inner)',
+        "True",
+        ("tests/train/test_optim.py::test_adamw",),
+    ),
+    Edit(
+        "the warm-up one step late",
+        "argosy/train/schedule.py",
+        "(step + 1) / max(1, warm)",
+        "step / max(1, warm)",
+        ("tests/train/test_schedule.py::test_warmup_rises_to_the_peak",),
+    ),
+    Edit(
+        "a learning rate that is not finite",
+        "argosy/core/schema.py",
+        "allow_inf_nan=False",
+        "allow_inf_nan=True",
+        ("tests/train/test_optim.py::test_a_rate_is_a_positive_number",),
+    ),
+    Edit(
+        "accumulation splits groups",
+        "argosy/train/step.py",
+        'rows = 1 if name in fields and fields[name].per == "group" else together',
+        "rows = 1",
+        ("tests/train/test_step.py::test_accumulation_splits_no_group",),
+    ),
+    Edit(
+        "every evaluated batch weighs like the last",
+        "argosy/jobs/hooks.py",
+        "sum(float(s.weight) for s in sums)",
+        "len(sums) * float(sums[-1].weight)",
+        ("tests/jobs/test_evaluate.py",),
+    ),
+    Edit(
+        "random streams that are added, not folded",
+        "argosy/infer/sample.py",
+        "return _streams(np.asarray(words_of(seed), np.uint32), np.asarray(rows, np.uint32))",
+        "return jax.vmap(jax.random.key)(np.asarray(rows, np.uint32) + np.uint32(words_of(seed)[-1]))",
+        ("tests/infer/test_sample.py::test_streams_of_seeds_and_rows_are_all_distinct",),
+    ),
+    # ---------------------------------------------------------------- models, attention, caches
+    Edit(
+        "the window forgotten",
+        "argosy/models/parts/heads.py",
+        "Score(self.scale, each.window, self.cap",
+        "Score(self.scale, None, self.cap",
+        (f"{PARITY}[mistral-window]",),
+    ),
+    Edit(
+        "packed texts see each other",
+        "argosy/ops/attention.py",
+        "seen &= self.q_segment[:, :, None] == self.k_segment[:, None, :]",
+        "pass",
+        ("tests/ops/test_attention.py",),
     ),
     Edit(
         "positions off by one in decoding",
@@ -49,12 +126,120 @@ EDITS = [
         ("tests/infer/test_lm.py::test_greedy_equals_recomputing_everything_rows_of_unequal_length",),
     ),
     Edit(
-        "the window forgotten",
-        "argosy/models/llama.py",
-        "Score(c.H**-0.5, c.window)",
-        "Score(c.H**-0.5)",
-        (f"{PARITY}[mistral-window]",),
+        "slot -1 wraps round",
+        "argosy/models/parts/cache.py",
+        "return jnp.where((index >= 0) & (index < size), index, size)",
+        "return index",
+        (f"{ATTEND}indexes_out_of_range_are_nobodys",),
     ),
+    Edit(
+        "NaN of a former owner is read",
+        "argosy/ops/paged_attention.py",
+        "return jnp.where(owned.reshape(*owned.shape, *(1,) * (tokens.ndim - 2)), tokens, jnp.zeros((), pool.dtype))",
+        "return tokens",
+        (f"{LAWS}paged_decode_equals_full[scan-llama-pattern]",),
+    ),
+    Edit(
+        "a snapshot without states",
+        "argosy/models/parts/cache.py",
+        "if key.startswith((RING, ROW))",
+        "if key.startswith(RING)",
+        (f"{ATTEND}a_rejected_draft_is_rolled_back_and_decoding_resumes",),
+    ),
+    Edit(
+        "logits rounded to bfloat16",
+        "argosy/models/parts/decoder.py",
+        "y = self.head(x, dtype=jnp.float32)",
+        "y = self.head(x)",
+        (f"{COSTS}logits_of_bfloat16_activations_do_not_tie",),
+    ),
+    Edit(
+        "LongRoPE's short table whatever the context",
+        "argosy/models/settings.py",
+        'table = "long" if context > scaling.original else "short"',
+        'table = "short"',
+        ("tests/infer/test_lm.py::test_longrope_is_decided_once_for_a_model",),
+    ),
+    Edit(
+        "a config.json without rope scaling",
+        "argosy/models/hub_config.py",
+        "new = scaling | {",
+        'new = {"rope_type": "default"} | {',
+        (f"{LAWS}hub_folder_gives_the_model_again[phi-long]",),
+    ),
+    Edit(
+        "another equation is not checked",
+        "argosy/models/parts/einsum.py",
+        "        self.check_via(eq)\n",
+        "",
+        (f"{EINSUM}another_equation_needs_the_same_letters_and_no_bias",),
+    ),
+    Edit(
+        "rematerialization recomputes products",
+        "argosy/models/parts/einsum.py",
+        "return checkpoint_name(y.astype(dtype), PRODUCT)",
+        "return y.astype(dtype)",
+        (f"{COSTS}rematerialization_of_all_but_products_recomputes_no_product",),
+    ),
+    # ---------------------------------------------------------------- experts and devices
+    Edit(
+        "the balance loss over the batch",
+        "argosy/models/parts/moe.py",
+        'if how.balance_over == "batch":',
+        "if True:",
+        (f"{MOE}aux_losses_by_hand",),
+    ),
+    Edit(
+        "a capacity over the whole batch",
+        "argosy/models/parts/moe.py",
+        "places = self.places(T, experts.how)",
+        "places = self.places(B * T, experts.how)",
+        (f"{MOE}a_capacity_serves_first_choices_first",),
+    ),
+    Edit(
+        "a bias on every tensor shard",
+        "argosy/models/parts/moe.py",
+        "if self.features is None or self.down.bias is None:",
+        "if True:",
+        (f"{MOE}biases_of_split_experts_count_once",),
+    ),
+    Edit(
+        "rows replicated over devices",
+        "argosy/parallel/rules.py",
+        '"batch": ("data", "fsdp"),',
+        '"batch": (),',
+        (f"{DEVICES}constrain_lays_out_what_divides_and_leaves_the_rest",),
+    ),
+    # ---------------------------------------------------------------- int8 and adapters
+    Edit(
+        "int8 scale on the wrong axis",
+        "argosy/adapt/quant.py",
+        "if letter not in of.scaled)",
+        "if letter in of.scaled)",
+        (f"{SURGERY}int8_is_off_by_half_a_step_at_most", f"{LAWS}int8_stays_near[unroll-llama-pattern]"),
+    ),
+    Edit(
+        "int8 scales in bfloat16",
+        "argosy/adapt/quant.py",
+        "return Quantized(jnp.round(wide / scale).astype(jnp.int8), scale)",
+        "return Quantized(jnp.round(wide / scale).astype(jnp.int8), scale.astype(jnp.bfloat16))",
+        (f"{SURGERY}int8_is_off_by_half_a_step_at_most",),
+    ),
+    Edit(
+        "an embedding's scale for each feature",
+        "argosy/models/parts/einsum.py",
+        "return self.inner if self.inner and set(self.inner) <= LOOKED_UP else self.kept",
+        "return self.kept",
+        (f"{SURGERY}an_outlier_word_of_an_embedding_costs_the_others_nothing",),
+    ),
+    Edit(
+        "int8 codes are thawed",
+        "argosy/adapt/surgery.py",
+        "if isinstance(v, Codes):",
+        "if False:",
+        (f"{SURGERY}quantised_weights_cannot_be_thawed",),
+    ),
+    # ---------------------------------------------------------------- text and data
     Edit(
         "BOS twice before a text",
         "argosy/infer/lm.py",
@@ -70,39 +255,32 @@ EDITS = [
         ("tests/infer/test_encode.py",),
     ),
     Edit(
-        "Adam where Muon belongs",
-        "argosy/train/optim.py",
-        "if not meaning.is_matrix:",
-        "if not meaning.is_matrix or stored > 2:",
-        ("tests/train/test_optim.py::test_muon_sees_the_true_matrix_of_each_layer_and_expert",),
+        "special tokens of a conversation as text",
+        "argosy/infer/lm.py",
+        "return self.tokenizer.encode(text, special=True)",
+        "return self.tokenizer.encode(text)",
+        ("tests/infer/test_encode.py",),
     ),
     Edit(
-        "decay on norms",
-        "argosy/train/optim.py",
-        'self.decay == "all" or bool(m.inner)',
-        "True",
-        ("tests/train/test_optim.py::test_adamw",),
+        "no BOS in training",
+        "argosy/data/encode.py",
+        "return bool(tokenizer.adds_bos if bos is None else bos)",
+        "return bool(bos)",
+        ("tests/data/test_encode.py::test_documents_begin_as_prompts_do_unless_told",),
     ),
     Edit(
-        "a stale manifest accepted",
-        "argosy/checkpoint/manifest.py",
-        "if describe(path) != expected:",
-        'if describe(path)["bytes"] != expected["bytes"]:',
-        ("tests/checkpoint/test_manifest.py", "tests/checkpoint/test_store.py"),
+        "a prepared folder's settings ignored",
+        "argosy/data/tables.py",
+        'if value != was[name] and not (name == "bos" and value is None):',
+        "if False:",
+        ("tests/data/test_corpus.py::test_a_setting_that_a_prepared_folder_was_not_made_with_is_refused",),
     ),
     Edit(
-        "data restarted from zero",
-        "argosy/jobs/train.py",
-        'self.assembly.batches.restore(directory.checkpoints.meta(step)["data"])',
-        "self.assembly.batches.rewind()",
-        (f"{RESUME}::test_a_run_that_stopped_at_a_checkpoint",),
-    ),
-    Edit(
-        "int8 scale on the wrong axis",
-        "argosy/adapt/quant.py",
-        "if letter in of.inner)",
-        "if letter in of.kept)",
-        ("tests/laws/test_family.py::test_int8_stays_near",),
+        "a saved model without its .tiktoken",
+        "argosy/data/tokenize.py",
+        '"vocab.txt", "*.tiktoken")',
+        '"vocab.txt")',
+        ("tests/checkpoint/test_companions.py::test_every_file_that_a_tokenizer_is_read_from_is_copied",),
     ),
     Edit(
         "a penalty's sign",
@@ -110,6 +288,56 @@ EDITS = [
         'logits - settings["presence_penalty"]',
         'logits + settings["presence_penalty"]',
         ("tests/infer/test_sample.py::test_penalties_by_hand",),
+    ),
+    # ---------------------------------------------------------------- runs and checkpoints
+    Edit(
+        "a stale manifest accepted",
+        "argosy/checkpoint/manifest.py",
+        "if describe(path) != expected:",
+        'if describe(path)["bytes"] != expected["bytes"]:',
+        ("tests/checkpoint/test_manifest.py",),
+    ),
+    Edit(
+        "the manifest uploaded first",
+        "argosy/checkpoint/objects.py",
+        "for file in (*files, manifest.NAME):",
+        "for file in (manifest.NAME, *files):",
+        ("tests/checkpoint/test_store.py::test_an_object_store_commits_by_the_manifest_last",),
+    ),
+    Edit(
+        "data restarted from zero",
+        "argosy/jobs/train.py",
+        'self.assembly.batches.restore(self.directory.checkpoints.meta(step)["data"])',
+        "self.assembly.batches.rewind()",
+        (f"{RESUME}a_run_that_stopped_at_a_checkpoint",),
+    ),
+    Edit(
+        "a resume held against settings.yml",
+        "argosy/checkpoint/run_directory.py",
+        "for step in reversed(self.steps()):",
+        "for step in ():",
+        (f"{RUNS}an_edited_settings_yml_is_held_against_the_checkpoint",),
+    ),
+    Edit(
+        "keep_best ignored",
+        "argosy/jobs/hooks.py",
+        "if most and math.isfinite(loss)",
+        "if False and math.isfinite(loss)",
+        (f"{RUNS}the_best_evaluation_is_saved_between_checkpoints",),
+    ),
+    Edit(
+        "of a list that a recipe extends, the first file alone",
+        "argosy/jobs/compose.py",
+        "for parent in parents if isinstance(parents, list)",
+        "for parent in parents[:1] if isinstance(parents, list)",
+        ("tests/jobs/test_compose.py::test_of_a_list_of_files_the_later_ones_win",),
+    ),
+    Edit(
+        "a hang-up kills the run",
+        "argosy/core/signals.py",
+        '("SIGINT", "SIGTERM", "SIGHUP")',
+        '("SIGINT", "SIGTERM")',
+        ("tests/core/test_signals.py::test_a_signal_ends_the_process_though_c_code_runs",),
     ),
 ]
 
@@ -165,6 +393,10 @@ def tried(tree: Path, edit: Edit) -> tuple[str, str]:
 
 
 def main(words: list[str]) -> int:
+    if words[:1] == ["--share"]:
+        first = int(words[1]) * SHARE % len(EDITS)
+        words = [str((first + i) % len(EDITS) + 1) for i in range(SHARE)]
+        print(f"edits {', '.join(words)} of {len(EDITS)}", flush=True)
     chosen = [EDITS[int(word) - 1] for word in words] or EDITS
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of_the_tree(Path(folder))
@@ -180,7 +412,7 @@ def main(words: list[str]) -> int:
             begin = time.monotonic()
             end, by = tried(tree, edit)
             survived += end != "caught"
-            print(f"{edit.what:34}{end:9} {time.monotonic() - begin:5.0f} s  {by}", flush=True)
+            print(f"{edit.what:54}{end:9} {time.monotonic() - begin:5.0f} s  {by}", flush=True)
     print(f"{len(chosen) - survived} of {len(chosen)} caught")
     return 1 if survived else 0
 

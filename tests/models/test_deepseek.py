@@ -40,7 +40,7 @@ from argosy.train.step import make_step
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 TOLERANCE = 2e-5
-FORMS = [True, False, None]
+FORMS = [True, *(pytest.param(form, marks=pytest.mark.slow) for form in (False, None))]
 
 
 def config_json(name: str) -> dict:
@@ -51,7 +51,7 @@ def config_json(name: str) -> dict:
 
 
 @pytest.fixture(
-    scope="module", params=["deepseek-2", pytest.param("deepseek-3", marks=pytest.mark.slow), "deepseek-3.2"]
+    scope="module", params=[*(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-2", "deepseek-3")), "deepseek-3.2"]
 )
 def latent(request):
     config = CASES[request.param]
@@ -170,6 +170,7 @@ def test_of_equals_the_first_are_picked():
     np.testing.assert_array_equal(np.asarray(largest(jnp.asarray(scores), 4)), expected)
 
 
+@pytest.mark.slow
 def test_an_index_that_picks_everything_changes_nothing():
     config = CASES["deepseek-3.2"]
     tokens = tokens_of(config)
@@ -182,7 +183,7 @@ def test_an_index_that_picks_everything_changes_nothing():
         assert (relative(got[:, 40], plain[:, 40]) < TOLERANCE) == same
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32-plain", "deepseek_v32-groups"])
+@pytest.mark.parametrize("name", ["deepseek_v32-plain", pytest.param("deepseek_v32-groups", marks=pytest.mark.slow)])
 def test_the_goldens_depend_on_what_is_picked(name: str, tmp_path: Path):
     """test_parity would pass on an index that is never asked, if nothing followed from it."""
     folder = write_model(GOLDENS / name, tmp_path / "model")
@@ -291,7 +292,7 @@ def further(tmp_path_factory) -> Path:
     return write_model(GOLDENS / "deepseek_v3-mtp", tmp_path_factory.mktemp("mtp") / "model")
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3-mtp", "deepseek_v32-groups"])
+@pytest.mark.parametrize("name", ["deepseek_v3-mtp", pytest.param("deepseek_v32-groups", marks=pytest.mark.slow)])
 def test_the_module_ahead_equals_the_reference(name: str, tmp_path: Path):
     """transformers' MtpModel: logits of the token after the next one."""
     model = argosy.load(write_model(GOLDENS / name, tmp_path / "model")).module

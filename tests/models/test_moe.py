@@ -19,6 +19,8 @@ from argosy.models.parts.moe import MoE, choose, with_capacity
 from argosy.models.parts.stack import Unroll, layer_addresses, to_layers
 from argosy.models.parts.weight import Moved, fill, merge, put, split, variables
 from argosy.models.settings import Experts
+from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.scope import scope
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.state import training_graph
 from argosy.train.step import model_for
@@ -139,6 +141,20 @@ def test_a_capacity_that_nobody_reaches_drops_nothing():
     y, said = run(moe, x, live)
     assert relative(y, oracle(moe, x, live)) < 1e-5
     assert (np.asarray(said["dropped"]) == 0).all()
+
+
+def test_biases_of_split_experts_count_once():
+    """Features over a tensor axis: the parts of the last product are summed, and its bias is not one of them."""
+    moe = made(HOWS["softmax"], bias=True)
+    graph, weights = split(moe)
+    x, live = inputs(B=2)
+
+    def run(weights):
+        return merge(graph, weights)(jnp.asarray(x), jnp.asarray(live))[0]
+
+    alone = run(weights)
+    with scope(MeshSettings(data=2, fsdp=1, tensor=2).build(jax.devices()[:4])):
+        assert relative(jax.jit(run)(weights), alone) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid, on what is read"])
@@ -295,7 +311,7 @@ def test_gpt_oss_has_an_activation_of_its_own():
         GptOssConfig(**sizes, moe=Experts(count=4, active=2, ffn=20, score="softmax_chosen"), activation="relu")
 
 
-@pytest.mark.parametrize("name", ["deepseek-3", "deepseek-3.2"])
+@pytest.mark.parametrize("name", [pytest.param("deepseek-3", marks=pytest.mark.slow), "deepseek-3.2"])
 def test_the_bias_of_a_choice_stays_float32(name, tmp_path):
     """Rounded to bfloat16, a bias of eight with small differences would choose other experts."""
     model = CASES[name].build(Unroll())

@@ -29,6 +29,12 @@ CONFIGS = {
 KINDS = {kind for family in FAMILIES.values() if not family.causal for kind in family.hub_types}
 ENCODERS = [name for name, config in CONFIGS.items() if config["model_type"] in KINDS]  # tests/models/test_encoders.py
 NAMES = [name for name in CONFIGS if name not in ENCODERS]
+# By default one golden of each family, the one with most of its options; the others with the longer proofs. What sets the
+# others apart shows in their logits.
+DEFAULT = {
+    "llama-llama3-mlp-bias-tied", "llama4-interleaved", "qwen3-moe-mixed", "mixtral-window", "gemma3-plain", "olmo3-yarn",
+    "phi3-long", "gpt-oss-yarn", "deepseek_v32-plain", "qwen3-next-mixed", "gpt2-untied",
+}  # fmt: skip
 PROMPT = 11  # tokens of a golden's greedy row that are given
 RANDOM, TRAINED = 2e-5, 1e-4
 STORIES = "models/stories260k"
@@ -54,7 +60,7 @@ def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 # ---------------------------------------------------------------- small random models
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[Path, argosy.LM, dict[str, np.ndarray]]:
     """A golden's model as a folder, what we make of it, and what the reference says."""
     folder = write_model(GOLDENS / request.param, tmp_path_factory.mktemp("golden") / request.param)
@@ -62,6 +68,20 @@ def case(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[Path, argosy
     context = 50 if request.param == "phi3-short" else None
     return folder, argosy.load(folder, context=context), dict(np.load(GOLDENS / request.param / "golden.npz"))
 
+
+LONG = ("qwen3-next-plain", "qwen3-next-deep", "llama4-plain", "llama4-untempered")  # recurrent ones also in test_float64.py
+each_golden = pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in NAMES],
+    indirect=True,
+    scope="module",
+)
+one_of_each_family = pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in NAMES],
+    indirect=True,
+    scope="module",
+)
 
 OPTIONS = ["tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"]
 # Read, but no class of transformers: Kimi K2's config.json is DeepSeek-V3's, Gemma 3's and Llama 4's hold their text model's.
@@ -98,17 +118,26 @@ def test_every_golden_has_its_row_in_the_table():
     assert [name for name in CONFIGS if name not in measured] == []
 
 
+def test_every_family_has_a_golden_that_runs_by_default():
+    assert set(NAMES) >= DEFAULT
+    of = {kind: family for family, config in FAMILIES.items() for kind in config.hub_types}
+    assert {of[CONFIGS[name]["model_type"]] for name in DEFAULT} == {f for f, c in FAMILIES.items() if c.causal}
+
+
+@each_golden
 def test_logits_equal_the_reference(case):
     _, lm, golden = case
     assert relative(lm.logits(golden["tokens"]), golden["logits"]) < RANDOM
 
 
+@one_of_each_family
 def test_greedy_text_equals_the_reference(case):
     _, lm, golden = case
     row = golden["greedy"].tolist()
     assert greedy(lm, [row[:PROMPT]], len(row) - PROMPT) == [row[PROMPT:]]
 
 
+@one_of_each_family
 def test_folder_to_argosy_to_folder_is_exact(case, tmp_path: Path):
     folder, lm, _ = case
     convert(str(folder), tmp_path / "argosy", "argosy", None)

@@ -110,7 +110,7 @@ def matrices(address, array):
 
 
 def test_muon_sees_the_true_matrix_of_each_layer_and_expert():
-    start, grads, after = two_steps(Muon(learning_rate=RATE, adam_learning_rate=0.01, weight_decay=0.0, momentum=0.9, clip=None))
+    start, grads, after = two_steps(Muon(learning_rate=RATE, adam_learning_rate=0.01, weight_decay=0.3, momentum=0.9, clip=None))
     for a in ("layers.block.attn.q.w", "layers.block.attn.o.w", "layers.block.moe.up.w"):
         pieces, join = matrices(a, start[a].astype(np.float64))
         gs = [matrices(a, g[a].astype(np.float64))[0] for g in grads]
@@ -120,18 +120,18 @@ def test_muon_sees_the_true_matrix_of_each_layer_and_expert():
             for t, g in enumerate((gs[0][i], gs[1][i]), 1):
                 m = 0.9 * m + 0.1 * g
                 nesterov = 0.9 * m / (1 - 0.9 ** (t + 1)) + 0.1 * g / (1 - 0.9**t)
-                w = w - RATE * max(1, w.shape[1] / w.shape[0]) ** 0.5 * newton_schulz(nesterov)
+                w = w - RATE * (max(1, w.shape[1] / w.shape[0]) ** 0.5 * newton_schulz(nesterov) + 0.3 * w)
             new.append(w)
         assert relative(after[a], join(new)) < 1e-4, a
 
 
 def test_muon_leaves_words_norms_and_biases_to_adam():
-    start, grads, after = two_steps(Muon(learning_rate=RATE, adam_learning_rate=0.01, weight_decay=0.0, clip=None))
+    start, grads, after = two_steps(Muon(learning_rate=RATE, adam_learning_rate=0.01, weight_decay=0.3, clip=None))
     for a in ("embed.w", "layers.block.norm.scale", "layers.block.attn.q.b"):
         w, m, v = start[a].astype(np.float64), 0, 0
         for t, g in enumerate((grads[0][a], grads[1][a]), 1):
             m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
-            w = w - 0.01 * m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)
+            w = w - 0.01 * (m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8) + decay(a, 0.3) * w)
         assert relative(after[a], w) < 1e-5, a
 
 
@@ -168,3 +168,9 @@ def test_every_optimizer_descends(name):
         params, state = step(params, state)
     assert float(loss(params)) < 0.97 * first
     assert all((np.asarray(params[a]) != 0).any() for a in params), "a weight that never moved"
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0])
+def test_a_rate_is_a_positive_number(value):
+    with pytest.raises(ValueError, match="learning_rate"):
+        AdamW(learning_rate=value)

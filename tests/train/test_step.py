@@ -1,5 +1,7 @@
 """The update: accumulation, precision and meshes change no number but by rounding; frozen weights do not move."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from laws.families import CASES, built
 from train.test_next_token import batch_of
 
 from argosy.adapt.surgery import freeze
+from argosy.data.batch import Field
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, logical
 from argosy.parallel.mesh import MeshSettings
@@ -19,7 +22,7 @@ from argosy.train.objectives.next_token import NextToken
 from argosy.train.optim import SGD, AdamW, Muon
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, named, trained, unnamed
-from argosy.train.step import make_step
+from argosy.train.step import in_parts, make_step
 
 
 def prepared(optimizer=None, run=None, freeze_what=None, **how):
@@ -53,6 +56,20 @@ def test_accumulation_changes_nothing():
     assert relative(told_pieces["grad_norm"], told["grad_norm"]) < 1e-5
     for a, step_taken in moved(whole, state).items():
         assert relative(moved(pieces, state)[a], step_taken) < 2e-2, a  # Adam's first step is a sign
+
+
+def test_accumulation_splits_no_group():
+    """Rows 0 and 1 are a pair: a part holds both or neither."""
+
+    class Pairs(NextToken):
+        rows_per_group: ClassVar[int] = 2
+
+        def reads(self):
+            return {"margin": Field("B", np.float32, "group")}
+
+    parts = in_parts({"tokens": jnp.arange(8)[:, None], "margin": jnp.arange(4)}, 2, Pairs())
+    assert parts["tokens"][..., 0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert parts["margin"].tolist() == [[0, 2], [1, 3]]
 
 
 def test_bfloat16_stays_near_and_weights_stay_float32():
