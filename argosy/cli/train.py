@@ -7,7 +7,7 @@ import typer
 from argosy.cli.output import answer, as_typed, say
 from argosy.core.signals import before_leaving
 from argosy.jobs import machine
-from argosy.jobs.compose import about, compose, recipes, run_folder
+from argosy.jobs.compose import about, compose, recipes
 
 RECIPES = "\n".join(f"  {name:12}{about(name)}" for name in recipes())
 HELP = f"""Trains by a recipe, or resumes: the run directory (dir=, else runs/RECIPE) continues from its last good checkpoint.
@@ -37,11 +37,13 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
     from argosy.jobs.run import Run
-
-    run = compose(Run, recipe, words or []).value  # a mistake is answered before jax is imported, which takes seconds
-    say(f"training {recipe} for {run.steps:,} steps in {run.dir or run_folder(recipe)}; loading jax ...")
-    machine.start_jax()
+    from argosy.jobs.train import directory_of
     from argosy.jobs.train import train as job
+
+    reading = compose(Run, recipe, words or [])  # a mistake is answered before jax is imported, which takes seconds
+    where = directory_of(reading, recipe)
+    say(f"training {recipe} for {reading.value.steps:,} steps in {where}; loading jax ...")
+    machine.start_jax()
     from argosy.observe.terminal import Terminal
 
     stopped = "stopped; the same command continues from the last checkpoint, if there is one"
