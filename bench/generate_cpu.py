@@ -10,6 +10,7 @@ CPU time of the process, since the machines that this was written on are shared.
 
 import sys
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ def sampler() -> None:
         for how in SETTINGS.values():
             settings, need = table([how] * 4), Need.of([how])
             step = jax.jit(lambda x, s, k, need=need: choose(x, s, k, need))
-            row.append(1e3 * best(lambda step=step, s=settings: jax.block_until_ready(step(logits, s, keys)), 6))
+            call = partial(step, logits, settings, keys)
+            row.append(1e3 * best(lambda call=call: jax.block_until_ready(call()), 6))
         print(f"| {V:,} | " + " | ".join(f"{ms:.1f}" for ms in row) + " |", flush=True)
 
 
