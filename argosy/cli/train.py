@@ -37,10 +37,11 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
     from argosy.jobs.run import Run
+
+    reading = compose(Run, recipe, words or [])  # a mistake is answered before jax is imported, which takes seconds
     from argosy.jobs.train import directory_of
     from argosy.jobs.train import train as job
 
-    reading = compose(Run, recipe, words or [])  # a mistake is answered before jax is imported, which takes seconds
     where = directory_of(reading, recipe)
     say(f"training {recipe} for {reading.value.steps:,} steps in {where}; loading jax ...")
     machine.start_jax()

@@ -78,7 +78,6 @@ ELSEWHERE: dict[str, str] = {
     "zero_stage": _DEEPSPEED,
     "ddp": "mesh.data copies the weights to every device, as DDP does; the default, mesh.fsdp, splits them",
     "data_parallel": "mesh.data copies the weights to every device; mesh.fsdp splits them",
-    "attn_implementation": _ATTENTION,
     "attention": _ATTENTION,
     "flash_attention": _ATTENTION,
     "weight_dtype": "weights and optimizer state are float32; precision is the type of the activations",

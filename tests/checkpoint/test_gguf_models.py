@@ -59,7 +59,8 @@ def gguf_of(name: str, folder: Path, **how: Any) -> Path:
 @pytest.mark.parametrize("name", LOGITS)
 def test_logits_equal_the_reference(name: str, tmp_path: Path):
     golden = np.load(GOLDENS / name / "golden.npz")
-    lm = argosy.load(gguf_of(name, tmp_path))
+    # The reference takes LongRoPE's short table for a sequence within the original context, 50 tokens here.
+    lm = argosy.load(gguf_of(name, tmp_path), context=50 if name == "phi3-short" else None)
     assert relative(lm.logits(golden["tokens"]), golden["logits"]) < NEAR
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from helpers import shared
-from test_encode import CHAT
+from test_encoder import CHAT
 
 from argosy.core.settings import read_settings, words_layer
 from argosy.data.chat_mask import encode_with_mask

@@ -16,7 +16,8 @@ from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, merge, split
 from argosy.models.settings import Experts
 from argosy.observe.flops import contraction_flops
-from argosy.train.objectives.next_token import NextToken
+from argosy.train.objectives.next_token import losses as losses_of
+from argosy.train.settings import NextToken
 from argosy.train.state import trained
 
 ROWS, LENGTH = 4, 512
@@ -101,7 +102,7 @@ def test_bfloat16_losses_agree_between_all_heads(case):
         model = merge(graph, weights)
         model.dtype = jnp.bfloat16
         x, _, _ = model.hidden(batch["tokens"], Packed(batch["segments"]))
-        return {h: NextToken(head=h, chunk=5).losses(model, x, batch["targets"])[0] for h in ("logits", "blocks", "chunks")}
+        return {h: losses_of(NextToken(head=h, chunk=5), model, x, batch["targets"])[0] for h in ("logits", "blocks", "chunks")}
 
     found = {head: np.asarray(nll) for head, nll in losses(weights).items()}
     assert all(nll.dtype == np.float32 for nll in found.values())
