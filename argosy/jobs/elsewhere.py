@@ -14,7 +14,7 @@ _PROFILE = "profiling a run is not built yet; metrics.jsonl and report.html say 
 _HUB = "nothing is uploaded: `argosy convert RUN FOLDER` writes a Hub folder"
 _LOADERS = "data is read ahead by threads: data.prefetch is how many batches"
 _COMPILED = "every step is compiled, and compiled programs are kept between runs"
-_ATTENTION = "attention is chosen by the device it runs on"
+_ATTENTION = "attention is chosen by the device it runs on; `execution.attention` names another"
 _DEEPSPEED = "mesh.fsdp splits weights and optimizer state over devices, as ZeRO stage 3 does"
 
 ELSEWHERE: dict[str, str] = {
