@@ -202,8 +202,10 @@ def drawn(logits: Float[Array, "B V"], settings: dict[str, Array], keys: Any) ->
 
 def likeliest(logits: Float[Array, "B V"]) -> tuple[Float[Array, "B C"], Int[Array, "B C"]]:
     """The largest logits of each row, descending, and their tokens."""
+    top, ids = jax.lax.top_k(logits, min(CANDIDATES, logits.shape[-1]))
     # The barrier keeps values and tokens together: where a use needs one of them, XLA:CPU makes a sort of the vocabulary of it.
-    top, ids = jax.lax.optimization_barrier(jax.lax.top_k(logits, min(CANDIDATES, logits.shape[-1])))
+    # A third operand, because XLA drops a tuple of exactly the two, and then dies of a top-k whose user is a barrier.
+    top, ids, _ = jax.lax.optimization_barrier((top, ids, logits[:, :1]))
     return top, ids
 
 

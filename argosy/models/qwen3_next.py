@@ -162,6 +162,8 @@ class Qwen3NextConfig(DecoderConfig):
         return parts.Decoder(self, plan, block, norm(), run)
 
     def mixing_flops(self, tokens: int) -> int:
+        from argosy.ops import delta
+
         recurrent = self.spans.count("R")
         sizes = {letter: size for letter, size in self.delta.dims.items() if letter != "W"}
         attention = 4 * tokens * tokens * self.heads * self.H * (self.layers - recurrent)
