@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-Losses = tuple[Float[Array, "rows"], Float[Array, "rows"]]
+Losses = tuple[Float[Array, "R"], Float[Array, "R"]]
 BLOCKS = 8  # of the vocabulary; 25 were no faster
 
 
-def from_logits(logits: Float[Array, "rows V"], targets: Int[Array, "rows"]) -> Losses:
+def from_logits(logits: Float[Array, "R V"], targets: Int[Array, "R"]) -> Losses:
     """-log p(target), log sum exp(logits), float32."""
     logits = logits.astype(jnp.float32)
     lse = jax.nn.logsumexp(logits, -1)
@@ -29,9 +29,9 @@ def from_logits(logits: Float[Array, "rows V"], targets: Int[Array, "rows"]) -> 
 
 
 def row_chunks(
-    head: Callable[[Float[Array, "rows D"]], Float[Array, "rows V"]],
-    x: Float[Array, "rows D"],
-    targets: Int[Array, "rows"],
+    head: Callable[[Float[Array, "R D"]], Float[Array, "R V"]],
+    x: Float[Array, "R D"],
+    targets: Int[Array, "R"],
     rows: int,
 ) -> Losses:
     """At most `rows` rows of logits exist at once. A chunk takes every n-th row, so that each device has its share of it."""
@@ -46,7 +46,7 @@ def row_chunks(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def vocabulary_blocks(
-    x: Float[Array, "rows D"], w: Float[Array, "..."], targets: Int[Array, "rows"], order: str
+    x: Float[Array, "R D"], w: Float[Array, "..."], targets: Int[Array, "R"], order: str
 ) -> Losses:
     """The head and its loss. `order` says how w lies: "VD" (a tied embedding) or "DV"."""
     return _forward(x, w, targets, order)[0]
@@ -68,7 +68,7 @@ def _times(a: Array, w: Array, order: str, letter: str) -> Array:
     return jax.lax.dot_general(a, w, axes, preferred_element_type=jnp.float32)
 
 
-def _columns(w: Array, targets: Array, order: str) -> Float[Array, "rows D"]:
+def _columns(w: Array, targets: Array, order: str) -> Float[Array, "R D"]:
     return w[targets] if order == "VD" else w[:, targets].T
 
 
