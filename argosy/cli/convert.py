@@ -76,11 +76,9 @@ def convert(
             progress=progress,
         )
     text = f"{target}: {told['tensors']} tensors, {told['parameters']:,} parameters, {how.to} format\n"
-    rate = (told["bytes"] - told["kept_bytes"]) / 1e9 / max(told["seconds"], 1e-9)
-    kept = f", {told['kept_bytes'] / 1e9:.2f} GB of them kept from before" if told["kept_bytes"] else ""
-    text += (
-        f"{told['bytes'] / 1e9:.2f} GB in {lasted(told['seconds'])}{kept}, {rate:.2f} GB/s; {memory(told['memory'])}"
-    )
+    rate = (told["bytes"] - told["kept_bytes"]) / max(told["seconds"], 1e-9)
+    kept = f", {_size(told['kept_bytes'])} of them kept from before" if told["kept_bytes"] else ""
+    text += f"{_size(told['bytes'])} in {lasted(told['seconds'])}{kept}, {_size(rate)}/s; {memory(told['memory'])}"
     answer(text, told, as_json)
 
 
@@ -105,8 +103,10 @@ def memory(told: dict[str, Any]) -> str:
     return f"peak memory {peak}, bound {bound} = 2 x largest tensor (`{told['largest']}`) + 500 MB"
 
 
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.0f} MB"
+def _size(n_bytes: float) -> str:
+    if n_bytes >= 1e9:
+        return f"{n_bytes / 1e9:.2f} GB"
+    return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e7 else f"{n_bytes / 1e3:.0f} kB"
 
 
 def compared_text(told: dict[str, Any]) -> str:
@@ -147,7 +147,7 @@ class Progress:
         if not self.new:
             self.start = now  # what went before was looking
             if kept and not new:
-                self.say(f"resuming: {kept / 1e9:.2f} of {all / 1e9:.2f} GB are there already, and good")
+                self.say(f"resuming: {_size(kept)} of {_size(all)} are there already, and good")
         self.new += new
         if now - self.shown >= (REDRAW_S if self.is_live else TELL_S):
             self.shown = now
@@ -158,7 +158,7 @@ class Progress:
         at = kept + self.new
         rate = self.new / max(seconds, 1e-9)
         left = lasted((all - at) / rate) if rate else "?"
-        return f"{at / 1e9:.2f} of {all / 1e9:.2f} GB {self.done}, {at / max(all, 1):.0%}, {rate / 1e9:.2f} GB/s, {left} left"
+        return f"{_size(at)} of {_size(all)} {self.done}, {at / max(all, 1):.0%}, {_size(rate)}/s, {left} left"
 
     def say(self, text: str) -> None:
         """Words of their own, above the line."""

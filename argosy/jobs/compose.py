@@ -117,6 +117,10 @@ def key_meant(key: str) -> str:
 # ---- models at rest among the layers
 
 
+class Folder(Layer):
+    """What a model at rest brings: architecture, tokenizer and weights."""
+
+
 def with_folders(layers: list[Layer]) -> list[Layer]:
     """The layers, where `model=FOLDER` (a Hub folder, .gguf file, run directory or checkpoint) brings its architecture, weights
     and tokenizer, and `init.weights=FOLDER` its architecture and tokenizer. What the same or a later layer says of the model
@@ -133,7 +137,7 @@ def with_folders(layers: list[Layer]) -> list[Layer]:
         if folder is None or (isinstance(model, dict) and "family" in model):
             out.append(layer)
             continue
-        out = [_without_model(older) for older in out]
+        out = _overruled(out)
         out.append(_of_folder(folder, brings_weights=folder == named))
         if folder == named:
             rest = {key: value for key, value in layer.values["model"].items() if key != "preset"}
@@ -156,7 +160,7 @@ def _of_folder(folder: str, brings_weights: bool) -> Layer:
         values["init"] = {"weights": folder}
     if find_tokenizer(Path(folder)) is not None:
         values["data"] = {"tokenizer": folder}
-    return Layer(folder, values)
+    return Folder(folder, values)
 
 
 # ---- presets among the layers
@@ -176,8 +180,7 @@ def with_preset(layers: list[Layer], configs: Path = CONFIGS, families: Iterable
             raise _a_family(str(preset), configs, f"set by {where}") from None
         raise
     beneath = [layer.under("model") for layer in found]
-    older = [_without_model(layer) for layer in layers[:naming]]
-    return [*older, *beneath, *layers[naming:]]
+    return [*_overruled(layers[:naming]), *beneath, *layers[naming:]]
 
 
 def _families(schema: type[Settings]) -> Iterable[str]:
@@ -219,8 +222,10 @@ def _preset_of(layer: Layer) -> str | None:
     return None if preset is None else layer.text("model.preset") or str(preset)
 
 
-def _without_model(layer: Layer) -> Layer:
-    return replace(layer, values={key: value for key, value in layer.values.items() if key != "model"})
+def _overruled(layers: list[Layer]) -> list[Layer]:
+    """Layers under one that names another model: what they say of theirs is dropped, and folders with all that they bring."""
+    kept = [layer for layer in layers if not isinstance(layer, Folder)]
+    return [replace(layer, values={k: v for k, v in layer.values.items() if k != "model"}) for layer in kept]
 
 
 # ---- files

@@ -16,7 +16,9 @@ from argosy.checkpoint.store import STATE, load_item
 from argosy.checkpoint.stored import open_model
 from argosy.core.errors import BadInput, Damaged, UserError
 from argosy.core.storage import Store
+from argosy.jobs.compose import compose
 from argosy.jobs.initial import relaid
+from argosy.jobs.run import Run
 from argosy.models.parts.stack import Scan, Unroll, from_layers, to_layers
 from argosy.models.parts.weight import split
 from argosy.observe.metrics import by_step, read
@@ -89,6 +91,16 @@ def test_a_folder_brings_its_sizes(source: Path, first: float, tmp_path: Path, h
     assert open_model(run).config.width == 16
     shutil.rmtree(folder) if kind == "hub" else None
     assert argosy.fit(str(run), "steps=2").step == 2, "a run that has begun needs the folder no more"
+
+
+def test_a_preset_named_after_a_folder_keeps_nothing_of_the_folder(source: Path, tmp_path: Path):
+    recipe = tmp_path / "mine.yml"
+    recipe.write_text(f"extends: tiny\nmodel: {source}\ndata:\n  sequence: 16\n")
+    assert compose(Run, recipe, []).value.init.weights == str(source)
+    plain, named = (compose(Run, r, ["model=llama3.2-1b", "data.sequence=16"]).value for r in ("tiny", recipe))
+    assert named.init.weights is None
+    assert named.data.tokenizer == plain.data.tokenizer
+    assert named.model == plain.model
 
 
 def test_what_is_said_of_the_model_beside_a_folder_counts(source: Path, tmp_path: Path):
