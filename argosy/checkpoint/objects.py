@@ -4,12 +4,15 @@ A step is made in a local scratch folder and copied file by file. Its manifest i
 a manifest exactly while it is whole. It costs scratch space for one checkpoint; nothing but these functions knows.
 """
 
+import atexit
 import shutil
 import tempfile
 import weakref
 from pathlib import Path
 
 from argosy.checkpoint import manifest
+from argosy.checkpoint.run_directory import CHECKPOINTS, TOKENIZER, RunDirectory
+from argosy.core.errors import BadInput
 from argosy.core.storage import Store
 
 DAMAGED = "manifest.damaged.json"  # a step set aside: its manifest under another name
@@ -34,11 +37,41 @@ class Fetched:
         return folder
 
 
+def fetch_model(address: str) -> Path:
+    """A local copy of a model kept elsewhere, a folder until the process ends: of a run its newest good checkpoint and its
+    tokenizer, of anything else all files.
+
+    Raises:
+        BadInput: there is nothing, or a run that has not saved.
+        Damaged: a run none of whose checkpoints is good.
+    """
+    run = RunDirectory(address)
+    if not run.store.list():
+        raise BadInput(f"nothing at {address}", hint="the address of a Hub folder, a run directory or a checkpoint")
+    scratch = Path(tempfile.mkdtemp(prefix="argosy-"))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    if not run.store.is_directory(CHECKPOINTS):
+        return copied(run.store, scratch / "model")
+    step = run.checkpoints.latest_good()
+    if step is None:
+        raise BadInput(f"{address} has no checkpoint yet", hint="the run has not saved; wait, or train it further")
+    if run.store.is_directory(TOKENIZER):
+        copied(run.store.child(TOKENIZER), scratch / TOKENIZER)
+    return Path(shutil.move(run.checkpoints.path(step), scratch / CHECKPOINTS / str(step)))
+
+
+def copied(store: Store, folder: Path) -> Path:
+    """The folder, with all files of the store in it."""
+    for file in files_under(store, ""):
+        store.get_file(file, folder / file)
+    return folder
+
+
 def files_under(store: Store, name: str) -> list[str]:
     """Every file of a directory, by its name relative to it."""
     files: list[str] = []
     for entry in store.list(name):
-        inside = f"{name}/{entry}"
+        inside = f"{name}/{entry}" if name else entry
         files += [f"{entry}/{file}" for file in files_under(store, inside)] if store.is_directory(inside) else [entry]
     return files
 

@@ -57,6 +57,11 @@ class RunDirectory:
         return self.store.root
 
     @property
+    def place(self) -> Path | str:
+        """The folder on this machine, or the address elsewhere."""
+        return self.path if self.store.is_local else self.store.root
+
+    @property
     def path(self) -> Path:
         """The folder on this machine.
 

@@ -57,6 +57,11 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
         BadInput: nothing is there, or it is no model.
         Damaged: its files are not what was written.
     """
+    path = str(path).removeprefix("file://")
+    if "://" in path:
+        from argosy.checkpoint.objects import fetch_model
+
+        path = fetch_model(path)
     path = Path(path)
     if path.is_file() and path.suffix == ".gguf":
         from argosy.checkpoint.gguf import open_gguf

@@ -1,5 +1,6 @@
 """`argosy train RECIPE [key=value ...]`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -51,9 +52,8 @@ def train(
     with before_leaving(lambda: say(stopped)), Terminal() as view:
         outcome = job(recipe, words or [], view)
     if outcome.done and outcome.seconds:
-        say(
-            f"{outcome.dir}: step {outcome.step}. Next: argosy generate {outcome.dir}, or open {outcome.dir}/report.html"
-        )
+        shown = f", or open {outcome.dir}/report.html" if isinstance(outcome.dir, Path) else ""
+        say(f"{outcome.dir}: step {outcome.step}. Next: argosy generate {outcome.dir}{shown}")
     if outcome.exit_code:
         kept = (
             f"checkpoint {outcome.saved} is saved, and the same command resumes"

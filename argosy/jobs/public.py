@@ -28,8 +28,8 @@ def load(
     in place of the two in the middle.
 
     Args:
-        model: a Hub folder, a .gguf file, a run directory (its last good checkpoint), one checkpoint step; or, with `random`,
-            the name of a preset.
+        model: a Hub folder, a .gguf file, a run directory (its last good checkpoint), one checkpoint step, or the address of one
+            (`gs://bucket/runs/tiny`), which is copied into a temporary folder; with `random`, the name of a preset.
         random: the seed of random weights for a preset.
         dtype: what weights are kept and activations computed in; float32 on CPUs, bfloat16 elsewhere, unless told.
         context: the longest sequence it will see, in tokens, where that is less than the model's own context; decides between the
@@ -46,7 +46,7 @@ def load(
     if random is not None:
         _say(f"{model}: random weights from seed {random}")
         return loading.random(preset_config(str(model)), random, dtype=dtype)
-    if not Path(model).exists():
+    if "://" not in str(model) and not Path(model).exists():
         from argosy.checkpoint.load import no_weights
 
         raise no_weights(str(model), presets())

@@ -49,6 +49,7 @@ def find(root: str | Path = "runs") -> list[Path]:
     Raises:
         BadInput: there is no such folder.
     """
+    _is_here(root)
     root = Path(root)
     if not root.is_dir():
         hint = "`argosy train RECIPE` makes runs/RECIPE; `argosy runs FOLDER` looks elsewhere"
@@ -121,12 +122,18 @@ def compare(paths: Sequence[str | Path]) -> dict[str, Any]:
 # ---------------------------------------------------------------- files
 
 
+def _is_here(path: str | Path) -> None:
+    if "://" in str(path):
+        raise BadInput(f"{path} is not on this machine", hint="copy it into a folder first, such as runs/copy")
+
+
 def require(path: str | Path) -> Path:
     """The path of a run directory.
 
     Raises:
         BadInput: it is none.
     """
+    _is_here(path)
     path, hint = Path(path), "`argosy runs` lists those under runs/"
     if not path.is_dir():
         raise BadInput(f"no run at {path}", hint=hint)

@@ -35,11 +35,12 @@ __all__ = ["Outcome", "Quiet", "View", "run", "train"]
 class Outcome:
     """What became of a run.
 
-    step: updates made. saved: the newest checkpoint, None where there is none. exit_code: 0 done, else 128 + the signal that
-    stopped it. last: numbers of the last logged step. seconds: wall time by cause; empty where nothing was left to do.
+    dir: a folder of this machine, or the address of one elsewhere (`gs://bucket/run`). step: updates made. saved: the newest
+    checkpoint, None where there is none. exit_code: 0 done, else 128 + the signal that stopped it. last: numbers of the last
+    logged step. seconds: wall time by cause; empty where nothing was left to do.
     """
 
-    dir: Path
+    dir: Path | str
     step: int
     steps: int
     exit_code: int
@@ -125,7 +126,7 @@ def _locked(
         if good is not None and good >= settings.steps:
             log.say(f"{directory} is done: {good} steps of {settings.steps}")
             last = last_numbers(directory)
-            return Outcome(Path(str(directory)), good, settings.steps, 0, last, {}, good)
+            return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
         kept = directory.with_provenance(reading)
         training = Training.begin(kept, directory, meta, log, clock, command, assembly)
         state = training.fresh() if good is None else training.restored(good)
@@ -280,7 +281,7 @@ class Training:
         if step < settings.steps and not stop.code:
             self.view.say(f"the data ended at step {step} of {settings.steps} (data.epochs)")
         metrics.write({"step": step, "seconds": self.clock.shares()})
-        outcome = Outcome(Path(str(self.directory)), step, settings.steps, stop.code, last, self.clock.shares(), saved)
+        outcome = Outcome(self.directory.place, step, settings.steps, stop.code, last, self.clock.shares(), saved)
         self.view.end(ending(outcome))
         return outcome
 

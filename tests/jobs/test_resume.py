@@ -14,9 +14,12 @@ from campaign_kill import SMALL
 
 import argosy
 from argosy.checkpoint.store import Checkpoints, load_weights
+from argosy.checkpoint.stored import open_model
+from argosy.core.errors import BadInput
 from argosy.core.signals import asked_to_stop
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest
+from argosy.jobs.report import report
 from argosy.jobs.train import Quiet, train
 from argosy.observe.metrics import by_step, read
 
@@ -125,13 +128,22 @@ def test_a_run_in_an_object_store_resumes_bit_for_bit(alone: Path, tmp_path: Pat
     run = f"memory://{tmp_path.name}/run"
     argosy.fit("tiny", *WORDS, f"dir={run}", "steps=8", view=Quiet())
     heard = Signalled(0, 0)
-    argosy.fit("tiny", *WORDS, f"dir={run}", f"steps={STEPS}", view=heard)
+    outcome = argosy.fit("tiny", *WORDS, f"dir={run}", f"steps={STEPS}", view=heard)
     assert "resuming from step 8" in heard.words
     assert by_step(read(Store(run)), "loss") == by_step(read(Store(alone)), "loss")
     fetched = Checkpoints(Store(f"{run}/checkpoints"))
     theirs = load_weights(alone / "checkpoints" / str(STEPS))
     assert all(np.array_equal(a, theirs[name]) for name, a in load_weights(fetched.path(STEPS)).items())
     assert {"settings.yml", "log.txt", "metrics.jsonl"} <= set(Store(run).list())
+
+    assert outcome.dir == run
+    here, there = argosy.load(alone), argosy.load(outcome.dir)
+    assert np.array_equal(here.logits([1, 2, 3]), there.logits([1, 2, 3]))
+    assert open_model(f"file://{alone}").path.is_relative_to(alone), "a folder of this machine is read where it lies"
+    with pytest.raises(BadInput, match="nothing at"):
+        argosy.load(f"{run}/none")
+    with pytest.raises(BadInput, match="not on this machine"):
+        report(run)
 
 
 def test_data_goes_on_where_it_was(tmp_path: Path):
