@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from argosy.infer.progress import Say, telling
+from argosy.core.progress import Say, telling
 from argosy.infer.sample import Need, Sampling, choose, table
 from argosy.models.parts.attend import Contiguous, Packed
 from argosy.models.parts.cache import Caches, Specs, contiguous, paged

@@ -10,8 +10,8 @@ from typing import Any
 
 from flax import nnx
 
+from argosy.core.progress import Say
 from argosy.infer.decode import Decoder
-from argosy.infer.progress import Say
 
 
 class Held:

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from argosy.core.errors import BadInput
+from argosy.core.progress import Say
 from argosy.infer.decode import Decoder, bucket, decode_rows, room_for
 from argosy.infer.held import Held
-from argosy.infer.progress import Say
 from argosy.infer.sample import Sampling, Seed, streams, words_of
 
 Prompt = str | Sequence[int]

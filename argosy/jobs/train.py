@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from argosy.checkpoint.run_directory import GENERATION, RunDirectory, is_run
 from argosy.core.errors import BadInput
+from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.signals import asked_to_stop
 from argosy.jobs.compose import compose
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from argosy.jobs.assemble import Assembly
 
 STOPPING = "stopping after this step, then saving; once more stops at once, without saving"
+
+DATA = "reading the data ..."  # said where it takes longer than a second
 
 __all__ = ["Outcome", "Quiet", "View", "run", "train"]
 
@@ -97,7 +100,8 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
         from argosy.jobs.assemble import Decided, assemble
         from argosy.jobs.initial import check_source
 
-        assembly = assemble(settings, Decided.here(settings))  # every mistake before the first file
+        with telling(view.say, DATA):
+            assembly = assemble(settings, Decided.here(settings))  # every mistake before the first file
         check_source(settings)
     try:
         with directory.store.lock():
@@ -173,7 +177,8 @@ class Training:
         decided = Decided.here(settings) if meta is None else Decided(**meta["decided"])
         hub = dict(meta.get("hub") or {}) if meta else {}
         if assembly is None or assembly.decided != decided:
-            assembly = assemble(settings, decided)
+            with telling(view.say, DATA):
+                assembly = assemble(settings, decided)
         training = cls(reading, assembly, directory, view, clock, command, hub)
         if meta is not None:
             training.say_what_changed(meta)
@@ -198,7 +203,8 @@ class Training:
             from argosy.jobs.initial import state_from
 
             return state_from(self.assembly, init.state, self.view.say)
-        return self.assembly.start()
+        with telling(self.view.say, "drawing the weights ..."):
+            return self.assembly.start()
 
     def restored(self, step: int) -> Any:
         """The state of a checkpoint, on this run's devices."""
@@ -252,7 +258,7 @@ class Training:
         try:
             header = self.header()
             self.view.header(header)
-            with self.clock("compile"):
+            with self.clock("compile"), telling(self.view.say, "compiling the training step ..."):
                 update = a.compile()
                 need = compiled_need(a, update)
                 need.check()

@@ -319,7 +319,8 @@ def test_the_log_holds_command_versions_steps_and_ending(finished: Path):
     assert header["vocab"] == 64
 
 
-def test_a_sample_is_shown_with_its_prompt(tmp_path: Path):
+def test_a_sample_is_shown_with_its_prompt_and_what_takes_long_is_said(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr("argosy.core.progress.PATIENCE", 0)
     words = [w for w in WORDS if not w.startswith(("model.vocab", "data.source"))]
     text = tmp_path / "text.txt"
     text.write_text("def f(): pass\n" * 400)
@@ -330,6 +331,8 @@ def test_a_sample_is_shown_with_its_prompt(tmp_path: Path):
     assert line["prompt"] == "def "
     assert "prompt: def " in (run / "log.txt").read_text()
     assert "def " in (run / "report.html").read_text()
+    said = capsys.readouterr().err
+    assert all(f"{what} ..." in said for what in ("reading the data", "drawing the weights", "compiling the training step"))
 
 
 def steps_of(run: Path) -> list[int]:
