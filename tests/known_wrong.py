@@ -323,7 +323,7 @@ EDITS = [
         "argosy/jobs/hooks.py",
         "if most and math.isfinite(loss)",
         "if False and math.isfinite(loss)",
-        (f"{RUNS}the_best_evaluation_is_saved_between_checkpoints",),
+        (f"{RUNS}the_best_evaluation_is_saved_between_checkpoints", f"{RUNS}the_best_three_are_saved_and_kept"),
     ),
     Edit(
         "of a list that a recipe extends, the first file alone",

@@ -280,10 +280,12 @@ def test_a_run_that_does_not_fit_is_refused_with_sizes(tmp_path: Path, monkeypat
 
 def test_the_best_evaluation_is_saved_between_checkpoints(tmp_path: Path):
     words = [w for w in WORDS if not w.startswith("eval.batches")] + ["eval.batches=1", "eval.every=1"]
+    words += ["optimizer.learning_rate=10"]  # so that the loss rises, and the last step is not the best
     run = tmp_path / "run"
     argosy.fit("tiny", *words, "checkpoint.every=100", "checkpoint.keep=1", "steps=3", f"dir={run}")
     losses = by_step(read(Store(run)), "eval_loss")
     best = min(losses, key=losses.__getitem__)
+    assert best < 3
     assert set(steps_of(run)) == {best, 3}
     argosy.fit(
         "tiny", *words, "checkpoint.every=100", "checkpoint.keep=1", "checkpoint.keep_best=0", "steps=5", f"dir={run}"
