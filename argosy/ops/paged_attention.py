@@ -83,6 +83,7 @@ REFERENCE = Implementation(reference, lambda *_: None)
 
 IMPLEMENTATIONS = Registry("paged attention implementation")
 IMPLEMENTATIONS.add("reference", REFERENCE)
+IMPLEMENTATIONS.add("blocked", "argosy.ops.paged_blocked:BLOCKED")
 
 # What to try first on each platform.
-PREFERENCE: dict[str, tuple[str, ...]] = {}
+PREFERENCE: dict[str, tuple[str, ...]] = dict.fromkeys(("cpu", "gpu", "tpu"), ("blocked",))

@@ -1,5 +1,6 @@
 """The gated attention and the delta net of Qwen3-Next (`models.qwen3_next` holds the equations)."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from argosy.models.parts.attend import HEADS, Attend
+from argosy.models.parts.attend import HEADS, Attend, Carry
 from argosy.models.parts.cache import Cache, Spec
 from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.heads import Attention, turned
@@ -69,22 +70,28 @@ class DeltaNet(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], each: Any, cache: Cache | None, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        held, starts, live = attend.carry(cache)
-        if held is None:
-            held = {name: jnp.zeros((x.shape[0], *shape), jnp.float32) for name, shape in self.holds(each).row}
-        new: Cache = {}
-
-        def mixed(name: str, y: Array, taps: Any) -> Array:
-            y, new[name] = causal_conv(y, taps[...], held[name], starts, live)
-            return jax.nn.silu(y)
-
-        q = unit(mixed("q", self.q(x), self.q_taps)) * dict(self.d)["H"] ** -0.5
-        k, v = unit(mixed("k", self.k(x), self.k_taps)), mixed("v", self.v(x), self.v_taps)
         a, b = (project(x).astype(jnp.float32) for project in (self.a, self.b))
         decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * jax.nn.softplus(a + self.dt[...].astype(jnp.float32))
-        y, new["state"] = delta.delta_rule(q, k, v, decay, jax.nn.sigmoid(b), held["state"], starts, live)
+        inputs = (self.q(x), self.k(x), self.v(x), decay, jax.nn.sigmoid(b))
+        y, cache = attend.recur(partial(self.recurrence, each), inputs, cache)
         y = self.norm(y) * jax.nn.silu(self.z(x).astype(jnp.float32))
-        return self.o(y.astype(x.dtype)), attend.keep(cache, new)
+        return self.o(y.astype(x.dtype)), cache
+
+    def recurrence(self, each: Any, inputs: tuple[Array, ...], carry: Carry) -> tuple[Float[Array, "B T K G U"], Cache]:
+        """Short convolutions, then the delta rule, over rows."""
+        q, k, v, decay, write = inputs
+        held, new = carry.state, {}
+        if held is None:
+            held = {name: jnp.zeros((len(q), *shape), jnp.float32) for name, shape in self.holds(each).row}
+
+        def mixed(name: str, y: Array, taps: Any) -> Array:
+            y, new[name] = causal_conv(y, taps[...], held[name], carry.starts, carry.live)
+            return jax.nn.silu(y)
+
+        q = unit(mixed("q", q, self.q_taps)) * dict(self.d)["H"] ** -0.5
+        k, v = unit(mixed("k", k, self.k_taps)), mixed("v", v, self.v_taps)
+        y, new["state"] = delta.delta_rule(q, k, v, decay, write, held["state"], carry.starts, carry.live)
+        return y, new
 
 
 def _taps(letters: str, dims: dict[str, int]) -> Any:

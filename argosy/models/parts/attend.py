@@ -3,8 +3,7 @@
 A layer says what it keeps of the past, `holds() -> Spec`; the caller allocates that (`contiguous`, `paged`). Then the layer calls
 
     y, cache = attend(q, held, cache, read, score)       attention
-    state, starts, live = attend.carry(cache)            recurrence: the state so far, where it restarts, which tokens are real
-    cache = attend.keep(cache, state)
+    y, cache = attend.recur(step, inputs, cache)         recurrence: step(inputs, carry) -> y, state
 
 and asks `attend.positions` for rope. A strategy is a pytree whose every array leads with the batch, so rows can be split over
 devices and pipelines without knowing which strategy it is. There is no decode twin of a model and no mode.
@@ -12,9 +11,11 @@ devices and pipelines without knowing which strategy it is. There is no decode t
     Packed(segments)                        trains: whole sequences, several to a row
     Contiguous(at, live)                    evaluates and decodes: one buffer a row, rows of any length
     Paged(table, slots, lengths, new, t)    serves: rows own pages of a pool (Kwon et al. 2023, arXiv:2309.06180)
+    Ragged(groups)                          serves rows of several widths in one call (`parts.ragged`)
     Bidirectional(segments)                 encoders and diffusion: everything in a segment sees everything
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -54,6 +55,10 @@ class Read(Protocol):
         """Of T queries against S tokens, a row: expanded, absorbed."""
         ...
 
+    def of_rows(self, cut: Callable[[Array], Array]) -> "Read":
+        """The same for some rows of the call; `cut` takes theirs out of an array of all its tokens."""
+        ...
+
 
 class Heads:
     """The keys and values themselves are held."""
@@ -73,6 +78,9 @@ class Heads:
     def multiplications(self, T: int, S: int) -> tuple[int, int]:
         return 0, 0
 
+    def of_rows(self, cut: Callable[[Array], Array]) -> Read:
+        return self
+
 
 HEADS = Heads()
 
@@ -84,6 +92,22 @@ class Carry(NamedTuple):
     state: Cache | None
     starts: Bool[Array, "B T"]
     live: Bool[Array, "B T"]
+
+
+Recurrence = Callable[[tuple[Array, ...], Carry], tuple[Array, Cache]]
+
+
+class Recurs:
+    """Strategies whose calls are rows of one width."""
+
+    def recur(self: Any, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:
+        """A recurrence over the rows of a call.
+
+        Args:
+            step: of inputs [B T ...] and the `Carry` of these rows; gives [B T ...], and the state after the last token.
+        """
+        y, state = step(inputs, self.carry(cache))
+        return y, self.keep(cache, state)
 
 
 @runtime_checkable
@@ -104,9 +128,9 @@ class Attend(Protocol):
         self, q: Float[Array, "B T N H"], held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score
     ) -> tuple[Float[Array, "B T N U"], Cache | None]: ...
 
-    def carry(self, cache: Cache | None) -> Carry: ...
-
-    def keep(self, cache: Cache | None, state: Cache) -> Cache | None: ...
+    def recur(
+        self, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None
+    ) -> tuple[Array, Cache | None]: ...
 
 
 def meet(q: Array, held: Cache, read: Read, score: Score, see: See, absorb: bool | None) -> Array:
@@ -181,7 +205,7 @@ def _rows(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 @_strategy("absorb")
-class Packed:
+class Packed(Recurs):
     """The sequences themselves, causal within each segment; segment 0 is padding. Training, and evaluating whole texts."""
 
     segments: Int[Array, "B T"]
@@ -209,7 +233,7 @@ class Packed:
 
 
 @_strategy()
-class Bidirectional:
+class Bidirectional(Recurs):
     """Everything in a segment sees everything in it; segment 0 is padding."""
 
     segments: Int[Array, "B T"]
@@ -236,7 +260,7 @@ class Bidirectional:
 
 
 @_strategy("absorb", "fresh")
-class Contiguous:
+class Contiguous(Recurs):
     """A buffer [B S ...] for each layer. Token t of row b lies at `at[b, t]`; tokens that are not `live` (padding on the right
     of shorter rows), and positions outside the buffer, are written nowhere, and what they compute has no meaning.
 
@@ -292,7 +316,7 @@ def owned(a: Array, own: Bool[Array, "B S"]) -> Array:
 
 
 @_strategy("absorb")
-class Paged:
+class Paged(Recurs):
     """Row b owns the pages `table[b]` of a pool [pages page ...] and the slot `slots[b]` of rings and states; it has
     `lengths[b]` tokens and brings `new[b]` of the T.
 

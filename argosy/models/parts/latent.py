@@ -9,6 +9,7 @@ Both forms are the same function. With an index (`parts.indexer`) a query attend
 are kept beside. DeepSeek-V2 (arXiv:2405.04434, section 2.1).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -117,6 +118,9 @@ class Latent:
         expanded = S * N * R * (H + U) + T * S * N * (H + P + U)
         absorbed = T * N * R * (H + U) + T * S * N * (R + P + R)
         return expanded, absorbed
+
+    def of_rows(self, cut: Callable[[Array], Array]) -> "Latent":
+        return self if self.asked is None else Latent(self.layer, Asked(*map(cut, self.asked)))
 
     def _sizes(self) -> tuple[int, int, int, int, int]:
         sizes: dict[str, Any] = self.layer.k_up.sizes | self.layer.v_up.sizes | self.layer.k_rope.sizes

@@ -1,0 +1,72 @@
+"""Rows of several widths in one call: what serves decoding and prefill together.
+
+Tokens lie flat, [1 tokens]: those of the first group of rows one after the other, then those of the second. So projections,
+feed-forward layers and experts see no padding between groups, and only what reads the past knows rows. An engine's step has rows
+of one token (sequences that decode) and rows of some more (pieces of prompts).
+
+Rows may belong to one sequence where it keeps pages alone (`rows_share_pages`): each reads what those before it wrote in the
+same call. Rings and states are read before the call, so there a sequence has one row.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from argosy.models.parts.attend import HEADS, Angled, Paged, Read, Recurrence
+from argosy.models.parts.cache import Cache, Specs
+from argosy.ops.attention import Score
+
+
+def rows_share_pages(specs: Specs, longest: int, slack: int = 0) -> bool:
+    """Whether everything that a model keeps lies in pages, so that several rows of one call may belong to one sequence."""
+    return all(e.kind == "token" for spec, _ in specs.values() for e in spec.entries(longest, slack))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ragged:
+    """Groups of rows, flat: x is [1 tokens D], where a group of B rows of T tokens has B * T of them."""
+
+    groups: tuple[Paged, ...]
+    angles: Angled = None
+
+    @property
+    def positions(self) -> Int[Array, "1 tokens"]:
+        return jnp.concatenate([group.positions.reshape(1, -1) for group in self.groups], 1)
+
+    @property
+    def live(self) -> Bool[Array, "1 tokens"]:
+        return jnp.concatenate([group.live.reshape(1, -1) for group in self.groups], 1)
+
+    def split(self, a: Array) -> list[Array]:
+        """An array [1 tokens ...] as one [B T ...] for each group."""
+        out, start = [], 0
+        for group in self.groups:
+            B, T = group.t.shape
+            out.append(a[0, start : start + B * T].reshape(B, T, *a.shape[2:]))
+            start += B * T
+        return out
+
+    def joined(self, parts: list[Array]) -> Array:
+        """The opposite of `split`."""
+        return jnp.concatenate([part.reshape(1, -1, *part.shape[2:]) for part in parts], 1)
+
+    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+        queries, new = self.split(q), {name: self.split(a) for name, a in held.items()}
+        out = []
+        for i, group in enumerate(self.groups):
+            own = read.of_rows(lambda a, i=i: self.split(a)[i])
+            y, cache = group(queries[i], {name: a[i] for name, a in new.items()}, cache, own, score=score)
+            out.append(y)
+        return self.joined(out), cache
+
+    def recur(self, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:
+        parts = [self.split(a) for a in inputs]
+        out = []
+        for i, group in enumerate(self.groups):
+            y, cache = group.recur(step, tuple(part[i] for part in parts), cache)
+            out.append(y)
+        return self.joined(out), cache

@@ -1,0 +1,155 @@
+"""The engine against decoding alone: the same tokens whoever else is there, however prompts are cut and pages run out."""
+
+import jax
+import numpy as np
+import pytest
+
+from argosy.checkpoint.load import random
+from argosy.core.errors import BadInput
+from argosy.infer.engine import Engine, EngineSettings, Request
+from argosy.infer.lm import LM
+from argosy.infer.sample import Sampling
+from argosy.models import FAMILIES
+
+LENGTHS = (5, 40, 17, 3, 64, 33, 2, 21)
+TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=32)
+
+
+def lm_of(family: str, example: str) -> LM:
+    config = FAMILIES[family].examples()[example]
+    return LM(config, random(config, 0).module)
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return lm_of("llama", "plain")
+
+
+@pytest.fixture(scope="module")
+def engine(lm: LM) -> Engine:
+    """One engine for all tests: what one leaves behind must not change another."""
+    return Engine(lm.module, TIGHT)
+
+
+def prompts(vocab: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]
+
+
+def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    numbers = [engine.add(request) for request in requests]
+    found: dict[int, list[int]] = {number: [] for number in numbers}
+    for event in engine.run():
+        if event.token is not None:
+            found[event.id].append(event.token)
+    assert engine.pages.free == engine.pages.count, "every page came back"
+    return [found[number] for number in numbers]
+
+
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
+
+
+@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_tokens_are_those_of_decoding_alone_though_pages_run_out(lm: LM, engine: Engine, how: dict):
+    given = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7))
+    expected = lm.generate(given, max_tokens=28, seed=3, ignore_eos=True, **how)
+    before = engine.scheduler.preemptions
+    found = answers(engine, [Request(p, 28, Sampling(**how), seed=3, row=i) for i, p in enumerate(given)])
+    assert found == [one.tokens for one in expected]
+    assert engine.scheduler.preemptions > before, "13 pages of 8 tokens hold no four of these"
+
+
+STRUCTURES = [
+    ("gemma", "3"),
+    ("qwen3_next", "mixed"),
+    pytest.param("deepseek", "3.2", marks=pytest.mark.slow),
+    pytest.param("deepseek", "2-lite", marks=pytest.mark.slow),
+    pytest.param("gpt_oss", "plain", marks=pytest.mark.slow),
+    pytest.param("llama4", "interleaved", marks=pytest.mark.slow),
+    pytest.param("mixtral", "plain", marks=pytest.mark.slow),
+    pytest.param("gpt2", "plain", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("family, example", STRUCTURES)
+def test_every_structure_is_served_in_pieces_and_rows(family: str, example: str):
+    lm = lm_of(family, example)
+    given = prompts(lm.config.vocab, (5, 40, 17))
+    expected = lm.generate(given, max_tokens=8, ignore_eos=True)
+    found = answers(Engine(lm.module, TIGHT), [Request(p, 8) for p in given])
+    assert found == [one.tokens for one in expected]
+
+
+def test_what_a_request_asks_for_compiles_nothing(lm: LM, engine: Engine):
+    given = prompts(lm.config.vocab)
+    answers(engine, [Request(p, 12) for p in given])
+    before = engine.stats.compilations
+    asked = [{"temperature": 1.0}, {"top_k": 3, "temperature": 1.0}, {"min_p": 0.1, "temperature": 2.0}, SAMPLED]
+    answers(engine, [Request(p, 12, Sampling(**asked[i % 4])) for i, p in enumerate(given)])
+    assert engine.stats.compilations == before
+
+
+def test_a_common_beginning_is_computed_once(lm: LM, engine: Engine):
+    prompt = prompts(lm.config.vocab, (60,))[0]
+    first = answers(engine, [Request(prompt, 6)])
+    before = engine.stats.reused_tokens
+    second, other = answers(engine, [Request(prompt, 6), Request(prompt, 6, salt="other")])
+    assert engine.stats.reused_tokens - before == 56, "of 60 tokens in pages of 8; nothing under another salt"
+    assert [second] == first == [other]
+
+
+def test_an_answer_is_the_same_in_any_company(lm: LM, engine: Engine):
+    given = prompts(lm.config.vocab)
+    one = Request(given[1], 10, Sampling(**SAMPLED), seed=5)
+    alone = answers(engine, [one])[0]
+    others = [Request(p, 9, Sampling(temperature=1.5, top_k=5), seed=i) for i, p in enumerate(given)]
+    assert answers(engine, [*others, one])[-1] == alone
+
+
+def test_abort_ends_a_request_at_once_and_the_others_go_on(lm: LM, engine: Engine):
+    given = prompts(lm.config.vocab)
+    expected = answers(engine, [Request(given[0], 12)])[0]
+    kept, running, waiting = (engine.add(Request(given[i], 12)) for i in (0, 1, 2))
+    engine.step()
+    assert engine.abort(running)
+    assert engine.abort(waiting)
+    assert not engine.abort(running), "it has ended"
+    events = list(engine.run())
+    assert [e.token for e in events if e.id == kept and e.token is not None] == expected
+    assert {(e.id, e.reason) for e in events if e.reason} == {(kept, "length"), (running, "abort"), (waiting, "abort")}
+    assert engine.pages.free == engine.pages.count
+
+
+def test_an_answer_ends_at_an_end_token_and_says_why(lm: LM, engine: Engine):
+    prompt = prompts(lm.config.vocab)[0]
+    plain = answers(engine, [Request(prompt, 12)])[0]
+    at = next(i for i, token in enumerate(plain) if token not in plain[:i] and i >= 2)
+    number = engine.add(Request(prompt, 12, ends=frozenset([plain[at]])))
+    events = [e for e in engine.run() if e.id == number]
+    assert [e.token for e in events] == plain[: at + 1]
+    assert events[-1].reason == "stop"
+
+
+def test_log_probabilities_are_the_models_own(lm: LM, engine: Engine):
+    prompt = prompts(lm.config.vocab)[0]
+    engine.add(Request(prompt, 5, Sampling(temperature=1.3, top_k=2)))
+    events = list(engine.run())
+    tokens = [e.token for e in events]
+    own = jax.nn.log_softmax(lm.logits([[*prompt, *tokens]])[0].astype(np.float64) * 1.0)
+    expected = [float(own[len(prompt) + i - 1, token]) for i, token in enumerate(tokens)]
+    np.testing.assert_allclose([e.logprob for e in events], expected, atol=1e-4)
+
+
+def test_bad_requests_are_refused_before_they_wait(engine: Engine):
+    for tokens, most, match in [
+        ([], 1, "empty"),
+        ([-1], 1, "outside"),
+        ([10**6], 1, "outside"),
+        ([1] * 96, 1, "room"),
+        ([1], 0, "most"),
+    ]:
+        with pytest.raises(BadInput, match=match):
+            engine.add(Request(tokens, most))
+    assert not engine.busy
+    with pytest.raises(BadInput, match="holds no sequence"):
+        Engine(engine.model, EngineSettings(context=96, page=8, pages=3))
