@@ -1,0 +1,71 @@
+"""Attention over pages in blocks against all pages at once, in float64 where they must be equal."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from argosy.ops import paged_blocked
+from argosy.ops.attention import Score
+from argosy.ops.paged_attention import reference
+
+SCORES = {
+    "plain": {},
+    "window": {"window": 9},
+    "cap": {"cap": 3.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 20, "cap": 5.0, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_blocks_give_what_all_pages_give(monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setattr(paged_blocked, "BLOCK", 12)
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        pages, page, P, N, K, H = 40, 4, 11, 6, 2, 5
+        pools = [rng.normal(size=(pages, page, K, size)) for size in (H, H + 2)]
+        lengths, T = np.asarray([0, 3, 17, 44, 12, 30], np.int32), 2
+        table = np.full((len(lengths), P), -1, np.int32)
+        free = iter(rng.permutation(pages)[:-4])
+        for row, length in zip(table, lengths):
+            row[: -(-length // page)] = [next(free) for _ in range(-(-length // page))]
+        own = np.zeros((pages, page), bool)
+        for row, length in zip(table, lengths):
+            for at in range(length):
+                own[row[at // page], at % page] = True
+        for pool in pools:
+            pool[~own] = np.nan  # what nobody owns may be anything
+        at = np.maximum(lengths[:, None] - T + np.arange(T), 0).astype(np.int32)
+        q = rng.normal(size=(len(lengths), T, N, H))
+        how = dict(SCORES[name])
+        if how.pop("sinks", False):
+            how["sinks"] = jnp.asarray(rng.normal(size=N))
+        score = Score(H**-0.5, **how)
+        given = (
+            jnp.asarray(q),
+            tuple(map(jnp.asarray, pools)),
+            jnp.asarray(table),
+            jnp.asarray(lengths),
+            jnp.asarray(at),
+            score,
+        )
+        y, lse = jax.jit(lambda: paged_blocked.blocked(*given, lse=True))()
+        expected, expected_lse = reference(*given, lse=True)
+        some = lengths > 0
+        # Scores and their sums are float32 in both.
+        np.testing.assert_allclose(y[some], expected[some], atol=1e-5)
+        np.testing.assert_allclose(lse[some], expected_lse[some], atol=1e-5)
+        assert np.isfinite(y).all()
+
+
+def test_a_row_alone_reads_its_own_blocks_only(monkeypatch: pytest.MonkeyPatch):
+    """A page after the longest row's end is not read: NaN in it would reach the result through its weight of zero."""
+    monkeypatch.setattr(paged_blocked, "BLOCK", 8)
+    pools = tuple(jnp.ones((6, 4, 1, 3)).at[2:].set(jnp.nan) for _ in range(2))
+    table, lengths = jnp.arange(6, dtype=jnp.int32)[None], jnp.asarray([7], jnp.int32)
+    program = jax.jit(
+        lambda n: paged_blocked.blocked(jnp.ones((1, 1, 1, 3)), pools, table, n, n[:, None] - 1, Score(1.0))
+    )
+    np.testing.assert_allclose(program(lengths), 1.0)
+    assert "while" in program.lower(lengths).as_text()
