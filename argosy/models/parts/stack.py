@@ -3,7 +3,7 @@
 A plan lists the layers: `Layer(kind, each)`, where the kind is the structure of its weights and `each` what else is fixed
 about it (a window, a rope base). How it runs is set from outside and fixes how weights lie in memory:
 
-    Unroll    a list of layers, "layers.3.attn.q.w": fastest on CPUs (15 to 25 % in training, twice in decoding) and when shallow
+    Unroll    a list of layers, "layers.3.attn.q.w": fastest on CPUs (15 to 25 % in training) and when shallow
     Scan      one array for the layers of a kind, "layers.block.attn.q.w" [L ...]: compile time constant in depth; TPUs
 
 Scan runs the smallest repeating group of the plan in a loop, and what is left over as groups of its own. Each group has arrays of
@@ -256,6 +256,16 @@ class Stack(nnx.Module):
         span = self.example(layer).holds(layer.each).span
         return layer.kind if span is None else f"{layer.kind}.{span}"
 
+    def cache_places(self) -> list[tuple[str, int]]:
+        """For each layer: the cache that scanned layers keep it in, and its place there."""
+        seen: Counter[str] = Counter()
+        out = []
+        for layer in self.plan:
+            name = self.cache_name(layer)
+            out.append((name, seen[name]))
+            seen[name] += 1
+        return out
+
     def holds(self) -> Specs:
         """What the caller must allocate: {cache name: (what one layer holds, number of layers in the array, or None)}."""
         if not self.run.stacked:
@@ -325,6 +335,23 @@ def from_layers(model: nnx.Module, by_layer: Mapping[str, Any]) -> Leaves:
         many = len(v.shape) > len(v.get_metadata()["meaning"].letters)
         parts = [by_layer[name] for name in names(address)]
         out[address] = np.stack([np.asarray(p) for p in parts]) if many else parts[0]
+    return out
+
+
+def unrolled(model: Any) -> Any:
+    """The model with a list of layers where it has scanned ones. Weights of these layers are descriptions, named as `to_layers`
+    names them; the others are shared with the model, which stays as it is."""
+    out = nnx.merge(*nnx.split(model))
+    for _, stack in [*nnx.iter_modules(out)]:
+        if not isinstance(stack, Stack) or not stack.run.stacked:
+            continue
+        for name, (_, indexes) in stack.stored().items():
+            graph, leaves = split(getattr(stack, name))
+            one = {address: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for address, a in leaves.items()}
+            delattr(stack, name)
+            for i in indexes:
+                setattr(stack, str(i), merge(graph, one))
+        stack.run = Unroll(stack.run.remat)
     return out
 
 
