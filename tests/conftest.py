@@ -34,6 +34,7 @@ def _keep_programs() -> None:
     """Compiled programs are kept under .argosy, shared by workers and by later runs: compiling is two thirds of the time of the
     suite. One folder for each kind of processor, since programs are machine code."""
     if os.environ.get("ARGOSY_TEST_CACHE") == "no":
+        jax.config.update("jax_enable_compilation_cache", False)
         return
     with contextlib.suppress(OSError):
         about = Path("/proc/cpuinfo").read_text().split("\n\n")[0]

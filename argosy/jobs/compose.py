@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -83,13 +84,19 @@ def preset_layers(preset: str, configs: Path = CONFIGS, where: str | None = None
 
 def preset_config(name: str) -> Any:
     """The config of a preset, by name or YAML file."""
+    layers = [layer.under("model") for layer in preset_layers(name)]
+    return read_settings(_model_settings(), *layers).value.model
+
+
+@cache
+def _model_settings() -> Any:
+    """Settings that hold a model alone. A settings class costs 5 ms to make, so all presets are read by one."""
     from argosy.models import FAMILIES
 
     class Model(Settings):
         model: Annotated[Any, Choice(FAMILIES, tag="family")]
 
-    layers = [layer.under("model") for layer in preset_layers(name)]
-    return read_settings(Model, *layers).value.model
+    return Model
 
 
 def editor_schema(schema: type[Settings], configs: Path = CONFIGS) -> dict[str, Any]:
@@ -282,9 +289,10 @@ def _preset_folders(configs: Path) -> list[Path]:
 def _preset_file(name: str, configs: Path, where: str | None = None) -> Path:
     if name.endswith((".yml", ".yaml")):
         return Path(name)
+    inside = ".." not in Path(name).parts and not Path(name).is_absolute()
     for folder in _preset_folders(configs):
-        if name in _named(folder):
-            return folder / f"{name}.yml"
+        if inside and (path := folder / f"{name}.yml").is_file():
+            return path
     raise UnknownName("model preset", name, presets(configs), where=where)
 
 

@@ -57,11 +57,14 @@ def cache_folder() -> Path | None:
 
 
 def start_jax() -> None:
-    """Imports jax and turns on the cache of compiled programs: a second run of the same program starts without compiling."""
+    """Imports jax and turns on its persistent compilation cache: a second run of the same program starts without compiling.
+
+    A folder that is set already, by JAX_COMPILATION_CACHE_DIR or in jax.config, stays, and so do its limits.
+    """
     import jax
 
     folder = cache_folder()
-    if folder is None:
+    if folder is None or jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

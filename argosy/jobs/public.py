@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from argosy.core.errors import BadInput
 from argosy.core.scalars import written
 from argosy.core.settings import Settings, dump
+from argosy.jobs import machine
 from argosy.jobs.compose import preset_config, presets
 from argosy.jobs.train import Outcome, View, train
 
@@ -27,6 +28,8 @@ def load(
     """A language model in hand: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`; an encoder has `.embed`
     in place of the two in the middle.
 
+    Turns on JAX's persistent compilation cache, as commands do, unless JAX_COMPILATION_CACHE_DIR or jax.config names a folder.
+
     Args:
         model: a Hub folder, a .gguf file, a run directory (its last good checkpoint), one checkpoint step, or the address of one
             (`gs://bucket/runs/tiny`), which is copied into a temporary folder; with `random`, the name of a preset.
@@ -39,10 +42,11 @@ def load(
     Raises:
         UnknownName, BadInput, Damaged: there is no such model, or it is none.
     """
-    from argosy.infer import load as loading
-
     if random is not None and adapter is not None:
         raise BadInput("an adapter on random weights", hint="give the folder of the model that it was trained on")
+    machine.start_jax()
+    from argosy.infer import load as loading
+
     if random is not None:
         _say(f"{model}: random weights from seed {random}")
         return loading.random(preset_config(str(model)), random, dtype=dtype)
@@ -73,6 +77,7 @@ def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> 
         UserError: a mistake in the settings, found before work began.
         KeyboardInterrupt, SystemExit: a signal asked to stop, and the state is saved.
     """
+    machine.start_jax()
     given = [*words, *(_word(key, value) for key, value in settings.items())]
     if view is not None:
         outcome = train(recipe, given, view)

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import argosy
-from argosy.core.errors import SettingsError
+from argosy.core.errors import SettingsError, UserError
 from argosy.jobs import public
 from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
@@ -65,3 +66,36 @@ def test_a_signal_raises_when_the_state_is_saved(asked, code, error):
     with pytest.raises(error) as caught:
         argosy.fit("tiny")
     assert error is KeyboardInterrupt or caught.value.code == code
+
+
+@pytest.fixture
+def compilation_cache():
+    """The settings of JAX's compilation cache, put back afterwards."""
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    yield names
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("call", [lambda: argosy.load("nowhere"), lambda: argosy.fit("nowhere")])
+def test_python_turns_on_the_compilation_cache_that_commands_use(compilation_cache, monkeypatch, tmp_path, call):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    with pytest.raises((UserError, SystemExit)):
+        call()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "argosy" / "xla")
+
+
+def test_a_compilation_cache_that_is_set_stays(compilation_cache, monkeypatch, tmp_path):
+    """By JAX_COMPILATION_CACHE_DIR too, which is the same setting."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in zip(compilation_cache, (str(tmp_path / "own"), 7.0, 77)):
+        jax.config.update(name, value)
+    with pytest.raises(UserError):
+        argosy.load("nowhere")
+    assert [getattr(jax.config, name) for name in compilation_cache] == [str(tmp_path / "own"), 7.0, 77]

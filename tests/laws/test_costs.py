@@ -56,6 +56,23 @@ def test_a_decode_step_needs_little_beside_its_cache(how, run):
     assert program.memory_analysis().temp_size_in_bytes < 1.2 * bytes_of(cache)
 
 
+@pytest.mark.parametrize("pattern", ["G", "LG"])
+def test_scanned_layers_copy_one_repeat_of_their_weights_at_a_time(pattern):
+    """With an axis of one between layers and matrix, XLA:CPU copied the weights of all layers in every step."""
+    config = DEEP.model_copy(update={"width": 128, "ffn": 1024, "layers": 16, "pattern": pattern})
+    model = config.build(Scan())
+    graph, _ = split(model)
+    cache = jax.eval_shape(lambda: contiguous(model.layers.holds(), 1, 64))
+    ones = jnp.ones((1, 1), jnp.int32)
+
+    def step(weights, cache):
+        return merge(graph, weights)(ones, Contiguous(ones, ones > 0), cache)[:2]
+
+    program = jax.jit(step, donate_argnums=1).lower(abstract(model), cache).compile()
+    weights = sum(s.size * s.dtype.itemsize for a, s in abstract(model).items() if a.startswith("layers."))
+    assert program.memory_analysis().temp_size_in_bytes < 0.25 * weights
+
+
 def test_layers_that_the_plan_has_left_over_are_not_copied():
     """Gemma 3 1B: four groups of six layers, and two. A slice of an array of all would copy the weights in every step."""
     model = DEEP.model_copy(update={"width": 128, "ffn": 1024, "layers": 14}).build(Scan())

@@ -3,7 +3,7 @@
 A plan lists the layers: `Layer(kind, each)`, where the kind is the structure of its weights and `each` what else is fixed
 about it (a window, a rope base). How it runs is set from outside and fixes how weights lie in memory:
 
-    Unroll    a list of layers, "layers.3.attn.q.w": fastest on CPUs (15 to 25 % in training, twice in decoding) and when shallow
+    Unroll    a list of layers, "layers.3.attn.q.w": fastest on CPUs (15 to 25 % in training) and when shallow
     Scan      one array for the layers of a kind, "layers.block.attn.q.w" [L ...]: compile time constant in depth; TPUs
 
 Scan runs the smallest repeating group of the plan in a loop, and what is left over as groups of its own. Each group has arrays of
@@ -134,19 +134,18 @@ class Scan:
             apart = {kind: split(getattr(stack, name)) for kind, name in group.names.items()}
             graphs = {kind: graph for kind, (graph, _) in apart.items()}
             uses = Counter(layer.kind for layer in group.layers)
-            weights = {
-                kind: jax.tree.map(lambda a, shape=(group.repeats, uses[kind]): a.reshape(*shape, *a.shape[1:]), leaves)
-                for kind, (_, leaves) in apart.items()
-            }
+            weights = {kind: _by_repeat(leaves, uses[kind]) for kind, (_, leaves) in apart.items()}
             names = [stack.cache_name(layer) for layer in group.layers]
 
-            def body(carry: Any, of_group: Any, group: Any = group, graphs: Any = graphs, names: Any = names) -> Any:
+            def body(carry: Any, of_group: Any, group: Any = group, graphs: Any = graphs, names: Any = names, uses: Any = uses) -> Any:
                 x, caches, at = carry
                 weights, caches = of_group, caches and dict(caches)
                 seen: Counter[str] = Counter()
                 at, own = dict(at), {}
                 for layer, name in zip(group.layers, names):
-                    mine = _at(weights[layer.kind], seen[layer.kind])
+                    mine = weights[layer.kind]
+                    if uses[layer.kind] > 1:
+                        mine = _at(mine, seen[layer.kind])
                     seen[layer.kind] += 1
                     cache = _taken(caches[name], at[name]) if caches else None
                     x, cache, told = run_block(graphs[layer.kind], layer, mine, x, cache, attend, self.remat)
@@ -257,6 +256,16 @@ class Stack(nnx.Module):
         span = self.example(layer).holds(layer.each).span
         return layer.kind if span is None else f"{layer.kind}.{span}"
 
+    def cache_places(self) -> list[tuple[str, int]]:
+        """For each layer: the cache that scanned layers keep it in, and its place there."""
+        seen: Counter[str] = Counter()
+        out = []
+        for layer in self.plan:
+            name = self.cache_name(layer)
+            out.append((name, seen[name]))
+            seen[name] += 1
+        return out
+
     def holds(self) -> Specs:
         """What the caller must allocate: {cache name: (what one layer holds, number of layers in the array, or None)}."""
         if not self.run.stacked:
@@ -329,6 +338,23 @@ def from_layers(model: nnx.Module, by_layer: Mapping[str, Any]) -> Leaves:
     return out
 
 
+def unrolled(model: Any) -> Any:
+    """The model with a list of layers where it has scanned ones. Weights of these layers are descriptions, named as `to_layers`
+    names them; the others are shared with the model, which stays as it is."""
+    out = nnx.merge(*nnx.split(model))
+    for _, stack in [*nnx.iter_modules(out)]:
+        if not isinstance(stack, Stack) or not stack.run.stacked:
+            continue
+        for name, (_, indexes) in stack.stored().items():
+            graph, leaves = split(getattr(stack, name))
+            one = {address: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for address, a in leaves.items()}
+            delattr(stack, name)
+            for i in indexes:
+                setattr(stack, str(i), merge(graph, one))
+        stack.run = Unroll(stack.run.remat)
+    return out
+
+
 def _deepened(module: Any, layers: int) -> Any:
     """The module with every weight described for so many layers."""
     _, state = nnx.split(module)
@@ -338,6 +364,15 @@ def _deepened(module: Any, layers: int) -> Any:
             node = getattr(node, str(name))
         getattr(node, str(path[-1])).set_value(jax.ShapeDtypeStruct((layers, *v.shape), v.dtype))
     return module
+
+
+def _by_repeat(tree: Any, uses: int) -> Any:
+    """Stacked weights with one leading axis for the repeats of a group, and one for the layers of a repeat where there are several.
+
+    An axis of one is not added: XLA:CPU lays it out elsewhere, and copies the weights of all layers before the loop (SmolLM2 135M:
+    424 MB a decode step, 60 % of its time).
+    """
+    return tree if uses == 1 else jax.tree.map(lambda a: a.reshape(-1, uses, *a.shape[1:]), tree)
 
 
 def _at(tree: Any, i: int) -> Any:

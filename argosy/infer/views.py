@@ -1,0 +1,50 @@
+"""The layers of stacked weights as arrays of their own, without a copy: in the memory of a CPU, a layer is a view of the stack."""
+
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from argosy.models.parts.stack import stored_addresses, unrolled
+from argosy.models.parts.weight import Leaves, split
+
+
+def viewable(weights: Leaves) -> bool:
+    """Whether every weight lies in the memory of one CPU device."""
+    return all(
+        isinstance(a, jax.Array)
+        and a.is_fully_addressable
+        and len(a.devices()) == 1
+        and next(iter(a.devices())).platform == "cpu"
+        for a in weights.values()
+    )
+
+
+class Views:
+    """An unrolled model over the weights of a scanned one."""
+
+    def __init__(self, model: Any):
+        self.scanned, self.model = model, unrolled(model)
+        self.graph, _ = split(self.model)
+        self.stored = stored_addresses(model)
+
+    @cached_property
+    def cache_places(self) -> dict[str, tuple[str, int]]:
+        """{cache of a layer: (the scanned model's cache that holds it, its place there)}."""
+        return {str(i): place for i, place in enumerate(self.scanned.layers.cache_places())}
+
+    def of(self, weights: Leaves) -> Leaves:
+        """The weights by layer. A layer that does not begin at a multiple of 64 bytes is copied: XLA takes no other.
+
+        A training step that donates an array copies it instead while views of it are alive. So they are made at each call, for
+        35 ms in 270 weights, and through a handle of their own: NumPy's view of an array stays with the handle.
+        """
+        stacked = {address for address, layer in self.stored.values() if layer is not None}
+        hosts = {address: np.asarray(weights[address].addressable_data(0)) for address in stacked}
+        out = {}
+        for name, (address, layer) in self.stored.items():
+            whole = weights[address]
+            device = next(iter(whole.devices()))
+            out[name] = whole if layer is None else jax.device_put(hosts[address][layer], device, may_alias=True)
+        return out

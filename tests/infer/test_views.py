@@ -1,0 +1,79 @@
+"""Scanned layers on a CPU: decoded as unrolled ones, over the memory of the stacked weights."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from laws.families import CASES, STRUCTURES, built
+
+from argosy.adapt.quant import int8
+from argosy.adapt.surgery import swap
+from argosy.infer.lm import LM
+from argosy.infer.views import viewable
+from argosy.models.parts.stack import Scan, Unroll, to_layers
+from argosy.models.parts.weight import split, variables
+
+PROMPTS = [[5, 9, 23, 7], [17]]
+
+
+@pytest.mark.parametrize("case", STRUCTURES)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_views_are_the_weights_by_layer(case, quantized):
+    model = built(CASES[case], Scan())
+    if quantized:
+        swap(model, ".*", int8)
+    decoder = LM(CASES[case], model).decoder()
+    weights = decoder.weights()
+    views, copies = decoder.views.of(weights), to_layers(model, weights)
+    assert views.keys() == copies.keys() == split(decoder.views.model)[1].keys()
+    jax.tree.map(lambda a, b: None if (a == b).all() and a.dtype == b.dtype else pytest.fail("differs"), views, copies)
+
+
+def test_aligned_layers_are_not_copied():
+    decoder = LM(CASES["llama-plain"], built(CASES["llama-plain"], Scan())).decoder()
+    weights = decoder.weights()
+    views = decoder.views.of(weights)
+    aligned = 0
+    for name, (address, layer) in decoder.views.stored.items():
+        view, whole = views[name], weights[address]
+        if layer is None or layer * view.nbytes % 64 or whole.unsafe_buffer_pointer() % 64:
+            continue
+        aligned += 1
+        assert view.unsafe_buffer_pointer() == whole.unsafe_buffer_pointer() + layer * view.nbytes, name
+    assert aligned > 4
+
+
+def test_a_training_step_reuses_the_memory_of_weights_that_were_decoded_from():
+    """A view that is alive when an array is donated would make XLA copy it."""
+    config = CASES["llama-plain"]
+    model = built(config, Scan())
+    for v in variables(model).values():
+        v.set_value(jnp.copy(v.get_value()))  # other tests share those of `built`
+    lm = LM(config, model)
+    lm.generate(PROMPTS, 3, ignore_eos=True)
+    weights = split(model)[1]
+    before = {address: a.unsafe_buffer_pointer() for address, a in weights.items()}
+    after = jax.jit(lambda w: jax.tree.map(lambda a: a + 1, w), donate_argnums=0)(weights)
+    assert {address: a.unsafe_buffer_pointer() for address, a in after.items()} == before
+
+
+def test_changed_weights_are_decoded_from():
+    config = CASES["llama-plain"]
+    scanned = LM(config, built(config, Scan()))
+    before = scanned.generate(PROMPTS, 4, ignore_eos=True)
+    for v in variables(scanned.module).values():
+        v.set_value(v.get_value()[..., ::-1])
+    after = scanned.generate(PROMPTS, 4, ignore_eos=True)
+    fresh = LM(config, scanned.module).generate(PROMPTS, 4, ignore_eos=True)
+    assert [c.tokens for c in after] == [c.tokens for c in fresh] != [c.tokens for c in before]
+
+
+@pytest.mark.parametrize("case", STRUCTURES)
+def test_buffers_of_scanned_layers_are_those_of_unrolled_ones(case):
+    scanned, unrolled = (LM(CASES[case], built(CASES[case], run)).decoder() for run in (Scan(), Unroll()))
+    assert scanned.specs == unrolled.specs
+    assert unrolled.views is None
+
+
+def test_weights_that_are_not_in_the_memory_of_one_cpu_have_no_views():
+    assert not viewable({"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
+    assert viewable({"w": jnp.zeros(2)})
