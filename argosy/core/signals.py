@@ -28,7 +28,7 @@ CLEANING_S = 2.0  # callbacks that hang, on a lock that the interrupted code hol
 class Stop:
     """Whether a signal has asked for a stop. code: 128 + its number, 0 while none has."""
 
-    said: str
+    message: str
     code: int = 0
 
     def __call__(self) -> bool:
@@ -78,9 +78,9 @@ def hold() -> None:
 
 
 @contextmanager
-def asked_to_stop(said: str = "stopping") -> Iterator[Stop]:
-    """In here the first signal sets the `Stop` and prints `said` on stderr at once; a second one ends the process."""
-    stop = Stop(said)
+def asked_to_stop(message: str = "stopping") -> Iterator[Stop]:
+    """In here the first signal sets the `Stop` and prints `message` on stderr at once; a second one ends the process."""
+    stop = Stop(message)
     if _State.taken_over:
         _State.stops.append(stop)
         try:
@@ -93,7 +93,7 @@ def asked_to_stop(said: str = "stopping") -> Iterator[Stop]:
         if stop.code:
             raise KeyboardInterrupt
         stop.code = 128 + number
-        _tell(said)
+        _print(message)
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # elsewhere, whoever runs us handles signals
@@ -120,12 +120,12 @@ def before_leaving(do: Callable[[], object]) -> Iterator[None]:
 
 
 def _is_handled(number: int) -> bool:
-    """nohup ignores SIGHUP, and a command under it must go on."""
+    """Whether the signal may end this process. nohup ignores SIGHUP, and a command under nohup must keep running."""
     return number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
 
 
 def _nothing(number: int, frame: Any) -> None:
-    """The thread acts. A handler must be there for the C-level one to write to the wake-up descriptor."""
+    """Does nothing; the thread acts. Without a Python handler the C-level one would not write to the wake-up descriptor."""
 
 
 def _watch(reader: int) -> None:
@@ -136,7 +136,7 @@ def _watch(reader: int) -> None:
             if _State.stops and not _State.stops[-1].code:
                 stop = _State.stops[-1]
                 stop.code = 128 + number
-                _tell(stop.said)
+                _print(stop.message)
             else:
                 _leave(128 + number)
 
@@ -149,13 +149,14 @@ def _leave(code: int) -> None:
         try:
             do()
         except Exception as error:
-            _tell(f"{type(error).__name__} while stopping: {error}")
+            _print(f"{type(error).__name__} while stopping: {error}")
     os._exit(code)
 
 
-def _tell(text: str) -> None:
-    """Past Python's buffer, whose lock the interrupted code may hold."""
+def _print(text: str) -> None:
+    """Writes past Python's buffer, whose lock the interrupted code may hold."""
     try:
         os.write(2, f"{text}\n".encode())
     except OSError:
-        pass  # nobody is there to read
+        # Nobody is reading.
+        pass

@@ -396,9 +396,9 @@ def _first(text: str, stops: list[str]) -> int | None:
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:
-    from argosy.core.settings import Layer, read_settings
+    from argosy.core.settings import SettingsLayer, read_settings
 
-    sampling = read_settings(Sampling, Layer("generate", dict(given))).value
+    sampling = read_settings(Sampling, SettingsLayer("generate", dict(given))).value
     idle = [name for name in ("top_k", "top_p", "min_p") if name in given and name in sampling.model_fields_set]
     if idle and not sampling.temperature:
         raise BadInput(f"{', '.join(idle)}: nothing is drawn at temperature 0", hint="set temperature, such as 0.7")

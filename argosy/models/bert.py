@@ -9,6 +9,7 @@ B batch, T time, D width, F feed-forward, N heads, H head size, V vocabulary, A 
 """
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -19,6 +20,13 @@ from argosy.models import parts
 from argosy.models.family import AbsoluteConfig
 from argosy.models.hub_config import ConfigTable
 from argosy.models.settings import Reach
+
+
+def block(config: "BertConfig", kind: str) -> "parts.PostNorm":
+    """One layer. All layers are of one kind."""
+    attention = parts.Attention(config.dims, config.layers, bias=True, out_bias=True)
+    mlp = parts.MLP(config.dims, config.activation)
+    return parts.PostNorm(attention, mlp, partial(parts.LayerNorm, config.width, config.norm_eps))
 
 
 class BertConfig(AbsoluteConfig):
@@ -61,17 +69,10 @@ class BertConfig(AbsoluteConfig):
         return super().dims | rows | ({"O": self.width} if self.pooler else {})
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Encoder":
-        """Its module: every layer alike, no rotary positions."""
-
-        def norm() -> "parts.LayerNorm":
-            return parts.LayerNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PostNorm":
-            attention = parts.Attention(self.dims, self.layers, bias=True, out_bias=True)
-            return parts.PostNorm(attention, parts.MLP(self.dims, self.activation), norm)
-
+        """The module. All layers are equal, without rotary positions."""
         plan = [parts.Layer("block", Reach())] * self.layers
-        return parts.Encoder(self, plan, block, norm(), run, first=self.first, pooler=self.pooler)
+        norm = parts.LayerNorm(self.width, self.norm_eps)
+        return parts.Encoder(self, plan, partial(block, self), norm, run, first=self.first, pooler=self.pooler)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         rows = [

@@ -14,6 +14,7 @@ the latents of keys and of queries, I and J heads and size of the index, V vocab
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -25,6 +26,15 @@ from argosy.models import parts
 from argosy.models.family import FamilyConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
 from argosy.models.settings import Activation, Experts, Index, Rope, Yarn
+
+
+def block(config: "DeepSeekConfig", kind: str) -> "parts.PreNorm":
+    """One layer. kind: "dense" or "experts"."""
+    d, bias = config.dims, config.attention_bias
+    attention = parts.LatentAttention(d, config.layers, scale=config.scale, bias=bias, index=config.index)
+    experts = kind == "experts"
+    mlp = parts.MoE(d, config.moe, config.activation) if experts else parts.GLU(d, config.activation)
+    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class DeepSeekConfig(FamilyConfig):
@@ -132,24 +142,10 @@ class DeepSeekConfig(FamilyConfig):
         return (self.head_size + self.rope_size) ** -0.5 * sharper**2
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """Its module; layers differ in what stands behind attention."""
+        """The module. The first layers are dense, the others have experts."""
         from argosy.models.blocks.deepseek import DeepSeek
 
-        d = self.dims
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            how: dict[str, Any] = {"scale": self.scale, "bias": self.attention_bias, "index": self.index}
-            attention = parts.LatentAttention(d, self.layers, **how)
-            return parts.PreNorm(
-                attention,
-                parts.MoE(d, self.moe, self.activation) if kind == "experts" else parts.GLU(d, self.activation),
-                norm,
-            )
-
-        return DeepSeek(self, block, norm, run)
+        return DeepSeek(self, partial(block, self), partial(parts.RMSNorm, self.width, self.norm_eps), run)
 
     def parameters(self, active: bool = False) -> int:
         """Those of `mtp` among them, unless it is asked what a token meets on its way to logits."""

@@ -10,6 +10,7 @@ Gemma team 2024, 2024, 2025 (arXiv:2403.08295, 2408.00118, 2503.19786).
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -20,6 +21,26 @@ from argosy.models import parts
 from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, text_of, write_pattern, write_rope
 from argosy.models.settings import Activation, Linear, Rope
+
+
+def block(config: "GemmaConfig", kind: str) -> "parts.PreNorm | Any":
+    """One layer. All layers are of one kind."""
+    from argosy.models.blocks.gemma import Sandwich
+
+    def head_norm(heads: int) -> "parts.RMSNorm":
+        return parts.RMSNorm(config.H, config.norm_eps, offset=1.0, letters="H")
+
+    attention = parts.Attention(
+        config.dims,
+        config.layers,
+        scale=(config.query_scalar or config.H) ** -0.5,
+        bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        norms=head_norm if config.qk_norm else None,
+        cap=config.score_cap,
+    )
+    norm = partial(parts.RMSNorm, config.width, config.norm_eps, offset=1.0)
+    return (Sandwich if config.post_norms else parts.PreNorm)(attention, parts.GLU(config.dims, config.activation), norm)
 
 
 class GemmaConfig(DecoderConfig):
@@ -62,31 +83,10 @@ class GemmaConfig(DecoderConfig):
         }
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; the plan says of each layer how far back it sees and how it turns."""
-        from argosy.models.blocks.gemma import Sandwich
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
-
-        def head_norm(heads: int) -> "parts.RMSNorm":
-            return parts.RMSNorm(self.H, self.norm_eps, offset=1.0, letters="H")
-
-        def block(kind: str) -> "parts.PreNorm | Any":
-            bias = self.attention_bias
-            attention = parts.Attention(
-                self.dims,
-                self.layers,
-                scale=(self.query_scalar or self.H) ** -0.5,
-                bias=bias,
-                out_bias=bias,
-                norms=head_norm if self.qk_norm else None,
-                cap=self.score_cap,
-            )
-            shape = Sandwich if self.post_norms else parts.PreNorm
-            return shape(attention, parts.GLU(self.dims, self.activation), norm)
-
+        """The module. Layers differ in how far back they attend and in their rotary positions."""
         plan = [parts.Layer("block", reach) for reach in self.reaches(self.local_rope)]
-        return parts.Decoder(self, plan, block, norm(), run, gain=self.width**0.5, logit_cap=self.logit_cap)
+        norm = parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
+        return parts.Decoder(self, plan, partial(block, self), norm, run, gain=self.width**0.5, logit_cap=self.logit_cap)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

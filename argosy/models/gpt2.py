@@ -7,6 +7,7 @@ and values fused, and names begin with `transformer.` or not.
 B batch, T time, D width, F feed-forward, N heads, H head size, V vocabulary, A positions.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from argosy.core.keymap import Row
@@ -15,6 +16,13 @@ from argosy.models import parts
 from argosy.models.family import AbsoluteConfig
 from argosy.models.hub_config import ConfigTable
 from argosy.models.settings import Activation, Reach
+
+
+def block(config: "GPT2Config", kind: str) -> "parts.PreNorm":
+    """One layer. All layers are of one kind."""
+    attention = parts.Attention(config.dims, config.layers, bias=True, out_bias=True)
+    mlp = parts.MLP(config.dims, config.activation)
+    return parts.PreNorm(attention, mlp, partial(parts.LayerNorm, config.width, config.norm_eps))
 
 
 class GPT2Config(AbsoluteConfig):
@@ -35,16 +43,10 @@ class GPT2Config(AbsoluteConfig):
         return {"tied": cls(**odd), "untied": cls(**{**odd, "width": 42, "heads": 3}, tied=False, activation="relu")}
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module: every layer alike, no rotary positions."""
-
-        def norm() -> "parts.LayerNorm":
-            return parts.LayerNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            attention = parts.Attention(self.dims, self.layers, bias=True, out_bias=True)
-            return parts.PreNorm(attention, parts.MLP(self.dims, self.activation), norm)
-
-        return parts.Decoder(self, [parts.Layer("block", Reach())] * self.layers, block, norm(), run, positions=True)
+        """The module. All layers are equal, without rotary positions."""
+        plan = [parts.Layer("block", Reach())] * self.layers
+        norm = parts.LayerNorm(self.width, self.norm_eps)
+        return parts.Decoder(self, plan, partial(block, self), norm, run, positions=True)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

@@ -21,6 +21,17 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope
 from argosy.models.settings import Experts, Rope, Yarn
 
 
+def block(config: "GptOssConfig", kind: str) -> "parts.PreNorm":
+    """One layer. All layers are of one kind."""
+    from argosy.models.blocks.gpt_oss import clipped_swiglu
+
+    bias = config.attention_bias
+    attention = parts.Attention(config.dims, config.layers, bias=bias, out_bias=bias, sinks=True)
+    act = partial(clipped_swiglu, limit=config.limit, alpha=config.alpha)
+    moe = parts.MoE(config.dims, config.moe, act=act, bias=True)
+    return parts.PreNorm(attention, moe, partial(parts.RMSNorm, config.width, config.norm_eps))
+
+
 class GptOssConfig(DecoderConfig):
     """gpt-oss (arXiv:2508.10925). `ffn` is what its experts have, `moe.ffn`; it has no other."""
 
@@ -74,20 +85,9 @@ class GptOssConfig(DecoderConfig):
         }
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; the plan says how far back each layer sees."""
-        from argosy.models.blocks.gpt_oss import clipped_swiglu
-
-        act = partial(clipped_swiglu, limit=self.limit, alpha=self.alpha)
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            bias = self.attention_bias
-            attention = parts.Attention(self.dims, self.layers, bias=bias, out_bias=bias, sinks=True)
-            return parts.PreNorm(attention, parts.MoE(self.dims, self.moe, act=act, bias=True), norm)
-
-        return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+        """The module. Layers differ only in how far back they attend."""
+        plan = [parts.Layer("block", reach) for reach in self.reaches()]
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

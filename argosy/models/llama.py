@@ -8,6 +8,7 @@ B batch, T time, D width, F feed-forward, N query heads, K key heads, H head siz
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from argosy.core.keymap import Row
@@ -16,6 +17,14 @@ from argosy.models import parts
 from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
 from argosy.models.settings import Linear, Llama3, Rope, Yarn
+
+
+def block(config: "LlamaConfig", kind: str) -> "parts.PreNorm":
+    """One layer. All layers are of one kind."""
+    bias = config.attention_bias
+    attention = parts.Attention(config.dims, config.layers, bias=bias, out_bias=bias)
+    mlp = parts.GLU(config.dims, config.activation, bias=config.mlp_bias)
+    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class LlamaConfig(DecoderConfig):
@@ -44,17 +53,9 @@ class LlamaConfig(DecoderConfig):
         }
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; the plan says how far back each layer reads."""
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            bias = self.attention_bias
-            attention = parts.Attention(self.dims, self.layers, bias=bias, out_bias=bias)
-            return parts.PreNorm(attention, parts.GLU(self.dims, self.activation, bias=self.mlp_bias), norm)
-
-        return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+        """The module. Layers differ only in how far back they attend."""
+        plan = [parts.Layer("block", reach) for reach in self.reaches()]
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

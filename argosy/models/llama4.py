@@ -11,6 +11,7 @@ Meta 2025, "The Llama 4 herd"; Yang et al. 2025 (arXiv:2501.18795) on layers wit
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -22,6 +23,15 @@ from argosy.models import parts
 from argosy.models.family import DecoderConfig, shortest_pattern
 from argosy.models.hub_config import SIZES, ConfigTable, read_rope, text_of, write_rope
 from argosy.models.settings import Experts, Llama3, Reach, Rope, Temper
+
+
+def block(config: "Llama4Config", kind: str) -> "parts.PreNorm":
+    """One layer. kind: "dense" or "experts"."""
+    d, bias = config.dims, config.attention_bias
+    attention = parts.Attention(d, config.layers, bias=bias, out_bias=bias)
+    experts = kind == "experts"
+    mlp = parts.MoE(d, config.moe, config.activation) if experts else parts.GLU(d, config.activation)
+    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class Llama4Config(DecoderConfig):
@@ -101,18 +111,9 @@ class Llama4Config(DecoderConfig):
         return [local if span == "L" else Reach(temper=self.temper) for span in self.spans]
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; layers differ in what stands behind attention, and in what they see and how."""
-        d, bias = self.dims, self.attention_bias
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            mlp = parts.MoE(d, self.moe, self.activation) if kind == "experts" else parts.GLU(d, self.activation)
-            return parts.PreNorm(parts.Attention(d, self.layers, bias=bias, out_bias=bias), mlp, norm)
-
+        """The module. Layers differ in their feed-forward part, and in how far back they attend."""
         plan = [parts.Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
-        return parts.Decoder(self, plan, block, norm(), run)
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

@@ -6,6 +6,7 @@ Jiang et al. 2024 (arXiv:2401.04088).
 B batch, T time, D width, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import model_validator
@@ -16,6 +17,13 @@ from argosy.models import parts
 from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
 from argosy.models.settings import Experts, Rope
+
+
+def block(config: "MixtralConfig", kind: str) -> "parts.PreNorm":
+    """One layer. All layers are of one kind."""
+    attention = parts.Attention(config.dims, config.layers)
+    moe = parts.MoE(config.dims, config.moe, config.activation)
+    return parts.PreNorm(attention, moe, partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class MixtralConfig(DecoderConfig):
@@ -51,17 +59,9 @@ class MixtralConfig(DecoderConfig):
         }
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module: every layer alike."""
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            return parts.PreNorm(
-                parts.Attention(self.dims, self.layers), parts.MoE(self.dims, self.moe, self.activation), norm
-            )
-
-        return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+        """The module. Layers differ only in how far back they attend."""
+        plan = [parts.Layer("block", reach) for reach in self.reaches()]
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

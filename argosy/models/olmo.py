@@ -8,6 +8,7 @@ OLMo team 2025 (arXiv:2501.00656, 2512.13961).
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from argosy.core.keymap import Row
@@ -16,6 +17,19 @@ from argosy.models import parts
 from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope, write_pattern, write_rope
 from argosy.models.settings import Rope, Yarn
+
+
+def block(config: "OlmoConfig", kind: str) -> Any:
+    """One layer. All layers are of one kind."""
+    from argosy.models.blocks.olmo import PostNorm
+
+    def over_all_heads(heads: int) -> "parts.RMSNorm":
+        return parts.RMSNorm((heads, config.H), config.norm_eps, letters="NH" if heads == config.heads else "KH")
+
+    bias = config.attention_bias
+    attention = parts.Attention(config.dims, config.layers, bias=bias, out_bias=bias, norms=over_all_heads)
+    mlp = parts.GLU(config.dims, config.activation)
+    return PostNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class OlmoConfig(DecoderConfig):
@@ -38,21 +52,9 @@ class OlmoConfig(DecoderConfig):
         }
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; the plan says of each layer how far back it sees and how it turns."""
-        from argosy.models.blocks.olmo import PostNorm
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def over_all_heads(heads: int) -> "parts.RMSNorm":
-            return parts.RMSNorm((heads, self.H), self.norm_eps, letters="NH" if heads == self.heads else "KH")
-
-        def block(kind: str) -> Any:
-            bias = self.attention_bias
-            attention = parts.Attention(self.dims, self.layers, bias=bias, out_bias=bias, norms=over_all_heads)
-            return PostNorm(attention, parts.GLU(self.dims, self.activation), norm)
-
-        return parts.Decoder(self, [parts.Layer("block", r) for r in self.reaches(self.local_rope)], block, norm(), run)
+        """The module. Layers differ in how far back they attend and in their rotary positions."""
+        plan = [parts.Layer("block", reach) for reach in self.reaches(self.local_rope)]
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

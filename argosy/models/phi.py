@@ -7,6 +7,7 @@ B batch, T time, D width, F feed-forward, N query heads, K key heads, H head siz
 """
 
 import math
+from functools import partial
 from typing import Any, ClassVar
 
 from argosy.core.keymap import Row
@@ -15,6 +16,12 @@ from argosy.models import parts
 from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
 from argosy.models.settings import LongRope, Rope
+
+
+def block(config: "PhiConfig", kind: str) -> "parts.PreNorm":
+    """One layer. All layers are of one kind."""
+    attention, mlp = parts.Attention(config.dims, config.layers), parts.GLU(config.dims, config.activation)
+    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class PhiConfig(DecoderConfig):
@@ -33,15 +40,9 @@ class PhiConfig(DecoderConfig):
         }
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module: every layer alike."""
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            return parts.PreNorm(parts.Attention(self.dims, self.layers), parts.GLU(self.dims, self.activation), norm)
-
-        return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+        """The module. All layers are equal, unless some have a window."""
+        plan = [parts.Layer("block", reach) for reach in self.reaches()]
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

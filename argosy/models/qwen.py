@@ -9,6 +9,7 @@ Yang et al. 2024 (arXiv:2407.10671, 2412.15115), the Qwen team 2025 (arXiv:2505.
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import model_validator
@@ -19,6 +20,19 @@ from argosy.models import parts
 from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_dense, read_pattern, read_rope, write_pattern, write_rope
 from argosy.models.settings import Experts, Rope, Yarn
+
+
+def block(config: "QwenConfig", kind: str) -> "parts.PreNorm":
+    """One layer. kind: "dense" or "experts"."""
+    d, moe, bias = config.dims, config.moe, config.qkv_bias
+
+    def head_norm(heads: int) -> "parts.RMSNorm":
+        return parts.RMSNorm(config.H, config.norm_eps, letters="H")
+
+    norms = head_norm if config.qk_norm else None
+    attention = parts.Attention(d, config.layers, bias=bias, out_bias=config.out_bias, norms=norms)
+    mlp = parts.MoE(d, moe, config.activation) if moe and kind == "experts" else parts.GLU(d, config.activation)
+    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class QwenConfig(DecoderConfig):
@@ -76,24 +90,9 @@ class QwenConfig(DecoderConfig):
         return ["dense" if self.moe is None or i in self.dense else "experts" for i in range(self.layers)]
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; layers differ in what stands behind attention, and in how far back they see."""
-        d, moe = self.dims, self.moe
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def head_norm(heads: int) -> "parts.RMSNorm":
-            return parts.RMSNorm(self.H, self.norm_eps, letters="H")
-
-        def block(kind: str) -> "parts.PreNorm":
-            attention = parts.Attention(
-                d, self.layers, bias=self.qkv_bias, out_bias=self.out_bias, norms=head_norm if self.qk_norm else None
-            )
-            mlp = parts.MoE(d, moe, self.activation) if moe and kind == "experts" else parts.GLU(d, self.activation)
-            return parts.PreNorm(attention, mlp, norm)
-
+        """The module. Layers differ in their feed-forward part, and in how far back they attend."""
         plan = [parts.Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
-        return parts.Decoder(self, plan, block, norm(), run)
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)

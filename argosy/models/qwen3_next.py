@@ -14,6 +14,7 @@ B batch, T time, D width, F feed-forward, N query heads, K key heads, H head siz
 delta net K key heads of size H, each serving G value heads of size U, and W taps.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -26,6 +27,24 @@ from argosy.models import parts
 from argosy.models.family import DecoderConfig, shortest_pattern
 from argosy.models.hub_config import SIZES, ConfigTable, read_dense, read_rope, write_rope
 from argosy.models.settings import Experts, Reach, Rope, Yarn
+
+
+def block(config: "Qwen3NextConfig", kind: str) -> "parts.PreNorm":
+    """One layer. kind: "delta" or "attention", then "_dense" or "_experts"."""
+    from argosy.models.blocks.qwen3_next import DeltaNet, GatedAttention
+
+    d = config.dims
+
+    def head_norm(heads: int) -> "parts.RMSNorm":
+        return parts.RMSNorm(config.H, config.norm_eps, offset=1.0, letters="H")
+
+    if kind.startswith("delta"):
+        mix = DeltaNet(config.delta, config.width, config.layers, config.norm_eps)
+    else:
+        mix = GatedAttention(d, config.layers, bias=config.attention_bias, norms=head_norm)
+    dense = kind.endswith("dense")
+    mlp = parts.GLU(d, config.activation) if dense else parts.MoE(d, config.moe, config.activation)
+    return parts.PreNorm(mix, mlp, partial(parts.RMSNorm, config.width, config.norm_eps, offset=1.0))
 
 
 class DeltaHeads(Settings):
@@ -135,31 +154,11 @@ class Qwen3NextConfig(DecoderConfig):
         return [f"{mix}_{'dense' if i in self.dense else 'experts'}" for i, mix in enumerate(mixes)]
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; layers differ in what mixes tokens, and in what stands behind it."""
-        from argosy.models.blocks.qwen3_next import DeltaNet, GatedAttention
-
-        d = self.dims
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
-
-        def head_norm(heads: int) -> "parts.RMSNorm":
-            return parts.RMSNorm(self.H, self.norm_eps, offset=1.0, letters="H")
-
-        def block(kind: str) -> "parts.PreNorm":
-            if kind.startswith("delta"):
-                mix = DeltaNet(self.delta, self.width, self.layers, self.norm_eps)
-            else:
-                mix = GatedAttention(d, self.layers, bias=self.attention_bias, norms=head_norm)
-            return parts.PreNorm(
-                mix,
-                parts.GLU(d, self.activation) if kind.endswith("dense") else parts.MoE(d, self.moe, self.activation),
-                norm,
-            )
-
-        whole = Reach(None, self.rope.decided(self.context))
-        plan = [parts.Layer(kind, whole if kind.startswith("attention") else None) for kind in self.kinds]
-        return parts.Decoder(self, plan, block, norm(), run)
+        """The module. Layers differ in how they mix tokens, and in their feed-forward part."""
+        reach = Reach(None, self.rope.decided(self.context))
+        plan = [parts.Layer(kind, reach if kind.startswith("attention") else None) for kind in self.kinds]
+        norm = parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
+        return parts.Decoder(self, plan, partial(block, self), norm, run)
 
     def mixing_flops(self, tokens: int) -> int:
         from argosy.ops import delta

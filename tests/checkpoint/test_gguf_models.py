@@ -169,7 +169,7 @@ def test_llama3_is_told_from_its_factors(factor: float, original: int, base: flo
     said = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     divisors = np.array([factor_of(said, base ** (i / 128), original) for i in range(0, 128, 2)], np.float32)
     assert llama3(divisors, base) == Llama3(factor=factor, original=original)
-    with pytest.raises(BadInput, match="none that is known"):
+    with pytest.raises(BadInput, match="match no known scaling"):
         llama3(divisors[::-1], base)
 
 

@@ -97,7 +97,7 @@ def test_an_architecture_that_is_not_built_is_named(folder: Path):
 
 
 def test_quantised_weights_are_refused(folder: Path):
-    with pytest.raises(BadInput, match="quantised by `gptq`"):
+    with pytest.raises(BadInput, match="quantized by `gptq`"):
         open_model(configured(folder, quantization_config={"quant_method": "gptq", "bits": 4}))
 
 

@@ -77,7 +77,7 @@ def test_where_all_are_damaged_nothing_is_touched_however_often_one_asks(copy: P
         flip(copy / step / "meta.json")
     before = sorted(str(f) for f in copy.rglob("*"))
     for _ in range(2):
-        with pytest.raises(Damaged, match="none of the 3 checkpoints") as told:
+        with pytest.raises(Damaged, match="all 3 checkpoints are damaged") as told:
             Checkpoints(copy, CheckpointSettings()).latest_good()
         assert "dir=NEW" in str(told.value)
     assert sorted(str(f) for f in copy.rglob("*")) == before

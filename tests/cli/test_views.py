@@ -102,8 +102,8 @@ def test_runs_are_listed_with_what_became_of_them(here, capsys):
     (here / "runs/killed/.lock").write_text(json.dumps(holder | {"pid": 2**22 + 1}))
     found = {Path(run["path"]).name: run for run in ask(capsys, "runs")}
     assert {name: run["state"] for name, run in found.items()} == {
-        "whole": "done", "half": "can go on", "none": "can go on", "torn": "damaged", "lost": "damaged",
-        "garbled": "damaged", "busy": "running", "killed": "can go on",
+        "whole": "done", "half": "can resume", "none": "can resume", "torn": "damaged", "lost": "damaged",
+        "garbled": "damaged", "busy": "running", "killed": "can resume",
     }  # fmt: skip
     assert found["whole"]["numbers"] == {
         "loss": 3.0,
@@ -166,7 +166,7 @@ def test_compare_tells_what_differs(here, capsys):
         "optimizer.learning_rate": [0.003, None, 0.003],
         "seed": [0, 0, 3],
     }
-    assert found["numbers"]["state"] == ["done", "can go on", "done"]
+    assert found["numbers"]["state"] == ["done", "can resume", "done"]
     assert found["numbers"]["loss"] == [3.0, 3.0, 3.0]
     assert main(["runs", "compare", "a", "b"]) == 0
     assert "optimizer.name" in capsys.readouterr().out

@@ -18,8 +18,8 @@ from argosy.core.registry import Registry
 from argosy.core.settings import (
     Also,
     Choice,
-    Layer,
     Settings,
+    SettingsLayer,
     diff,
     dump,
     flatten,
@@ -111,7 +111,7 @@ class Run(Settings):
 
 
 def read(*layers, words=()):
-    given = [Layer(f"file{i}.yml", values) for i, values in enumerate(layers)]
+    given = [SettingsLayer(f"file{i}.yml", values) for i, values in enumerate(layers)]
     return read_settings(Run, *given, words_layer(words))
 
 
@@ -491,7 +491,7 @@ RICH = [
 
 def test_a_dump_reads_back_equal():
     tree = read(words=RICH).value
-    assert read_settings(Run, Layer("dump", dump(tree))).value == tree
+    assert read_settings(Run, SettingsLayer("dump", dump(tree))).value == tree
     assert json.loads(json.dumps(dump(tree))) == yaml.safe_load(yaml.safe_dump(dump(tree)))
 
 

@@ -134,7 +134,7 @@ def test_killed_between_files_the_same_command_goes_on(source, tmp_path, capsys,
 def test_after_ctrl_c_it_says_how_to_go_on(source, tmp_path):
     done = interrupted(source, tmp_path / "target", "to=argosy", files=3, by="SIGINT")
     assert done.returncode == 130
-    assert "the same command goes on" in done.stderr
+    assert "the same command resumes" in done.stderr
     assert "Traceback" not in done.stderr
     assert convert(str(source), tmp_path / "target", "argosy", None)["kept_bytes"] > 0
 
