@@ -71,7 +71,8 @@ class Need(NamedTuple):
 
 
 def table(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
-    """Each setting as one array over the rows; and `tail`, 1 - top_p, subtracted in float64: in float32, 1 - 0.999999 is 5 % off."""
+    """Each setting as one array over the rows; and `tail`, 1 - top_p, subtracted in float64: in float32, 1 - 0.999999 is 5 %
+    off."""
     columns = {
         name: np.asarray([getattr(r, name) for r in rows], np.int32 if name == "top_k" else np.float32)
         for name in Sampling.model_fields

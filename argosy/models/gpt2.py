@@ -2,8 +2,8 @@
 
     h = x + Attention(LayerNorm(x))        y = h + MLP(LayerNorm(h))
 
-Radford et al. 2019 (Language models are unsupervised multitask learners). On the Hub its matrices lie [in, out], queries, keys
-and values fused, and names begin with `transformer.` or not.
+Radford et al. 2019 (Language models are unsupervised multitask learners). On the Hub its matrices are [in, out], queries, keys
+and values are fused, and names may begin with `transformer.`.
 B batch, T time, D width, F feed-forward, N heads, H head size, V vocabulary, A positions.
 """
 
@@ -33,9 +33,9 @@ class GPT2Config(AbsoluteConfig):
     hub_prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
 
     tied: bool = True
-    """The head is the embedding."""
+    """Uses the embedding as the output head (tied embeddings)."""
     activation: Activation = "gelu_tanh"
-    """Of the feed-forward layer."""
+    """Activation of the feed-forward layer."""
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
@@ -81,11 +81,11 @@ class GPT2Config(AbsoluteConfig):
         return cls(**{"ffn": 4 * read["width"]} | read)
 
     def to_hub(self) -> dict[str, Any]:
-        """As transformers writes it."""
-        said = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | TABLE.write(self)
+        """The config.json as transformers writes it."""
+        written = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | TABLE.write(self)
         if self.activation == "gelu_tanh":
-            said["activation_function"] = "gelu_new"  # the only name of it that readers of 2019 know
-        return self.agreed(said)
+            written["activation_function"] = "gelu_new"  # the only name of it that readers of 2019 know
+        return self.agreed(written)
 
 
 LAYER = "transformer.h.{l}."

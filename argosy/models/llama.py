@@ -1,4 +1,4 @@
-"""Llama, and what differs from it only in numbers: Llama 1 to 3.3, SmolLM2, TinyLlama, Mistral 7B and Nemo, Ministral.
+"""Llama, and models that differ only in sizes: Llama 1 to 3.3, SmolLM2, TinyLlama, Mistral 7B and Nemo, Ministral.
 
     h = x + Attention(RMSNorm(x))        y = h + SwiGLU(RMSNorm(h))
 
@@ -33,9 +33,9 @@ class LlamaConfig(DecoderConfig):
     hub_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral")
 
     attention_bias: bool = False
-    """Biases on the four projections of attention."""
+    """Adds biases to the four projections of attention."""
     mlp_bias: bool = False
-    """Biases on the three projections of the feed-forward layer."""
+    """Adds biases to the three projections of the feed-forward layer."""
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
@@ -70,16 +70,16 @@ class LlamaConfig(DecoderConfig):
         return cls(**read, **read_pattern(config, read), rope=Rope(**read_rope(config)))
 
     def to_hub(self) -> dict[str, Any]:
-        """Windows are Mistral's, windows in some layers Ministral's, biases Llama's."""
+        """Mistral with a window, Ministral with a window in some layers, otherwise Llama."""
         mixed = len(set(self.spans)) > 1
         kind = ("ministral", "MinistralForCausalLM") if mixed else ("mistral", "MistralForCausalLM")
         kind = kind if self.window else ("llama", "LlamaForCausalLM")
-        said = {"model_type": kind[0], "architectures": [kind[1]]} | TABLES[kind[0]].write(self)
-        said |= {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope)
-        return self.agreed(said | (write_pattern(self.spans) if mixed else {}))
+        written = {"model_type": kind[0], "architectures": [kind[1]]} | TABLES[kind[0]].write(self)
+        written |= {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope)
+        return self.agreed(written | (write_pattern(self.spans) if mixed else {}))
 
 
-# By `model_type`, with what transformers takes where a config.json does not say, and what it never reads.
+# By `model_type`: keys, the defaults of transformers, and keys that it never reads.
 TABLES = {
     "llama": ConfigTable(
         [*SIZES, ("attention_bias", "attention_bias"), ("mlp_bias", "mlp_bias")],

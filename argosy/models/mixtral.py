@@ -27,7 +27,7 @@ def block(config: "MixtralConfig", kind: str) -> "parts.PreNorm":
 
 
 class MixtralConfig(DecoderConfig):
-    """Mixtral (arXiv:2401.04088). `ffn` is what its experts have, `moe.ffn`; it has no other."""
+    """Mixtral (arXiv:2401.04088). Every layer has experts, so `ffn` must equal their width, `moe.ffn`."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("mixtral",)
 
@@ -38,7 +38,7 @@ class MixtralConfig(DecoderConfig):
     def _is_all_experts(self) -> "MixtralConfig":
         if self.ffn != self.moe.ffn:
             raise ValueError(
-                f"ffn = {self.ffn}, moe.ffn = {self.moe.ffn}: every layer has experts, and both are their width"
+                f"ffn = {self.ffn}, moe.ffn = {self.moe.ffn}: must be equal, because every layer has experts"
             )
         return self
 
@@ -81,9 +81,9 @@ class MixtralConfig(DecoderConfig):
         return cls(**read | {"moe": read["moe"] | {"ffn": read["ffn"]}}, rope=Rope(**read_rope(config, 1e6)))
 
     def to_hub(self) -> dict[str, Any]:
-        """As transformers writes it."""
-        said = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TABLE.write(self)
-        return self.agreed(said | {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope))
+        """The config.json as transformers writes it."""
+        written = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TABLE.write(self)
+        return self.agreed(written | {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope))
 
 
 TABLE = ConfigTable(

@@ -2,8 +2,8 @@
 
     h = x + Attention(RMSNorm(x))        y = h + SwiGLU(RMSNorm(h)), or h + MoE(RMSNorm(h))
 
-Qwen2 has biases on queries, keys and values; Qwen3 instead normalises queries and keys over each head. Qwen2's experts stand
-beside a shared one with a gate of its own; Qwen3's stand alone.
+Qwen2 has biases on queries, keys and values; Qwen3 instead normalizes queries and keys over each head. Qwen2's experts have
+a gated shared expert beside them; Qwen3's have none.
 
 Yang et al. 2024 (arXiv:2407.10671, 2412.15115), the Qwen team 2025 (arXiv:2505.09388).
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
@@ -42,20 +42,20 @@ class QwenConfig(DecoderConfig):
     moe_parts: ClassVar[frozenset[str]] = frozenset(["shared", "shared_gate"])
 
     qkv_bias: bool = False
-    """Biases on queries, keys and values."""
+    """Adds biases to queries, keys and values."""
     out_bias: bool = False
-    """A bias on the output of attention."""
+    """Adds a bias to the output projection of attention."""
     qk_norm: bool = False
-    """RMSNorm over each head of queries and keys."""
+    """Applies RMSNorm to each head of queries and keys."""
     moe: Experts | None = None
-    """Experts in place of the feed-forward layer."""
+    """The experts that replace the feed-forward layer. None: no layer has experts."""
     dense: tuple[int, ...] = ()
-    """Layers, counted from 0, that keep the feed-forward layer."""
+    """Indices of layers, from 0, that keep the feed-forward layer."""
 
     @model_validator(mode="after")
     def _dense_are_layers(self) -> "QwenConfig":
         if self.dense and (self.moe is None or not set(self.dense) < set(range(self.layers))):
-            raise ValueError(f"dense = {list(self.dense)}: some of the {self.layers} layers, where there are experts")
+            raise ValueError(f"dense = {list(self.dense)}: must be some of the {self.layers} layers, and needs experts (moe)")
         return self
 
     @classmethod
@@ -86,7 +86,7 @@ class QwenConfig(DecoderConfig):
 
     @property
     def kinds(self) -> list[str]:
-        """What stands behind the attention of each layer."""
+        """The feed-forward part of each layer."""
         return ["dense" if self.moe is None or i in self.dense else "experts" for i in range(self.layers)]
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
@@ -120,27 +120,28 @@ class QwenConfig(DecoderConfig):
         return cls(**read | windows(config, read), rope=Rope(**read_rope(config)))
 
     def to_hub(self) -> dict[str, Any]:
-        """The architecture of transformers that has these options."""
+        """The config.json of the architecture in transformers that has these options."""
         moe = self.moe
         kind = ("qwen3" if self.qk_norm else "qwen2") + ("_moe" if moe else "")
-        said = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
-        said |= {"num_key_value_heads": self.K} | write_rope(self.rope)
-        said |= {} if kind == "qwen2" else {"head_dim": self.H}
+        written = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
+        written |= {"num_key_value_heads": self.K} | write_rope(self.rope)
+        written |= {} if kind == "qwen2" else {"head_dim": self.H}
         if moe:
-            said |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
+            written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
         if kind == "qwen3_moe" and moe:
-            said |= {"num_local_experts": moe.count}
-        said |= {"use_sliding_window": bool(self.window), "sliding_window": self.window}
+            written |= {"num_local_experts": moe.count}
+        written |= {"use_sliding_window": bool(self.window), "sliding_window": self.window}
         if kind == "qwen3_moe":  # its windows are in all layers or in none
-            return self.agreed(said)
+            return self.agreed(written)
         first = {} if moe else {"max_window_layers": (self.spans + "L").find("L")}
-        return self.agreed(said | first | write_pattern(self.spans))
+        return self.agreed(written | first | write_pattern(self.spans))
 
 
 def windows(config: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
-    """`window` and `pattern`: windows are off unless told. Which layers have them where `layer_types` does not say, and whether
-    it may, differs by architecture: from the layer `max_window_layers` on (Qwen2 and 3), in every second layer before it
-    (Qwen2 with experts), in all layers whatever else is told (Qwen3 with experts)."""
+    """The settings `window` and `pattern`. Windows are off by default. Without `layer_types`, the layers with a window depend on
+    the
+    architecture: from layer `max_window_layers` on (Qwen2 and 3), every second layer before it
+    (Qwen2 with experts), or always all layers (Qwen3 with experts)."""
     if not config.get("use_sliding_window"):
         return {}
     kind, first = config["model_type"], config.get("max_window_layers", 28)
@@ -179,7 +180,7 @@ TABLES = {
     ),
     "qwen3_moe": ConfigTable([*MOE, *BIASES], DEFAULTS | {"norm_topk_prob": False}, harmless=WINDOWS | SPARSE),
 }
-# What no key of config.json tells, because the architecture fixes it.
+# Facts that the architecture fixes and no key of config.json states.
 FIXED: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen2_moe": {},

@@ -97,7 +97,8 @@ class AdamW(Optimizer):
 
 
 class Lion(Optimizer):
-    """The sign of a mix of gradient and momentum. Chen et al. 2023 (arXiv:2302.06675). A tenth of Adam's rate, ten times its decay."""
+    """The sign of a mix of gradient and momentum. Chen et al. 2023 (arXiv:2302.06675). A tenth of Adam's rate, ten times its
+    decay."""
 
     b1: float = Field(0.9, ge=0, lt=1)
     """Share of the momentum in the update."""

@@ -202,7 +202,8 @@ def repeating(plan: Sequence[Layer]) -> list[tuple[int, int, int]]:
 
 
 def groups_of(plan: Sequence[Layer]) -> tuple[Group, ...]:
-    """The loops of a plan. The first loop with a kind has its weights under the kind's name, later ones under "kind_2" and so on."""
+    """The loops of a plan. The first loop with a kind has its weights under the kind's name, later ones under "kind_2" and so
+    on."""
     out, times = [], Counter()
     for start, period, repeats in repeating(plan):
         layers = tuple(plan[start : start + period])
