@@ -14,7 +14,7 @@ from types import ModuleType
 from argosy.cli.output import command, fail, forgive
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
 
-VERBS = {  # verb -> the module whose `app` runs it, and what it does
+VERBS = {  # verb -> the module whose `app` runs it, and its description
     "quickstart": ("argosy.cli.quickstart", "train, kill, resume, talk to, export and report on a small model, here"),
     "train": ("argosy.cli.train", "train by a recipe, or resume a run"),
     "sweep": ("argosy.cli.sweep", "train with every combination of some settings, and compare"),

@@ -28,7 +28,7 @@ from argosy.ops.grouped import IMPLEMENTATIONS as EXPERTS
 from argosy.parallel.place import batch_sharding, like_weights, place_batch, row_shares
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
-from argosy.train.state import TrainState, meanings_of, named, trained, training_graph, unnamed
+from argosy.train.state import TrainState, flattened, meanings_of, trained, training_graph, unflattened
 from argosy.train.step import Precision, make_evaluation, make_step
 
 
@@ -110,12 +110,12 @@ class Assembly:
         """The state as a checkpoint stores it: weights, and the rest, both {name: array}."""
         key = jax.random.key_data(state.key)
         return state.params | state.rest, {"step": state.step, "key": key} | {
-            f"optimizer.{name}": leaf for name, leaf in named(state.optimizer).items()
+            f"optimizer.{name}": leaf for name, leaf in flattened(state.optimizer).items()
         }
 
     def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
         """The state from what `packed` returned, with arrays placed as `state_places` says."""
-        optimizer = unnamed(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
+        optimizer = unflattened(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
         params = {a: weights[a] for a in self.shapes.params}
         rest = {a: weights[a] for a in self.shapes.rest}
         return TrainState(arrays["step"], params, rest, optimizer, jax.random.wrap_key_data(arrays["key"]))
@@ -124,7 +124,7 @@ class Assembly:
         """Shardings of the arrays that `packed` returns."""
         everywhere = self.places.step
         state = {"step": everywhere, "key": everywhere}
-        state |= {f"optimizer.{name}": place for name, place in named(self.places.optimizer).items()}
+        state |= {f"optimizer.{name}": place for name, place in flattened(self.places.optimizer).items()}
         return self.places.params | self.places.rest, state
 
     def _here(self, step: int) -> Any:
@@ -154,8 +154,8 @@ class Assembly:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Programs of this run are traced inside: under its mesh, with the implementations its settings name."""
-        named = implementations(attention=self.run.execution.attention, experts=self.run.execution.experts)
-        with scope(self.mesh), named:
+        chosen = implementations(attention=self.run.execution.attention, experts=self.run.execution.experts)
+        with scope(self.mesh), chosen:
             yield
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -44,7 +44,7 @@ class TextFile(Source):
 
     def documents(self) -> Iterator[Document]:
         pieces = text_pieces(self.path, self.invalid)
-        return paragraphs(pieces, self.path) if self.split == "paragraphs" else whole(pieces)
+        return paragraphs(pieces, self.path) if self.split == "paragraphs" else one_document(pieces)
 
     def fingerprint(self) -> dict[str, Any]:
         how = {"source.documents": self.split, "source.invalid": self.invalid}
@@ -141,7 +141,7 @@ class Memory(Source):
         return {"source": "memory", "source.sha256": digest.hexdigest()}
 
 
-def whole(pieces: Iterator[str]) -> Iterator[Document]:
+def one_document(pieces: Iterator[str]) -> Iterator[Document]:
     """One document, in its pieces."""
     held = next(pieces, "")
     for piece in pieces:

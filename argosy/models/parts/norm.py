@@ -37,8 +37,8 @@ class LayerNorm(nnx.Module):
     """(x - mean) / std * scale + bias. Ba et al. 2016 (arXiv:1607.06450).
 
     Args:
-        letters: what the normalised axis is.
-        kind: of its variables: `Choosing` where only a choice follows from it.
+        letters: the letter of the normalized axis.
+        kind: of its variables: `Choosing` if its output only selects something.
     """
 
     def __init__(self, width: int, eps: float = 1e-5, letters: str = "D", kind: type[nnx.Variable] = nnx.Param):
