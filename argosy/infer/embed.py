@@ -78,8 +78,8 @@ def embed(
         raise BadInput(f"batch = {batch}", hint="at least 1")
     steps = Steps() if lm.companions is None else read_steps(lm.companions, pooling)
     rows = ids_of(lm, texts, steps)
-    decoder = lm.decoder()
-    pooled, weights = _pooled(decoder.graph, lm.module.dtype, pooling or steps.pooling), decoder.weights()
+    generator = lm.generator()
+    pooled, weights = _pooled(generator.graph, lm.module.dtype, pooling or steps.pooling), generator.weights()
     out = np.zeros((len(rows), lm.config.width), np.float32)
     # The longest first: if one does not fit in memory, that fails at once.
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))

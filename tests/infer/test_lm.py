@@ -222,12 +222,12 @@ def test_surgery_after_the_first_answer_is_seen():
 
 
 def test_a_changed_weight_changes_the_next_answer():
-    """In place, by `put`, and by setting a module's attribute: the decoder that is kept from call to call sees each."""
+    """In place, by `put`, and by setting a module's attribute: the generator that is kept from call to call sees each."""
     config = CASES["llama-plain"]
     model = LM(config, built(config, Unroll()))
     seen = [model.logits([PROMPTS[0]])]
-    decoder = model.decoder()
-    assert model.decoder() is decoder
+    generator = model.generator()
+    assert model.generator() is generator
 
     def changed():
         seen.append(model.logits([PROMPTS[0]]))
@@ -238,7 +238,7 @@ def test_a_changed_weight_changes_the_next_answer():
     assert changed()
     put(model.module, {"norm.scale": scale.get_value() * 3})
     assert changed()
-    assert model.decoder() is decoder, "values are read, not split again"
+    assert model.generator() is generator, "values are read, not split again"
     model.module.logit_cap = 0.5
     assert changed()
     head = model.module.head or model.module.embed
@@ -254,8 +254,8 @@ def test_a_changed_weight_changes_the_next_answer():
 def test_a_second_size_shares_the_programs_of_the_first(lm):
     """Another max_tokens, prompt length, filter or number of rows within a bucket compiles neither prefill nor decode."""
     lm.generate(PROMPTS, 8, temperature=1.0, ignore_eos=True)
-    decoder = lm.decoder()
-    prefill, decode, sizes = decoder._prefill, decoder._decode, decoder._decode.function._cache_size()
+    generator = lm.generator()
+    prefill, decode, sizes = generator._prefill, generator._decode, generator._decode.function._cache_size()
     before = (prefill.function._cache_size(), sizes)
     lm.generate([[3] * 40, *PROMPTS], 60, temperature=0.5, top_p=0.9, ignore_eos=True)
     lm.generate(PROMPTS, 30, ignore_eos=True)
@@ -282,8 +282,8 @@ def test_compiling_is_announced_with_what_for(monkeypatch):
     config = CASES["llama-plain"]
     model = LM(config, built(config, Unroll()), say=said.append)
     monkeypatch.setattr(decode, "telling", lambda say, text: nullcontext(say(text)))
-    model.decoder()._prefill.sizes.clear()
-    model.decoder()._decode.sizes.clear()
+    model.generator()._prefill.sizes.clear()
+    model.generator()._decode.sizes.clear()
     model.generate([PROMPTS[0]], 4, ignore_eos=True)
     assert [line for line in said if "draws" not in line] == ["compiling for prompts of 64 tokens", "compiling for 200 tokens"]
     said.clear()
