@@ -301,7 +301,7 @@ class Answers:
         self.ends = set(stop_tokens) | (set() if ignore_eos else lm.stops())
         self.sampling = _sampling(sampling)
         self.completions = [Completion("", [], None, len(ids), []) for ids in self.ids]
-        self._decoders = [_after(lm.tokenizer, ids) for ids in self.ids]
+        self._streams = [_after(lm.tokenizer, ids) for ids in self.ids]
         self._held = ["" for _ in self.ids]
         self._pieces = self._run()
 
@@ -350,9 +350,9 @@ class Answers:
             return self._end(row, "stop")
         done.tokens.append(token)
         done.logprobs.append(logprob)
-        generator = self._decoders[row]
-        if generator is not None:
-            self._held[row] += generator.push(token)
+        stream = self._streams[row]
+        if stream is not None:
+            self._held[row] += stream.push(token)
             if (cut := _first(self._held[row], self.stop)) is not None:
                 self._held[row] = self._held[row][:cut]
                 return self._end(row, "stop", flush=False)
@@ -370,9 +370,9 @@ class Answers:
         return text
 
     def _end(self, row: int, reason: Reason, flush: bool = True) -> Piece:
-        generator = self._decoders[row]
-        if flush and generator is not None:
-            self._held[row] += generator.end()
+        stream = self._streams[row]
+        if flush and stream is not None:
+            self._held[row] += stream.end()
         text, self._held[row] = self._held[row], ""
         self.completions[row].text += text
         self.completions[row].finish_reason = reason
@@ -383,10 +383,10 @@ def _after(tokenizer: Any, ids: list[int]) -> Any:
     """A text stream that has read the prompt, so that the answer keeps its leading space. None without a tokenizer."""
     if tokenizer is None:
         return None
-    generator = tokenizer.stream()
+    stream = tokenizer.stream()
     for token in ids:
-        generator.push(token)
-    return generator
+        stream.push(token)
+    return stream
 
 
 def _first(text: str, stops: list[str]) -> int | None:
