@@ -365,7 +365,7 @@ NO_FLAG = {"error": "Unknown flag in XLA_FLAGS"}
         ({"disk": {"here": {"path": "x", "free_bytes": 1 << 20}}}, "broken", "1.00 MiB", "free some space"),
         ({"disk": {"cache": {"path": "x", "free_bytes": 1 << 30}}}, "warning", "1.00 GiB", "free some space"),
         ({"cache": well()["cache"] | {"writable": False}}, "warning", "cannot be kept", "XDG_CACHE_HOME"),
-        ({"machine": well()["machine"] | {"memory_free_bytes": 1 << 28}}, "warning", "256 MiB", "killed"),
+        ({"machine": well()["machine"] | {"memory_free_bytes": 1 << 28}}, "warning", "256 MiB", "kills"),
         ({"machine": well()["machine"] | {"load": 8.0}}, "note", "load 8", "times"),
         ({"open_files": 256}, "warning", "256 open files", "ulimit"),
         ({"clock_behind_s": 1e6}, "warning", "clock", "set the clock"),

@@ -16,8 +16,9 @@ from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.checkpoint.load import as_dtype
+from argosy.core import progress
 from argosy.core.errors import BadInput, SettingsError
-from argosy.infer import decode, progress
+from argosy.infer import decode
 from argosy.infer import lm as lm_module
 from argosy.infer import load as load_module
 from argosy.infer.lm import LM

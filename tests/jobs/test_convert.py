@@ -205,7 +205,7 @@ def test_tensors_that_do_not_fit(source, tmp_path, change, parts):
         ({"intermediate_size": 59}, ["6 misshapen", "expected [59, 42]"]),
         ({"num_hidden_layers": 3}, ["9 missing", "`model.layers.2."]),
         ({"num_hidden_layers": 1}, ["9 unexpected", "`model.layers.1."]),
-        ({"tie_word_embeddings": True}, ["`lm_head.weight` is tied", "differs"]),
+        ({"tie_word_embeddings": True}, ["ties `lm_head.weight`", "differ"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

@@ -354,7 +354,7 @@ def test_a_run_with_nothing_but_damage_is_left_as_it_is(copy: Path):
     for step in (copy / "checkpoints").iterdir():
         (step / "meta.json").write_text("{")
     before = everything(copy / "checkpoints")
-    with pytest.raises(Damaged, match="none of the 2 checkpoints"):
+    with pytest.raises(Damaged, match="all 2 checkpoints are damaged"):
         fit(copy, "steps=6")
     assert everything(copy / "checkpoints") == before
 

@@ -99,7 +99,7 @@ def metaspace(spec: Spec) -> TokenDecoder:
 
 
 def word_piece(spec: Spec) -> TokenDecoder:
-    """Words parted by spaces, but for tokens that go on with one."""
+    """Words separated by spaces, except before tokens that continue a word."""
     prefix, cleans = spec["prefix"], spec.get("cleanup", True)
 
     def step(token: str, first: bool) -> str | bytes:

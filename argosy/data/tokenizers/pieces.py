@@ -24,7 +24,7 @@ from argosy.data.tokenizers.decoders import EACH_BYTE
 from argosy.data.tokenizers.proto import BYTE, CONTROL, NO_PREFIX, PREFIX, UNKNOWN, fields, read_model
 
 SPACE = "\u2581"
-BEGINNING = ("Llama", "CodeLlama", "Gemma")  # classes of the Hub that put `bos` in front unless told otherwise
+BEGINNING = ("Llama", "CodeLlama", "Gemma")  # classes on the Hub that add `bos` by default
 
 
 class PieceTokenizer(Tokenizer):

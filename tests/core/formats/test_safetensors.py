@@ -252,7 +252,7 @@ def test_weights_that_are_there_are_not_overwritten(tmp_path):
     for shard_bytes in (5e9, 8):
         folder = tmp_path / str(shard_bytes)
         write_folder(folder, entries({"x": np.arange(3), "y": np.arange(2)}), shard_bytes)
-        with pytest.raises(BadInput, match="holds weights already"):
+        with pytest.raises(BadInput, match="already contains weights"):
             write_folder(folder, entries({"x": np.arange(3)}))
         assert set(Folder.open(folder).names) == {"x", "y"}
 
