@@ -16,7 +16,8 @@ from argosy.observe.readable import lasted
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-TELL_S = 5.0  # between lines where no line can be replaced
+# Between lines where no line can be replaced.
+TELL_S = 5.0
 REDRAW_S = 0.2
 MOST_LISTED = 20
 
@@ -58,7 +59,8 @@ def convert(
 ) -> None:
     """Converts a model, tensor by tensor; after a kill, the same command resumes. With --check, compares two models: exit
     code 0 if they are equal, 1 if not."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is needed, and somebody may be using it
+    # No accelerator is needed, and another program may be using it.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if check is not None:
         _check(source, check, [word for word in (target, *(words or [])) if word is not None], as_json)
         return

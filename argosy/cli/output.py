@@ -10,7 +10,8 @@ from typing import Any, TextIO
 
 from argosy.core.errors import ArgosyError
 
-COMMAND = "ARGOSY_COMMAND"  # what the user types instead of `argosy`; set by `./run`
+# What the user types instead of `argosy`; set by `./run`.
+COMMAND = "ARGOSY_COMMAND"
 
 
 def answer(text: str, document: Any, as_json: bool) -> None:

@@ -155,7 +155,8 @@ def main() -> int:
         if "--check" in sys.argv[1:]:
             check()
         else:
-            fast = "--fast" in sys.argv[1:]  # without the measured pages, which take minutes
+            # Without the measured pages, which take minutes.
+            fast = "--fast" in sys.argv[1:]
             print("\n".join(map(str, write(CHECKED if fast else CHECKED | MEASURED))))
     except BadInput as error:
         print(error, file=sys.stderr)

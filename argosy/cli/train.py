@@ -39,7 +39,8 @@ def train(
 ) -> int:
     from argosy.jobs.run import Run
 
-    reading = compose(Run, recipe, words or [])  # a mistake is answered before jax is imported, which takes seconds
+    # A mistake is answered before jax is imported, which takes seconds.
+    reading = compose(Run, recipe, words or [])
     from argosy.jobs.train import directory_of
     from argosy.jobs.train import train as job
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _TOKEN = re.compile(r"[A-Za-z_]\w*|1\b|[()|]")
 
 Names = tuple[str, ...]
-Cut = tuple[Names, ...]  # the pieces of an axis, each a product of names
+# The pieces of an axis, each a product of names.
+Cut = tuple[Names, ...]
 Sizes = Mapping[str, int]
 
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-CLEANING_S = 2.0  # callbacks that hang, on a lock that the interrupted code holds, must not keep the process
+# A callback may hang on a lock of the interrupted code; the process must end all the same.
+CLEANING_S = 2.0
 
 
 @dataclass
@@ -43,7 +44,8 @@ class _State:
 
 def take_over() -> None:
     """Makes signals of this process work as described above. For the main thread of a command, once, before anything slow."""
-    if os.name == "nt" or _State.taken_over:  # Windows has one signal, and Python's own handler for it
+    # Windows has one signal, and Python's own handler for it.
+    if os.name == "nt" or _State.taken_over:
         return
     _State.taken_over = True
     reader, writer = os.pipe()
@@ -96,7 +98,8 @@ def asked_to_stop(message: str = "stopping") -> Iterator[Stop]:
         _print(message)
 
     before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # elsewhere, whoever runs us handles signals
+    # Elsewhere, whoever runs us handles signals.
+    if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, ask) for number in SIGNALS if _is_handled(number)}
     try:
         yield stop

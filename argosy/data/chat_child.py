@@ -27,8 +27,10 @@ from jinja2.nodes import CallBlock
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 512 << 20
-CPU_S = 2.0  # the longest published template takes 5 ms
-LOOK_S = 5.0  # how often an idle process checks that its parent lives
+# The longest published template takes 5 ms.
+CPU_S = 2.0
+# How often an idle process checks that its parent lives.
+LOOK_S = 5.0
 
 
 class TooLong(Exception):

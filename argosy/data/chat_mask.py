@@ -17,7 +17,8 @@ from argosy.data.chat import Message, choose_template, render, rendered
 from argosy.data.tokenizers import Span, Tokenizer
 
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-PROBE = "\ue000"  # private use: no real word begins or ends with it
+# A private-use character, with which no real word begins or ends.
+PROBE = "\ue000"
 
 
 def encode_with_mask(
@@ -156,7 +157,8 @@ class Renders:
         keep."""
         other, before = self.with_other_words(place), self.of(self.messages[:place])
         start = shared(prompt, other)
-        if prompt == before:  # there is no generation prompt: an answer begins with its first word
+        # There is no generation prompt: an answer begins with its first word.
+        if prompt == before:
             return shared(self.whole, other)
         if start < len(before) or not self.whole.startswith(other[:start]):
             raise self.unclear(place)

@@ -36,8 +36,10 @@ from argosy.data.summary import CorpusSummary
 if TYPE_CHECKING:
     from argosy.data.tokenize import Tokenizer
 
-CORPUS_BYTES = 10**9  # larger corpora must be prepared beforehand, not when a run starts
-PLANS = 4  # packings kept in memory: a run builds its data twice, training and evaluation each time
+# Larger corpora must be prepared beforehand, not when a run starts.
+CORPUS_BYTES = 10**9
+# Packings kept in memory: a run builds its data twice, training and evaluation each time.
+PLANS = 4
 KEPT: OrderedDict[tuple[str, str, str, int], Rows] = OrderedDict()
 ENDLESS = sys.maxsize
 

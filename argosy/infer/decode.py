@@ -26,7 +26,8 @@ from argosy.models.parts.attend import Contiguous, Packed
 from argosy.models.parts.cache import Caches, Specs, contiguous, paged
 from argosy.models.parts.weight import Leaves, merge, split, variable
 
-SMALLEST = 32  # smallest bucket of whole sequences, in tokens
+# Smallest bucket of whole sequences, in tokens.
+SMALLEST = 32
 PROMPT = 64  # smallest bucket of prompts, in tokens
 # The smallest room of buffers, in tokens. On a CPU, SmolLM2 135M decodes as fast with 256 as with 96; a 1M model loses a sixth.
 ROOM = 256
@@ -191,7 +192,8 @@ class Generator:
         cache = contiguous(self.specs, B, room, self.dtype)
         logits = jnp.zeros((B, self.model.config.vocab), jnp.float32)
         spans = [spec.span for spec, _ in self.specs.values() if spec.span is not None and spec.span < room]
-        longest = 1 + max(spans, default=0)  # gives the same layers rings as in the buffers
+        # Gives the same layers rings as in the buffers.
+        longest = 1 + max(spans, default=0)
         for row, prompt in enumerate(prompts):
             T = min(prompt_bucket(len(prompt)), self.context)
             tokens = np.zeros((1, T), np.int32)

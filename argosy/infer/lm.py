@@ -19,7 +19,8 @@ Prompt = str | Sequence[int]
 Reason = Literal["stop", "length"]
 
 ROWS = 64  # most prompts continued at the same time
-TOKENS = 1 << 17  # most tokens of all their buffers: 6 GB for SmolLM2 135M in float32
+# Most tokens of all their buffers: 6 GB for SmolLM2 135M in float32.
+TOKENS = 1 << 17
 
 
 @dataclass

@@ -29,7 +29,8 @@ from pydantic import Field
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings
 
-CANDIDATES = 256  # likeliest tokens that are looked at before the vocabulary is sorted
+# Likeliest tokens that are looked at before the vocabulary is sorted.
+CANDIDATES = 256
 # The 256 likeliest reach p only if they do by more than the rounding of a float32 sum over the vocabulary.
 MARGIN = 2e-6
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 STOPPING = "stopping after this step, then saving; once more stops at once, without saving"
 
-DATA = "reading the data ..."  # said where it takes longer than a second
+# Said where it takes longer than a second.
+DATA = "reading the data ..."
 
 __all__ = ["Outcome", "Quiet", "View", "run", "train"]
 

@@ -260,7 +260,8 @@ class DeepSeekConfig(FamilyConfig):
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "DeepSeekConfig":
         kind = config["model_type"]
-        if "num_mtp_layers" in config:  # transformers 5 writes this name, and reads both
+        # Transformers 5 writes this key and reads both.
+        if "num_mtp_layers" in config:
             config = {"num_nextn_predict_layers": config["num_mtp_layers"]} | config
         read = TABLES[kind].read(config)
         if config.get("num_key_value_heads") not in (None, read["heads"]):

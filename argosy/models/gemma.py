@@ -104,7 +104,8 @@ class GemmaConfig(DecoderConfig):
     def from_hub(cls, config: dict[str, Any]) -> "GemmaConfig":
         kind = config["model_type"]
         read = TABLES[kind].read(config)
-        if kind == "gemma":  # "gelu" there has always meant the approximation
+        # "gelu" there has always meant the approximation.
+        if kind == "gemma":
             read["activation"] = "gelu_tanh"
             return cls(**read, rope=Rope(**read_rope(config)))
         every = config.get("sliding_window_pattern") or (2 if kind == "gemma2" else 6)
@@ -188,7 +189,8 @@ TABLES = {
         | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "max_position_embeddings": 131072}
         | {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
         | {"num_attention_heads": 8, "num_key_value_heads": 4},
-        PLAIN | {"attn_logit_softcapping": (None,)},  # Gemma 3 normalises instead; transformers reads no cap there
+        # Gemma 3 normalizes instead, and transformers ignores the cap.
+        PLAIN | {"attn_logit_softcapping": (None,)},
         frozenset(
             """layer_types sliding_window_pattern _sliding_window_pattern rope_local_base_freq cache_implementation
             hidden_act""".split()  # noqa: SIM905

@@ -84,7 +84,8 @@ class GPT2Config(AbsoluteConfig):
         """The config.json as transformers writes it."""
         written = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | TABLE.write(self)
         if self.activation == "gelu_tanh":
-            written["activation_function"] = "gelu_new"  # the only name of it that readers of 2019 know
+            # The only name that readers from 2019 know.
+            written["activation_function"] = "gelu_new"
         return self.agreed(written)
 
 

@@ -84,7 +84,8 @@ class ConfigTable:
         read: dict[str, Any] = {}
         for theirs, ours in self.rows:
             if ours == BALANCE and not config.get(ROUTED):
-                continue  # transformers adds that loss only where this asks for it, whatever the weight
+                # Transformers adds the loss only if this is set, whatever its weight.
+                continue
             if config.get(theirs) is not None:
                 _put(read, ours.split("."), config[theirs])
         if "activation" in read:
@@ -196,7 +197,8 @@ def read_rope(
     if kind in ("yarn", "longrope") and "original_max_position_embeddings" not in scaling:
         original = config.get("original_max_position_embeddings") or config["max_position_embeddings"]
         scaling["original_max_position_embeddings"] = original
-    if kind == "default":  # newer writers name the old context here as well
+    # Newer writers add the original context here too.
+    if kind == "default":
         scaling.pop("original_max_position_embeddings", None)
     if left := {k for k, v in scaling.items() if v is not None} - set(names):
         raise BadInput(f"config.json: rope scaling `{kind}` with {', '.join(sorted(left))}: not understood")

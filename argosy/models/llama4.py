@@ -148,7 +148,8 @@ class Llama4Config(DecoderConfig):
     def to_hub(self) -> dict[str, Any]:
         """The config.json as transformers writes it."""
         written = ARCHITECTURE | TABLE.write(self) | {"num_key_value_heads": self.K, "head_dim": self.H}
-        written |= {"attention_chunk_size": self.window or 8192}  # transformers asks for one where no layer is local, too
+        # Transformers requires one even if no layer is local.
+        written |= {"attention_chunk_size": self.window or 8192}
         written |= {"no_rope_layers": [int(span == "L") for span in self.spans]}
         written |= {"layer_types": [KINDS[span] for span in self.spans]}
         written |= {"moe_layers": [i for i, kind in enumerate(self.kinds) if kind == "experts"]}

@@ -111,7 +111,8 @@ class QwenConfig(DecoderConfig):
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "QwenConfig":
         kind = config["model_type"]
-        if kind == "qwen3_moe" and "num_local_experts" in config:  # transformers 5 writes this name, and reads both
+        # Transformers 5 writes this key and reads both.
+        if kind == "qwen3_moe" and "num_local_experts" in config:
             config = {"num_experts": config["num_local_experts"]} | config
         read = TABLES[kind].read(config) | FIXED[kind]
         if "moe" in read:
@@ -131,7 +132,8 @@ class QwenConfig(DecoderConfig):
         if kind == "qwen3_moe" and moe:
             written |= {"num_local_experts": moe.count}
         written |= {"use_sliding_window": bool(self.window), "sliding_window": self.window}
-        if kind == "qwen3_moe":  # its windows are in all layers or in none
+        # Its windows are in all layers or in none.
+        if kind == "qwen3_moe":
             return self.agreed(written)
         first = {} if moe else {"max_window_layers": (self.spans + "L").find("L")}
         return self.agreed(written | first | write_pattern(self.spans))
@@ -158,7 +160,8 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-PLAIN = {"use_mrope": (False, None)}  # Qwen2.5 tells it; positions of images and time are another architecture's
+# Qwen2.5 has this key; positions of images and time belong to another architecture.
+PLAIN = {"use_mrope": (False, None)}
 WINDOWS = frozenset(["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"])
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
 MOE = [

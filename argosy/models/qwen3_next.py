@@ -79,7 +79,8 @@ class Qwen3NextConfig(DecoderConfig):
 
     hub_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
     moe_parts: ClassVar[frozenset[str]] = frozenset(["shared", "shared_gate"])
-    hub_left_out: ClassVar[tuple[str, ...]] = ("mtp.*",)  # predict further tokens; config.json says nothing of them
+    # Modules for multi-token prediction, which config.json does not mention.
+    hub_left_out: ClassVar[tuple[str, ...]] = ("mtp.*",)
 
     norm_eps: float = Field(1e-6, gt=0)
     """Added to the mean square in RMSNorm."""

@@ -79,7 +79,8 @@ def chunked(
     q, k, v, decay, rate, starts = (_in_chunks(a, size) for a in (q, k, v, decay, rate, starts))
     v, decay, rate = (jnp.moveaxis(a, 2, 4) for a in (v, decay, rate))  # [B C K G I ...]
 
-    sequence = jax.lax.cumsum(starts.astype(jnp.int32), 2)  # 0: still the one that the state belongs to
+    # 0: still the one that the state belongs to.
+    sequence = jax.lax.cumsum(starts.astype(jnp.int32), 2)
     faded = jax.lax.cumsum(decay, 4)
     place = jnp.arange(size)
     same = (sequence[..., :, None] == sequence[..., None, :]) & (place[:, None] >= place)

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
 
 PIECE_BYTES = 1 << 20
-LINE_BYTES = 64 << 20  # longer lines are refused: such a file is not JSONL
-HASHED_BYTES = 64 << 20  # of larger files 64 samples are hashed, so that a terabyte is not read twice
+# Longer lines are refused: such a file is not JSONL.
+LINE_BYTES = 64 << 20
+# For larger files only 64 samples are hashed, so that a terabyte is not read twice.
+HASHED_BYTES = 64 << 20
 FOLDER_SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl", ".ndjson")
 BLANK_LINES = re.compile(r"\n[ \t\r]*\n\s*")
 

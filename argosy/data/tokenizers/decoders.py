@@ -19,7 +19,8 @@ TokenDecoder = Callable[[str, bool], str | bytes]
 Spec = dict[str, Any]
 
 BYTES = {name: byte for byte, name in byte_names().items()}
-EACH_BYTE = "argosy.each_byte"  # one U+FFFD for each byte, not one for each sequence of them
+# One U+FFFD for each byte, not one for each sequence of them.
+EACH_BYTE = "argosy.each_byte"
 codecs.register_error(EACH_BYTE, lambda error: ("\ufffd" * (error.end - error.start), error.end))  # pyright: ignore
 
 

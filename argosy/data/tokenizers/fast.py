@@ -34,7 +34,8 @@ class FastTokenizer(Tokenizer):
         self._path = path
         self._library = parse(text, path)
         self._text = self._library.to_str() if add(self._library, config, path) else text
-        self._library.encode_special_tokens = True  # the library means: names of special tokens are text
+        # The library means: names of special tokens are text.
+        self._library.encode_special_tokens = True
         added = self._library.get_added_tokens_decoder()
         self.hidden = frozenset(number for number, token in added.items() if token.special)
         self.vocab = max(self._library.get_vocab().values(), default=-1) + 1

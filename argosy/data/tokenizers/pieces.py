@@ -24,7 +24,8 @@ from argosy.data.tokenizers.decoders import EACH_BYTE
 from argosy.data.tokenizers.proto import BYTE, CONTROL, NO_PREFIX, PREFIX, UNKNOWN, fields, read_model
 
 SPACE = "\u2581"
-BEGINNING = ("Llama", "CodeLlama", "Gemma")  # classes on the Hub that add `bos` by default
+# Classes on the Hub that add `bos` by default.
+BEGINNING = ("Llama", "CodeLlama", "Gemma")
 
 
 class PieceTokenizer(Tokenizer):
@@ -104,7 +105,8 @@ class PieceTokenizer(Tokenizer):
 
     def blanks(self, special: bool) -> str:
         found = super().blanks(special)
-        return found if " " in found else ""  # a normalizer may turn line breaks into spaces
+        # A normalizer may turn line breaks into spaces.
+        return found if " " in found else ""
 
     def _continuing(self, text: str) -> SentencePieceProcessor:
         """The processor of a text that continues another one. A model that trims takes away the space that the text begins

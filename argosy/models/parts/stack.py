@@ -33,7 +33,8 @@ from argosy.models.parts.rope import Turns, angles
 from argosy.models.parts.weight import Leaves, merge, split, variables
 from argosy.parallel.scope import constrain
 
-Aux = dict[str, dict[str, Array]]  # {kind: {name: [layers of that kind ...]}}
+# {kind: {name: [layers of that kind ...]}}.
+Aux = dict[str, dict[str, Array]]
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Unroll:
         kept, aux = {}, {}
         for i, layer in enumerate(stack.plan):
             name = str(i)
-            graph, weights = split(getattr(stack, name))  # its own: layers of a kind may carry different adapters
+            # Split per layer, because layers of a kind may have different adapters.
+            graph, weights = split(getattr(stack, name))
             cache = caches[name] if caches else None
             x, kept[name], own = run_block(graph, layer, weights, x, cache, attend, self.remat, unrolled=True)
             aux.setdefault(layer.kind, []).append(own)
@@ -128,7 +130,8 @@ class Scan:
     def __call__(
         self, stack: "Stack", x: Array, caches: Caches | None, attend: Attend
     ) -> tuple[Array, Caches | None, Aux]:
-        first: Counter[str] = Counter()  # of each cache: how many of its layers the groups before this one had
+        # For each cache, the number of its layers in earlier groups.
+        first: Counter[str] = Counter()
         aux = []
         for group in stack.groups:
             apart = {kind: split(getattr(stack, name)) for kind, name in group.names.items()}

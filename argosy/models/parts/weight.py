@@ -26,7 +26,8 @@ SMALL = 1 << 26
 # Bytes of weights drawn by one program, unless a single weight has more.
 AT_ONCE = 1 << 30
 
-Leaves = dict[str, Any]  # {address: array or jax.ShapeDtypeStruct}
+# {address: array or jax.ShapeDtypeStruct}.
+Leaves = dict[str, Any]
 
 
 class Draw(NamedTuple):

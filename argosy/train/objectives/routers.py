@@ -69,7 +69,8 @@ def _by_address(model: Any, aux: Aux) -> dict[str, Array]:
     out = {}
     for address in [address for address, v in variables(model).items() if isinstance(v, Moved)]:
         root, name = address.split(".")[:2]
-        if root != "layers":  # modules beside the layers have aux outputs under their own name, a row each, if they are run
+        # Modules outside the layers have aux outputs under their own name, one row each, if they ran.
+        if root != "layers":
             out |= {address: aux[root]["load"][int(name)]} if root in aux else {}
         elif name in stored:
             kind, indexes = stored[name]
