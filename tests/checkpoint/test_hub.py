@@ -111,7 +111,7 @@ def test_auto_map_imports_nothing(folder: Path):
     assert sys.path == path
 
 
-def test_everything_wrong_with_the_tensors_is_said_at_once(folder: Path):
+def test_everything_wrong_with_the_tensors_is_reported_at_once(folder: Path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     tensors["model.layers.0.extra.weight"] = np.zeros(3, np.float32)
@@ -174,6 +174,6 @@ def test_a_config_that_is_none_is_damaged(folder: Path, text: str):
         open_model(folder)
 
 
-def test_a_size_that_makes_no_model_is_told(folder: Path):
+def test_a_size_that_makes_no_model_is_reported(folder: Path):
     with pytest.raises(BadInput, match="kv_heads = 5"):
         open_model(configured(folder, num_key_value_heads=5))

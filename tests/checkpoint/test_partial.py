@@ -101,7 +101,7 @@ print(killed, resumed)
 """
 
 
-def test_killed_at_any_line_the_same_call_goes_on(tmp_path):
+def test_killed_at_any_line_the_same_call_resumes(tmp_path):
     program = KILLED.format(tests=str(Path(__file__).parent), step=5)
     done = subprocess.run([sys.executable, "-c", program, tmp_path], check=True, capture_output=True, text=True)
     killed, resumed = map(int, done.stdout.split())
@@ -180,7 +180,7 @@ def test_an_empty_folder_is_taken(tmp_path):
     assert contents(tmp_path / "target") == expected()
 
 
-def test_two_at_once_are_told(tmp_path):
+def test_a_second_writer_is_refused(tmp_path):
     with Partial(tmp_path / "target", IDENTITY) as part:
         part.plan(some())
         with pytest.raises(Busy, match="another process"):
@@ -190,13 +190,13 @@ def test_two_at_once_are_told(tmp_path):
     assert contents(tmp_path / "target") == expected()
 
 
-def test_too_little_space_is_told_before_anything_is_written(tmp_path):
+def test_too_little_space_is_reported_before_anything_is_written(tmp_path):
     with pytest.raises(BadInput, match="GB free"):
         written(tmp_path / "target", [File("a", 2**60, lambda order: iter([]))])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_keeps_what_is_whole(tmp_path):
+def test_a_disk_that_fills_up_keeps_complete_files(tmp_path):
     def fails(order):
         yield np.zeros(1000, np.uint8)
         raise OSError(28, "No space left on device")

@@ -248,7 +248,7 @@ def test_a_model_without_adapters_has_none_to_save_or_merge(tmp_path):
         lm.merge()
 
 
-def test_an_adapter_is_there_whole_or_not_at_all(case, tmp_path, monkeypatch):
+def test_an_adapter_is_written_completely_or_not_at_all(case, tmp_path, monkeypatch):
     base, adapter, _ = case
     config = open_model(base).config
     adapters = read_adapter(adapter, config)

@@ -123,7 +123,7 @@ def test_damage_to_an_old_one_does_not_stop_a_new_one(tmp_path: Path):
     assert 3 in saved(tmp_path, [3]).steps()
 
 
-def test_a_kill_while_removing_leaves_nothing_that_looks_whole(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_kill_while_removing_leaves_nothing_that_looks_complete(copy: Path, monkeypatch: pytest.MonkeyPatch):
     real = shutil.rmtree
 
     def killed(path: Path, **_: object) -> None:
@@ -141,7 +141,7 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_whole(copy: Path, monke
     assert [d.name for d in copy.iterdir()] == ["10"]
 
 
-def test_a_full_disk_is_said_and_the_next_save_tries_again(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_reported_and_the_next_save_tries_again(copy: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     checkpoints = Checkpoints(copy, CheckpointSettings(keep=9), said.append)
 

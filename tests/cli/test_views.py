@@ -309,7 +309,7 @@ def test_models_are_listed(capsys):
     assert "405,853,388,800" in capsys.readouterr().out
 
 
-def test_a_recipe_that_names_a_preset_is_told(monkeypatch, tmp_path):
+def test_a_recipe_that_names_a_preset_is_reported(monkeypatch, tmp_path):
     from argosy.core.settings import yaml_layer
     from argosy.jobs import models
 
@@ -400,7 +400,7 @@ def test_doctor_in_a_process_of_its_own(tmp_path):
     assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
-def test_a_platform_that_is_not_here_is_told(monkeypatch):
+def test_a_platform_that_is_not_here_is_reported(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "nowhere")
     told = environment.devices()
     assert "nowhere" in told["error"]

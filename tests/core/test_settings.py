@@ -200,7 +200,7 @@ def test_settings_are_frozen_and_documented():
 # ---- layers
 
 
-def test_later_layers_win_and_are_told():
+def test_later_layers_win_and_are_reported():
     layers = {"steps": 1, "seed": 1, "data": {"batch": 2}}, {"steps": 2, "data": {"lang": "de"}}
     reading = read(*layers, words=["seed=3"])
     assert reading.value == Run(steps=2, seed=3, data=Data(batch=2, lang="de"))
@@ -366,7 +366,7 @@ def test_each_mistake_names_its_key_and_the_way_out(word, what, hint):
     assert (hint or "") in text
 
 
-def test_three_mistakes_at_three_depths_are_told_at_once():
+def test_three_mistakes_at_three_depths_are_reported_at_once():
     texts = mistakes({"stpes": 1}, {"data": {"batch": "x"}}, words=["optimizer.b1=2"])
     assert [text.splitlines()[0] for text in texts] == [
         "error: unknown setting `stpes`",
@@ -465,7 +465,7 @@ def test_a_dotted_key_in_a_file_is_answered(tmp_path):
 
 @settings(derandomize=True, database=None, deadline=None)
 @given(st.lists(st.sampled_from(sorted(flatten(dump(Run())))), min_size=1, max_size=4), st.text(max_size=6))
-def test_no_word_ends_in_anything_but_a_tree_or_told_mistakes(keys, text):
+def test_no_word_ends_in_anything_but_a_tree_or_reported_mistakes(keys, text):
     problems = []
     try:
         read(words=[f"{key}={text}" for key in keys])

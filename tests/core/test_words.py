@@ -121,7 +121,7 @@ def test_malformed_files_name_their_line(tmp_path, content, says, line):
     assert caught.value.exit_code == 2
 
 
-def test_every_duplicate_is_told(tmp_path):
+def test_every_duplicate_is_reported(tmp_path):
     path = tmp_path / "bad.yml"
     path.write_text("a: 1\na: 2\nb: 1\nb: 2\n")
     with pytest.raises(SettingsError) as caught:
@@ -203,7 +203,7 @@ def test_words_that_are_none(word, says, hint):
     assert len(str(problem).splitlines()) <= 5
 
 
-def test_every_bad_word_is_told_at_once():
+def test_every_bad_word_is_reported_at_once():
     with pytest.raises(SettingsError) as caught:
         words_layer(["steps", "a=1", "--b=2", "c="])
     assert len(caught.value.problems) == 3

@@ -176,7 +176,7 @@ def test_stop_strings_are_held_back_while_streaming(lm):
         ([[1]], {"top_k": 5}, "temperature"),
     ],
 )
-def test_bad_input_is_said_before_work(lm, prompts, how, match):
+def test_bad_input_is_reported_before_work(lm, prompts, how, match):
     with pytest.raises(BadInput, match=match):
         lm.generate(prompts, **how)
 
@@ -189,7 +189,7 @@ def test_logits_take_whole_numbers_in_even_rows(lm, tokens, match):
         lm.logits(tokens)
 
 
-def test_a_misspelt_setting_is_told_with_the_right_name(lm):
+def test_a_misspelt_setting_is_reported_with_the_right_name(lm):
     with pytest.raises(SettingsError) as error:
         lm.generate([[1]], temprature=1.0)
     assert "temperature" in str(error.value)
@@ -263,7 +263,7 @@ def test_a_second_size_shares_the_programs_of_the_first(lm):
     assert (prefill.function._cache_size(), decode.function._cache_size()) == before
 
 
-def test_what_takes_long_is_said_and_what_does_not_is_not(lm, monkeypatch):
+def test_what_takes_long_is_reported_and_what_does_not_is_not(lm, monkeypatch):
     said = []
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     with progress.telling(said.append, "compiling ..."):

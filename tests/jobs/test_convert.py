@@ -113,7 +113,7 @@ def interrupted(
 
 
 @pytest.mark.parametrize("words", [["to=hub", f"shard_gb={SHARD}"], ["to=argosy"]], ids=["hub", "argosy"])
-def test_killed_between_files_the_same_command_goes_on(source, tmp_path, capsys, words):
+def test_killed_between_files_the_same_command_resumes(source, tmp_path, capsys, words):
     target = tmp_path / "target"
     assert interrupted(source, target, *words, files=3).returncode == -signal.SIGKILL
     assert not target.exists()
@@ -131,7 +131,7 @@ def test_killed_between_files_the_same_command_goes_on(source, tmp_path, capsys,
     assert main(["convert", str(source), "--check", str(target)]) == 0
 
 
-def test_after_ctrl_c_it_says_how_to_go_on(source, tmp_path):
+def test_after_ctrl_c_it_says_how_to_resume(source, tmp_path):
     done = interrupted(source, tmp_path / "target", "to=argosy", files=3, by="SIGINT")
     assert done.returncode == 130
     assert "the same command resumes" in done.stderr
@@ -139,7 +139,7 @@ def test_after_ctrl_c_it_says_how_to_go_on(source, tmp_path):
     assert convert(str(source), tmp_path / "target", "argosy", None)["kept_bytes"] > 0
 
 
-def test_other_words_or_another_source_do_not_go_on(source, tmp_path):
+def test_other_words_or_another_source_are_not_resumed(source, tmp_path):
     words = [f"shard_gb={SHARD}"]
     interrupted(source, tmp_path / "target", *words, files=2)
     with pytest.raises(BadInput, match="an unfinished folder of another conversion") as told:
@@ -254,7 +254,7 @@ def test_from_gguf_both_ways(tmp_path):
 # ---- memory, words
 
 
-def test_memory_is_told_with_its_bound(source, tmp_path, capsys):
+def test_memory_is_reported_with_its_bound(source, tmp_path, capsys):
     assert main(["convert", str(source), str(tmp_path / "target"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["memory"]
     largest = max(x.nbytes for x in tensors_of(source).values())

@@ -239,7 +239,7 @@ def test_the_bias_moves_choices_and_not_weights():
     assert not (choose(logits, how)[1] == 5).any(-1).all()
 
 
-def test_experts_are_told_apart_where_a_sigmoid_is_one():
+def test_experts_are_distinguished_where_a_sigmoid_is_one():
     """And where a softmax is zero: as the reference implementation of Llama 4 chooses."""
     logits = jnp.asarray([[[18.0, 25.0, 20.0, 30.0, -300.0, -200.0, -250.0]]])
     for score in ("sigmoid", "softmax"):

@@ -369,7 +369,7 @@ def test_what_comes_otherwise_than_announced_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_space_is_told_before_anything_is_written(tmp_path):
+def test_too_little_space_is_reported_before_anything_is_written(tmp_path):
     with pytest.raises(BadInput, match="GB free"):
         write_folder(tmp_path, [Entry("x", (2**58,), np.dtype(np.float32), lambda: np.zeros(1))])
     assert list(tmp_path.iterdir()) == []
