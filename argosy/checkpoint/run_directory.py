@@ -3,7 +3,7 @@
     settings.yml     resolved settings, each with who set it
     metrics.jsonl    one line per logged step, evaluation and sample
     checkpoints/     <step>/
-        tokenizer/       the tokenizer of the data
+    tokenizer/       the tokenizer of the data
     log.txt  report.html  quickstart.json
 
 It may be a local folder or any address that `core.storage` knows. Importing this module imports no jax.

@@ -3,10 +3,10 @@
     ArgosyError                 it failed                                     exit code 1
     ├── UserError               a mistake found before any work began         exit code 2
     │   ├── SettingsError       one or more wrong settings, reported together
-        │   ├── UnknownName         a name that is not in a registry
+    │   ├── UnknownName         a name that is not in a registry
     │   └── BadInput            a file, folder or value that cannot be used
-        ├── Damaged                 bytes that differ from what was written: truncated, flipped, hostile
-        ├── Unsupported             well-formed input that Argosy cannot handle
+    ├── Damaged                 bytes that differ from what was written: truncated, flipped, hostile
+    ├── Unsupported             well-formed input that Argosy cannot handle
     └── Busy                    another process holds the run
 
 Printed as `error: WHAT`, the place on an indented line, a blank line, then `hint: FIX`: at most five lines each.

@@ -1,6 +1,6 @@
 """`argosy sweep`: a run for every combination of some settings.
 
-        optimizer.learning_rate=1e-3,3e-3 model.layers=2,4      four runs, each in a directory named after its own values
+    optimizer.learning_rate=1e-3,3e-3 model.layers=2,4      four runs, each in a directory named after its own values
 
 The runs follow each other in one process. Finished runs are skipped and unfinished ones resumed, so the same command continues a
 sweep that was stopped. A run that fails, because its loss is not finite, does not stop the others.

@@ -4,8 +4,8 @@
 
     attention    W_o (softmax attention * sigmoid(W_g x)), queries and keys normalized, rotary positions on a quarter of each head
     delta net    W_o (norm(delta rule(q, k, v)) * silu(W_z x)), where q, k, v pass a short convolution and silu,
-                 q and k have length 1, the state decays by exp(-exp(A) softplus(W_a x + dt)) and is written with rate sigmoid(W_b
-                 x)
+                 q and k have length 1; the state decays by exp(-exp(A) softplus(W_a x + dt)) and is written with rate
+                 sigmoid(W_b x)
 
 A delta net keeps a state of fixed size per sequence, whatever its length. Norms store their scale minus one, except the
 one inside the delta net. Attention layers attend to all earlier tokens; none is local.

@@ -1,8 +1,8 @@
 """The mesh in scope: which platform a program is compiled for, and how it lays out activations.
 
     with scope(mesh):                       a step is traced and run under its mesh
-                x = constrain(x, "B T D")           all that models say about sharding, in the letters of the legend
-                platform()                          "cpu", "gpu" or "tpu": of the mesh's devices, which may be absent
+        x = constrain(x, "B T D")           all that models say about sharding, in the letters of the legend
+        platform()                          "cpu", "gpu" or "tpu": of the mesh's devices, which may be absent
 
 Without a mesh, or on one device, `constrain` does nothing. Rules are read when a program is traced, so one jitted function must
 not be traced under two tables of rules on the same mesh.

@@ -3,9 +3,9 @@
 A layer declares it (`Spec`), the caller allocates it (`contiguous`, `paged`), and the strategies of `parts.attend` read and write
 it. An entry is of one of three kinds, which is part of its array's name in a layer's cache:
 
-        "k"          token   one per token: a buffer for each row, or pages of a pool
-        "ring.k"     ring    one for each of the last `span` tokens, for layers that attend no further back (a window)
-        "row.state"  row     one per sequence: the state of a recurrent layer
+    "k"          token   one per token: a buffer for each row, or pages of a pool
+    "ring.k"     ring    one for each of the last `span` tokens, for layers that attend no further back (a window)
+    "row.state"  row     one per sequence: the state of a recurrent layer
 
 Token p is at p modulo the size of a ring, so the contents of a ring follow from the length of its sequence alone, and a slot need
 not be cleared for a new owner. With `slack`, a ring has that many more tokens than its layer attends to: a sequence can then be

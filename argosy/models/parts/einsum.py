@@ -1,7 +1,7 @@
 """Seam 1: every weight contraction, dense or grouped.
 
-        Einsum("BTD,DNH->BTNH", dims)     a projection: D is summed, N and H are kept
-        Einsum("XD,EDM->XM", dims)        grouped: E is on neither side, so each row's expert is given by its `Route`
+    Einsum("BTD,DNH->BTNH", dims)     a projection: D is summed, N and H are kept
+    Einsum("XD,EDM->XM", dims)        grouped: E is on neither side, so each row's expert is given by its `Route`
 
 The equation fixes the weight's shape, fan-in, logical axes, bias, which channels share a quantization scale, how a low-rank
 adapter splits, and which matrix an optimizer sees. LoRA, int8, sharding and Hub names act on it from outside (`adapt.surgery`);

@@ -1,7 +1,7 @@
 """The indexer of sparse attention: a few small heads score all earlier tokens, and attention reads those with the best scores.
 
-        I_ts = sum over h of  w_th relu(q_th . k_s)        q and w of each indexer head, one key for all of them
-        selected for query t: the `topk` tokens s with the largest I_ts; all tokens if there are fewer
+    I_ts = sum over h of  w_th relu(q_th . k_s)        q and w of each indexer head, one key for all of them
+    selected for query t: the `topk` tokens s with the largest I_ts; all tokens if there are fewer
 
 The indexer only selects. No gradient reaches its weights (`Choosing`), and a model trained here keeps the indexer it started
 with: DeepSeek trains it separately, towards the weights of attention, with a loss that is not built. Like the router, it computes

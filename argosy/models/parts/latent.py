@@ -1,9 +1,9 @@
 """Latent attention: only one short vector and one rotary key per token are cached, shared by all heads.
 
-        c = norm(W_dkv x),  r = rope(W_kr x)                 cached: c [R] and r [P] in one array, nothing else
-        q = W_q x, or W_uq norm(W_dq x)                      for each head: a plain part [H] and a rotary part [P]
-        k = [W_uk c ; r],  v = W_uv c                        expanded: keys and values of each head, best for training
-        [W_uk' q ; q_r] against [c ; r], then W_uv           absorbed: one key head in the space of the cache, best for decoding
+    c = norm(W_dkv x),  r = rope(W_kr x)                 cached: c [R] and r [P] in one array, nothing else
+    q = W_q x, or W_uq norm(W_dq x)                      for each head: a plain part [H] and a rotary part [P]
+    k = [W_uk c ; r],  v = W_uv c                        expanded: keys and values of each head, best for training
+    [W_uk' q ; q_r] against [c ; r], then W_uv           absorbed: one key head in the space of the cache, best for decoding
 
 Both forms are the same function. With an indexer (`parts.indexer`) a query attends only to the tokens it selects, and its keys
 are cached too. DeepSeek-V2 (arXiv:2405.04434, section 2.1).

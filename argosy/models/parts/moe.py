@@ -4,11 +4,11 @@
 
 How rows get to their experts is a strategy, `MoE.dispatch`, set from outside:
 
-        Sorted      dropless: rows are sorted by expert and multiplied in grouped matrix products (`ops.grouped`; Gale et al.
-                    2022, arXiv:2211.15841)
-        Capacity    every expert processes the same number of tokens of each sequence, and tokens beyond it skip the expert; first
-                    choices are served before second ones (Lepikhin et al. 2020, arXiv:2006.16668). For training only: an answer
-                    must not depend on what else is in its sequence
+    Sorted      dropless: rows are sorted by expert and multiplied in grouped matrix products (`ops.grouped`; Gale et al.
+                2022, arXiv:2211.15841)
+    Capacity    every expert processes the same number of tokens of each sequence, and tokens beyond it skip the expert; first
+                choices are served before second ones (Lepikhin et al. 2020, arXiv:2006.16668). For training only: an answer
+                must not depend on what else is in its sequence
 
 Both work on the rows of one device. Nothing is sorted or gathered across devices: each device gathers the experts' weights, as
 FSDP does, and a `tensor` axis splits their features. Sequences never share a capacity, so results do not depend on batches,
