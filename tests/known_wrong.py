@@ -266,7 +266,7 @@ EDITS = [
         "argosy/data/encode.py",
         "return bool(tokenizer.adds_bos if bos is None else bos)",
         "return bool(bos)",
-        ("tests/data/test_encoder.py::test_documents_begin_as_prompts_do_unless_told",),
+        ("tests/data/test_encoder.py::test_documents_begin_as_prompts_do_by_default",),
     ),
     Edit(
         "a prepared folder's settings ignored",

@@ -227,7 +227,7 @@ def test_two_at_once_wait_for_each_other(ready: ModuleType):
 # ---------------------------------------------------------------- what can go wrong
 
 
-def test_no_network_is_said_and_leaves_no_stamp(checkout: ModuleType):
+def test_no_network_is_reported_and_leaves_no_stamp(checkout: ModuleType):
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "UV_OFFLINE": "1"}
     done = call(checkout, "quickstart", env=nowhere | {"PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""})
     assert done.returncode == 1
@@ -255,7 +255,7 @@ def test_an_installers_output_is_understood(checkout: ModuleType, output: str, w
     assert hint
 
 
-def test_an_old_python_is_told(checkout: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_old_python_is_reported(checkout: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(checkout, "OLDEST", (9, 9))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemExit) as ended:

@@ -1,1 +1,1 @@
-"""From model to model: what is done to weights from outside, without a model file knowing."""
+"""Functions from model to model, applied to weights from outside: no model file knows of them."""

@@ -1,6 +1,6 @@
-"""Low-rank adapters from outside: y = W x + (alpha / rank) B A x. Hu et al. 2021 (arXiv:2106.09685).
+"""Low-rank adapters: y = W x + (alpha / rank) B A x. Hu et al. 2021 (arXiv:2106.09685).
 
-How an adapter splits follows from the equation: A has the summed letters, B the kept ones. Grouped weights get an A and a B
+The factors follow from the contraction's equation: A has the summed letters, B the kept ones. Grouped weights have an A and a B
 for each expert, on the same route. B starts at zero, so the model starts unchanged; W is frozen and may be quantized (QLoRA,
 arXiv:2305.14314).
 """
@@ -20,7 +20,7 @@ from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
 
 
 class LoRA(Contraction):
-    """A contraction beside an adapter of this rank. Its two factors are descriptions until `fill` draws them."""
+    """A contraction with an adapter of this rank. The two factors are descriptions until `fill` draws them."""
 
     def __init__(self, of: Contraction, rank: int, alpha: float):
         if rank < 1:
@@ -72,10 +72,10 @@ class LoRA(Contraction):
         return self.of.take(ids) + self.gain * self.a[...][ids] @ self.b[...]
 
     def merged(self) -> Einsum:
-        """One weight again, W + gain A B, added in float32 and kept in the type of W. This adapter stays as it is.
+        """The weight with the adapter merged, W + gain A B, added in float32 and kept in the type of W. This module is unchanged.
 
         Raises:
-            ValueError: W is quantised: merging would round the adapter away.
+            ValueError: W is quantized: merging would round the adapter away.
         """
         if not isinstance(self.of, Einsum):
             raise ValueError(f"{self.eq}: the weight under the adapter is {type(self.of).__name__}, not float")
@@ -91,13 +91,13 @@ class LoRA(Contraction):
 
 
 def merge(model: nnx.Module, kept: dict[str, LoRA] | None = None) -> list[str]:
-    """Every adapter becomes part of its weight, one after the other; returns the names of their contractions, never none.
+    """Merges every adapter into its weight, one after the other. Returns the names of their contractions.
 
     Args:
-        kept: is given what was merged, for `unmerge`; without it the weights without adapters are let go.
+        kept: filled with what was merged, for `unmerge`; without it the unmerged weights are freed.
 
     Raises:
-        BadInput: there is no adapter, or one lies on a quantised weight, which would round it away.
+        BadInput: there is no adapter, or one is on a quantized weight, which would round it away.
     """
     if not any(isinstance(module, LoRA) for _, module in nnx.iter_modules(model)):
         raise BadInput(
@@ -105,26 +105,27 @@ def merge(model: nnx.Module, kept: dict[str, LoRA] | None = None) -> list[str]:
         )
     found = find(model, ".*", LoRA)
     if quantised := [name for name, adapted in found.items() if not isinstance(adapted.of, Einsum)]:
-        raise BadInput(f"adapters on quantised weights cannot be merged: {', '.join(quantised[:4])}")
+        raise BadInput(f"adapters on quantized weights cannot be merged: {', '.join(quantised[:4])}")
     names = list(found)
     if kept is not None:
         kept |= found
-    found.clear()  # each is let go when it is merged
+    # Each is freed once it is merged.
+    found.clear()
     for name in names:
         put_at(model, name, at(model, name).merged())
     return names
 
 
 def unmerge(model: nnx.Module, merged: Mapping[str, LoRA]) -> list[str]:
-    """Puts back what `merge` kept, bit for bit; returns the names.
+    """Restores what `merge` kept, bit for bit. Returns the names.
 
     Raises:
-        BadInput: the model has no such contraction, or one of another shape; nothing is changed then.
+        BadInput: the model has no such contraction, or one of another shape; nothing is changed in this case.
     """
     own = {name: module for name, module in find(model, ".*").items() if name in merged}
     wrong = [name for name, adapted in merged.items() if name not in own or own[name].shape != adapted.shape]
     if wrong:
-        hint = "the model that they were merged into, in the same layout"
+        hint = "give the model that they were merged into, in the same layout"
         raise BadInput(f"no such contraction, or one of another shape: {', '.join(wrong[:4])}", hint=hint)
     for name, adapted in merged.items():
         put_at(model, name, adapted)

@@ -1,8 +1,9 @@
-"""Weights in few bits from outside: `swap(model, where, int8)`.
+"""Int8 weights: `swap(model, where, int8)`.
 
 Symmetric int8, round to nearest (Jacob et al. 2017, arXiv:1712.05877, section 2, without zero points), with a float32 scale for
-each output channel of a contraction and for each word of an embedding. A quarter of the bytes of float32; on a CPU slower than
-float32 (XLA widens the weight first), so it is for memory there. Other formats are other numbers in the same `Quantized` array.
+each output channel of a contraction and each row of an embedding. It takes a quarter of the memory of float32. On a CPU it is
+slower than float32, because XLA first widens the weight, so it only saves memory there. Other formats are other numbers in the
+same `Quantized` array.
 """
 
 import jax
@@ -17,17 +18,17 @@ from argosy.ops.quantized import Quantized
 
 
 class QuantizedEinsum(Contraction):
-    """An `Einsum` whose weight is a quantized array. Nothing of it is trained.
+    """An `Einsum` whose weight is a quantized array and is not trained.
 
     Args:
         of: the contraction it replaces.
-        w: its weight, quantized; or the shapes of it.
+        w: its weight, quantized, or only the shapes of that.
     """
 
     def __init__(self, of: Einsum, w: Quantized):
         self.eq, self.b = of.eq, of.b
         meaning = of.w.get_metadata()["meaning"]
-        # Scales have every letter of the weight, with size 1 where they are shared.
+        # Scales have every letter of the weight, and size 1 along shared axes.
         scales = Meaning(meaning.letters, "", meaning.group)
         self.values = Codes(w.values, meaning=meaning, draw=Draw())
         self.scale = Codes(w.scale, meaning=scales, draw=Draw())
@@ -45,13 +46,13 @@ class QuantizedEinsum(Contraction):
 
 
 def int8(of: Contraction) -> QuantizedEinsum:
-    """A contraction with its weight in int8.
+    """Returns a contraction with its weight in int8.
 
     Raises:
-        BadInput: it is quantized already, or carries an adapter.
+        BadInput: it is quantized already, or has an adapter.
     """
     if not isinstance(of, Einsum):
-        what = "is quantized already" if isinstance(of, QuantizedEinsum) else "carries an adapter"
+        what = "is quantized already" if isinstance(of, QuantizedEinsum) else "has an adapter"
         raise BadInput(f"int8: {of.eq} {what}", hint="quantize the plain model first, then put adapters on it")
     axes = tuple(of.stacked + i for i, letter in enumerate(of.spec) if letter not in of.scaled)
     w = of.w.get_value()
@@ -61,8 +62,8 @@ def int8(of: Contraction) -> QuantizedEinsum:
 
 
 def _int8(w: Float[Array, "..."], shared: tuple[int, ...]) -> Quantized:
-    """One scale for all numbers along the shared axes; float32, or its own rounding would double that of the values. A channel of
-    zeros gets scale 1."""
+    """Quantizes with one scale along the shared axes. Scales are float32, because rounding them too would double the error. A
+    channel of zeros gets scale 1."""
     wide = w.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), shared, keepdims=True)
     scale = jnp.where(largest == 0, 1.0, largest / 127)
@@ -70,7 +71,7 @@ def _int8(w: Float[Array, "..."], shared: tuple[int, ...]) -> Quantized:
 
 
 def is_quantized(model: nnx.Module) -> bool:
-    """Whether any contraction is."""
+    """Whether any contraction of the model is quantized."""
     return any(isinstance(m, QuantizedEinsum) for _, m in nnx.iter_modules(model))
 
 

@@ -1,9 +1,9 @@
-"""Find, swap, freeze, graft: operations on the parts of a model, named by pattern.
+"""Find, swap, freeze and graft parts of a model, selected by pattern.
 
-A pattern is a regular expression over the whole dotted name. Layers answer to two names: their own, "layers.3.attn.q" (where
-layers are unrolled), and that of their kind, "layers.block.attn.q" (in either layout), so a rule written for the kind works
-however the model lies in memory. Every function returns what it matched and raises where that is nothing: a rule that
-matches nothing is the silent mistake of this trade.
+A pattern is a regular expression that must match the complete dotted name. Layers have two names: their own, "layers.3.attn.q"
+(if layers are unrolled), and that of their kind, "layers.block.attn.q" (in either layout), so a rule for the kind works in any
+layout. Every function returns what it matched and raises if that is nothing, because a rule that silently matches nothing is the
+most common mistake here.
 """
 
 import re
@@ -19,11 +19,11 @@ from argosy.models.parts.weight import Codes, Frozen, Leaves, put, variable, var
 
 
 def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contraction) -> dict[str, Any]:
-    """`{name: module}` of the modules of a type whose name matches; outermost ones only (a LoRA, not what it wraps), and
-    none that only a choice follows from (`Contraction.chooses`).
+    """`{name: module}` of the modules of a type whose names match. Only the outermost ones are returned (a LoRA, not what it
+    wraps), and none whose output only selects something (`Contraction.chooses`).
 
     Raises:
-        BadInput: nothing matches, or the pattern is no regular expression.
+        BadInput: nothing matches, or the pattern is not a regular expression.
     """
     rule = _compiled(where)
     found: dict[str, Any] = {}
@@ -42,7 +42,7 @@ def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contractio
         if matches:
             found[name] = node
     if choosing and not found:
-        raise BadInput(f"`{where}`: only a choice follows from what matches", hint="it is neither trained nor adapted")
+        raise BadInput(f"`{where}`: everything that matches only selects", hint="it is neither trained nor adapted")
     if not found:
         raise BadInput(f"nothing in the model matches `{where}`", hint=nearest(where, set(names)))
     return found
@@ -51,7 +51,7 @@ def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contractio
 def swap(
     model: nnx.Module, where: str, make: Callable[[Any], Any], of: type | tuple[type, ...] = Contraction
 ) -> list[str]:
-    """Replaces every contraction that matches by `make(contraction)`; returns their names, never none."""
+    """Replaces every matching contraction by `make(contraction)`. Returns their names, at least one."""
     found = find(model, where, of)
     for name, node in found.items():
         put_at(model, name, make(node))
@@ -72,19 +72,19 @@ def put_at(model: nnx.Module, name: str, module: Any) -> None:
 
 
 def freeze(model: nnx.Module, where: str) -> list[str]:
-    """Weights whose address matches are no longer trained; returns their addresses, never none."""
+    """Freezes the weights whose address matches. Returns their addresses, at least one."""
     return _retype(model, where, nnx.Param, Frozen)
 
 
 def thaw(model: nnx.Module, where: str) -> list[str]:
-    """Frozen weights whose address matches are trained again; returns their addresses, never none. Quantized weights, their
-    scales included, stay as they are."""
+    """Unfreezes the frozen weights whose address matches. Returns their addresses, at least one. Quantized weights and their
+    scales stay frozen."""
     return _retype(model, where, Frozen, nnx.Param)
 
 
 def graft(model: nnx.Module, leaves: Mapping[str, Any], where: str = ".*") -> list[str]:
-    """Puts the weights of another model whose address matches into this one; the rest stay as they are, and what is still
-    a description is drawn by `fill`. Returns the addresses, never none.
+    """Copies the weights of another model whose address matches into this one. The rest is unchanged; what is still a description
+    is drawn by `fill`. Returns the addresses, at least one.
 
     Raises:
         BadInput: nothing matches, or a shape differs.
@@ -113,7 +113,7 @@ def _retype(model: nnx.Module, where: str, old: type[nnx.Variable], new: type[nn
         put_at(model, address, new(v.get_value(), **_own(v.get_metadata())))
         done.append(address)
     if quantized and not done:
-        raise BadInput(f"`{where}`: what matches is quantized", hint="quantized weights are never trained: put adapters on them")
+        raise BadInput(f"`{where}` matches quantized weights", hint="quantized weights are never trained: put adapters on them")
     if not done:
         raise BadInput(
             f"no weight matches `{where}`", hint=nearest(where, {_kind_name(model, a) for a in variables(model)})
@@ -146,4 +146,4 @@ def _compiled(where: str) -> re.Pattern[str]:
     try:
         return re.compile(where)
     except re.error as e:
-        raise BadInput(f"`{where}` is no regular expression: {e}") from None
+        raise BadInput(f"`{where}` is not a regular expression: {e}") from None

@@ -1,1 +1,1 @@
-"""Weights at rest: a run's own checkpoints, the Hub's folders, GGUF."""
+"""Stored weights: a run's own checkpoints, Hub folders, GGUF files, PEFT adapters."""

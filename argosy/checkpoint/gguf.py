@@ -1,8 +1,8 @@
-"""GGUF files in: a model's settings from the metadata, its weights through a table of names like the Hub's.
+"""Reads GGUF files: a model's settings from the metadata, its weights through a table of names like the Hub's.
 
-Notable: llama.cpp's changes to a model are undone here: rotary pairs side by side, factors of frequencies as tensors, Gemma's
-norms plus one. What a file says and nothing here understands is refused, with everything else that is wrong.
-Knows no architecture: those are in `gguf_families` and `gguf_deepseek`.
+llama.cpp changes some weights when it converts a model, and these changes are undone here: interleaved rotary pairs, frequency
+factors stored as tensors, Gemma's norm scales plus one. Metadata that nothing here understands is refused, together with every
+other mistake. The architectures are in `gguf_families` and `gguf_deepseek`.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import numpy as np
 from argosy.checkpoint import gguf_families as families
 from argosy.checkpoint.gguf_deepseek import read_deepseek2
 from argosy.checkpoint.gguf_meta import ROPE_TENSORS, Metadata
-from argosy.checkpoint.gguf_rows import Model
+from argosy.checkpoint.gguf_rows import Described
 from argosy.checkpoint.hub import Mapped
 from argosy.checkpoint.stored import Stored
 from argosy.core.errors import BadInput, Unsupported, complaint, nearest
@@ -25,12 +25,12 @@ from argosy.models.family import FamilyConfig
 
 
 def open_gguf(path: Path) -> Stored:
-    """A GGUF file.
+    """Opens a GGUF file.
 
     Raises:
-        BadInput: an architecture that is not built; metadata that make no model, or more than is understood; tensors missing,
-            unexpected or misshapen; each all at once.
-        Damaged: a file that contradicts itself.
+        BadInput: the architecture is not built, the metadata do not describe a model or contain keys that are not understood, or
+            tensors are missing, unexpected or of the wrong shape. Each kind is reported completely.
+        Damaged: the file contradicts itself.
     """
     file = GGUF.open(path)
     meta = Metadata(file)
@@ -43,8 +43,8 @@ def open_gguf(path: Path) -> Stored:
     return Stored(path, "gguf", model.config, Mapped(table, tensors, str(path)), path, _hub(model.config, file.meta))
 
 
-def _model(read: Callable[[Metadata], Model], meta: Metadata) -> Model:
-    """What a file describes. Its own mistakes come first: what fails after them follows from them."""
+def _model(read: Callable[[Metadata], Described], meta: Metadata) -> Described:
+    """The model a file describes. Mistakes found in the metadata are reported first, because later failures follow from them."""
     model, problems = None, []
     try:
         model = read(meta)
@@ -54,21 +54,21 @@ def _model(read: Callable[[Metadata], Model], meta: Metadata) -> Model:
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
         problems = meta.problems or [complaint(error)]
     if model is None or problems:
-        raise BadInput(f"its metadata makes no model: {listed(problems, 8)}", where=str(meta.file.path))
+        raise BadInput(f"the metadata do not describe a model: {listed(problems, 8)}", where=str(meta.file.path))
     return model
 
 
 def _hub(config: FamilyConfig, meta: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json would say: the architecture where the Hub has it, and the tokens that begin and end."""
+    """The config.json of this model: the architecture if the Hub has it, and the ids of the first and last token."""
     try:
         hub = config.to_hub()
     except Unsupported:
         hub = {}
     ends = [_token(meta, name) for name in ("eos", "eot")]
-    said = {"bos": _token(meta, "bos"), "eos": list(dict.fromkeys(end for end in ends if end is not None))}
-    said |= {"pad": _token(meta, "padding")}
-    said["eos"] = said["eos"][0] if len(said["eos"]) == 1 else said["eos"] or None
-    return hub | {f"{name}_token_id": token for name, token in said.items() if token is not None}
+    ids = {"bos": _token(meta, "bos"), "eos": list(dict.fromkeys(end for end in ends if end is not None))}
+    ids |= {"pad": _token(meta, "padding")}
+    ids["eos"] = ids["eos"][0] if len(ids["eos"]) == 1 else ids["eos"] or None
+    return hub | {f"{name}_token_id": token for name, token in ids.items() if token is not None}
 
 
 def _token(meta: dict[str, Any], name: str) -> int | None:
@@ -77,7 +77,7 @@ def _token(meta: dict[str, Any], name: str) -> int | None:
 
 
 class Lowered(Over):
-    """Tensors, norms among them less the one that llama.cpp added."""
+    """A reader that subtracts the 1 that llama.cpp added to norm scales."""
 
     def dtype(self, name: str) -> np.dtype:
         return np.dtype(np.float32) if name.endswith("_norm.weight") else self.reader.dtype(name)
@@ -87,7 +87,7 @@ class Lowered(Over):
         return values.astype(np.float32) - np.float32(1) if name.endswith("_norm.weight") else values
 
 
-READERS: dict[str, Callable[[Metadata], Model]] = {
+READERS: dict[str, Callable[[Metadata], Described]] = {
     "llama": families.read_llama,
     "qwen2": families.read_qwen2,
     "qwen2moe": families.read_qwen2moe,

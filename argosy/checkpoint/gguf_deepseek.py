@@ -1,23 +1,23 @@
-"""llama.cpp's `deepseek2`: DeepSeek V2, V3 and R1, and Kimi K2, whose keys and values come from a latent.
+"""llama.cpp's architecture `deepseek2`: DeepSeek V2, V3, R1 and Kimi K2, which use latent attention.
 
-llama.cpp judges a group of experts by its best two; V2's is judged by its best one, and is so here. Files before September
-2025 do not tell the groups: all experts are one, as for llama.cpp then. Modules that predict further ahead are not in these
-files. Sources: llama.cpp's convert_hf_to_gguf.py and llama-model.cpp.
+llama.cpp scores a group of experts by its best two experts. V2 defines the score as that of the best one, which is used here.
+Files from before September 2025 do not store the expert groups; all experts are then one group, as in llama.cpp at the time. The
+files do not contain the modules for multi-token prediction. Sources: llama.cpp's convert_hf_to_gguf.py and llama-model.cpp.
 """
 
 from typing import Any
 
 from argosy.checkpoint import gguf_rows as rows
 from argosy.checkpoint.gguf_meta import Metadata, decimal, read_experts, read_rope
-from argosy.checkpoint.gguf_rows import Model, fused
+from argosy.checkpoint.gguf_rows import Described, fused
 from argosy.core.keymap import Row
 from argosy.models.deepseek import DeepSeekConfig
 from argosy.models.settings import Experts, Rope, Yarn
 
 
-def read_deepseek2(meta: Metadata) -> Model:
-    """DeepSeek V2, V3, R1 and Kimi K2. Rotary pairs are interleaved, as on the Hub. Since April 2025 the keys of a file count
-    one head of keys, the latent, and keep the sizes of heads apart."""
+def read_deepseek2(meta: Metadata) -> Described:
+    """DeepSeek V2, V3, R1 and Kimi K2. Rotary pairs are interleaved, as on the Hub. Since April 2025 the key counting key heads
+    is 1, for the latent, and other keys give the head sizes."""
     config = _config(meta)
     dense, sparse = range(config.dense), range(config.dense, config.layers)
     every = range(config.layers)
@@ -25,7 +25,7 @@ def read_deepseek2(meta: Metadata) -> Model:
     table += (rows.glu(dense) if dense else []) + rows.experts(meta, sparse)
     table += rows.shared_expert(sparse) if config.moe.shared else []
     table += rows.blocks(sparse, ("exp_probs_b.bias", "mlp.bias", "E -> E")) if config.moe.bias else []
-    return Model(config, table, config.dims)
+    return Described(config, table, config.dims)
 
 
 def _config(meta: Metadata) -> DeepSeekConfig:
@@ -44,14 +44,14 @@ def _config(meta: Metadata) -> DeepSeekConfig:
 
 
 def _experts(meta: Metadata, first: int) -> Experts:
-    """The first layer that has experts tells whether scores have a bias."""
-    score = "sigmoid" if meta.said("expert_gating_func") == 2 else "softmax"
+    """The first layer with experts decides whether scores have a bias."""
+    score = "sigmoid" if meta.get("expert_gating_func") == 2 else "softmax"
     width = meta.count("expert_feed_forward_length")
     return read_experts(
         meta,
         width,
         score=score,
-        normalized=bool(meta.said("expert_weights_norm")),
+        normalized=bool(meta.get("expert_weights_norm")),
         shared=(meta.some("expert_shared_count") or 0) * width,
         groups=meta.count("expert_group_count", 1),
         kept_groups=meta.count("expert_group_used_count", 1),
@@ -61,8 +61,8 @@ def _experts(meta: Metadata, first: int) -> Experts:
 
 
 def _sizes(meta: Metadata) -> dict[str, Any]:
-    """Sizes; those of heads under the keys that this file has for them."""
-    absorbed = meta.said("attention.key_length_mla") is not None
+    """The sizes, with head sizes read from whichever keys this file uses for them."""
+    absorbed = meta.get("attention.key_length_mla") is not None
     end, rank = ("_mla", meta.count("attention.kv_lora_rank")) if absorbed else ("", 0)
     heads = meta.count("attention.head_count")
     sizes: dict[str, Any] = {
@@ -86,12 +86,12 @@ def _sizes(meta: Metadata) -> dict[str, Any]:
 
 
 def _rope(meta: Metadata, turned: int) -> Rope:
-    """The key of YaRN's sharpening is a tenth of `mscale_all_dim`; `mscale` is the same in every released model."""
+    """YaRN. The key `yarn_log_multiplier` is a tenth of `mscale_all_dim`; `mscale` equals it in every released model."""
     rope = read_rope(meta, turned).model_copy(update={"pairs": "interleaved"})
-    if isinstance(rope.scaling, Yarn) and meta.said(sharpening := "rope.scaling.yarn_log_multiplier"):
+    if isinstance(rope.scaling, Yarn) and meta.get(sharpening := "rope.scaling.yarn_log_multiplier"):
         sharper = decimal(10 * meta.number(sharpening))
-        told = {"mscale": sharper, "mscale_all_dim": sharper}
-        return rope.model_copy(update={"scaling": rope.scaling.model_copy(update=told)})
+        sharpening_values = {"mscale": sharper, "mscale_all_dim": sharper}
+        return rope.model_copy(update={"scaling": rope.scaling.model_copy(update=sharpening_values)})
     return rope
 
 

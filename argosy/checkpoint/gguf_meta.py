@@ -1,8 +1,8 @@
-"""What a GGUF file says of its model, key by key: sizes, rotary positions, experts.
+"""The metadata of a GGUF file, key by key: sizes, rotary positions, experts.
 
-Notable: every key that is asked for is noted, and so is every mistake. What a file says and nobody asked about would change
-the numbers in silence; it is refused with the mistakes, all at once. 0, false and no text count as not said, as in llama.cpp.
-Knows the keys that architectures share, and no architecture; names of tensors are for `gguf_rows`.
+Every key that is read is recorded, and so is every mistake. A key that the file has but nothing read could change the numbers
+without notice, so it is refused together with the mistakes, all at once. As in llama.cpp, 0, false and the empty text count as
+absent. This module knows the keys that architectures share, but no architecture; tensor names are in `gguf_rows`.
 """
 
 import math
@@ -15,7 +15,7 @@ from argosy.core.formats import quoted
 from argosy.core.formats.gguf import GGUF
 from argosy.models.settings import Experts, Linear, Llama3, LongRope, Rope, Yarn
 
-# Of an architecture, and of no effect on what is computed here: counts that tensors tell too, and how it was trained.
+# Keys without effect on the computation here: sizes that the tensors' shapes give too, and details of training.
 HARMLESS = frozenset(
     """vocab_size tensor_data_layout pooling_type expert_shared_count attention.layer_norm_epsilon
     rope.scaling.finetuned rope.scaling.original_context_length""".split()  # noqa: SIM905
@@ -29,7 +29,7 @@ Scaling = Linear | Llama3 | Yarn | LongRope
 
 
 class Metadata:
-    """The keys of one file's architecture, without its name in front."""
+    """The keys of one file's architecture, without the architecture's name in front."""
 
     def __init__(self, file: GGUF):
         self.file, self.kind = file, str(file.meta.get(KIND))
@@ -38,47 +38,47 @@ class Metadata:
 
     @property
     def unasked(self) -> list[str]:
-        """What the file says of this architecture, and nobody asked about."""
+        """The keys of this architecture in the file that nothing has read."""
         start, known = f"{self.kind}.", self.asked | HARMLESS
         keys = {key.removeprefix(start): value for key, value in self.file.meta.items() if key.startswith(start)}
-        told = {key: value for key, value in keys.items() if key not in known and _is_said(value)}
-        return [f"{quoted(start + key)} = {quoted(str(value), 40)} is not understood" for key, value in told.items()]
+        unread = {key: value for key, value in keys.items() if key not in known and _is_present(value)}
+        return [f"{quoted(start + key)} = {quoted(str(value), 40)} is not understood" for key, value in unread.items()]
 
-    def said(self, key: str) -> Any:
-        """A value, None where there is none. A list that is the same for every layer is that one value."""
+    def get(self, key: str) -> Any:
+        """The value of a key, None if it is absent. A list with the same value for every layer is returned as that one value."""
         self.asked.add(key)
         value = self.file.meta.get(f"{self.kind}.{key}")
         if isinstance(value, np.ndarray) and value.size and (value == value.flat[0]).all():
             value = value.flat[0].item()
-        return value if _is_said(value) else None
+        return value if _is_present(value) else None
 
     def some(self, key: str) -> int | None:
         """A count that may be absent."""
-        value = self.said(key)
+        value = self.get(key)
         if value is None or (type(value) is int and value > 0):
             return value
-        self.wrong(key, f"is {str(value)[:40]}, and no count that holds for every layer")
+        self.wrong(key, f"is {str(value)[:40]}, not a count that holds for every layer")
         return None
 
     def count(self, key: str, otherwise: int | None = None) -> int:
-        """A count; 1 where it is missing, which is noted."""
+        """A count. If it is missing, records the mistake and returns 1."""
         value = self.some(key) or otherwise
         if value is None:
             self.wrong(key, "is missing")
         return value or 1
 
     def number(self, key: str, otherwise: float | None = None) -> float:
-        """A number; 1 where it is missing, which is noted."""
-        value = self.said(key)
+        """A number. If it is missing, records the mistake and returns 1."""
+        value = self.get(key)
         value = otherwise if value is None else value
         if isinstance(value, int | float) and math.isfinite(short := decimal(value)):
             return short
-        self.wrong(key, "is missing" if value is None else f"is {str(value)[:40]}, and no number")
+        self.wrong(key, "is missing" if value is None else f"is {str(value)[:40]}, not a number")
         return 1.0
 
     def must(self, key: str, *allowed: Any) -> None:
-        """That a key, if it is there, says what is built; here false is said, too."""
-        value = self.said(key)
+        """Records a mistake unless the key is absent or has one of the allowed values. Here false counts as present."""
+        value = self.get(key)
         value = False if self.file.meta.get(f"{self.kind}.{key}") is False else value
         value = decimal(value) if isinstance(value, float) else value
         if value is not None and value not in allowed:
@@ -92,7 +92,7 @@ class Metadata:
         return tensor in self.file.names
 
     def axis(self, tensor: str, at: int) -> int:
-        """The size of a tensor's axis; 1 where the tensor or the axis is missing, which is noted."""
+        """The size of a tensor's axis. If tensor or axis is missing, records the mistake and returns 1."""
         shape = self.file.shape(tensor) if self.has(tensor) else ()
         if len(shape) > at:
             return shape[at]
@@ -101,7 +101,7 @@ class Metadata:
 
     @property
     def layers(self) -> int:
-        """How many, bounded by what the file holds: lists as long as this are made of it.
+        """The number of layers, bounded by the number of tensors because lists of this length are built.
 
         Raises:
             Damaged: more layers than tensors.
@@ -112,12 +112,12 @@ class Metadata:
         return layers
 
     def without(self, tensor: str) -> tuple[int, ...]:
-        """The layers that lack a tensor of this name, `{l}` for the layer."""
+        """The layers without a tensor of this name, in which `{l}` stands for the layer."""
         return tuple(i for i in range(self.layers) if not self.has(tensor.replace("{l}", str(i))))
 
 
 def read_sizes(meta: Metadata) -> dict[str, Any]:
-    """What every decoder tells."""
+    """The sizes that every decoder has."""
     width, heads = meta.count("embedding_length"), meta.count("attention.head_count")
     size = meta.count("attention.key_length", width // heads or None)
     meta.must("attention.value_length", size)
@@ -137,8 +137,8 @@ def read_sizes(meta: Metadata) -> dict[str, Any]:
 
 
 def read_experts(meta: Metadata, width: int, *, score: Score, normalized: bool, **more: Any) -> Experts:
-    """A mixture of experts of this width, with `more` of its settings. What an architecture fixes may be said once more, and
-    not otherwise."""
+    """A mixture of experts of this width. `more`: further settings. A fact that the architecture fixes may also be in the file,
+    but only with the same value."""
     meta.must("expert_gating_func", {"softmax": 1, "sigmoid": 2, "softmax_chosen": 3}[score])
     meta.must("expert_weights_norm", normalized)
     count, active = meta.count("expert_count"), meta.count("expert_used_count")
@@ -147,12 +147,12 @@ def read_experts(meta: Metadata, width: int, *, score: Score, normalized: bool, 
 
 
 def read_rope(meta: Metadata, size: int, *, partial: bool = False, truncate: bool = True) -> Rope:
-    """Rotary positions, from keys and from the tensors that hold factors of frequencies.
+    """Rotary positions, from keys and from the tensors that hold frequency factors.
 
     Args:
-        size: of what may turn: a head.
-        partial: a part of it may.
-        truncate: YaRN's ramp ends at whole dimensions; no key tells.
+        size: the head size.
+        partial: whether only a part of each head may be rotated.
+        truncate: whether YaRN's ramp ends at whole dimensions; no key stores this.
     """
     turned = meta.count("rope.dimension_count", size)
     if turned > size or not (partial or turned == size):
@@ -163,9 +163,9 @@ def read_rope(meta: Metadata, size: int, *, partial: bool = False, truncate: boo
 
 
 def _scaling(meta: Metadata, base: float, turned: int, truncate: bool) -> Scaling | None:
-    """Factors in tensors, or else what the keys say: a factor alone means linear."""
-    factor = meta.said("rope.scaling.factor")
-    kind = meta.said("rope.scaling.type") or ("linear" if factor else "none")
+    """Frequency factors from tensors, otherwise from keys. A factor without a type means linear scaling."""
+    factor = meta.get("rope.scaling.factor")
+    kind = meta.get("rope.scaling.type") or ("linear" if factor else "none")
     built: tuple[str, ...] = ("none", "linear", "yarn")
     if long := meta.has(ROPE_LONG) or meta.has(ROPE_SHORT):
         built = ("none", "longrope")
@@ -197,7 +197,7 @@ def _yarn(meta: Metadata, truncate: bool) -> Yarn:
         fast=meta.number("rope.scaling.yarn_beta_fast", 32.0),
         slow=meta.number("rope.scaling.yarn_beta_slow", 1.0),
         truncate=truncate,
-        attention=meta.number(attention) if meta.said(attention) else None,
+        attention=meta.number(attention) if meta.get(attention) else None,
     )
 
 
@@ -215,7 +215,7 @@ def _longrope(meta: Metadata, turned: int) -> LongRope | None:
 
 
 def _factors(meta: Metadata, name: str, turned: int) -> np.ndarray | None:
-    """Divisors of the frequencies, one for each rotary pair."""
+    """The divisors of the frequencies, one for each rotary pair."""
     if (count := meta.axis(name, 0)) == turned // 2:
         return meta.file.read(name)
     meta.problems.append(f"`{name}` has {count} factors for {turned // 2} rotary pairs")
@@ -223,13 +223,13 @@ def _factors(meta: Metadata, name: str, turned: int) -> np.ndarray | None:
 
 
 def llama3(divisors: np.ndarray, base: float) -> Llama3:
-    """The settings of Llama 3.1's scaling that give these divisors of the frequencies. The largest is the factor; one on the
-    ramp tells the original context, which is that of the released models where none is.
+    """The settings of Llama 3.1's scaling that give these divisors of the frequencies. The largest divisor is the factor. A
+    divisor on the ramp determines the original context; if there is none, it is that of the released models.
 
     Raises:
-        BadInput: none does.
+        BadInput: no settings give these divisors.
     """
-    unknown = BadInput(f"the factors in {ROPE_FREQS} are none that is known", hint="take the Hub folder of the model")
+    unknown = BadInput(f"the factors in {ROPE_FREQS} match no known scaling", hint="use the model's Hub folder")
     if not (np.isfinite(divisors).all() and divisors.min() > 0.999):
         raise unknown
     plain = np.asarray(Rope(base=base).frequencies(2 * len(divisors))[0])
@@ -246,16 +246,16 @@ def llama3(divisors: np.ndarray, base: float) -> Llama3:
 
 
 def decimal(value: Any) -> float:
-    """The short decimal that a float32 was written from: 1e-05, not 9.999999747378752e-06."""
+    """The short decimal that was stored as this float32: 1e-05, not 9.999999747378752e-06."""
     with np.errstate(over="ignore"):
         return float(str(np.float32(value)))
 
 
-def share(part: int, whole: int) -> float:
-    """part / whole, so that int(whole * share) is the part again: 49 * (1 / 49) is less than 1."""
-    exact = part / whole
-    return exact if int(whole * exact) == part else math.nextafter(exact, 1.0)
+def share(part: int, total: int) -> float:
+    """part / total, adjusted so that int(total * share) is part again: 49 * (1 / 49) is less than 1."""
+    exact = part / total
+    return exact if int(total * exact) == part else math.nextafter(exact, 1.0)
 
 
-def _is_said(value: Any) -> bool:
+def _is_present(value: Any) -> bool:
     return value is not None and not (isinstance(value, bool | int | float | str) and not value)

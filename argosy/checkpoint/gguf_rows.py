@@ -1,7 +1,7 @@
-"""llama.cpp's names of tensors, as rows of a `KeyMap`: what architectures share.
+"""llama.cpp's tensor names as rows of a `KeyMap`: what the architectures share.
 
-llama.cpp keeps the rows of the Hub's weights in their order, but for the architecture `llama`, whose queries and keys have
-rotary pairs side by side; it stacks experts, and splits what the Hub interleaves. Names: gguf-py's constants.py.
+llama.cpp keeps the row order of the Hub's weights, except for the architecture `llama`, whose queries and keys have interleaved
+rotary pairs. It stacks experts, and splits what the Hub interleaves. Names: gguf-py's constants.py.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,13 @@ from argosy.models.hub_rows import of_layers
 
 BLOCK = "blk.{l}."
 NORMS = {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm"}
-PAIRS = {"N": "(N P two)", "K": "(K P two)"}  # side by side; ours are halves
+# Interleaved pairs on their side, halves on ours.
+PAIRS = {"N": "(N P two)", "K": "(K P two)"}
 PLAIN = {"N": "(N H)", "K": "(K H)"}
 
 
-class Model(NamedTuple):
-    """What a file describes; `raised` where its norms are stored plus one."""
+class Described(NamedTuple):
+    """The model a file describes. `raised`: its norm scales are stored plus one."""
 
     config: FamilyConfig
     rows: list[Row]
@@ -29,28 +30,28 @@ class Model(NamedTuple):
 
 
 def blocks(over: Sequence[int], *names: tuple[str, str, str]) -> list[Row]:
-    """(their name, ours, how) of each layer."""
+    """The rows of each layer, from (their name, ours, how)."""
     return of_layers(over, *names, prefix=BLOCK)
 
 
 def fused(over: Sequence[int], theirs: str, ours: tuple[str, ...], how: str) -> Row:
-    """One tensor of theirs for several of ours."""
+    """A row for one tensor of theirs that holds several of ours."""
     return Row(BLOCK + theirs, tuple(f"layers.{{l}}.{name}" for name in ours), how, over)
 
 
 def ends(tied: bool) -> list[Row]:
-    """Embedding, last norm, head."""
+    """The rows of embedding, final norm and head."""
     rows = [Row("token_embd.weight", "embed.w", "V D -> V D"), Row("output_norm.weight", "norm.scale", "D -> D")]
     return rows if tied else [*rows, Row("output.weight", "head.w", "V D -> D V")]
 
 
 def norms(over: Sequence[int], names: dict[str, str]) -> list[Row]:
-    """Norms of the width of the model: {ours: theirs}."""
+    """Rows of norms over the model's width: {ours: theirs}."""
     return blocks(over, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
 
 
 def attention(over: Sequence[int], *, paired: bool = False, bias: bool = False, out_bias: bool = False) -> list[Row]:
-    """Four projections; `paired` where rotary pairs lie side by side."""
+    """The four projections. `paired`: rotary pairs are interleaved."""
     theirs, turned = (PAIRS, "(two P)") if paired else (PLAIN, "H")
     rows = blocks(
         over,
@@ -70,7 +71,7 @@ def attention(over: Sequence[int], *, paired: bool = False, bias: bool = False, 
 
 
 def head_norms(over: Sequence[int]) -> list[Row]:
-    """Norms over each head of queries and keys."""
+    """The norms over each head of queries and keys."""
     return blocks(
         over,
         ("attn_q_norm.weight", "attn.q_norm.scale", "H -> H"),
@@ -79,7 +80,7 @@ def head_norms(over: Sequence[int]) -> list[Row]:
 
 
 def glu(over: Sequence[int], end: str = "", ours: str = "mlp", width: str = "F", *, bias: bool = False) -> list[Row]:
-    """A gated feed-forward layer of this width; `end` of their names: `_shexp` for the shared expert."""
+    """A gated feed-forward layer of this width. `end`: the ending of their names, `_shexp` for the shared expert."""
     rows = blocks(
         over,
         (f"ffn_gate{end}.weight", f"{ours}.gate.w", f"{width} D -> D {width}"),
@@ -97,10 +98,10 @@ def glu(over: Sequence[int], end: str = "", ours: str = "mlp", width: str = "F",
 
 
 def experts(meta: Metadata, over: Sequence[int]) -> list[Row]:
-    """A router, and experts in one tensor a layer; in files before April 2024 each has its own.
+    """A router, and one tensor for all experts of a layer; in files from before April 2024, one tensor per expert.
 
     Raises:
-        Damaged: more experts than tensors, where each has its own.
+        Damaged: there are more experts than tensors in a file with one tensor per expert.
     """
     rows = blocks(over, ("ffn_gate_inp.weight", "mlp.router.w", "E D -> D E"))
     if over and meta.has(f"blk.{over[0]}.ffn_gate.0.weight"):
@@ -121,5 +122,5 @@ def experts(meta: Metadata, over: Sequence[int]) -> list[Row]:
 
 
 def shared_expert(over: Sequence[int]) -> list[Row]:
-    """The expert that every token goes through."""
+    """The expert that every token passes through."""
     return glu(over, "_shexp", "mlp.shared", "shared")

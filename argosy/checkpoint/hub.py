@@ -1,7 +1,7 @@
-"""Hub folders in and out: config.json, safetensors, and the small files beside them.
+"""Reads and writes Hub folders: config.json, safetensors, and the small files beside them.
 
-Reading maps files and permutes views: a folder of any size opens at once and each tensor is touched when it is wanted. No
-pickle is read, and `auto_map` in a config imports nothing.
+Reading maps files and permutes views: a folder of any size opens at once, and each tensor is read when it is needed. Pickles are
+never read, and `auto_map` in a config imports nothing.
 """
 
 import json
@@ -27,16 +27,19 @@ from argosy.models.family import FamilyConfig
 from argosy.models.parts.weight import exact
 
 CONFIG_BYTES = 16 << 20
-MOST_LAYERS = 10_000  # the deepest published model has 126
-MOST_EXPERTS = 1_000_000  # of all layers together; Kimi K2 has 23,040
-MOST_DEPTH = 32  # of values in values; published ones have 4
+# The deepest published model has 126.
+MOST_LAYERS = 10_000
+# Over all layers; Kimi K2 has 23,040.
+MOST_EXPERTS = 1_000_000
+# Of nested JSON values; published configs have 4.
+MOST_DEPTH = 32
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size.
+    """Reads a JSON object from a file of limited size.
 
     Raises:
-        Damaged: it is none.
+        Damaged: the file is not a JSON object.
     """
     if path.stat().st_size > CONFIG_BYTES:
         raise Damaged(f"{path.name} has {path.stat().st_size} bytes", where=str(path))
@@ -50,10 +53,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
-    """The settings that a config.json stands for.
+    """The settings that a config.json describes.
 
     Raises:
-        BadInput: an architecture that is not built, or a key that would change the numbers.
+        BadInput: the architecture is not built, or a key would change the results and is not supported.
     """
     check_bounds(hub, where)
     kind = hub.get("model_type")
@@ -70,10 +73,10 @@ def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
     except BadInput as error:
         raise BadInput(error.what, where=error.where or where, hint=error.hint) from None
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-        raise BadInput(f"config.json does not make a model: {complaint(error)}", where=where) from None
+        raise BadInput(f"config.json does not describe a model: {complaint(error)}", where=where) from None
     if config.experts and config.layers * config.experts.count > MOST_EXPERTS:
         many = f"{config.experts.count:.4g} experts in each of {config.layers} layers"
-        raise BadInput(f"config.json: {many}: at most {MOST_EXPERTS:,} in all are built", where=where)
+        raise BadInput(f"config.json: {many}: at most {MOST_EXPERTS:,} in all are supported", where=where)
     return config
 
 
@@ -93,52 +96,52 @@ def by_hub_type() -> dict[str, type[FamilyConfig]]:
 
 
 def check_quantised(hub: dict[str, Any], where: str) -> None:
-    """That weights come plain, or in blocks beside their scales as DeepSeek-V3 and gpt-oss are published.
+    """Checks that weights are plain, or in blocks with scales as DeepSeek-V3 and gpt-oss are published.
 
     Raises:
-        BadInput: they are packed in another way.
+        BadInput: they are quantized in another way.
     """
-    told = hub.get("quantization_config")
-    if not told:
+    quantization = hub.get("quantization_config")
+    if not quantization:
         return
-    method = str(told.get("quant_method", "?"))[:40]
-    blocks = told.get("weight_block_size")
+    method = str(quantization.get("quant_method", "?"))[:40]
+    blocks = quantization.get("weight_block_size")
     if method == "mxfp4" or (method == "fp8" and blocks == [FP8_BLOCK, FP8_BLOCK]):
         return
     how = f"`{method}`" + (f" in blocks of {str(blocks)[:40]}" if method == "fp8" else "")
     raise BadInput(
-        f"weights quantised by {how} are not read", where=where, hint="take the original weights, or a GGUF file"
+        f"weights quantized by {how} are not supported", where=where, hint="take the original weights, or a GGUF file"
     )
 
 
 def _plain(hub: dict[str, Any] | None) -> dict[str, Any]:
-    """A config.json of weights that are not quantised: what is read becomes plain."""
+    """The config.json without quantization, because weights are plain once they are read."""
     return {key: value for key, value in (hub or {}).items() if key != "quantization_config"}
 
 
 def check_bounds(hub: dict[str, Any], where: str) -> None:
-    """That a config.json describes something of this world: what follows from it is built layer by layer.
+    """Checks that the sizes in a config.json are plausible, before anything is built layer by layer.
 
     Raises:
-        BadInput: layers by the thousand, values nested beyond reason.
+        BadInput: thousands of layers, or values nested too deeply.
     """
     for key, value in hub.items():
         if "layer" in key and type(value) is int and abs(value) > MOST_LAYERS:
-            raise BadInput(f"config.json: `{key}` = {value:.4g}: at most {MOST_LAYERS:,} are built", where=where)
+            raise BadInput(f"config.json: `{key}` = {value:.4g}: at most {MOST_LAYERS:,} are supported", where=where)
         if depth(value, MOST_DEPTH) > MOST_DEPTH:
             raise BadInput(f"config.json: `{key[:80]}` is nested over {MOST_DEPTH} deep", where=where)
     if not isinstance(hub.get("quantization_config") or {}, dict):
-        raise BadInput("config.json: `quantization_config` is no object", where=where)
+        raise BadInput("config.json: `quantization_config` is not an object", where=where)
 
 
 def depth(value: Any, most: int) -> int:
-    """How deep a JSON value is nested; counting ends one beyond `most`."""
+    """How deeply a JSON value is nested; counting stops at `most` + 1."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max((depth(one, most - 1) for one in inner), default=0) if most >= 0 else 0
 
 
 class Renamed:
-    """Tensors under other names: {new name: name}."""
+    """A reader that gives tensors other names: {new name: name}."""
 
     def __init__(self, reader: Reader, name_of: Mapping[str, str]):
         self.reader, self.name_of = reader, dict(name_of)
@@ -161,9 +164,8 @@ class Renamed:
 
 
 def known_as(reader: Reader, prefixes: Sequence[str], old: Mapping[str, str], known: Collection[str]) -> Reader:
-    """The tensors under the names that are known, where theirs differ from those by a prefix that is there or not (the whole
-    model and its body alone are saved by different classes) or end as they did of old. Where both stand, the known name is
-    the one that counts."""
+    """The tensors under the names the model expects. Their names may differ by a prefix (a model saved with or without its head
+    has different prefixes) or by an old ending. Where a tensor exists under both names, the expected one is used."""
     name_of = {name: name for name in reader.names}
     for name in set(reader.names) - set(known):
         newer = next((name.removesuffix(end) + new for end, new in old.items() if name.endswith(end)), name)
@@ -174,7 +176,7 @@ def known_as(reader: Reader, prefixes: Sequence[str], old: Mapping[str, str], kn
 
 
 class Mapped:
-    """Another format's tensors under our per-layer names, through a `KeyMap`."""
+    """A reader that gives another format's tensors under our per-layer names, through a `KeyMap`."""
 
     def __init__(self, table: KeyMap, reader: Reader, where: str):
         self.table, self.reader = table, reader
@@ -183,11 +185,11 @@ class Mapped:
         except BadInput as error:
             raise BadInput(error.what, where=f"{where}: {error.where}", hint=error.hint) from None
         self._theirs = {path: name for name, ours in table.ours_of(reader.names).items() for path in ours}
-        # In their order: files are read on.
+        # In the order of the files, so that they are read sequentially.
         self._shapes = {path: shapes[path] for path in self._theirs if path in shapes}
 
     def over(self, reader: Reader) -> "Mapped":
-        """The same tensors through another reader of them."""
+        """The same tensors, read through another reader."""
         other = copy(self)
         other.reader = reader
         return other
@@ -213,33 +215,33 @@ class Mapped:
 
     @property
     def scaled(self) -> list[str]:
-        """Those put together from values and scales."""
+        """The names of tensors computed from values and scales."""
         return [name for name in self.names if self.table.is_scaled(name)]
 
 
 def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
-    """A Hub folder.
+    """Opens a Hub folder.
 
     Args:
-        warn: is told of tensors that the model has no part for.
+        warn: called with a sentence about tensors that the model does not use.
 
     Raises:
-        BadInput: an architecture that is not built; tensors missing, unexpected or misshapen, all listed.
-        Damaged: files that contradict themselves.
+        BadInput: the architecture is not built, or tensors are missing, unexpected or of the wrong shape, all listed.
+        Damaged: files contradict themselves.
     """
     hub = read_json(folder / "config.json")
     config = config_from(hub, str(folder / "config.json"))
     tensors: Reader = Folder.open(folder)
     if config.hub_prefixes or config.hub_old_ends:
         tensors = known_as(tensors, config.hub_prefixes, config.hub_old_ends, KeyMap(*config.hub_rows()).names)
-    told, config = config, config.fitted(tensors.names)
+    declared, config = config, config.fitted(tensors.names)
     for key in type(config).model_fields:
-        says, found = getattr(told, key), getattr(config, key)
-        if says != found and key not in config.hub_unsaid:
-            warn(f"{folder}: config.json says {key} = {says}, its tensors {key} = {found}: they count")
+        stated, found = getattr(declared, key), getattr(config, key)
+        if stated != found and key not in config.hub_unsaid:
+            warn(f"{folder}: config.json has {key} = {stated}, but the tensors have {key} = {found}, which is used")
     left_out = [n for n in tensors.names if any(fnmatchcase(n, pattern) for pattern in config.hub_left_out)]
     if left_out:
-        warn(f"{folder}: {len(left_out)} tensors are left out, the model has no part for them: {_patterns(left_out)}")
+        warn(f"{folder}: {len(left_out)} tensors are ignored because the model does not use them: {_patterns(left_out)}")
     hub = type(config).hub_text(hub)
     rows, sizes = config.hub_rows()
     if hub.get("quantization_config"):
@@ -254,11 +256,11 @@ def _patterns(names: list[str]) -> str:
 
 
 def check_vocabulary(rows: list[Row], sizes: Mapping[str, int], tensors: Reader, where: str) -> None:
-    """That config.json counts the rows of the embedding. Padded and extended vocabularies often miscount; transformers
-    refuses them too, since a row more or less is another softmax.
+    """Checks that `vocab_size` in config.json is the number of rows of the embedding. It often is not, where a vocabulary was
+    padded or extended. transformers refuses such folders too, because the softmax would be different.
 
     Raises:
-        BadInput: both numbers, and what to write.
+        BadInput: gives both numbers, and what to write.
     """
     for row in rows:
         if row.ours != "embed.w" or not isinstance(row.theirs, str) or row.theirs not in tensors.names:
@@ -276,11 +278,11 @@ def check_vocabulary(rows: list[Row], sizes: Mapping[str, int], tensors: Reader,
 
 
 def check_tied(stored: Stored) -> None:
-    """That a head which the config ties to the embedding, and which is there all the same, is the embedding: reading finds
-    that out only when the tensor's turn comes.
+    """Checks that a stored head equals the embedding if the config ties them. Without this check the difference would be found
+    only when the head is read.
 
     Raises:
-        BadInput: it differs.
+        BadInput: they differ.
     """
     if stored.kind != "hub" or not isinstance(stored.weights, Mapped):
         return
@@ -297,15 +299,15 @@ def folder_of(
     dtype: Any = None,
     shard_bytes: float = 5e9,
 ) -> list[File]:
-    """A model as the files of a Hub folder, config.json among them.
+    """The files of a Hub folder for a model, including config.json.
 
     Args:
-        hub: the config.json it once came with; what is not architecture (token ids, and so on) is carried along.
-        dtype: of the tensors, as `typed` takes it.
+        hub: the config.json it was loaded with; everything in it that is not architecture (token ids and so on) is kept.
+        dtype: the type of the tensors, as in `typed`.
 
     Raises:
-        BadInput: weights missing, unexpected or misshapen, all listed.
-        Unsupported: a type that safetensors has no name for.
+        BadInput: weights are missing, unexpected or of the wrong shape, all listed.
+        Unsupported: safetensors has no name for the type.
     """
     entries = list(KeyMap(*config.hub_rows()).inverse(typed(config, weights, dtype)))
     kind = Counter(str(entry.dtype) for entry in entries).most_common(1)[0][0]
@@ -323,7 +325,7 @@ def save_folder(
     dtype: Any = None,
     shard_bytes: float = 5e9,
 ) -> None:
-    """Writes a Hub folder as it stands, a slab of a tensor in memory at a time; as `folder_of`, and
+    """Writes a Hub folder in place, with a slab of one tensor in memory at a time. Arguments and errors as `folder_of`, and
 
     Args:
         companions: a folder whose small files are copied.
@@ -333,7 +335,7 @@ def save_folder(
 
 
 def copies(companions: Path | None) -> list[File]:
-    """The small files of a folder that go with its model, each under its path relative to the folder."""
+    """The small files that belong to a folder's model, each under its path relative to the folder."""
     if companions is None or not companions.is_dir():
         return []
     files = matching(companions, COMPANIONS)
@@ -341,19 +343,20 @@ def copies(companions: Path | None) -> list[File]:
 
 
 def typed(config: FamilyConfig, weights: Reader, dtype: Any) -> Reader:
-    """Per-layer weights in another type. What a rounding would turn into another choice keeps its own (`weight.exact`).
+    """Per-layer weights in another type. Weights that would change discrete choices if they were rounded keep their type
+    (`weight.exact`).
 
     Args:
-        dtype: of all, or {name: of this one}; None, and names that are not there: their own.
+        dtype: one type for all, or {name: type}. None, and names that are not in the mapping: the stored type.
     """
     if dtype is None:
         return weights
-    told = dtype if isinstance(dtype, Mapping) else dict.fromkeys(weights.names, dtype)
-    return Typed(weights, {name: np.dtype(told[name]) for name in set(told) - exact(config.build())})
+    kinds = dtype if isinstance(dtype, Mapping) else dict.fromkeys(weights.names, dtype)
+    return Typed(weights, {name: np.dtype(kinds[name]) for name in set(kinds) - exact(config.build())})
 
 
 class Typed(Over):
-    """Tensors of which some are converted when they are read: {name: type}."""
+    """A reader that converts some tensors as they are read: {name: type}."""
 
     def __init__(self, reader: Reader, kinds: Mapping[str, np.dtype]):
         super().__init__(reader)
@@ -373,7 +376,7 @@ class Typed(Over):
 
 
 def _kept_type(hub: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """The architecture's own name, where the folder it came from had another that reads the same."""
+    """The name of the original folder's architecture, if it is read in the same way as ours."""
     if (
         hub
         and hub.get("architectures")

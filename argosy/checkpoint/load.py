@@ -1,7 +1,7 @@
-"""A model at rest, built and filled: the pieces that `argosy.load` makes an `LM` of.
+"""Builds a stored model and reads its weights: what `argosy.load` makes an `LM` from.
 
-Building is free (weights begin as descriptions), so a model is built, checked against memory and filled one stored array at
-a time. Knows nothing of generation.
+Building is free, because weights begin as descriptions. So a model is built, checked against memory, and filled one stored array
+at a time. This module knows nothing of generation.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,13 +54,13 @@ def load(
     Args:
         dtype: the type of weights and activations; float32 on CPUs and bfloat16 elsewhere by default.
         run: how layers run; by default unrolled up to 32 layers on CPUs, scanned elsewhere.
-        context: the longest sequence it will see, in tokens; decides between tables of rotary positions where a model has two
-            (LongRoPE). The model's own context by default.
+        context: the longest sequence the model will get, in tokens; selects between tables of rotary positions where a model has
+            two (LongRoPE). The model's own context by default.
         adapter: a PEFT folder. Layers are then unrolled, because each may carry adapters of its own.
 
     Raises:
         BadInput: there is no model, its family is not built, or it does not fit into memory.
-        Damaged: files that are not what was written.
+        Damaged: a file differs from what was written.
     """
     stored = open_model(path, warn)
     dtype = as_dtype(dtype)
@@ -79,15 +79,14 @@ def load(
             where=str(path),
             hint="they do not belong together",
         )
-    return Loaded(
-        config, model, tokenizer, generation_of(stored), stored.hub, stored.companions, dtypes_of(stored)
-    )
+    return Loaded(config, model, tokenizer, generation_of(stored), stored.hub, stored.companions, dtypes_of(stored))
 
 
 def random(config: FamilyConfig, seed: int, *, dtype: Any = None, run: Execution | None = None) -> Loaded:
     """A model with random weights from a seed, and no tokenizer."""
     dtype = as_dtype(dtype)
-    check_memory(config, np.float32)  # weights are drawn in float32
+    # Weights are drawn in float32.
+    check_memory(config, np.float32)
     model = config.build(run or default_run(config))
     model.dtype = dtype
     fill(model, jax.random.key(seed), addresses=layer_addresses(model))

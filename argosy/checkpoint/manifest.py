@@ -1,8 +1,8 @@
-"""What a committed checkpoint consists of: the size and SHA-256 of every file, and of the manifest itself.
+"""The manifest of a committed checkpoint: size and SHA-256 of every file, and of the manifest itself.
 
-Orbax commits atomically but does not check array data: 160 of 160 single flipped bits came back as wrong weights without a
-word (zstd is written without its checksum). So a checkpoint here is committed when its manifest is, which is written last,
-after every file is on disk, and nothing is read that does not match it.
+Orbax commits atomically but does not check array data: 160 of 160 single flipped bits were read as wrong weights without an error
+(zstd is written without its checksum). So a checkpoint is committed by its manifest, which is written last, after every file is
+on disk. Files that do not match it are never read.
 """
 
 import errno
@@ -41,7 +41,7 @@ def text(files: dict[str, Any]) -> str:
 
 
 def verify(folder: Path) -> None:
-    """Reads every file and compares.
+    """Reads every file and compares it with the manifest.
 
     Raises:
         Damaged: names the first file that is missing, cannot be read, has another size or other bytes.
@@ -51,7 +51,8 @@ def verify(folder: Path) -> None:
         path = folder / name
         try:
             _compare(path, expected)
-        except OSError as error:  # a disk that cannot give back what it was given
+        # A disk that cannot read what it stored.
+        except OSError as error:
             raise Damaged(f"{path.name} cannot be read: {error.strerror}", where=str(path)) from None
 
 
@@ -61,14 +62,14 @@ def _compare(path: Path, expected: dict[str, Any]) -> None:
     if path.stat().st_size != expected["bytes"]:
         raise Damaged(f"{path.name} has {path.stat().st_size} bytes, not {expected['bytes']}", where=str(path))
     if describe(path) != expected:
-        raise Damaged(f"{path.name} is not what was written: its SHA-256 differs", where=str(path))
+        raise Damaged(f"{path.name} differs from what was written: its SHA-256 is another", where=str(path))
 
 
 def read(folder: Path) -> dict[str, Any]:
     """{file: size and hash}.
 
     Raises:
-        Damaged: there is no manifest, or it is not what was written.
+        Damaged: there is no manifest, or it differs from what was written.
     """
     path = folder / NAME
     try:
@@ -81,14 +82,14 @@ def read(folder: Path) -> dict[str, Any]:
         good = False
         files = {}
     if not good:
-        raise Damaged("the manifest is not what was written", where=str(path))
+        raise Damaged("the manifest differs from what was written", where=str(path))
     return files
 
 
 class Held:
-    """A shared lock on a checkpoint while it is read; retirement leaves a held one alone. Gone with this object.
+    """A shared lock on a checkpoint while it is read; retention does not remove a locked one. Released with this object.
 
-    Where the file system has no locks, nothing is held, and a reader may have to begin again.
+    On file systems without locks there is no protection, and a reader may have to start again.
     """
 
     def __init__(self, folder: Path):

@@ -1,7 +1,7 @@
 """Checkpoints where nothing can be renamed: object stores, reached through fsspec.
 
-A step is made in a local scratch folder and copied file by file. Its manifest is copied last and removed first, so a step has
-a manifest exactly while it is whole. It costs scratch space for one checkpoint; nothing but these functions knows.
+A step is written to a local scratch folder and copied file by file. Its manifest is copied last and removed first, so a step has
+a manifest only while it is complete. The price is local space for one checkpoint. No other module knows of this.
 """
 
 import atexit
@@ -15,11 +15,12 @@ from argosy.checkpoint.run_directory import CHECKPOINTS, TOKENIZER, RunDirectory
 from argosy.core.errors import BadInput
 from argosy.core.storage import Store
 
-DAMAGED = "manifest.damaged.json"  # a step set aside: its manifest under another name
+# A damaged step keeps its manifest under this name, so that it no longer counts as a checkpoint.
+DAMAGED = "manifest.damaged.json"
 
 
 class Fetched:
-    """Local copies of steps, made when first asked for and removed with this object."""
+    """Local copies of steps, made on first use and removed with this object."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -68,7 +69,7 @@ def copied(store: Store, folder: Path) -> Path:
 
 
 def files_under(store: Store, name: str) -> list[str]:
-    """Every file of a directory, by its name relative to it."""
+    """Every file under a directory, by its relative name."""
     files: list[str] = []
     for entry in store.list(name):
         inside = f"{name}/{entry}" if name else entry
@@ -77,7 +78,7 @@ def files_under(store: Store, name: str) -> list[str]:
 
 
 def upload(folder: Path, store: Store, name: str) -> None:
-    """Copies a whole step; its manifest last, which commits it."""
+    """Copies a complete step. Its manifest is copied last, which commits it."""
     files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file() and f.name != manifest.NAME)
     for file in (*files, manifest.NAME):
         store.put_file(f"{name}/{file}", folder / file)
@@ -90,7 +91,7 @@ def retire(store: Store, name: str) -> None:
 
 
 def set_aside(store: Store, name: str) -> str:
-    """Makes a damaged step none, and keeps its files; returns what marks it."""
+    """Makes a damaged step no longer count as a checkpoint, and keeps its files. Returns the file that marks it."""
     store.write_text(f"{name}/{DAMAGED}", store.read_text(f"{name}/{manifest.NAME}"))
     store.remove(f"{name}/{manifest.NAME}")
     return f"{name}/{DAMAGED}"

@@ -1,7 +1,7 @@
-"""One file on its way to disk, and the threads that take it there while the next bytes are made.
+"""Writes one file, with threads that hash and write while the next bytes are produced.
 
-Notable: on two cores, making slabs (1.4 GB/s), hashing them (1.7) and writing them (1.6) side by side is twice as fast as one
-after the other; few wait in between, so memory stays small. Knows neither what the bytes are nor what becomes of the file.
+On two cores, producing slabs (1.4 GB/s), hashing them (1.7) and writing them (1.6) in parallel is twice as fast as in sequence.
+Queues are short, so memory stays small. This module knows neither what the bytes are nor what happens to the file.
 """
 
 import hashlib
@@ -16,7 +16,8 @@ import numpy as np
 
 from argosy.core.formats.files import write_all
 
-WAITING = 2  # jobs before a thread
+# Jobs that may wait for a thread.
+WAITING = 2
 SEND_BYTES = 1 << 25
 
 
@@ -35,8 +36,8 @@ class Output:
             self._send()
 
     def _send(self) -> None:
-        """Asks the system to begin with the disk, and to let go of what is there: closing then waits for little, and the
-        memory of what was written is used for what comes."""
+        """Asks the system to start writing to disk and to drop what is written from its cache: closing then waits only briefly,
+        and the memory is available for the next bytes."""
         self.sent = self.size
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file.fileno(), 0, self.size, os.POSIX_FADV_DONTNEED)
@@ -49,8 +50,7 @@ class Output:
 
 
 class Pipe:
-    """Does jobs one after the other in a thread of its own, which begins with the first. After one fails the rest are
-    dropped."""
+    """Runs jobs one after the other in its own thread, started with the first. After a failure the remaining jobs are dropped."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(WAITING)
@@ -58,10 +58,10 @@ class Pipe:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def do(self, job: Callable[[], object]) -> None:
-        """Waits while `WAITING` jobs are before it.
+        """Queues a job; blocks while `WAITING` jobs are queued.
 
         Raises:
-            what an earlier job raised.
+            Whatever an earlier job raised.
         """
         if not self._thread.ident:
             self._thread.start()
@@ -69,7 +69,7 @@ class Pipe:
         self._check()
 
     def wait(self) -> None:
-        """Until nothing is left to do. Raises as `do`."""
+        """Waits until all jobs are done. Raises as `do`."""
         self._jobs.join()
         self._check()
 

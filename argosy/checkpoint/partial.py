@@ -1,9 +1,9 @@
-"""A folder in the making: `TARGET.part` beside the target, a journal of what is whole in it, one rename at the end.
+"""Writes a folder as `TARGET.part` beside the target, with a journal of its complete files, and renames it at the end.
 
-Notable: a process may be killed at any instant. What the journal names and its hash confirms is kept by the next one,
-everything else is written again, and the target is there whole or not at all. A left-over of another conversion is refused
-and never removed. Hashes are taken on the way, while another thread writes, so the manifest of a checkpoint costs no second
-reading. Knows nothing of tensors: files come from `core.formats`.
+The process may be killed at any instant. A file that is in the journal and matches its hash is kept by the next process, and
+everything else is written again; the target exists completely or not at all. An unfinished folder of another conversion is
+refused and never removed. Files are hashed while another thread writes them, so the manifest of a checkpoint needs no second
+reading. This module knows nothing of tensors: files come from `core.formats`.
 """
 
 import errno
@@ -25,41 +25,44 @@ from argosy.core.errors import ArgosyError, BadInput, Busy
 from argosy.core.formats.files import File, Order, check_space, sync
 
 JOURNAL = ".journal.jsonl"
-NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}  # some network file systems: nobody is kept out
+# The errors of network file systems without locks: other processes are not kept out there.
+NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
-Facts = Mapping[str, Any]
+Identity = Mapping[str, Any]
 
 
 class Partial:
-    """A context manager: `plan`, `write`, `commit`. Left without `commit`, what is whole is kept for the next process.
+    """A context manager: `plan`, `write`, `commit`. Without `commit`, complete files are kept for the next process.
 
     Args:
-        target: a folder that is not there, or empty.
-        facts: what is being written, from what, and how: JSON. A left-over with the same facts is gone on with; None: it
-            cannot be gone on with, and nothing is left over.
-        told: called with bytes, as they are written.
+        target: a folder that does not exist or is empty.
+        identity: what is being written, from what, and how, as JSON. An unfinished folder with the same identity is continued.
+            None: nothing is kept and nothing can be continued.
+        progress: called with the number of bytes written since the last call.
 
     Raises:
-        BadInput: the target is there; the left-over is of another conversion, each difference named.
+        BadInput: the target exists, or the unfinished folder belongs to another conversion; each difference is named.
         Busy: another process is writing it.
     """
 
-    def __init__(self, target: Path, facts: Facts | None, told: Callable[[int], None] = lambda _: None):
-        self.target, self.facts, self.told = target, facts, told
+    def __init__(self, target: Path, identity: Identity | None, progress: Callable[[int], None] = lambda _: None):
+        self.target, self.identity, self.progress = target, identity, progress
         self.folder = target.with_name(target.name + ".part")
-        self.done: dict[str, dict[str, Any]] = {}  # of each whole file: bytes and sha256
+        # Complete files: name -> bytes and sha256.
+        self.done: dict[str, dict[str, Any]] = {}
         self._hasher, self._writer = Pipe("hasher"), Pipe("writer")
-        self._outputs: set[Output] = set()  # under way
+        # Files being written.
+        self._outputs: set[Output] = set()
         self._lock: int | None = None
         if taken(target):
             raise BadInput(f"{target} is not empty", hint="name a new folder; nothing is ever overwritten")
 
     def plan(self, files: Sequence[File]) -> int:
-        """Looks at what is there already, and at the space for the rest, before anything is written. Returns the bytes that
-        are kept.
+        """Checks which files are complete and whether there is space for the rest, before anything is written. Returns the bytes
+        that are kept.
 
         Raises:
-            BadInput: too little space.
+            BadInput: there is too little space.
         """
         listed = self._left_over()
         expected = {file.name: file.bytes for file in files}
@@ -78,10 +81,10 @@ class Partial:
         return kept
 
     def write(self, files: Iterable[File], order: Order = np.ascontiguousarray) -> None:
-        """Writes those that are not there yet.
+        """Writes the files that are not complete yet.
 
         Raises:
-            ArgosyError: the system refuses; what is whole is kept.
+            ArgosyError: the system reports an error; complete files are kept.
         """
         with _refused(self.folder):
             for file in files:
@@ -90,12 +93,14 @@ class Partial:
             self._writer.wait()
 
     def commit(self) -> None:
-        """Gives the folder its name, when everything in it is on disk."""
+        """Renames the folder to its target once everything in it is on disk."""
         with _refused(self.folder):
             inside = [path for path in self.folder.rglob("*") if path.name != JOURNAL]
-            for path in (*inside, self.folder):  # all at the end: one by one, small files cost 20 ms each
+            # All at the end: one by one, small files cost 20 ms each.
+            for path in (*inside, self.folder):
                 sync(path)
-            self.folder.rename(self.target)  # over an empty folder, too
+            # Also replaces an empty folder.
+            self.folder.rename(self.target)
             (self.target / JOURNAL).unlink()
             sync(self.target)
             sync(self.target.absolute().parent)
@@ -108,15 +113,15 @@ class Partial:
         self._writer.close()
         for output in self._outputs:
             output.file.close()
-        if kind is not None and self.facts is None:
+        if kind is not None and self.identity is None:
             shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
 
-    # ---------------------------------------------------------------- what is there
+    # ---------------------------------------------------------------- what exists already
 
     def _left_over(self) -> dict[str, dict[str, Any]]:
-        """The journal's files, if it is of this conversion."""
+        """The files in the journal, if it belongs to this conversion."""
         if not self.folder.exists():
             return {}
         if not (self.folder / JOURNAL).is_file():
@@ -124,30 +129,30 @@ class Partial:
                 return {}
             raise BadInput(f"{self.folder} is in the way", hint="move it: the target is written under this name first")
         self._hold()
-        facts, *lines = _journal(self.folder / JOURNAL) or [{}]
-        if facts == {"facts": None} == {"facts": self.facts}:
+        identity, *lines = _journal(self.folder / JOURNAL) or [{}]
+        if identity == {"facts": None} == {"facts": self.identity}:
             _clear(self.folder)
             return {}
-        if facts == {"facts": self.facts}:
+        if identity == {"facts": self.identity}:
             return {line["file"]: {k: line[k] for k in ("bytes", "sha256")} for line in lines}
-        theirs, ours = facts.get("facts") or {}, self.facts or {}
+        theirs, ours = identity.get("facts") or {}, self.identity or {}
         differ = [
             f"{k} was {theirs.get(k)}, is {ours.get(k)}" for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)
         ]
         raise BadInput(
-            f"{self.folder} is left over from another conversion",
+            f"{self.folder} is an unfinished folder of another conversion",
             where="; ".join(differ),
-            hint="finish that one with its own words, remove the folder, or name another target",
+            hint="finish that conversion with the same command, remove the folder, or name another target",
         )
 
     def _begin(self) -> None:
-        """The folder, held, with a journal of what was found good."""
+        """Creates and locks the folder, with a journal of the files that are complete."""
         with _refused(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self._hold()
             pending = self.folder / (JOURNAL + ".new")
-            lines = [{"facts": self.facts}, *({"file": name} | found for name, found in self.done.items())]
+            lines = [{"facts": self.identity}, *({"file": name} | found for name, found in self.done.items())]
             pending.write_text("".join(json.dumps(line) + "\n" for line in lines))
             pending.replace(self.folder / JOURNAL)
 
@@ -172,7 +177,7 @@ class Partial:
         for slab in file.slabs(order):
             self._hasher.do(partial(output.digest.update, slab.data))
             self._writer.do(partial(output.add, slab))
-            self.told(len(slab))
+            self.progress(len(slab))
         self._hasher.do(output.hashed.set)
         self._writer.do(partial(self._whole, file, output))
 
@@ -180,25 +185,25 @@ class Partial:
         found = output.close()
         self._outputs.discard(output)
         if found["bytes"] != file.bytes:
-            raise ValueError(f"`{file.name}` has {found['bytes']} bytes, announced were {file.bytes}")
+            raise ValueError(f"`{file.name}` has {found['bytes']} bytes, announced as {file.bytes}")
         with (self.folder / JOURNAL).open("a") as journal:
             journal.write(json.dumps({"file": file.name} | found) + "\n")
         self.done[file.name] = found
 
 
-# ---------------------------------------------------------------- small things
+# ---------------------------------------------------------------- helpers
 
 
 def taken(target: Path) -> bool:
-    """Whether something stands where a folder is to be written. A conversion that was killed after its rename, before its
-    journal was gone, is finished here."""
+    """Whether a folder at the target is in the way. Also finishes a conversion that was killed after its rename but before its
+    journal was removed."""
     if (target / JOURNAL).is_file():
         (target / JOURNAL).unlink()
     return target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
 
 
 def _journal(path: Path) -> list[dict[str, Any]]:
-    """Its lines; one that a kill tore ends them."""
+    """The journal's lines, up to one that was torn by a kill."""
     lines = []
     for line in path.read_text(errors="replace").splitlines():
         try:
@@ -217,7 +222,7 @@ def _clear(folder: Path) -> None:
 
 
 class _refused:
-    """What the system says of files, as an error of ours."""
+    """Turns errors of the operating system about files into ours."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -227,5 +232,5 @@ class _refused:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, OSError):
             what = (error.strerror or str(error)).lower()
-            hint = "what is whole is kept: mend it, and the same command goes on"
+            hint = "complete files are kept: fix this, and the same command continues"
             raise ArgosyError(f"cannot write {self.folder}: {what}", hint=hint) from error

@@ -1,16 +1,16 @@
-"""Low-rank adapters in the PEFT library's folders, in and out: adapter_config.json and adapter_model.safetensors.
+"""Reads and writes low-rank adapters in the PEFT library's folders: adapter_config.json and adapter_model.safetensors.
 
-Names follow from the family's Hub table. Where it says how a weight is read, the two factors of its adapter are read the same
-way: A on the axes that the weight sums over, B on the others.
+Names follow from the family's Hub table. A row of it says how a weight is read, and the two factors of the weight's adapter are
+read the same way: A has the axes that the weight sums over, B the others.
 
     base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight [r in]     layers.3.attn.q.a [D r]
     base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight [out r]    layers.3.attn.q.b [r N H]
 
-Where the Hub fuses what is apart here (Phi's qkv_proj), all parts share A. Written back, parts whose A differ become one
-adapter of the sum of their ranks, its B in blocks: the same function, nothing rounded.
+Where the Hub fuses weights that are separate here (Phi's qkv_proj), all of them share A. On writing, weights with different A
+become one adapter whose rank is the sum of their ranks and whose B is block-diagonal: the same function, without rounding.
 
 The gain is alpha / r, or alpha / sqrt(r) with `use_rslora`; ranks and alphas may differ by module (`rank_pattern`,
-`alpha_pattern`). What would change the function and is not built is refused: DoRA, trained biases, modules saved whole.
+`alpha_pattern`). Features that change the function and are not built are refused: DoRA, trained biases, fully saved modules.
 """
 
 import json
@@ -39,8 +39,9 @@ from argosy.models.parts.weight import put, split
 
 FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-SLAB_BYTES = 1 << 26  # of float32
-# Keys that change the function, and the values that leave it alone.
+# Of float32.
+SLAB_BYTES = 1 << 26
+# Keys that change the function, and the values at which they do not.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "use_dora": (False, None),
@@ -56,7 +57,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 class Adapter(NamedTuple):
-    """The factors of one contraction, by the letters of `adapt.lora`, and what multiplies their product."""
+    """The factors of one contraction, in the letters of `adapt.lora`, and the gain of their product."""
 
     a: np.ndarray
     b: np.ndarray
@@ -65,21 +66,23 @@ class Adapter(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """A module on the Hub that may carry an adapter, the contractions it stands for, and how its factors are read."""
+    """A module on the Hub that may carry an adapter, the contractions of ours it covers, and how its factors are read."""
 
-    module: str  # {e} in it where there is one an expert
+    # Contains {e} if there is one module per expert.
+    module: str
     ours: tuple[str, ...]
     how_a: str
     how_b: str
-    table: bool  # a lookup: PEFT gives its factors other names
+    # An embedding: PEFT uses other names for its factors.
+    table: bool
 
     def names(self) -> tuple[str, str]:
-        """Of A and B on the Hub."""
+        """The names of A and B on the Hub."""
         kind = ("lora_embedding_A", "lora_embedding_B") if self.table else ("lora_A.weight", "lora_B.weight")
         return f"{PREFIX}{self.module}.{kind[0]}", f"{PREFIX}{self.module}.{kind[1]}"
 
     def rows(self, part: int) -> list[Row]:
-        """A as the part of this number sees it, and B."""
+        """The rows of A and B, for contraction number `part` of the module."""
         a, b = self.names()
         return [
             Row(a, f"{self.ours[part]}.a", self.how_a),
@@ -97,7 +100,7 @@ def sites(config: Any) -> list[Site]:
 
 
 def _modules(config: Any) -> Iterator[tuple[str, tuple[str, ...], Row, list[Contraction]]]:
-    """The Hub's modules that hold the weights of contractions of ours: their names, how they are read, and ours."""
+    """The Hub's modules that hold the weights of our contractions: their names, how they are read, and the contractions."""
     specs = _contractions(config)
     for row in config.hub_rows()[0]:
         ours = (row.ours,) if isinstance(row.ours, str) else row.ours
@@ -119,7 +122,8 @@ def _contractions(config: Any) -> dict[str, Contraction]:
 
 
 def _hows(how: str, weights: Sequence[Contraction]) -> tuple[str, str] | None:
-    """The readings of A and B, from that of the weights; None where theirs is no matrix of inputs and outputs."""
+    """How A and B are read, derived from how the weights are read; None if the Hub's weight is not a matrix of inputs and
+    outputs."""
     weight = weights[0]
     left, right = how.split("->")
     theirs, parts = _axes(left), [_axes(part) for part in right.split(",")]
@@ -137,7 +141,7 @@ def _hows(how: str, weights: Sequence[Contraction]) -> tuple[str, str] | None:
 
 
 def _axes(side: str) -> list[str]:
-    """One tensor's axes as they are written: `((N|K|K) H) D` is two."""
+    """The axes of one tensor as written in a row: `((N|K|K) H) D` has two."""
     out, depth = [""], 0
     for char in side.strip():
         depth += (char == "(") - (char == ")")
@@ -148,21 +152,22 @@ def _axes(side: str) -> list[str]:
     return [axis for axis in out if axis]
 
 
-# ---------------------------------------------------------------- in
+# ---------------------------------------------------------------- reading
 
 
 def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
-    """The adapters of a PEFT folder, by the contraction of ours that each is on.
+    """Reads the adapters of a PEFT folder, by the name of the contraction that each is on.
 
     Raises:
-        BadInput: it is no such folder; factors missing or misshapen; modules that the model does not have, all listed.
-        Unsupported: it says something that would change the function and is not built.
+        BadInput: it is not a PEFT folder, factors are missing or of the wrong shape, or modules do not exist in the model; all
+            listed.
+        Unsupported: a feature that changes the function and is not built.
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
-        raise BadInput(f"no {CONFIG}", where=str(folder), hint="a folder that PEFT's save_pretrained wrote")
-    said = read_json(folder / CONFIG)
-    _check(said, folder)
+        raise BadInput(f"no {CONFIG}", where=str(folder), hint="give a folder that PEFT's save_pretrained wrote")
+    keys = read_json(folder / CONFIG)
+    _check(keys, folder)
     if not (folder / WEIGHTS).is_file():
         raise BadInput(f"no {WEIGHTS}", where=str(folder), hint="weights saved as pickles are never read")
     file = SafeTensors.open(folder / WEIGHTS)
@@ -175,7 +180,7 @@ def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
         rank = file.shape(names[0][0])[0] if names[0][0] in file.names else 0
         used.update(*names)
         _check_tied(site, config)
-        gain = _gain(said, site.module, rank, len(names[0]))
+        gain = _gain(keys, site.module, rank, len(names[0]))
         for part, ours in enumerate(site.ours):
             table = KeyMap(site.rows(part), sizes | {"r": rank})
             out[ours] = Adapter(table.read(file, f"{ours}.a"), table.read(file, f"{ours}.b"), gain)
@@ -183,21 +188,22 @@ def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
     if index := [name for name in set(file.names) - used if choosing and name.startswith(choosing)]:
         if any(file.read(name).any() for name in index if ".lora_B." in name):
             what = (
-                f"adapters on the index of sparse attention, which only makes a choice: {', '.join(sorted(index)[:4])}"
+                f"adapters on the indexer of sparse attention, which only selects keys: {', '.join(sorted(index)[:4])}"
             )
             raise Unsupported(what, hint="leave it out of target_modules")
-        used.update(index)  # B is zero: no gradient reaches them
+        # B is zero there, because no gradient reaches it.
+        used.update(index)
     if strange := sorted(set(file.names) - used):
         hint = nearest(strange[0], [name for site in sites(config) for name in site.names()])
-        what = f"{len(strange)} tensors are on no module of this model: {', '.join(strange[:4])}"
+        what = f"{len(strange)} tensors belong to no module of this model: {', '.join(strange[:4])}"
         raise BadInput(what, where=str(folder), hint=hint)
     if not out:
-        raise BadInput("the folder holds no adapter", where=str(folder))
+        raise BadInput("the folder has no adapter", where=str(folder))
     return out
 
 
 def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
-    """Puts adapters on the contractions of a model whose layers are unrolled; returns their names."""
+    """Puts adapters on the contractions of a model with unrolled layers. Returns the names of the contractions."""
     alike: dict[tuple[int, float], list[str]] = {}
     for name, adapter in adapters.items():
         alike.setdefault((adapter.a.shape[-1], adapter.gain), []).append(name)
@@ -210,7 +216,7 @@ def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
 
 
 class Merged(Over):
-    """A model's weights with adapters added, W + gain A B, each as it is read; in the type the weights have."""
+    """A reader of a model's weights with adapters merged as they are read: W + gain A B, in the type of W."""
 
     def __init__(self, weights: Reader, adapters: Mapping[str, Adapter], config: Any):
         super().__init__(weights)
@@ -226,7 +232,7 @@ class Merged(Over):
         return self._merged(name, read_part(self.reader, name, i)[None], i)[0]
 
     def _merged(self, name: str, weight: np.ndarray, first: int) -> np.ndarray:
-        """A weight, or entries of its first axis, from this one on."""
+        """A weight with its adapter merged; or entries of its first axis, starting at `first`."""
         name = name.removesuffix(".w")
         if name not in self.adapters:
             return weight
@@ -235,7 +241,8 @@ class Merged(Over):
         letters_a, letters_b = f"{of.group}{of.inner}r", f"{of.group}r{outer}"
         out = np.empty_like(weight)
         rows = max(1, SLAB_BYTES * len(weight) // (4 * weight.size))
-        for low in range(0, len(weight), rows):  # a slab at a time: whole, five arrays of its size would be held
+        # A slab at a time: at once, it would need five arrays of the weight's size.
+        for low in range(0, len(weight), rows):
             here = slice(low, min(low + rows, len(weight)))
             there = slice(first + here.start, first + here.stop)
             a, b = (
@@ -247,44 +254,45 @@ class Merged(Over):
         return out
 
 
-def _check(said: Mapping[str, Any], folder: Path) -> None:
-    if str(said.get("peft_type", "LORA")).upper() != "LORA":
-        raise Unsupported(f"adapters of kind {said['peft_type']} are not built", hint="low-rank adapters (LORA) are")
-    wrong = [f"{key} = {said[key]!r}" for key, plain in PLAIN.items() if key in said and said[key] not in plain]
+def _check(keys: Mapping[str, Any], folder: Path) -> None:
+    if str(keys.get("peft_type", "LORA")).upper() != "LORA":
+        raise Unsupported(f"adapters of type {keys['peft_type']} are not built", hint="only low-rank adapters (LORA) are")
+    wrong = [f"{key} = {keys[key]!r}" for key, plain in PLAIN.items() if key in keys and keys[key] not in plain]
     if wrong:
-        raise Unsupported(f"{folder / CONFIG}: {', '.join(wrong)}: not built", hint="merge it with PEFT first")
+        raise Unsupported(f"{folder / CONFIG}: {', '.join(wrong)}: not built", hint="merge the adapter with PEFT first")
 
 
 def _check_tied(site: Site, config: Any) -> None:
-    """PEFT adapts the lookup and leaves the head that is tied to it alone; here they are one weight."""
+    """PEFT adapts the embedding and leaves a tied head unchanged; here they are one weight, so this is refused."""
     if site.table and config.tied:
         what = f"an adapter on `{site.module}`, to which the head is tied: not built"
         raise Unsupported(what, hint="untie the head first, or leave the embedding out of the adapter")
 
 
-def _gain(said: Mapping[str, Any], module: str, rank: int, experts: int) -> float:
-    """alpha / r, or alpha / sqrt(r) (arXiv:2312.03732); alpha by module where a pattern says so, as PEFT matches them."""
-    alphas = {_alpha(said, module.replace("{e}", str(e))) for e in range(experts)}
+def _gain(keys: Mapping[str, Any], module: str, rank: int, experts: int) -> float:
+    """alpha / r, or alpha / sqrt(r) (arXiv:2312.03732). Patterns may give alpha by module and are matched as PEFT matches
+    them."""
+    alphas = {_alpha(keys, module.replace("{e}", str(e))) for e in range(experts)}
     if len(alphas) > 1:
-        raise Unsupported(f"experts of `{module}` with an alpha each: not built", hint="merge it with PEFT first")
-    return alphas.pop() / (math.sqrt(rank) if said.get("use_rslora") else rank) if rank else 0.0
+        raise Unsupported(f"experts of `{module}` with different alphas: not built", hint="merge it with PEFT first")
+    return alphas.pop() / (math.sqrt(rank) if keys.get("use_rslora") else rank) if rank else 0.0
 
 
-def _alpha(said: Mapping[str, Any], module: str) -> float:
-    for pattern, value in (said.get("alpha_pattern") or {}).items():
+def _alpha(keys: Mapping[str, Any], module: str) -> float:
+    for pattern, value in (keys.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return float(value)
-    return float(said.get("lora_alpha", 8))
+    return float(keys.get("lora_alpha", 8))
 
 
-# ---------------------------------------------------------------- out
+# ---------------------------------------------------------------- writing
 
 
 def adapters_of(model: Any) -> dict[str, Adapter]:
     """The adapters on a model in either layout, by the per-layer name of their contraction.
 
     Raises:
-        BadInput: there is none.
+        BadInput: the model has no adapters.
     """
     layers = to_layers(model, split(model)[1])
     gains = {".".join(map(str, path)): m.gain for path, m in nnx.iter_modules(model) if isinstance(m, LoRA)}
@@ -303,14 +311,14 @@ def adapters_of(model: Any) -> dict[str, Adapter]:
 
 
 def write_adapter(folder: str | Path, config: Any, adapters: Mapping[str, Adapter], base: str | None = None) -> None:
-    """A PEFT folder from adapters.
+    """Writes adapters as a PEFT folder.
 
     Args:
-        base: what the config names as the model they belong to.
+        base: the name of the base model, for the config.
 
     Raises:
         BadInput: the folder is not empty.
-        Unsupported: an adapter on a weight that PEFT has no name for.
+        Unsupported: an adapter on a weight for which PEFT has no name.
     """
     folder = Path(folder)
     if taken(folder):
@@ -331,7 +339,8 @@ def write_adapter(folder: str | Path, config: Any, adapters: Mapping[str, Adapte
     ]
     files = [tensors_file(WEIGHTS, entries, {"format": "pt"})]
     files.append(of_text(CONFIG, json.dumps(_config(modules, base), indent=2) + "\n"))
-    with Partial(folder, None) as part:  # the folder is there whole, or not at all
+    # The folder is written completely or not at all.
+    with Partial(folder, None) as part:
         part.plan(files)
         part.write(files)
         part.commit()
@@ -347,7 +356,8 @@ def _theirs(
     )
     if shared:
         a, bs, gain = present[0].a, [part.b for part in present], present[0].gain
-    else:  # ranks side by side; a part sees its own alone
+    # Different A: the ranks are concatenated, and each part of B is nonzero only at its own.
+    else:
         gain = 1.0
         a = np.concatenate([part.a for part in present], -1)
         axis = 1 if "{e}" in site.module else 0

@@ -1,6 +1,6 @@
 """What may differ when a run resumes: the fields marked `MayChange`, and nothing else.
 
-A run is held against the settings in its checkpoint, which nobody edits, never against settings.yml.
+A run is compared with the settings in its checkpoint, which nobody edits, and never with settings.yml.
 """
 
 from collections.abc import Mapping
@@ -9,12 +9,13 @@ from typing import Any
 from argosy.core.schema import MayChange, Settings, marks, shape_of
 from argosy.core.settings import dump, flatten
 
-Difference = tuple[str, Any, Any]  # key, the checkpoint's value, the value asked for
+# Key, the checkpoint's value, the value asked for.
+Difference = tuple[str, Any, Any]
 
 
 def differences(stored: Mapping[str, Any], settings: Settings) -> list[Difference]:
-    """The settings that differ from a checkpoint's and must not. A setting that is newer than the checkpoint counts as its
-    default."""
+    """The settings that differ from a checkpoint's and must not. A setting that did not exist when the checkpoint was written
+    counts as its default."""
     was, now = flatten(stored), flatten(settings)
     out = []
     for key in dict.fromkeys([*now, *was]):
@@ -26,12 +27,12 @@ def differences(stored: Mapping[str, Any], settings: Settings) -> list[Differenc
 
 
 def may_change(settings: Settings, key: str) -> bool:
-    """Whether a resumed run may have another value here: the field, or a group around it, is marked so."""
+    """Whether a resumed run may have another value here: the field or a group around it is marked `MayChange`."""
     return any(marks(info, MayChange) for _, info in _path(settings, key))
 
 
 def default_of(settings: Settings, key: str) -> Any:
-    """The default of a setting; None where it has none."""
+    """The default of a setting; None if it has none."""
     *_, (name, info) = _path(settings, key) or [("", None)]
     if info is None or info.is_required() or name != key:
         return None
@@ -43,7 +44,7 @@ def default_of(settings: Settings, key: str) -> Any:
 
 
 def _path(tree: Any, key: str) -> list[tuple[str, Any]]:
-    """(dotted key, field) of each field on the way to a key, from the root."""
+    """(dotted key, field) of each field on the path to a key, from the root."""
     out: list[tuple[str, Any]] = []
     names = key.split(".")
     for i, name in enumerate(names):

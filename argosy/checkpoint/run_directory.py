@@ -1,12 +1,12 @@
-"""A run directory: the one place that spells its files.
+"""A run directory. All names of its files are defined here.
 
     settings.yml     resolved settings, each with who set it
     metrics.jsonl    one line per logged step, evaluation and sample
     checkpoints/     <step>/
-    tokenizer/       what the data was tokenized with
+    tokenizer/       the tokenizer of the data
     log.txt  report.html  quickstart.json
 
-It may be a local folder or any address that `core.storage` knows. Importing this file imports no jax.
+It may be a local folder or any address that `core.storage` knows. Importing this module imports no jax.
 """
 
 import json
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from argosy.checkpoint.store import Checkpoints
 
 SETTINGS, LOG, REPORT, TOKENIZER, CHECKPOINTS = "settings.yml", "log.txt", "report.html", "tokenizer", "checkpoints"
-STORY = "quickstart.json"  # what `argosy quickstart` did with the run, for its report
+# What `argosy quickstart` did with the run, for its report.
+STORY = "quickstart.json"
 GENERATION = "generation_config.json"
 
 T = TypeVar("T", bound=Settings)
@@ -41,7 +42,7 @@ class RunDirectory:
     Args:
         address: a local folder, or any address of `core.storage`.
         settings: what to keep; None for readers, which never remove a checkpoint.
-        warn: called with a sentence where damage is found.
+        warn: called with a sentence when damage is found.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RunDirectory:
         """The folder on this machine.
 
         Raises:
-            BadInput: the run is kept elsewhere.
+            BadInput: the run is remote.
         """
         return self.store.local_path()
 
@@ -86,14 +87,14 @@ class RunDirectory:
         found = [n for n in inside if n.isdecimal() and self.store.exists(f"{CHECKPOINTS}/{n}/{manifest.NAME}")]
         return sorted(map(int, found))
 
-    # ---------------------------------------------------------------- may this run be here?
+    # ---------------------------------------------------------------- may these settings run here?
 
     def admit(self, reading: Reading[Any]) -> None:
-        """Checks that these settings may start a run here, or resume the one that is here.
+        """Checks that these settings may start a run here, or resume the existing one.
 
         Raises:
-            BadInput: the run here has other settings, each difference named; the directory holds something else, or cannot
-                be written.
+            BadInput: the run here has other settings, each difference named; or the directory holds something else, or cannot be
+                written.
         """
         if self.has_run:
             return self._admit_resume(reading.value)
@@ -113,21 +114,22 @@ class RunDirectory:
         raise BadInput(f"{self} holds a run with other settings", where=listed + more, hint=_way_out(self, changed))
 
     def stored(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The settings of the run here and who set each: those of its newest checkpoint, or of settings.yml before the first.
+        """The settings of the run here and who set each: from its newest checkpoint, or from settings.yml before the first one.
 
         Raises:
-            UserError: settings.yml cannot be read, and there is no checkpoint that can.
+            UserError: settings.yml cannot be read, and no checkpoint can be read either.
         """
         for step in reversed(self.steps()):
             try:
                 meta = json.loads(self.store.read_text(f"{CHECKPOINTS}/{step}/meta.json"))
                 return dict(meta["settings"]), dict(meta.get("origin") or {})
             except (ArgosyError, ValueError, KeyError, TypeError):
-                continue  # damage: the one before has the same settings
+                # The checkpoint is damaged; the one before it has the same settings.
+                continue
         return dict(yaml_layer(self.store.local_path(SETTINGS)).values) if self.store.is_local else {}, {}
 
     def with_provenance(self, reading: Reading[T]) -> Reading[T]:
-        """The reading, where settings that did not change since the run began keep who set them then."""
+        """The reading, in which settings unchanged since the run began keep who set them then."""
         if not self.has_run:
             return reading
         values, origin = self.stored()
@@ -141,7 +143,7 @@ class RunDirectory:
         self.store.write_text(SETTINGS, annotated(reading))
 
     def write_tokenizer(self, tokenizer: Any, generation: Path | None = None) -> None:
-        """Saves the tokenizer, with the generation settings that its model came with; nothing where one is here already."""
+        """Saves the tokenizer with the generation settings of its model, unless there is one already."""
         if self.store.exists(f"{TOKENIZER}/tokenizer.json") or self.store.list(TOKENIZER):
             return
         with tempfile.TemporaryDirectory() as scratch:
@@ -166,18 +168,18 @@ def _shown(value: Any) -> Any:
 
 
 def _way_out(run: Any, changed: list[Difference]) -> str:
-    """What to type instead, by what differs: another rate, batch or seed can go on from the state of this run elsewhere."""
+    """What to type instead. With another learning rate, batch or seed, another run can start from the state of this one."""
     keys = [key for key, _, _ in changed]
     same = "give the same settings to resume"
     if any(key.startswith("model.") for key in keys):
         return f"{same}, or dir=NEW to start another run"
     if any(key.startswith("optimizer.") and not key.endswith("learning_rate") for key in keys):
         return f"{same}; init.weights={run} dir=NEW starts another run from its weights"
-    return f"{same}; init.state={run} dir=NEW goes on from its weights, optimizer and step with other settings"
+    return f"{same}; init.state={run} dir=NEW starts another run from its weights, optimizer and step"
 
 
 def _check_place(path: Path) -> None:
-    """Checks that the directory can be made, before anything is built that would be lost."""
+    """Checks that the directory can be created, before anything is built that would be lost."""
     here = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not here.is_dir():
         raise BadInput(f"{here} is a file", hint="dir=NEW names another directory")

@@ -1,7 +1,7 @@
-"""A model written as files: one that is loaded, or weights on their way from one format to another.
+"""Writes a model as files: a loaded one, or weights converted from one format to another.
 
-Everything is planned, checked and counted before the first byte. Tensors then pass one by one into a folder beside the target,
-which takes the target's name when it is whole (`checkpoint.partial`).
+Everything is planned, checked and counted before the first byte is written. Tensors then go one by one into a folder beside the
+target, which is renamed to the target when it is complete (`checkpoint.partial`).
 """
 
 import json
@@ -28,11 +28,12 @@ from argosy.data.tokenize import is_vocabulary
 from argosy.models import FAMILIES
 from argosy.models.parts.einsum import Contraction
 
-Progress = Callable[[int, int, int], None]  # bytes written since the last call, bytes in all, bytes kept from before
+# Bytes written since the last call, bytes in all, bytes kept from an earlier process.
+Progress = Callable[[int, int, int], None]
 
 
-class Model(Protocol):
-    """What is saved: a `checkpoint.load.Loaded`, or an `LM`."""
+class Saved(Protocol):
+    """What `save` writes: a `checkpoint.load.Loaded`, or an `LM`."""
 
     @property
     def config(self) -> Any: ...
@@ -53,8 +54,8 @@ class Model(Protocol):
     def dtypes(self) -> Mapping[str, Any]: ...
 
 
-def save(lm: Model, folder: Path, format: Literal["hub", "argosy", "peft"], dtype: Any = None) -> None:
-    """Writes a model with its tokenizer, each tensor in the type it came in by default; or, as "peft", its adapters alone.
+def save(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"], dtype: Any = None) -> None:
+    """Writes a model with its tokenizer, each tensor in its stored type by default; or, with "peft", only its adapters.
 
     Raises:
         BadInput: the folder is not empty, adapters are not merged, there are no adapters to write, or an unknown dtype.
@@ -66,7 +67,7 @@ def save(lm: Model, folder: Path, format: Literal["hub", "argosy", "peft"], dtyp
     wrapped = {type(m).__name__ for _, m in nnx.iter_modules(lm.module) if isinstance(m, Contraction)} - {"Einsum"}
     if wrapped:
         hint = 'lm.merge() first, or format="peft" for the adapters alone'
-        raise BadInput(f"the model carries {' and '.join(sorted(wrapped))}", hint=hint if "LoRA" in wrapped else None)
+        raise BadInput(f"the model has {' and '.join(sorted(wrapped))}", hint=hint if "LoRA" in wrapped else None)
     dtype = None if dtype is None else as_dtype(dtype)
     came_in = lm.hub.get("dtype") or lm.hub.get("torch_dtype")
     weights = weights_of(lm.module)
@@ -86,22 +87,22 @@ def write(
     tokenizer: Any = None,
     *,
     shard_bytes: float = 5e9,
-    facts: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
     progress: Progress = lambda new, all, kept: None,
 ) -> None:
-    """Writes a model from its per-layer weights, a slab of a tensor in memory at a time.
+    """Writes a model from its per-layer weights, with a slab of one tensor in memory at a time.
 
     Args:
-        shard_bytes: of the files of a Hub folder.
-        facts: what identifies this conversion; a process with the same facts resumes where one was killed.
+        shard_bytes: size of the files of a Hub folder.
+        identity: what identifies this conversion; a process with the same identity resumes one that was killed.
         progress: called with bytes as they are written.
 
     Raises:
-        BadInput: the folder is not empty, the weights are not those of the plain model (adapters, int8), the disk is too
-            small, a left-over is of another conversion.
+        BadInput: the folder is not empty, the weights are not those of the plain model (adapters, int8), the disk is too small,
+            or an unfinished folder belongs to another conversion.
     """
     if format not in ("hub", "argosy"):
-        raise BadInput(f"format `{format}`", hint="hub, argosy or peft")
+        raise BadInput(f"unknown format `{format}`", hint="hub, argosy or peft")
     if taken(folder):
         raise BadInput(f"{folder} is not empty", hint="name a new folder; nothing is ever overwritten")
     check_fit(config.build(), weights)
@@ -112,10 +113,10 @@ def write(
         files = _checkpoint_of(config, weights, hub, dtype)
     files += copies(companions)
     all_bytes = sum(file.bytes for file in files)
-    with Partial(folder, facts) as part:
+    with Partial(folder, identity) as part:
         kept = part.plan(files)
         progress(0, all_bytes, kept)
-        part.told = lambda new: progress(new, all_bytes, kept)
+        part.progress = lambda new: progress(new, all_bytes, kept)
         part.write(files, in_order)
         if tokenizer is not None and not any(is_vocabulary(file.name) for file in files):
             tokenizer.save(part.folder)
@@ -125,7 +126,7 @@ def write(
 
 
 def _with_ids(hub: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Readers of config.json take ids of their own where it names none."""
+    """Adds the tokenizer's ids to a config.json without them, where its readers would otherwise take defaults of their own."""
     if tokenizer is None:
         return hub
     ids = {f"{n}_token_id": getattr(tokenizer, n) for n in ("bos", "eos", "pad")}
@@ -133,7 +134,7 @@ def _with_ids(hub: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def _checkpoint_of(config: Any, weights: Reader, hub: dict[str, Any], dtype: Any) -> list[File]:
-    """One checkpoint without a run: weights by layer, and settings."""
+    """The files of one checkpoint without a run: weights by layer, and settings."""
     weights = typed(config, weights, dtype)
     entries = [_entry(weights, name) for name in weights.names]
     family = Choice(FAMILIES, tag="family").name_of(config)
@@ -148,7 +149,7 @@ def _entry(weights: Reader, name: str) -> Entry:
 
 
 def _manifest_of(part: Partial) -> File:
-    """Of the hashes that were taken while writing; only what a tokenizer saved is read again."""
+    """The manifest, from the hashes taken while writing; only files that the tokenizer saved are read again."""
     saved = [f for f in part.folder.iterdir() if f.is_file() and not f.name.startswith((".", manifest.NAME))]
     beside = {f.name: manifest.describe(f, sync=True) for f in saved if f.name not in part.done}
     files = dict(sorted((part.done | beside).items()))

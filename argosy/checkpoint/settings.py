@@ -33,5 +33,5 @@ class CheckpointSettings(Settings):
     keep_every: Annotated[int | None, MayChange()] = Field(None, gt=0)
     """Also keep, for good, each checkpoint whose step is a multiple of this."""
     keep_best: Annotated[int, MayChange(), Also("load_best_model_at_end", "save_best")] = Field(1, ge=0)
-    """Number of checkpoints with the lowest evaluation loss to keep. An evaluation that is among the best is saved at once,
-    whatever `checkpoint.every` says; 0 saves none for its loss."""
+    """Number of checkpoints with the lowest evaluation loss to keep. A step whose evaluation is among the best is saved at once,
+    whatever `checkpoint.every` is; 0 keeps none for their loss."""

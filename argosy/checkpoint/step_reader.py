@@ -1,7 +1,8 @@
-"""A checkpoint's weights by per-layer name, whatever layout they were written in, one stored array in memory at a time.
+"""Reads a checkpoint's weights by per-layer name, whatever layout they were written in, with one stored array in memory at a
+time.
 
-Notable: Orbax reads all arrays of a checkpoint or none; TensorStore reads single ones. Pages of a mapped file count as memory
-of the process until they are given back, so they are, array by array.
+Orbax reads all arrays of a checkpoint or none; TensorStore reads single ones. The pages of a mapped file count as memory of the
+process until they are released, so they are released array by array.
 """
 
 import json
@@ -20,20 +21,21 @@ from argosy.core.formats.zarr import map_array
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import Scan, Unroll, stored_addresses
 
-POPULATE_READ = 22  # Linux 5.14: a range at once and in order; 2.4 GB/s from a cold disk, where faults give 1.5
+# Linux 5.14. Reads a range at once and in order: 2.4 GB/s from a cold disk, where page faults give 1.5.
+POPULATE_READ = 22
 AHEAD_BYTES = 1 << 27
 SMALL_BYTES = 1 << 16
 
 
 class StepReader:
-    """The weights of one checkpoint. While this object lives, retirement leaves the checkpoint alone.
+    """The weights of one checkpoint. Retention does not remove the checkpoint while this object exists.
 
     Args:
         folder: of the checkpoint.
         layers: the layout it was written in, "scan" or "unroll".
 
     Raises:
-        BadInput: it is gone, or lacks weights of its model.
+        BadInput: the checkpoint is gone, or lacks weights of its model.
         Damaged: it cannot be read.
     """
 
@@ -52,7 +54,7 @@ class StepReader:
 
     @property
     def names(self) -> KeysView[str]:
-        """In the order they are stored in: read on, a stack of layers is read once."""
+        """The names in the order in which they are stored: read in this order, a stack of layers is read once."""
         return self._where.keys()
 
     def shape(self, name: str) -> Shape:
@@ -74,21 +76,23 @@ class StepReader:
         at = part if layer is None else (layer, *part)
         self._pages.give_back()
         if self._last is None or self._last[0] != address:
-            self._last = None  # let go before the next is read
+            # Frees the array before the next is read.
+            self._last = None
             self._last = address, read_array(self.folder, address)
         array = self._last[1]
         if not at:
             return self._pages.hold(array)
-        return self._pages.hold(array[at]) if map_of(array) is not None else array[at].copy()  # a view keeps the stack
+        # A copy, because a view would keep the whole stack in memory.
+        return self._pages.hold(array[at]) if map_of(array) is not None else array[at].copy()
 
     def stored_sizes(self) -> Iterator[tuple[str, int]]:
-        """(stored name, bytes) of each array; all layers of a stack together."""
+        """(stored name, bytes) of each array; all layers of a stack count together."""
         for address, stored in self._shapes.items():
             yield address, int(np.prod(stored.shape, dtype=np.int64)) * np.dtype(stored.dtype).itemsize
 
 
 def read_array(folder: Path, name: str, item: str = WEIGHTS) -> np.ndarray:
-    """One array of a checkpoint: mapped where a conversion wrote it, read where Orbax packed it.
+    """Reads one array of a checkpoint: mapped if a conversion wrote it, otherwise read through TensorStore.
 
     Raises:
         Damaged: it cannot be read.
@@ -97,7 +101,8 @@ def read_array(folder: Path, name: str, item: str = WEIGHTS) -> np.ndarray:
         return mapped
     import tensorstore
 
-    item_folder = (folder / item).resolve()  # TensorStore refuses a path with `..` in it
+    # TensorStore refuses paths with `..`.
+    item_folder = (folder / item).resolve()
     try:
         packed = json.loads((item_folder / "_METADATA").read_text())["use_ocdbt"]
         files = {"driver": "file", "path": f"{item_folder}/" if packed else f"{item_folder}/{name}/"}
@@ -109,14 +114,15 @@ def read_array(folder: Path, name: str, item: str = WEIGHTS) -> np.ndarray:
 
 
 class Pages:
-    """The pages of the mapped file that was read last."""
+    """The pages of the mapped file that was read last, to be released."""
 
     def __init__(self) -> None:
         self.last: mmap.mmap | None = None
 
     def give_back(self) -> None:
         if self.last is not None:
-            self.last.madvise(mmap.MADV_DONTNEED)  # a view that is still in use reads them again
+            # A view that is still in use reads them again.
+            self.last.madvise(mmap.MADV_DONTNEED)
 
     def hold(self, array: np.ndarray) -> np.ndarray:
         self.last = map_of(array) or self.last
@@ -132,10 +138,11 @@ def map_of(array: Any) -> mmap.mmap | None:
 
 
 def _populate(pages: mmap.mmap, array: np.ndarray) -> None:
-    """Reads a tensor's pages where the system can, and has it begin with those after them."""
+    """Reads a tensor's pages at once where the system supports it, and lets it start reading those that follow."""
     begin = array.ctypes.data - np.frombuffer(pages, np.uint8).ctypes.data
     if not 0 <= begin < len(pages):
-        return  # a copy
+        # It is a copy, not a view of a mapped file.
+        return
     first = begin // mmap.PAGESIZE * mmap.PAGESIZE
     end = min(begin + array.nbytes, len(pages))
     after = end // mmap.PAGESIZE * mmap.PAGESIZE
@@ -144,4 +151,5 @@ def _populate(pages: mmap.mmap, array: np.ndarray) -> None:
             pages.madvise(mmap.MADV_WILLNEED, after, min(AHEAD_BYTES, len(pages) - after))
         pages.madvise(POPULATE_READ, first, end - first)
     except OSError:
-        pass  # an older system: pages come as they are touched
+        # An older system reads pages when they are touched.
+        pass

@@ -5,11 +5,12 @@ together.
     meta.json             data position, settings, evaluation
     manifest.json         the hash of every file; written last, it makes the step a checkpoint
 
-The door to Orbax (three functions of its v1 API). What Orbax lacks is here: the manifest, going back past damage, and
-retention that never leaves half a checkpoint looking whole. All files go through `core.storage`: on a local disk Orbax writes
-in place, elsewhere the step is made in a scratch folder and copied, its manifest last (`checkpoint.objects`).
+This is the only module that uses Orbax (three functions of its v1 API). What Orbax lacks is implemented here: the manifest,
+falling back past damaged checkpoints, and retention that never leaves part of a checkpoint looking complete. All files go through
+`core.storage`: on a local disk Orbax writes in place; elsewhere the step is written to a scratch folder and copied, its manifest
+last (`checkpoint.objects`).
 
-Saving copies the arrays off the devices and writes in the background; the next save waits for the one before.
+Saving copies the arrays off the devices and writes in the background; the next save waits for the previous one.
 """
 
 import json
@@ -37,7 +38,8 @@ __all__ = ["CheckpointSettings", "Checkpoints"]
 
 Arrays = dict[str, Any]  # {name: array}
 WEIGHTS, STATE, META = "weights", "state", "meta.json"
-REMOVED = ".removed"  # a step under this ending is being removed
+# A step with this ending is being removed.
+REMOVED = ".removed"
 
 
 class Checkpoints:
@@ -46,7 +48,7 @@ class Checkpoints:
     Args:
         place: "checkpoints" of a run directory: a local folder, or a `Store`.
         settings: what to keep. None for readers, which never remove or rename anything.
-        warn: called with a sentence where damage is found.
+        warn: called with a sentence when damage is found.
     """
 
     def __init__(
@@ -61,25 +63,25 @@ class Checkpoints:
         self._failure: BaseException | None = None
         self._fetched = objects.Fetched(self.store)
 
-    # ---------------------------------------------------------------- what there is
+    # ---------------------------------------------------------------- reading
 
     def steps(self) -> list[int]:
-        """Committed steps, oldest first; those that a kill left unfinished are not among them."""
+        """Committed steps, oldest first; unfinished ones are not included."""
         names = [name for name in self.store.list() if re.fullmatch(r"\d+", name)]
         return sorted(int(name) for name in names if self._is_committed(name))
 
     def path(self, step: int) -> Path:
-        """A step's folder on this machine; one that is kept elsewhere is copied into a scratch folder first."""
+        """A step's folder on this machine; a remote step is first copied to a scratch folder."""
         return self.store.local_path(str(step)) if self.store.is_local else self._fetched.path(str(step))
 
     def latest_good(self) -> int | None:
-        """The newest step whose files are what was written.
+        """The newest step whose files match their manifest.
 
-        With settings (the run's own process), damaged steps on the way are set aside under another name; a reader changes
-        nothing. A step that is retired while it is read is no damage: the search begins again.
+        With settings (the run's own process), damaged steps found on the way are renamed; a reader changes nothing. If a step is
+        removed by retention while it is being read, the search starts again.
 
         Raises:
-            Damaged: there are checkpoints, and none of them is good. They stay as they are, so the next call says so too.
+            Damaged: there are checkpoints, but none is good. They are left as they are, so the next call raises the same error.
         """
         steps = self.steps()
         damaged: dict[int, Damaged] = {}
@@ -98,9 +100,9 @@ class Checkpoints:
         if damaged:
             newest = damaged[steps[-1]]
             raise Damaged(
-                f"none of the {len(steps)} checkpoints is what was written; of the newest, {newest.what}",
+                f"all {len(steps)} checkpoints are damaged; the newest: {newest.what}",
                 where=newest.where,
-                hint="nothing was changed; bring back a copy, or start again in another directory with dir=NEW",
+                hint="nothing was changed; restore a copy, or start again in another directory with dir=NEW",
             )
         return None
 
@@ -108,7 +110,7 @@ class Checkpoints:
         return read_meta(self.path(step))
 
     def eval_losses(self) -> dict[int, float]:
-        """The evaluation loss of each kept step that has one."""
+        """The evaluation loss of each kept step that was evaluated."""
         losses = {step: self._eval_loss(step) for step in self.steps()}
         return {step: loss for step, loss in losses.items() if loss is not None}
 
@@ -118,9 +120,9 @@ class Checkpoints:
     # ---------------------------------------------------------------- writing
 
     def save(self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any]) -> None:
-        """Starts to save and returns when the arrays are copied. `meta` is anything that JSON holds.
+        """Starts a save and returns when the arrays are copied. `meta` is any JSON.
 
-        Where the save before this one failed, that is reported and this one is tried: a full disk may have room again.
+        If the previous save failed, that is reported and this one is still tried: a full disk may have space again.
         """
         self.join()
         if self._failure is not None:
@@ -128,7 +130,8 @@ class Checkpoints:
             self._failure = None
         if self._is_committed(str(step)):
             return
-        self.store.remove(str(step))  # what a kill left between the files and their manifest
+        # What a kill left between the files and their manifest.
+        self.store.remove(str(step))
         arrays = {WEIGHTS: weights, STATE: state}
         _start_copies(arrays)
         on_host = {item: _off_device(own) for item, own in arrays.items()}
@@ -137,7 +140,7 @@ class Checkpoints:
         self._writing.start()
 
     def join(self) -> None:
-        """Waits until nothing is being written. A failure is left for `wait` to raise."""
+        """Waits until nothing is being written. A failure is raised by `wait`, not here."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -146,7 +149,7 @@ class Checkpoints:
         """Waits until the save under way is committed.
 
         Raises:
-            ArgosyError: it failed; earlier checkpoints are untouched.
+            ArgosyError: the save failed; earlier checkpoints are intact.
         """
         self.join()
         if self._failure is not None:
@@ -154,7 +157,7 @@ class Checkpoints:
             raise ArgosyError(
                 f"a checkpoint could not be written: {_root(failure)}",
                 where=self.store.root,
-                hint="earlier checkpoints are untouched; free some space or mend the permissions, and run the same command",
+                hint="earlier checkpoints are intact; free some space or fix the permissions, and run the same command again",
             ) from failure
 
     def _write(self, step: int, arrays: dict[str, Arrays], meta: str) -> None:
@@ -170,11 +173,12 @@ class Checkpoints:
             self._retire(step)
         except BaseException as failure:
             self._failure = failure
-            if not self._is_committed(str(step)):  # it takes room that the next save may need
+            # It takes space that the next save may need.
+            if not self._is_committed(str(step)):
                 self.store.remove(str(step))
 
     def _sweep(self) -> None:
-        """Removes what a kill left: temporary folders of Orbax, and checkpoints that were being removed."""
+        """Removes what a kill left: Orbax's temporary folders, and checkpoints that were being removed."""
         if self.store.is_local:
             folder = self.store.local_path()
             for left in [*folder.glob("*.orbax-checkpoint-tmp*"), *folder.glob(f"*{REMOVED}")]:
@@ -183,10 +187,10 @@ class Checkpoints:
             objects.sweep(self.store)
 
     def _retire(self, newest: int) -> None:
-        """Removes what the settings do not keep, but for a step that somebody is reading: that one goes next time.
+        """Removes checkpoints that the settings do not keep, except one that is being read: that one is removed next time.
 
-        What makes it a checkpoint goes first (its name, or its manifest where nothing can be renamed), so that a kill on the
-        way leaves nothing that looks whole.
+        What makes it a checkpoint is removed first (its name, or its manifest where nothing can be renamed), so a kill on the way
+        leaves nothing that looks complete.
         """
         if self.settings is None:
             return
@@ -206,7 +210,7 @@ class Checkpoints:
                 shutil.rmtree(going)
 
     def _eval_loss(self, step: int) -> float | None:
-        """None where it was not evaluated, or cannot be read: damage to an old checkpoint must not stop a new one."""
+        """None if it was not evaluated or cannot be read: damage to an old checkpoint must not prevent a new one."""
         try:
             loss = json.loads(self.store.read_text(f"{step}/{META}")).get("eval_loss")
         except (ArgosyError, ValueError, AttributeError):
@@ -214,7 +218,7 @@ class Checkpoints:
         return loss if isinstance(loss, int | float) else None
 
     def _set_aside(self, step: int) -> str:
-        """Takes a damaged step out of the way without deleting it; returns its new name."""
+        """Renames a damaged step instead of deleting it; returns its new name."""
         if not self.store.is_local:
             return objects.set_aside(self.store, str(step))
         aside = self.store.local_path(f"{step}.damaged")
@@ -236,16 +240,16 @@ def _write_step(folder: Path, arrays: dict[str, Arrays], meta: str) -> None:
 
 
 def save_arrays(folder: Path, items: dict[str, Arrays]) -> None:
-    """Writes the arrays of a step. It is no checkpoint before its manifest is written."""
+    """Writes the arrays of a step. Without a manifest it is not a checkpoint yet."""
     _orbax().save_checkpointables(folder.absolute(), items)
 
 
 def array_by_array(entries: Iterable[Entry], item: str = WEIGHTS) -> list[File]:
-    """An item of a checkpoint as files to be written one after the other; `save_arrays` needs all arrays in memory at once.
-    Orbax reads both; these arrays are not compressed.
+    """The files of a checkpoint item, to be written one array after the other; `save_arrays` needs all arrays in memory at once.
+    Orbax reads both. These arrays are not compressed.
 
     Raises:
-        Unsupported: a type that checkpoints have no name for.
+        Unsupported: checkpoints have no name for the type.
     """
     entries = list(entries)
     files = [file for entry in entries for file in array_files(entry)]
@@ -267,7 +271,7 @@ def array_by_array(entries: Iterable[Entry], item: str = WEIGHTS) -> list[File]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What was saved beside the arrays.
+    """Reads the metadata saved with the arrays.
 
     Raises:
         BadInput: there is no checkpoint.
@@ -277,7 +281,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def stored_shapes(folder: Path, item: str = WEIGHTS) -> dict[str, jax.ShapeDtypeStruct]:
-    """Names, shapes and types of one item, without reading it.
+    """Names, shapes and types of the arrays of one item, without reading them.
 
     Raises:
         BadInput: there is no checkpoint.
@@ -291,7 +295,7 @@ def stored_shapes(folder: Path, item: str = WEIGHTS) -> dict[str, jax.ShapeDtype
 
 
 def load_weights(folder: Path, shardings: Mapping[str, Any] | None = None, dtype: Any = None) -> Arrays:
-    """The weights alone, onto these shardings ({name: sharding}); onto the host's first device by default."""
+    """Loads only the weights, onto these shardings ({name: sharding}) or onto the host's first device."""
     return load_item(folder, WEIGHTS, shardings, dtype)
 
 
@@ -305,15 +309,16 @@ def load_item(folder: Path, item: str, shardings: Mapping[str, Any] | None = Non
 
 
 def _host() -> Any:
-    """The host's own device: a model that is split over accelerators need not fit on one of them."""
+    """The host's own device: a model that is split over accelerators may not fit on one of them."""
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS names others only
+    # JAX_PLATFORMS names only others.
+    except RuntimeError:
         return jax.local_devices()[0]
 
 
 def _orbax() -> Any:
-    """Orbax, imported late because it takes a second, with its internal warnings off."""
+    """Orbax, imported late because that takes a second, with its internal warnings silenced."""
     import logging
 
     from orbax.checkpoint import v1
@@ -323,7 +328,7 @@ def _orbax() -> Any:
 
 
 def _guarded(folder: Path, read: Callable[[], Any]) -> Any:
-    """Reads, and turns what Orbax raises (a missing key, whatever is wrong) into what is wrong with the file."""
+    """Runs a reading function and turns any error of Orbax (a missing key, for example) into ours about the file."""
     if not folder.is_dir():
         raise BadInput(f"no checkpoint at {folder}")
     try:
@@ -340,7 +345,7 @@ def _root(failure: BaseException) -> str:
 
 
 def _start_copies(items: Mapping[str, Arrays]) -> None:
-    """Starts every copy off the devices before the first is waited for, so that they overlap."""
+    """Starts all copies off the devices before waiting for the first, so that they overlap."""
     for arrays in items.values():
         for a in arrays.values():
             if hasattr(a, "copy_to_host_async") and getattr(a, "is_fully_addressable", True):
@@ -348,5 +353,5 @@ def _start_copies(items: Mapping[str, Arrays]) -> None:
 
 
 def _off_device(arrays: Arrays) -> Arrays:
-    """Copies on the host of arrays that are whole on this process, so that the loop may donate the originals."""
+    """Host copies of arrays whose shards are all on this process, so that the loop may donate the originals."""
     return {name: np.array(a) if getattr(a, "is_fully_addressable", True) else a for name, a in arrays.items()}

@@ -1,5 +1,5 @@
-"""A model at rest: Hub folder, GGUF file, run directory or one checkpoint. `open_model` opens any of them, and weights are read
-by per-layer name ("layers.3.attn.q.w"), one tensor at a time.
+"""A stored model: Hub folder, GGUF file, run directory or one checkpoint. `open_model` opens any of them; weights are read by
+per-layer name ("layers.3.attn.q.w"), one tensor at a time.
 """
 
 from collections.abc import Callable
@@ -29,18 +29,19 @@ COMPANIONS = (
     *VOCABULARIES,
     *BESIDE,
     "generation_config.json",
-    "modules.json",  # of sentence encoders: what is made of their vectors
+    # Of sentence encoders: how token vectors are pooled.
+    "modules.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
 )
-"""Patterns of the small files that go with a model from folder to folder, byte for byte."""
+"""Patterns of the small files that are copied with a model from folder to folder, byte for byte."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A model that is open and not read. weights: by per-layer name. hub: its config.json. companions: the folder of its small
-    files, or the GGUF file, which holds a tokenizer. kind: hub, gguf or argosy."""
+    """An opened model whose weights are not read yet. weights: by per-layer name. hub: its config.json. companions: the folder of
+    its small files, or the GGUF file, which contains a tokenizer. kind: hub, gguf or argosy."""
 
     path: Path
     kind: str
@@ -51,11 +52,11 @@ class Stored:
 
 
 def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
-    """Opens a model at any of these places, and reads no weights yet.
+    """Opens a model without reading weights.
 
     Raises:
-        BadInput: nothing is there, or it is no model.
-        Damaged: its files are not what was written.
+        BadInput: there is nothing at the path, or it is not a model.
+        Damaged: its files differ from what was written.
     """
     path = str(path).removeprefix("file://")
     if "://" in path:
@@ -78,19 +79,19 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
         return _open_newest(path, Checkpoints(path / CHECKPOINTS, warn=warn))
     if path.is_file():
         raise BadInput(
-            f"{path} is a file, and no .gguf", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step"
+            f"{path} is a file, but not a .gguf", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step"
         )
     if not path.exists():
         raise BadInput(f"no model at {path}", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step")
     raise BadInput(
-        f"{path} is no model: no config.json, no meta.json, no checkpoints",
+        f"{path} is not a model: it has no config.json, no meta.json and no checkpoints",
         hint="a Hub folder, a .gguf file, a run directory or a checkpoint step",
     )
 
 
 def model_of(path: str | Path) -> dict[str, Any]:
-    """The settings of a model at rest, family included, as a layer of `model.*`: what `model=FOLDER` and
-    `init.weights=FOLDER` stand for.
+    """The settings of a stored model, including its family, as a layer under `model`: the meaning of `model=FOLDER` and
+    `init.weights=FOLDER`.
 
     Raises:
         BadInput, Damaged: as `open_model`.
@@ -100,10 +101,10 @@ def model_of(path: str | Path) -> dict[str, Any]:
 
 
 def config_of(dumped: dict[str, Any]) -> FamilyConfig:
-    """A model's settings as `dump` wrote them, family included.
+    """A model's settings from what `dump` wrote, including its family.
 
     Raises:
-        BadInput: a family that is not registered here, or settings that it does not have.
+        BadInput: the family is not registered here, or it does not have these settings.
     """
     if (family := str(dumped.get("family"))) not in FAMILIES:
         what = f"a model of the family `{family}`, which is not registered"
@@ -112,7 +113,7 @@ def config_of(dumped: dict[str, Any]) -> FamilyConfig:
 
 
 def _open_newest(run: Path, checkpoints: Checkpoints) -> Stored:
-    """The last good checkpoint of a run. One that the run retires before it is held is given up for the next."""
+    """The last good checkpoint of a run. If the run removes it before it is locked, the next one is tried."""
     step = checkpoints.latest_good()
     if step is None:
         raise BadInput(f"{run} has no checkpoint yet", hint="the run has not saved; wait, or train it further")
@@ -130,7 +131,8 @@ def _open_step(folder: Path) -> Stored:
         config = config_of(meta["model"])
     except KeyError as missing:
         raise Damaged(f"{META} has no {missing}", where=str(folder)) from None
-    beside = [folder, folder.parent.parent / TOKENIZER]  # a converted model; a step of a run
+    # Of a converted model, or of a run's step.
+    beside = [folder, folder.parent.parent / TOKENIZER]
     companions = next((folder for folder in beside if matching(folder, COMPANIONS)), None)
     return Stored(
         folder, "argosy", config, StepReader(folder, config, meta["decided"]["layers"]), companions, meta.get("hub", {})
@@ -138,18 +140,19 @@ def _open_step(folder: Path) -> Stored:
 
 
 def read_into(model: Any, weights: Reader, *, dtype: Any = None, place: Callable[[str], Any] | None = None) -> None:
-    """Fills a model of any layout from per-layer weights, one stored array at a time.
+    """Fills a model in any layout from per-layer weights, one stored array at a time.
 
     Args:
-        dtype: what to keep the weights in; float32 by default.
+        dtype: the type to keep the weights in; float32 by default.
         place: gives the sharding of a stored address.
 
     Raises:
-        BadInput: weights are missing, unexpected or misshapen, all listed.
+        BadInput: weights are missing, unexpected or of the wrong shape, all listed.
     """
     names, own = layer_addresses(model), variables(model)
     check_fit(model, weights)
-    order = {name: i for i, name in enumerate(weights.names)}  # as they are stored: a stack of layers is read once
+    # In the order in which they are stored, so that a stack of layers is read once.
+    order = {name: i for i, name in enumerate(weights.names)}
     for address, v in sorted(own.items(), key=lambda item: order[names(item[0])[0]]):
         stacked = len(v.shape) > len(v.get_metadata()["meaning"].letters)
         target = np.dtype(kept_in(v, dtype or jnp.float32))
@@ -164,10 +167,10 @@ def read_into(model: Any, weights: Reader, *, dtype: Any = None, place: Callable
 
 
 def check_fit(model: Any, weights: Reader) -> None:
-    """That these are the weights of this model.
+    """Checks that these are the weights of this model.
 
     Raises:
-        BadInput: says every difference, the first eight in full.
+        BadInput: names every difference, the first eight in full.
     """
     own = variables(model)
     expected = {}
@@ -190,7 +193,7 @@ def check_fit(model: Any, weights: Reader) -> None:
 
 
 def weights_of(model: Any) -> Arrays:
-    """A model's weights by per-layer name; slices of what is stacked are taken as they are read."""
+    """A model's weights by per-layer name; slices of stacked weights are taken when they are read."""
     from argosy.models.parts.stack import to_layers
     from argosy.models.parts.weight import split
 

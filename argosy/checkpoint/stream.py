@@ -1,7 +1,7 @@
-"""Weights one tensor at a time: what keeps a conversion's memory near the size of its largest tensor.
+"""Reads weights one tensor at a time, which keeps a conversion's memory near the size of its largest tensor.
 
-Notable: pages of a mapped file count as memory of the process until they are given back, so they are, tensor by tensor.
-Experts that are tensors of their own pass one by one: [256 7168 2048] of DeepSeek-V3 is 7.5 GB, an expert 29 MB.
+The pages of a mapped file count as memory of the process until they are released, so they are released tensor by tensor. Experts
+stored as separate tensors are handled one by one: [256 7168 2048] of DeepSeek-V3 is 7.5 GB, an expert 29 MB.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from argosy.core.formats import Over, Reader, Shape, is_apart, read_part
 
 
 def streamed(stored: Stored) -> Stored:
-    """The same model, whose weights leave no more than the last tensor in memory."""
+    """The same model, with at most the last tensor read in memory."""
     weights = stored.weights
     if isinstance(weights, Mapped):
         return replace(stored, weights=weights.over(Unmapped(weights.reader)))
@@ -24,8 +24,8 @@ def streamed(stored: Stored) -> Stored:
 
 
 def largest(stored: Stored) -> tuple[str, int]:
-    """The largest tensor of the source, and its bytes. Ours count too, as far as they are read at once: blocks with scales
-    become float32, and experts are read one by one."""
+    """The largest tensor that is read at once, and its bytes. Converted tensors count too: blocks with scales become float32, and
+    experts are read one by one."""
     weights = stored.weights
     sizes = []
     if isinstance(weights, Mapped):
@@ -33,7 +33,8 @@ def largest(stored: Stored) -> tuple[str, int]:
     if isinstance(weights, StepReader):
         sizes += weights.stored_sizes()
     sizes += [(name, _read_bytes(weights, name)) for name in weights.names]
-    return max(sizes, key=lambda item: item[1])  # of equals the first, which has the source's own name
+    # Of equal ones the first, which has the source's own name.
+    return max(sizes, key=lambda item: item[1])
 
 
 def _read_bytes(weights: Reader, name: str) -> int:
@@ -46,20 +47,21 @@ def size(shape: Shape, dtype: np.dtype) -> int:
 
 
 def in_order(array: np.ndarray) -> np.ndarray:
-    """The array in C order, free of what it was cut from: a view would keep a whole tensor in memory until it is written.
+    """The array in C order, as a copy: a view would keep a whole tensor in memory until it is written.
 
     XLA transposes ten times as fast as numpy: 2.7 GB/s against 0.27 for bfloat16 [11008, 4096].
     """
     if array.flags.c_contiguous:
         return array if map_of(array) is not None else array.copy()
-    if array.nbytes < SMALL_BYTES or array.dtype.itemsize > 4:  # jax keeps no 64-bit numbers unless told
+    # jax has no 64-bit numbers by default.
+    if array.nbytes < SMALL_BYTES or array.dtype.itemsize > 4:
         return np.ascontiguousarray(array)
     plain = array.view(f"u{array.dtype.itemsize}")
     return np.asarray(jax.device_put(plain, jax.local_devices(backend="cpu")[0])).view(array.dtype)
 
 
 class Unmapped(Over):
-    """Tensors of mapped files; reading one gives back the pages of those before."""
+    """Tensors of mapped files; reading one releases the pages of those before it."""
 
     def __init__(self, reader: Reader):
         super().__init__(reader)

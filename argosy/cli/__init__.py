@@ -14,7 +14,8 @@ from types import ModuleType
 from argosy.cli.output import command, fail, forgive
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
 
-VERBS = {  # verb -> the module whose `app` runs it, and what it does
+# Verb -> the module whose `app` runs it, and its description.
+VERBS = {
     "quickstart": ("argosy.cli.quickstart", "train, kill, resume, talk to, export and report on a small model, here"),
     "train": ("argosy.cli.train", "train by a recipe, or resume a run"),
     "sweep": ("argosy.cli.sweep", "train with every combination of some settings, and compare"),
@@ -76,7 +77,8 @@ def _run(words: list[str]) -> int:
     if verb in COMPUTING and "--help" not in rest:
         from argosy.jobs import machine
 
-        machine.prepare()  # may replace the process: before anything that takes time is imported
+        # May replace the process: before anything that takes time is imported.
+        machine.prepare()
     return _run_app(import_module(VERBS[verb][0]), verb, rest)
 
 
@@ -92,7 +94,8 @@ def _run_app(module: ModuleType, verb: str, words: list[str]) -> int:
             raise end.__context__ from None
         raise
     except Exception as error:
-        message = getattr(error, "format_message", None)  # Typer's usage errors share no public class over its versions
+        # Typer's usage errors share no public class over its versions.
+        message = getattr(error, "format_message", None)
         if message is None:
             raise
         what, hint = _lower(message().rstrip(".")), f"`{name} --help` shows what it takes"

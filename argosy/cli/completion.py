@@ -20,8 +20,8 @@ def completion(
     shell: Annotated[Literal["bash", "zsh", "fish", "words"], typer.Argument(help="whose script", show_default=False)],
     words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
 ) -> None:
-    """Prints the completion script of a shell: eval "$(argosy completion bash)" in ~/.bashrc turns it on. `words` prints what may
-    follow some words, which is what the scripts ask."""
+    """Prints the completion script of a shell: eval "$(argosy completion bash)" in ~/.bashrc turns it on. `words`, used by the
+    scripts, prints the possible next words."""
     from argosy.cli import VERBS
     from argosy.jobs.complete import SCRIPTS, complete
 

@@ -16,8 +16,8 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 SCHEMA = "argosy.schema.json"
 NEW = """# yaml-language-server: $schema={schema}
-# What differs from the recipe `{recipe}` goes here: uncomment a line, and the group it stands in.
-# `argosy train {file}` trains by it, `argosy config show {file}` shows what it comes to.
+# Settings that differ from the recipe `{recipe}` go here: uncomment a line, and the group it is in.
+# `argosy train {file}` trains by it, `argosy config show {file}` shows the resulting settings.
 extends: {recipe}
 
 """
@@ -50,7 +50,7 @@ def explain_key(
     words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [key=value ...]", show_default=False)] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Says what a setting means, its default, its value in this run (the recipe `tiny` unless told), and who set it."""
+    """Explains a setting: its meaning, its default, its value in this run (by default the recipe `tiny`), and who set it."""
     recipe, words = split_recipe(words or [])
     try:
         reading = compose(root(), recipe, words)
@@ -83,11 +83,11 @@ def show_difference(
 
 @app.command("new")
 def new(
-    name: Annotated[str, typer.Argument(help="of the recipe: NAME.yml is written here", show_default=False)],
+    name: Annotated[str, typer.Argument(help="the recipe's name: NAME.yml is written here", show_default=False)],
     recipe: Annotated[str, typer.Argument(help="the recipe to start from")] = "tiny",
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Writes a recipe to start from: every setting in a comment, with its meaning, and a schema that editors check it by."""
+    """Writes a recipe to start from: every setting in a comment with its meaning, and a schema for editors."""
     from argosy.core.explain import commented
 
     path = Path(name if name.endswith((".yml", ".yaml")) else f"{name}.yml")
@@ -131,5 +131,5 @@ def split_recipe(words: list[str]) -> tuple[str | None, list[str]]:
     return None, words
 
 
-def _tried(said: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-    return [{"by": origin, "value": dump(value) if isinstance(value, Settings) else value} for origin, value in said]
+def _tried(tried: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+    return [{"by": origin, "value": dump(value) if isinstance(value, Settings) else value} for origin, value in tried]

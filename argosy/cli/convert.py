@@ -16,7 +16,8 @@ from argosy.observe.readable import lasted
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-TELL_S = 5.0  # between lines where no line can be replaced
+# Between lines where no line can be replaced.
+TELL_S = 5.0
 REDRAW_S = 0.2
 MOST_LISTED = 20
 
@@ -25,13 +26,13 @@ class Convert(Settings):
     """What to write."""
 
     to: Literal["hub", "argosy"] = "hub"
-    """What to write: a Hub folder, or an Argosy checkpoint."""
+    """Format to write: a Hub folder, or an Argosy checkpoint."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the tensors. None: as they are in the source."""
     adapter: str | None = None
     """A folder of low-rank adapters, as the PEFT library writes it, to merge into the weights."""
     shard_gb: float = Field(5.0, gt=0)
-    """Most 1e9 bytes in a file of a Hub folder; a larger tensor gets a file to itself."""
+    """Largest file of a Hub folder, in 1e9 bytes; a larger tensor gets its own file."""
 
 
 class Check(Settings):
@@ -56,9 +57,10 @@ def convert(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
-    """Converts a model, tensor by tensor; the same command goes on where one was killed. With --check, compares two: exit
-    code 0 where they are the same, 1 where not."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is needed, and somebody may be using it
+    """Converts a model, tensor by tensor; after a kill, the same command resumes. With --check, compares two models: exit
+    code 0 if they are equal, 1 if not."""
+    # No accelerator is needed, and another program may be using it.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if check is not None:
         _check(source, check, [word for word in (target, *(words or [])) if word is not None], as_json)
         return
@@ -68,18 +70,18 @@ def convert(
     from argosy.jobs.convert import convert as job
 
     with Progress("written") as progress:
-        told = job(
+        result = job(
             *(source, Path(target), how.to, how.dtype),
             shard_gb=how.shard_gb,
             adapter=how.adapter,
             say=progress.say,
             progress=progress,
         )
-    text = f"{target}: {told['tensors']} tensors, {told['parameters']:,} parameters, {how.to} format\n"
-    rate = (told["bytes"] - told["kept_bytes"]) / max(told["seconds"], 1e-9)
-    kept = f", {_size(told['kept_bytes'])} of them kept from before" if told["kept_bytes"] else ""
-    text += f"{_size(told['bytes'])} in {lasted(told['seconds'])}{kept}, {_size(rate)}/s; {memory(told['memory'])}"
-    answer(text, told, as_json)
+    text = f"{target}: {result['tensors']} tensors, {result['parameters']:,} parameters, {how.to} format\n"
+    rate = (result["bytes"] - result["kept_bytes"]) / max(result["seconds"], 1e-9)
+    kept = f", {_size(result['kept_bytes'])} of them kept from before" if result["kept_bytes"] else ""
+    text += f"{_size(result['bytes'])} in {lasted(result['seconds'])}{kept}, {_size(rate)}/s; {memory(result['memory'])}"
+    answer(text, result, as_json)
 
 
 def _check(a: str, b: str, words: list[str], as_json: bool) -> None:
@@ -91,16 +93,16 @@ def _check(a: str, b: str, words: list[str], as_json: bool) -> None:
     from argosy.jobs.compare import compare
 
     with Progress("compared") as progress:
-        told = compare(a, b, how.tolerance, say=progress.say, progress=progress)
-    answer(compared_text(told), told, as_json)
-    if not told["equal"]:
+        result = compare(a, b, how.tolerance, say=progress.say, progress=progress)
+    answer(compared_text(result), result, as_json)
+    if not result["equal"]:
         raise typer.Exit(1)
 
 
-def memory(told: dict[str, Any]) -> str:
-    """What was used, what was allowed, and why."""
-    peak, bound = _size(told["peak_bytes"]), _size(told["bound_bytes"])
-    return f"peak memory {peak}, bound {bound} = 2 x largest tensor (`{told['largest']}`) + 500 MB"
+def memory(result: dict[str, Any]) -> str:
+    """Memory used, the bound, and the tensor it comes from."""
+    peak, bound = _size(result["peak_bytes"]), _size(result["bound_bytes"])
+    return f"peak memory {peak}, bound {bound} = 2 x largest tensor (`{result['largest']}`) + 500 MB"
 
 
 def _size(n_bytes: float) -> str:
@@ -109,16 +111,16 @@ def _size(n_bytes: float) -> str:
     return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e7 else f"{n_bytes / 1e3:.0f} kB"
 
 
-def compared_text(told: dict[str, Any]) -> str:
-    """Equal, or what differs: a line each, the first of many."""
-    lines = [f"only in {told[side]}: {name}" for side in ("a", "b") for name in told[f"only_in_{side}"]]
-    lines += [f"setting {s['name']}: {s['a']} | {s['b']}" for s in told["settings"]]
-    lines += [_line(found) for found in told["differences"]]
+def compared_text(result: dict[str, Any]) -> str:
+    """Equal, or the first differences, one per line."""
+    lines = [f"only in {result[side]}: {name}" for side in ("a", "b") for name in result[f"only_in_{side}"]]
+    lines += [f"setting {s['name']}: {s['a']} | {s['b']}" for s in result["settings"]]
+    lines += [_line(found) for found in result["differences"]]
     rest = [f"and {len(lines) - MOST_LISTED} more; --json lists all"] if len(lines) > MOST_LISTED else []
-    within = f" within {told['tolerance']:g}" if told["tolerance"] is not None else ""
-    verdict = f"equal{within}" if told["equal"] else f"differences: {len(lines)}{within}"
-    verdict = f"{told['tensors']} tensors in both; {verdict}"
-    return "\n".join([*lines[:MOST_LISTED], *rest, verdict, memory(told["memory"])])
+    within = f" within {result['tolerance']:g}" if result["tolerance"] is not None else ""
+    verdict = f"equal{within}" if result["equal"] else f"differences: {len(lines)}{within}"
+    verdict = f"{result['tensors']} tensors in both; {verdict}"
+    return "\n".join([*lines[:MOST_LISTED], *rest, verdict, memory(result["memory"])])
 
 
 def _line(found: dict[str, Any]) -> str:
@@ -132,8 +134,8 @@ def _line(found: dict[str, Any]) -> str:
 
 
 class Progress:
-    """How far it is, on stderr: one line replaced in place at a terminal, elsewhere a line every few seconds. A context
-    manager; the line is gone afterwards."""
+    """Progress on stderr: one line replaced in place on a terminal, elsewhere a line every few seconds. A context
+    manager, which removes the line at the end."""
 
     def __init__(self, done: str, stream: TextIO | None = None):
         self.done, self.stream = done, stream or sys.stderr
@@ -147,7 +149,7 @@ class Progress:
         if not self.new:
             self.start = now  # what went before was looking
             if kept and not new:
-                self.say(f"resuming: {_size(kept)} of {_size(all)} are there already, and good")
+                self.say(f"resuming: {_size(kept)} of {_size(all)} are already written and intact")
         self.new += new
         if now - self.shown >= (REDRAW_S if self.is_live else TELL_S):
             self.shown = now
@@ -161,7 +163,7 @@ class Progress:
         return f"{_size(at)} of {_size(all)} {self.done}, {at / max(all, 1):.0%}, {_size(rate)}/s, {left} left"
 
     def say(self, text: str) -> None:
-        """Words of their own, above the line."""
+        """Prints a message above the line."""
         self._clear()
         say(text)
 

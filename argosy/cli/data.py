@@ -52,8 +52,8 @@ def prepare(
     from argosy.jobs import data as job
 
     settings = job.data_settings(source, words or [])
-    told = job.prepare(settings, Path(target), say, Progress())
-    answer(prepared_text(told), told, as_json)
+    result = job.prepare(settings, Path(target), say, Progress())
+    answer(prepared_text(result), result, as_json)
 
 
 @app.command("inspect")
@@ -84,31 +84,31 @@ def tokenizer(
 
     how = read_settings(Vocabulary, words_layer(words or [])).value
     settings = job.data_settings(source, []).model_copy(update={"max_bytes": how.max_bytes})
-    told = job.train_tokenizer(settings, how.vocab, Path(target))
-    if told["vocab"] < how.vocab:
-        say(f"the text has repeated pairs for {told['vocab']} tokens only; {how.vocab} were asked for")
-    answer(f"{target}: {told['vocab']:,} tokens, from {told['bytes']:,} bytes of text", told, as_json)
+    result = job.train_tokenizer(settings, how.vocab, Path(target))
+    if result["vocab"] < how.vocab:
+        say(f"the text has repeated pairs for {result['vocab']} tokens only; {how.vocab} were asked for")
+    answer(f"{target}: {result['vocab']:,} tokens, from {result['bytes']:,} bytes of text", result, as_json)
 
 
-def prepared_text(told: dict[str, Any]) -> str:
+def prepared_text(result: dict[str, Any]) -> str:
     """What a prepared corpus holds, one line a split."""
-    lines = [f"{told['target']}: tokens of `{told['tokenizer']}`, {told['vocab']:,} in its vocabulary"]
+    lines = [f"{result['target']}: tokens of `{result['tokenizer']}`, {result['vocab']:,} in its vocabulary"]
     for split in ("train", "held_out"):
-        part = told[split]
+        part = result[split]
         each = f", {part['bytes'] / part['tokens']:.2f} bytes each" if part["tokens"] else ""
         lines.append(f"  {split:8}  {part['documents']:,} documents, {part['tokens']:,} tokens{each}")
     return "\n".join(lines)
 
 
 class Progress:
-    """Prints every few seconds how far it is."""
+    """Prints progress every few seconds."""
 
     def __init__(self) -> None:
-        self.said = time.monotonic()
+        self.printed_at = time.monotonic()
 
     def __call__(self, done_bytes: int, all_bytes: int | None) -> None:
-        if time.monotonic() - self.said < TELL_S:
+        if time.monotonic() - self.printed_at < TELL_S:
             return
-        self.said = time.monotonic()
+        self.printed_at = time.monotonic()
         share = f" of {all_bytes / 1e6:,.0f}" if all_bytes else ""
         say(f"{done_bytes / 1e6:,.0f}{share} MB of text tokenized")

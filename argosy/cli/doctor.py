@@ -15,16 +15,16 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
-    """Prints versions, devices, memory, disk and cache, and what is wrong with them. Exits with 1 where nothing would run."""
+    """Prints versions, devices, memory, disk and cache, and problems with them. Exits with 1 if nothing would run."""
     from argosy.jobs.doctor import examine
 
     found = examine()
-    answer(told(found), found, as_json)
+    answer(text_of(found), found, as_json)
     return 0 if found["ok"] else 1
 
 
-def told(found: Mapping[str, Any]) -> str:
-    """What was found, in columns, then what is wrong with it."""
+def text_of(found: Mapping[str, Any]) -> str:
+    """What was found as text: facts in columns, then the problems."""
     machine, cache, pages = found["machine"], found["cache"], found["huge_pages"]
     sections = {
         "versions": found["versions"],
@@ -53,7 +53,7 @@ def told(found: Mapping[str, Any]) -> str:
 
 
 def devices(jax: Mapping[str, Any]) -> dict[str, str]:
-    """One line a device; those of the CPU share its memory."""
+    """One line per device; CPU devices share the machine's memory."""
     if "error" in jax:
         return {"none": jax["error"]}
     return {

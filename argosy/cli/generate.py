@@ -22,33 +22,33 @@ class Generate(Settings):
     max_tokens: int = Field(64, gt=0)
     """Most tokens to generate."""
     temperature: float | None = Field(None, ge=0)
-    """Sampling temperature; 0 takes the likeliest token. None: the model's generation config decides, else 0."""
+    """Sampling temperature; 0 takes the likeliest token. None: the value of the model's generation config, or 0 without one."""
     top_k: int | None = Field(None, ge=0)
-    """Sample from the k likeliest tokens; 0: from all."""
+    """Samples from the k likeliest tokens; 0: from all."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Sample from the likeliest tokens whose probabilities reach p together."""
+    """Samples from the likeliest tokens whose probabilities first sum to p."""
     min_p: float | None = Field(None, ge=0, le=1)
-    """Leave out tokens less likely than this share of the likeliest one."""
+    """Excludes tokens less likely than this share of the likeliest token's probability."""
     repetition_penalty: float | None = Field(None, gt=0)
-    """Above 1 makes tokens of prompt and completion less likely (arXiv:1909.05858)."""
+    """Above 1, makes tokens of prompt and completion less likely (arXiv:1909.05858)."""
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    """Subtracted from the logit of each token that the completion holds."""
+    """Subtracted from the logit of each token that is in the completion."""
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     """Subtracted from the logit of a token for each time it is in the completion."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Random seed of sampling."""
     n: int = Field(1, gt=0)
-    """Completions of the prompt."""
+    """Number of completions of the prompt."""
     stop: str | None = None
-    """Text that ends the completion; it is left out."""
+    """Text that ends the completion and is not part of it."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """Continues after the end-of-sequence token."""
     logprobs: bool = False
-    """Add the log-probability of each token, with --json."""
+    """Adds the log-probability of each token; needs --json."""
     dtype: str | None = None
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     adapter: str | None = None
-    """A folder of low-rank adapters, as the PEFT library writes it, to apply to the model."""
+    """A folder of low-rank adapters in the PEFT library's format, to apply to the model."""
 
 
 @app.command()
@@ -65,7 +65,7 @@ def generate(
         ),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="the prompt as a message, through the model's chat template")
+        bool, typer.Option("--chat", help="sends the prompt as a message, with the model's chat template")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
@@ -73,7 +73,7 @@ def generate(
     prompt, settings = split_prompt(words or [])
     how = read_settings(Generate, words_layer(settings)).value
     if how.logprobs and not as_json:
-        raise BadInput("logprobs are told with --json only", hint="add --json")
+        raise BadInput("logprobs need --json", hint="add --json")
     text = read_prompt(prompt)
     with Doing() as doing:
         doing("loading jax")
@@ -83,9 +83,9 @@ def generate(
         doing(f"loading {model}")
         lm = load(model, dtype=how.dtype, adapter=how.adapter)
     lm.check_predicts()
-    sampling = told_sampling(how, lm.generation)
+    sampling = chosen_sampling(how, lm.generation)
     if how.n > 1 and not sampling.get("temperature"):
-        raise BadInput(f"n={how.n} answers at temperature 0 are one answer", hint="set temperature, such as 0.7")
+        raise BadInput(f"n={how.n} completions at temperature 0 would be equal", hint="set temperature, such as 0.7")
     ids = lm.chat_prompt([{"role": "user", "content": text}]) if chat else lm.encode(text) or start_of(lm)
     answers = lm.pieces(
         [ids] * how.n,
@@ -143,7 +143,7 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def start_of(lm: Any) -> list[int]:
-    """What an empty prompt begins with."""
+    """The tokens an empty prompt begins with."""
     if lm.tokenizer is None:
         raise BadInput("an empty prompt", hint="give some text")
     for token in (lm.tokenizer.bos, lm.tokenizer.eos):
@@ -152,15 +152,16 @@ def start_of(lm: Any) -> list[int]:
     raise BadInput("an empty prompt, and the model has no token to begin with", hint="give some text")
 
 
-def told_sampling(how: Generate, generation: Any) -> dict[str, Any]:
-    """What the words say, else the model's generation config, said aloud, else greedy."""
+def chosen_sampling(how: Generate, generation: Any) -> dict[str, Any]:
+    """The sampling settings: given on the command line, otherwise the model's generation config (which is printed), otherwise
+    greedy."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     given = {name: getattr(how, name) for name in names if getattr(how, name) is not None}
     draws = bool(generation.get("do_sample"))
-    ours = names if draws else names[4:]  # penalties hold when it is greedy, too
+    ours = names if draws else names[4:]  # penalties also apply to greedy decoding
     own = {name: generation[name] for name in ours if generation.get(name) is not None and name not in given}
     if draws and "temperature" not in given:
-        own = {"temperature": 1.0, "top_k": 50} | own  # what transformers takes where the config does not say
+        own = {"temperature": 1.0, "top_k": 50} | own  # the defaults of transformers
     elif draws:
         own = {}
     if own:

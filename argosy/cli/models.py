@@ -15,10 +15,10 @@ JSON = typer.Option("--json", help="one JSON document on stdout")
 
 
 class Show(Settings):
-    """What to count at."""
+    """The length for which memory and FLOPs are counted."""
 
     context: int | None = Field(None, gt=0)
-    """Tokens of a sequence, for memory and FLOPs. None: the longest that the model was made for."""
+    """Sequence length in tokens, for memory and FLOPs. None: the model's context."""
 
 
 @app.callback(invoke_without_command=True)
@@ -47,11 +47,11 @@ def show(
     from argosy.jobs.models import describe
 
     found = describe(name, how.context)
-    answer(told(found), found, as_json)
+    answer(text_of(found), found, as_json)
 
 
-def told(found: dict[str, Any]) -> str:
-    """The description in text."""
+def text_of(found: dict[str, Any]) -> str:
+    """The description as text."""
     total, at = found["parameters"], f"at {found['context']:,} tokens"
     parts = ", ".join(f"{name} {n / total:.1%}" for name, n in found["parts"].items())
     weights = ", ".join(f"{sized(n)} in {dtype}" for dtype, n in found["weight_bytes"].items())
@@ -69,14 +69,14 @@ def told(found: dict[str, Any]) -> str:
         "weights": weights,
         "cache": f"{sized(token['bfloat16'])} a token in bfloat16, {sized(token['float32'])} in float32{state}",
         " ": f"{sized(cache['bfloat16'])} and {sized(cache['float32'])} {at}{window}",
-        "training": training_told(found["training_bytes"], at),
-        "recipes": recipes_told(found["recipes"]),
+        "training": training_text(found["training_bytes"], at),
+        "recipes": recipes_text(found["recipes"]),
     }
     lines = [f"  {name:<12}{value}".rstrip() for name, value in facts.items() if value]
     return "\n".join([f"{found['name']}: {found['family']}", "", found["block"], "", *lines])
 
 
-def training_told(need: dict[str, int] | None, at: str) -> str:
+def training_text(need: dict[str, int] | None, at: str) -> str:
     """Memory to train: the state, and activations of one sequence."""
     if need is None:
         return ""
@@ -87,7 +87,7 @@ def training_told(need: dict[str, int] | None, at: str) -> str:
     )
 
 
-def recipes_told(recipes: list[str] | None) -> str:
+def recipes_text(recipes: list[str] | None) -> str:
     if recipes is None:
-        return "none: it predicts no tokens"
+        return "none: it is an encoder"
     return ", ".join(recipes) or "none names it; any takes model=NAME"

@@ -1,4 +1,4 @@
-"""How verbs print: the answer on stdout, as text or as one JSON document; everything else on stderr, readable uncolored."""
+"""How verbs print: the answer on stdout, as text or one JSON document; everything else on stderr, readable without color."""
 
 import json
 import math
@@ -10,7 +10,8 @@ from typing import Any, TextIO
 
 from argosy.core.errors import ArgosyError
 
-COMMAND = "ARGOSY_COMMAND"  # what the user typed for `argosy`: `./run` sets it
+# What the user types instead of `argosy`; set by `./run`.
+COMMAND = "ARGOSY_COMMAND"
 
 
 def answer(text: str, document: Any, as_json: bool) -> None:
@@ -23,14 +24,14 @@ def answer(text: str, document: Any, as_json: bool) -> None:
 
 
 def say(text: str) -> None:
-    """Prints words for the person at the terminal."""
+    """Prints a message for the user."""
     print(as_typed(text), file=sys.stderr, flush=True)
 
 
 class Doing:
-    """Says on stderr what a command is doing while it is silent otherwise: loading jax, compiling.
+    """Prints on stderr what a command is doing while it prints nothing else: loading jax, compiling.
 
-    At a terminal one line that the next replaces and `done` removes; elsewhere a line each. A context manager.
+    On a terminal each line replaces the previous one, and `done` removes it; elsewhere lines are printed. A context manager.
     """
 
     def __init__(self, stream: TextIO | None = None):
@@ -59,7 +60,7 @@ class Doing:
 
 
 def fail(error: ArgosyError) -> None:
-    """Prints an error and how to mend it."""
+    """Prints an error and its hint."""
     text = str(error)
     if can_color(sys.stderr):
         text = text.replace("error: ", "\033[1;31merror:\033[0m ").replace("\nhint: ", "\n\033[36mhint:\033[0m ")
@@ -67,12 +68,12 @@ def fail(error: ArgosyError) -> None:
 
 
 def command() -> str:
-    """What the user types for `argosy`: that, or `./run` in a checkout."""
+    """What the user types to run Argosy: `argosy`, or `./run` in a checkout."""
     return os.environ.get(COMMAND) or "argosy"
 
 
 def as_typed(text: str) -> str:
-    """The text with each `argosy VERB` in it as this user types it."""
+    """The text, with each `argosy VERB` in it written as this user types it."""
     from argosy.cli import VERBS
 
     return re.sub(rf"(?<![\w./-])argosy (?=({'|'.join(VERBS)})\b)", lambda _: f"{command()} ", text)

@@ -1,6 +1,6 @@
 """The generated pages of docs/reference, and the check that they are not stale: `./run docs`, `./run docs --check`.
 
-They lie in the checkout, wherever the command is run.
+They are written to the checkout, from whatever directory the command is run.
 """
 
 import io
@@ -54,7 +54,7 @@ def verbs_page() -> str:
 
 
 def names_page() -> str:
-    """What other trainers call our settings."""
+    """Names that other trainers use for our settings."""
     from argosy.jobs.elsewhere import ELSEWHERE
     from argosy.jobs.run import Run
 
@@ -62,7 +62,7 @@ def names_page() -> str:
     table = "\n".join(f"| `{name}` | {answer} |" for name, answer in rows)
     return (
         "# Names from other trainers\n\nWhat Hugging Face Trainer, torchtitan, axolotl, nanochat, nanoGPT and MaxText call things, and "
-        "what that is here. None of these names is accepted; whoever types one is told this.\n\n"
+        "what the name here is. None of these names is accepted; the error message suggests the one given here.\n\n"
         f"| name | here |\n| --- | --- |\n{table}\n"
     )
 
@@ -103,7 +103,7 @@ def devices_page() -> str:
 
 
 def families_page() -> str:
-    """The suite's small reference models, measured now: the table lies with their goldens."""
+    """The small reference models of the tests, measured now; the table is stored with their goldens."""
     import subprocess
 
     plain = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -120,7 +120,7 @@ def families_page() -> str:
     )
 
 
-# What is cheap and exact is checked for staleness; the table of the seams holds figures of rounding, which differ by machine.
+# Pages that are cheap and exact are checked; the table of the seams has rounding errors, which differ by machine.
 CHECKED: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "verbs.md": verbs_page,
@@ -142,7 +142,7 @@ def write(pages: dict[str, Callable[[], str]]) -> list[Path]:
 
 
 def check() -> None:
-    """Raises BadInput where a page is not what the code says."""
+    """Raises BadInput if a page differs from what the code generates."""
     there = {name: (FOLDER / name).read_text(encoding="utf-8") if (FOLDER / name).exists() else "" for name in CHECKED}
     if stale := [name for name, page in CHECKED.items() if there[name] != page()]:
         raise BadInput(f"stale pages in {FOLDER}: {', '.join(stale)}", hint="./run docs --fast writes them")
@@ -155,7 +155,8 @@ def main() -> int:
         if "--check" in sys.argv[1:]:
             check()
         else:
-            fast = "--fast" in sys.argv[1:]  # without the measured pages, which take minutes
+            # Without the measured pages, which take minutes.
+            fast = "--fast" in sys.argv[1:]
             print("\n".join(map(str, write(CHECKED if fast else CHECKED | MEASURED))))
     except BadInput as error:
         print(error, file=sys.stderr)

@@ -25,7 +25,7 @@ def quickstart(
     words: Annotated[list[str] | None, typer.Argument(metavar="[dir=PATH]", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
-    """From raw text to a model that talks, on this machine: trains, kills and resumes a run, generates, exports, reports. Takes about a
+    """Trains a small model from raw text on this machine, kills and resumes a run, generates, exports and reports. Takes about a
     minute on two cores, and downloads nothing."""
     how = read_settings(Quickstart, words_layer(words or [])).value
     say("No downloads, no account: nothing leaves this machine. Loading jax ...")

@@ -91,8 +91,8 @@ def comparison(found: dict[str, Any]) -> str:
 def _row(found: Any) -> list[str]:
     loss, evaluation, tokens = (found.numbers.get(name) for name in ("loss", "eval_loss", "tokens"))
     numbers = [f"{x:.4f}" if x is not None else "-" for x in (loss, evaluation)]
-    told = counted(tokens) if tokens is not None else "-"
-    return [str(found.path), found.state, _steps(found), *numbers, told, _ago(found.written_s)]
+    tokens_text = counted(tokens) if tokens is not None else "-"
+    return [str(found.path), found.state, _steps(found), *numbers, tokens_text, _ago(found.written_s)]
 
 
 def _steps(found: Any) -> str:

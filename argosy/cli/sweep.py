@@ -21,8 +21,8 @@ def sweep(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
-    """Trains with every combination of the values listed, then compares the runs. They lie under dir=, else runs/RECIPE-sweep. The
-    same command skips what is finished and resumes what is not."""
+    """Trains with every combination of the listed values, then compares the runs. They are written under dir=, by default
+    runs/RECIPE-sweep. The same command skips finished runs and resumes unfinished ones."""
     from argosy.jobs.sweep import Combination, combinations
     from argosy.jobs.sweep import sweep as job
 

@@ -11,7 +11,7 @@ from argosy.jobs import machine
 from argosy.jobs.compose import about, compose, recipes
 
 RECIPES = "\n".join(f"  {name:12}{about(name)}" for name in recipes())
-HELP = f"""Trains by a recipe, or resumes: the run directory (dir=, else runs/RECIPE) continues from its last good checkpoint.
+HELP = f"""Trains by a recipe, or resumes: the run directory (dir=, by default runs/RECIPE) continues from its last good checkpoint.
 
 \b
 Recipes:
@@ -39,7 +39,8 @@ def train(
 ) -> int:
     from argosy.jobs.run import Run
 
-    reading = compose(Run, recipe, words or [])  # a mistake is answered before jax is imported, which takes seconds
+    # A mistake is answered before jax is imported, which takes seconds.
+    reading = compose(Run, recipe, words or [])
     from argosy.jobs.train import directory_of
     from argosy.jobs.train import train as job
 

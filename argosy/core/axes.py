@@ -1,8 +1,8 @@
-"""The grammar of a row's `how`: axes by name on two sides, and the array moves that follow from it.
+"""The grammar of a row's `how`: the axes of the tensors on both sides, by name, and the array moves that follow from it.
 
-Notable: a tensor of one side is whole and those of the other are its pieces, so one pair of functions reads every layout in
-either direction: a reshape, a cut and a transpose, views where they can be. `core.keymap` shows the grammar by examples.
-Knows neither names nor files.
+One side of a row is a single fused tensor and the other side is its pieces, so the same two functions read every layout in both
+directions with a reshape, a slice and a transpose; the result is a view where possible. `core.keymap` shows the grammar by
+examples. This module knows neither tensor names nor files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _TOKEN = re.compile(r"[A-Za-z_]\w*|1\b|[()|]")
 
 Names = tuple[str, ...]
-Cut = tuple[Names, ...]  # the pieces of an axis, each a product of names
+# The pieces of an axis, each a product of names.
+Cut = tuple[Names, ...]
 Sizes = Mapping[str, int]
 
 
@@ -35,11 +36,11 @@ class Axes(NamedTuple):
 
     @property
     def cut(self) -> Cut:
-        """Its pieces; a tensor without a cut is one piece."""
+        """The pieces of the cut axis; a tensor without a cut is one piece."""
         return next((leaf for leaf in self.leaves if isinstance(leaf, tuple)), ())
 
     def names(self, piece: int = 0) -> Names:
-        """Flat, with one piece in place of the cut."""
+        """All axis names in order, with the names of one piece in place of the cut."""
         return tuple(name for leaf in self.leaves for name in (leaf[piece] if isinstance(leaf, tuple) else (leaf,)))
 
     def shape(self, sizes: Sizes) -> Shape:
@@ -58,7 +59,7 @@ def _size(leaf: str | Cut, sizes: Sizes) -> int:
 def _axes(text: str) -> Axes:
     tokens = _TOKEN.findall(text)
     if "".join(tokens) != "".join(text.split()):
-        raise ValueError(f"`{text}` holds more than names, 1, ( ) and |")
+        raise ValueError(f"`{text}` may only contain names, 1, ( ) and |")
     axes = []
     while tokens:
         axes.append(tuple(_axis(tokens)))
@@ -69,7 +70,7 @@ def _axes(text: str) -> Axes:
 
 
 def _axis(tokens: list[str]) -> list[str | Cut]:
-    """Takes the next axis and resolves its parentheses."""
+    """Takes the next axis from the tokens and resolves its parentheses."""
     token = tokens.pop(0)
     if token in ")|":
         raise ValueError(f"`{token}` outside of parentheses")
@@ -94,7 +95,7 @@ def _axis(tokens: list[str]) -> list[str | Cut]:
 
 
 class How(NamedTuple):
-    """Both sides of a reading: a tensor of one side is whole, those of the other are its pieces."""
+    """Both sides of a row. One side is a single fused tensor, the other side its pieces."""
 
     theirs: tuple[Axes, ...]
     ours: tuple[Axes, ...]
@@ -106,12 +107,12 @@ class How(NamedTuple):
 
     def check(self, sizes: Sizes) -> None:
         """Raises ValueError unless each piece has the same names on both sides, none twice, all with a size."""
-        wholes, parts = (self.theirs, self.ours) if len(self.theirs) == 1 else (self.ours, self.theirs)
-        whole, *more = wholes
-        if more or any(part.cut for part in parts) or max(1, len(whole.cut)) != len(parts):
-            raise ValueError("one tensor on one side, as many on the other as it has pieces")
+        one_sided, parts = (self.theirs, self.ours) if len(self.theirs) == 1 else (self.ours, self.theirs)
+        fused, *more = one_sided
+        if more or any(part.cut for part in parts) or max(1, len(fused.cut)) != len(parts):
+            raise ValueError("one side must be a single tensor, the other side one tensor for each of its pieces")
         for i, part in enumerate(parts):
-            a, b = whole.names(i), part.names()
+            a, b = fused.names(i), part.names()
             if len(set(a)) < len(a) or sorted(a) != sorted(b):
                 raise ValueError(f"[{' '.join(a)}] on one side, [{' '.join(b)}] on the other")
             if unknown := set(a) - set(sizes):
@@ -121,31 +122,31 @@ class How(NamedTuple):
 def move(
     arrays: Sequence[np.ndarray], source: Sequence[Axes], target: Sequence[Axes], i: int, sizes: Sizes
 ) -> np.ndarray:
-    """The `i`-th tensor of the target's side, from all those of the source's."""
+    """The `i`-th tensor of the target side, made from all tensors of the source side."""
     if len(source) == 1:
         return _piece(arrays[0], source[0], i, target[i], sizes)
     return _fused(arrays, source, target[0], sizes)
 
 
-def _piece(array: np.ndarray, whole: Axes, i: int, part: Axes, sizes: Sizes) -> np.ndarray:
+def _piece(array: np.ndarray, fused: Axes, i: int, part: Axes, sizes: Sizes) -> np.ndarray:
     import numpy as np
 
-    x = array.reshape(whole.flat(sizes))
-    if cut := whole.cut:
-        axis, start = whole.leaves.index(cut), _size(cut[:i], sizes)
+    x = array.reshape(fused.flat(sizes))
+    if cut := fused.cut:
+        axis, start = fused.leaves.index(cut), _size(cut[:i], sizes)
         x = np.moveaxis(np.moveaxis(x, axis, 0)[start : start + _size(cut[i : i + 1], sizes)], 0, axis)
-    names = whole.names(i)
+    names = fused.names(i)
     x = x.reshape([sizes[name] for name in names])
     return x.transpose([names.index(name) for name in part.names()]).reshape(part.shape(sizes))
 
 
-def _fused(arrays: Sequence[np.ndarray], parts: Sequence[Axes], whole: Axes, sizes: Sizes) -> np.ndarray:
+def _fused(arrays: Sequence[np.ndarray], parts: Sequence[Axes], fused: Axes, sizes: Sizes) -> np.ndarray:
     import numpy as np
 
-    axis, flat = whole.leaves.index(whole.cut), whole.flat(sizes)
+    axis, flat = fused.leaves.index(fused.cut), fused.flat(sizes)
     pieces = []
     for i, (array, part) in enumerate(zip(arrays, parts)):
         names = part.names()
-        x = array.reshape([sizes[name] for name in names]).transpose([names.index(name) for name in whole.names(i)])
-        pieces.append(x.reshape(*flat[:axis], _size(whole.cut[i : i + 1], sizes), *flat[axis + 1 :]))
-    return np.concatenate(pieces, axis).reshape(whole.shape(sizes))
+        x = array.reshape([sizes[name] for name in names]).transpose([names.index(name) for name in fused.names(i)])
+        pieces.append(x.reshape(*flat[:axis], _size(fused.cut[i : i + 1], sizes), *flat[axis + 1 :]))
+    return np.concatenate(pieces, axis).reshape(fused.shape(sizes))

@@ -1,12 +1,12 @@
-"""The errors a user can meet. Each says what is wrong, where, and how to mend it.
+"""The errors that users see. Each says what is wrong, where, and how to fix it.
 
     ArgosyError                 it failed                                     exit code 1
     ├── UserError               a mistake found before any work began         exit code 2
     │   ├── SettingsError       one or more wrong settings, reported together
-    │   ├── UnknownName         a name that no registry holds
+    │   ├── UnknownName         a name that is not in a registry
     │   └── BadInput            a file, folder or value that cannot be used
-    ├── Damaged                 bytes that are not what was written: truncated, flipped, hostile
-    ├── Unsupported             well-formed, but nothing here can do it
+    ├── Damaged                 bytes that differ from what was written: truncated, flipped, hostile
+    ├── Unsupported             well-formed input that Argosy cannot handle
     └── Busy                    another process holds the run
 
 Printed as `error: WHAT`, the place on an indented line, a blank line, then `hint: FIX`: at most five lines each.
@@ -17,7 +17,7 @@ from difflib import get_close_matches
 
 
 class ArgosyError(Exception):
-    """What went wrong, where (a file, a setting and who set it), and how to mend it."""
+    """What went wrong, where (a file, or a setting and who set it), and how to fix it."""
 
     exit_code = 1
 
@@ -42,19 +42,19 @@ class BadInput(UserError):
 
 
 class Damaged(ArgosyError):
-    """Bytes that are not what was written."""
+    """Bytes that differ from what was written."""
 
 
 class Unsupported(ArgosyError):
-    """Well-formed input that nothing here can handle."""
+    """Well-formed input that Argosy cannot handle."""
 
 
 class Busy(ArgosyError):
-    """Another process holds what this one needs."""
+    """Another process holds a file or directory that this one needs."""
 
 
 class UnknownName(UserError, KeyError):
-    """A name that no registry holds; the hint gives the nearest that one does."""
+    """A name that is not in a registry. The hint gives the nearest registered name."""
 
     def __init__(self, noun: str, name: str, known: Iterable[str], *, where: str | None = None):
         self.noun, self.name = noun, name
@@ -73,7 +73,7 @@ class SettingsError(UserError):
 
 
 def complaint(error: Exception) -> str:
-    """The first line of any error, for reporting it as one of ours."""
+    """The first line of any exception's message, for quoting it in an `ArgosyError`."""
     if isinstance(error, ArgosyError):
         return error.what.splitlines()[0]
     if (errors := getattr(error, "errors", None)) is not None:  # a validation's
@@ -83,7 +83,7 @@ def complaint(error: Exception) -> str:
 
 
 def nearest(name: str, known: Iterable[str], most: int = 12) -> str | None:
-    """A hint with the known name closest to a wrong one; with the first few known names where none is close."""
+    """A hint: the known name closest to a wrong one, or the first few known names if none is close."""
     known = list(known)
     if close := get_close_matches(name, known, n=1, cutoff=0.6):
         return f"did you mean `{close[0]}`?"

@@ -1,4 +1,4 @@
-"""Text generated from settings classes: the reference page, the schema for editors, and who set what in one run."""
+"""Text generated from settings classes: the reference page, the JSON schema for editors, and who set what in one run."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -21,7 +21,7 @@ _HUMAN_NUMBER = r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]
 
 
 def reference(schema: type[Settings]) -> str:
-    """Every key as Markdown: type, default, meaning; a choice lists the classes it may name, with their keys."""
+    """All settings as Markdown tables: key, type, default, meaning. A choice lists its classes, each with its own keys."""
     return "\n".join(["# Settings", "", *_section(schema, "", "The run itself")]).rstrip() + "\n"
 
 
@@ -77,7 +77,7 @@ def _cell(text: str | None) -> str:
 
 
 def type_text(info: FieldInfo) -> str:
-    """A key's type as people read it: `float > 0`, `int | none`, `split | fit`."""
+    """A key's type as users read it: `float > 0`, `int | none`, `split | fit`."""
     choice = shape_of(info)
     if choice.kind == "choice":
         return " | ".join(choice.of.registry)
@@ -116,7 +116,7 @@ def _default_text(info: FieldInfo) -> str:
 
 
 class _AsWritten(GenerateJsonSchema):
-    """Lets an editor accept values as people write them and `core.settings` reads them: `25k`, `none`, `off`, `lang: no`."""
+    """Accepts in editors what `core.settings` accepts: `25k` as a number, `none`, `off` as a switch, `lang: no` as text."""
 
     def str_schema(self, schema: Any) -> dict[str, Any]:
         return super().str_schema(schema) | {"type": ["string", "number", "boolean"]}
@@ -141,7 +141,7 @@ def json_schema(schema: type[Settings]) -> dict[str, Any]:
 
 
 def _without_required(node: Any) -> Any:
-    """Drops `required`, except of a choice's tag, which tells the options apart."""
+    """Drops `required` everywhere, except for the tag of a choice, which tells the options apart."""
     if isinstance(node, list):
         return [_without_required(item) for item in node]
     if not isinstance(node, dict):
@@ -156,7 +156,7 @@ def _without_required(node: Any) -> Any:
 
 
 def explain(reading: Reading, key: str) -> str:
-    """One key of a run: value, type, default, meaning, who set it and what every layer said; of a group, its keys.
+    """One key of a run: its value, type, default and meaning, who set it, and what every layer set it to. For a group, its keys.
 
     Raises:
         BadInput: the run has no such key.
@@ -180,7 +180,7 @@ def explain(reading: Reading, key: str) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as people write it in a word."""
+    """A value as it is written in a `key=value` word."""
     value = dump(value) if isinstance(value, Settings) else value
     return "none" if value is None else written(value)
 
@@ -194,7 +194,7 @@ def _explain_group(reading: Reading, key: str, leaves: dict[str, Any]) -> str:
 
 
 def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
-    """The field a dotted key names; the choice, where it is a tag; None inside a plain mapping."""
+    """The field that a dotted key names; its choice if the key is a tag; None inside a plain mapping."""
     info: FieldInfo | None = None
     for i, name in enumerate(path):
         if not isinstance(tree, Settings):
@@ -208,12 +208,12 @@ def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
 
 
 def annotated(reading: Reading) -> str:
-    """The resolved settings as YAML, each key with who set it: what a run directory keeps as `settings.yml`."""
+    """The resolved settings as YAML, each key commented with who set it: the `settings.yml` of a run directory."""
     return aligned(_lines(dump(reading.value), "", "", reading.origin)) + "\n"
 
 
 def commented(reading: Reading) -> str:
-    """Every setting of a run as a YAML comment, with the first sentence of its meaning: a recipe to start from."""
+    """Every setting of a run as a YAML comment with the first sentence of its documentation: a recipe to start from."""
     lines = []
     for line, key in _lines(dump(reading.value), "", "", _Itself()):
         info = _field(reading.value, key.split(".")) if key else None
@@ -223,14 +223,14 @@ def commented(reading: Reading) -> str:
 
 
 class _Itself(dict[str, str]):
-    """Gives each key for itself."""
+    """A mapping that returns every key itself."""
 
     def get(self, key: str, default: Any = None) -> str:
         return key
 
 
 def aligned(lines: Iterable[tuple[str, str | None]]) -> str:
-    """Lines with comments in one column, which long lines do not push out."""
+    """Lines with their comments aligned in one column; very long lines do not move the column."""
     lines = list(lines)
     width = max((len(line) for line, _ in lines if len(line) <= 60), default=0)
     return "\n".join(f"{line:{width}}  # {who}" if who else line for line, who in lines)

@@ -1,13 +1,14 @@
-"""The table of names between other people's tensors and ours, read in both directions.
+"""The table that maps tensor names of other formats to ours, readable in both directions.
 
-A row is (their name or names, our path or paths, how):
+A row is (their name or names, our path or paths, how). "Theirs" are the tensors of a Hub folder or GGUF file, "ours" those of an
+Argosy model:
 
     Row("model.embed_tokens.weight", "embed.w", "V D -> V D")
     Row("model.layers.{l}.self_attn.q_proj.weight", "layers.{l}.attn.q.w", "(N H) D -> D N H", over=range(32))
 
-`how` gives the axes of each tensor, named by size, theirs on the left, ours on the right; (A B) is one axis of A times
-B entries, B the inner one; 1 is an axis of one entry. Several tensors on one side, set apart by commas, are the pieces
-along that axis of the one tensor on the other side which is written with bars:
+`how` gives the axes of each tensor by name, theirs on the left, ours on the right. (A B) is one axis of A times B entries, B
+varying fastest; 1 is an axis of one entry. Several tensors on one side, separated by commas, are the pieces of the single tensor
+on the other side, cut along the axis that is written with bars:
 
     "((N|K|K) H) D -> D N H, D K H, D K H"      fused q, k, v; "(N H|K H|K H) D -> ..." says the same
     "(N (H|U)) R -> R N H, R N U"               cut inside each head: DeepSeek's kv_b
@@ -15,11 +16,11 @@ along that axis of the one tensor on the other side which is written with bars:
     "F D, F D -> D (F|F)"                       two of theirs in one of ours
     "(N P two) D -> D N (two P)"                rotary pairs that llama.cpp keeps side by side, back to halves
 
-`{e}` in their name says that they keep one tensor an expert where ours has the axis E: "M D -> E D M".
+`{e}` in their name means that they store one tensor per expert where ours has the axis E: "M D -> E D M".
 
-Notable: our side is per layer, and layers are never stacked on the way. What is read is a view where it can be. Where the
-experts lead one of ours, one of them is read or written without the others: all of DeepSeek-V3's take 15 GB.
-Knows neither files nor families: tensors come from any `formats.Reader`, rows and sizes from `models`.
+Our tensors are per layer here; layers are never stacked while reading. Tensors are read as views where possible. Where E is the
+leading axis of our tensor, a single expert can be read or written without the others: all experts of one DeepSeek-V3 tensor take
+15 GB. This module knows neither files nor families: tensors come from any `formats.Reader`, rows and sizes from `models`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from argosy.core.formats import Entry, Parted, Reader, Shape, listed, read_part
 if TYPE_CHECKING:
     import numpy as np
 
-IGNORED = ("*rotary_emb.inv_freq",)  # a buffer that follows from the config, in folders written before 2023
+# A buffer computed from the config, stored in folders written before 2023.
+IGNORED = ("*rotary_emb.inv_freq",)
 
 T = TypeVar("T")
 
@@ -48,10 +50,10 @@ class Row:
     """One line of the table.
 
     over      the layers that `{l}` in the names runs over
-    optional  their tensors may be absent, all of them together; ours then are not filled
-    tied_to   a second name under which the same tensor may stand, byte for byte equal
-    copies    further names of that kind, under which it is also written
-    scales    theirs are one tensor's values and scales, put together by this row of `quants.SCALED`; read only
+    optional  the tensors may be absent, all of them together; ours are then not filled
+    tied_to   a second name for the same tensor; if present, it must be equal byte for byte
+    copies    further names under which the same tensor is also written
+    scales    theirs are a tensor of values and one of scales, combined by this entry of `quants.SCALED`; read only
     """
 
     theirs: str | tuple[str, ...]
@@ -69,14 +71,18 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """A row at one layer: tensors that are read and written together."""
+    """A row at one layer: the tensors that are read and written together."""
 
     row: Row
-    how: How  # of one expert, where they keep one tensor an expert
-    theirs: tuple[Names, ...]  # for each tensor on the left, its name for each expert
+    # For one expert, if they store one tensor per expert.
+    how: How
+    # For each tensor on the left, its name for each expert.
+    theirs: tuple[Names, ...]
     ours: Names
-    tied: Names  # where the same tensor may stand once more
-    expert_axes: tuple[int, ...] | None  # of ours, where they keep one tensor an expert
+    # Further names under which the same tensor may be stored.
+    tied: Names
+    # The axis of each of our tensors that counts experts, if they store one tensor per expert.
+    expert_axes: tuple[int, ...] | None
 
     @property
     def names(self) -> Names:
@@ -84,18 +90,19 @@ class _Group:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether experts lead all matrices of both sides: one of them is then read as if there were but one."""
+        """Whether experts are the leading axis of every matrix on both sides: one expert is then read like a tensor of its
+        own."""
         sides = (*self.how.theirs, *self.how.ours)
         lead = all(len(part.axes) > 2 and part.axes[0] == ("E",) for part in sides)
         return lead and self.expert_axes is None and not self.tied
 
     @property
     def is_apart(self) -> bool:
-        """Whether one expert of ours can be read or written without the others."""
+        """Whether one expert of our tensor can be read or written without the others."""
         return self.is_stacked if self.expert_axes is None else not any(self.expert_axes)
 
     def their_shapes(self, sizes: Sizes, e: int | None = None) -> dict[str, Shape]:
-        """Of all of theirs, or of those that hold one expert."""
+        """The shapes of all their tensors, or only of those that hold expert `e`."""
         from argosy.core.formats.quants import SCALED
 
         shapes = [part.shape(sizes) for part in self.how.theirs]
@@ -111,7 +118,7 @@ class _Group:
         return {path: tuple(shape) for path, shape in zip(self.ours, shapes)}
 
     def of_expert(self, ours: Sequence[np.ndarray], e: int) -> list[np.ndarray]:
-        """One expert's part of ours, which are whole."""
+        """One expert's part of our tensors, which hold all experts."""
         import numpy as np
 
         return [np.moveaxis(x, axis, 0)[e] for x, axis in zip(ours, self.expert_axes or ())]
@@ -140,7 +147,7 @@ def _filled(name: str, layer: int | None, expert: int | None = None) -> str:
 
 
 def _one_expert(how: How) -> tuple[How, tuple[int, ...]]:
-    """What happens to one expert's tensors, and which axis of each of ours counts the experts."""
+    """How one expert's tensors are read, and which axis of each of our tensors counts the experts."""
     if any(("E",) not in part.axes for part in how.ours):
         raise ValueError("{e} on the left needs an axis E on the right")
     expert_axes = tuple(part.axes.index(("E",)) for part in how.ours)
@@ -154,19 +161,20 @@ def _check_row(row: Row, theirs: Names, ours: Names, how: How) -> None:
     if {"{l}" in name for name in (*theirs, *ours)} != {row.over is not None}:
         raise ValueError("{l} in every name, or no layers to run over")
     if len({"{e}" in name for name in theirs}) > 1:
-        raise ValueError("{e} in every name of theirs, or in none")
+        raise ValueError("{e} must be in every name on the left, or in none")
     if row.scales is not None and row.scales not in SCALED:
-        raise ValueError(f"no reader `{row.scales}` of scales, only {', '.join(SCALED)}")
+        raise ValueError(f"unknown kind of scales `{row.scales}`, only {', '.join(SCALED)}")
     if len(how.ours) != len(ours) or len(how.theirs) != (1 if row.scales else len(theirs)):
-        raise ValueError("as many names as tensors")
+        raise ValueError("there must be as many names as tensors")
     if row.scales and len(theirs) != 2:
-        raise ValueError("a tensor of values and one of scales")
+        raise ValueError("scales need exactly two tensors, one of values and one of scales")
     if (row.tied_to or row.copies) and (len(theirs) > 1 or any("{e}" in name for name in theirs)):
-        raise ValueError("only a tensor that is whole can be tied")
+        raise ValueError("only a row of one tensor on each side can be tied")
 
 
 class Kept(NamedTuple):
-    """One of our tensors as its row describes it: the path with `{l}` in it, its axes by name, its size, how many layers."""
+    """One of our tensors as its row describes it: its path with `{l}`, its axis names, its size in numbers, its number of
+    layers."""
 
     path: str
     axes: Names
@@ -175,7 +183,7 @@ class Kept(NamedTuple):
 
 
 def kept(rows: Iterable[Row], sizes: Sizes) -> Iterator[Kept]:
-    """What rows fill, without looking at any layer or expert: a count for the largest models too."""
+    """The tensors that rows fill, without expanding layers or experts: fast for the largest models too."""
     for row in rows:
         ours = (row.ours,) if isinstance(row.ours, str) else row.ours
         for path, part in zip(ours, How.parse(row.how).ours, strict=True):
@@ -186,10 +194,10 @@ def kept(rows: Iterable[Row], sizes: Sizes) -> Iterator[Kept]:
 
 
 class KeyMap:
-    """Rows at given sizes.
+    """A table of rows at given sizes.
 
     Raises:
-        ValueError: a row that cannot be, a name of theirs or a path of ours in two rows.
+        ValueError: an invalid row, or a name or path that appears in two rows.
     """
 
     def __init__(self, rows: Iterable[Row], sizes: Sizes, ignore: Sequence[str] = IGNORED):
@@ -203,31 +211,31 @@ class KeyMap:
 
     @property
     def names(self) -> Names:
-        """All of theirs, in the order of the rows."""
+        """All their names, in the order of the rows."""
         return tuple(self._by_name)
 
     @property
     def paths(self) -> Names:
-        """All of ours, in the order of the rows."""
+        """All our paths, in the order of the rows."""
         return tuple(self._by_path)
 
     def shape(self, path: str) -> Shape:
-        """Of one of ours."""
+        """The shape of our tensor at `path`."""
         return self._by_path[path][0].our_shapes(self.sizes)[path]
 
     def is_scaled(self, path: str) -> bool:
-        """Whether this one of ours is put together from values and scales, and so is float32."""
+        """Whether our tensor is computed from values and scales, and so is float32."""
         return self._by_path[path][0].row.scales is not None
 
     def ours_of(self, names: Iterable[str]) -> dict[str, Names]:
-        """For each of their names that has a row, the paths of ours that it goes into."""
+        """For each of their names that is in a row, the paths of our tensors made from it."""
         return {name: self._by_name[name].ours for name in names if name in self._by_name}
 
     def plan(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Shape]:
-        """Our paths that these tensors of theirs fill, and their shapes.
+        """The paths of ours that these tensors of theirs fill, with their shapes.
 
         Raises:
-            BadInput: everything missing, unexpected and misshapen at once.
+            BadInput: lists everything missing, unexpected and of the wrong shape.
         """
         expected = [(group.their_shapes(self.sizes), group.row.optional) for group in self._groups]
         tied = [({name: group.how.theirs[0].shape(self.sizes)}, True) for name, group in self._tied.items()]
@@ -237,11 +245,11 @@ class KeyMap:
         return {path: shape for group in present for path, shape in group.our_shapes(self.sizes).items()}
 
     def read(self, reader: Reader, path: str) -> np.ndarray:
-        """One of ours, from theirs: a view where axes are only permuted, else an array of its own.
+        """Our tensor at `path`, from theirs: a view where axes are only permuted, otherwise a new array.
 
         Raises:
-            BadInput: tensors that are not there or have the wrong shape (`plan` tells all of them at once), parts of
-                different types, a tied tensor that differs.
+            BadInput: a tensor is missing or has the wrong shape (`plan` reports all of them at once), parts have different types,
+                or a tied tensor differs.
         """
         import numpy as np
 
@@ -261,11 +269,11 @@ class KeyMap:
         return out
 
     def is_apart(self, path: str) -> bool:
-        """Whether `read_part` reads this one of ours."""
+        """Whether `read_part` can read our tensor at `path` expert by expert."""
         return self._by_path[path][0].is_apart
 
     def read_part(self, reader: Reader, path: str, e: int) -> np.ndarray:
-        """One expert of one of ours that `is_apart`, from what is theirs of that expert. Raises as `read`."""
+        """One expert of our tensor at `path`, which must be `is_apart`; reads only that expert's data. Raises as `read`."""
         group, i = self._by_path[path]
         expected = group.their_shapes(self.sizes, e)
         _check_fit([(expected, False)], _shapes(reader, expected))
@@ -276,11 +284,12 @@ class KeyMap:
         return one[0] if group.is_stacked else one
 
     def inverse(self, ours: Reader) -> Iterator[Entry]:
-        """Theirs, from ours, as entries for `safetensors.write_folder`; ours are read when their turn comes.
+        """Their tensors made from ours, as entries for `safetensors.write_folder`. Each of ours is read when its entry is
+        written.
 
         Raises:
-            BadInput: everything missing, unexpected and misshapen at once; parts of different types.
-            Unsupported: rows with scales: they are read only.
+            BadInput: lists everything missing, unexpected and of the wrong shape; or parts have different types.
+            Unsupported: rows with scales, which can only be read.
         """
         expected = [(group.our_shapes(self.sizes), group.row.optional) for group in self._groups]
         shapes = {path: ours.shape(path) for path in ours.names}
@@ -290,7 +299,9 @@ class KeyMap:
             if group.ours[0] not in shapes:
                 continue
             if group.row.scales:
-                raise Unsupported(f"`{group.names[0]}` and its scales are read only", hint="write plain weights")
+                raise Unsupported(
+                    f"`{group.names[0]}` and its scales can be read but not written", hint="write plain weights"
+                )
             dtype = _one_dtype(ours, group.ours)
             for e in range(len(group.theirs[0])):
                 for i, names in enumerate(group.theirs):
@@ -319,8 +330,8 @@ class KeyMap:
 
 
 class _Held:
-    """Ours, one group at a time, or one expert of it where that can be: those that several of theirs are cut from are read
-    once."""
+    """Holds our tensors of one group at a time (or one expert of them, where possible), so that a tensor from which several of
+    theirs are cut is read once."""
 
     def __init__(self, ours: Reader):
         self.ours, self.is_parted = ours, isinstance(ours, Parted)
@@ -337,14 +348,16 @@ class _Held:
 
     def _read(self, group: _Group, e: int | None) -> list[np.ndarray]:
         if self.key != (group, e):
-            self.key, self.arrays = None, []  # let go before the next are read
+            # Frees the arrays before the next are read.
+            self.key, self.arrays = None, []
             self.arrays = [self.ours.read(p) if e is None else read_part(self.ours, p, e) for p in group.ours]
             self.key = group, e
         return self.arrays
 
 
 def _sources(reader: Reader, group: _Group, e: int | None = None) -> list[np.ndarray]:
-    """Theirs as the left side describes them. Of one expert, where told: its own tensors, or a stack of one."""
+    """Their tensors in the shapes that the left side of the row describes. With `e`, those of one expert: its own tensors, or one
+    entry of a stack."""
     from argosy.core.formats.quants import SCALED
 
     if e is not None and group.is_stacked:
@@ -360,7 +373,7 @@ def _sources(reader: Reader, group: _Group, e: int | None = None) -> list[np.nda
 
 
 def _shapes(reader: Reader, names: Iterable[str]) -> dict[str, Shape]:
-    """Of those that are there."""
+    """The shapes of those names that exist."""
     return {name: reader.shape(name) for name in names if name in reader.names}
 
 
@@ -368,7 +381,7 @@ def _once(items: Iterable[tuple[str, T]]) -> dict[str, T]:
     table: dict[str, T] = {}
     for name, item in items:
         if name in table:
-            raise ValueError(f"`{name}` stands in two rows")
+            raise ValueError(f"`{name}` is in two rows")
         table[name] = item
     return table
 
@@ -383,8 +396,8 @@ def _one_dtype(reader: Reader, names: Sequence[str]) -> np.dtype:
 def _check_tied(reader: Reader, name: str, tied: str) -> None:
     a, b = reader.read(name), reader.read(tied)
     if a.dtype != b.dtype or a.shape != b.shape or any(x.tobytes() != y.tobytes() for x, y in zip(a, b)):
-        hint = "if it is the head: set tie_word_embeddings to false in config.json"
-        raise BadInput(f"`{tied}` is tied to `{name}` by the config, and differs from it", hint=hint)
+        hint = "if it is a separate head, set tie_word_embeddings to false in config.json"
+        raise BadInput(f"the config ties `{tied}` to `{name}`, but their values differ", hint=hint)
 
 
 def _check_fit(
@@ -393,7 +406,8 @@ def _check_fit(
     ignored: Iterable[str] = (),
     hint: str | None = None,
 ) -> None:
-    """Raises BadInput with everything missing, unexpected and misshapen. An optional group may be absent as a whole."""
+    """Raises BadInput listing everything missing, unexpected and of the wrong shape. An optional group may be missing
+    entirely."""
     missing, misshapen, known = [], [], set(ignored)
     for expected, optional in groups:
         known |= expected.keys()

@@ -1,7 +1,7 @@
-"""The words for every mistake in settings: what is wrong with which key, who set it, and the way out.
+"""The messages for every mistake in settings: what is wrong with which key, who set it, and how to fix it.
 
-An unknown key is answered from the keys that this very run could have had: the key that another trainer calls so, a key of
-a choice's other classes (`b1` belongs to `name: adamw`), the most similar key, the same name in another group.
+The hint for an unknown key comes from the keys that this run could have: the key for which another trainer uses that name, a key
+of a choice's other classes (`b1` belongs to `name: adamw`), the most similar key, or the same name in another group.
 """
 
 import re
@@ -16,9 +16,9 @@ from argosy.core.errors import BadInput, UserError, nearest
 from argosy.core.plain import dotted
 from argosy.core.scalars import written
 from argosy.core.schema import Choice, Refused, members
-from argosy.core.words import SELF, Layer
+from argosy.core.words import SELF, SettingsLayer
 
-Setter = Callable[[str], Layer | None]
+Setter = Callable[[str], SettingsLayer | None]
 
 _WANTED = {
     "int": "a whole number",
@@ -64,7 +64,7 @@ class Names:
 
 
 def unknown(key: str, where: str | None, names: Names) -> UserError:
-    """A key that nothing reads."""
+    """The error for a key that does not exist."""
     return BadInput(f"unknown setting `{key}`", where=where, hint=_nearest_key(key, names))
 
 
@@ -93,8 +93,8 @@ def _nearest_key(key: str, names: Names) -> str:
 
 
 def _of_other_trainers(key: str, names: Names) -> str | None:
-    """The answer to a name that another trainer uses; the whole dotted name counts before its last part, and a key of the same
-    group before others."""
+    """The answer to a name that another trainer uses. A match of the whole dotted name wins over a match of its last part, and a
+    key of the same group over others."""
     plain = key.lower().replace("-", "_")
     group, _, leaf = plain.rpartition(".")
     for name in dict.fromkeys([plain, leaf]):
@@ -106,7 +106,7 @@ def _of_other_trainers(key: str, names: Names) -> str | None:
 
 
 def _likeness(key: str, other: str) -> float:
-    """How well `other` could be what was meant, 0 where it could not. Groups and leaves are compared separately."""
+    """How likely `other` is the key that was meant, 0 if it cannot be. Groups and leaves are compared separately."""
     group, _, leaf = key.rpartition(".")
     its_group, _, its_leaf = other.rpartition(".")
     groups = 1.0 if group == its_group else SequenceMatcher(None, group, its_group).ratio()
@@ -125,25 +125,26 @@ def _other_owner(group: str, leaf: str, choices: Mapping[str, tuple[Choice, str]
     return None
 
 
-def unnamed(key: str, choice: Choice, layer: Layer | None) -> UserError:
-    """A choice that nobody made."""
+def unnamed(key: str, choice: Choice, layer: SettingsLayer | None) -> UserError:
+    """The error for a choice without a name."""
     names = ", ".join(list(choice.registry)[:8])
     what = f"`{key}` names no {choice.registry.noun}"
     return BadInput(what, where=_by(layer, key), hint=f"write `{key}=NAME`, one of {names}")
 
 
-def not_that(what: str, value: Any, layer: Layer, key: str) -> UserError:
-    """A value of the wrong form altogether: a leaf where a group belongs."""
+def not_that(what: str, value: Any, layer: SettingsLayer, key: str) -> UserError:
+    """The error for a value of the wrong kind, such as a number where a group belongs."""
     return BadInput(f"{what}, not {shown(value)}", where=_by(layer, key))
 
 
 def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[UserError]:
-    """What Pydantic refused of one key, or of the items in it. `setter`: dotted key -> the layer that set it."""
+    """The errors Pydantic found in one key or in its items. `setter`: dotted key -> the layer that set it."""
     if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
         about = f": {sentence(info.description)}" if sentence(info.description) else ""
         return [BadInput(f"`{key}` is required", where="set by nobody", hint=f"add `{key}=...`{about}")]
     options = [member for member in members(info.annotation) if member is not type(None)]
-    if len(options) > 1:  # one error for each member of the union: the key is told once
+    # Pydantic reports each member of the union; the key is reported once.
+    if len(options) > 1:
         first = next((e for e in errors if e["type"] == "finite_number"), errors[0])
         noun = _WANTED["finite"] if first["type"] == "finite_number" else wanted(info.annotation)
         return [_wrong_item(key, key, noun, first, options, setter)]
@@ -177,7 +178,8 @@ def _wrong_item(
 
 
 def broken_rule(key: str, leaves: Iterable[str], what: str, setter: Setter, hint: str | None = None) -> UserError:
-    """A rule between several keys of the group at `key`; those `leaves` it names are told with who set them."""
+    """A broken rule between several keys of the group at `key`; the `leaves` that the message mentions are listed with who set
+    them."""
     words = {dotted(key, word) for word in re.findall(r"\w+(?:\.\w+)*", what)}
     inside = [leaf for leaf in leaves if leaf.startswith(f"{key}." if key else "")]
     setters = [f"`{leaf}` {_by(setter(leaf), leaf)}" for leaf in inside if leaf in words]
@@ -187,15 +189,15 @@ def broken_rule(key: str, leaves: Iterable[str], what: str, setter: Setter, hint
 
 
 def message(error: Any) -> str:
-    """What a Pydantic error says, in one line and without its own prefix."""
+    """The message of a Pydantic error in one line, without Pydantic's prefix."""
     return " ".join(str(error.get("ctx", {}).get("error", error["msg"])).split())
 
 
-def _setter(setter: Setter, path: str, key: str) -> Layer | None:
+def _setter(setter: Setter, path: str, key: str) -> SettingsLayer | None:
     return setter(path) or setter(key)
 
 
-def _by(layer: Layer | None, key: str) -> str:
+def _by(layer: SettingsLayer | None, key: str) -> str:
     return f"set by {layer.where(key)}" if layer else "set by default"
 
 
@@ -204,7 +206,7 @@ def _kind(error: Any) -> str:
 
 
 def wanted(hint: Any) -> str:
-    """A type in words: `a whole number or none`."""
+    """A type in plain words: `a whole number or none`."""
     names = dict.fromkeys(_wanted(member) for member in members(hint))
     return " or ".join(names)
 
@@ -220,7 +222,7 @@ def _wanted(hint: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as it was written, in one short piece."""
+    """A value as it was written, shortened to 60 characters."""
     if isinstance(value, Mapping) and SELF in value:
         value = value[SELF]
     if isinstance(value, Refused):

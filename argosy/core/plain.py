@@ -9,7 +9,7 @@ from argosy.core.schema import Settings, Shape, shape, shape_of
 
 
 def dump(tree: Settings) -> dict[str, Any]:
-    """The tree as plain YAML values, tags included; reading them gives an equal tree."""
+    """The tree as plain YAML values, tags included. Reading them again gives an equal tree."""
     return {name: _plain(shape_of(info), getattr(tree, name)) for name, info in type(tree).model_fields.items()}
 
 
@@ -28,7 +28,7 @@ def _plain(kind: Shape, value: Any) -> Any:
 
 
 def flatten(tree: Settings | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> leaf. Mappings and lists of groups are taken apart; other lists, and empty mappings, are leaves."""
+    """Dotted key -> leaf. Mappings and lists of groups are expanded; other lists and empty mappings are leaves."""
     leaves: dict[str, Any] = {}
     for name, value in (dump(tree) if isinstance(tree, Settings) else tree).items():
         key = dotted(prefix, name)
@@ -39,7 +39,7 @@ def flatten(tree: Settings | Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 
 def diff(a: Settings | Mapping[str, Any], b: Settings | Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The keys on which two trees differ, with both values; None stands for a key that one of them does not have."""
+    """The keys in which two trees differ, with both values; None where a tree does not have the key."""
     left, right = flatten(a), flatten(b)
     keys = dict.fromkeys([*left, *right])
     same = {key for key in left.keys() & right.keys() if left[key] == right[key]}
@@ -47,5 +47,5 @@ def diff(a: Settings | Mapping[str, Any], b: Settings | Mapping[str, Any]) -> li
 
 
 def dotted(key: str, name: str) -> str:
-    """The key of `name` in the group at `key`; the root's own key is empty."""
+    """The dotted key of `name` in the group at `key`; the key of the root is empty."""
     return f"{key}.{name}" if key else name

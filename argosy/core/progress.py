@@ -1,7 +1,7 @@
-"""Saying what takes long while it takes long. Knows nothing of jax.
+"""Reports slow operations while they run. Knows nothing of jax.
 
     with telling(say, "compiling for 512 tokens"):
-        ...                                      # said after a second, and only if this is still running then
+        ...                                      # reported after one second, if this is still running
 """
 
 from collections.abc import Callable, Iterator
@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from threading import Timer
 
 Say = Callable[[str], None]
-PATIENCE = 1.0  # seconds without a word
+# Seconds after which an operation is reported.
+PATIENCE = 1.0
 
 
 @contextmanager
 def telling(say: Say | None, text: str) -> Iterator[None]:
-    """Calls `say(text)` from a thread of its own once the block has taken longer than a second; never for shorter blocks."""
+    """Calls `say(text)` from another thread if the block takes longer than a second."""
     if say is None:
         yield
         return

@@ -1,7 +1,7 @@
-"""One pass from layers to a tree: layers are merged on the way down, and the tree is built on the way up.
+"""Reads layers into a settings tree in one pass: layers are merged on the way down, the tree is built on the way up.
 
-Pydantic builds each group after its children, so every mistake at every depth is found in one pass. The rules between the
-keys of a group are checked only where each key is right by itself; otherwise they would blame the wrong key.
+Pydantic builds each group after its children, so one pass finds every mistake at every depth. Rules between the keys of a group
+are checked only if each key is valid by itself; otherwise they would blame the wrong key.
 """
 
 from collections.abc import Mapping
@@ -15,25 +15,27 @@ from argosy.core import mistakes
 from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.core.plain import dotted
 from argosy.core.schema import Also, BelongsTo, Choice, Settings, Shape, item_hint, marks, meant, shape, shape_of, takes
-from argosy.core.words import SELF, Layer
+from argosy.core.words import SELF, SettingsLayer
 
 DEFAULT = "default"
 
-_FAILED: Any = object()  # stands for a value whose mistakes are noted
-_WHOLE = ""  # among the failed keys of a group: the group itself was given as something else
+# Marks a value whose mistakes have been recorded.
+_FAILED: Any = object()
+# Among the failed keys of a group: the group itself was given as something else.
+_WHOLE = ""
 
 
 @dataclass(frozen=True)
-class Said:
-    """What one layer says of one key."""
+class Given:
+    """The value that one layer gives to one key."""
 
-    layer: Layer
+    layer: SettingsLayer
     value: Any
 
 
 class Reader:
-    """Reads one schema, and collects by key what was wrong, unknown, known and chosen, who set it and who tried; and the keys
-    that each name of other trainers stands for."""
+    """Reads one schema. By key, it collects what was wrong, unknown, known and chosen, which layer set the key, which layers
+    tried to, and which names of other trainers stand for it."""
 
     def __init__(self):
         self.problems: list[UserError] = []
@@ -41,21 +43,21 @@ class Reader:
         self.known: list[str] = []
         self.also: dict[str, list[str]] = {}
         self.choices: dict[str, tuple[Choice, str]] = {}
-        self.setter: dict[str, Layer] = {}
+        self.setter: dict[str, SettingsLayer] = {}
         self.tried: dict[str, list[tuple[str, Any]]] = {}
 
-    def group(self, cls: type[Settings], key: str, said: list[Said], tag: str | None = None) -> Any:
-        """One group of settings; not a group where there are problems."""
-        said, all_good = self._mappings(f"`{key}` is a group of settings", key, said)
-        for one in said:
+    def group(self, cls: type[Settings], key: str, given: list[Given], tag: str | None = None) -> Any:
+        """Reads one group of settings. Returns `_FAILED` if it has mistakes."""
+        given, all_good = self._mappings(f"`{key}` is a group of settings", key, given)
+        for one in given:
             for name in [name for name in one.value if name not in cls.model_fields and name != tag]:
                 self._unknown(dotted(key, name), one, one.value[name])
         values: dict[str, Any] = {}
         failed = set() if all_good else {_WHOLE}
         for name, info in cls.model_fields.items():
             path = dotted(key, name)
-            recent = said[_since_changed(cls, info, said) :]
-            its = [Said(one.layer, one.value[name]) for one in recent if name in one.value]
+            recent = given[_since_changed(cls, info, given) :]
+            its = [Given(one.layer, one.value[name]) for one in recent if name in one.value]
             self.known.append(path)
             for also in (also for mark in marks(info, Also) for also in mark.names):
                 self.also.setdefault(also, []).append(path)
@@ -65,30 +67,32 @@ class Reader:
                 failed.add(name)
         return self._build(cls, key, {name: value for name, value in values.items() if name not in failed}, failed)
 
-    def _part(self, info: FieldInfo, key: str, said: list[Said]) -> Any:
+    def _part(self, info: FieldInfo, key: str, given: list[Given]) -> Any:
         kind = shape_of(info)
-        return self._leaf(info.annotation, key, said) if kind.kind == "leaf" else self._read(kind, key, said)
+        return self._leaf(info.annotation, key, given) if kind.kind == "leaf" else self._read(kind, key, given)
 
-    def _read(self, kind: Shape, key: str, said: list[Said]) -> Any:
-        """A value that has parts. None among what was said wipes out what was said before it."""
+    def _read(self, kind: Shape, key: str, given: list[Given]) -> Any:
+        """Reads a value that has parts. None discards what earlier layers gave."""
         if kind.can_be_none:
-            last = max((i for i, one in enumerate(said) if one.value is None), default=-1)
-            if last == len(said) - 1:
-                self._set(key, said)
+            last = max((i for i, one in enumerate(given) if one.value is None), default=-1)
+            if last == len(given) - 1:
+                self._set(key, given)
                 return None
-            said = said[last + 1 :]
+            given = given[last + 1 :]
         read = {"group": self.group, "choice": self._choice, "list": self._list, "dict": self._dict}[kind.kind]
-        return read(kind.of, key, said)
+        return read(kind.of, key, given)
 
-    def _choice(self, choice: Choice, key: str, said: list[Said]) -> Any:
+    def _choice(self, choice: Choice, key: str, given: list[Given]) -> Any:
         noun, tag = choice.registry.noun, f"{key}.{choice.tag}"
-        said, all_good = self._mappings(f"`{key}` should name the {noun}", key, [_tagged(choice, one) for one in said])
+        given, all_good = self._mappings(
+            f"`{key}` should name the {noun}", key, [_tagged(choice, one) for one in given]
+        )
         self.known.append(tag)
         if not all_good:
             return _FAILED
-        namers = [Said(one.layer, one.value[choice.tag]) for one in said if one.value.get(choice.tag) is not None]
+        namers = [Given(one.layer, one.value[choice.tag]) for one in given if one.value.get(choice.tag) is not None]
         if not namers:
-            self.problems.append(mistakes.unnamed(key, choice, said[-1].layer if said else None))
+            self.problems.append(mistakes.unnamed(key, choice, given[-1].layer if given else None))
             return _FAILED
         self._set(tag, namers)
         try:
@@ -99,34 +103,35 @@ class Reader:
             self.problems.append(BadInput(f"{error.what} for `{key}`", where=where, hint=error.hint))
             return _FAILED
         self.choices[key] = (choice, name)
-        return self.group(cls, key, _since_named(said, choice.tag), choice.tag)
+        return self.group(cls, key, _since_named(given, choice.tag), choice.tag)
 
-    def _list(self, item: Any, key: str, said: list[Said]) -> Any:
-        layer, value = said[-1].layer, said[-1].value
+    def _list(self, item: Any, key: str, given: list[Given]) -> Any:
+        layer, value = given[-1].layer, given[-1].value
         if not isinstance(value, list | tuple):
             self.problems.append(mistakes.not_that(f"`{key}` is a list", value, layer, key))
             return _FAILED
-        self._set(key, said)
-        items = [self._read(shape(item), f"{key}.{i}", [Said(layer, part)]) for i, part in enumerate(value)]
+        self._set(key, given)
+        items = [self._read(shape(item), f"{key}.{i}", [Given(layer, part)]) for i, part in enumerate(value)]
         return _FAILED if any(part is _FAILED for part in items) else items
 
-    def _dict(self, item: Any, key: str, said: list[Said]) -> Any:
-        said, all_good = self._mappings(f"`{key}` is a mapping", key, said)
+    def _dict(self, item: Any, key: str, given: list[Given]) -> Any:
+        given, all_good = self._mappings(f"`{key}` is a mapping", key, given)
         values: dict[str, Any] = {}
-        for name in dict.fromkeys(name for one in said for name in one.value):
-            its = [Said(one.layer, one.value[name]) for one in said if name in one.value]
+        for name in dict.fromkeys(name for one in given for name in one.value):
+            its = [Given(one.layer, one.value[name]) for one in given if name in one.value]
             values[name] = self._read(shape(item), dotted(key, name), its)
         return values if all_good and all(value is not _FAILED for value in values.values()) else _FAILED
 
-    def _leaf(self, hint: Any, key: str, said: list[Said]) -> Any:
-        """The last word on a key, read by its type. Mappings merge; none takes a name out where it is no value."""
+    def _leaf(self, hint: Any, key: str, given: list[Given]) -> Any:
+        """Reads a leaf by its type; the last layer wins. Mappings are merged; none removes a name from a mapping whose values
+        cannot be none."""
         can_be_mapping = takes(hint, {})
         own = []
-        for one in said:
+        for one in given:
             if isinstance(one.value, Mapping) and not can_be_mapping:
                 for name in [name for name in one.value if name != SELF]:
                     self._unknown(dotted(key, name), one, one.value[name])
-                own += [Said(one.layer, one.value[SELF])] if SELF in one.value else []
+                own += [Given(one.layer, one.value[SELF])] if SELF in one.value else []
             else:
                 own.append(one)
         if not own:
@@ -135,10 +140,10 @@ class Reader:
         merged: Any = None
         for one in own:
             value = meant(hint, one.value, one.layer.text, key)
-            merged = self._merged(hint, key, merged, Said(one.layer, value))
+            merged = self._merged(hint, key, merged, Given(one.layer, value))
         return merged
 
-    def _merged(self, hint: Any, key: str, old: Any, new: Said) -> Any:
+    def _merged(self, hint: Any, key: str, old: Any, new: Given) -> Any:
         if not isinstance(new.value, Mapping):
             return new.value
         merged = dict(old) if isinstance(old, Mapping) else {}
@@ -147,8 +152,8 @@ class Reader:
             if value is None and not takes(item, None):
                 merged.pop(name, None)
                 continue
-            self._set(path, [Said(new.layer, value)], added=True)
-            merged[name] = self._merged(item, path, merged.get(name), Said(new.layer, value))
+            self._set(path, [Given(new.layer, value)], added=True)
+            merged[name] = self._merged(item, path, merged.get(name), Given(new.layer, value))
         return merged
 
     def _build(self, cls: type[Settings], key: str, values: dict[str, Any], failed: set[str]) -> Any:
@@ -157,12 +162,14 @@ class Reader:
             return _FAILED if failed else built
         except ValidationError as error:
             errors = error.errors()
-        except UserError as error:  # from a validator that says what it means
+        # Raised by a validator, with a message of its own.
+        except UserError as error:
             if not failed:
                 self.problems.append(mistakes.broken_rule(key, self._leaves(), error.what, self.setter.get, error.hint))
             return _FAILED
         wrong = [e for e in errors if e["loc"] and e["loc"][0] not in failed]
-        if _WHOLE in failed:  # nothing is missing from a group that was never given
+        # Nothing is missing from a group that was never given.
+        if _WHOLE in failed:
             wrong = [e for e in wrong if e["type"] != "missing"]
         for name in dict.fromkeys(str(e["loc"][0]) for e in wrong):
             its = [e for e in wrong if e["loc"][0] == name]
@@ -176,57 +183,58 @@ class Reader:
         groups = {path.rpartition(".")[0] for path in self.known}
         return [path for path in self.known if path not in groups]
 
-    def _mappings(self, what: str, key: str, said: list[Said]) -> tuple[list[Said], bool]:
-        """Those of `said` that are mappings, and whether all are; the others are mistakes."""
-        good: list[Said] = []
+    def _mappings(self, what: str, key: str, given: list[Given]) -> tuple[list[Given], bool]:
+        """The mappings among `given`, and whether all are mappings; the others are recorded as mistakes."""
+        good: list[Given] = []
         all_good = True
-        for one in said:
-            value = _given(one.value) if isinstance(one.value, Settings) else one.value
+        for one in given:
+            value = _explicit(one.value) if isinstance(one.value, Settings) else one.value
             if value is None and one.layer.text(key) == "":
-                continue  # a heading in a file with nothing under it
+                # A heading in a file with nothing under it.
+                continue
             if isinstance(value, Mapping) and SELF not in value:
-                good.append(Said(one.layer, value))
+                good.append(Given(one.layer, value))
             else:
                 all_good = False
                 self.problems.append(mistakes.not_that(what, value, one.layer, key))
         return good, all_good
 
-    def _unknown(self, key: str, one: Said, value: Any) -> None:
-        """Notes an unknown key; of an unknown group with one leaf, the leaf."""
+    def _unknown(self, key: str, one: Given, value: Any) -> None:
+        """Records an unknown key; for an unknown group with a single leaf, the leaf."""
         while isinstance(value, Mapping) and len(value) == 1:
             name, value = next(iter(value.items()))
             key = dotted(key, name)
         self.unknown.append((key, f"set by {one.layer.where(key)}"))
 
-    def _set(self, key: str, said: list[Said], added: bool = False) -> None:
+    def _set(self, key: str, given: list[Given], added: bool = False) -> None:
         before = self.tried.get(key, []) if added else []
-        self.tried[key] = before + [(one.layer.origin, one.value) for one in said]
-        if said and said[-1].layer.origin != DEFAULT:
-            self.setter[key] = said[-1].layer
+        self.tried[key] = before + [(one.layer.origin, one.value) for one in given]
+        if given and given[-1].layer.origin != DEFAULT:
+            self.setter[key] = given[-1].layer
 
 
-def _default(info: FieldInfo) -> list[Said]:
+def _default(info: FieldInfo) -> list[Given]:
     if info.is_required():
         return []
-    return [Said(Layer(DEFAULT, {}), info.get_default(call_default_factory=True))]
+    return [Given(SettingsLayer(DEFAULT, {}), info.get_default(call_default_factory=True))]
 
 
-def _tagged(choice: Choice, one: Said) -> Said:
-    """A choice's shorthand written out: a name alone, or a name beside keys, is the tag."""
+def _tagged(choice: Choice, one: Given) -> Given:
+    """Expands a choice's shorthand: a name alone, or a name beside keys, is the tag."""
     value = one.value
     if isinstance(value, Settings):
-        return Said(one.layer, {choice.tag: choice.name_of(value), **_given(value)})
+        return Given(one.layer, {choice.tag: choice.name_of(value), **_explicit(value)})
     if isinstance(value, str):
-        return Said(one.layer, {choice.tag: value})
+        return Given(one.layer, {choice.tag: value})
     if isinstance(value, Mapping) and isinstance(value.get(SELF), str):
-        return Said(one.layer, {choice.tag: value[SELF]} | {k: v for k, v in value.items() if k != SELF})
+        return Given(one.layer, {choice.tag: value[SELF]} | {k: v for k, v in value.items() if k != SELF})
     return one
 
 
-def _since_named(said: list[Said], tag: str) -> list[Said]:
-    """What was said since the tag last changed."""
+def _since_named(given: list[Given], tag: str) -> list[Given]:
+    """What layers gave since the tag last changed."""
     name, kept = None, []
-    for one in said:
+    for one in given:
         named = one.value.get(tag)
         if named is not None and named != name:
             kept = kept if name is None else []
@@ -235,17 +243,17 @@ def _since_named(said: list[Said], tag: str) -> list[Said]:
     return kept
 
 
-def _since_changed(cls: type[Settings], info: FieldInfo, said: list[Said]) -> int:
-    """The first layer that counts for a key: the last one to change a key that this one belongs to."""
+def _since_changed(cls: type[Settings], info: FieldInfo, given: list[Given]) -> int:
+    """The index of the first layer that counts for a key: the last one that changed the key this one `BelongsTo`."""
     first = 0
     for mark in marks(info, BelongsTo):
         value = cls.model_fields[mark.key].get_default(call_default_factory=True)
-        for number, one in enumerate(said):
+        for number, one in enumerate(given):
             if one.value.get(mark.key, value) != value:
                 value, first = one.value[mark.key], max(first, number)
     return first
 
 
-def _given(group: Settings) -> dict[str, Any]:
-    """A built group as the keys that were given to it."""
+def _explicit(group: Settings) -> dict[str, Any]:
+    """A built group as the keys that were set in it."""
     return {name: getattr(group, name) for name in type(group).model_fields if name in group.model_fields_set}

@@ -1,10 +1,10 @@
-"""Names to things: the one class behind every plug-in point.
+"""A registry maps names to classes and functions; every plug-in point uses this one class.
 
     OPTIMIZERS = Registry("optimizer")
-    OPTIMIZERS.add("adamw", "argosy.train.optim:AdamW")      # registered by one line, imported on first use
+    OPTIMIZERS.add("adamw", "argosy.train.optim:AdamW")      # one line registers; imported on first use
 
-A package outside Argosy registers in the same way, from its own `__init__`; or, to be known to the command line too, by an
-entry point of the group that the registry names.
+A package outside Argosy registers the same way, from its own `__init__`. To be known to the command line too, it declares an
+entry point in the group that the registry names.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from argosy.core.errors import UnknownName
 
 
 class Registry(Mapping[str, Any]):
-    """A mapping from a short lower-case name to a class or function, which is given itself or as "module:name"."""
+    """A mapping from a short lower-case name to a class or function, given itself or as "module:name"."""
 
     def __init__(self, noun: str, items: Mapping[str, Any] | None = None):
         self.noun = noun
@@ -23,8 +23,8 @@ class Registry(Mapping[str, Any]):
         self._groups: list[str] = []
 
     def add_installed(self, group: str) -> None:
-        """Registers what installed packages offer under this group of entry points. They are looked for when a name is asked for that
-        is not here, or all names are: looking takes 40 ms. Nothing of theirs is imported by it."""
+        """Also offers what installed packages declare under this group of entry points. They are searched only when a missing
+        name or the list of names is asked for, because the search takes 40 ms. It imports none of them."""
         self._groups.append(group)
 
     def _look_for_installed(self) -> None:
@@ -37,7 +37,7 @@ class Registry(Mapping[str, Any]):
             self.add(point.name, point.value)
 
     def add(self, name: str, item: Any) -> None:
-        """Registers `item`, or the "module:name" it will be imported from.
+        """Registers `item`, or the "module:name" from which it is imported on first use.
 
         Raises:
             ValueError: the name is taken, or the text is not "module:name".
@@ -81,6 +81,6 @@ class Registry(Mapping[str, Any]):
 
 
 def _named(item: Any) -> Any:
-    """A class or function as "module:name"; anything else is itself."""
+    """A class or function as "module:name"; anything else unchanged."""
     is_named = hasattr(item, "__module__") and hasattr(item, "__qualname__")
     return f"{item.__module__}:{item.__qualname__}" if is_named else item

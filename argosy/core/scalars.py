@@ -1,7 +1,7 @@
-"""What a plain word means on its own, and how a value is written so that it means the same again.
+"""What a plain YAML scalar means, and how a value is written so that it reads back the same.
 
-Notable: numbers are the decimal ones that people mean (`1e5`, `4_096`, `25k`). YAML 1.1 reads `010` as 8, `1:30` as 90,
-`1e5` as text and `2026-11-21` as a date; here they are 10, text, 100000 and text. Knows nothing of types or files.
+Numbers are the decimal ones people mean (`1e5`, `4_096`, `25k`). YAML 1.1 reads `010` as 8, `1:30` as 90, `1e5` as text and
+`2026-11-21` as a date; here they are 10, text, 100000 and text. This module knows nothing of types or files.
 """
 
 import re
@@ -30,13 +30,14 @@ def number(text: str) -> int | float | None:
         return _whole(text) if match else None
     suffix = match.groups()[-1]
     exact = _DECIMAL.multiply(Decimal(match[1].replace("_", "")), _SUFFIXES.get(suffix, 1))
-    if exact.is_finite() and exact.adjusted() < 30 and exact == exact.to_integral_value():  # 1e999999: a million digits
+    # The bound on the exponent matters: 1e999999 has a million digits.
+    if exact.is_finite() and exact.adjusted() < 30 and exact == exact.to_integral_value():
         return int(exact)
     return float(exact)
 
 
 def scalar(text: str) -> Any:
-    """What a plain scalar looks like on its own: none, a switch, a number, or text."""
+    """The value of a plain scalar whose type is unknown: none, a switch, a number, or text."""
     if text.lower() in _NULLS:
         return None
     if text.lower() in _SWITCHES:
@@ -52,20 +53,23 @@ def scalar(text: str) -> Any:
 
 def _whole(text: str) -> int | float:
     digits = text.replace("_", "")
-    return int(digits) if len(digits) <= 4300 else float(digits)  # Python reads no longer integers from text
+    # Python refuses to parse longer integers.
+    return int(digits) if len(digits) <= 4300 else float(digits)
 
 
 def written(value: Any) -> str:
-    """A plain value as YAML in one line, such that both this module and any YAML reader get it back."""
+    """A plain value as one line of YAML that this module and any other YAML reader read back the same."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{written(str(k))}: {written(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(written, value)) + "]"
     if isinstance(value, str) and value.splitlines() not in ([], [value]):
-        return _flow(value, default_style='"')  # PyYAML's own choice loses a break such as U+0085
+        # PyYAML's default style loses line breaks such as U+0085.
+        return _flow(value, default_style='"')
     text = _flow(value, allow_unicode=True)
     if isinstance(value, str) and text == value and scalar(text) != value:
-        return f'"{text}"'  # `1e5` is text to YAML 1.1 and a number to YAML 1.2, and to us
+        # `1e5` is text to YAML 1.1, and a number to YAML 1.2 and to this module.
+        return f'"{text}"'
     return text
 
 

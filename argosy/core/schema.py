@@ -1,4 +1,4 @@
-"""What settings are made of: `Settings`, a frozen group of typed keys, and `Choice`, a group whose class a name picks.
+"""The types settings are made of: `Settings`, a frozen group of typed keys, and `Choice`, a group whose class a name selects.
 
     class AdamW(Settings):
         learning_rate: float = Field(1e-3, gt=0)
@@ -7,8 +7,8 @@
     class Run(Settings):
         optimizer: Annotated[Any, Choice(OPTIMIZERS)] = "adamw"
 
-Notable: `meant` reads a value by the type it is for, so numbers may be written as people write them and nothing else is
-guessed: a switch is never a number, nor a number a switch. Knows nothing of layers; `core.settings` reads those.
+`meant` reads a value by the type of its key, so numbers may be written as people write them and nothing else is guessed: a switch
+is never a number, nor a number a switch. This module knows nothing of layers; `core.settings` reads those.
 """
 
 import types
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
     @dataclass_transform(kw_only_default=True, frozen_default=True)
     class _Keys(ModelMetaclass):
-        """Lets checkers see the default in `Field(8, ge=1)`: by Pydantic's own transform they read only `default=8`."""
+        """Lets type checkers see the default in `Field(8, ge=1)`; by Pydantic's own transform they only read `default=8`."""
 
 else:
     _Keys = type(BaseModel)
 
 
 class Settings(BaseModel, metaclass=_Keys):
-    """A frozen group of settings. The string under a field documents it. Unknown keys are errors, and so are numbers that are
-    not finite: a learning rate of infinity is a slip."""
+    """A frozen group of settings. The string under a field documents it. Unknown keys are errors, and so are infinite and NaN
+    values: a learning rate of infinity is a typo."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -54,8 +54,8 @@ class Settings(BaseModel, metaclass=_Keys):
         allow_inf_nan=False,
     )
 
+    # Names from other trainers that correspond to no key, each with the sentence that answers it. Read from the root.
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    # Names of other trainers that no key stands for, with the sentence that answers whoever types one. Read from the root.
 
     @field_validator("*", mode="before")
     @classmethod
@@ -64,43 +64,43 @@ class Settings(BaseModel, metaclass=_Keys):
 
 
 class Also:
-    """Marks a key with the names that other trainers have for it: `Annotated[float, Also("lr", "max_lr")]`. They are not
-    accepted; whoever types one is told the right name. A dotted name, `training.steps`, wins over its last part."""
+    """Marks a key with the names other trainers use for it: `Annotated[float, Also("lr", "max_lr")]`. They are not accepted; the
+    error names the right key. A dotted name, `training.steps`, takes precedence over its last part."""
 
     def __init__(self, *names: str):
         self.names = names
 
 
 class MayChange:
-    """Marks a key, or a whole group, that may differ when a run resumes: `every: Annotated[int, MayChange()] = 100`. Every other
-    key must be what it was, or the resumed run would not be the same run."""
+    """Marks a key or a whole group that may differ when a run resumes: `every: Annotated[int, MayChange()] = 100`. Every other
+    key must be unchanged, because the run would otherwise be a different one."""
 
 
 class BelongsTo:
     """Marks a key that describes the value of another key of its group: `max_bytes: Annotated[int, BelongsTo("source")]`. A layer
-    that changes that other key drops what older layers say of this one, as a new tag drops the keys of the old choice."""
+    that changes that other key discards what earlier layers set here, just as a new tag discards the keys of the old choice."""
 
     def __init__(self, key: str):
         self.key = key
 
 
 def marks(field: FieldInfo, kind: type) -> list[Any]:
-    """The marks of this kind that a field is annotated with."""
+    """The marks of this kind in a field's annotation."""
     return [mark for mark in field.metadata if isinstance(mark, kind)]
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Marks a key whose value is a group of the class that its tag names: `Annotated[Any, Choice(OPTIMIZERS)]`.
+    """Marks a key whose value is a group of the class its tag names: `Annotated[Any, Choice(OPTIMIZERS)]`.
 
-    Written `{name: muon, ns_steps: 6}`, or `muon` alone. The registered class, a `Settings`, is imported on use.
+    Written `{name: muon, ns_steps: 6}`, or `muon` alone. The registered class, a `Settings`, is imported on first use.
     """
 
     registry: Registry
     tag: str = "name"
 
     def name_of(self, value: Settings) -> str:
-        """The first name that the value's class is registered under, importing nothing.
+        """The first name under which the value's class is registered; imports nothing.
 
         Raises:
             ValueError: it is not registered.
@@ -126,7 +126,7 @@ class Choice:
         return cls
 
     def build(self, value: Any) -> Settings:
-        """The group that a name, a mapping with the tag, or a built group stands for."""
+        """The group that a name, a mapping with the tag, or an already built group stands for."""
         if isinstance(value, Settings):
             self.name_of(value)
             return value
@@ -154,7 +154,7 @@ class Choice:
             group["properties"] = {self.tag: {"const": name}, **group.get("properties", {})}
             group["required"] = [self.tag, *group.get("required", [])]
             options.append(group)
-        # Another layer may have made the choice: keys of any class, without the tag.
+        # Another layer may have made the choice, so keys of any class are accepted without the tag.
         keys: dict[str, Any] = {key: items[0] if len(items) == 1 else {"anyOf": items} for key, items in every.items()}
         untagged = {"type": "object", "properties": {self.tag: False, **keys}, "additionalProperties": False}
         return {"oneOf": [{"enum": list(self.registry)}, untagged, *options]}
@@ -165,7 +165,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a key is read: as one leaf, or part by part. `of` is the class, the choice, or the type of the items."""
+    """How a key is read: as one leaf, or part by part. `of`: the class, the choice, or the type of the items."""
 
     kind: Literal["leaf", "group", "choice", "list", "dict"]
     of: Any = None
@@ -173,9 +173,10 @@ class Shape:
 
 
 def shape_of(info: FieldInfo) -> Shape:
-    """How a field is read; a default of none allows none."""
+    """How a field is read. A default of none allows none."""
     choice = next((mark for mark in info.metadata if isinstance(mark, Choice)), None)
-    found = shape(Annotated[info.annotation, choice] if choice else info.annotation)  # Pydantic keeps the two apart
+    # Pydantic keeps the annotation and the choice apart.
+    found = shape(Annotated[info.annotation, choice] if choice else info.annotation)
     return replace(found, can_be_none=found.can_be_none or info.default is None)
 
 
@@ -201,12 +202,12 @@ def shape(hint: Any) -> Shape:
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """The types that a union joins; of anything else, itself."""
+    """The member types of a union; for any other type, the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def item_hint(hint: Any) -> Any:
-    """The type of a mapping's values; Any where it does not say."""
+    """The type of a mapping's values; Any if it is not declared."""
     for member in members(hint):
         if get_origin(member) in (dict, Mapping):
             return get_args(member)[1]
@@ -214,7 +215,7 @@ def item_hint(hint: Any) -> Any:
 
 
 def takes(hint: Any, value: Any) -> bool:
-    """Whether a value is of this type as it is, looking no deeper than its own kind."""
+    """Whether a value is already of this type; items inside it are not checked."""
     if get_origin(hint) is Annotated:
         return takes(get_args(hint)[0], value)
     if len(members(hint)) > 1:
@@ -225,7 +226,8 @@ def takes(hint: Any, value: Any) -> bool:
         return any(value == option and type(value) is type(option) for option in get_args(hint))
     bare = get_origin(hint) or hint
     kind = {float: (int, float), tuple: (list, tuple), list: (list, tuple)}.get(bare, bare)
-    return isinstance(value, kind) and (not isinstance(value, bool) or kind is bool)  # True is an int to Python
+    # True is an int to Python.
+    return isinstance(value, kind) and (not isinstance(value, bool) or kind is bool)
 
 
 # ---- values, read by their type
@@ -233,20 +235,20 @@ def takes(hint: Any, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Refused:
-    """Stands for a value that Pydantic would take and nobody means: 1 for a switch, a switch for a number, an integer that no
-    array can hold."""
+    """Stands for a value that Pydantic would accept but that is never meant: 1 for a switch, a switch for a number, an integer
+    too large for any array."""
 
     value: Any
 
 
 def meant(hint: Any, value: Any, text_of: Callable[[str], str | None] = _no_text, key: str = "") -> Any:
-    """What a written value means where this type is wanted; where it means nothing, the value, for Pydantic to refuse.
+    """What a written value means for this type. A value without a meaning is returned as it is, for Pydantic to refuse.
 
     Args:
         hint: the type.
-        value: what a YAML reader makes of the text.
-        text_of: dotted key -> a plain scalar's text as it was written: `no` for False, `007` for 7.
-        key: where the value stands.
+        value: the value as a YAML reader gives it.
+        text_of: dotted key -> the text of a plain scalar as it was written: `no` for False, `007` for 7.
+        key: the dotted key of the value.
     """
     if get_origin(hint) is Annotated:
         return meant(get_args(hint)[0], value, text_of, key)
@@ -270,7 +272,7 @@ def meant(hint: Any, value: Any, text_of: Callable[[str], str | None] = _no_text
 
 
 def _meant_by_one(options: tuple[Any, ...], value: Any, text_of: Callable[[str], str | None], key: str) -> Any:
-    """The first member of a union that takes the value as it is, else the first that gives it a meaning."""
+    """The first member of a union that accepts the value as it is, otherwise the first that can interpret it."""
     for option in options:
         if takes(option, value):
             return meant(option, value, text_of, key)

@@ -1,11 +1,12 @@
-"""Layered, typed, typo-proof settings: YAML files, then `key=value` words, to one frozen tree, with who set each key.
+"""Layered, typed settings that catch typos: YAML files, then `key=value` words, read into one frozen tree that records who set
+each key.
 
     reading = read_settings(Run, yaml_layer("base.yml"), yaml_layer("tiny.yml"), words_layer(["optimizer=muon"]))
     reading.value.optimizer.ns_steps       reading.origin["optimizer.name"] == "command line"
 
-Layers apply in order. Groups and mappings merge key by key, everything else is replaced whole. A layer that changes the
-tag of a `Choice` drops what older layers said of it: a learning rate meant for AdamW is wrong for Muon. Every mistake
-of every layer is reported at once. Other rooms import from here what schema, words and plain define.
+Layers apply in order. Groups and mappings merge key by key; everything else is replaced. A layer that changes the tag of a
+`Choice` discards what earlier layers set for it: a learning rate for AdamW is wrong for Muon. The mistakes of all layers are
+reported at once. Other rooms import from here what schema, words and plain define.
 """
 
 from dataclasses import dataclass, field
@@ -14,20 +15,20 @@ from typing import Any, Generic, TypeVar
 from argosy.core import mistakes
 from argosy.core.errors import SettingsError
 from argosy.core.plain import diff, dump, flatten
-from argosy.core.reader import DEFAULT, Reader, Said
+from argosy.core.reader import DEFAULT, Given, Reader
 from argosy.core.schema import Also, Choice, MayChange, Settings
-from argosy.core.words import COMMAND_LINE, Layer, Mark, words_layer, yaml_layer
+from argosy.core.words import COMMAND_LINE, Mark, SettingsLayer, words_layer, yaml_layer
 
 __all__ = [
     "COMMAND_LINE",
     "DEFAULT",
     "Also",
     "Choice",
-    "Layer",
     "Mark",
     "MayChange",
     "Reading",
     "Settings",
+    "SettingsLayer",
     "diff",
     "dump",
     "flatten",
@@ -41,10 +42,10 @@ T = TypeVar("T", bound=Settings)
 
 @dataclass(frozen=True)
 class Reading(Generic[T]):
-    """A typed tree and where it comes from.
+    """A typed tree of settings and where each value comes from.
 
-    origin: dotted leaf key -> who set it. tried: dotted key -> what every layer said of it, oldest first.
-    choices: dotted key -> the choice that stands there and the name it has. names: what unknown keys are answered from.
+    origin: dotted leaf key -> who set it. tried: dotted key -> what every layer gave for it, oldest first.
+    choices: dotted key -> the choice at that key and its name. names: the names from which unknown keys are answered.
     """
 
     value: T
@@ -54,14 +55,14 @@ class Reading(Generic[T]):
     names: mistakes.Names = field(default_factory=mistakes.Names)
 
 
-def read_settings(schema: type[T], *layers: Layer) -> Reading[T]:
-    """The typed tree that the layers describe, later ones winning.
+def read_settings(schema: type[T], *layers: SettingsLayer) -> Reading[T]:
+    """Reads layers into a typed tree; later layers win.
 
     Raises:
         SettingsError: every mistake of every layer at once.
     """
     reader = Reader()
-    value = reader.group(schema, "", [Said(layer, layer.values) for layer in layers])
+    value = reader.group(schema, "", [Given(layer, layer.values) for layer in layers])
     names = mistakes.Names(reader.known, reader.choices, reader.also, schema.elsewhere)
     unknown = [mistakes.unknown(key, where, names) for key, where in reader.unknown]
     if problems := unknown + reader.problems:

@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from typing import Any
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-CLEANING_S = 2.0  # callbacks that hang, on a lock that the interrupted code holds, must not keep the process
+# A callback may hang on a lock of the interrupted code; the process must end all the same.
+CLEANING_S = 2.0
 
 
 @dataclass
 class Stop:
     """Whether a signal has asked for a stop. code: 128 + its number, 0 while none has."""
 
-    said: str
+    message: str
     code: int = 0
 
     def __call__(self) -> bool:
@@ -43,7 +44,8 @@ class _State:
 
 def take_over() -> None:
     """Makes signals of this process work as described above. For the main thread of a command, once, before anything slow."""
-    if os.name == "nt" or _State.taken_over:  # Windows has one signal, and Python's own handler for it
+    # Windows has one signal, and Python's own handler for it.
+    if os.name == "nt" or _State.taken_over:
         return
     _State.taken_over = True
     reader, writer = os.pipe()
@@ -78,9 +80,9 @@ def hold() -> None:
 
 
 @contextmanager
-def asked_to_stop(said: str = "stopping") -> Iterator[Stop]:
-    """In here the first signal sets the `Stop` and prints `said` on stderr at once; a second one ends the process."""
-    stop = Stop(said)
+def asked_to_stop(message: str = "stopping") -> Iterator[Stop]:
+    """In here the first signal sets the `Stop` and prints `message` on stderr at once; a second one ends the process."""
+    stop = Stop(message)
     if _State.taken_over:
         _State.stops.append(stop)
         try:
@@ -93,10 +95,11 @@ def asked_to_stop(said: str = "stopping") -> Iterator[Stop]:
         if stop.code:
             raise KeyboardInterrupt
         stop.code = 128 + number
-        _tell(said)
+        _print(message)
 
     before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # elsewhere, whoever runs us handles signals
+    # Elsewhere, whoever runs us handles signals.
+    if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, ask) for number in SIGNALS if _is_handled(number)}
     try:
         yield stop
@@ -120,12 +123,12 @@ def before_leaving(do: Callable[[], object]) -> Iterator[None]:
 
 
 def _is_handled(number: int) -> bool:
-    """nohup ignores SIGHUP, and a command under it must go on."""
+    """Whether the signal may end this process. nohup ignores SIGHUP, and a command under nohup must keep running."""
     return number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
 
 
 def _nothing(number: int, frame: Any) -> None:
-    """The thread acts. A handler must be there for the C-level one to write to the wake-up descriptor."""
+    """Does nothing; the thread acts. Without a Python handler the C-level one would not write to the wake-up descriptor."""
 
 
 def _watch(reader: int) -> None:
@@ -136,7 +139,7 @@ def _watch(reader: int) -> None:
             if _State.stops and not _State.stops[-1].code:
                 stop = _State.stops[-1]
                 stop.code = 128 + number
-                _tell(stop.said)
+                _print(stop.message)
             else:
                 _leave(128 + number)
 
@@ -149,13 +152,14 @@ def _leave(code: int) -> None:
         try:
             do()
         except Exception as error:
-            _tell(f"{type(error).__name__} while stopping: {error}")
+            _print(f"{type(error).__name__} while stopping: {error}")
     os._exit(code)
 
 
-def _tell(text: str) -> None:
-    """Past Python's buffer, whose lock the interrupted code may hold."""
+def _print(text: str) -> None:
+    """Writes past Python's buffer, whose lock the interrupted code may hold."""
     try:
         os.write(2, f"{text}\n".encode())
     except OSError:
-        pass  # nobody is there to read
+        # Nobody is reading.
+        pass

@@ -1,8 +1,7 @@
-"""A run's files behind one door: a local directory, or any address that fsspec knows (`gs://`, `s3://`, `memory://`).
+"""The files of a run: a local directory, or any address that fsspec knows (`gs://`, `s3://`, `memory://`).
 
-Notable: what is written whole is there whole or not at all; a line is appended so that a torn one before it stays
-alone; and one process at a time holds a run, by a lock that dies with it (`Store.lock`).
-Knows nothing of what the files mean.
+A file is written completely or not at all. A line is appended so that a torn line before it does not affect it. One process at a
+time holds a run, by a lock that ends with the process (`Store.lock`). This module knows nothing of what the files mean.
 """
 
 import errno
@@ -21,16 +20,20 @@ from uuid import uuid4
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged
 
 LOCK = ".lock"
-LEASE_S = 60.0  # a lease that was not renewed for so long is up
-SETTLE_S = 0.5  # after which two who took a lease at the same moment see which of them has it
+# A lease that was not renewed for this long has expired.
+LEASE_S = 60.0
+# How long a process waits before it checks whether another took the lease at the same moment.
+SETTLE_S = 0.5
 COPY_BYTES = 1 << 23
-REWRITE_S = 10.0  # object stores cannot append: a file of lines is put anew at most this often
+# Object stores cannot append: a file of lines is rewritten at most this often.
+REWRITE_S = 10.0
 
-_NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}  # some network file systems
+# The errors of network file systems without flock.
+_NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 class Lock(Protocol):
-    """The exclusive hold on a directory, until released or until the process ends. Also a context manager."""
+    """Exclusive access to a directory, until it is released or the process ends. Also a context manager."""
 
     def release(self) -> None: ...
 
@@ -40,7 +43,7 @@ class Lock(Protocol):
 
 
 class Store:
-    """Files under a root, by relative names with `/`. Directories come into being with the files in them."""
+    """Files under a root, by relative names with `/`. Directories are created with the files in them."""
 
     def __init__(self, root: str | Path):
         self.root = str(root)
@@ -55,27 +58,27 @@ class Store:
         return f"Store({self.root!r})"
 
     def child(self, name: str) -> "Store":
-        """The directory `name` under this one."""
+        """A store for the directory `name` under this one."""
         return Store(self.root + "/" * (not self.root.endswith("/")) + _inside(name))
 
     def local_path(self, name: str = "") -> Path:
-        """Where a file lies on this machine.
+        """The path of a file on this machine.
 
         Raises:
-            BadInput: this store is not on this machine.
+            BadInput: the store is remote.
         """
         if not self.is_local:
-            raise BadInput(f"`{self.root}` is not a directory of this machine", hint="give a local path")
+            raise BadInput(f"`{self.root}` is not a directory on this machine", hint="give a local path")
         return self._path(name) if name else Path(self.root)
 
     def read_text(self, name: str) -> str:
-        """A whole file of UTF-8.
+        """Reads a UTF-8 file.
 
         Raises:
             BadInput: no such file.
-            Damaged: it is not UTF-8.
+            Damaged: the file is not UTF-8.
         """
-        with self.open(name) as file, _told(self, name):
+        with self.open(name) as file, _our_errors(self, name):
             data = file.read()
         try:
             return data.decode("utf-8")
@@ -83,18 +86,19 @@ class Store:
             raise Damaged(f"`{name}` is not UTF-8 at byte {error.start}", where=f"in {self.root}") from None
 
     def write_text(self, name: str, text: str) -> None:
-        """The whole file or nothing of it; on this machine, also after a power cut."""
+        """Writes a file completely or not at all; a local file survives a power cut."""
         data = text.encode("utf-8")
         self._lines.pop(name, None)
-        with _told(self, name):
+        with _our_errors(self, name):
             if self.is_local:
                 _write_atomically(self._path(name), data)
             else:
                 self._files.pipe_file(self._address(name), data)
 
     def append_line(self, name: str, line: str) -> None:
-        """Adds a line. Here the system has it on return; elsewhere it waits for `REWRITE_S` or `flush`."""
-        with _told(self, name):
+        """Appends a line. Locally the operating system has it on return; remotely it is buffered for up to `REWRITE_S`, or until
+        `flush`."""
+        with _our_errors(self, name):
             if self.is_local:
                 _append(self._path(name), line)
             else:
@@ -104,22 +108,22 @@ class Store:
                 self._put_lines(name, REWRITE_S)
 
     def flush(self) -> None:
-        """Puts lines that are still in memory."""
+        """Writes lines that are still buffered."""
         for name in self._lines:
             self._flush(name)
 
     def _flush(self, name: str) -> None:
         if name in self._lines:
-            with _told(self, name):
+            with _our_errors(self, name):
                 self._put_lines(name, 0.0)
 
     def exists(self, name: str) -> bool:
-        with _told(self, name):
+        with _our_errors(self, name):
             return self._path(name).exists() if self.is_local else self._files.exists(self._address(name))
 
     def list(self, name: str = "") -> list[str]:
-        """What a directory holds, names alone, sorted, hidden ones left out; nothing where there is no directory."""
-        with _told(self, name):
+        """The names in a directory, sorted, without hidden ones; empty if there is no such directory."""
+        with _our_errors(self, name):
             if self.is_local:
                 folder = self.local_path(name)
                 found = os.listdir(folder) if folder.is_dir() else []
@@ -130,9 +134,9 @@ class Store:
         return sorted(name for name in found if not name.startswith("."))
 
     def remove(self, name: str) -> None:
-        """A file, or a directory with all in it; nothing where there is none."""
+        """Removes a file, or a directory with its contents; does nothing if there is none."""
         self._lines.pop(name, None)
-        with _told(self, name):
+        with _our_errors(self, name):
             if not self.is_local:
                 if self._files.exists(self._address(name)):
                     self._files.rm(self._address(name), recursive=True)
@@ -144,15 +148,15 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """The size of a file in bytes."""
         self._flush(name)
-        with _told(self, name):
+        with _our_errors(self, name):
             return self._path(name).stat().st_size if self.is_local else self._files.size(self._address(name))
 
     def open(self, name: str, mode: Literal["rb", "wb"] = "rb") -> IO[bytes]:
-        """A file of bytes. What is written here is not atomic: write under another name where that matters."""
+        """Opens a file of bytes. Writing here is not atomic; where that matters, write under another name first."""
         self._flush(name)
-        with _told(self, name):
+        with _our_errors(self, name):
             if not self.is_local:
                 return self._files.open(self._address(name), mode)
             path = self._path(name)
@@ -161,38 +165,39 @@ class Store:
             return path.open(mode)
 
     def put_file(self, name: str, path: Path) -> None:
-        """Copies a file of this machine into the store."""
+        """Copies a local file into the store."""
         with path.open("rb") as source, self.open(name, "wb") as target:
             shutil.copyfileobj(source, target, COPY_BYTES)
 
     def get_file(self, name: str, path: Path) -> None:
-        """Copies a file of the store to this machine."""
+        """Copies a file of the store to a local path."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self.open(name) as source, path.open("wb") as target:
             shutil.copyfileobj(source, target, COPY_BYTES)
 
     def is_directory(self, name: str) -> bool:
-        with _told(self, name):
+        with _our_errors(self, name):
             return self._path(name).is_dir() if self.is_local else self._files.isdir(self._address(name))
 
     def lock(self) -> Lock:
-        """Holds the directory for this process alone.
+        """Gives this process exclusive access to the directory.
 
-        On this machine the kernel keeps the lock and drops it when the process ends, however it ends. Elsewhere, and on
-        file systems without such locks, it is a lease renewed every quarter of a minute: weaker, since clocks may
-        disagree, a process that stalls for `LEASE_S` loses it, and one that is killed keeps it as long.
+        Locally the kernel keeps the lock and drops it when the process ends, however it ends. Remotely, and on file systems
+        without such locks, it is a lease renewed every 15 seconds. A lease is weaker: clocks may disagree, a process that stalls
+        for `LEASE_S` loses it, and a killed process keeps it for as long.
 
         Raises:
-            Busy: another process holds it; named by process and host.
+            Busy: another process holds it; the message names process and host.
         """
         if self.is_local:
-            with _told(self, LOCK):
+            with _our_errors(self, LOCK):
                 try:
                     return _Flock(self._path(LOCK))
                 except OSError as error:
                     if error.errno not in _NO_FLOCK:
                         raise
-        return _Lease(Store(self.root))  # a store of its own: it is used from another thread
+        # A store of its own, because another thread uses it.
+        return _Lease(Store(self.root))
 
     def _path(self, name: str) -> Path:
         return Path(self.root, _inside(name))
@@ -213,29 +218,31 @@ class Store:
 
 def _remote(root: str) -> tuple[Any, str]:
     """The file system of an address, and the address without its scheme."""
-    import fsspec  # a tenth of a second that local runs need not spend
+    # Takes 0.1 s, which local runs need not spend.
+    import fsspec
 
-    options = {"auto_mkdir": True} if root.startswith("file://") else {}  # elsewhere directories are parts of names
+    # For other schemes, directories are only parts of names.
+    options = {"auto_mkdir": True} if root.startswith("file://") else {}
     try:
         files, base = fsspec.url_to_fs(root, use_listings_cache=False, **options)
     except ImportError as error:
-        raise BadInput(f"`{root}` needs a package: {error}") from None
+        raise BadInput(f"`{root}` needs a package that is not installed: {error}") from None
     except ValueError as error:
         raise BadInput(f"`{root}`: {str(error).splitlines()[0]}") from None
     return files, base.rstrip("/")
 
 
 def _inside(name: str) -> str:
-    """A relative name that stays under the root."""
+    """Checks that a relative name stays under the root, and returns it."""
     parts = PurePosixPath(name).parts
     if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in parts:
-        raise BadInput(f"{name!r} is not the name of a file inside a run")
+        raise BadInput(f"{name!r} is not a valid name for a file of a run")
     return "/".join(parts)
 
 
 @contextmanager
-def _told(store: Store, name: str) -> Iterator[None]:
-    """What the system says of a file, as an error of ours."""
+def _our_errors(store: Store, name: str) -> Iterator[None]:
+    """Turns errors of the operating system about a file into ours."""
     try:
         yield
     except FileNotFoundError:
@@ -245,7 +252,7 @@ def _told(store: Store, name: str) -> Iterator[None]:
     except OSError as error:
         what = (error.strerror or str(error)).lower()
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = "free some space; what was written before is whole" if full else None
+        hint = "free some space; what was written before is intact" if full else None
         raise ArgosyError(f"`{name}`: {what}", where=f"in {store.root}", hint=hint) from error
 
 
@@ -253,7 +260,8 @@ def _told(store: Store, name: str) -> Iterator[None]:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    """Another name, fsync, rename, fsync of the directory: a reader sees the old file or the new one, always."""
+    """Writes to another name, fsync, rename, fsync of the directory: a reader sees the old file or the new one, never part of
+    one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pending = path.with_name(f".{path.name}.{os.getpid()}.{uuid4().hex[:8]}.tmp")
     try:
@@ -272,7 +280,7 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 
 def _append(path: Path, line: str) -> None:
-    """One write call, so lines of two threads do not mix. A last line torn by a kill is ended first."""
+    """Appends in one write call, so lines of two threads do not mix. A line torn by a kill is first ended by a newline."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -286,7 +294,7 @@ def _append(path: Path, line: str) -> None:
 
 
 class _Lines:
-    """A file of lines in an object store, which cannot append."""
+    """A file of lines in an object store, which cannot append to files."""
 
     def __init__(self, data: bytes):
         self.data = bytearray(data)
@@ -321,7 +329,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 class _Flock:
-    """A lock of the kernel on a file that stays: removing it would let two processes lock two files of one name."""
+    """A kernel lock on a file that is never removed: if it were, two processes could lock two files of one name."""
 
     _held: ClassVar[set["_Flock"]] = set()
 
@@ -357,7 +365,8 @@ class _Flock:
 
     @classmethod
     def _forked(cls) -> None:
-        for lock in cls._held:  # the parent's stays; a child that outlives it must not keep the run
+        # The parent keeps its lock; a child that outlives it must not hold the run.
+        for lock in cls._held:
             os.close(lock._file)
         cls._held.clear()
 
@@ -366,14 +375,15 @@ os.register_at_fork(after_in_child=_Flock._forked)
 
 
 class _Lease:
-    """A file that says who holds the directory and when that was last renewed."""
+    """A file that says who holds the directory and when the lease was last renewed."""
 
     def __init__(self, store: Store):
         self._store, self._token = store, uuid4().hex
         self._refuse_if_held()
         self._renew()
         time.sleep(SETTLE_S)
-        if self._read().get("token") != self._token:  # somebody took it at the same moment, and later
+        # Another process took it at the same moment, and later.
+        if self._read().get("token") != self._token:
             raise _busy(self._read(), store.root)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
@@ -409,14 +419,16 @@ class _Lease:
         while not self._stop.wait(LEASE_S / 4):
             try:
                 if self._read().get("token") != self._token:
-                    return  # it ran out while this process stalled, and somebody else has it
+                    # The lease expired while this process stalled, and another process has it.
+                    return
                 self._renew()
             except ArgosyError:
-                continue  # three more tries before it runs out
+                # Three more attempts before the lease expires.
+                continue
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this host that is no more: a killed run need not wait for its lease."""
+    """Whether the holder was a process of this host that has ended: after a kill, nobody waits for its lease."""
     if holder.get("host") != socket.gethostname():
         return False
     try:

@@ -1,7 +1,7 @@
-"""YAML files and `key=value` words to layers. `core.settings` turns layers into a typed tree.
+"""Reads YAML files and `key=value` words into layers. `core.settings` turns layers into a typed tree.
 
-A plain scalar keeps its text and line beside its value, because only the type of a setting says what it means: `lang: no` is
-text where text is wanted and false where a switch is, `007` stays `007`, and an error names its line.
+A plain scalar keeps its text and line beside its value, because only the type of a setting decides what it means: `lang: no` is
+text for a text setting and false for a switch, `007` stays `007`, and errors name the line.
 """
 
 import os
@@ -18,76 +18,79 @@ from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.core.scalars import scalar
 
 COMMAND_LINE = "command line"
-SELF = "="  # the key of a group's own value, in `optimizer=muon optimizer.ns_steps=6`; YAML 1.1 means the same by it
+# The key of a group's own value, in `optimizer=muon optimizer.ns_steps=6`; YAML 1.1 uses the same key for that.
+SELF = "="
 MOST_LEVELS = 50
-MOST_NODES = 100_000  # an alias of aliases of aliases: nine lines of YAML can stand for a billion values
+# A limit, because aliases of aliases let nine lines of YAML stand for a billion values.
+MOST_NODES = 100_000
 
 _KEY = re.compile(r"[^\s.=-][^\s.=]*(\.[^\s.=]+)*")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a value was written: its text when it was a plain scalar, and its line in a file, from 1."""
+    """How a value was written: its text if it was a plain scalar, and its line in a file, from 1."""
 
     text: str | None = None
     line: int | None = None
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One source of settings: where it comes from and what it says."""
+class SettingsLayer:
+    """One source of settings: its origin and its values."""
 
     origin: str
     values: Mapping[str, Any]
     marks: Mapping[str, Mark] = field(default_factory=dict)
 
     def where(self, key: str) -> str:
-        """`tiny.yml:12`, or the origin alone where there are no lines."""
+        """`tiny.yml:12`, or only the origin if there are no lines."""
         mark = self.marks.get(key)
         return f"{self.origin}:{mark.line}" if mark and mark.line else self.origin
 
     def text(self, key: str) -> str | None:
-        """The text of a plain scalar, as it was written."""
+        """The text of a plain scalar as it was written."""
         mark = self.marks.get(key)
         return mark.text if mark else None
 
-    def under(self, group: str) -> "Layer":
-        """The same layer one level down: what a preset says of a model, said of a run."""
-        return Layer(self.origin, {group: self.values}, {f"{group}.{key}": mark for key, mark in self.marks.items()})
+    def under(self, group: str) -> "SettingsLayer":
+        """The same layer one level down, under `group`: a model preset becomes a layer of a run."""
+        return SettingsLayer(self.origin, {group: self.values}, {f"{group}.{key}": mark for key, mark in self.marks.items()})
 
 
 # ---- YAML files
 
 
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # C where PyYAML was built with it: ten times as fast
+# The C loader is ten times as fast; PyYAML may have been built without it.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Text(_Loader):
-    """Composes nodes and leaves plain scalars as text."""
+    """Composes nodes but leaves plain scalars as text."""
 
 
 _Text.yaml_implicit_resolvers = {}
 
 
-def yaml_layer(path: str | Path, origin: str | None = None) -> Layer:
+def yaml_layer(path: str | Path, origin: str | None = None) -> SettingsLayer:
     """Reads one YAML file of settings; `origin` is what errors and provenance call it (default: the file's name).
 
     Raises:
-        BadInput: no such file, not UTF-8, not YAML.
-        SettingsError: a key twice, a tag, a file that is no mapping; each with its line.
+        BadInput: there is no such file, or it is not UTF-8 or not YAML.
+        SettingsError: duplicate keys, tags, or a file that is not a mapping; each with its line.
     """
     path = Path(path)
     origin = origin or path.name
     node = _parse(_read(path), f"in {origin}", lines=True)
     if node is None:
-        return Layer(origin, {})
+        return SettingsLayer(origin, {})
     if not isinstance(node, yaml.MappingNode):
         raise BadInput("a settings file holds `key: value` lines", where=f"in {origin}:{node.start_mark.line + 1}")
     reader = _NodeReader(origin, lines=True)
     values = reader.read(node, "")
     if reader.problems:
         raise SettingsError(reader.problems)
-    return Layer(origin, values, reader.marks)
+    return SettingsLayer(origin, values, reader.marks)
 
 
 def _read(path: Path) -> str:
@@ -102,7 +105,8 @@ def _read(path: Path) -> str:
 
 
 def _close_file(path: Path) -> str | None:
-    """A hint with a file of a similar name beside it, if it is this user's: a folder for temporary files holds everybody's."""
+    """A hint with a file of a similar name in the same directory, if this user owns it: a temporary directory holds everybody's
+    files."""
     try:
         files = [p.name for p in path.parent.glob("*.y*ml") if os.name == "nt" or p.stat().st_uid == os.getuid()]
     except OSError:
@@ -114,7 +118,8 @@ def _close_file(path: Path) -> str | None:
 def _parse(text: str, where: str, lines: bool) -> yaml.Node | None:
     try:
         depth = 0
-        for event in yaml.parse(text, _Text):  # composing recurses in C: 90,000 brackets would end the process
+        # Composing recurses in C: 90,000 brackets would crash the process.
+        for event in yaml.parse(text, _Text):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MOST_LEVELS:
                 raise BadInput("settings nested too deeply", where=where)
@@ -128,7 +133,7 @@ def _parse(text: str, where: str, lines: bool) -> yaml.Node | None:
 
 
 class _NodeReader:
-    """Turns YAML nodes into plain values, marks and problems."""
+    """Turns YAML nodes into plain values, their marks, and problems."""
 
     def __init__(self, origin: str, lines: bool):
         self.origin, self.lines = origin, lines
@@ -137,10 +142,10 @@ class _NodeReader:
         self.nodes = 0
 
     def read(self, node: yaml.Node, key: str, around: tuple[int, ...] = ()) -> Any:
-        """The value of a node that stands at the dotted `key`, inside the nodes `around` it."""
+        """The value of the node at the dotted `key`, inside the nodes `around` it."""
         self.nodes += 1
         if id(node) in around or self.nodes > MOST_NODES:
-            raise BadInput("an alias that grows without end", where=self._where(node))
+            raise BadInput("YAML aliases that expand without end", where=self._where(node))
         around = (*around, id(node))
         line = node.start_mark.line + 1 if self.lines else None
         plain = isinstance(node, yaml.ScalarNode) and not node.style
@@ -158,7 +163,7 @@ class _NodeReader:
         values: dict[str, Any] = {}
         for name, value in node.value:
             if not isinstance(name, yaml.ScalarNode):
-                self._problem("a key that is no name", name, "a key is a word followed by a colon")
+                self._problem("a key that is not a name", name, "a key is a word followed by a colon")
                 continue
             if name.value in values:
                 self._problem(f"`{_dotted(key, name.value)}` is set twice", name, "keep one of the two")
@@ -179,8 +184,8 @@ def _dotted(key: str, name: str) -> str:
 # ---- words
 
 
-def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> Layer:
-    """`a.b=value` words as one layer. A value is a scalar or a flow collection, `[1, 2]`; the last of two wins.
+def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLayer:
+    """Reads `a.b=value` words as one layer. A value is a scalar or a flow collection, `[1, 2]`; the last of two words wins.
 
     Raises:
         SettingsError: every word that is not `key=value`.
@@ -204,7 +209,7 @@ def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> Layer:
             _put(values, key.split("."), value)
     if problems:
         raise SettingsError(problems)
-    return Layer(origin, values, marks)
+    return SettingsLayer(origin, values, marks)
 
 
 def _misspelt(word: str, key: str, equals: str, text: str, origin: str) -> UserError | None:
@@ -223,7 +228,7 @@ def _misspelt(word: str, key: str, equals: str, text: str, origin: str) -> UserE
 
 
 def _value(key: str, text: str, origin: str) -> tuple[Any, dict[str, Mark]]:
-    """A word's value: YAML where it opens like a collection or a quotation, else one plain scalar."""
+    """A word's value: YAML if it begins like a collection or a quotation, otherwise one plain scalar."""
     if text[0] not in "[{\"'":
         return scalar(text), {key: Mark(text)}
     reader = _NodeReader(f"`{key}` on the {origin}", lines=False)
@@ -235,7 +240,7 @@ def _value(key: str, text: str, origin: str) -> tuple[Any, dict[str, Mark]]:
 
 
 def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
-    """Sets one value; a name and the settings of what it names may come in either order."""
+    """Sets one value; a choice's name and its settings may come in either order."""
     *groups, leaf = path
     for group in groups:
         inner = tree.setdefault(group, {})

@@ -1,1 +1,1 @@
-"""Bytes to batches. Nothing here imports jax until a pipeline is built."""
+"""From bytes to batches. Nothing here imports jax until a pipeline is built."""

@@ -42,7 +42,8 @@ class Field:
 
 
 Fields = Mapping[str, Field]
-Fingerprint = dict[str, Any]  # name -> string, number, bool or None: whatever decides which rows come in which order
+# Name -> string, number, bool or None: everything that decides the rows and their order.
+Fingerprint = dict[str, Any]
 
 LANGUAGE_MODELING: Fields = {
     "tokens": Field("B T"),
@@ -82,7 +83,8 @@ class Batches(ABC):
 
     fingerprint: Fingerprint
     tokens_per_batch: int  # of the global batch, padding included
-    bytes_per_token: float | None  # UTF-8 bytes of text for each token that is learned; None where there is no text
+    # UTF-8 bytes of text for each token that is learned; None where there is no text.
+    bytes_per_token: float | None
 
     def __iter__(self) -> "Batches":
         return self

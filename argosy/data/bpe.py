@@ -19,7 +19,8 @@ from argosy.data.tokenizers.rules import QWEN2
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 LEAST = 256 + 2  # the bytes and both special tokens
-LONGEST = 24  # characters of a token: a line of dashes is not a word
+# Most characters of a token, because a line of dashes is not a word.
+LONGEST = 24
 
 
 def train(texts: Iterable[str], vocab: int) -> Tokenizer:

@@ -25,10 +25,14 @@ from argosy.core.errors import ArgosyError, BadInput, nearest
 
 Message = Mapping[str, Any]
 
-WALL_S = 60.0  # for a render on a busy machine: what bounds a template are its 2 s of CPU
-START_S = 60.0  # for the interpreter and Jinja on a busy machine
-TEMPLATE_CHARACTERS = 1 << 20  # the longest published template has 20,000
-LEAST_CHARACTERS = 1 << 20  # of text that any template may make; beyond, four times what it was given
+# Limit for a render on a busy machine; the real bound of a template is its 2 s of CPU.
+WALL_S = 60.0
+# Limit for starting the interpreter and Jinja on a busy machine.
+START_S = 60.0
+# The longest published template has 20,000.
+TEMPLATE_CHARACTERS = 1 << 20
+# Any template may produce this much text; a longer input allows four times its own length.
+LEAST_CHARACTERS = 1 << 20
 
 
 def render(

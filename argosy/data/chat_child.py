@@ -27,8 +27,10 @@ from jinja2.nodes import CallBlock
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 512 << 20
-CPU_S = 2.0  # the longest published template takes 5 ms
-LOOK_S = 5.0  # how often an idle process checks that its parent lives
+# The longest published template takes 5 ms.
+CPU_S = 2.0
+# How often an idle process checks that its parent lives.
+LOOK_S = 5.0
 
 
 class TooLong(Exception):
@@ -68,7 +70,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return (self.now or datetime.now()).strftime(format)
 
     def rendered(self, template, variables, now, most_characters):
-        """The text, and the spans of it that an assistant said."""
+        """The text, and the spans of it that an assistant wrote."""
         self.parts, self.spans, self.now = [], [], None if now is None else datetime.fromisoformat(now)
         left = most_characters
         for part in self.compiled(template).generate(**variables):
@@ -91,7 +93,7 @@ def answer(environment, request):
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
     try:
         return environment.rendered(**request)
-    except BaseException as error:  # the process goes on after any failure
+    except BaseException as error:  # the process continues after any failure
         line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         return {"error": type(error).__name__, "message": str(error)[:400] + line}
     finally:

@@ -1,10 +1,10 @@
-"""Which tokens of a conversation an assistant said: the ones that fine-tuning learns.
+"""Finds the tokens of a conversation that an assistant wrote: the ones that fine-tuning trains on.
 
 Few templates mark the assistant's words (`{% generation %}`). For the others, renders are compared. A turn begins where the
 render of the messages before it, with the generation prompt, ends; it ends where the render that stops with it ends. That is
-exact where these renders are prefixes of the whole. Some templates rewrite earlier turns (drop their thoughts, or end the
-last one with another token); for these a second comparison puts other words in the turn's place. Where neither finds the
-turn, the answer is an error, never a guess.
+exact if these renders are prefixes of the full one. Some templates rewrite earlier turns (drop their thoughts, or end the
+last one with another token); for these a second comparison replaces the words of the turn. If neither finds the
+turn, the result is an error, never a guess.
 """
 
 import re
@@ -17,7 +17,8 @@ from argosy.data.chat import Message, choose_template, render, rendered
 from argosy.data.tokenizers import Span, Tokenizer
 
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-PROBE = "\ue000"  # private use: no real word begins or ends with it
+# A private-use character, with which no real word begins or ends.
+PROBE = "\ue000"
 
 
 def encode_with_mask(
@@ -29,7 +30,7 @@ def encode_with_mask(
     now: datetime | None = None,
     **extra: Any,
 ) -> tuple[list[int], list[bool]]:
-    """A conversation as ids, and for each whether an assistant said it: its words and the token that ends its turn.
+    """A conversation as ids, and for each id whether an assistant wrote it: its words and the token that ends its turn.
 
     The ids are those of the whole text, except where one token would span the end of a prompt and the beginning of an answer.
     The text is cut there, as it is at inference.
@@ -88,7 +89,7 @@ def render_with_mask(
     now: datetime | None = None,
     **extra: Any,
 ) -> tuple[str, list[Span]]:
-    """`render`, and which characters an assistant said: half-open spans, one a turn, none of them empty.
+    """`render`, and which characters an assistant wrote: half-open spans, one per turn, none of them empty.
 
     Args:
         ends: the texts of special tokens. A turn ends with the last of them; blanks after it are the template's.
@@ -111,7 +112,7 @@ def render_with_mask(
 
 
 class Renders:
-    """One conversation, rendered whole and in parts."""
+    """One conversation, rendered completely and in parts."""
 
     def __init__(
         self,
@@ -152,10 +153,12 @@ class Renders:
             raise self.unclear(place) from None
 
     def common_start(self, place: int, prompt: str) -> int:
-        """Where the prompt and the turn part, independent of the words: a prompt may contain what earlier turns do not keep."""
+        """Where the prompt and the turn separate, independent of the words: a prompt may contain text that earlier turns do not
+        keep."""
         other, before = self.with_other_words(place), self.of(self.messages[:place])
         start = shared(prompt, other)
-        if prompt == before:  # there is no generation prompt: an answer begins with its first word
+        # There is no generation prompt: an answer begins with its first word.
+        if prompt == before:
             return shared(self.whole, other)
         if start < len(before) or not self.whole.startswith(other[:start]):
             raise self.unclear(place)

@@ -18,8 +18,10 @@ from argosy.data.sources import Document
 if TYPE_CHECKING:
     from argosy.data.tokenize import Tokenizer
 
-PART_CHARACTERS = 1 << 16  # encoded at once: 16 parts of a group of 1 MiB keep 8 cores busy
-HELD_CHARACTERS = 64 << 20  # a text this long without a place to cut is refused
+# Characters encoded at once: the 16 parts of a group of 1 MiB keep 8 cores busy.
+PART_CHARACTERS = 1 << 16
+# A text of this many characters without a place to cut is refused.
+HELD_CHARACTERS = 64 << 20
 NAMES_SHOWN = 3
 
 

@@ -10,7 +10,8 @@ from argosy.data.batch import Batch, Fields, Fingerprint
 from argosy.data.settings import DataSettings
 from argosy.data.sources.synthetic import splitmix
 
-SORTED_ROWS = 1 << 20  # 8 MB of permutation, made in 0.1 s an epoch
+# 8 MB of permutation, made in 0.1 s an epoch.
+SORTED_ROWS = 1 << 20
 
 
 class Order:
@@ -52,7 +53,8 @@ class Order:
 
 def ordered(identity: Fingerprint, settings: DataSettings, seed: int) -> Fingerprint:
     """Everything that decides which rows come in which order. The number of processes and of steps do not."""
-    shuffle = "order 1" if settings.shuffle else False  # another way of shuffling gets another number
+    # Another way of shuffling gets another number.
+    shuffle = "order 1" if settings.shuffle else False
     packed = {"sequence": settings.sequence, "batch": settings.batch, "packing": settings.packing}
     return identity | packed | {"shuffle": shuffle, "seed": seed, "online": settings.online}
 

@@ -153,7 +153,8 @@ class FitRows:
         self.corpus, self.sequence, self.fields = corpus, sequence, corpus.fields
         self.begin, self.size = cut_long(corpus.starts, sequence)
         row_of = best_fit_decreasing(self.size, sequence)
-        self.order = np.argsort(row_of, kind="stable")  # pieces by row, then in the order of the corpus
+        # Pieces by row, then in the order of the corpus.
+        self.order = np.argsort(row_of, kind="stable")
         self.offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of))]).astype(np.int64)
 
     def __len__(self) -> int:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "eval_batches", "find", "holds_out", "summary_of", "tokenizer_for"]
 
-BLOCK_TOKENS = 1 << 14  # made at once: Grain's 60 us an element do not count, and the first batch comes within 1 ms
+# Batches per Grain element: its cost of 60 us is then small, and the first batch comes within 1 ms.
+BLOCK_TOKENS = 1 << 14
 
 
 def build(
@@ -158,7 +159,8 @@ class Blocks:
         groups = self.order((batches[:, None] * groups_per_batch + self.share).ravel())
         rows = (np.maximum(groups, 0)[:, None] * self.per_group + np.arange(self.per_group)).ravel()
         made = picked(self.rows.gather(rows), self.fields)
-        if (groups < 0).any():  # past the end of the last batch of an evaluation
+        # Past the end of the last batch of an evaluation.
+        if (groups < 0).any():
             there = {"group": groups >= 0, "row": np.repeat(groups >= 0, self.per_group)}
             there["token"] = there["row"]
             made = {name: blanked(array, there[self.fields[name].per]) for name, array in made.items()}

@@ -39,10 +39,12 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "argosy corpus", 1
 SPLITS = ("train", "held_out")
 TOKENIZER = "tokenizer"
-GROUP_BYTES = 1 << 20  # text tokenized at once: enough to keep all cores busy, and little memory
+# Bytes of text tokenized at once: enough for all cores, and little memory.
+GROUP_BYTES = 1 << 20
 DTYPES = {"learn.bin": np.dtype(np.uint8), "weights.bin": np.dtype("<f4")}
 Say = Callable[[str], None]
-Progress = Callable[[int, int | None], None]  # bytes of text done, and of all (None: unknown)
+# Called with the bytes of text done, and in all (None: unknown).
+Progress = Callable[[int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,8 @@ def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:
     size = 0
     for document in documents:
         group.append(document)
-        size += len(document.text) + 4 * len(document.tokens or ()) + 64  # 64, so that empty documents fill a group too
+        # 64, so that empty documents fill a group too.
+        size += len(document.text) + 4 * len(document.tokens or ()) + 64
         if size >= GROUP_BYTES:
             yield group
             group, size = [], 0

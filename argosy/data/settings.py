@@ -1,4 +1,4 @@
-"""The settings of data. They do not know the model: its vocabulary is passed to whoever builds a pipeline."""
+"""The settings of data. They do not depend on the model; its vocabulary is passed when a pipeline is built."""
 
 from typing import Annotated, Literal
 
@@ -12,8 +12,8 @@ MADE_WITH = ("tokenizer", "held_out", "max_bytes", "documents", "invalid", "bos"
 
 
 class DataSettings(Settings):
-    """What a run is trained on. `max_bytes`, `documents` and `invalid` say how one source is read: changing `source` drops
-    what older layers (a recipe) say of them. `held_out`, a share, stays with any source."""
+    """The data of a run. `max_bytes`, `documents` and `invalid` describe how one source is read, so changing `source` discards
+    what earlier layers (a recipe) set for them. `held_out`, a share, applies to any source."""
 
     source: Annotated[
         str,
@@ -38,7 +38,7 @@ class DataSettings(Settings):
         str,
         Also("tokenizer_path", "tokenizer_name", "hf_assets_path", "tokenizer_name_or_path", "model.tokenizer_path"),
     ] = "byte"
-    """`byte`, or a tokenizer file, Hub folder, run directory or GGUF file. A prepared corpus brings its own, which is used
+    """`byte`, or a tokenizer file, Hub folder, run directory or GGUF file. A prepared corpus has its own, which is used
     unless this is set."""
 
     sequence: Annotated[
@@ -57,7 +57,7 @@ class DataSettings(Settings):
             "max_target_length",
         ),
     ] = Field(default=256, gt=0)
-    """Tokens in a row, at most the model's context."""
+    """Length of a row in tokens, at most the model's context."""
 
     batch: Annotated[
         int,
@@ -74,26 +74,26 @@ class DataSettings(Settings):
             "per_device_train_batch_size",
         ),
     ] = Field(default=8, gt=0)
-    """Rows in a step, over all devices and processes together."""
+    """Rows per step, over all devices and processes."""
 
     packing: Annotated[Literal["split", "fit"], Also("sample_packing", "group_by_length", "pad_to_sequence_len")] = (
         "split"
     )
-    """split: documents joined to one stream and cut every `sequence` tokens, without padding. fit: whole documents packed into
-    rows by best fit; only documents longer than a row are cut."""
+    """How documents become rows. split: joined to one stream and cut every `sequence` tokens, without padding. fit: packed into
+    rows by best fit, so that only documents longer than a row are cut."""
 
     shuffle: Annotated[bool, Also("enable_data_shuffling", "shuffle_data")] = True
-    """Draw the rows of each epoch in another random order. Off: in the order of the source."""
+    """Shuffles the rows of each epoch differently. Off: rows come in the order of the source."""
 
     seed: Annotated[int | None, Also("data_seed", "data_shuffle_seed", "shuffle_seed")] = Field(
         default=None, ge=0, lt=2**32
     )
-    """Random seed of the order of the rows, and of synthetic tokens. None: the run's seed."""
+    """Random seed of the row order and of synthetic tokens. None: the run's seed."""
 
     epochs: Annotated[float | None, MayChange(), Also("max_epochs", "num_epochs", "num_train_epochs")] = Field(
         default=None, gt=0
     )
-    """Passes over the rows, after which the data ends even if the run has steps left; the last batch is whole. With `online`,
+    """Passes over the rows, after which the run ends even if it has steps left; the last batch is complete. With `online`,
     passes are rounded up. None: as many as the steps take."""
 
     held_out: Annotated[float, Also("val_set_size", "validation_split", "val_split", "eval_split")] = Field(
@@ -104,30 +104,30 @@ class DataSettings(Settings):
     max_bytes: Annotated[int | None, BelongsTo("source"), Also("max_train_samples", "max_samples")] = Field(
         default=None, gt=0
     )
-    """Read no more than this many bytes of text, in the order of the source. None: all of it."""
+    """The most bytes of text to read, in the order of the source. None: all of it."""
 
     documents: Annotated[Literal["whole", "paragraphs"], BelongsTo("source")] = "whole"
-    """Text files: one document each, or one document for each paragraph between blank lines."""
+    """How text files are split. whole: one document per file; paragraphs: one document per paragraph between blank lines."""
 
     invalid: Annotated[Literal["error", "replace"], BelongsTo("source")] = "error"
-    """Bytes that are not UTF-8: an error with their place, or U+FFFD in their stead."""
+    """What to do with bytes that are not UTF-8. error: report their position; replace: read them as U+FFFD."""
 
     bos: Annotated[bool | None, Also("add_bos", "add_bos_token")] = None
-    """Put the tokenizer's beginning-of-sequence token in front of every document that does not begin with it. None: as the
+    """Puts the tokenizer's beginning-of-sequence token in front of every document that does not begin with it. None: as the
     tokenizer does for a prompt, so that training and generation agree (Llama and Gemma: yes, GPT-2 and Qwen: no)."""
 
     special: bool = False
-    """Encode the names of special tokens in a text (`<|im_start|>`) as those tokens, which rendered chats need. Off: they are
-    ordinary text, and a warning counts the documents that hold some."""
+    """Encodes the names of special tokens in a text (`<|im_start|>`) as those tokens, which rendered chats need. Off: they are
+    ordinary text, and a warning counts the documents that contain some."""
 
     online: Annotated[bool, Also("streaming")] = False
-    """Tokenize and pack while training, and write nothing. The position is then exact only under the same number of processes,
+    """Tokenizes and packs while training, and writes nothing. A run then resumes only with the same number of processes,
     and rows are shuffled within windows of about 1 MiB of text instead of over the whole corpus."""
 
     prefetch: Annotated[
         int, MayChange(), Also("prefetch_factor", "dataloader_prefetch_factor", "num_workers", "dataloader_num_workers")
     ] = Field(default=2, ge=0)
-    """Batches made ahead of the step that takes them."""
+    """Number of batches prepared ahead of the step that uses them."""
 
     cache: Annotated[str | None, MayChange(), Also("dataset_prepared_path", "cache_dir")] = None
-    """Folder of the tokenized corpora. None: `argosy/corpora` under $XDG_CACHE_HOME, or under ~/.cache."""
+    """Folder where tokenized corpora are cached. None: `argosy/corpora` under $XDG_CACHE_HOME, or under ~/.cache."""

@@ -1,4 +1,4 @@
-"""What a corpus consists of, in numbers and in one paragraph: what every run prints before its first step."""
+"""The contents of a corpus, in numbers and as one paragraph, which every run prints before its first step."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """The size of a corpus and what is left out of it. None: not known, for instance because nothing has been read yet.
+    """The size of a corpus and what is left out of it. None means unknown, for instance because nothing has been read yet.
 
     source: as the settings name it.  files: read, in a folder or glob.  source_bytes: of those files, on disk.
     bytes, documents, tokens: of the text that is trained on.  rows: of `sequence` tokens, in one epoch.  batch: rows of a step.
@@ -38,12 +38,12 @@ class CorpusSummary:
     online: bool = field(default=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it that is known, for JSON."""
+        """All known fields, for JSON."""
         return {name: value for name, value in asdict(self).items() if value not in (None, 0, (), False)}
 
     @property
     def text(self) -> str:
-        """One paragraph."""
+        """The summary as one paragraph."""
         sentences = [self._what(), self._left_out(), self.warning]
         return " ".join(sentence for sentence in sentences if sentence)
 
@@ -82,7 +82,7 @@ class CorpusSummary:
 
     @property
     def warning(self) -> str:
-        """What is probably not meant; empty where nothing is."""
+        """A warning about what is probably a mistake; empty if nothing is."""
         if not self.special_documents:
             return ""
         names = ", ".join(self.special_names)

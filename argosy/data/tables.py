@@ -36,8 +36,10 @@ from argosy.data.summary import CorpusSummary
 if TYPE_CHECKING:
     from argosy.data.tokenize import Tokenizer
 
-CORPUS_BYTES = 10**9  # larger corpora are prepared beforehand, not while a run starts
-PLANS = 4  # packings kept in memory: a run builds its data twice, training and evaluation each time
+# Larger corpora must be prepared beforehand, not when a run starts.
+CORPUS_BYTES = 10**9
+# Packings kept in memory: a run builds its data twice, training and evaluation each time.
+PLANS = 4
 KEPT: OrderedDict[tuple[str, str, str, int], Rows] = OrderedDict()
 ENDLESS = sys.maxsize
 
@@ -206,7 +208,7 @@ def summary_of(prepared: Prepared, settings: DataSettings, rows: Rows | None = N
 
 
 def needed(rows: Rows, split: str, settings: DataSettings) -> Rows:
-    """The rows, of which there must be some."""
+    """The rows, which must not be empty."""
     if not len(rows):
         purpose, hint = ("train", "") if split == "train" else ("evaluate", "raise `data.held_out`, or ")
         raise BadInput(f"the corpus holds nothing to {purpose} on", where=settings.source, hint=f"{hint}give more text")

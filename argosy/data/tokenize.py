@@ -96,7 +96,8 @@ def read_file(path: Path, config: TokenizerConfig) -> Tokenizer | None:
     if path.suffix == ".json":
         return fast(read_text(path), config, path)
     if path.suffix == ".txt":
-        lines = read_text(path).removesuffix("\n").split("\n")  # a token may be one of Unicode's other line ends
+        # A token may be one of Unicode's other line ends.
+        lines = read_text(path).removesuffix("\n").split("\n")
         text = convert.from_word_pieces([line.removesuffix("\r") for line in lines], config.raw)
         return fast(text, config.filled(convert.BERT_ROLES), path)
     if path.suffix == ".tiktoken":

@@ -1,6 +1,6 @@
-"""A forward pass as portable StableHLO bytes, and back as a function. The weights stay arguments.
+"""A forward pass as portable StableHLO bytes, and back as a function. The weights remain arguments.
 
-Compatible for the window that `jax.export` promises: six months back, three weeks forward.
+The bytes stay readable as long as `jax.export` promises: six months backward, three weeks forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from argosy.models.parts.weight import Leaves, abstract, merge, split
 
 
 def lower(model: Any, *, platforms: Sequence[str] = ("cpu", "cuda", "tpu")) -> bytes:
-    """The logits of whole sequences, as a program: (weights, tokens [B T], segments [B T]) -> [B T V]; of an encoder, its
+    """Exports the logits of whole sequences as a program (weights, tokens [B T], segments [B T]) -> [B T V]; of an encoder, its
     vectors [B T D].
 
     B and T are left open, so one program serves every shape.
@@ -26,11 +26,12 @@ def lower(model: Any, *, platforms: Sequence[str] = ("cpu", "cuda", "tpu")) -> b
 
     B, T = export.symbolic_shape("B, T")
     ids = jax.ShapeDtypeStruct((B, T), jnp.int32)
-    # On many platforms at once, and with T unknown, attention is the reference: kernels and blocks are of one machine.
+    # Several platforms at once, and an unknown T, need the reference implementation: kernels and blocks are specific to
+    # one platform.
     exported = export.export(jax.jit(forward), platforms=list(platforms))(abstract(model), ids, ids)
     return bytes(exported.serialize())
 
 
 def raise_again(program: bytes) -> Callable[..., Any]:
-    """The function that `lower` wrote."""
+    """The function that `lower` exported."""
     return jax.jit(export.deserialize(bytearray(program)).call)

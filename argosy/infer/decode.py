@@ -1,14 +1,14 @@
-"""Prefill and decode over contiguous buffers: the smallest engine. Purely token ids; knows nothing of text.
+"""Prefill and decode over contiguous buffers. Works on token ids only, and knows nothing of text.
 
-What is compiled, and when again:
+The programs, and what makes each compile again:
 
     prefill    one prompt to its last logits and its cache     a new bucket of prompt lengths
     decode     one token of each row to logits                 a new bucket of rows or room
     sample     logits to tokens                                a new bucket of rows, a first draw, a first penalty
 
-Only the first two hold the model, so only they take seconds to compile. A decode step is two dispatches, decode and sample;
-the next step is dispatched before the tokens of the last one are read, so the host's work (stopping, streaming) is hidden behind
-the device's.
+Only the first two contain the model, so only they take seconds to compile. A decode step is two dispatches, decode and sample;
+the next step is dispatched before the tokens of the previous one are read, so the host's work (stopping, streaming) overlaps
+with the device's.
 
 On CPUs, scanned layers decode unrolled: XLA:CPU copies each layer's slice of the stacked weights before it multiplies by it, which
 makes a step of SmolLM2 135M take twice as long. Each layer's weights are a view of the stacked array (`infer.views`), so this
@@ -31,17 +31,18 @@ from argosy.models.parts.attend import Contiguous, Packed
 from argosy.models.parts.cache import Caches, Specs, contiguous, paged
 from argosy.models.parts.weight import Leaves, merge, split, variable
 
-SMALLEST = 32  # bucket of whole sequences, in tokens
+# Smallest bucket of whole sequences, in tokens.
+SMALLEST = 32
 PROMPT = 64  # smallest bucket of prompts, in tokens
-# Tokens that buffers have room for at least. On a CPU, SmolLM2 135M decodes as fast with 256 as with 96; a 1M model loses a sixth.
+# The smallest room of buffers, in tokens. On a CPU, SmolLM2 135M decodes as fast with 256 as with 96; a 1M model loses a sixth.
 ROOM = 256
-# Tokens of an answer that buffers have room for from the start. A step reads the whole room (on a CPU, SmolLM2 135M takes 20 %
-# longer with 512 than with 256), and a larger room is compiled for in mid-answer.
+# Tokens of an answer for which buffers have room from the start. A step reads the whole room (on a CPU, SmolLM2 135M takes 20 %
+# longer with 512 than with 256), and a larger room must be compiled in the middle of an answer.
 AHEAD = 512
 
 
 def bucket(length: int) -> int:
-    """The next length that programs are compiled for: powers of two and the halves between them."""
+    """The next length that programs are compiled for: powers of two and the midpoints between them."""
     size = SMALLEST
     while size < length:
         if size * 3 // 2 >= length:
@@ -51,7 +52,7 @@ def bucket(length: int) -> int:
 
 
 def prompt_bucket(length: int) -> int:
-    """The next length that prefill is compiled for: powers of two, with the halves between them above 256."""
+    """The next length that prefill is compiled for: powers of two, above 256 also the midpoints between them."""
     return bucket(length) if length > 256 else max(PROMPT, 1 << (length - 1).bit_length())
 
 
@@ -70,33 +71,33 @@ def decode_rows(rows: int) -> int:
 
 
 def room_for(tokens: int, context: int) -> int:
-    """The room of buffers for so many tokens: a power of two, and never more than the context."""
+    """The room of buffers for `tokens` tokens: a power of two, at most the context."""
     return min(max(ROOM, 1 << (tokens - 1).bit_length()), context)
 
 
 class Draws(NamedTuple):
-    """What the sampler leaves for its next step, all on the device."""
+    """The sampler's state between steps, on the device."""
 
     made: Int[Array, ""]  # tokens chosen so far
     seen: Any = None  # [B V] of prompt and answer, where penalties need it
     counts: Any = None  # [B V] in the answer
 
 
-class Step(NamedTuple):
-    """One token for each row, and its log-probability; arrays on their way to the host."""
+class NextTokens(NamedTuple):
+    """One token for each row, and its log-probability; arrays still being copied to the host."""
 
     tokens: Int[Array, "B"]
     logprobs: Float[Array, "B"]
 
 
 class Program:
-    """A jitted function that knows which sizes it was compiled for."""
+    """A jitted function that remembers the sizes it was compiled for."""
 
     def __init__(self, function: Any):
         self.function, self.sizes = function, set()
 
     def __call__(self, say: Say | None, what: str, sizes: tuple[int, ...], *arguments: Any) -> Any:
-        """The function of the arguments; `compiling for {what}` where these sizes are new and take long."""
+        """Calls the function; says `compiling for {what}` if these sizes are new and compiling takes long."""
         if sizes in self.sizes:
             return self.function(*arguments)
         with telling(say, f"compiling for {what}"):
@@ -105,12 +106,12 @@ class Program:
         return out
 
 
-class Decoder:
-    """Generates from one model. Its graph is fixed here, its weights are read at each call.
+class Generator:
+    """Generates tokens from one model. Its graph is fixed, its weights are read at each call.
 
     Args:
-        model: a module, which is split here: 15 ms for 270 weights. `infer.held.Held` keeps a decoder while nothing changes.
-        say: told what is being compiled, where that takes longer than a second.
+        model: a module, which is split here: 15 ms for 270 weights. `infer.held.Held` reuses a generator while nothing changes.
+        say: called with what is being compiled, if that takes longer than a second.
     """
 
     def __init__(self, model: Any, say: Say | None = None):
@@ -120,7 +121,7 @@ class Decoder:
         self.context, self.dtype = model.config.context, model.dtype
 
     def weights(self) -> Leaves:
-        """As they are now."""
+        """The current weights."""
         return {address: v.get_value() for address, v in self.variables.items()}
 
     @cached_property
@@ -148,20 +149,20 @@ class Decoder:
     # ---------------------------------------------------------------- whole sequences
 
     def logits(self, tokens: Int[np.ndarray, "B T"], segments: Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:
-        """Of whole sequences, causal within each segment."""
+        """Logits of whole sequences, causal within each segment."""
         return self.forward(
             self.say, f"{tokens.shape[1]} tokens", tokens.shape, self.weights(), tokens, segments
         )
 
-    # ---------------------------------------------------------------- one token after the other
+    # ---------------------------------------------------------------- token by token
 
     def generate(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Sampling], keys: Any, most: int
-    ) -> Iterator[Step]:
-        """Tokens of all rows, step by step, at most `most` of them. The caller stops a row by no longer reading it.
+    ) -> Iterator[NextTokens]:
+        """Generates tokens of all rows, step by step, at most `most` of them. The caller stops a row by no longer reading it.
 
         A row's tokens depend on its own prompt, settings and key alone, not on the rows beside it (to rounding). There may be
-        more rows in a step than prompts: they are filled up to a number that a program exists for.
+        more rows in a step than prompts: they are padded to a number for which a program exists.
 
         Args:
             keys: from `sample.streams`, one for each row.
@@ -196,14 +197,15 @@ class Decoder:
     def prefilled(
         self, weights: Leaves, prompts: Sequence[Sequence[int]], B: int, room: int
     ) -> tuple[Float[Array, "B V"], Caches]:
-        """The logits after each prompt, and buffers that hold them. Rows beyond the prompts are empty.
+        """The logits after each prompt, and buffers with their caches. Rows beyond the prompts are empty.
 
-        Prompts are taken one by one: rows of unequal length cost no padding, and one program serves every number of rows.
+        Prompts are processed one by one: rows of unequal length need no padding, and one program serves any number of rows.
         """
         cache = contiguous(self.specs, B, room, self.dtype)
         logits = jnp.zeros((B, self.model.config.vocab), jnp.float32)
         spans = [spec.span for spec, _ in self.specs.values() if spec.span is not None and spec.span < room]
-        longest = 1 + max(spans, default=0)  # keeps rings where the buffers do, whatever the room
+        # Gives the same layers rings as in the buffers.
+        longest = 1 + max(spans, default=0)
         for row, prompt in enumerate(prompts):
             T = min(prompt_bucket(len(prompt)), self.context)
             tokens = np.zeros((1, T), np.int32)
@@ -216,7 +218,7 @@ class Decoder:
         return logits, cache
 
     def with_row(self, cache: Caches, own: Caches, row: int) -> Caches:
-        """The buffers with the cache of one prompt in a row, in place."""
+        """Writes the cache of one prompt into a row of the buffers, in place."""
 
         def put(name: str, n: str, a: Array) -> Array:
             if self.views is not None:
@@ -228,7 +230,7 @@ class Decoder:
         return {name: {n: put(name, n, a) for n, a in arrays.items()} for name, arrays in cache.items()}
 
     def grown(self, cache: Caches, room: int) -> Caches:
-        """Buffers with room for so many tokens. Rings and states keep their size."""
+        """The buffers enlarged to `room` tokens. Rings and states keep their size."""
 
         def pad(name: str, n: str, a: Array) -> Array:
             spec, layers = self.specs[name]
@@ -238,7 +240,7 @@ class Decoder:
         return {name: {n: pad(name, n, a) for n, a in arrays.items()} for name, arrays in cache.items()}
 
     def draws(self, prompts: Sequence[Sequence[int]], B: int, need: Need) -> Draws:
-        """What the sampler starts from."""
+        """The sampler's state at the start."""
         made = jnp.zeros((), jnp.int32)
         if not need.penalties:
             return Draws(made)
@@ -249,7 +251,7 @@ class Decoder:
 
     def _sample(
         self, need: Need, logits: Array, draws: Draws, settings: dict[str, Array], keys: Any
-    ) -> tuple[Draws, Step]:
+    ) -> tuple[Draws, NextTokens]:
         return _sampler(need)(self.say, f"draws of {len(logits)} rows", logits.shape, logits, draws, settings, keys)
 
 
@@ -303,16 +305,16 @@ def _decode(graph: Any, dtype: Any) -> Program:
 
 @lru_cache(maxsize=64)
 def _sampler(need: Need) -> Program:
-    """(logits [B V], Draws, settings, keys) -> (Draws, Step)."""
+    """(logits [B V], Draws, settings, keys) -> (Draws, NextTokens)."""
 
-    def sample(logits: Array, draws: Draws, settings: dict[str, Array], keys: Any) -> tuple[Draws, Step]:
+    def sample(logits: Array, draws: Draws, settings: dict[str, Array], keys: Any) -> tuple[Draws, NextTokens]:
         keys = jax.vmap(partial(jax.random.fold_in, data=draws.made))(keys) if need.draws else keys
         tokens, logprobs = choose(logits, settings, keys, need, draws.seen, draws.counts)
         seen, counts = draws.seen, draws.counts
         if need.penalties:
             rows = jnp.arange(len(tokens))
             seen, counts = seen.at[rows, tokens].set(True), counts.at[rows, tokens].add(1)
-        return Draws(draws.made + 1, seen, counts), Step(tokens, logprobs)
+        return Draws(draws.made + 1, seen, counts), NextTokens(tokens, logprobs)
 
     return Program(jax.jit(sample, donate_argnums=1))
 
@@ -322,7 +324,7 @@ def _sampler(need: Need) -> Program:
 
 @partial(jax.jit, donate_argnums=0)
 def _put(a: Array, b: Array, start: tuple[Any, ...]) -> Array:
-    """The array with another one inside it, in place."""
+    """Writes an array into another, in place."""
     return jax.lax.dynamic_update_slice(a, b, start)
 
 
@@ -334,5 +336,5 @@ def _put_layer(a: Array, layers: Array, layer: Any, start: tuple[Any, ...]) -> A
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _pad(a: Array, axis: int, size: int) -> Array:
-    """The array with zeros at the end of an axis."""
+    """Adds zeros at the end of an axis."""
     return jnp.pad(a, [(0, size - a.shape[axis]) if i == axis else (0, 0) for i in range(a.ndim)])

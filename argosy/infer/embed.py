@@ -1,11 +1,11 @@
-"""Texts to vectors, with an encoder: `lm.embed(texts)`.
+"""Sentence embeddings with an encoder: `lm.embed(texts)`.
 
-What is made of a text is said by the small files of sentence-transformers beside the weights: modules.json lists the steps,
-1_Pooling/config.json how the vectors of tokens become one, sentence_bert_config.json how many tokens are read. A step that
-is not built is an error. Without these files: the mean over all tokens, not normalised.
+The small files of sentence-transformers beside the weights define the steps: modules.json lists them, 1_Pooling/config.json says
+how token vectors become one, sentence_bert_config.json how many tokens are read. A step that is not built is an error. Without
+these files the result is the mean over all tokens, not normalized.
 
-Texts are taken in batches sorted by length, so that little is padding; programs are compiled once for each bucket of lengths.
-Knows no file of weights and no family.
+Texts are processed in batches sorted by length, to reduce padding; programs are compiled once for each bucket of lengths. This
+module knows nothing of weight files or families.
 """
 
 import json
@@ -33,8 +33,8 @@ MODES = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "m
 
 @dataclass(frozen=True)
 class Steps:
-    """pooling: how the vectors of tokens become one. normalize: to length 1. tokens: at most so many are read, None: as many
-    as the model can. lower, prompt: what is done to a text before."""
+    """pooling: how token vectors become one. normalize: scales the result to length 1. tokens: the most tokens that are read;
+    None: as many as the model takes. lower, prompt: how a text is changed before."""
 
     pooling: str = "mean"
     normalize: bool = False
@@ -51,37 +51,38 @@ def embed(
     pooling: str | None = None,
     batch: int = 32,
 ) -> np.ndarray:
-    """A vector for each text, [texts D] float32.
+    """One vector per text, [texts D] float32.
 
     Args:
-        texts: strings; or token ids, which are taken as they are, [CLS] and [SEP] and all. What a text has beyond the
-            longest sequence is not read.
-        normalize: to length 1; as the folder says unless told.
-        pooling: mean, cls or max over the vectors of tokens; as the folder says unless told.
-        batch: texts at a time.
+        texts: strings; or token ids, which are used as they are and must include [CLS] and [SEP]. Text beyond the longest
+            sequence is not read.
+        normalize: scales vectors to length 1; by default as the folder says.
+        pooling: mean, cls or max over the token vectors; by default as the folder says.
+        batch: number of texts computed at once.
 
     Raises:
-        BadInput: a model that predicts tokens, text without a tokenizer, ids outside the vocabulary, steps that are not
+        BadInput: the model is not an encoder, there is text but no tokenizer, ids are outside the vocabulary, or a step is not
             built.
     """
     if lm.config.causal:
         raise BadInput(
-            "this model predicts tokens: it is no encoder", hint="lm.logits and lm.generate are what it does"
+            "this model predicts tokens and is not an encoder", hint="use lm.logits and lm.generate"
         )
     if isinstance(texts, str):
-        raise BadInput("one text where a list of texts is wanted", hint="embed([text])")
+        raise BadInput("embed takes a list of texts, not one text", hint="embed([text])")
     if any(isinstance(text, int | np.integer) for text in texts):
-        raise BadInput("one list of token ids where a list of texts is wanted", hint="embed([ids])")
+        raise BadInput("embed takes a list of texts, not one list of token ids", hint="embed([ids])")
     if pooling not in (None, *POOLINGS):
         raise BadInput(f"pooling `{pooling}` is not built", hint=f"one of {', '.join(POOLINGS)}")
     if batch < 1:
         raise BadInput(f"batch = {batch}", hint="at least 1")
     steps = Steps() if lm.companions is None else read_steps(lm.companions, pooling)
     rows = ids_of(lm, texts, steps)
-    decoder = lm.decoder()
-    pooled, weights = _pooled(decoder.graph, lm.module.dtype, pooling or steps.pooling), decoder.weights()
+    generator = lm.generator()
+    pooled, weights = _pooled(generator.graph, lm.module.dtype, pooling or steps.pooling), generator.weights()
     out = np.zeros((len(rows), lm.config.width), np.float32)
-    order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))  # what does not fit in memory fails at once
+    # The longest first: if one does not fit in memory, that fails at once.
+    order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
     for at in range(0, len(order), batch):
         chosen = order[at : at + batch]
         vectors = pooled(weights, *_padded([rows[row] for row in chosen], lm.config.context))
@@ -92,7 +93,7 @@ def embed(
 
 
 def ids_of(lm: LM, texts: Sequence[Prompt], steps: Steps) -> list[list[int]]:
-    """The ids of each text: those of the tokenizer between its [CLS] and [SEP], cut to the longest sequence.
+    """The ids of each text: the tokenizer's between [CLS] and [SEP], cut to the longest sequence.
 
     Raises:
         BadInput: there is no tokenizer, or it has no such tokens; ids outside the vocabulary, or none.
@@ -109,13 +110,13 @@ def ids_of(lm: LM, texts: Sequence[Prompt], steps: Steps) -> list[list[int]]:
             rows[i] = [first, *ids[:most], last]
     for row in rows:
         if not row:
-            raise BadInput("a text of no tokens", hint="a sequence has at least its [CLS]")
+            raise BadInput("a text without tokens", hint="a sequence has at least its [CLS]")
         lm._check(row, len(row))
     return rows
 
 
 def frame(lm: LM) -> tuple[int, int]:
-    """The ids that stand before and after a text.
+    """The ids put before and after a text.
 
     Raises:
         BadInput: there is no tokenizer, or it has no such tokens.
@@ -131,37 +132,36 @@ def frame(lm: LM) -> tuple[int, int]:
     return found[0], found[1]
 
 
-# ---------------------------------------------------------------- what a folder says
+# ---------------------------------------------------------------- reading a folder
 
 
 def read_steps(folder: Path, pooling: str | None = None) -> Steps:
-    """What sentence-transformers would do with this model.
+    """The steps that sentence-transformers would take with this model.
 
     Args:
-        pooling: in place of what the folder says.
-
+        pooling: overrides the folder's.
     Raises:
         BadInput: a step, or a way to pool, that is not built.
-        Damaged: files that are not what they should be.
+        Damaged: files with invalid contents.
     """
     beside = read_object(folder / "sentence_bert_config.json")
     tokens = beside.get("max_seq_length") or read_object(folder / "tokenizer_config.json").get("model_max_length")
     prompt = _prompt(read_object(folder / "config_sentence_transformers.json"))
     most = int(tokens) if isinstance(tokens, int | float) and tokens > 0 else None
-    said: dict[str, Any] = {"tokens": most, "lower": bool(beside.get("do_lower_case"))}
+    read: dict[str, Any] = {"tokens": most, "lower": bool(beside.get("do_lower_case"))}
     for kind, where in _modules(folder):
         if kind == "Pooling":
             config = read_object(folder / where / "config.json")
-            said["pooling"] = pooling or _pooling(config, prompt, str(folder / where))
+            read["pooling"] = pooling or _pooling(config, prompt, str(folder / where))
         elif kind == "Normalize":
-            said["normalize"] = True
+            read["normalize"] = True
         elif kind != "Transformer":
             raise BadInput(f"the step `{kind}` of modules.json is not built", where=str(folder))
-    return Steps(**said, prompt=prompt)
+    return Steps(**read, prompt=prompt)
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """The steps of modules.json and their folders; none without it."""
+    """The steps in modules.json and their folders; none without the file."""
     if not (folder / "modules.json").is_file():
         return []
     try:
@@ -172,19 +172,19 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _pooling(config: Mapping[str, Any], prompt: str, where: str) -> str:
-    """The one way to pool that a Pooling module is set to."""
-    told = [config["pooling_mode"]] if isinstance(config.get("pooling_mode"), str) else []
-    told += [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    found = [name for name in POOLINGS if name in told or MODES[name] in told]
-    if len(told) != 1 or not found:
-        raise BadInput(f"pooling by {' and '.join(told) or 'nothing'} is not built", where=where, hint="pass pooling=")
+    """The single pooling mode that a Pooling module is set to."""
+    modes = [config["pooling_mode"]] if isinstance(config.get("pooling_mode"), str) else []
+    modes += [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    found = [name for name in POOLINGS if name in modes or MODES[name] in modes]
+    if len(modes) != 1 or not found:
+        raise BadInput(f"pooling by {' and '.join(modes) or 'nothing'} is not built", where=where, hint="pass pooling=")
     if prompt and config.get("include_prompt") is False:
         raise BadInput("pooling that leaves out the prompt is not built", where=where)
     return found[0]
 
 
 def _prompt(config: Mapping[str, Any]) -> str:
-    """What is put before every text."""
+    """The text put before every text."""
     prompts = config.get("prompts")
     return str(prompts.get(config.get("default_prompt_name")) or "") if isinstance(prompts, dict) else ""
 
@@ -193,7 +193,7 @@ def _prompt(config: Mapping[str, Any]) -> str:
 
 
 def _padded(rows: list[list[int]], context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and segments [B T], B and T of the sizes that programs are compiled for."""
+    """Tokens and segments [B T], with B and T rounded up to the sizes that programs are compiled for."""
     longest = max(map(len, rows))
     tokens = np.zeros((row_bucket(len(rows)), max(longest, min(bucket(longest), context))), np.int32)
     segments = np.zeros_like(tokens)
@@ -216,7 +216,7 @@ def _pooled(graph: Any, dtype: Any, pooling: str) -> Any:
 
 
 def pool(x: Float[Array, "B T D"], live: Bool[Array, "B T"], pooling: str) -> Float[Array, "B D"]:
-    """One vector of those of the tokens that are live."""
+    """Pools the vectors of live tokens into one."""
     if pooling == "cls":
         return x[:, 0]
     if pooling == "max":

@@ -1,5 +1,5 @@
-"""`LM`: a language model with its tokenizer. What `argosy.load` returns, and what samples during training, `argosy generate` and
-the tests go through.
+"""`LM`: a language model with its tokenizer. `argosy.load` returns it; samples during training, `argosy generate` and
+the tests use it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,20 +11,21 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.decode import Decoder, bucket, decode_rows, room_for
+from argosy.infer.decode import Generator, bucket, decode_rows, room_for
 from argosy.infer.held import Held
 from argosy.infer.sample import Sampling, Seed, streams, words_of
 
 Prompt = str | Sequence[int]
 Reason = Literal["stop", "length"]
 
-ROWS = 64  # prompts continued at a time
-TOKENS = 1 << 17  # of all their buffers together: 6 GB for SmolLM2 135M in float32
+ROWS = 64  # most prompts continued at the same time
+# Most tokens of all their buffers: 6 GB for SmolLM2 135M in float32.
+TOKENS = 1 << 17
 
 
 @dataclass
 class Completion:
-    """The answer to one prompt. tokens: ids, without the token that stopped it. logprobs: the model's own, one a token, before
+    """The answer to one prompt. tokens: ids, without the token that stopped it. logprobs: the model's own, one per token, before
     temperature, filters and penalties."""
 
     text: str
@@ -36,7 +37,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that a step added to a row, in whole characters. `done` where the row has ended."""
+    """Text that a step added to a row, in whole characters. done: the row has ended."""
 
     row: int
     text: str
@@ -48,8 +49,8 @@ class LM:
     """A language model: its settings, its module, its tokenizer (None: token ids only).
 
     generation: its generation_config.json. hub: the config.json it came with. companions: the folder of its small files.
-    dtypes: the type of each stored tensor, by per-layer weight. merged: the adapters that `merge(keep=True)` took off.
-    say: called with what is being done, such as `compiling for 512 tokens`, when it takes longer than a second; None: silent.
+    dtypes: the type of each stored tensor, by per-layer name. merged: the adapters that `merge(keep=True)` removed.
+    say: called with the current operation, such as `compiling for 512 tokens`, if it takes longer than a second; None: silent.
     """
 
     config: Any
@@ -86,7 +87,7 @@ class LM:
         padded[:, :T] = ids
         segments = np.zeros_like(padded)
         segments[:, :T] = 1
-        return np.asarray(self.decoder().logits(padded, segments))[:, :T]
+        return np.asarray(self.generator().logits(padded, segments))[:, :T]
 
     # ---------------------------------------------------------------- text
 
@@ -101,33 +102,33 @@ class LM:
         seed: Seed = 0,
         **sampling: Any,
     ) -> list[Completion]:
-        """Continues each prompt: text, or token ids that are taken as they are.
+        """Continues each prompt: text, or token ids, which are used as they are.
 
         Args:
             max_tokens: the most tokens of each answer.
             stop: strings that end an answer; they are not part of it.
             stop_tokens: token ids that end an answer, besides the model's own.
-            ignore_eos: do not stop at the model's own end-of-sequence tokens.
+            ignore_eos: continue after the model's own end-of-sequence tokens.
             seed: a whole number of up to 64 bits, or several, such as (run seed, step). Seed and row are folded into one random
                 stream a row: an answer depends on its own prompt, settings, seed and place among the prompts, and on nothing
                 else (to rounding), whatever the other prompts are. Streams of different (seed, row) have nothing in common.
             sampling: the settings of `infer.sample.Sampling`: temperature, top_k, top_p, min_p and penalties.
 
-        Any number of prompts: 64 are continued at a time, fewer where their buffers would hold more than 131,072 tokens.
+        There may be any number of prompts: 64 are continued at a time, fewer if their buffers would have more than 131,072 tokens.
 
         Raises:
             BadInput: text without a tokenizer, ids outside the vocabulary, a prompt that leaves no room in the context, a seed of
                 more than 64 bits, an encoder.
         """
         if isinstance(prompts, str):
-            raise BadInput("one text where a list of prompts is wanted", hint="generate([text])")
+            raise BadInput("generate takes a list of prompts, not one text", hint="generate([text])")
         answers = Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, sampling)
         for _ in answers:
             pass
         return answers.completions
 
     def stream(self, prompt: Prompt, max_tokens: int = 64, **how: Any) -> Iterator[str]:
-        """The answer to one prompt as it is made, in pieces of whole characters."""
+        """The answer to one prompt while it is generated, in pieces of whole characters."""
         for piece in self.pieces([prompt], max_tokens, **how):
             if piece.text:
                 yield piece.text
@@ -143,13 +144,13 @@ class LM:
         seed: Seed = 0,
         **sampling: Any,
     ) -> "Answers":
-        """`generate`, step by step: iterate for the text that each step adds; `completions` is whole at the end."""
+        """`generate`, step by step: iterating gives the text that each step adds; `completions` is complete at the end."""
         return Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, sampling)
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """A conversation as token ids, by the model's chat template.
+        """A conversation as token ids, rendered with the model's chat template.
 
         Args:
             tools: JSON descriptions of functions, for templates that list them.
@@ -171,14 +172,14 @@ class LM:
     # ---------------------------------------------------------------- vectors
 
     def embed(self, texts: Sequence[Prompt], normalize: bool | None = None, **how: Any) -> np.ndarray:
-        """A vector for each text, [texts D] float32, pooled as the model's folder says (`infer.embed`).
+        """One vector per text, [texts D] float32, pooled as the model's folder says (`infer.embed`).
 
         Args:
-            normalize: scale vectors to length 1; None: as the folder says.
+            normalize: scales vectors to length 1; None: as the folder says.
             how: pooling and batch, as in `infer.embed.embed`.
 
         Raises:
-            BadInput: a model that predicts tokens, no tokenizer, ids outside the vocabulary, steps that are not built.
+            BadInput: the model is not an encoder, there is no tokenizer, ids are outside the vocabulary, or a step is not built.
         """
         from argosy.infer.embed import embed
 
@@ -187,13 +188,13 @@ class LM:
     # ---------------------------------------------------------------- files
 
     def merge(self, *, keep: bool = False) -> list[str]:
-        """Merges adapters into the weights, in the weights' type; returns the contractions that had one.
+        """Merges adapters into the weights, in the weights' type. Returns the names of the contractions that had one.
 
         Args:
-            keep: keep the weights without adapters in memory, for `unmerge`.
+            keep: keeps the unmerged weights in memory, for `unmerge`.
 
         Raises:
-            BadInput: there is no adapter, or one lies on a quantised weight.
+            BadInput: there is no adapter, or one is on a quantized weight.
         """
         from argosy.adapt.lora import merge
 
@@ -203,7 +204,7 @@ class LM:
         return names
 
     def unmerge(self) -> list[str]:
-        """Takes adapters and weights apart again, bit for bit as before `merge(keep=True)`; returns the contractions.
+        """Undoes `merge(keep=True)`, bit for bit. Returns the names of the contractions.
 
         Raises:
             BadInput: nothing was kept.
@@ -223,9 +224,9 @@ class LM:
 
     # ---------------------------------------------------------------- checks
 
-    def decoder(self) -> Decoder:
-        """What runs the model as it is now: surgery and changed weights are seen."""
-        return self._held.decoder(self.module, self.say)
+    def generator(self) -> Generator:
+        """The generator of the model in its current state, including surgery and changed weights."""
+        return self._held.generator(self.module, self.say)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, with the beginning-of-sequence token in front where the tokenizer adds one."""
@@ -250,7 +251,7 @@ class LM:
             BadInput: it is an encoder.
         """
         if not self.config.causal:
-            raise BadInput("this model is an encoder: it predicts no tokens", hint="lm.embed(texts) gives its vectors")
+            raise BadInput("this model is an encoder: it predicts no tokens", hint="lm.embed(texts) returns its vectors")
 
     def _check(self, ids: Any, length: int) -> None:
         ids = np.asarray(ids)
@@ -279,7 +280,7 @@ class Answers:
         if not prompts:
             raise BadInput("no prompt")
         if any(isinstance(p, int | np.integer) for p in prompts):
-            raise BadInput("one list of token ids where a list of prompts is wanted", hint="generate([ids])")
+            raise BadInput("generate takes a list of prompts, not one list of token ids", hint="generate([ids])")
         if max_tokens < 1:
             raise BadInput(f"max_tokens = {max_tokens}", hint="at least 1")
         if any(not s for s in stop):
@@ -301,7 +302,7 @@ class Answers:
         self.ends = set(stop_tokens) | (set() if ignore_eos else lm.stops())
         self.sampling = _sampling(sampling)
         self.completions = [Completion("", [], None, len(ids), []) for ids in self.ids]
-        self._decoders = [_after(lm.tokenizer, ids) for ids in self.ids]
+        self._streams = [_after(lm.tokenizer, ids) for ids in self.ids]
         self._held = ["" for _ in self.ids]
         self._pieces = self._run()
 
@@ -329,8 +330,8 @@ class Answers:
         unfinished = set(rows)
         most = max(self.most[row] for row in rows)
         keys = streams(self.seed, rows)
-        decoder = self.lm.decoder()
-        steps = decoder.generate([self.ids[row] for row in rows], [self.sampling] * len(rows), keys, most)
+        generator = self.lm.generator()
+        steps = generator.generate([self.ids[row] for row in rows], [self.sampling] * len(rows), keys, most)
         for n, step in enumerate(steps, 1):
             tokens, logprobs = np.asarray(step.tokens), np.asarray(step.logprobs)
             for at, row in enumerate(rows):
@@ -344,15 +345,15 @@ class Answers:
                 return
 
     def _take(self, row: int, token: int, logprob: float, last: bool) -> Piece:
-        """Adds one token to a row; returns the text that is now certain."""
+        """Adds one token to a row. Returns the text that can no longer change."""
         done = self.completions[row]
         if token in self.ends:
             return self._end(row, "stop")
         done.tokens.append(token)
         done.logprobs.append(logprob)
-        decoder = self._decoders[row]
-        if decoder is not None:
-            self._held[row] += decoder.push(token)
+        stream = self._streams[row]
+        if stream is not None:
+            self._held[row] += stream.push(token)
             if (cut := _first(self._held[row], self.stop)) is not None:
                 self._held[row] = self._held[row][:cut]
                 return self._end(row, "stop", flush=False)
@@ -370,9 +371,9 @@ class Answers:
         return text
 
     def _end(self, row: int, reason: Reason, flush: bool = True) -> Piece:
-        decoder = self._decoders[row]
-        if flush and decoder is not None:
-            self._held[row] += decoder.end()
+        stream = self._streams[row]
+        if flush and stream is not None:
+            self._held[row] += stream.end()
         text, self._held[row] = self._held[row], ""
         self.completions[row].text += text
         self.completions[row].finish_reason = reason
@@ -380,28 +381,28 @@ class Answers:
 
 
 def _after(tokenizer: Any, ids: list[int]) -> Any:
-    """A text decoder that has read the prompt, so that the answer keeps the space in front of it. None without a tokenizer."""
+    """A text stream that has read the prompt, so that the answer keeps its leading space. None without a tokenizer."""
     if tokenizer is None:
         return None
-    decoder = tokenizer.stream()
+    stream = tokenizer.stream()
     for token in ids:
-        decoder.push(token)
-    return decoder
+        stream.push(token)
+    return stream
 
 
 def _first(text: str, stops: list[str]) -> int | None:
-    """The place where the first stop string begins."""
+    """The index at which the first stop string begins, None if there is none."""
     found = [at for s in stops if (at := text.find(s)) >= 0]
     return min(found) if found else None
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:
-    from argosy.core.settings import Layer, read_settings
+    from argosy.core.settings import SettingsLayer, read_settings
 
-    sampling = read_settings(Sampling, Layer("generate", dict(given))).value
+    sampling = read_settings(Sampling, SettingsLayer("generate", dict(given))).value
     idle = [name for name in ("top_k", "top_p", "min_p") if name in given and name in sampling.model_fields_set]
     if idle and not sampling.temperature:
-        raise BadInput(f"{', '.join(idle)}: nothing is drawn at temperature 0", hint="set temperature, such as 0.7")
+        raise BadInput(f"{', '.join(idle)}: no effect at temperature 0", hint="set temperature, such as 0.7")
     return sampling
 
 
@@ -409,13 +410,13 @@ def _ids(tokens: Any) -> np.ndarray:
     """Token ids as an array of whole numbers.
 
     Raises:
-        BadInput: rows of unequal length, or something else than whole numbers.
+        BadInput: rows of unequal length, or values that are not whole numbers.
     """
     try:
         ids = np.asarray(tokens)
     except ValueError:
         raise BadInput(
-            "rows of tokens have unequal lengths", hint="give them one by one, or generate, which takes them"
+            "rows of tokens have unequal lengths", hint="call logits once per row"
         ) from None
     if ids.size and not np.issubdtype(ids.dtype, np.integer):
         raise BadInput(f"token ids are whole numbers, not {ids.dtype}")

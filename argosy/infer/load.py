@@ -1,4 +1,4 @@
-"""An `LM` from a MODEL argument: `checkpoint.load` makes the pieces."""
+"""Loads an `LM` from a MODEL argument; `checkpoint.load` builds its pieces."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ def load(
     context: int | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> LM:
-    """A language model from a Hub folder, a GGUF file, a run directory or one checkpoint. Arguments and errors are those of
+    """Loads a language model from a Hub folder, a GGUF file, a run directory or one checkpoint. Arguments and errors are those of
     `checkpoint.load.load`."""
     return LM(**vars(loading.load(path, dtype=dtype, run=run, adapter=adapter, context=context, warn=warn)))
 

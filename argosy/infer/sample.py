@@ -29,7 +29,8 @@ from pydantic import Field
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings
 
-CANDIDATES = 256  # likeliest tokens that are looked at before the vocabulary is sorted
+# Likeliest tokens that are looked at before the vocabulary is sorted.
+CANDIDATES = 256
 # The 256 likeliest reach p only if they do by more than the rounding of a float32 sum over the vocabulary.
 MARGIN = 2e-6
 
@@ -71,7 +72,8 @@ class Need(NamedTuple):
 
 
 def table(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
-    """Each setting as one array over the rows; and `tail`, 1 - top_p, subtracted in float64: in float32, 1 - 0.999999 is 5 % off."""
+    """Each setting as one array over the rows; and `tail`, 1 - top_p, subtracted in float64: in float32, 1 - 0.999999 is 5 %
+    off."""
     columns = {
         name: np.asarray([getattr(r, name) for r in rows], np.int32 if name == "top_k" else np.float32)
         for name in Sampling.model_fields

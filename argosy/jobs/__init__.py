@@ -1,1 +1,1 @@
-"""What a verb does, composed of the rooms. The only place that knows them all."""
+"""What each verb of the command line does, composed from the other rooms. The only room that knows them all."""

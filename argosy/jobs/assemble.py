@@ -1,7 +1,7 @@
-"""From settings to everything a training run needs, before anything is written: model, data, optimizer, compiled step.
+"""Builds everything a training run needs from its settings, before anything is written: model, data, optimizer, compiled step.
 
-What "auto" means is decided here, from the devices, and kept with the run: a run that resumes elsewhere keeps the choice it
-began with, because scan and unroll agree only to rounding.
+"auto" is decided here from the devices, and stored with the run: a run that resumes elsewhere keeps its first choice, because
+scan and unroll agree only to rounding.
 """
 
 import os
@@ -28,7 +28,7 @@ from argosy.ops.grouped import IMPLEMENTATIONS as EXPERTS
 from argosy.parallel.place import batch_sharding, like_weights, place_batch, row_shares
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
-from argosy.train.state import TrainState, meanings_of, named, trained, training_graph, unnamed
+from argosy.train.state import TrainState, flattened, meanings_of, trained, training_graph, unflattened
 from argosy.train.step import Precision, make_evaluation, make_step
 
 
@@ -62,7 +62,7 @@ def backend() -> str:
     """The platform that jax computes on.
 
     Raises:
-        BadInput: the platform that was asked for is not there.
+        BadInput: the requested platform does not exist here.
     """
     try:
         return jax.default_backend()
@@ -70,13 +70,13 @@ def backend() -> str:
         asked = f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" if os.environ.get("JAX_PLATFORMS") else None
         reason = (str(error).splitlines() or ["no reason given"])[0][:200]
         raise BadInput(
-            f"jax has no such device: {reason}", where=asked, hint="`argosy doctor` says what there is to compute with"
+            f"jax has no such device: {reason}", where=asked, hint="`argosy doctor` lists the devices there are"
         ) from None
 
 
 @dataclass
 class Assembly:
-    """Everything a run needs. No array exists before `start` or `restored` has made a state."""
+    """Everything a run needs. No array exists until `start` or `restored` creates a state."""
 
     run: Run
     decided: Decided
@@ -94,7 +94,7 @@ class Assembly:
     # ---------------------------------------------------------------- states
 
     def start(self) -> TrainState:
-        """Random weights, from the seed."""
+        """A state with random weights from the seed."""
         places = self.places.params | self.places.rest
         fill(self.model, jax.random.key(self.run.seed), addresses=layer_addresses(self.model), place=places.__getitem__)
         _, params, rest = trained(self.model)
@@ -107,24 +107,24 @@ class Assembly:
         return TrainState(self._here(step), params, rest, optimizer, jax.random.key(self.run.seed))
 
     def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state as a checkpoint holds it: weights, and the rest, both {name: array}."""
+        """The state as a checkpoint stores it: weights, and the rest, both {name: array}."""
         key = jax.random.key_data(state.key)
         return state.params | state.rest, {"step": state.step, "key": key} | {
-            f"optimizer.{name}": leaf for name, leaf in named(state.optimizer).items()
+            f"optimizer.{name}": leaf for name, leaf in flattened(state.optimizer).items()
         }
 
     def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
-        """The state from what `packed` gave, its arrays placed as `state_places` says."""
-        optimizer = unnamed(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
+        """The state from what `packed` returned, with arrays placed as `state_places` says."""
+        optimizer = unflattened(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
         params = {a: weights[a] for a in self.shapes.params}
         rest = {a: weights[a] for a in self.shapes.rest}
         return TrainState(arrays["step"], params, rest, optimizer, jax.random.wrap_key_data(arrays["key"]))
 
     def state_places(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Shardings of the arrays that `packed` gives."""
+        """Shardings of the arrays that `packed` returns."""
         everywhere = self.places.step
         state = {"step": everywhere, "key": everywhere}
-        state |= {f"optimizer.{name}": place for name, place in named(self.places.optimizer).items()}
+        state |= {f"optimizer.{name}": place for name, place in flattened(self.places.optimizer).items()}
         return self.places.params | self.places.rest, state
 
     def _here(self, step: int) -> Any:
@@ -133,7 +133,7 @@ class Assembly:
     # ---------------------------------------------------------------- programs
 
     def compile(self) -> Any:
-        """Compiles the update for these shapes; the state is donated to it."""
+        """Compiles the update for these shapes; the state is donated."""
         step = make_step(
             training_graph(self.model),
             self.run.objective,
@@ -153,9 +153,9 @@ class Assembly:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Programs of this run are traced in here: under its mesh, with the implementations that its settings name."""
-        named = implementations(attention=self.run.execution.attention, experts=self.run.execution.experts)
-        with scope(self.mesh), named:
+        """Programs of this run are traced inside: under its mesh, with the implementations its settings name."""
+        chosen = implementations(attention=self.run.execution.attention, experts=self.run.execution.experts)
+        with scope(self.mesh), chosen:
             yield
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -172,7 +172,7 @@ class Assembly:
         if self.evals is not None:
             self.evals.close()
 
-    # ---------------------------------------------------------------- facts
+    # ---------------------------------------------------------------- sizes
 
     @property
     def parameters(self) -> int:
@@ -180,15 +180,15 @@ class Assembly:
 
     @property
     def flops_per_step(self) -> int:
-        """FLOPs of forward and backward pass, attention counted in full."""
+        """FLOPs of the forward and backward pass; attention counts in full, although half of it is masked."""
         return self.run.data.batch * self.run.model.training_flops(self.run.data.sequence)
 
 
 def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
-    """Checks and builds everything; draws and reads no weights.
+    """Checks and builds everything, without drawing or reading weights.
 
     Raises:
-        UserError: what is wrong with implementations, data, tokenizer, model, mesh, batch or memory.
+        UserError: a mistake in implementations, data, tokenizer, model, mesh, batch or memory.
     """
     backend()
     for registry, name in ((ATTENTION, run.execution.attention), (EXPERTS, run.execution.experts)):
@@ -219,8 +219,8 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         drawn := [a for a, v in variables(model).items() if isinstance(v, Choosing)]
     ):
         raise BadInput(
-            f"{len(drawn)} weights of the index that picks what is attended to would stay as they are drawn: nothing trains them",
-            hint="start from trained ones (init.weights=FOLDER), or leave the index out: model.index=none",
+            f"{len(drawn)} weights of the sparse-attention indexer would keep their random values: nothing trains them",
+            hint="start from trained weights (init.weights=FOLDER), or leave the indexer out: model.index=none",
         )
     graph, params, rest = trained(model)
     rate = run.schedule.build(run.steps)

@@ -1,7 +1,7 @@
-"""`argosy convert A --check B`: whether two models are the same, tensor by tensor, whatever they lie in.
+"""`argosy convert A --check B`: compares two models tensor by tensor, whatever their formats.
 
-Both are read by our per-layer names, so a Hub folder, a GGUF file and a checkpoint of either layout compare with each other.
-Two tensors are in memory at a time, and differences are summed in float64 a slab at a time.
+Both are read by our per-layer names, so a Hub folder, a GGUF file and a checkpoint in either layout can be compared with each
+other. Two tensors are in memory at a time, and differences are summed in float64 slab by slab.
 """
 
 import math
@@ -17,7 +17,8 @@ from argosy.core.formats import Reader, is_apart, read_part
 from argosy.core.formats.files import pieces
 from argosy.jobs.convert import memory_used, opened
 
-SLAB_VALUES = 1 << 20  # 8 MB in float64, a few of them at once
+# 8 MB in float64; a few of them exist at once.
+SLAB_VALUES = 1 << 20
 
 
 def compare(
@@ -28,14 +29,14 @@ def compare(
     say: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda new, all, kept: None,
 ) -> dict[str, Any]:
-    """What differs. `equal` is true where nothing does.
+    """Compares two models. `equal` in the result is true if nothing differs.
 
     Args:
-        tolerance: None: every byte must be the same. A number: types may differ, and values by that share of the largest
+        tolerance: None: every byte must be equal. A number: types may differ, and values may differ by this share of the largest
             magnitude in `b`.
 
     Raises:
-        BadInput, Damaged: one of them is no model.
+        BadInput, Damaged: one of them is not a model.
     """
     one, other = opened(a, say), opened(b, say)
     names = [name for name in one.weights.names if name in other.weights.names]
@@ -58,7 +59,7 @@ def compare(
 
 
 def _settings(one: Stored, other: Stored) -> list[dict[str, Any]]:
-    """Settings of the two that differ: equal weights at another rope base are another model."""
+    """The settings in which the two differ: equal weights with another rope base are another model."""
     a, b = (stored.config.resolved().model_dump(mode="json") for stored in (one, other))
     if type(one.config) is not type(other.config):
         return [{"name": "family", "a": type(one.config).__name__, "b": type(other.config).__name__}]
@@ -77,7 +78,7 @@ def _differences(
 
 
 def _difference(one: Stored, other: Stored, name: str, tolerance: float | None) -> dict[str, Any] | None:
-    """None where the two are as equal as was asked for."""
+    """How the two differ; None if they are as equal as the tolerance asks."""
     shapes = one.weights.shape(name), other.weights.shape(name)
     if shapes[0] != shapes[1]:
         return {"what": "shape", "a": list(shapes[0]), "b": list(shapes[1])}
@@ -93,7 +94,7 @@ def _difference(one: Stored, other: Stored, name: str, tolerance: float | None) 
 
 
 def _pairs(one: Reader, other: Reader, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The tensor of both; part by part where either comes so."""
+    """The tensor of both models; part by part if either is read in parts."""
     if not (is_apart(one, name) or is_apart(other, name)):
         yield one.read(name), other.read(name)
         return
@@ -102,7 +103,7 @@ def _pairs(one: Reader, other: Reader, name: str) -> Iterator[tuple[np.ndarray, 
 
 
 def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
-    """NaN equals itself here, and 0 is not -0."""
+    """Whether the bytes are the same: NaN equals itself here, and 0 differs from -0."""
     raw = f"u{a.dtype.itemsize}"
     return all(np.array_equal(x.view(raw), y.view(raw)) for x, y in _slabs(a, b))
 
@@ -114,11 +115,11 @@ def _slabs(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarra
 
 
 def distances(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
-    """How far apart two arrays of one shape are.
+    """How far apart two arrays of the same shape are.
 
     Returns:
-        max_abs: the largest difference of two values; relative: as a share of `largest`, the largest magnitude in `b`;
-        cosine: of the angle between them, 1 where they point the same way. NaN where either holds one.
+        max_abs: the largest difference of two values; relative: max_abs as a share of `largest`, the largest magnitude in `b`;
+            cosine: of the angle between the arrays, 1 if they point the same way. NaN if either contains one.
     """
     return _distances(_slabs(a, b))
 
@@ -129,7 +130,8 @@ def _distances(slabs: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[str, floa
         x, y = x.ravel().astype(np.float64), y.ravel().astype(np.float64)
         if not x.size:
             continue
-        with np.errstate(invalid="ignore"):  # infinity less infinity
+        # Infinity minus infinity.
+        with np.errstate(invalid="ignore"):
             max_abs = float(np.maximum(max_abs, np.abs(x - y).max()))
         largest = float(np.maximum(largest, np.abs(y).max()))
         dot, a_square, b_square = dot + float(x @ y), a_square + float(x @ x), b_square + float(y @ y)

@@ -1,4 +1,4 @@
-"""What may follow the words of a command line, for a shell's completion. Keys and values come from the settings themselves."""
+"""Shell completion: the words that may follow on a command line. Keys and values come from the settings classes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ OF_A_RECIPE = ("train", "sweep")
 
 
 def complete(words: Sequence[str], verbs: Mapping[str, type[Settings] | None]) -> list[str]:
-    """The words that the last one, which may be empty, may become. Nothing where a file's name belongs.
+    """The completions of the last word, which may be empty. None where a file name belongs.
 
     Args:
         words: those after `argosy`.
-        verbs: each verb, and the settings it takes as `key=value` words, where they are its own.
+        verbs: each verb, with the settings class of its own `key=value` words, if it has one.
     """
     *before, last = words or [""]
     if not before:

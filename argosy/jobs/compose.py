@@ -1,10 +1,10 @@
-"""Which layers make a run: base.yml, the model's preset, the recipe with what it extends, then `key=value` words.
+"""Composes the settings layers of a run: base.yml, the model's preset, the recipe with what it extends, then `key=value` words.
 
     configs/base.yml < configs/models/PRESET.yml < files the recipe extends < the recipe < words
 
-Whoever names the preset drops what earlier layers said of the model, because they said it of another one:
-`model=llama3.2-1b` on the command line replaces the recipe's model whole. What the same or a later layer says of the
-model overrides the preset like anything else, and provenance shows it. Composing reads files and has no other effect.
+A layer that names a preset discards what earlier layers set for the model, because they described another one:
+`model=llama3.2-1b` on the command line replaces the recipe's model completely. What the same or a later layer sets for the model
+overrides the preset, as usual, and provenance shows it. Composing only reads files.
 """
 
 import os
@@ -18,13 +18,14 @@ from typing import Annotated, Any, TypeVar
 from argosy.core import mistakes
 from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.core.explain import json_schema
-from argosy.core.settings import Choice, Layer, Reading, Settings, read_settings, words_layer, yaml_layer
+from argosy.core.settings import Choice, Reading, Settings, SettingsLayer, read_settings, words_layer, yaml_layer
 from argosy.core.words import SELF
 
 T = TypeVar("T", bound=Settings)
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-PRESET_FOLDERS = "ARGOSY_PRESETS"  # folders of users' own presets, separated as in PATH
+# Folders with users' own presets, separated as in PATH.
+PRESET_FOLDERS = "ARGOSY_PRESETS"
 EXTENDS = "extends"
 
 
@@ -63,7 +64,7 @@ def about(recipe: str, configs: Path = CONFIGS) -> str:
 
 
 def run_folder(recipe: str | Path) -> str:
-    """Where a recipe's run lies unless `dir` says otherwise."""
+    """The run directory of a recipe, unless `dir` names another."""
     return f"runs/{Path(recipe).stem}"
 
 
@@ -72,18 +73,18 @@ def presets(configs: Path = CONFIGS) -> list[str]:
     return sorted({name for folder in _preset_folders(configs) for name in _named(folder)})
 
 
-def recipe_layers(recipe: str | Path, configs: Path = CONFIGS) -> list[Layer]:
+def recipe_layers(recipe: str | Path, configs: Path = CONFIGS) -> list[SettingsLayer]:
     """A recipe after everything it extends, oldest first."""
     return _chain(_recipe_file(str(recipe), configs), lambda name: _recipe_file(name, configs), configs)
 
 
-def preset_layers(preset: str, configs: Path = CONFIGS, where: str | None = None) -> list[Layer]:
-    """A model preset (a name, or a YAML file) after everything it extends; keys are those under `model`."""
+def preset_layers(preset: str, configs: Path = CONFIGS, where: str | None = None) -> list[SettingsLayer]:
+    """A model preset (a name, or a YAML file) after everything it extends; its keys are those under `model`."""
     return _chain(_preset_file(preset, configs, where), lambda name: _preset_file(name, configs), configs)
 
 
 def preset_config(name: str) -> Any:
-    """The config of a preset, by name or YAML file."""
+    """The config of a preset, given by name or YAML file."""
     layers = [layer.under("model") for layer in preset_layers(name)]
     return read_settings(_model_settings(), *layers).value.model
 
@@ -100,7 +101,7 @@ def _model_settings() -> Any:
 
 
 def editor_schema(schema: type[Settings], configs: Path = CONFIGS) -> dict[str, Any]:
-    """The JSON Schema of a recipe: of the settings, with `extends`, and `model` as the name of a preset."""
+    """The JSON Schema of a recipe: the settings, plus `extends`, plus `model` as the name of a preset."""
     document = json_schema(schema)
     extends = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     document["properties"] = {EXTENDS: extends, **document["properties"]}
@@ -111,7 +112,7 @@ def editor_schema(schema: type[Settings], configs: Path = CONFIGS) -> dict[str, 
 
 
 def key_meant(key: str) -> str:
-    """The setting of a run that a name stands for: itself, or the one that an unknown name is answered with."""
+    """The setting a name stands for: itself, or the one that the error for an unknown name suggests."""
     from argosy.jobs.run import Run
 
     names = compose(Run, "tiny").names
@@ -121,18 +122,18 @@ def key_meant(key: str) -> str:
     return hint.removeprefix("did you mean `").removesuffix("`?") if hint.startswith("did you mean `") else key
 
 
-# ---- models at rest among the layers
+# ---- stored models among the layers
 
 
-class Folder(Layer):
-    """What a model at rest brings: architecture, tokenizer and weights."""
+class StoredModel(SettingsLayer):
+    """The layer of a stored model: its architecture, tokenizer and weights."""
 
 
-def with_folders(layers: list[Layer]) -> list[Layer]:
-    """The layers, where `model=FOLDER` (a Hub folder, .gguf file, run directory or checkpoint) brings its architecture, weights
-    and tokenizer, and `init.weights=FOLDER` its architecture and tokenizer. What the same or a later layer says of the model
-    overrides the folder; a layer that spells out the whole model, as a run's settings.yml does, needs no folder."""
-    out: list[Layer] = []
+def with_folders(layers: list[SettingsLayer]) -> list[SettingsLayer]:
+    """The layers, in which `model=FOLDER` (a Hub folder, .gguf file, run directory or checkpoint) adds its architecture, weights
+    and tokenizer, and `init.weights=FOLDER` its architecture and tokenizer. What the same or a later layer sets for the model
+    overrides the folder. A layer that contains the complete model, such as a run's settings.yml, needs no folder."""
+    out: list[SettingsLayer] = []
     for layer in map(_spelt_out, layers):
         model = layer.values.get("model")
         named = str(model["preset"]) if isinstance(model, dict) and model.get("preset") is not None else None
@@ -154,11 +155,11 @@ def with_folders(layers: list[Layer]) -> list[Layer]:
 
 
 def is_model(name: str) -> bool:
-    """Whether a name is a model at rest here, not a preset: a folder that is no recipe's, or a .gguf file."""
+    """Whether a name is a stored model and not a preset: a folder that is not a recipe's run, or a .gguf file."""
     return Path(name).is_dir() or (name.endswith(".gguf") and Path(name).is_file())
 
 
-def _of_folder(folder: str, brings_weights: bool) -> Layer:
+def _of_folder(folder: str, brings_weights: bool) -> SettingsLayer:
     from argosy.checkpoint.stored import model_of
     from argosy.data.tokenize import find_tokenizer
 
@@ -167,14 +168,14 @@ def _of_folder(folder: str, brings_weights: bool) -> Layer:
         values["init"] = {"weights": folder}
     if find_tokenizer(Path(folder)) is not None:
         values["data"] = {"tokenizer": folder}
-    return Folder(folder, values)
+    return StoredModel(folder, values)
 
 
 # ---- presets among the layers
 
 
-def with_preset(layers: list[Layer], configs: Path = CONFIGS, families: Iterable[str] = ()) -> list[Layer]:
-    """The layers with the preset they ask for beneath the one that asks, and older words on the model dropped."""
+def with_preset(layers: list[SettingsLayer], configs: Path = CONFIGS, families: Iterable[str] = ()) -> list[SettingsLayer]:
+    """The layers, with the requested preset inserted below the layer that requests it, and older model settings dropped."""
     layers = [_spelt_out(layer) for layer in layers]
     naming = max((i for i, layer in enumerate(layers) if _preset_of(layer)), default=None)
     if naming is None:
@@ -196,7 +197,7 @@ def _families(schema: type[Settings]) -> Iterable[str]:
 
 
 def _a_family(name: str, configs: Path, where: str) -> BadInput:
-    """The answer to `model=llama`: a family has no sizes."""
+    """The error for `model=llama`: a family has no sizes."""
     sized = _of_family(name, presets(configs))
     some = f"name a preset: {', '.join(f'model={preset}' for preset in sized[:5])}" if sized else "name a preset of it"
     hint = f"{some}; or set model.family={name} and its sizes"
@@ -204,13 +205,13 @@ def _a_family(name: str, configs: Path, where: str) -> BadInput:
 
 
 def _of_family(name: str, models: Iterable[str]) -> list[str]:
-    """The presets whose names begin with a family's: `gemma2-2b` for gemma, `gpt-oss-20b` for gpt_oss."""
+    """The presets whose names begin with a family's name: `gemma2-2b` for gemma, `gpt-oss-20b` for gpt_oss."""
     begins = re.compile(re.escape(name.replace("_", "-")) + r"[-\d.]")
     return [model for model in models if len(name) > 2 and begins.match(model)]
 
 
-def _spelt_out(layer: Layer) -> Layer:
-    """`model: NAME`, alone or beside keys of the model, as `model.preset`."""
+def _spelt_out(layer: SettingsLayer) -> SettingsLayer:
+    """Rewrites `model: NAME`, alone or beside other keys of the model, as `model.preset`."""
     model = layer.values.get("model")
     name = model.get(SELF) if isinstance(model, dict) else model
     if not isinstance(name, str | int | float) or isinstance(name, bool):
@@ -223,15 +224,15 @@ def _spelt_out(layer: Layer) -> Layer:
     return replace(layer, values={**layer.values, "model": preset | rest}, marks=marks)
 
 
-def _preset_of(layer: Layer) -> str | None:
+def _preset_of(layer: SettingsLayer) -> str | None:
     model = layer.values.get("model")
     preset = model.get("preset") if isinstance(model, dict) else None
     return None if preset is None else layer.text("model.preset") or str(preset)
 
 
-def _overruled(layers: list[Layer]) -> list[Layer]:
-    """Layers under one that names another model: what they say of theirs is dropped, and folders with all that they bring."""
-    kept = [layer for layer in layers if not isinstance(layer, Folder)]
+def _overruled(layers: list[SettingsLayer]) -> list[SettingsLayer]:
+    """Layers below one that names another model, without their model settings and without stored models."""
+    kept = [layer for layer in layers if not isinstance(layer, StoredModel)]
     return [replace(layer, values={k: v for k, v in layer.values.items() if k != "model"}) for layer in kept]
 
 
@@ -257,7 +258,7 @@ def _recipe_file(name: str, configs: Path) -> Path:
 
 
 def _unknown_recipe(name: str, known: list[str], configs: Path) -> UserError:
-    """The answer to a name that is no recipe: the file without its ending, or a model's name."""
+    """The error for a name that is not a recipe; suggests the file with its ending, or explains that it names a model."""
     error = UnknownName("recipe", name, known)
     for path in (Path(f"{name}{ending}") for ending in (".yml", ".yaml")):
         if path.is_file():
@@ -277,7 +278,7 @@ def _run_file(path: Path) -> Path:
         return path
     if not (path / "settings.yml").is_file():
         where = "it holds no settings.yml"
-        raise BadInput(f"`{path}` is no run directory", where=where, hint="name a recipe or a YAML file")
+        raise BadInput(f"`{path}` is not a run directory", where=where, hint="name a recipe or a YAML file")
     return path / "settings.yml"
 
 
@@ -296,12 +297,12 @@ def _preset_file(name: str, configs: Path, where: str | None = None) -> Path:
     raise UnknownName("model preset", name, presets(configs), where=where)
 
 
-def _chain(path: Path, find: Callable[[str], Path], configs: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
-    """A file after those it extends. `extends: other` is a path beside the file, or a name; of a list, later ones win."""
+def _chain(path: Path, find: Callable[[str], Path], configs: Path, below: tuple[Path, ...] = ()) -> list[SettingsLayer]:
+    """A file after those it extends. `extends: other` is a path relative to the file, or a name; in a list, later ones win."""
     layer = yaml_layer(path, _origin(path, configs))
     below = (*below, path.resolve())
     parents = layer.values.get(EXTENDS)
-    layers: list[Layer] = []
+    layers: list[SettingsLayer] = []
     where = f"in {layer.where(EXTENDS)}"
     for parent in parents if isinstance(parents, list) else [] if parents is None else [parents]:
         if not isinstance(parent, str):
@@ -314,5 +315,5 @@ def _chain(path: Path, find: Callable[[str], Path], configs: Path, below: tuple[
 
 
 def _origin(path: Path, configs: Path) -> str:
-    """What provenance calls a file: its place in the package's configs, else the path as it was given."""
+    """What provenance calls a file: its path within the package's configs, otherwise the path as given."""
     return path.relative_to(configs).as_posix() if path.is_relative_to(configs) else str(path)

@@ -1,7 +1,7 @@
-"""`argosy convert`: a model from one format to another, tensor by tensor, without building it.
+"""`argosy convert`: converts a model from one format to another, tensor by tensor, without building it.
 
-Memory stays under twice the largest tensor of the source plus 500 MB, and the answer says both the bound and what was used.
-A conversion that was stopped, killed or met a full disk resumes when the same command is given again.
+Memory stays below twice the source's largest tensor plus 500 MB; the result reports this bound and the memory used. After an
+interruption, a kill or a full disk, the same command resumes.
 """
 
 import hashlib
@@ -29,7 +29,8 @@ from argosy.jobs.compose import presets
 from argosy.observe import memory
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-REST_BYTES = 500_000_000  # the interpreter with its libraries takes 210 MB of it, slabs under way 130 MB
+# The interpreter with its libraries takes 210 MB of it, slabs being written 130 MB.
+REST_BYTES = 500_000_000
 
 Say = Callable[[str], None]
 
@@ -45,29 +46,29 @@ def convert(
     say: Say = lambda _: None,
     progress: Progress = lambda new, all, kept: None,
 ) -> dict[str, Any]:
-    """Writes `source` to the new folder `target`; says what was written.
+    """Writes `source` to the new folder `target`. Returns what was written.
 
     Args:
-        dtype: float32, float16 or bfloat16; None keeps each tensor's own.
+        dtype: float32, float16 or bfloat16; None keeps each tensor's type.
         shard_gb: the largest file of a Hub folder, in 1e9 bytes.
-        adapter: a PEFT folder to merge on the way.
+        adapter: a PEFT folder to merge during the conversion.
         progress: called with bytes written since the last call, bytes in all, bytes kept from a process that was killed.
 
     Raises:
-        BadInput, Damaged: the source is no model, the target exists, or the disk is too small; nothing is written.
+        BadInput, Damaged: the source is not a model, the target exists, or the disk is too small; nothing is written.
     """
     if target.suffix == ".gguf":
-        raise BadInput(f"{target}: GGUF is read here, not written", hint="name a new folder")
+        raise BadInput(f"{target}: GGUF can be read but not written", hint="name a new folder")
     start = time.monotonic()
     original = stored = opened(source, say)
     if dtype is None and isinstance(stored.weights, Mapped) and (scaled := stored.weights.scaled):
         many = f"{len(scaled)} tensors are stored in blocks with scales (fp8, mxfp4)"
-        say(f"{many} and become float32; dtype=bfloat16 halves that")
-    facts = facts_of(stored, to, dtype, shard_gb)
+        say(f"{many} and become float32; dtype=bfloat16 halves their size")
+    identity = identity_of(stored, to, dtype, shard_gb)
     if adapter is not None:
         adapters = read_adapter(adapter, stored.config)
         stored = replace(stored, weights=Merged(stored.weights, adapters, stored.config))
-        facts["adapter"] = [manifest.describe(Path(adapter) / name)["sha256"][:12] for name in peft.FILES]
+        identity["adapter"] = [manifest.describe(Path(adapter) / name)["sha256"][:12] for name in peft.FILES]
         say(f"merging adapters on {len(adapters)} weights")
     tokenizer = tokenizer_of(stored)
     if tokenizer is not None and tokenizer.vocab > stored.config.vocab:
@@ -76,7 +77,7 @@ def convert(
 
     def stopped() -> None:
         if count.all:
-            say(f"stopped; what is whole is kept in {target}.part, and the same command goes on from there")
+            say(f"stopped; complete files are kept in {target}.part, and the same command resumes from there")
 
     with before_leaving(stopped):
         write(
@@ -84,7 +85,7 @@ def convert(
             DTYPES[dtype] if dtype else None,
             tokenizer,
             shard_bytes=shard_gb * 1e9,
-            facts=facts,
+            identity=identity,
             progress=count,
         )
     seconds = time.monotonic() - start
@@ -107,7 +108,7 @@ def opened(source: str, say: Say = lambda _: None) -> Stored:
     """Opens a model so that its weights are read one at a time.
 
     Raises:
-        BadInput, Damaged: there is none.
+        BadInput, Damaged: it is not a model.
     """
     if not Path(source).exists():
         raise no_weights(source, presets())
@@ -116,8 +117,8 @@ def opened(source: str, say: Say = lambda _: None) -> Stored:
     return stored
 
 
-def facts_of(stored: Stored, to: str, dtype: str | None, shard_gb: float) -> dict[str, Any]:
-    """What identifies a conversion: the source by the names, sizes and times of its files, and how it is written."""
+def identity_of(stored: Stored, to: str, dtype: str | None, shard_gb: float) -> dict[str, Any]:
+    """What identifies a conversion: the names, sizes and times of the source's files, and how they are written."""
     if stored.kind == "argosy":
         digest = hashlib.sha256((stored.path / manifest.NAME).read_bytes())
     else:
@@ -130,7 +131,7 @@ def facts_of(stored: Stored, to: str, dtype: str | None, shard_gb: float) -> dic
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files of a Hub folder that a conversion reads, or the one file."""
+    """The files of a Hub folder that a conversion reads, or the single file."""
     if path.is_file():
         return [path]
     return matching(path, [*COMPANIONS, "config.json", "model.safetensors.index.json", "*.safetensors"])
@@ -148,7 +149,7 @@ def memory_used(models: list[Stored]) -> dict[str, Any]:
 
 
 class _Count:
-    """Passes progress on, and remembers its totals."""
+    """Passes progress on and keeps the totals."""
 
     def __init__(self, progress: Progress):
         self.progress, self.all, self.kept = progress, 0, 0

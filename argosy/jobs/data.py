@@ -1,6 +1,6 @@
 """`argosy data`: tokenizes a corpus to disk, shows what a model will see of it, trains a vocabulary.
 
-A corpus and a vocabulary are made from the settings of data alone, so neither needs a model or jax.
+Preparing a corpus and training a vocabulary need only the data settings, neither a model nor jax.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,10 +25,10 @@ def is_recipe(name: str) -> bool:
 
 
 def data_settings(name: str, words: Iterable[str]) -> DataSettings:
-    """The data settings of a recipe with `key=value` words for the run; or those of a source, with words for its data.
+    """The data settings of a recipe, with `key=value` words for the run; or of a source, with words for its data settings.
 
     Raises:
-        UserError: whatever is wrong with them.
+        UserError: any mistake in them.
     """
     if is_recipe(name):
         from argosy.jobs.run import Run
@@ -36,7 +36,7 @@ def data_settings(name: str, words: Iterable[str]) -> DataSettings:
         return compose(Run, name, words).value.data
     words = [word.removeprefix("data.") for word in words]
     if other := next((word for word in words if word.startswith("source=")), None):
-        raise BadInput(f"`{name}` is the source, and `{other}` is another")
+        raise BadInput(f"`{name}` is the source, but data.source names another, `{other}`")
     layer = words_layer(words)
     return read_settings(DataSettings, words_layer([f"source={name}"]), layer).value
 
@@ -45,20 +45,20 @@ def documents_of(settings: DataSettings) -> Source:
     """The source of text that the settings name.
 
     Raises:
-        BadInput: it has no text, or is prepared already.
+        BadInput: it has no text, or is already prepared.
     """
     if is_prepared(settings.source):
-        raise BadInput(f"`{settings.source}` is prepared already", hint="name the text that it was made from")
+        raise BadInput(f"`{settings.source}` is already prepared", hint="name the text it was made from")
     source = find_source(settings)
     if not isinstance(source, Source):
-        raise BadInput(f"the data source `{settings.source}` has no documents", hint="it is made while training")
+        raise BadInput(f"the data source `{settings.source}` has no documents", hint="its rows are made while training")
     return source
 
 
 def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress | None = None) -> dict[str, Any]:
-    """Tokenizes a source into the folder `target`, with the tokenizer and the settings beside the tokens; returns what is there.
+    """Tokenizes a source into the folder `target`, with the tokenizer and the settings beside the tokens. Returns a summary.
 
-    Killed, it leaves nothing under that name; the same command then starts over, and says so.
+    If it is killed, it leaves nothing under that name; the same command then starts over and says so.
 
     Raises:
         UserError: no such source or tokenizer, or the folder holds something else.
@@ -68,7 +68,7 @@ def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress |
 
     source, tokenizer = documents_of(settings), load_tokenizer(settings.tokenizer)
     if missing := tokenizer.missing_bytes:
-        say(f"the tokenizer `{settings.tokenizer}` has no token for {len(missing)} of the 256 bytes: text loses them")
+        say(f"the tokenizer `{settings.tokenizer}` has no token for {len(missing)} of the 256 bytes: text with them loses them")
     made_with = {name: value for name, value in dump(settings).items() if name in ("source", *MADE_WITH)}
     how: dict[str, Any] = {name: getattr(settings, name) for name in ("held_out", "bos", "special")}
     prepared = write(
@@ -89,7 +89,7 @@ def inspect(recipe: str, words: Iterable[str], rows: int, color: bool) -> tuple[
     """The first rows of a recipe's first batch: as text, and as JSON.
 
     Raises:
-        UserError: whatever would keep the run from starting on its data.
+        UserError: anything that would prevent the run from starting on its data.
     """
     from argosy.data import inspect
     from argosy.jobs.run import Run
@@ -110,10 +110,10 @@ def inspect(recipe: str, words: Iterable[str], rows: int, color: bool) -> tuple[
 
 
 def train_tokenizer(settings: DataSettings, vocab: int, target: Path) -> dict[str, Any]:
-    """Trains a vocabulary on a source and writes it to the new folder `target`; returns its size and what was read.
+    """Trains a vocabulary on a source and writes it to the new folder `target`. Returns its size and what was read.
 
     Raises:
-        BadInput: the folder holds something, the source has no text, the vocabulary is too small.
+        BadInput: the folder is not empty, the source has no text, or the vocabulary is too small.
     """
     from argosy.data.bpe import train
 

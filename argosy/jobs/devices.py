@@ -1,5 +1,5 @@
-"""What each device computes, holds and sends in a training step, as devices grow: a table for docs/reference/devices.md, and the
-figures that the laws assert. Programs are compiled and not run.
+"""What each device computes, stores and sends in a training step as devices are added: the table of docs/reference/devices.md,
+and the figures that the laws assert. Programs are compiled, not run.
 """
 
 from typing import Any
@@ -66,7 +66,7 @@ def config_of(name: str) -> Any:
 
 
 def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS) -> Cost:
-    """Of the training step of a model over a mesh, for each of its devices."""
+    """The cost of a model's training step over a mesh, per device."""
     count = 1
     for n in sizes.values():
         count *= n
@@ -95,7 +95,7 @@ def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS) -> Cost:
 
 
 def table() -> str:
-    """Markdown: a row for each kind of model and each mesh."""
+    """A Markdown table with a row for each kind of model and each mesh."""
     lines = [
         "| model | mesh | GFLOP | temporaries, kB | state and batch, kB | collectives, kB | of which |",
         "|---|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
-"""`argosy doctor`: the devices, memory and packages of this machine, and what is wrong with them.
+"""`argosy doctor`: the devices, memory and packages of this machine, and problems with them.
 
-Each finding is broken (nothing will run), a warning (it will run wrongly, slowly, or not for long) or a note, with a hint.
-Checks are functions from what was found to findings, so that each can be tested on a machine without the problem.
+Each finding is broken (nothing will run), a warning (wrong, slow, or likely to fail) or a note, with a hint. Checks are functions
+from collected information to findings, so each can be tested on a machine without the problem.
 """
 
 import os
@@ -33,7 +33,7 @@ class Finding:
 
 
 def examine(devices: Callable[[], dict[str, Any]] = environment.devices) -> dict[str, Any]:
-    """Everything that is known of this machine, and `findings`. `ok` is false where something is broken."""
+    """Everything known about this machine, and `findings`. `ok` is false if something is broken."""
     folder = machine.cache_folder()
     place = folder or Path(tempfile.gettempdir())
     found: dict[str, Any] = {
@@ -68,16 +68,16 @@ def check_packages(found: Mapping[str, Any]) -> list[Finding]:
 
 
 def check_devices(found: Mapping[str, Any]) -> list[Finding]:
-    told, variables = found["jax"], found["variables"]
+    answer, variables = found["jax"], found["variables"]
     platforms = variables.get("JAX_PLATFORMS")
-    if error := told.get("error"):
+    if error := answer.get("error"):
         hint = "try again without XLA_FLAGS and JAX_* variables" if variables else "install jax again"
         if "flag" in error.lower() and "XLA_FLAGS" in variables:
-            hint = f"XLA_FLAGS={variables['XLA_FLAGS']} holds a flag that this jaxlib does not know: unset it"
+            hint = f"XLA_FLAGS={variables['XLA_FLAGS']} has a flag that this jaxlib does not know: unset it"
         elif platforms:
-            hint = f"JAX_PLATFORMS={platforms} asks for what is not here: unset it, or JAX_PLATFORMS=cpu"
+            hint = f"JAX_PLATFORMS={platforms} names a platform that is not available: unset it, or JAX_PLATFORMS=cpu"
         return [Finding(BROKEN, f"jax has no device: {error}", hint)]
-    if told["backend"] != "cpu":
+    if answer["backend"] != "cpu":
         return []
     if found["gpus"] and "cpu" in (platforms or ""):
         return [Finding(NOTE, f"{len(found['gpus'])} GPUs, unused: JAX_PLATFORMS={platforms}", "unset JAX_PLATFORMS")]
@@ -85,10 +85,10 @@ def check_devices(found: Mapping[str, Any]) -> list[Finding]:
         hint = "`./run --gpu VERB` makes an environment with CUDA; by hand: pip install '.[gpu]'"
         if not variables.get("CUDA_VISIBLE_DEVICES", "all").strip("-1 "):
             hint = "CUDA_VISIBLE_DEVICES hides them: unset it"
-        return [Finding(WARNING, f"{len(found['gpus'])} GPUs ({found['gpus'][0]}), and jax sees the CPU only", hint)]
+        return [Finding(WARNING, f"{len(found['gpus'])} GPUs ({found['gpus'][0]}), but jax only sees the CPU", hint)]
     if Path("/dev/accel0").exists():
         hint = "`./run --tpu VERB` makes an environment with libtpu; by hand: pip install '.[tpu]'"
-        return [Finding(WARNING, "a TPU, and jax sees the CPU only", hint)]
+        return [Finding(WARNING, "there is a TPU, but jax only sees the CPU", hint)]
     return []
 
 
@@ -104,7 +104,7 @@ def check_variables(found: Mapping[str, Any]) -> list[Finding]:
     on = [name for name in wrong if variables.get(name, "").lower() in TRUE]
     out = [Finding(WARNING, f"{name}={variables[name]}: {wrong[name]}", f"unset {name}") for name in on]
     if "xla_force_host_platform_device_count" in variables.get("XLA_FLAGS", ""):
-        what = "XLA_FLAGS splits the CPU into pretended devices, which share its cores"
+        what = "XLA_FLAGS splits the CPU into several devices, which share its cores"
         out.append(Finding(NOTE, what, "good for tests of sharding; unset XLA_FLAGS for speed"))
     if variables.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
         what = "XLA_PYTHON_CLIENT_ALLOCATOR=platform: every buffer is allocated anew, which is slow"
@@ -118,10 +118,10 @@ def check_disk(found: Mapping[str, Any]) -> list[Finding]:
         free = about["free_bytes"]
         if free is not None and free < 2 * GIB:
             level = BROKEN if free < GIB // 8 and place == "here" else WARNING
-            hint = "checkpoints need three times a model: make room"
+            hint = "a run's checkpoints need three times the size of its model: free some space"
             out.append(Finding(level, f"{sized(free)} free at {about['path']}", hint))
     if not can_write(Path.cwd()):
-        hint = "runs go to runs/ here: give dir=, or go elsewhere"
+        hint = "runs are written to runs/ here: give dir=, or change to another directory"
         out.append(Finding(WARNING, f"no permission to write in {Path.cwd()}", hint))
     return out
 
@@ -129,10 +129,10 @@ def check_disk(found: Mapping[str, Any]) -> list[Finding]:
 def check_cache(found: Mapping[str, Any]) -> list[Finding]:
     cache = found["cache"]
     if not cache["writable"]:
-        hint = f"mend the permissions of the home directory, or {machine.CACHE_HINT}"
+        hint = f"fix the permissions of the home directory, or {machine.CACHE_HINT}"
         return [Finding(WARNING, f"compiled programs cannot be kept in {cache['folder']}", hint)]
     if cache["bytes"] > 10 * GIB:
-        what = f"{sized(cache['bytes'])} of compiled programs are kept"
+        what = f"{sized(cache['bytes'])} of compiled programs are cached"
         return [Finding(NOTE, what, f"may be removed: {cache['folder']}")]
     return []
 
@@ -141,16 +141,16 @@ def check_machine(found: Mapping[str, Any]) -> list[Finding]:
     about, out = found["machine"], []
     if about["memory_free_bytes"] is not None and about["memory_free_bytes"] < GIB:
         what = f"{sized(about['memory_free_bytes'])} of memory free"
-        out.append(Finding(WARNING, what, "end other programs: what outgrows memory is killed without a word"))
+        out.append(Finding(WARNING, what, "end other programs: the system kills a process that runs out of memory"))
     if about["load"] is not None and about["load"] > 1.5 * about["cores"]:
-        what = f"load {about['load']:g} on {about['cores']:g} cores: others compute here too"
-        out.append(Finding(NOTE, what, "times and tokens/s will be worse than the machine's own"))
+        what = f"load {about['load']:g} on {about['cores']:g} cores: other programs are computing too"
+        out.append(Finding(NOTE, what, "times and tokens/s will be worse than this machine can do"))
     if found["open_files"] is not None and found["open_files"] < 1024:
         what = f"{found['open_files']} open files allowed"
         out.append(Finding(WARNING, what, "ulimit -n 4096, or checkpoints may fail"))
     if found["clock_behind_s"] > 86400:
         what = f"the clock is {lasted(found['clock_behind_s'])} behind this program's own files"
-        out.append(Finding(WARNING, what, "set the clock: the newest run and certificates are judged by it"))
+        out.append(Finding(WARNING, what, "set the clock: the newest run is found by it, and certificates are checked by it"))
     return out
 
 
@@ -172,13 +172,13 @@ CHECKS: tuple[Callable[[Mapping[str, Any]], list[Finding]], ...] = (
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------- looking
+# ---------------------------------------------------------------- collecting
 
 
 def huge_pages() -> dict[str, str]:
-    """What the system allows, and whether verbs that compute ask for them."""
+    """What the system allows, and whether commands that compute request huge pages."""
     if platform.libc_ver()[0] != "glibc" or not machine.HUGE_PAGES.exists():
-        return {"system": "", "state": "not to be had here"}
+        return {"system": "", "state": "not available here"}
     system = machine.HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if system == "never":
@@ -193,7 +193,7 @@ def huge_pages() -> dict[str, str]:
 
 
 def can_write(folder: Path) -> bool:
-    """Whether files could be made there, the folder itself included."""
+    """Whether files can be created there; the folder itself may not exist yet."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
@@ -221,7 +221,8 @@ def _contents(folder: Path | None) -> dict[str, int]:
 def _open_files() -> int | None:
     try:
         import resource
-    except ImportError:  # not a Unix
+    # Not a Unix system.
+    except ImportError:
         return None
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return None if soft == resource.RLIM_INFINITY else soft

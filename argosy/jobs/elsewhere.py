@@ -1,16 +1,16 @@
-"""Names from other trainers that no setting of ours stands for, each with the sentence that answers it.
+"""Names from other trainers that correspond to no setting of ours, each with a sentence that answers it.
 
-Names that one setting stands for are marked on it (`core.schema.Also`). `argosy.cli.pages` writes both as a page.
+Names that correspond to a setting are marked on it (`core.schema.Also`). `argosy.cli.pages` writes both to a page.
 """
 
 _ADAPTERS = (
     "training with adapters is not built yet; `argosy convert` and `generate` take a PEFT folder by adapter=FOLDER"
 )
-_TRACKERS = "trackers are not built yet: every number is in metrics.jsonl of the run, and report.html draws it"
+_TRACKERS = "trackers are not built yet: every number is in metrics.jsonl of the run, and report.html plots it"
 _DEVICE = "JAX uses the accelerator it finds; the variable JAX_PLATFORMS=cpu, cuda or tpu chooses"
 _QUANTIZED = "training quantized weights is not built yet"
 _DROPOUT = "dropout is not built: one pass over much text does not need it"
-_PROFILE = "profiling a run is not built yet; metrics.jsonl and report.html say where its time went"
+_PROFILE = "profiling a run is not built yet; metrics.jsonl and report.html show where its time went"
 _HUB = "nothing is uploaded: `argosy convert RUN FOLDER` writes a Hub folder"
 _LOADERS = "data is read ahead by threads: data.prefetch is how many batches"
 _COMPILED = "every step is compiled, and compiled programs are kept between runs"
@@ -88,14 +88,14 @@ ELSEWHERE: dict[str, str] = {
     "label_smoothing_factor": "label smoothing is not built",
     "neftune_noise_alpha": "noise on embeddings is not built",
     "chat_template": "the tokenizer brings its chat template; conversations in JSONL are rendered by it",
-    "train_on_inputs": "of a conversation the assistant's turns are trained, of plain text everything",
-    "completion_only_loss": "of a conversation the assistant's turns are trained, of plain text everything",
-    "per_device_eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches is how many",
-    "eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches is how many",
-    "core_metric_every": "benchmarks are not run while training yet; eval.every evaluates the loss on held-out text",
+    "train_on_inputs": "in conversations only the assistant's turns are trained, in plain text everything",
+    "completion_only_loss": "in conversations only the assistant's turns are trained, in plain text everything",
+    "per_device_eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches sets how many",
+    "eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches sets how many",
+    "core_metric_every": "benchmarks during training are not built yet; eval.every evaluates the loss on held-out text",
     "dcn_data_parallelism": "training over several hosts is not built yet; mesh.data is over the devices of this one",
     "dcn_fsdp_parallelism": "training over several hosts is not built yet; mesh.fsdp is over the devices of this one",
-    "unembedding_lr": "optimizer=muon trains matrices at optimizer.learning_rate and all else at optimizer.adam_learning_rate",
+    "unembedding_lr": "optimizer=muon trains matrices at optimizer.learning_rate and everything else at optimizer.adam_learning_rate",
     "ema": "averaging weights is not built yet",
-    "loss_chunk": "objective.chunk is the rows of logits alive at once, under objective.head=chunks",
+    "loss_chunk": "objective.chunk is the number of rows of logits that exist at once, under objective.head=chunks",
 }

@@ -1,4 +1,4 @@
-"""What happens between two steps of a run: evaluation, checkpoints, samples."""
+"""Hooks that run between two steps: evaluation, checkpoints, samples."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from argosy.observe.metrics import Metrics
 
 @dataclass(frozen=True)
 class Every:
-    """A hook that runs every so many steps, and at the last."""
+    """A hook that runs every `every` steps, and at the last step."""
 
     name: str
     every: int
@@ -30,7 +30,7 @@ class Every:
 
 
 def is_stopping(now: Any, steps: int) -> bool:
-    """Whether a signal asked the run to stop: then it only saves."""
+    """Whether a signal asked the run to stop; then it only saves."""
     return now.last and now.step < steps
 
 
@@ -66,7 +66,7 @@ class Saver:
         self.checkpoints.save(now.step, weights, state, meta)
 
     def evaluated(self, now: Any, loss: float) -> None:
-        """Notes an evaluation, and saves at once where it is among the best that are kept."""
+        """Records an evaluation, and saves at once if it is among the best that are kept."""
         best = sorted(kept for step, kept in self.eval_losses.items() if step != now.step)
         most = self.reading.value.checkpoint.keep_best
         self.eval_losses[now.step] = loss
@@ -75,7 +75,7 @@ class Saver:
 
 
 class Evaluation:
-    """The loss on held-out text, its perplexity, and bits for each byte of text."""
+    """Evaluates the loss on held-out text, its perplexity, and bits per byte of text."""
 
     def __init__(self, assembly: Assembly, steps: int, saver: Saver, metrics: Metrics, view: View, clock: Clock):
         self.assembly, self.steps, self.saver = assembly, steps, saver
@@ -107,7 +107,7 @@ class Evaluation:
 
 
 class Sampling:
-    """Text from the model as it is now, with the prompt that it continues."""
+    """Generates text from the current weights, and logs it with its prompt."""
 
     def __init__(self, assembly: Assembly, settings: Run, metrics: Metrics, view: View):
         from argosy.jobs.samples import Sampler

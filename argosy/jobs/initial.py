@@ -1,4 +1,4 @@
-"""Starting from what exists: the weights of another model, or the whole state of another run."""
+"""Starts a run from the weights of another model, or from the whole state of another run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ from argosy.train.state import TrainState, trained
 
 
 def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> tuple[TrainState, Stored]:
-    """A state with the weights of another model and a fresh optimizer; and that model at rest, whose token ids and generation
+    """A state with the weights of another model and a fresh optimizer; and that stored model, whose token ids and generation
     settings the run keeps.
 
     Raises:
@@ -42,11 +42,11 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
 
 
 def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> TrainState:
-    """Weights, optimizer and step of another run, in whatever layout it wrote them. Data starts from the beginning.
+    """Weights, optimizer and step of another run, in whatever layout it wrote them. The data starts from the beginning.
 
     Raises:
-        BadInput: there is no checkpoint, it has another model or optimizer, or it holds weights alone.
-        Damaged: it is not what was written.
+        BadInput: there is no checkpoint, it has another model or optimizer, or it has only weights.
+        Damaged: it differs from what was written.
     """
     path, meta = step_of(run, say)
     config = config_of(meta["model"])
@@ -60,11 +60,11 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> Trai
     wanted = assembly.state_places()[1]
     arrays = relaid(arrays, config.build(_run_of(meta)), assembly.model)
     if set(arrays) != set(wanted):
-        raise BadInput(f"{run} was trained with another optimizer", hint="init.weights takes its weights alone")
+        raise BadInput(f"{run} was trained with another optimizer", hint="init.weights takes only its weights")
     if int(arrays["step"]) >= assembly.run.steps:
         raise BadInput(
-            f"{run} has made {int(arrays['step'])} steps, and steps = {assembly.run.steps}",
-            hint="raise steps, or take its weights alone with init.weights",
+            f"{run} has made {int(arrays['step'])} steps, but steps = {assembly.run.steps}",
+            hint="raise steps, or take only its weights with init.weights",
         )
     _, places = assembly.state_places()
     placed = {name: jax.device_put(jnp.asarray(a), places[name]) for name, a in arrays.items()}
@@ -74,10 +74,10 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> Trai
 
 
 def check_source(run: Run, say: Callable[[str], None] = lambda _: None) -> None:
-    """Checks that what the run starts from is there and is its model, before a file is written.
+    """Checks that what the run starts from exists and is the same model, before a file is written.
 
     Raises:
-        BadInput, Damaged: as `weights_for` and `state_from` do.
+        BadInput, Damaged: as `weights_for` and `state_from`.
     """
     if run.init.weights:
         _check_same(run.model, open_model(run.init.weights, say).config, run.init.weights)
@@ -87,11 +87,11 @@ def check_source(run: Run, say: Callable[[str], None] = lambda _: None) -> None:
 
 
 def step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint of a run directory, or of one step's folder, verified; and its meta.json.
+    """The verified checkpoint of a run directory or of one step's folder, and its meta.json.
 
     Raises:
-        BadInput: there is none, or it holds weights alone.
-        Damaged: it is not what was written.
+        BadInput: there is none, or it has only weights.
+        Damaged: it differs from what was written.
     """
     path = Path(run)
     if (path / CHECKPOINTS).is_dir():
@@ -104,19 +104,19 @@ def step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]
         verify(path)
     meta = read_meta(path)
     if "data" not in meta:
-        raise BadInput(f"{run} is weights alone, without an optimizer", hint="init.weights takes them")
+        raise BadInput(f"{run} has only weights, no optimizer", hint="init.weights takes them")
     return path, meta
 
 
 def verify(step: Path) -> None:
-    """Checks that one checkpoint is what was written."""
+    """Checks one checkpoint against its manifest."""
     if not (step / META).is_file():
         raise BadInput(f"{step} is neither a run nor a checkpoint", hint="init.weights takes the weights of any model")
     manifest.verify(step)
 
 
 def relaid(arrays: dict[str, Any], was: Any, now: Any) -> dict[str, Any]:
-    """Moves an optimizer's arrays, named by the addresses of weights, from one layout of the layers to the other."""
+    """Converts an optimizer's arrays, named by the addresses of weights, from one layout of the layers to the other."""
     before, addresses = stored_addresses(was), set(split(now)[1])
     stored = {address for address, _ in before.values()}
     out: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def relaid(arrays: dict[str, Any], was: Any, now: Any) -> dict[str, Any]:
 
 
 class _Default(dict):
-    """Gives zeros for weights that an optimizer has no array for; they are dropped again."""
+    """Returns zeros for weights for which an optimizer has no array; they are dropped again."""
 
     def __missing__(self, name: str) -> Any:
         return jnp.zeros(())
@@ -149,9 +149,9 @@ def _run_of(meta: dict[str, Any]) -> Any:
 
 
 def _check_same(mine: Any, theirs: Any, where: str) -> None:
-    """Sizes must agree. The preset's name, the declared context, and whether a size was set or derived need not."""
-    was_told, now_told = dump(theirs.resolved()), dump(mine.resolved())
-    changed = [(k, was, now) for k, was, now in diff(was_told, now_told) if k not in ("preset", "context", "family")]
+    """Checks that the sizes agree. The preset's name, the declared context, and whether a size was set or derived may differ."""
+    theirs_dumped, mine_dumped = dump(theirs.resolved()), dump(mine.resolved())
+    changed = [(k, was, now) for k, was, now in diff(theirs_dumped, mine_dumped) if k not in ("preset", "context", "family")]
     if type(mine) is not type(theirs) or changed:
-        told = "; ".join(f"model.{k} is {was} there, {now} here" for k, was, now in changed[:4]) or "another family"
-        raise BadInput(f"{where} is another model", where=told, hint="give this run the same model settings")
+        differences = "; ".join(f"model.{k} is {was} there, {now} here" for k, was, now in changed[:4]) or "another family"
+        raise BadInput(f"{where} is another model", where=differences, hint="give this run the same model settings")

@@ -1,8 +1,8 @@
-"""The process before jax: what must be in the environment when it starts. Called by verbs that compute, never on import.
+"""Prepares the environment of the process before jax is imported. Called by verbs that compute, never on import.
 
-Huge pages: XLA:CPU takes its temporary buffer from malloc at each step and gives it back, so every step touches it afresh in
-4 kB pages (420,000 minor faults a step at 31M parameters). glibc reads the tunable that asks for huge pages at exec only, so
-the process replaces itself once, which costs 10 ms and saves 10 to 18 % of a step. $ARGOSY_HUGE_PAGES=0 opts out.
+Huge pages: XLA:CPU allocates its temporary buffer with malloc at each step and frees it, so every step touches it anew in 4 kB
+pages (420,000 minor faults a step at 31M parameters). glibc reads the tunable for huge pages only at exec, so the process
+replaces itself once, which costs 10 ms and saves 10 to 18 % of a step. $ARGOSY_HUGE_PAGES=0 turns this off.
 """
 
 import os
@@ -14,11 +14,11 @@ from argosy.core import signals
 
 TUNABLE = "glibc.malloc.hugetlb=1"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-CACHE_HINT = "set XDG_CACHE_HOME to a folder that can be written"
+CACHE_HINT = "set XDG_CACHE_HOME to a writable folder"
 
 
 def prepare() -> None:
-    """Sets what XLA and malloc read at start; a command replaces its process once where huge pages are available."""
+    """Sets what XLA and malloc read at start; replaces the process once if huge pages are available."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _wide_vectors()
     if signals.is_command() and wants_huge_pages():
@@ -29,7 +29,7 @@ def prepare() -> None:
 
 
 def wants_huge_pages() -> bool:
-    """Whether the system has them, nobody forbids them, and this process was not started with them."""
+    """Whether the system has huge pages, nobody turned them off, and this process was not started with them."""
     if "glibc.malloc.hugetlb" in os.environ.get("GLIBC_TUNABLES", "") or os.environ.get("ARGOSY_HUGE_PAGES") == "0":
         return False
     if platform.libc_ver()[0] != "glibc":
@@ -38,7 +38,7 @@ def wants_huge_pages() -> bool:
 
 
 def _wide_vectors() -> None:
-    """512-bit loops where the processor has them: XLA's default is 256."""
+    """Asks XLA for 512-bit vectors if the processor has them; its default is 256."""
     flags = os.environ.get("XLA_FLAGS", "")
     cpu = Path("/proc/cpuinfo")
     if "prefer_vector_width" in flags or not cpu.exists() or "avx512f" not in cpu.read_text():
@@ -47,7 +47,7 @@ def _wide_vectors() -> None:
 
 
 def cache_folder() -> Path | None:
-    """Where compiled programs are kept between processes; None where this user has no home directory."""
+    """The folder of compiled programs, shared between processes; None if this user has no home directory."""
     if folder := os.environ.get("XDG_CACHE_HOME"):
         return Path(folder) / "argosy" / "xla"
     try:

@@ -1,11 +1,11 @@
-"""How much memory a training run takes, asked before its first step: an estimate from shapes, then the compiler's own figure.
+"""Predicts the memory of a training run before its first step: an estimate from shapes, then the compiler's figure.
 
     parameters, gradients, optimizer   exact, from shapes
     activations    what the backward pass keeps: estimated by tracing the loss (0.1 s), then what XLA reserves
-    checkpoint     the copy that is written while the next steps run; of this machine's memory, so counted on CPUs
-    process        Python, the libraries and the compiler; likewise
+    checkpoint     the copy that is written during the next steps; it is in the machine's memory, so it counts on CPUs only
+    process        Python, the libraries and the compiler; counts on CPUs only
 
-On a CPU the devices share the machine's memory, so their needs add up; an accelerator holds its own share.
+On a CPU the devices share the machine's memory, so their needs add up; each accelerator has its own memory.
 """
 
 import math
@@ -25,14 +25,16 @@ from argosy.train.state import trained, training_graph
 from argosy.train.step import model_for
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "checkpoint", "process")
-TRACED = 1024  # tokens
-TRUST = 0.6  # the least share of the traced activations that XLA keeps; measured 0.74 to 4.3, docs/log.md
+# Tokens of the traced sequence.
+TRACED = 1024
+# The smallest share of the traced activations that XLA keeps; measured 0.74 to 4.3, docs/log.md.
+TRUST = 0.6
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes by kind, on one device or, where devices share the machine's memory, on all of them. limit: bytes there are;
-    None where nobody knows. changes: what makes the need smaller."""
+    """Bytes by kind, on one device or, if devices share the machine's memory, on all of them. limit: available bytes, None if
+    unknown. changes: what reduces the need."""
 
     sizes: dict[str, int]
     limit: int | None
@@ -48,10 +50,10 @@ class Need:
         return {kind: self.sizes[kind] for kind in KINDS if kind in self.sizes} | {"total": self.total}
 
     def check(self) -> None:
-        """Checks that there is as much.
+        """Checks that there is enough memory.
 
         Raises:
-            BadInput: there is not; sizes by kind, and what to change.
+            BadInput: there is not; gives sizes by kind, and what to change.
         """
         if self.limit is None or self.total <= self.limit:
             return
@@ -61,8 +63,8 @@ class Need:
 
 
 def estimated_need(run: Any, decided: Any, shapes: Any, places: Any, mesh: Any) -> Need:
-    """The need before anything is compiled. Activations count with the least share of them that XLA keeps, so what this refuses
-    would not have fitted.
+    """The need before anything is compiled. Activations count with the smallest share of them that XLA keeps, so a run refused
+    here would not have fit.
 
     Args:
         shapes, places: the state's shapes and shardings.
@@ -88,9 +90,10 @@ def compiled_need(assembly: Any, program: Any) -> Need:
 
 
 def activation_bytes(config: Any, rows: int, tokens: int, objective: Any, precision: Any, remat: Any) -> int:
-    """Bytes that the backward pass keeps of `rows` sequences of so many tokens, by tracing the loss: the inputs of every
-    gradient, before XLA fuses any of them away. Layers are traced as a scan, which takes as long for 80 layers as for 2. Long
-    sequences are extrapolated, as a T + b T^2: masks of attention are made while tracing, and 131k tokens would take 17 GB."""
+    """Bytes that the backward pass keeps for `rows` sequences of `tokens` tokens, found by tracing the loss: the inputs of every
+    gradient, before XLA fuses any of them. Layers are traced as a scan, which takes as long for 80 layers as for 2. Long
+    sequences are extrapolated as a T + b T^2, because attention masks are created while tracing and would take 17 GB for 131k
+    tokens."""
     how = (config, rows, objective, precision, remat)
     if tokens <= 2 * TRACED:
         return _traced_bytes(tokens, *how)
@@ -118,7 +121,7 @@ def _traced_bytes(tokens: int, config: Any, rows: int, objective: Any, precision
 
 
 def batch_shapes(objective: Any, rows: int, tokens: int, place: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """What an objective reads of a batch of so many rows: {name: shape and type}, with this sharding."""
+    """The arrays of a batch that an objective reads: {name: shape and type}, with this sharding."""
     sizes, out = {"B": rows, "T": tokens}, {}
     for name, field in objective.reads().items():
         shape = [sizes[letter] for letter in field.axes.split()]
@@ -128,8 +131,8 @@ def batch_shapes(objective: Any, rows: int, tokens: int, place: Any = None) -> d
 
 
 def training_bytes(config: Any, tokens: int) -> dict[str, int]:
-    """Bytes to train a model in float32 with AdamW on one sequence of so many tokens: the state, and activations by what the
-    backward pass recomputes."""
+    """Bytes to train a model in float32 with AdamW on one sequence of `tokens` tokens: the state, and the activations for each
+    choice of recomputation."""
     from argosy.train.settings import OBJECTIVES
 
     objective: Any = OBJECTIVES["next_token"]()
@@ -148,7 +151,7 @@ def _state_bytes(shapes: Any, places: Any, mesh: Any) -> dict[str, int]:
 
 
 def _total(shapes: Any, places: Any, mesh: Any) -> int:
-    """Bytes of arrays on one device, or on all of them where they share memory."""
+    """Bytes of arrays on one device, or on all of them if they share memory."""
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True)
     each = sum(math.prod(place.shard_shape(s.shape)) * s.dtype.itemsize for s, place in pairs)
     return each * (mesh.size if _shared(mesh) else 1)

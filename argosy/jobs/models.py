@@ -1,4 +1,4 @@
-"""`argosy models`: what a model is made of and what it costs, from its config alone. No weight is drawn or read.
+"""`argosy models`: the parts of a model and what they cost, from its config alone. No weight is drawn or read.
 
 Listing presets imports no jax; describing one builds it, which is free because weights begin as descriptions.
 """
@@ -18,13 +18,15 @@ from argosy.models import FAMILIES
 from argosy.models.settings import Experts
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-STATE_BYTES = 4  # recurrent states are float32 whatever the cache is
+# Recurrent states are float32, whatever the type of the cache.
+STATE_BYTES = 4
 SUBLAYERS = {"attn": "attention", "mlp": "feed-forward"}
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What some layers keep of the past. layers: how many. numbers: of one token in one of them; span: tokens it reads."""
+class Cached:
+    """What some layers cache. layers: how many. token: numbers per token and layer. row: numbers per sequence. span: how many
+    tokens a layer attends to."""
 
     layers: int
     token: int
@@ -48,8 +50,8 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
     """One model: sizes, parameters, work and memory.
 
     Args:
-        name: a preset, or a model at rest: Hub folder, .gguf file, run directory, checkpoint.
-        context: tokens to count memory and work at; the model's own unless told.
+        name: a preset, or a stored model: Hub folder, .gguf file, run directory, checkpoint.
+        context: tokens for which memory and work are counted; the model's own context by default.
 
     Raises:
         BadInput, UnknownName, Damaged: there is no such model.
@@ -89,10 +91,10 @@ def describe(name: str, context: int | None = None) -> dict[str, Any]:
 
 
 def config_named(name: str) -> Any:
-    """The config of a preset, or of a model at rest.
+    """The config of a preset or a stored model.
 
     Raises:
-        BadInput, UnknownName, Damaged: there is none.
+        BadInput, UnknownName, Damaged: there is no such model.
     """
     if name in presets():
         return preset_config(name)
@@ -108,7 +110,7 @@ def config_named(name: str) -> Any:
 
 
 def family_of(config: Any) -> str:
-    """The name its family is registered under."""
+    """The name under which a config's family is registered."""
     return next(name for name in FAMILIES if FAMILIES[name] is type(config))
 
 
@@ -119,7 +121,8 @@ def used_by(name: str) -> list[str]:
         try:
             layers = recipe_layers(recipe)
         except ArgosyError:
-            continue  # a recipe with a mistake tells it when it is run
+            # A recipe with a mistake reports it when it is run.
+            continue
         named = [layer.values.get("model") for layer in layers if layer.values.get("model") is not None]
         last = named[-1].get("preset") if named and isinstance(named[-1], Mapping) else named[-1] if named else None
         if last == name:
@@ -130,22 +133,22 @@ def used_by(name: str) -> list[str]:
 # ---------------------------------------------------------------- counting
 
 
-def what_is_kept(model: Any) -> list[Kept]:
-    """What the layers of a model keep, by how far back they read."""
+def what_is_kept(model: Any) -> list[Cached]:
+    """What the layers of a model cache, grouped by how far back they attend."""
     out: dict[tuple[int, int, int | None], int] = {}
     for spec, layers in model.layers.holds().values():
         token, row = (sum(math.prod(shape) for _, shape in arrays) for arrays in (spec.token, spec.row))
         out[token, row, spec.span] = out.get((token, row, spec.span), 0) + (layers or 1)
-    return [Kept(layers, *about) for about, layers in out.items()]
+    return [Cached(layers, *about) for about, layers in out.items()]
 
 
-def cache_bytes(kept: Iterable[Kept], tokens: int, size: int) -> int:
-    """Bytes that a sequence of so many tokens needs; a windowed layer never more than its window."""
+def cache_bytes(kept: Iterable[Cached], tokens: int, size: int) -> int:
+    """Bytes of cache for one sequence of `tokens` tokens; a windowed layer needs no more than its window."""
     return sum(k.layers * (size * k.token * min(tokens, k.span or tokens) + STATE_BYTES * k.row) for k in kept)
 
 
 def parts(model: Any) -> dict[str, int]:
-    """Parameters by part, those of all layers together."""
+    """Parameters by part, summed over layers."""
     from argosy.models.parts.weight import variables
 
     out: dict[str, int] = {}
@@ -160,7 +163,7 @@ def parts(model: Any) -> dict[str, int]:
 
 
 def block(model: Any) -> str:
-    """The model as a small picture: what a token passes through, with the weights it meets. One box a kind of layer."""
+    """The model as a text diagram: what a token passes through, with shapes of weights. One box per kind of layer."""
     config, stack = model.config, model.layers
     lines = ["tokens", f"  embed   {config.vocab} x {config.width}", "  │"]
     for indexes in stack.indexes().values():
@@ -180,33 +183,33 @@ def _box(title: str, rows: list[str]) -> list[str]:
 
 
 def _rows(layer: Any, reaches: list[str]) -> list[str]:
-    """The sublayers of a block in the order it was built with."""
+    """The sublayers of a block in the order in which they run."""
     rows: list[str] = []
     formula = getattr(layer, "formula", "x + {}(norm(x))")
     for sub in (name for name in vars(layer) if name in SUBLAYERS):
         part = getattr(layer, sub)
         shapes = {name: getattr(getattr(part, name), "w", None) for name in vars(part)}
-        told = [f"{name} {'x'.join(map(str, w.shape))}" for name, w in shapes.items() if w is not None]
+        described = [f"{name} {'x'.join(map(str, w.shape))}" for name, w in shapes.items() if w is not None]
         what = getattr(part, "called", SUBLAYERS[sub])
-        rows += [""] * bool(rows) + [formula.format(what), f"    {'  '.join(told)}"]
+        rows += [""] * bool(rows) + [formula.format(what), f"    {'  '.join(described)}"]
         if isinstance(how := getattr(part, "how", None), Experts):
             rows.append(f"    {_routing(how)}")
         if (index := getattr(part, "index", None)) is not None:
             sizes = index.q.sizes
-            rows.append(f"    an index of {sizes['I']} heads of {sizes['J']} picks {index.topk:,} tokens")
+            rows.append(f"    an indexer of {sizes['I']} heads of {sizes['J']} selects {index.topk:,} tokens")
         rows += [f"    {reach}" for reach in reaches] if hasattr(part, "holds") else []
     return rows
 
 
 def _routing(how: Experts) -> str:
-    """How a token's experts are chosen."""
+    """How the experts of a token are chosen."""
     groups = f" in {how.kept_groups} of {how.groups} groups" if how.groups > 1 else ""
-    shared = f", beside a shared one of {how.shared}" if how.shared else ""
+    shared = f", beside a shared expert of width {how.shared}" if how.shared else ""
     return f"{how.active} of {how.count} experts{groups}, by {how.score.replace('_', ' of the ')}{shared}"
 
 
 def _reach(each: Any, config: Any) -> str:
-    """How far back a layer sees, and how its positions turn."""
+    """How far back a layer attends, and how its positions are rotated."""
     span, rope = getattr(each, "window", None), getattr(each, "rope", None)
     far = f"its chunk of {span:,}" if getattr(each, "chunked", False) else f"window {span:,}" if span else None
     seen = far or ("causal" if config.causal else "both ways")

@@ -1,4 +1,4 @@
-"""The proof that a kill changes nothing: one run left alone, one killed with SIGKILL and started again, compared bit for bit."""
+"""Proves that a kill changes nothing: one run left alone and one killed with SIGKILL and resumed are compared bit for bit."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ PATIENCE_S = 120
 
 @dataclass(frozen=True)
 class Proof:
-    """killed_at: the last step written before the kill. resumed_from: the checkpoint it resumed from."""
+    """killed_at: the last step logged before the kill. resumed_from: the step of the checkpoint it resumed from."""
 
     steps: int
     killed_at: int
@@ -39,7 +39,7 @@ class Proof:
 
 
 def prove(folder: Path, recipe: str, words: list[str], steps: int = 40, every: int = 10) -> Proof:
-    """Runs the recipe twice for so many steps under `folder`; the second run is a process of its own, killed on the way."""
+    """Runs the recipe twice for `steps` steps under `folder`; the second run is a separate process and is killed on the way."""
     common = [
         *words,
         f"steps={steps}",
@@ -64,13 +64,13 @@ def prove(folder: Path, recipe: str, words: list[str], steps: int = 40, every: i
 
 
 def trained(recipe: str, words: list[str]) -> None:
-    """Trains without a word. Raises SystemExit where a signal stopped it: a run that is not whole proves nothing."""
+    """Trains silently. Raises SystemExit if a signal stopped it, because an incomplete run proves nothing."""
     if code := train(recipe, words, Quiet()).exit_code:
         raise SystemExit(code)
 
 
 def kill_at(run: Path, recipe: str, words: list[str], step: int) -> int:
-    """Starts a run in a process of its own and kills it with SIGKILL once it has written that step; says where it was."""
+    """Starts a run in a separate process and kills it with SIGKILL once it has logged `step`. Returns the last step it logged."""
     environment = os.environ | {"ARGOSY_HUGE_PAGES": os.environ.get("ARGOSY_HUGE_PAGES", "1")}
     process = subprocess.Popen(
         [sys.executable, "-m", "argosy", "train", recipe, *words],

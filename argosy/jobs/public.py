@@ -1,4 +1,4 @@
-"""What Python users call: `argosy.load` and `argosy.fit`."""
+"""The functions for Python users: `argosy.load` and `argosy.fit`."""
 
 import os
 import sys
@@ -25,25 +25,25 @@ def load(
     adapter: str | Path | None = None,
     context: int | None = None,
 ) -> "LM":
-    """A language model in hand: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`; an encoder has `.embed`
-    in place of the two in the middle.
+    """Loads a language model: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`. An encoder has `.embed`
+    instead of `.logits` and `.generate`.
 
     Turns on JAX's persistent compilation cache, as commands do, unless JAX_COMPILATION_CACHE_DIR or jax.config names a folder.
 
     Args:
         model: a Hub folder, a .gguf file, a run directory (its last good checkpoint), one checkpoint step, or the address of one
-            (`gs://bucket/runs/tiny`), which is copied into a temporary folder; with `random`, the name of a preset.
+            (`gs://bucket/runs/tiny`), which is copied into a temporary folder; or, with `random`, the name of a preset.
         random: the seed of random weights for a preset.
-        dtype: what weights are kept and activations computed in; float32 on CPUs, bfloat16 elsewhere, unless told.
-        context: the longest sequence it will see, in tokens, where that is less than the model's own context; decides between the
+        dtype: the type of weights and activations; by default float32 on CPUs, bfloat16 elsewhere.
+        context: the longest sequence the model will get, in tokens, if that is less than its own context; selects between the
             tables of rotary positions of a model that has two (LongRoPE).
-        adapter: a folder of low-rank adapters as the PEFT library writes it; `lm.merge()` makes them part of the weights.
+        adapter: a folder of low-rank adapters in the PEFT library's format; `lm.merge()` merges them into the weights.
 
     Raises:
-        UnknownName, BadInput, Damaged: there is no such model, or it is none.
+        UnknownName, BadInput, Damaged: there is no such model, or it is not one.
     """
     if random is not None and adapter is not None:
-        raise BadInput("an adapter on random weights", hint="give the folder of the model that it was trained on")
+        raise BadInput("an adapter needs the weights it was trained on", hint="give the folder of that model instead of `random`")
     machine.start_jax()
     from argosy.infer import load as loading
 
@@ -58,9 +58,9 @@ def load(
 
 
 def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> Outcome:
-    """What `argosy train` does: trains by a recipe, or resumes, and returns how it ended.
+    """Trains by a recipe, or resumes, as `argosy train` does. Returns how the run ended.
 
-    Progress is printed on stderr, as in a terminal. Ctrl-C stops after the step under way, saves the state, and raises
+    Progress is printed on stderr, as in a terminal. Ctrl-C stops after the current step, saves the state, and raises
     KeyboardInterrupt; the same call resumes.
 
         run = argosy.fit("tiny", steps=100, dir="runs/first", optimizer="muon")
@@ -70,8 +70,8 @@ def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> 
     Args:
         recipe: a recipe's name, a YAML file, or a run directory.
         words: settings as on the command line.
-        view: whoever shows progress, in place of the terminal; `argosy.jobs.train.Quiet()` shows nothing.
-        settings: settings by key; a mapping sets the keys of a group, None means none. They win over words.
+        view: an object that shows progress instead of the terminal; `argosy.jobs.train.Quiet()` shows nothing.
+        settings: settings by key; a mapping sets the keys of a group, None means none. They override words.
 
     Raises:
         UserError: a mistake in the settings, found before work began.
@@ -94,7 +94,7 @@ def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> 
 
 
 def _word(key: str, value: Any) -> str:
-    """A keyword as the word that says the same."""
+    """A keyword argument as a `key=value` word."""
     if isinstance(value, Settings):
         value = dump(value)
     if isinstance(value, os.PathLike):

@@ -1,6 +1,6 @@
-"""`argosy quickstart`: from raw text to a model that talks, on this machine and without a download.
+"""`argosy quickstart`: from raw text to a model that generates, on this machine and without a download.
 
-Each act says what it is about to do, does it, and says what came out; `Story` collects the results.
+Each act says what it will do, does it, and prints the result; `Story` collects the results.
 """
 
 import json
@@ -24,13 +24,14 @@ from argosy.jobs.train import run as train_run
 
 RECIPE = "quickstart"
 VOCABULARY = 1024
-TOKENIZER_BYTES = 1_000_000  # of the corpus, for the vocabulary: a second
+# The part of the corpus that the vocabulary is trained on, which takes a second.
+TOKENIZER_BYTES = 1_000_000
 PROMPT = "def "
 
 
 @dataclass
 class Story:
-    """What happened, act by act, and the seconds each took."""
+    """What happened, act by act, and the seconds each act took."""
 
     dir: str
     seconds: dict[str, float] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class Story:
 
 
 class Stage:
-    """Where the acts are shown: `speak` takes words for the person, `view` shows training, `stream` the model's own text."""
+    """Where the acts are shown: `speak` prints words for the user, `view` shows training, `stream` the model's own text."""
 
     def __init__(self, speak: Callable[[str], None], view: View, stream: Callable[[str], None]):
         self.speak, self.view, self.stream = speak, view, stream
@@ -56,7 +57,7 @@ class Stage:
 
 
 def quickstart(directory: str | None, stage: Stage) -> Story:
-    """Runs all acts in a fresh directory. Ctrl-C at any moment leaves what is done, and says how to continue.
+    """Runs all acts in a new directory. Ctrl-C at any moment keeps what is done, and prints how to continue.
 
     Raises:
         BadInput: the directory exists.
@@ -85,7 +86,7 @@ def acts(path: Path, story: Story, stage: Stage) -> Story:
         story.facts["step_s"] = round(taken, 1)
         stage.speak(f"   predicted {predicted:.0f} s of steps, took {taken:.0f} s")
     with stage.act(story, "proof", "A run killed with SIGKILL half-way, and resumed"):
-        story.facts["proof"] = told_proof(path, words, stage.speak)
+        story.facts["proof"] = proof_of_resume(path, words, stage.speak)
     with stage.act(story, "talk", "The model continues a prompt"):
         story.facts["text"] = talk(path, stage)
     with stage.act(story, "export", "The model exported as a Hugging Face folder, and loaded back"):
@@ -104,7 +105,7 @@ def acts(path: Path, story: Story, stage: Stage) -> Story:
 
 
 def fresh(directory: str | None) -> Path:
-    """The directory asked for, which must be new; else the next `runs/quickstart-N`."""
+    """The requested directory, which must not exist; by default the next `runs/quickstart-N`."""
     if directory is not None:
         path = Path(directory)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -133,7 +134,7 @@ def make_vocabulary(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
 
 
 def predict(run: Run, speak: Callable[[str], None]) -> float:
-    """Seconds of steps, from the FLOPs of the model and the matrix products this machine does in a second."""
+    """Estimated seconds of training, from the FLOPs of the model and the measured rate of matrix products on this machine."""
     flops = run.data.batch * run.model.training_flops(run.data.sequence)
     rate = matmul_rate()
     seconds = run.steps * flops / (SHARE_OF_PEAK * rate)
@@ -146,11 +147,12 @@ def predict(run: Run, speak: Callable[[str], None]) -> float:
     return seconds
 
 
-SHARE_OF_PEAK = 0.45  # what a step of this size gets of a large matrix product's rate; docs/log.md
+# The share of a large matrix product's rate that a step of this size reaches; docs/log.md.
+SHARE_OF_PEAK = 0.45
 
 
 def matmul_rate() -> float:
-    """FLOP/s of a float32 product of two 1024 x 1024 matrices, the median of five."""
+    """FLOP/s of a float32 product of two 1024 x 1024 matrices; the median of five measurements."""
     import jax
     import jax.numpy as jnp
 
@@ -165,7 +167,7 @@ def matmul_rate() -> float:
     return 2 * 1024**3 / sorted(times)[2]
 
 
-def told_proof(path: Path, words: list[str], speak: Callable[[str], None]) -> dict[str, Any]:
+def proof_of_resume(path: Path, words: list[str], speak: Callable[[str], None]) -> dict[str, Any]:
     from argosy.jobs.proof import prove
 
     folder = path / "proof"
@@ -194,24 +196,24 @@ def talk(path: Path, stage: Stage) -> str:
 
 
 def export(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
-    """Writes the Hub folder, loads it back, and compares the numbers."""
+    """Writes the Hub folder, loads it back, and compares logits."""
     import numpy as np
 
     from argosy.infer.load import load
     from argosy.jobs.convert import convert
 
-    told = convert(str(path), path / "hub", "hub", None)
+    result = convert(str(path), path / "hub", "hub", None)
     ids = [list(range(3, 67))]
     difference = float(np.abs(load(path).logits(ids) - load(path / "hub").logits(ids)).max())
     size = sum(f.stat().st_size for f in (path / "hub").iterdir())
     speak(
-        f"   {path / 'hub'}: {told['tensors']} tensors, {size / 1e6:.1f} MB; largest difference of a logit: {difference:g}"
+        f"   {path / 'hub'}: {result['tensors']} tensors, {size / 1e6:.1f} MB; largest difference of a logit: {difference:g}"
     )
     return {"folder": str(path / "hub"), "bytes": size, "largest_difference": difference}
 
 
 def stopped(story: Story, exit_code: int, stage: Stage) -> Story:
-    """After a signal: what to type to continue."""
+    """Prints what to type to continue after a signal."""
     stage.view.close()
     story.exit_code = exit_code
     path = Path(story.dir)

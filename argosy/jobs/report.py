@@ -1,7 +1,7 @@
-"""`argosy report RUN`: what a run directory holds, as one page in it.
+"""`argosy report RUN`: writes a page about a run into its directory.
 
-Gathers what is on disk; `observe.report` draws it. What cannot be read, because it is damaged or was never written, is left out: a
-report is wanted most of the run that went wrong.
+This module collects what is on disk; `observe.report` draws it. What cannot be read, because it is damaged or was never written,
+is left out: reports are needed most for runs that went wrong.
 """
 
 import json
@@ -22,14 +22,14 @@ from argosy.observe import environment, metrics
 from argosy.observe.readable import sized
 from argosy.observe.report import Record, Saved, render
 
-STATES = {runs.GOES_ON: "stopped", runs.DAMAGED: "damaged"}
+STATES = {runs.CAN_RESUME: "stopped", runs.DAMAGED: "damaged"}
 
 
 def report(path: str | Path) -> Path:
     """Writes report.html into a run directory.
 
     Raises:
-        BadInput: it is no run directory.
+        BadInput: it is not a run directory.
     """
     path = runs.require(path)
     Store(path).write_text(REPORT, render(record(path)))
@@ -37,7 +37,7 @@ def report(path: str | Path) -> Path:
 
 
 def record(path: Path) -> Record:
-    """What is known of the run in a directory."""
+    """Collects what the report shows of the run in a directory."""
     found = runs.summary(path)
     try:
         values = dict(yaml_layer(path / SETTINGS).values)
@@ -61,22 +61,23 @@ def record(path: Path) -> Record:
 
 
 def facts(values: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a run is: from its settings, and from the header that each of its processes wrote among the lines."""
-    told = headers(lines)
+    """A description of the run, from its settings and from the header that each of its processes logged."""
+    found = headers(lines)
     try:
         config: Any = Choice(FAMILIES, tag="family").build(values["model"])
-        told["model"] = values["model"].get("preset") or values["model"]["family"]
-        told["family"], told["vocab"] = values["model"]["family"], config.vocab
-        told["data"], told["optimizer"] = values["data"]["source"], values["optimizer"]["name"]
-        told["parameters"] = config.parameters()
-        told["flops_per_step"] = values["data"]["batch"] * config.training_flops(values["data"]["sequence"])
+        found["model"] = values["model"].get("preset") or values["model"]["family"]
+        found["family"], found["vocab"] = values["model"]["family"], config.vocab
+        found["data"], found["optimizer"] = values["data"]["source"], values["optimizer"]["name"]
+        found["parameters"] = config.parameters()
+        found["flops_per_step"] = values["data"]["batch"] * config.training_flops(values["data"]["sequence"])
     except (ArgosyError, ValueError, KeyError, TypeError):
-        pass  # settings of another version, or edited by hand: the page does without
-    return told
+        # Settings of another version, or edited by hand: the page omits them.
+        pass
+    return found
 
 
 def headers(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The facts of all headers, later ones winning; `facts` is what they were called at first."""
+    """The contents of all logged headers, later ones winning. The oldest versions called a header `facts`."""
     found: dict[str, Any] = {}
     for line in lines:
         for name in ("facts", "header"):
@@ -85,15 +86,15 @@ def headers(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def surroundings() -> dict[str, str]:
-    """Versions and machine of the process that makes the report; no host name."""
-    told = {name: v for name, v in environment.versions().items() if v != "not installed"}
+    """Versions and machine of the process that writes the report; no host name."""
+    versions = {name: v for name, v in environment.versions().items() if v != "not installed"}
     here = environment.machine()
     memory = f", {sized(here['memory_bytes'])}" if here["memory_bytes"] else ""
-    return told | {"processor": f"{here['processor']}, {here['cores']:g} cores{memory}", "system": here["system"]}
+    return versions | {"processor": f"{here['processor']}, {here['cores']:g} cores{memory}", "system": here["system"]}
 
 
 def command(path: Path, settings: Sequence[tuple[str, Any, str]], lines: Sequence[Mapping[str, Any]] = ()) -> str:
-    """What runs it again: from its own settings; and as it was typed, where that is known."""
+    """The command that runs it again from its own settings, and the command as it was typed, if known."""
     again = f"argosy train {path} dir={path}-again"
     typed = str(headers(lines).get("command") or "")
     if typed:

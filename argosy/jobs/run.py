@@ -1,4 +1,4 @@
-"""The settings of a run: one tree, to which each room contributes its own part."""
+"""The settings of a run: one tree, to which each room contributes a part."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,7 +16,7 @@ from argosy.train.settings import OBJECTIVES
 
 
 class Init(Settings):
-    """Weights at the start, where the run directory holds no checkpoint. Random unless one of these is set."""
+    """Weights at the start, if the run directory has no checkpoint. Random unless one of these is set."""
 
     weights: Annotated[
         str | None,
@@ -31,7 +31,7 @@ class Init(Settings):
     @model_validator(mode="after")
     def _one(self) -> "Init":
         if self.weights and self.state:
-            raise ValueError("weights and state are both set: state brings its weights")
+            raise ValueError("weights and state are both set: state already includes weights")
         return self
 
 
@@ -39,22 +39,23 @@ class Execution(Settings):
     """How the layers run (`models.parts.stack`)."""
 
     run: Annotated[Literal["auto", "unroll", "scan"], Also("scan_layers")] = "auto"
-    """unroll: the program holds every layer, which is fastest on CPUs. scan: it holds one group of layers and loops, so that compile
-    time does not grow with depth. auto: unroll on CPUs up to 32 layers, else scan. Kept with the run."""
+    """How layers are compiled. unroll: the program contains every layer, which is fastest on CPUs. scan: it contains one group of
+    layers and loops over it, so compile time does not grow with depth. auto: unroll on CPUs up to 32 layers, otherwise scan.
+    Stored with the run."""
     remat: Annotated[
         Literal["none", "dots", "full"],
         Also(
             "gradient_checkpointing", "remat_policy", "activation_checkpoint.mode", "activation_checkpointing", "remat"
         ),
     ] = "none"
-    """Activations that the backward pass recomputes to save memory: none, all but the results of matrix products (dots), or whole
-    layers (full: a third more FLOPs)."""
+    """Activations to recompute in the backward pass to save memory. none: nothing; dots: everything but the results of matrix
+    products; full: whole layers, for a third more FLOPs."""
     attention: Annotated[str | None, Also("attn_implementation", "attn_impl", "attention_kernel")] = None
-    """Implementation of attention, by name: `reference` or `blocked`. None: the fastest known for the device. One that cannot do what
-    the model asks is an error."""
+    """Implementation of attention: `reference` or `blocked`. None: the fastest known for the device. It is an error if the
+    implementation cannot do what the model needs."""
     experts: str | None = None
-    """Implementation of the experts' matrix products, by name: `ragged_dot`, `blocked`, `megablox` or `tokamax`. None: the fastest
-    known for the device."""
+    """Implementation of the experts' matrix products: `ragged_dot`, `blocked`, `megablox` or `tokamax`. None: the fastest known
+    for the device."""
 
 
 class Evaluate(Settings):
@@ -69,7 +70,7 @@ class Evaluate(Settings):
     batches: Annotated[
         int, MayChange(), Also("eval_iters", "eval_tokens", "validation.steps", "max_eval_samples", "eval_batches")
     ] = Field(20, ge=0)
-    """Most batches of an evaluation; 0: never evaluate."""
+    """Most batches of an evaluation; 0 turns evaluation off."""
 
 
 class Log(Settings):
@@ -87,7 +88,7 @@ class Log(Settings):
             "log_every_n_steps",
         ),
     ] = Field(10, gt=0)
-    """Steps between lines; the last step always has one."""
+    """Steps between lines; the last step is always written."""
 
 
 class Sample(Settings):
@@ -142,19 +143,19 @@ class Run(Settings):
             "iterations",
         ),
     ] = Field(1000, gt=0)
-    """Optimizer updates in all; a resumed run counts those it has made."""
+    """Total number of optimizer updates, including those made before a resume."""
     model: Annotated[
         Any,
         Choice(FAMILIES, tag="family"),
         Also("model_name", "model.name", "model.flavor", "model_type", "architecture", "model_id"),
     ]
-    """The model that is trained: a preset by name, or a family and its sizes."""
+    """The model to train: a preset by name, or a family and its sizes."""
     data: DataSettings = DataSettings()
-    """The text it is trained on."""
+    """The data to train on."""
     objective: Annotated[Any, Choice(OBJECTIVES), Also("loss", "loss_fn", "loss_type", "criterion")] = "next_token"
-    """The loss that is minimized."""
+    """The loss to minimize."""
     optimizer: Annotated[Any, Choice(OPTIMIZERS), Also("optim", "opt_type", "opt", "optimizer_type")] = "adamw"
-    """The rule that updates weights."""
+    """The rule that updates the weights."""
     schedule: Annotated[
         Any,
         Choice(SCHEDULES),
@@ -180,7 +181,8 @@ class Run(Settings):
             "gradient_accumulation",
         ),
     ] = Field(1, gt=0)
-    """Parts of each batch that are computed one after the other, their gradients summed: saves memory, gives the same update."""
+    """Number of parts into which each batch is split. They are computed one after the other and their gradients summed, which
+    saves memory and gives the same update."""
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"],
         Also(
@@ -194,12 +196,12 @@ class Run(Settings):
             "amp",
         ),
     ] = "auto"
-    """Type of the activations; weights and optimizer state are float32. auto: float32 on CPUs, bfloat16 elsewhere. Kept with the
-    run."""
+    """Type of the activations; weights and optimizer state are float32. auto: float32 on CPUs, bfloat16 elsewhere. Stored with
+    the run."""
     execution: Execution = Execution()
     """How the layers run."""
     mesh: Annotated[MeshSettings, MayChange()] = MeshSettings()
-    """How the devices share the work."""
+    """How devices share the work."""
     init: Init = Init()
     """Weights at the start."""
     checkpoint: Annotated[CheckpointSettings, MayChange()] = CheckpointSettings()

@@ -1,7 +1,7 @@
-"""Runs as they lie on disk: what each is, how far it came, whether it can go on. Reads files only, and no jax.
+"""The runs on disk: what each is, how far it got, whether it can resume. Reads only files, and imports no jax.
 
-Looking does not disturb: no lock is taken, nothing is set aside. A checkpoint is checked by its manifest and the sizes of
-its files, which finds truncation at once; flipped bits are found when it is read, or here when asked to `verify`.
+Reading changes nothing: it takes no lock and renames nothing. A checkpoint is checked by its manifest and the sizes of its files,
+which finds truncation at once; flipped bits are found when it is loaded, or here with `verify`.
 """
 
 import json
@@ -21,13 +21,13 @@ from argosy.core.settings import diff, flatten, yaml_layer
 from argosy.core.storage import LOCK, Store
 from argosy.observe import metrics
 
-DONE, GOES_ON, RUNNING, DAMAGED = "done", "can go on", "running", "damaged"
+DONE, CAN_RESUME, RUNNING, DAMAGED = "done", "can resume", "running", "damaged"
 FINAL = ("loss", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "tokens", "tokens_per_s", "lr", "grad_norm")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run at a glance. step: of the newest checkpoint. numbers: the last of each. problem: what is damaged."""
+    """A run at a glance. step: of the newest checkpoint. numbers: the last value of each. problem: what is damaged."""
 
     path: Path
     state: str
@@ -39,12 +39,12 @@ class Summary:
     problem: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """The summary as JSON."""
         return vars(self) | {"path": str(self.path), "numbers": dict(self.numbers)}
 
 
 def find(root: str | Path = "runs") -> list[Path]:
-    """The run directories under a folder, itself included, last written first.
+    """The run directories under a folder, including the folder itself, last written first.
 
     Raises:
         BadInput: there is no such folder.
@@ -59,33 +59,33 @@ def find(root: str | Path = "runs") -> list[Path]:
 
 
 def summary(path: str | Path, *, verify: bool = False) -> Summary:
-    """What became of one run.
+    """Summarizes one run.
 
     Args:
-        verify: reads every byte of every checkpoint.
+        verify: whether to read every byte of every checkpoint.
 
-    Raises:
-        BadInput: it is no run directory.
+        Raises:
+            BadInput: it is not a run directory.
     """
     path = require(path)
     kept, steps, problem = checkpoints(path), None, None
     try:
-        steps = whole(dict(yaml_layer(path / SETTINGS).values).get("steps"))
+        steps = as_int(dict(yaml_layer(path / SETTINGS).values).get("steps"))
     except ArgosyError as error:
         problem = f"{SETTINGS}: {error.what}"
     for step in reversed(kept) if verify else kept[-1:]:
         problem = problem or trouble(path, step, verify)
     step = kept[-1] if kept else None
-    state = DAMAGED if problem else DONE if step is not None and steps and step >= steps else GOES_ON
-    state = RUNNING if state == GOES_ON and is_held(path) else state
+    state = DAMAGED if problem else DONE if step is not None and steps and step >= steps else CAN_RESUME
+    state = RUNNING if state == CAN_RESUME and is_held(path) else state
     return Summary(path, state, step, steps, last_numbers(path), written_s(path), tuple(kept), problem)
 
 
 def settings(path: Path) -> list[tuple[str, Any, str]]:
-    """(key, value, who set it) of a run, as its settings.yml tells.
+    """(key, value, who set it) of a run, from its settings.yml.
 
     Raises:
-        BadInput, SettingsError: it cannot be read.
+        BadInput, SettingsError: the file cannot be read.
     """
     layer = yaml_layer(path / SETTINGS)
     lines = (path / SETTINGS).read_text(encoding="utf-8-sig").splitlines()
@@ -99,10 +99,10 @@ def settings(path: Path) -> list[tuple[str, Any, str]]:
 
 
 def compare(paths: Sequence[str | Path]) -> dict[str, Any]:
-    """The settings in which runs differ, and where each came to: {key: [value, ...]} for both, in the order given.
+    """The settings in which runs differ, and the results of each: {key: [value, ...]} for both, in the order given.
 
     Raises:
-        BadInput: fewer than two, or one is no run directory.
+        BadInput: fewer than two runs, or one is not a run directory.
     """
     if len(paths) < 2:
         raise BadInput("one run is not a comparison", hint="argosy runs compare A B")
@@ -131,14 +131,14 @@ def require(path: str | Path) -> Path:
     """The path of a run directory.
 
     Raises:
-        BadInput: it is none.
+        BadInput: it is not a run directory.
     """
     _is_here(path)
     path, hint = Path(path), "`argosy runs` lists those under runs/"
     if not path.is_dir():
         raise BadInput(f"no run at {path}", hint=hint)
     if not _is_run(os.listdir(path), os.listdir(path)):
-        raise BadInput(f"{path} is no run directory: it holds no {SETTINGS}", hint=hint)
+        raise BadInput(f"{path} is not a run directory: it has no {SETTINGS}", hint=hint)
     return path
 
 
@@ -153,16 +153,16 @@ def checkpoints(path: Path) -> list[int]:
 
 
 def size_bytes(path: Path, step: int) -> int:
-    """Bytes of one checkpoint, as its manifest tells.
+    """Bytes of one checkpoint, from its manifest.
 
     Raises:
-        Damaged: the manifest is not what was written.
+        Damaged: the manifest differs from what was written.
     """
     return sum(file["bytes"] for file in manifest.read(path / CHECKPOINTS / str(step)).values())
 
 
 def trouble(path: Path, step: int, verify: bool = False) -> str | None:
-    """What is wrong with a checkpoint: its manifest, a missing file, a size; with `verify`, any byte."""
+    """What is wrong with a checkpoint: its manifest, a missing file, a size; with `verify`, any byte. None if nothing is."""
     folder = path / CHECKPOINTS / str(step)
     try:
         if verify:
@@ -178,22 +178,23 @@ def trouble(path: Path, step: int, verify: bool = False) -> str | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process of this machine holds the run, by what its lock says."""
+    """Whether a process of this machine holds the run, according to its lock file."""
     try:
         holder = json.loads((path / LOCK).read_text())
         if holder["host"] != socket.gethostname():
             return False
         os.kill(int(holder["pid"]), 0)
     except PermissionError:
-        return True  # it lives, and is somebody else's
+        # The process exists and belongs to another user.
+        return True
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return True
 
 
 def last_numbers(path: Path) -> dict[str, float]:
-    """The last written of each number, by step."""
-    lines = [line for line in metrics.read(Store(path)) if whole(line.get("step")) is not None]
+    """The last value written for each number, by step."""
+    lines = [line for line in metrics.read(Store(path)) if as_int(line.get("step")) is not None]
     found = {name: metrics.by_step(lines, name) for name in FINAL}
     last = {name: values[max(values)] for name, values in found.items() if values}
     return {name: float(v) for name, v in last.items() if isinstance(v, int | float) and math.isfinite(v)}
@@ -205,13 +206,13 @@ def written_s(path: Path) -> float | None:
     return max(times, default=None)
 
 
-def whole(value: Any) -> int | None:
-    """The value where it is a whole number."""
+def as_int(value: Any) -> int | None:
+    """The value if it is a whole number, otherwise None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def shown(value: Any) -> str:
-    """A setting or a number in a table."""
+    """A setting or a number as text for a table."""
     return f"{value:.6g}" if isinstance(value, float) else value_text(value)
 
 

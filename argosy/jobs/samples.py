@@ -1,4 +1,4 @@
-"""Text from a model while it is trained."""
+"""Generates text from a model during training."""
 
 from typing import Any
 
@@ -10,8 +10,7 @@ from argosy.models.parts.weight import merge
 
 
 class Sampler:
-    """Continues the run's prompt with the weights of a state. The step is folded into the seed: each sample sees fresh
-    randomness."""
+    """Continues the run's prompt with the weights of a state. The step is folded into the seed, so each sample is drawn anew."""
 
     def __init__(self, assembly: Assembly, settings: Run):
         self.assembly, self.settings, tokenizer = assembly, settings, assembly.tokenizer
@@ -21,7 +20,7 @@ class Sampler:
             self.prompt = [first, *self.prompt]
         if len(self.prompt) >= settings.model.context:
             raise BadInput(
-                f"sample.prompt has {len(self.prompt)} tokens, the model's context is {settings.model.context}",
+                f"sample.prompt has {len(self.prompt)} tokens, but the model's context is {settings.model.context}",
                 hint="shorten the prompt",
             )
 

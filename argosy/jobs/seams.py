@@ -1,6 +1,6 @@
-"""The table of the two seams: every family, every way its layers run, every use; the worst difference in each cell.
+"""The table of the two seams: every family, every way its layers run, every use, with the largest difference in each cell.
 
-`./run docs` writes it to docs/reference/seams.md. The laws (tests/laws) hold the same to a bound; here the figures are shown.
+`./run docs` writes it to docs/reference/seams.md. The laws (tests/laws) assert bounds on the same figures.
 """
 
 import zlib
@@ -32,7 +32,7 @@ def examples() -> dict[str, Any]:
 
 
 def fullest() -> dict[str, Any]:
-    """The last example of each family: by custom the one with most of its options."""
+    """The last example of each family, which by convention has most of its options."""
     return dict({type(config): (name, config) for name, config in examples().items()}.values())
 
 
@@ -41,8 +41,8 @@ RUNS: dict[str, Execution] = {"scan": Scan(), "unroll": Unroll()}
 
 
 def build(config: Any, run: Execution) -> Any:
-    """A model with noise on every weight, the same for a weight of a layer in either layout: zeros and ones, as norms and
-    biases start, would let parity pass trivially."""
+    """A model with noise on every weight, the same in either layout. Norms and biases start as zeros and ones, for which parity
+    would be trivial."""
     model = config.build(run)
     names = layer_addresses(model)
     fill(model, jax.random.key(0), addresses=names)
@@ -68,16 +68,16 @@ def call(model: Any) -> Callable[..., Any]:
 
 
 def worst(got: Any, expected: Any) -> float:
-    """Largest difference as a share of the largest logit."""
+    """The largest difference, as a share of the largest logit."""
     return float(np.abs(np.asarray(got) - np.asarray(expected)).max() / np.abs(np.asarray(expected)).max())
 
 
 def cells(config: Any, run: Execution, expected: np.ndarray, tokens: Any) -> dict[str, float | None]:
-    """One row of the table. None: an encoder decodes nothing."""
+    """One row of the table. None: an encoder does not decode."""
     model = build(config, run)
     step = call(model)
     ones = jnp.ones_like(tokens)
-    whole = step(tokens, config.attend(ones))[0]
+    full = step(tokens, config.attend(ones))[0]
     lora = build(config, run)
     swap(lora, r"layers\..*", lambda of: LoRA(of, 3, 6.0))
     fill(lora, jax.random.key(1), addresses=layer_addresses(lora))
@@ -85,7 +85,7 @@ def cells(config: Any, run: Execution, expected: np.ndarray, tokens: Any) -> dic
     swap(in_int8, r"layers\..*", int8)
     quantized = call(in_int8)
     return {
-        "whole": worst(whole, expected),
+        "full": worst(full, expected),
         "packed": packed(config, step, tokens),
         "contiguous decode": worst(contiguous_decode(model, step, tokens), expected) if config.causal else None,
         "paged decode": worst(paged_decode(model, step, tokens), expected) if config.causal else None,
@@ -101,7 +101,7 @@ def cells(config: Any, run: Execution, expected: np.ndarray, tokens: Any) -> dic
 
 
 def packed(config: Any, step: Callable[..., Any], tokens: Any) -> float:
-    """Two texts in one row against each alone."""
+    """The largest difference between two texts in one row and each text alone."""
     cut = LENGTH // 3
     segments = jnp.concatenate([jnp.ones((ROWS, cut), jnp.int32), jnp.full((ROWS, LENGTH - cut), 2, jnp.int32)], 1)
     together = step(tokens, config.attend(segments))[0]
@@ -148,7 +148,7 @@ def eight_devices(model: Any, tokens: Any) -> Any:
 
 
 def table() -> str:
-    """Markdown: a row for the fullest example of each registered family, and each way its layers run."""
+    """A Markdown table with a row for the fullest example of each family and each way its layers run."""
     lines, header = [], None
     for name, config in fullest().items():
         tokens = jnp.asarray(np.random.default_rng(7).integers(3, config.vocab, (ROWS, LENGTH)), jnp.int32)
@@ -162,5 +162,5 @@ def table() -> str:
 
 
 def shown(apart: float | None) -> str:
-    """One cell."""
+    """One cell of the table."""
     return "" if apart is None else f"{apart:.1e}" if apart else "equal"

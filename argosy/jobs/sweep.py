@@ -1,9 +1,9 @@
 """`argosy sweep`: a run for every combination of some settings.
 
-    optimizer.learning_rate=1e-3,3e-3 model.layers=2,4      four runs, each in a directory named after what is its own
+    optimizer.learning_rate=1e-3,3e-3 model.layers=2,4      four runs, each in a directory named after its own values
 
-The runs follow each other in one process. A finished one is skipped and an unfinished one resumed, so the same command
-continues a sweep that was stopped. A run that fails, because its loss is not finite, does not end the others.
+The runs follow each other in one process. Finished runs are skipped and unfinished ones resumed, so the same command continues a
+sweep that was stopped. A run that fails, because its loss is not finite, does not stop the others.
 """
 
 import itertools
@@ -20,7 +20,7 @@ OPEN, CLOSE, QUOTES = "[{", "]}", "\"'"
 
 @dataclass(frozen=True)
 class Combination:
-    """One run of a sweep: what is its own, all its words, and its directory."""
+    """One run of a sweep: the words that only it has, all its words, and its directory."""
 
     own: tuple[str, ...]
     words: tuple[str, ...]
@@ -28,7 +28,7 @@ class Combination:
 
 
 def combinations(recipe: str, words: Sequence[str]) -> list[Combination]:
-    """The runs that the words ask for; nothing is trained.
+    """The runs that the words describe; nothing is trained.
 
     Raises:
         BadInput: no word lists several values, or two runs would be the same.
@@ -60,7 +60,7 @@ def sweep(runs: Sequence[Combination], train: Callable[[Combination], int], say:
         train: runs one; 0, or the exit code of the signal that stopped it.
 
     Returns:
-        0; 1 where a run failed; the code of a signal, with the runs after it left out.
+        0; 1 if a run failed; a signal's exit code if one stopped it, in which case the remaining runs are left out.
     """
     worst = 0
     for number, one in enumerate(runs, 1):
@@ -79,7 +79,7 @@ def sweep(runs: Sequence[Combination], train: Callable[[Combination], int], say:
 
 
 def listed(text: str) -> list[str]:
-    """The values between the commas of a word; commas inside brackets and quotes part nothing."""
+    """The values between the commas of a word; commas inside brackets and quotes do not count."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         quote = "" if letter == quote else quote or (letter if letter in QUOTES else "")
@@ -92,6 +92,6 @@ def listed(text: str) -> list[str]:
 
 
 def _is_unique(word: str, swept: Sequence[str]) -> bool:
-    """Whether the last part of a key says which one it is."""
+    """Whether the last part of a swept key identifies it among the others."""
     leaves = [w.partition("=")[0].rpartition(".")[2] for w in swept]
     return leaves.count(word.partition("=")[0].rpartition(".")[2]) == 1

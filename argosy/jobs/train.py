@@ -1,7 +1,7 @@
-"""`argosy train`: resumes what the directory holds, or starts; never deletes.
+"""`argosy train`: resumes the run in the directory, or starts one; never deletes anything.
 
-The order is that of a careful person: read all settings, take the directory, build everything and look at the data, ask the
-compiler how much memory it takes, and only then write the first file.
+In this order: read all settings, lock the directory, build everything and check the data, ask the compiler how much memory it
+takes, and only then write the first file.
 """
 
 import shlex
@@ -29,18 +29,19 @@ if TYPE_CHECKING:
 
 STOPPING = "stopping after this step, then saving; once more stops at once, without saving"
 
-DATA = "reading the data ..."  # said where it takes longer than a second
+# Said where it takes longer than a second.
+DATA = "reading the data ..."
 
 __all__ = ["Outcome", "Quiet", "View", "run", "train"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """How a run ended.
 
-    dir: a folder of this machine, or the address of one elsewhere (`gs://bucket/run`). step: updates made. saved: the newest
-    checkpoint, None where there is none. exit_code: 0 done, else 128 + the signal that stopped it. last: numbers of the last
-    logged step. seconds: wall time by cause; empty where nothing was left to do.
+    dir: a local folder, or the address of a remote one (`gs://bucket/run`). step: updates made. saved: the newest checkpoint, None
+    if there is none. exit_code: 0 if done, otherwise 128 + the signal that stopped it. last: numbers of the last logged step.
+    seconds: wall time by cause; empty if there was nothing left to do.
     """
 
     dir: Path | str
@@ -57,7 +58,7 @@ class Outcome:
 
 
 def train(recipe: str, words: list[str] | tuple[str, ...] = (), view: View | None = None) -> Outcome:
-    """Trains by a recipe. A run directory as the recipe resumes in that directory, wherever it was moved to.
+    """Trains by a recipe. Given a run directory, it resumes in that directory, even if it was moved.
 
     Raises:
         UserError: a mistake found before work began.
@@ -68,24 +69,24 @@ def train(recipe: str, words: list[str] | tuple[str, ...] = (), view: View | Non
 
 
 def directory_of(reading: Reading[Run], recipe: str) -> str:
-    """Where a run is kept: what `dir` says, the run directory named as the recipe, or `runs/<recipe>`.
+    """The directory of a run: `dir`, the run directory given as the recipe, or `runs/<recipe>`.
 
     Raises:
         BadInput: `dir` is empty.
     """
-    told = reading.value.dir
+    directory = reading.value.dir
     if is_run(recipe) and reading.origin["dir"] != COMMAND_LINE:
         return str(Path(recipe))
-    if told is None:
+    if directory is None:
         return f"runs/{Path(recipe).stem}"
-    if not told.strip():
+    if not directory.strip():
         where = f"set by {reading.origin['dir']}"
         raise BadInput("`dir` is empty", where=where, hint="name a directory; without `dir` it is runs/<recipe>")
-    return told
+    return directory
 
 
 def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outcome:
-    """Trains with these settings in this directory, and writes its report.
+    """Trains with these settings in this directory, and writes the report.
 
     Raises:
         UserError: a mistake found before work began.
@@ -100,8 +101,9 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
         from argosy.jobs.assemble import Decided, assemble
         from argosy.jobs.initial import check_source
 
+        # Finds every mistake before the first file is written.
         with telling(view.say, DATA):
-            assembly = assemble(settings, Decided.here(settings))  # every mistake before the first file
+            assembly = assemble(settings, Decided.here(settings))
         check_source(settings)
     try:
         with directory.store.lock():
@@ -147,7 +149,7 @@ def last_numbers(directory: RunDirectory) -> dict[str, float]:
 
 @dataclass
 class Training:
-    """One process's part of a run: from settings and the last checkpoint to the next one."""
+    """One process's part of a run: from the settings and the last checkpoint to the next checkpoint."""
 
     reading: Reading[Run]
     assembly: "Assembly"
@@ -155,8 +157,10 @@ class Training:
     view: Logged
     clock: Clock
     command: str
-    hub: dict[str, Any]  # the config.json that the weights came with
-    origin: Any = None  # the model they came from, at rest
+    # The config.json of the model that the weights came from.
+    hub: dict[str, Any]
+    # The stored model that the weights came from.
+    origin: Any = None
 
     @classmethod
     def begin(
@@ -169,8 +173,7 @@ class Training:
         command: str,
         assembly: "Assembly | None" = None,
     ) -> "Training":
-        """Builds everything that is not built yet. meta: of the checkpoint to resume from, whose choices of layout and
-        precision are kept."""
+        """Builds everything that is not built yet. meta: of the checkpoint to resume from; its layout and precision are kept."""
         from argosy.jobs.assemble import Decided, assemble
 
         settings = reading.value
@@ -191,7 +194,7 @@ class Training:
     # ---------------------------------------------------------------- where the state comes from
 
     def fresh(self) -> Any:
-        """The state that the run begins with."""
+        """The state with which the run begins."""
         init = self.settings.init
         if init.weights:
             from argosy.jobs.initial import weights_for
@@ -218,7 +221,7 @@ class Training:
         return restored
 
     def say_what_changed(self, meta: Mapping[str, Any]) -> None:
-        """Says what another number of steps does to the learning rate, where it does anything."""
+        """Reports what another number of steps does to the learning rate, if anything."""
         before, step = int(meta["settings"]["steps"]), int(meta["step"])
         if before == self.settings.steps:
             return
@@ -233,7 +236,7 @@ class Training:
         )
 
     def keep_tokenizer(self) -> None:
-        """Saves the tokenizer with the run, and how the model that the weights came from is meant to generate."""
+        """Saves the tokenizer with the run, and the generation settings of the model that the weights came from."""
         if self.assembly.tokenizer is not None:
             companions = self.origin.companions if self.origin is not None else None
             self.directory.write_tokenizer(self.assembly.tokenizer, companions / GENERATION if companions else None)
@@ -280,7 +283,8 @@ class Training:
                 with self.clock("checkpoint"):
                     self.directory.checkpoints.wait()
         finally:
-            self.directory.checkpoints.join()  # before the lock on the directory is let go
+            # Before the lock on the directory is released.
+            self.directory.checkpoints.join()
             a.close()
             self.view.close()
         step, saved = int(state.step), max(self.directory.checkpoints.steps(), default=None)
@@ -292,19 +296,19 @@ class Training:
         return outcome
 
     def header(self) -> dict[str, Any]:
-        """What is about to be done."""
+        """What the run is about to do, for its header."""
         from argosy.observe.environment import versions
 
         a, settings = self.assembly, self.settings
         found = versions()
-        told = {
+        installed = {
             name: found[name]
             for name in ("argosy", "python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
             if name in found
         }
         return {
             "command": self.command,
-            "versions": told,
+            "versions": installed,
             "model": settings.model.preset or family_of(settings),
             "parameters": a.parameters,
             "vocab": settings.model.vocab,
@@ -327,7 +331,7 @@ def family_of(settings: Run) -> str:
 
 
 def ending(outcome: Outcome) -> str:
-    """How a run ended, in one line for its log."""
+    """How a run ended, as one line for its log."""
     loss = f", loss {outcome.last['loss']:.4f}" if "loss" in outcome.last else ""
     kept = "nothing is saved yet" if outcome.saved is None else f"checkpoint {outcome.saved} is saved"
     how = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"

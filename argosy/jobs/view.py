@@ -1,16 +1,16 @@
-"""Whoever shows a run: the terminal, a test, nobody."""
+"""The interface of whatever shows a run: the terminal, a test, or nothing."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 
 class View(Protocol):
-    """Takes what a run says, in the order it happens."""
+    """Receives what a run reports, in the order it happens."""
 
     def say(self, text: str) -> None: ...
 
     def header(self, facts: Mapping[str, Any]) -> None:
-        """What is about to be done, by name: command, versions, devices, model, memory, corpus, steps."""
+        """The run's header, by name: command, versions, devices, model, memory, corpus, steps."""
         ...
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None: ...

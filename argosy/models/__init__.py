@@ -1,4 +1,5 @@
-"""Model families, one file each: config, module, names on the Hub. A family registers with one line here, or from outside."""
+"""Model families, one file each: config, module, names on the Hub. A family registers with one line here, or from outside the
+package."""
 
 from argosy.core.registry import Registry
 

@@ -2,13 +2,15 @@
 
     h = LayerNorm(x + Attention(x))        y = LayerNorm(h + MLP(h))
 
-Every token sees its whole sequence; no token is predicted. RoBERTa's positions begin behind the row of its padding. Devlin et
+Every token attends to the whole sequence; no token is predicted. RoBERTa's positions begin after the row of its padding token.
+Devlin et
 al. 2018 (arXiv:1810.04805), Liu et al. 2019 (arXiv:1907.11692), Conneau et al. 2019 (arXiv:1911.02116), Wang et al. 2020
 (MiniLM, arXiv:2002.10957), Reimers and Gurevych 2019 (arXiv:1908.10084). `argosy.load(FOLDER).embed(texts)`: infer.embed.
 B batch, T time, D width, F feed-forward, N heads, H head size, V vocabulary, A positions, Y token types, O pooled.
 """
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -21,6 +23,13 @@ from argosy.models.hub_config import ConfigTable
 from argosy.models.settings import Reach
 
 
+def block(config: "BertConfig", kind: str) -> "parts.PostNorm":
+    """One layer. All layers are of one kind."""
+    attention = parts.Attention(config.dims, config.layers, bias=True, out_bias=True)
+    mlp = parts.MLP(config.dims, config.activation)
+    return parts.PostNorm(attention, mlp, partial(parts.LayerNorm, config.width, config.norm_eps))
+
+
 class BertConfig(AbsoluteConfig):
     """BERT (arXiv:1810.04805) and RoBERTa (arXiv:1907.11692), encoders."""
 
@@ -28,18 +37,18 @@ class BertConfig(AbsoluteConfig):
     hub_ignore: ClassVar[tuple[str, ...]] = ("*embeddings.position_ids", "*embeddings.token_type_ids")
     hub_prefixes: ClassVar[tuple[str, ...]] = ("bert.", "roberta.")
     hub_unsaid: ClassVar[frozenset[str]] = frozenset(["pooler"])
-    hub_left_out: ClassVar[tuple[str, ...]] = ("cls.*", "lm_head.*")  # heads that predict masked words
+    hub_left_out: ClassVar[tuple[str, ...]] = ("cls.*", "lm_head.*")
     hub_old_ends: ClassVar[dict[str, str]] = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
     causal: ClassVar[bool] = False
 
     norm_eps: float = Field(1e-12, gt=0)
     """Added to the variance in LayerNorm."""
     types: int = Field(2, gt=0)
-    """Rows of the embedding of token types Y."""
+    """Number of token types Y."""
     first: int = Field(0, ge=0)
-    """The row of positions that the first token has; those before it are not used (RoBERTa: 2)."""
+    """Row of the position embedding used for the first token; earlier rows are unused (RoBERTa: 2)."""
     pooler: bool = True
-    """It has BERT's projection of the first token, which sentence encoders keep and do not use."""
+    """Whether there is BERT's projection of the first token; sentence encoders keep it without using it."""
 
     @model_validator(mode="after")
     def _no_head(self) -> "BertConfig":
@@ -61,17 +70,10 @@ class BertConfig(AbsoluteConfig):
         return super().dims | rows | ({"O": self.width} if self.pooler else {})
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Encoder":
-        """Its module: every layer alike, no rotary positions."""
-
-        def norm() -> "parts.LayerNorm":
-            return parts.LayerNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PostNorm":
-            attention = parts.Attention(self.dims, self.layers, bias=True, out_bias=True)
-            return parts.PostNorm(attention, parts.MLP(self.dims, self.activation), norm)
-
+        """The module. All layers are equal, without rotary positions."""
         plan = [parts.Layer("block", Reach())] * self.layers
-        return parts.Encoder(self, plan, block, norm(), run, first=self.first, pooler=self.pooler)
+        norm = parts.LayerNorm(self.width, self.norm_eps)
+        return parts.Encoder(self, plan, partial(block, self), norm, run, first=self.first, pooler=self.pooler)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         rows = [
@@ -109,7 +111,7 @@ class BertConfig(AbsoluteConfig):
         return rows, self.dims
 
     def fitted(self, names: Collection[str]) -> "BertConfig":
-        """Whether there is a pooler, which folders were written with and without."""
+        """The same config, with a pooler if the folder has one."""
         return self.model_copy(update={"pooler": "pooler.dense.weight" in names})
 
     @classmethod
@@ -121,12 +123,12 @@ class BertConfig(AbsoluteConfig):
         return cls(**read | {"first": first, "context": read["context"] - first})
 
     def to_hub(self) -> dict[str, Any]:
-        """As transformers writes it, and `has_pooler`: there the choice is an argument of the class, which no config keeps."""
-        said = {"model_type": "bert", "architectures": ["BertModel"]} | TABLE.write(self)
+        """The config.json as transformers writes it, plus `has_pooler`, which in transformers is an argument of the class."""
+        written = {"model_type": "bert", "architectures": ["BertModel"]} | TABLE.write(self)
         if self.first:
-            said |= {"model_type": "roberta", "architectures": ["RobertaModel"], "pad_token_id": self.first - 1}
-            said |= {"max_position_embeddings": self.first + self.context}
-        return self.agreed(said)
+            written |= {"model_type": "roberta", "architectures": ["RobertaModel"], "pad_token_id": self.first - 1}
+            written |= {"max_position_embeddings": self.first + self.context}
+        return self.agreed(written)
 
 
 TABLE = ConfigTable(

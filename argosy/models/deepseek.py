@@ -1,19 +1,20 @@
-"""DeepSeek V2, V2-Lite, V3, R1 and V3.2, and Kimi K2: latent attention, experts in groups beside a shared one, an index that
-picks what is attended to, and a module that predicts a token further ahead.
+"""DeepSeek V2, V2-Lite, V3, R1 and V3.2, and Kimi K2: latent attention, grouped experts beside a shared one, a sparse-attention
+indexer, and multi-token prediction.
 
     h = x + LatentAttention(RMSNorm(x))        y = h + MoE(RMSNorm(h)), in the first layers h + SwiGLU(RMSNorm(h))
 
-V2 scores experts by softmax and judges a group by its best; V3 scores by sigmoid, judges a group by its best two, and a bias
-moved by load keeps experts even. V3 is published in FP8, a scale for each 128 x 128 values. V3.2 has the
-index (`parts.indexer`).
+V2 scores experts by softmax and a group by its best expert. V3 scores experts by sigmoid and a group by its best two, and a bias
+adjusted by load balances experts. V3 is published in FP8, with one scale for each 128 x 128 values. V3.2 has the
+indexer (`parts.indexer`).
 
 DeepSeek-AI 2024 (arXiv:2405.04434, 2412.19437), 2025 (arXiv:2501.12948, 2512.02556), Moonshot AI 2025 (arXiv:2507.20534).
 B batch, T time, D width, F feed-forward, N heads, H plain and P rotary part of a head, C both, U value size, R and Q ranks of
-the latents of keys and of queries, I and J heads and size of the index, V vocabulary, E experts, M expert ffn.
+the latents of keys and of queries, I and J heads and size of the indexer, V vocabulary, E experts, M expert ffn.
 """
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -27,6 +28,15 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
 from argosy.models.settings import Activation, Experts, Index, Rope, Yarn
 
 
+def block(config: "DeepSeekConfig", kind: str) -> "parts.PreNorm":
+    """One layer. kind: "dense" or "experts"."""
+    d, bias = config.dims, config.attention_bias
+    attention = parts.LatentAttention(d, config.layers, scale=config.scale, bias=bias, index=config.index)
+    experts = kind == "experts"
+    mlp = parts.MoE(d, config.moe, config.activation) if experts else parts.GLU(d, config.activation)
+    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
+
+
 class DeepSeekConfig(FamilyConfig):
     """DeepSeek V2, V3, R1, V3.2 (arXiv:2405.04434, 2412.19437, 2501.12948, 2512.02556) and Kimi K2 (arXiv:2507.20534)."""
 
@@ -34,46 +44,47 @@ class DeepSeekConfig(FamilyConfig):
     moe_parts: ClassVar[frozenset[str]] = frozenset(["shared", "bias"])
 
     ffn: int = Field(gt=0)
-    """Width of the feed-forward layer F, in the layers that have no experts."""
+    """Width of the feed-forward layer F, in layers without experts."""
     heads: int = Field(gt=0)
     """Heads N."""
     head_size: int = Field(gt=0)
-    """The part of a query or key head that carries no position, H."""
+    """Size of the part of a query or key head without rotary positions, H."""
     rope_size: int = Field(gt=0, multiple_of=2)
-    """The part that rotary positions turn, P; the keys of all heads share it."""
+    """Size of the part with rotary positions, P; all key heads share it."""
     value_size: int = Field(gt=0)
     """Size of a value head U."""
     latent_rank: int = Field(gt=0)
-    """Size of the latent that keys and values come from, R."""
+    """Size of the latent from which keys and values are projected, R."""
     query_rank: int | None = Field(None, gt=0)
-    """Size of the latent that queries come from, Q; they come straight from the residual stream unless told."""
+    """Size of the latent from which queries are projected, Q. None: they are projected from the residual stream."""
     attention_bias: bool = False
-    """Biases on the projections down to latents and on the output."""
+    """Adds biases to the projections to latents and to the output projection."""
     rope: Rope = Rope(pairs="interleaved")
     """Rotary positions."""
     norm_eps: float = Field(1e-6, gt=0)
-    """Added to the mean square in RMSNorm; norms over latents have 1e-6 whatever this is."""
+    """Added to the mean square in RMSNorm. Norms over latents always use 1e-6."""
     activation: Activation = "silu"
-    """Of the gate, in the feed-forward layer and in experts."""
+    """Activation of the gate, in the feed-forward layer and in experts."""
     index: Index | None = None
-    """Picks the tokens that are attended to; all that are seen unless told."""
+    """The indexer that selects the tokens to attend to. None: attention is over all earlier tokens."""
     moe: Experts
     """The experts."""
     dense: int = Field(1, ge=0)
-    """How many of the first layers have a feed-forward layer in place of experts."""
+    """Number of first layers with a feed-forward layer instead of experts."""
     mtp: int = Field(0, ge=0, le=16)
-    """Modules that predict further ahead, for a token more each. They train and draft; logits do without them."""
+    """Number of modules for multi-token prediction, each for one more token ahead. They are used in training and for drafting,
+    and not for logits."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "DeepSeekConfig":
         if self.dense >= self.layers:
             raise ValueError(f"dense = {self.dense} of {self.layers} layers leaves none with experts")
         if self.rope.part < 1:
-            raise ValueError(f"rope.part = {self.rope.part}: the whole of rope_size turns")
+            raise ValueError(f"rope.part = {self.rope.part}: rotary positions must apply to all of rope_size")
         if self.index is not None and self.query_rank is None:
-            raise ValueError("index asks with the latent of queries: set query_rank")
+            raise ValueError("the indexer projects from the latent of queries: set query_rank")
         if self.index is not None and self.index.size < self.rope_size:
-            raise ValueError(f"index.size = {self.index.size}: of its heads rope_size = {self.rope_size} features turn")
+            raise ValueError(f"index.size = {self.index.size}: smaller than rope_size = {self.rope_size}")
         return self
 
     @classmethod
@@ -126,37 +137,23 @@ class DeepSeekConfig(FamilyConfig):
 
     @property
     def scale(self) -> float:
-        """Of the scores: 1/sqrt(C), times the square of YaRN's sharpening where that is told to act on all of a head."""
+        """Scale of the scores: 1/sqrt(C), times the square of YaRN's sharpening if `mscale_all_dim` is set."""
         yarn = self.rope.scaling if isinstance(self.rope.scaling, Yarn) else None
         sharper = yarn.sharpening(yarn.mscale_all_dim) if yarn and yarn.mscale_all_dim else 1.0
         return (self.head_size + self.rope_size) ** -0.5 * sharper**2
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """Its module; layers differ in what stands behind attention."""
+        """The module. The first layers are dense, the others have experts."""
         from argosy.models.blocks.deepseek import DeepSeek
 
-        d = self.dims
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            how: dict[str, Any] = {"scale": self.scale, "bias": self.attention_bias, "index": self.index}
-            attention = parts.LatentAttention(d, self.layers, **how)
-            return parts.PreNorm(
-                attention,
-                parts.MoE(d, self.moe, self.activation) if kind == "experts" else parts.GLU(d, self.activation),
-                norm,
-            )
-
-        return DeepSeek(self, block, norm, run)
+        return DeepSeek(self, partial(block, self), partial(parts.RMSNorm, self.width, self.norm_eps), run)
 
     def parameters(self, active: bool = False) -> int:
-        """Those of `mtp` among them, unless it is asked what a token meets on its way to logits."""
+        """Includes the `mtp` modules, except for `active`: logits do not use them."""
         return super().parameters(active) if not (active and self.mtp) else self._alone().parameters(active)
 
     def flops(self, tokens: int) -> int:
-        """As of every family; without `mtp`."""
+        """As for every family; the `mtp` modules are not included."""
         return self._alone().flops(tokens) if self.mtp else super().flops(tokens)
 
     def mixing_flops(self, tokens: int) -> int:
@@ -171,7 +168,7 @@ class DeepSeekConfig(FamilyConfig):
         return 2 * tokens * weights * self.layers + self._index_flops(tokens)
 
     def _index_flops(self, tokens: int) -> int:
-        """Of its scores, which a row no longer than what is picked does without."""
+        """FLOPs of the indexer's scores, which are skipped for rows no longer than `topk`."""
         if self.index is None or tokens <= self.index.topk:
             return 0
         return 2 * tokens * tokens * self.index.heads * (self.index.size + 1) * self.layers
@@ -238,7 +235,7 @@ class DeepSeekConfig(FamilyConfig):
         return rows + (hub.glu(over, "mlp.shared_experts", "mlp.shared", "shared") if self.moe.shared else [])
 
     def _mtp_rows(self, d: int) -> list[Row]:
-        """They count it among the layers, after the last."""
+        """Rows of one `mtp` module. The Hub stores it as a layer after the last."""
         theirs = f"model.layers.{self.layers + d}."
 
         def renamed(row: Row) -> Row:
@@ -256,55 +253,56 @@ class DeepSeekConfig(FamilyConfig):
         ]
 
     def fitted(self, names: Collection[str]) -> "DeepSeekConfig":
-        """transformers writes the key of `mtp` and not its tensors."""
+        """Without `mtp` if its tensors are missing: transformers writes its key, but not its tensors."""
         there = any(name.startswith(f"model.layers.{self.layers}.") for name in names)
         return self if there else self._alone()
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "DeepSeekConfig":
         kind = config["model_type"]
-        if "num_mtp_layers" in config:  # transformers 5 writes this name, and reads both
+        # Transformers 5 writes this key and reads both.
+        if "num_mtp_layers" in config:
             config = {"num_nextn_predict_layers": config["num_mtp_layers"]} | config
         read = TABLES[kind].read(config)
         if config.get("num_key_value_heads") not in (None, read["heads"]):
             raise BadInput("config.json: latent attention has as many `num_key_value_heads` as `num_attention_heads`")
-        said = dict(TABLES[kind].defaults) | config
-        moe = read["moe"] | EXPERTS[kind] | {"shared": (said["n_shared_experts"] or 0) * read["moe"]["ffn"]}
-        if said.get("topk_method") == "greedy":
+        written = dict(TABLES[kind].defaults) | config
+        moe = read["moe"] | EXPERTS[kind] | {"shared": (written["n_shared_experts"] or 0) * read["moe"]["ffn"]}
+        if written.get("topk_method") == "greedy":
             moe |= {"groups": 1, "kept_groups": 1}
-        read |= _layers_told(config, read["layers"])
-        pairs = "halves" if said.get("rope_interleave") is False else "interleaved"
+        read |= _read_layer_lists(config, read["layers"])
+        pairs = "halves" if written.get("rope_interleave") is False else "interleaved"
         return cls(**read | {"moe": moe}, rope=Rope(**read_rope(config), pairs=pairs))
 
     def to_hub(self) -> dict[str, Any]:
-        """V2 if experts are scored by softmax, V3.2 if there is an index, else V3."""
+        """V2 if experts are scored by softmax, V3.2 if there is an indexer, otherwise V3."""
         kind = "deepseek_v2" if self.moe.score == "softmax" else "deepseek_v32" if self.index else "deepseek_v3"
-        said = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
-        said |= {"num_key_value_heads": self.heads, "n_shared_experts": self.moe.shared // self.moe.ffn or None}
-        said |= {"moe_layer_freq": 1, "head_dim": self.rope_size}
+        written = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
+        written |= {"num_key_value_heads": self.heads, "n_shared_experts": self.moe.shared // self.moe.ffn or None}
+        written |= {"moe_layer_freq": 1, "head_dim": self.rope_size}
         if kind == "deepseek_v2":
             method = "greedy" if self.moe.groups == 1 else "group_limited_greedy"
-            return self.agreed(said | {"topk_method": method, "scoring_func": "softmax"} | write_rope(self.rope))
-        said |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_mtp_layers": self.mtp}
+            return self.agreed(written | {"topk_method": method, "scoring_func": "softmax"} | write_rope(self.rope))
+        written |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_mtp_layers": self.mtp}
         if kind == "deepseek_v3":
-            said |= {"rope_interleave": self.rope.pairs == "interleaved"}
-        return self.agreed(said | write_rope(self.rope))
+            written |= {"rope_interleave": self.rope.pairs == "interleaved"}
+        return self.agreed(written | write_rope(self.rope))
 
 
-def _layers_told(config: dict[str, Any], layers: int) -> dict[str, int]:
-    """What transformers' lists of kinds of layers say: that all have the index, and which of them have experts."""
+def _read_layer_lists(config: dict[str, Any], layers: int) -> dict[str, int]:
+    """Reads transformers' lists of layer kinds: all layers have the indexer, and the first ones have no experts."""
     attention, mlp = (config.get(name) for name in ("layer_types", "mlp_layer_types"))
     if attention is not None and not _is(attention, layers, [INDEXED]):
         raise BadInput(f"config.json: `layer_types`: only {layers} times {INDEXED} is built")
     if mlp is None:
         return {}
     if not _is(mlp, layers, ["dense", "sparse"]):
-        raise BadInput(f"config.json: `mlp_layer_types`: only dense layers and then sparse ones, {layers}, are built")
+        raise BadInput(f"config.json: `mlp_layer_types`: only {layers} layers, dense ones before sparse ones, are built")
     return {"dense": mlp.count("dense")}
 
 
 def _is(kinds: Any, layers: int, order: list[str]) -> bool:
-    """Whether this lists so many layers, of these kinds in this order."""
+    """Whether this is a list of `layers` kinds in this order."""
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in order for kind in kinds):
         return False
     return kinds == sorted(kinds, key=order.index)
@@ -332,7 +330,7 @@ ROWS = [
     ("n_group", "moe.groups"),
     ("topk_group", "moe.kept_groups"),
 ]
-# Read above (the first three), follow from other sizes, tell how it was trained and on how many devices.
+# The first three are read above; the others follow from other sizes, or describe training.
 HARMLESS = frozenset(
     """num_key_value_heads n_shared_experts topk_method head_dim qk_head_dim num_local_experts output_router_logits ep_size
     aux_loss_alpha seq_aux num_mtp_layers""".split()  # noqa: SIM905
@@ -384,12 +382,12 @@ V32 = ConfigTable(
         "index_head_dim": 128,
         "index_topk": 2048,
     },
-    # The index turns in halves, attention in neighbours.
+    # The indexer's rotary pairs are halves, those of attention are interleaved.
     {**V3.fixed, "mlp_bias": (False, None), "rope_interleave": (True, None), "indexer_rope_interleave": (False, None)},
     HARMLESS | {"mlp_layer_types", "layer_types"},
 )
 TABLES = {"deepseek_v2": V2, "deepseek_v3": V3, "deepseek_v32": V32, "kimi_k2": V3}
-# What no key of config.json tells, because the architecture fixes it.
+# Facts that the architecture fixes and no key of config.json states.
 SIGMOID: dict[str, Any] = {"score": "sigmoid", "group_strength": "top2", "bias": True}
 EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"score": "softmax", "normalized": False, "group_strength": "max"},

@@ -1,7 +1,7 @@
-"""What every language family answers: the base of its config, and the small protocol of its module.
+"""The base of every family's config, and the protocol of its module.
 
-A family is data and one file. Its config counts what it builds (the laws hold it to that), builds it, and knows its names
-on the Hub; its module is `hidden` and `unembed`.
+A family is one file: its config counts parameters and FLOPs (the laws compare them with the built model), builds the module, and
+maps names on the Hub. The module has `hidden` and `unembed`.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,32 +20,32 @@ from argosy.models.settings import Activation, Experts, Reach, Rope
 
 
 class FamilyConfig(Settings):
-    """Settings that every family has. Everything architectural is in the config: nothing branches on a model's name."""
+    """Settings that every family has. Everything architectural is in the config; nothing branches on a model's name."""
 
     hub_types: ClassVar[tuple[str, ...]] = ()
     # The `model_type`s of config.json that this family reads.
     hub_ignore: ClassVar[tuple[str, ...]] = ()
-    # Tensors that Hub folders of this family may hold and that follow from the config: causal masks, position numbers.
+    # Tensors that may be in the family's Hub folders and follow from the config: causal masks, position numbers.
     hub_unsaid: ClassVar[frozenset[str]] = frozenset()
-    # Settings that config.json has no word for: the tensors decide them (`fitted`).
+    # Settings without a key in config.json: the tensors decide them (`fitted`).
     hub_left_out: ClassVar[tuple[str, ...]] = ()
-    # Tensors that its folders may hold and this model has no part for: left out, and said so each time.
+    # Tensors that may be in its folders and that the model does not use: ignored, with a warning.
     moe_parts: ClassVar[frozenset[str]] = frozenset()
-    """Of `shared`, `shared_gate` and `bias`, those that its experts may have."""
+    """The optional parts its experts may have, of `shared`, `shared_gate` and `bias`."""
     hub_prefixes: ClassVar[tuple[str, ...]] = ()
-    # What the names of tensors may begin with, or not, as the class that wrote them was.
+    # Prefixes that tensor names may have or lack, depending on the class that wrote the folder.
     hub_old_ends: ClassVar[Mapping[str, str]] = {}
-    # How names of tensors ended in old folders, and end now.
+    # Old endings of tensor names, and the current ones.
     causal: ClassVar[bool] = True
-    # A token sees what is before it. False: it sees all of its sequence, and no token is predicted (encoders).
+    # A token attends to earlier tokens only. False: to its full sequence, and no token is predicted (encoders).
 
     hub_blocks: ClassVar[Mapping[str, str]] = {}
-    # Where its folders may hold MXFP4 blocks: how a weight reads from them, by how it reads plain.
+    # For folders with MXFP4 blocks: how a weight is read from them, by how it is read plain.
 
     preset: str | None = None
-    """The preset these numbers came from."""
+    """Name of the preset these settings came from."""
     vocab: Annotated[int, Also("vocab_size")] = Field(gt=0)
-    """Rows of the embedding V."""
+    """Vocabulary size V: rows of the embedding."""
     width: Annotated[
         int, Also("hidden_size", "d_model", "n_embd", "dim", "base_emb_dim", "model_dim", "emb_dim", "embed_dim")
     ] = Field(gt=0)
@@ -55,12 +55,12 @@ class FamilyConfig(Settings):
     ] = Field(gt=0)
     """Number of layers L."""
     context: Annotated[int, Also("max_position_embeddings", "max_context")] = Field(gt=0)
-    """Longest sequence it was made for, in tokens."""
+    """Longest sequence the model was made for, in tokens."""
     tied: Annotated[bool, Also("tie_word_embeddings", "tie_embeddings", "logits_via_embedding")] = False
-    """The head is the embedding."""
+    """Uses the embedding as the output head (tied embeddings)."""
 
     def build(self, run: "parts.Execution | None" = None) -> Any:
-        """The module, every weight a description (`parts.weight`)."""
+        """Builds the module; every weight is a description (`parts.weight`)."""
         raise NotImplementedError
 
     @property
@@ -70,7 +70,7 @@ class FamilyConfig(Settings):
 
     @model_validator(mode="after")
     def _experts_have_names(self) -> "FamilyConfig":
-        """What the Hub's table has no row for would be built, and neither counted, read nor written."""
+        """Refuses parts of experts for which the family has no Hub rows: they would be built but not counted, read or written."""
         how = self.experts
         strange = [
             part
@@ -78,120 +78,124 @@ class FamilyConfig(Settings):
             if how and getattr(how, part) and part not in self.moe_parts
         ]
         if strange:
-            raise ValueError(f"{', '.join(f'moe.{part}' for part in strange)}: experts of this family have none")
+            raise ValueError(f"{', '.join(f'moe.{part}' for part in strange)}: experts of this family do not have this")
         return self
 
     @property
     def experts(self) -> Experts | None:
-        """The mixture of experts that its layers have."""
+        """The settings of its mixture of experts, None if it has none."""
         return getattr(self, "moe", None)
 
     def attend(self, segments: Any) -> "parts.Attend":
-        """How the tokens of whole sequences meet. segments: [B T] ints; segment 0 is padding."""
+        """The attention strategy for full sequences. segments: [B T] ints; segment 0 is padding."""
         return parts.Packed(segments) if self.causal else parts.Bidirectional(segments)
 
     def parameters(self, active: bool = False) -> int:
-        """How many numbers it has, or how many of them a token meets; from the table of names, nothing is built."""
+        """The number of parameters, or with `active` those used for one token. Counted from the table of names; nothing is
+        built."""
         share = self._share if active else lambda axes: Fraction(1)
         return int(sum(t.size * t.layers * share(t.axes) for t in kept(*self.hub_rows())))
 
     def flops(self, tokens: int) -> int:
-        """Of one forward pass over a row of so many tokens: 2 for each multiply-add of every contraction, attention's
-        in full (causal halving and windows are for the caller to state). A backward pass costs twice as much."""
-        apart = LOOKED_UP | {"O"}  # rows that are picked, and what meets a sequence's summary alone
+        """FLOPs of one forward pass over a row of `tokens` tokens: 2 for each multiply-add of every contraction. Attention counts
+        in full, without subtracting for causality or windows. A backward pass costs twice as much."""
+        # Embeddings are looked up, and a pooler sees one vector per sequence.
+        apart = LOOKED_UP | {"O"}
         met = (t for t in kept(*self.hub_rows()) if t.path.endswith(".w") and not apart & set(t.axes))
         weights = sum(t.size * t.layers * self._share(t.axes) for t in met)
         head = self.width * self.vocab if self.causal else 0
         return int(2 * tokens * (weights + head)) + self.mixing_flops(tokens)
 
     def training_flops(self, tokens: int) -> int:
-        """Of a forward and a backward pass over such a row."""
+        """FLOPs of a forward and a backward pass over a row of `tokens` tokens."""
         return 3 * self.flops(tokens) - 2 * self.choosing_flops(tokens)
 
     def mixing_flops(self, tokens: int) -> int:
-        """The part of `flops` in which tokens meet each other and no weight."""
+        """The part of `flops` that mixes tokens without weights (attention scores and sums)."""
         raise NotImplementedError
 
     def choosing_flops(self, tokens: int) -> int:
-        """The part of `flops` that only a choice follows from: no gradient goes back through it."""
+        """The part of `flops` that only selects experts or tokens: no gradient flows through it."""
         return 0
 
     def _share(self, axes: tuple[str, ...]) -> Fraction:
-        """Of a weight with these axes: what one token meets. Experts lead with E; a router, which all tokens meet, ends in it."""
+        """The share of a weight with these axes used for one token. Experts begin with E; a router, used for all tokens, ends in
+        it."""
         routed = self.experts is not None and len(axes) > 1 and axes[0] == "E"
         return Fraction(self.experts.active, self.experts.count) if self.experts and routed else Fraction(1)
 
     def for_context(self, tokens: int) -> "FamilyConfig":
-        """The same model, for sequences of at most so many tokens.
+        """The same model, for sequences of at most `tokens` tokens.
 
         Raises:
             BadInput: that is longer than its context.
         """
         if tokens > self.context:
-            raise BadInput(f"context = {tokens}: the model was made for {self.context} tokens at most")
+            raise BadInput(f"context = {tokens}: the model was made for at most {self.context} tokens")
         rope = getattr(self, "rope", None)
         return self if rope is None else self.model_copy(update={"rope": rope.decided(tokens)})
 
     def resolved(self) -> "FamilyConfig":
-        """The same model with every size told that would otherwise follow from others."""
+        """The same model with all sizes set that would otherwise be derived from others."""
         return self
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
-        """Small configs in odd sizes, every option both ways: the laws of families run over them."""
+        """Small configs with odd sizes in which every option is used both ways; the laws run over them."""
         raise NotImplementedError
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
-        """Names on the Hub, and the sizes its readings use."""
+        """The table of names on the Hub, and the sizes its rows use."""
         raise NotImplementedError
 
     def hub_scaled(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
-        """The rows for a folder with tensors of these names, of which some are values and some their scales."""
+        """The rows for a folder with these tensors, some of which may be values and their scales."""
         return scaled(rows, names, self.hub_blocks)
 
     def fitted(self, names: Collection[str]) -> "FamilyConfig":
-        """The same model without parts that config.json tells of and a folder with tensors of these names leaves out."""
+        """The same model without parts that config.json declares but whose tensors are missing."""
         return self
 
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """The part of a config.json that is about this model, where it tells of more than text."""
+        """The part of a config.json about this model, if it also describes other models (a vision tower)."""
         return config
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "FamilyConfig":
-        """From a Hub folder's config.json. A key that would change the numbers and is not understood is an error."""
+        """The settings from a Hub folder's config.json. Raises BadInput for keys that would change the results and are not
+        understood."""
         raise NotImplementedError
 
     def to_hub(self) -> dict[str, Any]:
-        """What config.json says of this model. Written by way of `agreed`.
+        """The config.json of this model, checked by `agreed`.
 
         Raises:
-            Unsupported: no architecture of the Hub has these options together.
+            Unsupported: no architecture on the Hub has this combination of options.
         """
         raise NotImplementedError
 
-    def agreed(self, said: dict[str, Any]) -> dict[str, Any]:
-        """The same config.json, if reading it gives this model again.
+    def agreed(self, written: dict[str, Any]) -> dict[str, Any]:
+        """Returns the config.json if reading it gives this model again.
 
         Raises:
             Unsupported: it does not; names the settings that would be lost.
         """
         hint = 'Argosy\'s own format keeps every setting: to=argosy, lm.save(..., format="argosy")'
         try:
-            again = type(self).from_hub(said).resolved()
+            again = type(self).from_hub(written).resolved()
         except (ArgosyError, ValueError) as error:
             raise Unsupported(
-                f"the Hub's `{said['model_type']}` has no such model: {complaint(error)}", hint=hint
+                f"the Hub's `{written['model_type']}` has no such model: {complaint(error)}", hint=hint
             ) from None
         mine, theirs = (_without_training(config.model_dump()) for config in (self.resolved(), again))
         if lost := list(_differing(mine, theirs)):
-            raise Unsupported(f"the Hub's `{said['model_type']}` cannot say {', '.join(lost)} of this model", hint=hint)
-        return said
+            raise Unsupported(f"the Hub's `{written['model_type']}` cannot express {', '.join(lost)} of this model", hint=hint)
+        return written
 
 
 def _differing(mine: Any, theirs: Any, at: str = "") -> Iterator[str]:
-    """The settings that differ, each with its value here."""
+    """The settings that differ, each with its value in `mine`."""
     if not (isinstance(mine, dict) and isinstance(theirs, dict)):
         yield from [f"{at} = {mine}"] if mine != theirs else []
         return
@@ -200,7 +204,7 @@ def _differing(mine: Any, theirs: Any, at: str = "") -> Iterator[str]:
 
 
 def _without_training(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without those that config.json has no words for: what only training reads, and a choice made when loading."""
+    """The settings without those that config.json has no keys for: settings of training, and choices made when loading."""
     settings = dict(settings)
     if (scaling := (settings.get("rope") or {}).get("scaling")) and "table" in scaling:
         settings["rope"] = settings["rope"] | {"scaling": scaling | {"table": None}}
@@ -210,7 +214,7 @@ def _without_training(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class DecoderConfig(FamilyConfig):
-    """What families with attention over heads of keys and values have in common."""
+    """The common settings of families with ordinary multi-head attention."""
 
     ffn: Annotated[int, Also("intermediate_size", "d_ff", "mlp_dim", "base_mlp_dim", "hidden_dim", "ffn_dim")] = Field(
         gt=0
@@ -223,22 +227,22 @@ class DecoderConfig(FamilyConfig):
     kv_heads: Annotated[
         int | None, Also("num_key_value_heads", "n_kv_head", "n_kv_heads", "base_num_kv_heads", "num_kv_heads")
     ] = Field(None, gt=0)
-    """Key and value heads K, which must divide `heads`; as many as `heads` unless told."""
+    """Key and value heads K, which must divide `heads`. None: as many as `heads`."""
     head_size: Annotated[int | None, Also("head_dim", "d_head")] = Field(None, gt=0)
-    """Head size H, even; width / heads unless told."""
+    """Head size H, even. None: width / heads."""
     rope: Rope = Rope()
     """Rotary positions."""
     window: Annotated[int | None, Also("sliding_window", "sliding_window_size")] = Field(None, gt=0)
-    """A token of a local layer sees itself and the window-1 before it."""
+    """A token of a local layer attends to itself and the window-1 tokens before it."""
     pattern: Annotated[str | None, Also("window_pattern")] = None
-    """Which layers are local (L) and which see everything (G), repeated to the last layer: LLLLLG. All local if there is a
-    window, unless told."""
+    """Which layers are local (L) and which attend to all earlier tokens (G), repeated up to the last layer: LLLLLG. None: all
+    local if there is a window, otherwise none."""
     norm_eps: Annotated[float, Also("rms_norm_eps", "layer_norm_eps", "normalization_layer_epsilon")] = Field(
         1e-5, gt=0
     )
     """Added to the mean square in RMSNorm."""
     activation: Annotated[Activation, Also("hidden_act", "mlp_activations", "hidden_activation")] = "silu"
-    """Of the feed-forward gate."""
+    """Activation of the feed-forward gate."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "DecoderConfig":
@@ -247,9 +251,9 @@ class DecoderConfig(FamilyConfig):
         if self.head_size is None and self.width % self.heads:
             raise ValueError(f"width = {self.width} is not a multiple of heads = {self.heads}: set head_size")
         if self.rope.turned(self.H) % 2:
-            raise ValueError(f"{self.rope.turned(self.H)} features of a head turn: rotary positions turn pairs")
+            raise ValueError(f"rotary positions apply to {self.rope.turned(self.H)} features of a head, which must be even")
         if self.pattern is not None and (not self.pattern or set(self.pattern) - {"L", "G"}):
-            raise ValueError(f"pattern = {self.pattern}: L for a local layer, G for one that sees everything")
+            raise ValueError(f"pattern = {self.pattern}: L for a local layer, G for one that attends to everything")
         if self.window is None and "L" in (self.pattern or ""):
             raise ValueError(f"pattern = {self.pattern} has local layers: set window")
         return self
@@ -286,16 +290,16 @@ class DecoderConfig(FamilyConfig):
         return (pattern * self.layers)[: self.layers]
 
     def reaches(self, local_rope: Rope | None = None) -> list[Reach]:
-        """What is fixed about the attention of each layer.
+        """The attention of each layer: window and rotary positions.
 
         Args:
-            local_rope: of local layers, where they turn differently.
+            local_rope: rotary positions of local layers, if they differ.
         """
-        local, whole = Reach(self.window, self.rotary(local_rope or self.rope)), Reach(None, self.rotary(self.rope))
-        return [local if span == "L" else whole for span in self.spans]
+        local, full = Reach(self.window, self.rotary(local_rope or self.rope)), Reach(None, self.rotary(self.rope))
+        return [local if span == "L" else full for span in self.spans]
 
     def rotary(self, rope: Rope) -> Rope:
-        """Rotary positions as this model applies them, whatever the length of a sequence."""
+        """Rotary positions as this model applies them, for sequences of any length."""
         return rope.decided(self.context)
 
     def mixing_flops(self, tokens: int) -> int:
@@ -303,8 +307,7 @@ class DecoderConfig(FamilyConfig):
 
 
 class AbsoluteConfig(FamilyConfig):
-    """What families have in common that learn a vector for each position, have LayerNorm, a plain feed-forward layer and
-    biases everywhere."""
+    """The common settings of families with learned positions, LayerNorm, a plain feed-forward layer and biases everywhere."""
 
     ffn: int = Field(gt=0)
     """Width of the feed-forward layer F."""
@@ -313,7 +316,7 @@ class AbsoluteConfig(FamilyConfig):
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in LayerNorm."""
     activation: Activation = "gelu"
-    """Of the feed-forward layer."""
+    """Activation of the feed-forward layer."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "AbsoluteConfig":
@@ -335,5 +338,5 @@ class AbsoluteConfig(FamilyConfig):
 
 
 def shortest_pattern(spans: str) -> str:
-    """The shortest pattern that repeats to this: LGLGL is LG."""
+    """The shortest pattern whose repetition gives this one: LGLGL is LG."""
     return next(spans[:n] for n in range(1, len(spans) + 1) if (spans[:n] * len(spans))[: len(spans)] == spans)

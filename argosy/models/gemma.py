@@ -4,12 +4,13 @@
     Gemma 2, 3  h = x + norm(Attention(norm(x)))        y = h + norm(GeGLU(norm(h)))
 
 Gemma 2 alternates local and global layers and caps scores and logits. Gemma 3 has five local layers to a global one, normalises
-queries and keys over each head, and turns local and global layers with rotary positions of their own.
+queries and keys over each head, and local and global layers have different rotary positions.
 
 Gemma team 2024, 2024, 2025 (arXiv:2403.08295, 2408.00118, 2503.19786).
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -22,33 +23,53 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope
 from argosy.models.settings import Activation, Linear, Rope
 
 
+def block(config: "GemmaConfig", kind: str) -> "parts.PreNorm | Any":
+    """One layer. All layers are of one kind."""
+    from argosy.models.blocks.gemma import Sandwich
+
+    def head_norm(heads: int) -> "parts.RMSNorm":
+        return parts.RMSNorm(config.H, config.norm_eps, offset=1.0, letters="H")
+
+    attention = parts.Attention(
+        config.dims,
+        config.layers,
+        scale=(config.query_scalar or config.H) ** -0.5,
+        bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        norms=head_norm if config.qk_norm else None,
+        cap=config.score_cap,
+    )
+    norm = partial(parts.RMSNorm, config.width, config.norm_eps, offset=1.0)
+    return (Sandwich if config.post_norms else parts.PreNorm)(attention, parts.GLU(config.dims, config.activation), norm)
+
+
 class GemmaConfig(DecoderConfig):
     """Gemma 1, 2 and 3, text (arXiv:2403.08295, 2408.00118, 2503.19786)."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("gemma", "gemma2", "gemma3_text", "gemma3")
-    hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)  # of folders that hold a vision tower, too
+    hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)
     hub_left_out: ClassVar[tuple[str, ...]] = ("vision_tower.*", "multi_modal_projector.*")
 
     tied: bool = True
-    """The head is the embedding."""
+    """Uses the embedding as the output head (tied embeddings)."""
     norm_eps: float = Field(1e-6, gt=0)
     """Added to the mean square in RMSNorm."""
     activation: Activation = "gelu_tanh"
-    """Of the feed-forward gate."""
+    """Activation of the feed-forward gate."""
     attention_bias: bool = False
-    """Biases on the four projections of attention."""
+    """Adds biases to the four projections of attention."""
     query_scalar: int | None = Field(None, gt=0)
-    """Scores are divided by the square root of this; of the head size unless told."""
+    """Scores are divided by the square root of this. None: of the head size."""
     post_norms: bool = False
-    """Each half of a layer is normalised before it is added, too (Gemma 2 and 3)."""
+    """Also normalizes the outputs of attention and feed-forward layer before they are added (Gemma 2 and 3)."""
     qk_norm: bool = False
-    """RMSNorm over each head of queries and keys (Gemma 3)."""
+    """Applies RMSNorm to each head of queries and keys (Gemma 3)."""
     score_cap: float | None = Field(None, gt=0)
     """Attention scores become cap * tanh(score / cap) (Gemma 2: 50)."""
     logit_cap: float | None = Field(None, gt=0)
     """Logits become cap * tanh(logit / cap) (Gemma 2: 30)."""
     local_rope: Rope | None = None
-    """Rotary positions of local layers, where they differ (Gemma 3)."""
+    """Rotary positions of local layers, if they differ (Gemma 3)."""
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
@@ -62,31 +83,10 @@ class GemmaConfig(DecoderConfig):
         }
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; the plan says of each layer how far back it sees and how it turns."""
-        from argosy.models.blocks.gemma import Sandwich
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
-
-        def head_norm(heads: int) -> "parts.RMSNorm":
-            return parts.RMSNorm(self.H, self.norm_eps, offset=1.0, letters="H")
-
-        def block(kind: str) -> "parts.PreNorm | Any":
-            bias = self.attention_bias
-            attention = parts.Attention(
-                self.dims,
-                self.layers,
-                scale=(self.query_scalar or self.H) ** -0.5,
-                bias=bias,
-                out_bias=bias,
-                norms=head_norm if self.qk_norm else None,
-                cap=self.score_cap,
-            )
-            shape = Sandwich if self.post_norms else parts.PreNorm
-            return shape(attention, parts.GLU(self.dims, self.activation), norm)
-
+        """The module. Layers differ in how far back they attend and in their rotary positions."""
         plan = [parts.Layer("block", reach) for reach in self.reaches(self.local_rope)]
-        return parts.Decoder(self, plan, block, norm(), run, gain=self.width**0.5, logit_cap=self.logit_cap)
+        norm = parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
+        return parts.Decoder(self, plan, partial(block, self), norm, run, gain=self.width**0.5, logit_cap=self.logit_cap)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
@@ -97,14 +97,15 @@ class GemmaConfig(DecoderConfig):
 
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Gemma 3 from 4B on is published with a vision tower; its text model is told of in `text_config`."""
+        """Gemma 3 from 4B on is published with a vision tower; `text_config` describes the text model."""
         return text_of(config, "gemma3", {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]})
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "GemmaConfig":
         kind = config["model_type"]
         read = TABLES[kind].read(config)
-        if kind == "gemma":  # "gelu" there has always meant the approximation
+        # "gelu" there has always meant the approximation.
+        if kind == "gemma":
             read["activation"] = "gelu_tanh"
             return cls(**read, rope=Rope(**read_rope(config)))
         every = config.get("sliding_window_pattern") or (2 if kind == "gemma2" else 6)
@@ -121,26 +122,26 @@ class GemmaConfig(DecoderConfig):
         return cls(**read, rope=Rope(**read_rope(config, 1e6, layer_type="full_attention")), local_rope=Rope(**local))
 
     def to_hub(self) -> dict[str, Any]:
-        """The Gemma of transformers that has these options."""
+        """The config.json of the Gemma in transformers that has these options."""
         kind = "gemma" if not self.post_norms else "gemma3_text" if self.qk_norm else "gemma2"
-        said = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
-        said |= {"num_key_value_heads": self.K, "head_dim": self.H}
+        written = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
+        written |= {"num_key_value_heads": self.K, "head_dim": self.H}
         if kind == "gemma":
-            said |= {"hidden_activation": said["hidden_act"]}
+            written |= {"hidden_activation": written["hidden_act"]}
         else:
-            said |= {"query_pre_attn_scalar": self.query_scalar or self.H} | write_pattern(self.spans)
+            written |= {"query_pre_attn_scalar": self.query_scalar or self.H} | write_pattern(self.spans)
         if kind != "gemma3_text":
-            said |= write_rope(self.rope)
+            written |= write_rope(self.rope)
         else:
             whole, local = write_rope(self.rope), write_rope(self.local_rope or self.rope)
-            said |= {"rope_theta": whole["rope_theta"], "rope_scaling": whole["rope_scaling"]}
-            said |= {"rope_local_base_freq": local["rope_theta"]}
+            written |= {"rope_theta": whole["rope_theta"], "rope_scaling": whole["rope_scaling"]}
+            written |= {"rope_local_base_freq": local["rope_theta"]}
             both = {"full_attention": whole["rope_parameters"], "sliding_attention": local["rope_parameters"]}
-            said |= {"rope_parameters": both, "attn_logit_softcapping": self.score_cap}
-        return self.agreed(said)
+            written |= {"rope_parameters": both, "attn_logit_softcapping": self.score_cap}
+        return self.agreed(written)
 
     def resolved(self) -> "GemmaConfig":
-        """Gemma 1 has no query scale of its own, and only Gemma 3 two rotary bases."""
+        """Gemma 1 has no separate query scale, and only Gemma 3 has two rotary bases."""
         local = (self.local_rope or self.rope) if self.qk_norm else None
         scalar = (self.query_scalar or self.H) if self.post_norms else self.query_scalar
         return super().resolved().model_copy(update={"local_rope": local, "query_scalar": scalar})
@@ -188,7 +189,8 @@ TABLES = {
         | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "max_position_embeddings": 131072}
         | {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
         | {"num_attention_heads": 8, "num_key_value_heads": 4},
-        PLAIN | {"attn_logit_softcapping": (None,)},  # Gemma 3 normalises instead; transformers reads no cap there
+        # Gemma 3 normalizes instead, and transformers ignores the cap.
+        PLAIN | {"attn_logit_softcapping": (None,)},
         frozenset(
             """layer_types sliding_window_pattern _sliding_window_pattern rope_local_base_freq cache_implementation
             hidden_act""".split()  # noqa: SIM905

@@ -2,11 +2,12 @@
 
     h = x + Attention(LayerNorm(x))        y = h + MLP(LayerNorm(h))
 
-Radford et al. 2019 (Language models are unsupervised multitask learners). On the Hub its matrices lie [in, out], queries, keys
-and values fused, and names begin with `transformer.` or not.
+Radford et al. 2019 (Language models are unsupervised multitask learners). On the Hub its matrices are [in, out], queries, keys
+and values are fused, and names may begin with `transformer.`.
 B batch, T time, D width, F feed-forward, N heads, H head size, V vocabulary, A positions.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from argosy.core.keymap import Row
@@ -17,6 +18,13 @@ from argosy.models.hub_config import ConfigTable
 from argosy.models.settings import Activation, Reach
 
 
+def block(config: "GPT2Config", kind: str) -> "parts.PreNorm":
+    """One layer. All layers are of one kind."""
+    attention = parts.Attention(config.dims, config.layers, bias=True, out_bias=True)
+    mlp = parts.MLP(config.dims, config.activation)
+    return parts.PreNorm(attention, mlp, partial(parts.LayerNorm, config.width, config.norm_eps))
+
+
 class GPT2Config(AbsoluteConfig):
     """GPT-2 (Radford et al. 2019)."""
 
@@ -25,9 +33,9 @@ class GPT2Config(AbsoluteConfig):
     hub_prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
 
     tied: bool = True
-    """The head is the embedding."""
+    """Uses the embedding as the output head (tied embeddings)."""
     activation: Activation = "gelu_tanh"
-    """Of the feed-forward layer."""
+    """Activation of the feed-forward layer."""
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
@@ -35,16 +43,10 @@ class GPT2Config(AbsoluteConfig):
         return {"tied": cls(**odd), "untied": cls(**{**odd, "width": 42, "heads": 3}, tied=False, activation="relu")}
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module: every layer alike, no rotary positions."""
-
-        def norm() -> "parts.LayerNorm":
-            return parts.LayerNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            attention = parts.Attention(self.dims, self.layers, bias=True, out_bias=True)
-            return parts.PreNorm(attention, parts.MLP(self.dims, self.activation), norm)
-
-        return parts.Decoder(self, [parts.Layer("block", Reach())] * self.layers, block, norm(), run, positions=True)
+        """The module. All layers are equal, without rotary positions."""
+        plan = [parts.Layer("block", Reach())] * self.layers
+        norm = parts.LayerNorm(self.width, self.norm_eps)
+        return parts.Decoder(self, plan, partial(block, self), norm, run, positions=True)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
@@ -79,11 +81,12 @@ class GPT2Config(AbsoluteConfig):
         return cls(**{"ffn": 4 * read["width"]} | read)
 
     def to_hub(self) -> dict[str, Any]:
-        """As transformers writes it."""
-        said = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | TABLE.write(self)
+        """The config.json as transformers writes it."""
+        written = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | TABLE.write(self)
         if self.activation == "gelu_tanh":
-            said["activation_function"] = "gelu_new"  # the only name of it that readers of 2019 know
-        return self.agreed(said)
+            # The only name that readers from 2019 know.
+            written["activation_function"] = "gelu_new"
+        return self.agreed(written)
 
 
 LAYER = "transformer.h.{l}."

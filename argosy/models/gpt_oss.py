@@ -1,4 +1,4 @@
-"""gpt-oss: windows in every second layer, a learned sink in each head, experts with biases and a clipped, shifted SwiGLU.
+"""gpt-oss: a window in every second layer, a learned attention sink per head, experts with biases and a clipped, shifted SwiGLU.
 
     h = x + Attention(RMSNorm(x))        y = h + MoE(RMSNorm(h))
     expert(x) = W_down ((up + 1) * gate * sigmoid(alpha gate)),  gate at most `limit`, up within +-limit
@@ -21,8 +21,19 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope
 from argosy.models.settings import Experts, Rope, Yarn
 
 
+def block(config: "GptOssConfig", kind: str) -> "parts.PreNorm":
+    """One layer. All layers are of one kind."""
+    from argosy.models.blocks.gpt_oss import clipped_swiglu
+
+    bias = config.attention_bias
+    attention = parts.Attention(config.dims, config.layers, bias=bias, out_bias=bias, sinks=True)
+    act = partial(clipped_swiglu, limit=config.limit, alpha=config.alpha)
+    moe = parts.MoE(config.dims, config.moe, act=act, bias=True)
+    return parts.PreNorm(attention, moe, partial(parts.RMSNorm, config.width, config.norm_eps))
+
+
 class GptOssConfig(DecoderConfig):
-    """gpt-oss (arXiv:2508.10925). `ffn` is what its experts have, `moe.ffn`; it has no other."""
+    """gpt-oss (arXiv:2508.10925). Every layer has experts, so `ffn` must equal their width, `moe.ffn`."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
     hub_blocks: ClassVar[Mapping[str, str]] = {
@@ -31,23 +42,23 @@ class GptOssConfig(DecoderConfig):
     }
 
     attention_bias: bool = True
-    """Biases on the four projections of attention."""
+    """Adds biases to the four projections of attention."""
     moe: Experts
     """The experts of every layer."""
     limit: float = Field(7.0, gt=0)
-    """Gate and up are clipped to this."""
+    """Bound to which gate and up are clipped."""
     alpha: float = 1.702
-    """Of the sigmoid in the gate."""
+    """Factor inside the sigmoid of the gate."""
 
     @model_validator(mode="after")
     def _is_all_experts(self) -> "GptOssConfig":
         if self.ffn != self.moe.ffn:
             raise ValueError(
-                f"ffn = {self.ffn}, moe.ffn = {self.moe.ffn}: every layer has experts, and both are their width"
+                f"ffn = {self.ffn}, moe.ffn = {self.moe.ffn}: must be equal, because every layer has experts"
             )
         if self.activation != "silu":
             raise ValueError(
-                f"activation = {self.activation}: gate and up are clipped and meet in a function of their own"
+                f"activation = {self.activation}: this family has a fixed activation, the clipped SwiGLU"
             )
         return self
 
@@ -74,26 +85,15 @@ class GptOssConfig(DecoderConfig):
         }
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; the plan says how far back each layer sees."""
-        from argosy.models.blocks.gpt_oss import clipped_swiglu
-
-        act = partial(clipped_swiglu, limit=self.limit, alpha=self.alpha)
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            bias = self.attention_bias
-            attention = parts.Attention(self.dims, self.layers, bias=bias, out_bias=bias, sinks=True)
-            return parts.PreNorm(attention, parts.MoE(self.dims, self.moe, act=act, bias=True), norm)
-
-        return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+        """The module. Layers differ only in how far back they attend."""
+        plan = [parts.Layer("block", reach) for reach in self.reaches()]
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
 
         def both(theirs: str, kind: str, how: str) -> Row:
-            """Gate and up, side by side in pairs."""
+            """A row for gate and up, which are interleaved."""
             return Row(hub.LAYER + theirs, (f"layers.{{l}}.mlp.gate.{kind}", f"layers.{{l}}.mlp.up.{kind}"), how, over)
 
         rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
@@ -120,13 +120,13 @@ class GptOssConfig(DecoderConfig):
         return cls(**read | read_pattern(config, read, spans), rope=Rope(**read_rope(config)))
 
     def to_hub(self) -> dict[str, Any]:
-        """As transformers writes it."""
-        said = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]} | TABLE.write(self)
-        said |= {"num_key_value_heads": self.K, "head_dim": self.H, "experts_per_token": self.moe.active}
-        return self.agreed(said | write_pattern(self.spans) | write_rope(self.rope))
+        """The config.json as transformers writes it."""
+        written = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]} | TABLE.write(self)
+        written |= {"num_key_value_heads": self.K, "head_dim": self.H, "experts_per_token": self.moe.active}
+        return self.agreed(written | write_pattern(self.spans) | write_rope(self.rope))
 
 
-# What transformers takes where config.json says nothing of positions: those of the released models.
+# The rotary positions transformers assumes if config.json has none: those of the released models.
 RELEASED = {
     "rope_type": "yarn",
     "rope_theta": 150_000.0,

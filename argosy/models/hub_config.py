@@ -1,7 +1,7 @@
-"""A Hub folder's config.json as settings of ours and back, by one table a family.
+"""Maps a Hub folder's config.json to settings and back, with one table per family.
 
 Both generations of the format are read: `torch_dtype`, `rope_theta`, `rope_scaling`; `dtype`, `rope_parameters`. A key that is
-neither in the table nor known to leave the numbers alone is an error: a silent guess is a wrong model.
+neither in the table nor known to be harmless is an error, because ignoring it could silently give a wrong model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from argosy.core.formats import listed
 from argosy.models.family import shortest_pattern
 from argosy.models.settings import Linear, Llama3, LongRope, Rope, Yarn
 
-# They leave the forward pass alone: bookkeeping, training-time settings, how text is generated.
+# Keys without effect on the forward pass: bookkeeping, training, text generation.
 HARMLESS = frozenset(
     """architectures attention_dropout attn_implementation auto_map bos_token_id chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id dtype eos_token_id finetuning_task forced_bos_token_id
@@ -28,7 +28,7 @@ HARMLESS = frozenset(
     gradient_checkpointing is_llama_config""".split()  # noqa: SIM905
 )
 
-# Their names of activations, where ours differ.
+# Names of activations on the Hub that differ from ours.
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}
 
 WRITTEN = {"gelu_tanh": "gelu_pytorch_tanh"}
@@ -38,7 +38,7 @@ BALANCE, ROUTED = "moe.balance", "output_router_logits"
 ROPE_KEYS = frozenset(["rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"])
 
 
-# What nearly every architecture calls its sizes.
+# The keys nearly every architecture uses for its sizes.
 SIZES = [
     ("vocab_size", "vocab"),
     ("hidden_size", "width"),
@@ -56,8 +56,8 @@ SIZES = [
 
 @dataclass(frozen=True)
 class ConfigTable:
-    """(their key, our key) rows, our key dotted where it is in a group; what a missing key stands for; keys that must have one
-    value because nothing else is built; keys of no effect here."""
+    """rows: (their key, our key), ours dotted if it is in a group. defaults: values of missing keys. fixed: keys that must have
+    one of these values, because nothing else is built. harmless: keys without effect here."""
 
     rows: Sequence[tuple[str, str]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -65,56 +65,58 @@ class ConfigTable:
     harmless: frozenset[str] = frozenset()
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Our settings, every problem at once.
+        """Our settings from a config.json. All problems are reported at once.
 
         Raises:
-            BadInput: keys that are not understood, values that are not built.
+            BadInput: keys that are not understood, or values that are not built.
         """
         config = dict(self.defaults) | dict(config)
         known = {theirs for theirs, _ in self.rows} | set(self.fixed) | HARMLESS | ROPE_KEYS | self.harmless
-        # A leading underscore marks what transformers notes for itself.
+        # transformers writes keys with a leading underscore for its own use.
         unknown = sorted(k for k in set(config) - known if not k.startswith("_"))
-        problems = [f"`{k}` = {config[k]!r} is not understood and may change the numbers" for k in unknown]
+        problems = [f"`{k}` = {config[k]!r} is not understood and may change the results" for k in unknown]
         for key, allowed in self.fixed.items():
             if key in config and config[key] not in allowed:
                 problems.append(f"`{key}` = {config[key]!r}: only {' or '.join(map(repr, allowed))} is built")
         if problems:
-            takes = "take out a key that has no effect on the numbers; what has one is not built here"
+            takes = "remove keys that have no effect on the results; the others describe something that is not built here"
             raise BadInput(f"config.json: {listed(problems, 8)}", hint=takes if unknown else None)
-        said: dict[str, Any] = {}
+        read: dict[str, Any] = {}
         for theirs, ours in self.rows:
             if ours == BALANCE and not config.get(ROUTED):
-                continue  # transformers adds that loss only where this asks for it, whatever the weight
+                # Transformers adds the loss only if this is set, whatever its weight.
+                continue
             if config.get(theirs) is not None:
-                _put(said, ours.split("."), config[theirs])
-        if "activation" in said:
-            said["activation"] = ACTIVATIONS.get(said["activation"], said["activation"])
-        return said
+                _put(read, ours.split("."), config[theirs])
+        if "activation" in read:
+            read["activation"] = ACTIVATIONS.get(read["activation"], read["activation"])
+        return read
 
     def write(self, settings: Any) -> dict[str, Any]:
-        said = {theirs: attrgetter(ours)(settings) for theirs, ours in self.rows}
+        written = {theirs: attrgetter(ours)(settings) for theirs, ours in self.rows}
         for theirs in [theirs for theirs, ours in self.rows if ours == BALANCE]:
-            said[ROUTED] = bool(said[theirs])
-            if not said[ROUTED]:
-                del said[theirs]  # what the folder came with stays
-        acts = {theirs: said[theirs] for theirs, ours in self.rows if ours == "activation"}
-        return said | {theirs: WRITTEN.get(act, act) for theirs, act in acts.items()}
+            written[ROUTED] = bool(written[theirs])
+            if not written[ROUTED]:
+                # The value in the original folder's config.json is kept.
+                del written[theirs]
+        acts = {theirs: written[theirs] for theirs, ours in self.rows if ours == "activation"}
+        return written | {theirs: WRITTEN.get(act, act) for theirs, act in acts.items()}
 
 
-def text_of(config: dict[str, Any], whole: str, text: dict[str, Any]) -> dict[str, Any]:
-    """The text model's config.json, where that of a model of type `whole` with towers for other things was read.
+def text_of(config: dict[str, Any], model_type: str, text: dict[str, Any]) -> dict[str, Any]:
+    """The text model's config.json, from that of a model of type `model_type` with towers for other inputs.
 
     Args:
-        text: its architecture.
+        text: the architecture keys of the text model.
 
     Raises:
-        BadInput: it tells of none.
+        BadInput: there is no text model.
     """
-    if config.get("model_type") != whole:
+    if config.get("model_type") != model_type:
         return config
     inner = config.get("text_config")
     if not isinstance(inner, dict):
-        raise BadInput(f"config.json: a `{whole}` without a `text_config`, which tells of its text model")
+        raise BadInput(f"config.json: a `{model_type}` without a `text_config` that describes its text model")
     kept = {k: v for k, v in config.items() if k.endswith("token_id") or k in ("torch_dtype", "dtype")}
     return kept | inner | text
 
@@ -132,8 +134,8 @@ def read_pattern(config: Mapping[str, Any], read: Mapping[str, Any], otherwise: 
     """The settings `window` and `pattern`, from the list `layer_types`.
 
     Args:
-        read: what the table has read.
-        otherwise: L or G for each layer, where there is no such list.
+        read: the settings read by the table.
+        otherwise: L or G for each layer, if there is no such list.
 
     Raises:
         BadInput: a kind of layer that is not built.
@@ -155,7 +157,7 @@ def write_pattern(spans: str) -> dict[str, Any]:
 
 
 def read_dense(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Qwen's way to tell which layers have no experts: each named, and all but every so many."""
+    """The layers without experts, in Qwen's format: a list of them, and every n-th layer has experts."""
     every, named = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     return tuple(i for i in range(layers) if i in named or (i + 1) % every)
 
@@ -170,8 +172,8 @@ def read_rope(
     """Settings of `Rope` from either generation of config.json.
 
     Args:
-        layer_type: whose, where `rope_parameters` tells them by type of layer.
-        partial: the share of a head that turns, where nothing tells; None: this architecture turns whole heads.
+        layer_type: selects an entry, if `rope_parameters` has one per type of layer.
+        partial: the default share of a head that rotary positions apply to; None: this architecture uses whole heads.
 
     Raises:
         BadInput: a kind of scaling that is not built.
@@ -183,8 +185,8 @@ def read_rope(
     base = scaling.pop("rope_theta", None) or config.get("rope_theta") or default_base
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
-    told = [w.get("partial_rotary_factor") for w in (scaling, config)]
-    part = next((p for p in told if p is not None), 1.0 if partial is None else partial)
+    shares = [w.get("partial_rotary_factor") for w in (scaling, config)]
+    part = next((p for p in shares if p is not None), 1.0 if partial is None else partial)
     if partial is None and part != 1:
         raise BadInput("config.json: a partial rotary factor is not built for this family")
     scaling.pop("partial_rotary_factor", None)
@@ -195,7 +197,8 @@ def read_rope(
     if kind in ("yarn", "longrope") and "original_max_position_embeddings" not in scaling:
         original = config.get("original_max_position_embeddings") or config["max_position_embeddings"]
         scaling["original_max_position_embeddings"] = original
-    if kind == "default":  # newer writers name the old context here as well
+    # Newer writers add the original context here too.
+    if kind == "default":
         scaling.pop("original_max_position_embeddings", None)
     if left := {k for k, v in scaling.items() if v is not None} - set(names):
         raise BadInput(f"config.json: rope scaling `{kind}` with {', '.join(sorted(left))}: not understood")

@@ -1,4 +1,4 @@
-"""The names that most architectures on the Hub share, as rows of a `KeyMap`. A family lists what it has of these, and its own."""
+"""Tensor names that most architectures on the Hub share, as rows of a `KeyMap`. Families combine them with rows of their own."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -9,12 +9,12 @@ LAYER = "model.layers.{l}."
 
 
 def of_layers(over: Sequence[int], *names: tuple[str, str, str], prefix: str = LAYER) -> list[Row]:
-    """(their name, ours, how) of each layer."""
+    """The rows of each layer, from (their name, ours, how)."""
     return [Row(prefix + theirs, "layers.{l}." + ours, how, over) for theirs, ours, how in names]
 
 
 def ends(tied: bool, *, bias: bool = False) -> list[Row]:
-    """Embedding, last norm (a LayerNorm's bias, too), head."""
+    """The rows of embedding, final norm (with a bias for LayerNorm) and head."""
     rows = [
         Row("model.embed_tokens.weight", "embed.w", "V D -> V D", tied_to="lm_head.weight" if tied else None),
         Row("model.norm.weight", "norm.scale", "D -> D"),
@@ -24,7 +24,7 @@ def ends(tied: bool, *, bias: bool = False) -> list[Row]:
 
 
 def norms(over: Sequence[int], names: Mapping[str, str], *, bias: bool = False) -> list[Row]:
-    """Norms of the width of the model, {ours: theirs}. A LayerNorm has a bias."""
+    """Rows of norms over the model's width, {ours: theirs}; with biases for LayerNorm."""
     rows = of_layers(over, *((f"{theirs}.weight", f"{ours}.scale", "D -> D") for ours, theirs in names.items()))
     more = of_layers(over, *((f"{theirs}.bias", f"{ours}.b", "D -> D") for ours, theirs in names.items()))
     return rows + more if bias else rows
@@ -34,7 +34,7 @@ PRE_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layerno
 
 
 def attention(over: Sequence[int], *, bias: bool = False, out_bias: bool = False) -> list[Row]:
-    """Four projections."""
+    """The rows of the four projections of attention."""
     rows = of_layers(
         over,
         ("self_attn.q_proj.weight", "attn.q.w", "(N H) D -> D N H"),
@@ -55,7 +55,7 @@ def attention(over: Sequence[int], *, bias: bool = False, out_bias: bool = False
 
 
 def head_norms(over: Sequence[int]) -> list[Row]:
-    """Norms over each head of queries and keys."""
+    """The rows of norms over each head of queries and keys."""
     return of_layers(
         over,
         ("self_attn.q_norm.weight", "attn.q_norm.scale", "H -> H"),
@@ -66,7 +66,7 @@ def head_norms(over: Sequence[int]) -> list[Row]:
 def glu(
     over: Sequence[int], theirs: str = "mlp", ours: str = "mlp", width: str = "F", *, bias: bool = False
 ) -> list[Row]:
-    """A gated feed-forward layer of this width."""
+    """The rows of a gated feed-forward layer of this width."""
     rows = of_layers(
         over,
         (f"{theirs}.gate_proj.weight", f"{ours}.gate.w", f"{width} D -> D {width}"),
@@ -84,7 +84,7 @@ def glu(
 
 
 def experts(over: Sequence[int], theirs: str = "mlp.experts.{e}") -> list[Row]:
-    """Routed experts, a tensor each; ours are one array a layer."""
+    """The rows of routed experts: one tensor per expert on the Hub, one array per layer here."""
     return of_layers(
         over,
         (f"{theirs}.gate_proj.weight", "mlp.gate.w", "M D -> E D M"),
@@ -94,11 +94,11 @@ def experts(over: Sequence[int], theirs: str = "mlp.experts.{e}") -> list[Row]:
 
 
 def scaled(rows: Sequence[Row], names: Collection[str], blocks: Mapping[str, str]) -> list[Row]:
-    """The rows for a folder in which some weights are quantised: values beside scales.
+    """The rows for a folder in which some weights are quantized as values and scales.
 
     Args:
         names: of the tensors in the folder.
-        blocks: how a weight reads from MXFP4 blocks, by how it reads plain: blocks lie along what is summed, which stands last.
+        blocks: how a weight is read from MXFP4 blocks, by how it is read plain. Blocks lie along the summed axis, which is last.
     """
     out: list[Row] = []
     for row in rows:
@@ -110,7 +110,7 @@ def scaled(rows: Sequence[Row], names: Collection[str], blocks: Mapping[str, str
 
 
 def _scales(row: Row, layer: int | None, names: Collection[str]) -> str | None:
-    """How this row's tensor is quantised at a layer; of experts, the first tells."""
+    """How this row's tensor is quantized at a layer; for experts, the first one decides."""
     if not isinstance(row.theirs, str) or row.scales:
         return None
     name = row.theirs.replace("{l}", str(layer)).replace("{e}", "0")

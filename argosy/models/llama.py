@@ -1,4 +1,4 @@
-"""Llama, and what differs from it only in numbers: Llama 1 to 3.3, SmolLM2, TinyLlama, Mistral 7B and Nemo, Ministral.
+"""Llama, and models that differ only in sizes: Llama 1 to 3.3, SmolLM2, TinyLlama, Mistral 7B and Nemo, Ministral.
 
     h = x + Attention(RMSNorm(x))        y = h + SwiGLU(RMSNorm(h))
 
@@ -8,6 +8,7 @@ B batch, T time, D width, F feed-forward, N query heads, K key heads, H head siz
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from argosy.core.keymap import Row
@@ -18,15 +19,23 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope
 from argosy.models.settings import Linear, Llama3, Rope, Yarn
 
 
+def block(config: "LlamaConfig", kind: str) -> "parts.PreNorm":
+    """One layer. All layers are of one kind."""
+    bias = config.attention_bias
+    attention = parts.Attention(config.dims, config.layers, bias=bias, out_bias=bias)
+    mlp = parts.GLU(config.dims, config.activation, bias=config.mlp_bias)
+    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
+
+
 class LlamaConfig(DecoderConfig):
     """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), Mistral 7B (arXiv:2310.06825) and relatives."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral")
 
     attention_bias: bool = False
-    """Biases on the four projections of attention."""
+    """Adds biases to the four projections of attention."""
     mlp_bias: bool = False
-    """Biases on the three projections of the feed-forward layer."""
+    """Adds biases to the three projections of the feed-forward layer."""
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
@@ -44,17 +53,9 @@ class LlamaConfig(DecoderConfig):
         }
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; the plan says how far back each layer reads."""
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            bias = self.attention_bias
-            attention = parts.Attention(self.dims, self.layers, bias=bias, out_bias=bias)
-            return parts.PreNorm(attention, parts.GLU(self.dims, self.activation, bias=self.mlp_bias), norm)
-
-        return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+        """The module. Layers differ only in how far back they attend."""
+        plan = [parts.Layer("block", reach) for reach in self.reaches()]
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
@@ -69,16 +70,16 @@ class LlamaConfig(DecoderConfig):
         return cls(**read, **read_pattern(config, read), rope=Rope(**read_rope(config)))
 
     def to_hub(self) -> dict[str, Any]:
-        """Windows are Mistral's, windows in some layers Ministral's, biases Llama's."""
+        """Mistral with a window, Ministral with a window in some layers, otherwise Llama."""
         mixed = len(set(self.spans)) > 1
         kind = ("ministral", "MinistralForCausalLM") if mixed else ("mistral", "MistralForCausalLM")
         kind = kind if self.window else ("llama", "LlamaForCausalLM")
-        said = {"model_type": kind[0], "architectures": [kind[1]]} | TABLES[kind[0]].write(self)
-        said |= {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope)
-        return self.agreed(said | (write_pattern(self.spans) if mixed else {}))
+        written = {"model_type": kind[0], "architectures": [kind[1]]} | TABLES[kind[0]].write(self)
+        written |= {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope)
+        return self.agreed(written | (write_pattern(self.spans) if mixed else {}))
 
 
-# By `model_type`, with what transformers takes where a config.json does not say, and what it never reads.
+# By `model_type`: keys, the defaults of transformers, and keys that it never reads.
 TABLES = {
     "llama": ConfigTable(
         [*SIZES, ("attention_bias", "attention_bias"), ("mlp_bias", "mlp_bias")],

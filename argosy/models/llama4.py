@@ -1,16 +1,17 @@
-"""Llama 4, text: layers that see their own chunk and turn, between layers that see everything and have no positions; experts
-whose weight is multiplied onto what they read, beside one that every token goes through.
+"""Llama 4 (text): layers with rotary positions and chunked attention, layers with full attention and no positions; experts
+whose weight scales their input, beside a shared expert.
 
     h = x + Attention(RMSNorm(x))        y = h + MoE(RMSNorm(h)), in some layers h + SwiGLU(RMSNorm(h))
     MoE(x) = Shared(x) + sum over the k best experts e of  Expert_e(sigmoid(r_e) x),  r = W_r x
 
-Queries and keys of layers that turn may be normalised over each head, without a weight; queries of the others grow with their
-position, so that attention over millions of tokens stays sharp. Images are not read: the text model of a folder is.
+Queries and keys of rotary layers may be normalized over each head, without a weight. Queries of the other layers grow with their
+position, so that attention over millions of tokens stays sharp. Only the text model of a folder is read.
 
 Meta 2025, "The Llama 4 herd"; Yang et al. 2025 (arXiv:2501.18795) on layers without positions.
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -24,31 +25,41 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_rope, text_of, wri
 from argosy.models.settings import Experts, Llama3, Reach, Rope, Temper
 
 
+def block(config: "Llama4Config", kind: str) -> "parts.PreNorm":
+    """One layer. kind: "dense" or "experts"."""
+    d, bias = config.dims, config.attention_bias
+    attention = parts.Attention(d, config.layers, bias=bias, out_bias=bias)
+    experts = kind == "experts"
+    mlp = parts.MoE(d, config.moe, config.activation) if experts else parts.GLU(d, config.activation)
+    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
+
+
 class Llama4Config(DecoderConfig):
-    """Llama 4, text."""
+    """Llama 4 (text)."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("llama4_text", "llama4")
     moe_parts: ClassVar[frozenset[str]] = frozenset(["shared"])
-    hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)  # of folders that hold a vision tower, too
+    hub_prefixes: ClassVar[tuple[str, ...]] = ("language_model.",)
     hub_left_out: ClassVar[tuple[str, ...]] = ("vision_model.*", "multi_modal_projector.*")
 
     window: int | None = Field(8192, gt=0)
-    """Tokens of a chunk: a local layer sees no further back than its chunk begins."""
+    """Tokens per chunk: in a local layer, a token attends only to its own chunk."""
     pattern: str | None = "LLLG"
-    """Which layers turn and see their own chunk (L) and which have no positions and see everything (G), repeated to the last
+    """Which layers have rotary positions and chunked attention (L), and which have full attention without positions (G), repeated
+    up to the last
     layer."""
     rope: Rope = Rope(base=500_000, pairs="interleaved")
     """Rotary positions of local layers."""
     qk_norm: bool = False
-    """Each head of queries and keys is divided by its RMS after it turns, in local layers."""
+    """Divides each head of queries and keys by its RMS after rotary positions, in local layers."""
     temper: Temper | None = None
-    """How queries grow with their position, in layers that see everything."""
+    """How queries grow with their position, in layers with full attention."""
     attention_bias: bool = False
-    """Biases on the four projections of attention."""
+    """Adds biases to the four projections of attention."""
     moe: Experts
     """The experts."""
     moe_pattern: str = Field("E", pattern="^[DE]+$")
-    """Which layers have experts (E) and which the feed-forward layer (D), repeated to the last layer."""
+    """Which layers have experts (E) and which a feed-forward layer (D), repeated up to the last layer."""
 
     @model_validator(mode="after")
     def _has_experts(self) -> "Llama4Config":
@@ -87,7 +98,7 @@ class Llama4Config(DecoderConfig):
 
     @property
     def kinds(self) -> list[str]:
-        """What stands behind the attention of each layer."""
+        """The feed-forward part of each layer."""
         letters = (self.moe_pattern * self.layers)[: self.layers]
         return ["experts" if letter == "E" else "dense" for letter in letters]
 
@@ -101,18 +112,9 @@ class Llama4Config(DecoderConfig):
         return [local if span == "L" else Reach(temper=self.temper) for span in self.spans]
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; layers differ in what stands behind attention, and in what they see and how."""
-        d, bias = self.dims, self.attention_bias
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            mlp = parts.MoE(d, self.moe, self.activation) if kind == "experts" else parts.GLU(d, self.activation)
-            return parts.PreNorm(parts.Attention(d, self.layers, bias=bias, out_bias=bias), mlp, norm)
-
+        """The module. Layers differ in their feed-forward part, and in how far back they attend."""
         plan = [parts.Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
-        return parts.Decoder(self, plan, block, norm(), run)
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
@@ -131,7 +133,7 @@ class Llama4Config(DecoderConfig):
 
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """It is published with a vision tower; its text model is told of in `text_config`."""
+        """Llama 4 is published with a vision tower; `text_config` describes the text model."""
         return text_of(config, "llama4", ARCHITECTURE)
 
     @classmethod
@@ -144,19 +146,20 @@ class Llama4Config(DecoderConfig):
         return cls(**read, rope=Rope(**read_rope(config, 5e5), pairs="interleaved"))
 
     def to_hub(self) -> dict[str, Any]:
-        """As transformers writes it."""
-        said = ARCHITECTURE | TABLE.write(self) | {"num_key_value_heads": self.K, "head_dim": self.H}
-        said |= {"attention_chunk_size": self.window or 8192}  # transformers asks for one where no layer is local, too
-        said |= {"no_rope_layers": [int(span == "L") for span in self.spans]}
-        said |= {"layer_types": [KINDS[span] for span in self.spans]}
-        said |= {"moe_layers": [i for i, kind in enumerate(self.kinds) if kind == "experts"]}
+        """The config.json as transformers writes it."""
+        written = ARCHITECTURE | TABLE.write(self) | {"num_key_value_heads": self.K, "head_dim": self.H}
+        # Transformers requires one even if no layer is local.
+        written |= {"attention_chunk_size": self.window or 8192}
+        written |= {"no_rope_layers": [int(span == "L") for span in self.spans]}
+        written |= {"layer_types": [KINDS[span] for span in self.spans]}
+        written |= {"moe_layers": [i for i, kind in enumerate(self.kinds) if kind == "experts"]}
         fed = self.resolved().moe_pattern
         if fed == "E".rjust(len(fed), "D"):  # vLLM reads no list
-            said |= {"interleave_moe_layer_step": len(fed)}
-        said |= {"attn_temperature_tuning": self.temper is not None}
+            written |= {"interleave_moe_layer_step": len(fed)}
+        written |= {"attn_temperature_tuning": self.temper is not None}
         if self.temper is not None:
-            said |= {"floor_scale": self.temper.floor, "attn_scale": self.temper.scale}
-        return self.agreed(said | write_rope(self.rope))
+            written |= {"floor_scale": self.temper.floor, "attn_scale": self.temper.scale}
+        return self.agreed(written | write_rope(self.rope))
 
     def resolved(self) -> "Llama4Config":
         fed = "".join("E" if kind == "experts" else "D" for kind in self.kinds)
@@ -164,33 +167,33 @@ class Llama4Config(DecoderConfig):
 
 
 def _spans(config: dict[str, Any], layers: int) -> str:
-    """L or G for each layer: which turn tells which see their chunk, and a list of kinds must say the same.
+    """L or G for each layer. Rotary layers are the chunked ones; a list of kinds must agree with that.
 
     Raises:
-        BadInput: it does not, or there are fewer than the layers.
+        BadInput: it does not agree, or the lists are shorter than the number of layers.
     """
     every = config.get("no_rope_layer_interval", 4)
     turn = config.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(layers)]
-    spans = "".join("L" if told else "G" for told in turn[:layers])
+    spans = "".join("L" if rotary else "G" for rotary in turn[:layers])
     kinds = config.get("layer_types")
     if len(spans) < layers or (kinds is not None and list(kinds) != [KINDS[span] for span in spans]):
         raise BadInput(
-            f"config.json: `no_rope_layers` and `layer_types` do not tell of {layers} layers alike",
-            hint="built are layers that turn and see their chunk, and layers that do neither",
+            f"config.json: `no_rope_layers` and `layer_types` do not describe the same {layers} layers",
+            hint="only chunked layers with rotary positions and full layers without are built",
         )
     return shortest_pattern(spans)
 
 
 def _fed(config: dict[str, Any], layers: int) -> str:
-    """E or D for each layer: those named, or else every so many."""
+    """E or D for each layer: from a list of layers with experts, otherwise every n-th layer has them."""
     named, every = config.get("moe_layers"), config.get("interleave_moe_layer_step", 1)
     has = [(i + 1) % every == 0 if named is None else i in named for i in range(layers)]
-    return shortest_pattern("".join("E" if told else "D" for told in has))
+    return shortest_pattern("".join("E" if one else "D" for one in has))
 
 
 ARCHITECTURE = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}
 KINDS = {"L": "chunked_attention", "G": "full_attention"}
-# What no key of config.json tells, because the architecture fixes it.
+# Facts that the architecture fixes and no key of config.json states.
 FIXED: dict[str, Any] = {"score": "sigmoid", "normalized": False, "weigh": "input"}
 TABLE = ConfigTable(
     [
@@ -220,7 +223,7 @@ TABLE = ConfigTable(
         "attention_chunk_size": 8192,
         "use_qk_norm": True,
     },
-    # Read above, but for the last three: no reader of this architecture has noise, and two tell how files came to be.
+    # All but the last three are read above. No implementation has router noise, and two keys describe how a file was made.
     harmless=frozenset(
         """no_rope_layers no_rope_layer_interval layer_types moe_layers interleave_moe_layer_step attn_temperature_tuning
         floor_scale attn_scale output_router_logits router_jitter_noise for_llm_compressor cache_implementation""".split()  # noqa: SIM905

@@ -6,6 +6,7 @@ Jiang et al. 2024 (arXiv:2401.04088).
 B batch, T time, D width, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import model_validator
@@ -18,8 +19,15 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
 from argosy.models.settings import Experts, Rope
 
 
+def block(config: "MixtralConfig", kind: str) -> "parts.PreNorm":
+    """One layer. All layers are of one kind."""
+    attention = parts.Attention(config.dims, config.layers)
+    moe = parts.MoE(config.dims, config.moe, config.activation)
+    return parts.PreNorm(attention, moe, partial(parts.RMSNorm, config.width, config.norm_eps))
+
+
 class MixtralConfig(DecoderConfig):
-    """Mixtral (arXiv:2401.04088). `ffn` is what its experts have, `moe.ffn`; it has no other."""
+    """Mixtral (arXiv:2401.04088). Every layer has experts, so `ffn` must equal their width, `moe.ffn`."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("mixtral",)
 
@@ -30,7 +38,7 @@ class MixtralConfig(DecoderConfig):
     def _is_all_experts(self) -> "MixtralConfig":
         if self.ffn != self.moe.ffn:
             raise ValueError(
-                f"ffn = {self.ffn}, moe.ffn = {self.moe.ffn}: every layer has experts, and both are their width"
+                f"ffn = {self.ffn}, moe.ffn = {self.moe.ffn}: must be equal, because every layer has experts"
             )
         return self
 
@@ -51,17 +59,9 @@ class MixtralConfig(DecoderConfig):
         }
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module: every layer alike."""
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            return parts.PreNorm(
-                parts.Attention(self.dims, self.layers), parts.MoE(self.dims, self.moe, self.activation), norm
-            )
-
-        return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+        """The module. Layers differ only in how far back they attend."""
+        plan = [parts.Layer("block", reach) for reach in self.reaches()]
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
@@ -81,9 +81,9 @@ class MixtralConfig(DecoderConfig):
         return cls(**read | {"moe": read["moe"] | {"ffn": read["ffn"]}}, rope=Rope(**read_rope(config, 1e6)))
 
     def to_hub(self) -> dict[str, Any]:
-        """As transformers writes it."""
-        said = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TABLE.write(self)
-        return self.agreed(said | {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope))
+        """The config.json as transformers writes it."""
+        written = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TABLE.write(self)
+        return self.agreed(written | {"head_dim": self.H, "num_key_value_heads": self.K} | write_rope(self.rope))
 
 
 TABLE = ConfigTable(

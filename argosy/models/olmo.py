@@ -1,13 +1,14 @@
-"""OLMo 2 and 3: no norm before a half of a layer, one after it, and one over all queries and over all keys together.
+"""OLMo 2 and 3: norms after attention and feed-forward layer instead of before, and one norm over all query (and key) heads.
 
     h = x + norm(Attention(x))        y = h + norm(SwiGLU(h))
 
-OLMo 3 has three local layers to a global one, which alone stretches its rotary positions.
+OLMo 3 has three local layers to each global one; only global layers scale their rotary positions.
 
 OLMo team 2025 (arXiv:2501.00656, 2512.13961).
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from argosy.core.keymap import Row
@@ -18,15 +19,28 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_pattern, read_rope
 from argosy.models.settings import Rope, Yarn
 
 
+def block(config: "OlmoConfig", kind: str) -> Any:
+    """One layer. All layers are of one kind."""
+    from argosy.models.blocks.olmo import PostNorm
+
+    def over_all_heads(heads: int) -> "parts.RMSNorm":
+        return parts.RMSNorm((heads, config.H), config.norm_eps, letters="NH" if heads == config.heads else "KH")
+
+    bias = config.attention_bias
+    attention = parts.Attention(config.dims, config.layers, bias=bias, out_bias=bias, norms=over_all_heads)
+    mlp = parts.GLU(config.dims, config.activation)
+    return PostNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
+
+
 class OlmoConfig(DecoderConfig):
     """OLMo 2 and 3 (arXiv:2501.00656, 2512.13961)."""
 
     hub_types: ClassVar[tuple[str, ...]] = ("olmo2", "olmo3")
 
     attention_bias: bool = False
-    """Biases on the four projections of attention."""
+    """Adds biases to the four projections of attention."""
     local_rope: Rope | None = None
-    """Rotary positions of local layers, where they differ."""
+    """Rotary positions of local layers, if they differ."""
 
     @classmethod
     def examples(cls) -> dict[str, Any]:
@@ -38,21 +52,9 @@ class OlmoConfig(DecoderConfig):
         }
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; the plan says of each layer how far back it sees and how it turns."""
-        from argosy.models.blocks.olmo import PostNorm
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def over_all_heads(heads: int) -> "parts.RMSNorm":
-            return parts.RMSNorm((heads, self.H), self.norm_eps, letters="NH" if heads == self.heads else "KH")
-
-        def block(kind: str) -> Any:
-            bias = self.attention_bias
-            attention = parts.Attention(self.dims, self.layers, bias=bias, out_bias=bias, norms=over_all_heads)
-            return PostNorm(attention, parts.GLU(self.dims, self.activation), norm)
-
-        return parts.Decoder(self, [parts.Layer("block", r) for r in self.reaches(self.local_rope)], block, norm(), run)
+        """The module. Layers differ in how far back they attend and in their rotary positions."""
+        plan = [parts.Layer("block", reach) for reach in self.reaches(self.local_rope)]
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
@@ -72,21 +74,21 @@ class OlmoConfig(DecoderConfig):
         if kind == "olmo2":
             return cls(**read, rope=Rope(**read_rope(config)))
         spans = "".join("L" if (i + 1) % 4 else "G" for i in range(read["layers"]))
-        whole = Rope(**read_rope(config, 5e5, layer_type="full_attention"))
+        full = Rope(**read_rope(config, 5e5, layer_type="full_attention"))
         by_type = "sliding_attention" in (config.get("rope_parameters") or {})
-        local = Rope(**read_rope(config, 5e5, layer_type="sliding_attention")) if by_type else Rope(base=whole.base)
-        return cls(**read | read_pattern(config, read, spans), rope=whole, local_rope=local)
+        local = Rope(**read_rope(config, 5e5, layer_type="sliding_attention")) if by_type else Rope(base=full.base)
+        return cls(**read | read_pattern(config, read, spans), rope=full, local_rope=local)
 
     def to_hub(self) -> dict[str, Any]:
-        """OLMo 3 where there is a window, else OLMo 2."""
+        """OLMo 3 if there is a window, otherwise OLMo 2."""
         kind = "olmo3" if self.window or self.local_rope else "olmo2"
-        said = {"model_type": kind, "architectures": [kind.replace("olmo", "Olmo") + "ForCausalLM"]}
-        said |= TABLES[kind].write(self) | {"num_key_value_heads": self.K} | write_rope(self.rope)
+        written = {"model_type": kind, "architectures": [kind.replace("olmo", "Olmo") + "ForCausalLM"]}
+        written |= TABLES[kind].write(self) | {"num_key_value_heads": self.K} | write_rope(self.rope)
         if kind == "olmo2":
-            return self.agreed(said)
+            return self.agreed(written)
         local = write_rope(self.local_rope or self.rope)["rope_parameters"]
-        both = {"full_attention": said["rope_parameters"], "sliding_attention": local}
-        return self.agreed(said | write_pattern(self.spans) | {"rope_parameters": both})
+        both = {"full_attention": written["rope_parameters"], "sliding_attention": local}
+        return self.agreed(written | write_pattern(self.spans) | {"rope_parameters": both})
 
 
 POST_NORMS = {"post_attn_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}

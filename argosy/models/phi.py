@@ -1,4 +1,5 @@
-"""Phi 3 and 4: Llama with fused projections on the Hub, part of each head turned (Phi-4-mini), and LongRoPE (128k models).
+"""Phi 3 and 4: Llama with fused projections on the Hub, rotary positions on part of each head (Phi-4-mini), and LongRoPE (128k
+models).
 
     h = x + Attention(RMSNorm(x))        y = h + SwiGLU(RMSNorm(h))
 
@@ -7,6 +8,7 @@ B batch, T time, D width, F feed-forward, N query heads, K key heads, H head siz
 """
 
 import math
+from functools import partial
 from typing import Any, ClassVar
 
 from argosy.core.keymap import Row
@@ -15,6 +17,12 @@ from argosy.models import parts
 from argosy.models.family import DecoderConfig
 from argosy.models.hub_config import SIZES, ConfigTable, read_rope, write_rope
 from argosy.models.settings import LongRope, Rope
+
+
+def block(config: "PhiConfig", kind: str) -> "parts.PreNorm":
+    """One layer. All layers are of one kind."""
+    attention, mlp = parts.Attention(config.dims, config.layers), parts.GLU(config.dims, config.activation)
+    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
 
 
 class PhiConfig(DecoderConfig):
@@ -33,15 +41,9 @@ class PhiConfig(DecoderConfig):
         }
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module: every layer alike."""
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def block(kind: str) -> "parts.PreNorm":
-            return parts.PreNorm(parts.Attention(self.dims, self.layers), parts.GLU(self.dims, self.activation), norm)
-
-        return parts.Decoder(self, [parts.Layer("block", reach) for reach in self.reaches()], block, norm(), run)
+        """The module. All layers are equal, unless some have a window."""
+        plan = [parts.Layer("block", reach) for reach in self.reaches()]
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
@@ -76,14 +78,14 @@ class PhiConfig(DecoderConfig):
         return cls(**read, rope=Rope(**rope))
 
     def to_hub(self) -> dict[str, Any]:
-        """As transformers writes it."""
-        said = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]} | TABLE.write(self) | write_rope(self.rope)
+        """The config.json as transformers writes it."""
+        written = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]} | TABLE.write(self) | write_rope(self.rope)
         original = getattr(self.rope.scaling, "original", self.context)
-        return self.agreed(said | {"num_key_value_heads": self.K, "original_max_position_embeddings": original})
+        return self.agreed(written | {"num_key_value_heads": self.K, "original_max_position_embeddings": original})
 
 
 def _newer(config: dict[str, Any]) -> dict[str, Any]:
-    """What read_rope knows: `su` and, in Phi's own first files, `yarn` are names of longrope; a factor that says nothing new."""
+    """The config in the form that `read_rope` knows. `su`, and `yarn` in Phi's first files, mean longrope."""
     config = dict(config)
     for key in ("rope_scaling", "rope_parameters"):
         if scaling := dict(config.get(key) or {}):
@@ -105,7 +107,7 @@ def _attention_factor(config: dict[str, Any], original: int) -> float:
 TABLE = ConfigTable(
     [*(row for row in SIZES if row[0] != "head_dim"), ("sliding_window", "window")],
     {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    # What Phi-4-mini's file tells beside these, at the values that leave a plain model.
+    # Further keys of Phi-4-mini's file, with the values that have no effect.
     {
         "attention_bias": (False, None),
         "mlp_bias": (False, None),

@@ -2,13 +2,14 @@
 
     h = x + Attention(RMSNorm(x))        y = h + SwiGLU(RMSNorm(h)), or h + MoE(RMSNorm(h))
 
-Qwen2 has biases on queries, keys and values; Qwen3 instead normalises queries and keys over each head. Qwen2's experts stand
-beside a shared one with a gate of its own; Qwen3's stand alone.
+Qwen2 has biases on queries, keys and values; Qwen3 instead normalizes queries and keys over each head. Qwen2's experts have
+a gated shared expert beside them; Qwen3's have none.
 
 Yang et al. 2024 (arXiv:2407.10671, 2412.15115), the Qwen team 2025 (arXiv:2505.09388).
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import model_validator
@@ -21,6 +22,19 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_dense, read_patter
 from argosy.models.settings import Experts, Rope, Yarn
 
 
+def block(config: "QwenConfig", kind: str) -> "parts.PreNorm":
+    """One layer. kind: "dense" or "experts"."""
+    d, moe, bias = config.dims, config.moe, config.qkv_bias
+
+    def head_norm(heads: int) -> "parts.RMSNorm":
+        return parts.RMSNorm(config.H, config.norm_eps, letters="H")
+
+    norms = head_norm if config.qk_norm else None
+    attention = parts.Attention(d, config.layers, bias=bias, out_bias=config.out_bias, norms=norms)
+    mlp = parts.MoE(d, moe, config.activation) if moe and kind == "experts" else parts.GLU(d, config.activation)
+    return parts.PreNorm(attention, mlp, partial(parts.RMSNorm, config.width, config.norm_eps))
+
+
 class QwenConfig(DecoderConfig):
     """Qwen 2, 2.5 and 3 (arXiv:2407.10671, 2412.15115, 2505.09388)."""
 
@@ -28,20 +42,20 @@ class QwenConfig(DecoderConfig):
     moe_parts: ClassVar[frozenset[str]] = frozenset(["shared", "shared_gate"])
 
     qkv_bias: bool = False
-    """Biases on queries, keys and values."""
+    """Adds biases to queries, keys and values."""
     out_bias: bool = False
-    """A bias on the output of attention."""
+    """Adds a bias to the output projection of attention."""
     qk_norm: bool = False
-    """RMSNorm over each head of queries and keys."""
+    """Applies RMSNorm to each head of queries and keys."""
     moe: Experts | None = None
-    """Experts in place of the feed-forward layer."""
+    """The experts that replace the feed-forward layer. None: no layer has experts."""
     dense: tuple[int, ...] = ()
-    """Layers, counted from 0, that keep the feed-forward layer."""
+    """Indices of layers, from 0, that keep the feed-forward layer."""
 
     @model_validator(mode="after")
     def _dense_are_layers(self) -> "QwenConfig":
         if self.dense and (self.moe is None or not set(self.dense) < set(range(self.layers))):
-            raise ValueError(f"dense = {list(self.dense)}: some of the {self.layers} layers, where there are experts")
+            raise ValueError(f"dense = {list(self.dense)}: must be some of the {self.layers} layers, and needs experts (moe)")
         return self
 
     @classmethod
@@ -72,28 +86,13 @@ class QwenConfig(DecoderConfig):
 
     @property
     def kinds(self) -> list[str]:
-        """What stands behind the attention of each layer."""
+        """The feed-forward part of each layer."""
         return ["dense" if self.moe is None or i in self.dense else "experts" for i in range(self.layers)]
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; layers differ in what stands behind attention, and in how far back they see."""
-        d, moe = self.dims, self.moe
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps)
-
-        def head_norm(heads: int) -> "parts.RMSNorm":
-            return parts.RMSNorm(self.H, self.norm_eps, letters="H")
-
-        def block(kind: str) -> "parts.PreNorm":
-            attention = parts.Attention(
-                d, self.layers, bias=self.qkv_bias, out_bias=self.out_bias, norms=head_norm if self.qk_norm else None
-            )
-            mlp = parts.MoE(d, moe, self.activation) if moe and kind == "experts" else parts.GLU(d, self.activation)
-            return parts.PreNorm(attention, mlp, norm)
-
+        """The module. Layers differ in their feed-forward part, and in how far back they attend."""
         plan = [parts.Layer(kind, reach) for kind, reach in zip(self.kinds, self.reaches(), strict=True)]
-        return parts.Decoder(self, plan, block, norm(), run)
+        return parts.Decoder(self, plan, partial(block, self), parts.RMSNorm(self.width, self.norm_eps), run)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
@@ -112,7 +111,8 @@ class QwenConfig(DecoderConfig):
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "QwenConfig":
         kind = config["model_type"]
-        if kind == "qwen3_moe" and "num_local_experts" in config:  # transformers 5 writes this name, and reads both
+        # Transformers 5 writes this key and reads both.
+        if kind == "qwen3_moe" and "num_local_experts" in config:
             config = {"num_experts": config["num_local_experts"]} | config
         read = TABLES[kind].read(config) | FIXED[kind]
         if "moe" in read:
@@ -121,27 +121,29 @@ class QwenConfig(DecoderConfig):
         return cls(**read | windows(config, read), rope=Rope(**read_rope(config)))
 
     def to_hub(self) -> dict[str, Any]:
-        """The architecture of transformers that has these options."""
+        """The config.json of the architecture in transformers that has these options."""
         moe = self.moe
         kind = ("qwen3" if self.qk_norm else "qwen2") + ("_moe" if moe else "")
-        said = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
-        said |= {"num_key_value_heads": self.K} | write_rope(self.rope)
-        said |= {} if kind == "qwen2" else {"head_dim": self.H}
+        written = {"model_type": kind, "architectures": [ARCHITECTURES[kind]]} | TABLES[kind].write(self)
+        written |= {"num_key_value_heads": self.K} | write_rope(self.rope)
+        written |= {} if kind == "qwen2" else {"head_dim": self.H}
         if moe:
-            said |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
+            written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
         if kind == "qwen3_moe" and moe:
-            said |= {"num_local_experts": moe.count}
-        said |= {"use_sliding_window": bool(self.window), "sliding_window": self.window}
-        if kind == "qwen3_moe":  # its windows are in all layers or in none
-            return self.agreed(said)
+            written |= {"num_local_experts": moe.count}
+        written |= {"use_sliding_window": bool(self.window), "sliding_window": self.window}
+        # Its windows are in all layers or in none.
+        if kind == "qwen3_moe":
+            return self.agreed(written)
         first = {} if moe else {"max_window_layers": (self.spans + "L").find("L")}
-        return self.agreed(said | first | write_pattern(self.spans))
+        return self.agreed(written | first | write_pattern(self.spans))
 
 
 def windows(config: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
-    """`window` and `pattern`: windows are off unless told. Which layers have them where `layer_types` does not say, and whether
-    it may, differs by architecture: from the layer `max_window_layers` on (Qwen2 and 3), in every second layer before it
-    (Qwen2 with experts), in all layers whatever else is told (Qwen3 with experts)."""
+    """The settings `window` and `pattern`. Windows are off by default. Without `layer_types`, the layers with a window depend on
+    the
+    architecture: from layer `max_window_layers` on (Qwen2 and 3), every second layer before it
+    (Qwen2 with experts), or always all layers (Qwen3 with experts)."""
     if not config.get("use_sliding_window"):
         return {}
     kind, first = config["model_type"], config.get("max_window_layers", 28)
@@ -158,7 +160,8 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-PLAIN = {"use_mrope": (False, None)}  # Qwen2.5 tells it; positions of images and time are another architecture's
+# Qwen2.5 has this key; positions of images and time belong to another architecture.
+PLAIN = {"use_mrope": (False, None)}
 WINDOWS = frozenset(["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"])
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
 MOE = [
@@ -180,7 +183,7 @@ TABLES = {
     ),
     "qwen3_moe": ConfigTable([*MOE, *BIASES], DEFAULTS | {"norm_topk_prob": False}, harmless=WINDOWS | SPARSE),
 }
-# What no key of config.json tells, because the architecture fixes it.
+# Facts that the architecture fixes and no key of config.json states.
 FIXED: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen2_moe": {},

@@ -1,19 +1,21 @@
-"""Qwen3-Next: three gated delta nets to one gated attention, experts behind each of them.
+"""Qwen3-Next: three gated delta nets to each gated attention, all followed by experts.
 
     h = x + Mix(norm(x))        y = h + MoE(norm(h)) + sigmoid(w_s norm(h)) Shared(norm(h))
 
-    attention    W_o (softmax attention * sigmoid(W_g x)), queries and keys normalised, a quarter of each head turned
+    attention    W_o (softmax attention * sigmoid(W_g x)), queries and keys normalized, rotary positions on a quarter of each head
     delta net    W_o (norm(delta rule(q, k, v)) * silu(W_z x)), where q, k, v pass a short convolution and silu,
-                 q and k have length 1, the state fades by exp(-exp(A) softplus(W_a x + dt)) and is written at sigmoid(W_b x)
+                 q and k have length 1; the state decays by exp(-exp(A) softplus(W_a x + dt)) and is written with rate
+                 sigmoid(W_b x)
 
-A delta net keeps a state of fixed size for each sequence, whatever its length. Norms store their scale minus one, but for the
-one inside the delta net. Attention layers see everything; nothing is local.
+A delta net keeps a state of fixed size per sequence, whatever its length. Norms store their scale minus one, except the
+one inside the delta net. Attention layers attend to all earlier tokens; none is local.
 
 The Qwen team 2025, Yang et al. 2024 (arXiv:2412.06464).
 B batch, T time, D width, F feed-forward, N query heads, K key heads, H head size, V vocabulary, E experts, M expert ffn; in a
 delta net K key heads of size H, each serving G value heads of size U, and W taps.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -28,13 +30,31 @@ from argosy.models.hub_config import SIZES, ConfigTable, read_dense, read_rope, 
 from argosy.models.settings import Experts, Reach, Rope, Yarn
 
 
+def block(config: "Qwen3NextConfig", kind: str) -> "parts.PreNorm":
+    """One layer. kind: "delta" or "attention", then "_dense" or "_experts"."""
+    from argosy.models.blocks.qwen3_next import DeltaNet, GatedAttention
+
+    d = config.dims
+
+    def head_norm(heads: int) -> "parts.RMSNorm":
+        return parts.RMSNorm(config.H, config.norm_eps, offset=1.0, letters="H")
+
+    if kind.startswith("delta"):
+        mix = DeltaNet(config.delta, config.width, config.layers, config.norm_eps)
+    else:
+        mix = GatedAttention(d, config.layers, bias=config.attention_bias, norms=head_norm)
+    dense = kind.endswith("dense")
+    mlp = parts.GLU(d, config.activation) if dense else parts.MoE(d, config.moe, config.activation)
+    return parts.PreNorm(mix, mlp, partial(parts.RMSNorm, config.width, config.norm_eps, offset=1.0))
+
+
 class DeltaHeads(Settings):
     """Sizes of a gated delta net."""
 
     key_heads: int = Field(gt=0)
-    """Heads of queries and keys."""
+    """Query and key heads."""
     value_heads: int = Field(gt=0)
-    """Heads of values, each with a state; a multiple of `key_heads`."""
+    """Value heads, each with a state; a multiple of `key_heads`."""
     key_size: int = Field(gt=0)
     """Size of a query or key."""
     value_size: int = Field(gt=0)
@@ -59,40 +79,41 @@ class Qwen3NextConfig(DecoderConfig):
 
     hub_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
     moe_parts: ClassVar[frozenset[str]] = frozenset(["shared", "shared_gate"])
-    hub_left_out: ClassVar[tuple[str, ...]] = ("mtp.*",)  # predict further tokens; config.json says nothing of them
+    # Modules for multi-token prediction, which config.json does not mention.
+    hub_left_out: ClassVar[tuple[str, ...]] = ("mtp.*",)
 
     norm_eps: float = Field(1e-6, gt=0)
     """Added to the mean square in RMSNorm."""
     rope: Rope = Rope(base=1e7, part=0.25)
     """Rotary positions of the attention layers."""
     pattern: str | None = "RRRG"
-    """Which layers are recurrent (R, a delta net) and which attend to everything (G), repeated to the last layer."""
+    """Which layers are recurrent (R, a delta net) and which attend to all earlier tokens (G), repeated up to the last layer."""
     delta: DeltaHeads
     """The delta net of recurrent layers."""
     attention_bias: bool = False
-    """Biases on the projections of attention, its gate included."""
+    """Adds biases to the projections of attention, including its gate."""
     moe: Experts
-    """Experts in place of the feed-forward layer."""
+    """The experts that replace the feed-forward layer."""
     dense: tuple[int, ...] = ()
-    """Layers, counted from 0, that keep the feed-forward layer."""
+    """Indices of layers, from 0, that keep the feed-forward layer."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "Qwen3NextConfig":
-        """As of any decoder, but for the letters of the pattern."""
+        """The rules of every decoder, except for the letters of the pattern."""
         DecoderConfig._sizes_fit(self.model_copy(update={"pattern": None}))  # pyright: ignore[reportCallIssue]
         if self.window is not None:
             raise ValueError(f"window = {self.window}: no layer of this family is local")
         if not self.pattern or set(self.pattern) - {"R", "G"}:
-            raise ValueError(f"pattern = {self.pattern}: R for a recurrent layer, G for one that sees everything")
+            raise ValueError(f"pattern = {self.pattern}: R for a recurrent layer, G for one that attends to everything")
         if not set(self.dense) <= set(range(self.layers)):
-            raise ValueError(f"dense = {list(self.dense)}: some of the {self.layers} layers")
+            raise ValueError(f"dense = {list(self.dense)}: must be some of the {self.layers} layers")
         return self
 
     @model_validator(mode="after")
     def _has_a_shared_expert(self) -> "Qwen3NextConfig":
         if not (self.moe.shared and self.moe.shared_gate):
             raise ValueError(
-                "moe.shared, moe.shared_gate: its experts stand beside a shared one with a gate of its own"
+                "moe.shared, moe.shared_gate: this family always has a gated shared expert"
             )
         return self
 
@@ -130,36 +151,16 @@ class Qwen3NextConfig(DecoderConfig):
 
     @property
     def kinds(self) -> list[str]:
-        """What mixes tokens in each layer, and what stands behind it."""
+        """How each layer mixes tokens, and its feed-forward part."""
         mixes = ("delta" if span == "R" else "attention" for span in self.spans)
         return [f"{mix}_{'dense' if i in self.dense else 'experts'}" for i, mix in enumerate(mixes)]
 
     def build(self, run: "parts.Execution | None" = None) -> "parts.Decoder":
-        """Its module; layers differ in what mixes tokens, and in what stands behind it."""
-        from argosy.models.blocks.qwen3_next import DeltaNet, GatedAttention
-
-        d = self.dims
-
-        def norm() -> "parts.RMSNorm":
-            return parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
-
-        def head_norm(heads: int) -> "parts.RMSNorm":
-            return parts.RMSNorm(self.H, self.norm_eps, offset=1.0, letters="H")
-
-        def block(kind: str) -> "parts.PreNorm":
-            if kind.startswith("delta"):
-                mix = DeltaNet(self.delta, self.width, self.layers, self.norm_eps)
-            else:
-                mix = GatedAttention(d, self.layers, bias=self.attention_bias, norms=head_norm)
-            return parts.PreNorm(
-                mix,
-                parts.GLU(d, self.activation) if kind.endswith("dense") else parts.MoE(d, self.moe, self.activation),
-                norm,
-            )
-
-        whole = Reach(None, self.rope.decided(self.context))
-        plan = [parts.Layer(kind, whole if kind.startswith("attention") else None) for kind in self.kinds]
-        return parts.Decoder(self, plan, block, norm(), run)
+        """The module. Layers differ in how they mix tokens, and in their feed-forward part."""
+        reach = Reach(None, self.rope.decided(self.context))
+        plan = [parts.Layer(kind, reach if kind.startswith("attention") else None) for kind in self.kinds]
+        norm = parts.RMSNorm(self.width, self.norm_eps, offset=1.0)
+        return parts.Decoder(self, plan, partial(block, self), norm, run)
 
     def mixing_flops(self, tokens: int) -> int:
         from argosy.ops import delta
@@ -170,11 +171,11 @@ class Qwen3NextConfig(DecoderConfig):
         return attention + recurrent * delta.flops(tokens, **sizes)
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
-        """Small letters are sizes of the delta net."""
+        """Small letters in the rows are sizes of the delta net."""
         over = range(self.layers)
-        recurrent, whole = ([i for i in over if self.spans[i] == span] for span in "RG")
+        recurrent, full = ([i for i in over if self.spans[i] == span] for span in "RG")
         dense, sparse = ([i for i in over if (i in self.dense) == told] for told in (True, False))
-        rows = hub.norms(over, hub.PRE_NORMS) + _attention(whole, self.attention_bias) + _delta_net(recurrent)
+        rows = hub.norms(over, hub.PRE_NORMS) + _attention(full, self.attention_bias) + _delta_net(recurrent)
         rows += hub.glu(dense) + hub.experts(sparse) + hub.glu(sparse, "mlp.shared_expert", "mlp.shared", "shared")
         rows += hub.of_layers(
             sparse,
@@ -197,18 +198,18 @@ class Qwen3NextConfig(DecoderConfig):
         )
 
     def to_hub(self) -> dict[str, Any]:
-        """As transformers writes it. The share of a head that turns is told even where it is the whole."""
-        said = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]} | TABLE.write(self)
-        said |= {"num_key_value_heads": self.K, "head_dim": self.H} | write_rope(self.rope)
-        said |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
-        said |= {"partial_rotary_factor": self.rope.part}
-        said["rope_parameters"] |= {"partial_rotary_factor": self.rope.part}
+        """The config.json as transformers writes it, which always includes the share of a head with rotary positions."""
+        written = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]} | TABLE.write(self)
+        written |= {"num_key_value_heads": self.K, "head_dim": self.H} | write_rope(self.rope)
+        written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(self.dense)}
+        written |= {"partial_rotary_factor": self.rope.part}
+        written["rope_parameters"] |= {"partial_rotary_factor": self.rope.part}
         names = {span: kind for kind, span in KINDS.items()}
-        return self.agreed(said | {"layer_types": [names[span] for span in self.spans]})
+        return self.agreed(written | {"layer_types": [names[span] for span in self.spans]})
 
 
 def _spans(config: dict[str, Any], layers: int) -> str:
-    """R or G for each layer: by name, or every so many attends."""
+    """R or G for each layer: from a list of kinds, otherwise every n-th layer attends."""
     kinds = config.get("layer_types")
     if kinds is None:
         every = config.get("full_attention_interval", 4)
@@ -221,7 +222,7 @@ def _spans(config: dict[str, Any], layers: int) -> str:
 
 
 def _attention(over: list[int], bias: bool) -> list[Row]:
-    """Each query head's output gate lies behind it."""
+    """Rows of gated attention; each query head is followed by its output gate."""
 
     def both(theirs: str, kind: str, how: str) -> Row:
         return Row(hub.LAYER + theirs, (f"layers.{{l}}.attn.q.{kind}", f"layers.{{l}}.attn.gate.{kind}"), how, over)
@@ -232,7 +233,7 @@ def _attention(over: list[int], bias: bool) -> list[Row]:
 
 
 def _delta_net(over: list[int]) -> list[Row]:
-    """Fused by key head: a query, a key, and the values and gates of the heads it serves."""
+    """Rows of a delta net, fused by key head: a query, a key, and the values and gates of the value heads it serves."""
 
     def fused(theirs: str, ours: tuple[str, ...], how: str) -> Row:
         return Row(hub.LAYER + theirs, tuple(f"layers.{{l}}.attn.{name}" for name in ours), how, over)

@@ -1,6 +1,6 @@
-"""Settings that parts of models share, without jax: a mistake in one is answered before anything heavy is imported.
+"""Settings shared by families, without jax, so that a mistake in them is reported before anything heavy is imported.
 
-What they do is in the part of the same name: `parts.rope`, `parts.moe`, `parts.heads`, `parts.indexer`, `parts.mlp`.
+They are implemented in the part of the same name: `parts.rope`, `parts.moe`, `parts.heads`, `parts.indexer`, `parts.mlp`.
 """
 
 import math
@@ -15,24 +15,24 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 class Linear(Settings):
-    """Every position divided by `factor`. Chen et al. 2023 (arXiv:2306.15595)."""
+    """Divides every position by `factor`. Chen et al. 2023 (arXiv:2306.15595)."""
 
     factor: float = Field(gt=0)
-    """Longer by this factor than the model was trained for."""
+    """The context in relation to the one the model was trained for."""
 
     def apply(self, freq: Any, base: float) -> tuple[Any, float]:
         return freq / self.factor, 1.0
 
 
 class Llama3(Settings):
-    """Slow rotations divided by `factor`, fast ones kept, a ramp between. Llama 3.1 (arXiv:2407.21783)."""
+    """Divides low frequencies by `factor`, keeps high ones, and interpolates between. Llama 3.1 (arXiv:2407.21783)."""
 
     factor: float = Field(8.0, gt=0)
-    """Longer by this factor than the model was trained for."""
+    """The context in relation to the one the model was trained for."""
     low: float = 1.0
-    """Fewer turns than this over the original context: divided."""
+    """Frequencies with fewer rotations than this over the original context are divided."""
     high: float = 4.0
-    """More turns than this: kept."""
+    """Frequencies with more rotations than this are kept."""
     original: int = 8192
     """The original context, in tokens."""
 
@@ -40,30 +40,31 @@ class Llama3(Settings):
         import numpy as np
 
         turns = self.original * freq / (2 * math.pi)
-        ramp = max(self.high - self.low, 1e-9)  # Llama 4 Scout has none: low and high are 1
+        # Llama 4 Scout has no ramp: low and high are 1.
+        ramp = max(self.high - self.low, 1e-9)
         kept = np.clip((turns - self.low) / ramp, 0, 1)
         return freq * kept + freq / self.factor * (1 - kept), 1.0
 
 
 class Yarn(Settings):
-    """By parts, and sharper attention. Peng et al. 2023 (arXiv:2309.00071)."""
+    """Scales frequencies by parts, and sharpens attention. Peng et al. 2023 (arXiv:2309.00071)."""
 
     factor: float = Field(gt=0)
-    """Longer by this factor than the model was trained for."""
+    """The context in relation to the one the model was trained for."""
     original: int
     """The original context, in tokens."""
     fast: float = 32.0
-    """More turns than this over the original context: kept (`beta_fast`)."""
+    """Frequencies with more rotations than this over the original context are kept (`beta_fast`)."""
     slow: float = 1.0
-    """Fewer turns than this: divided (`beta_slow`)."""
+    """Frequencies with fewer rotations than this are divided (`beta_slow`)."""
     truncate: bool = True
-    """Round the ends of the ramp to whole dimensions."""
+    """Rounds the ends of the ramp to whole dimensions."""
     attention: float | None = None
-    """Factor on cosine and sine; 0.1 ln(factor) + 1 unless told."""
+    """Factor on cosine and sine. None: 0.1 ln(factor) + 1."""
     mscale: float | None = None
-    """With `mscale_all_dim`: the factor is the ratio of 0.1 mscale ln(factor) + 1 of the two (DeepSeek, arXiv:2405.04434)."""
+    """With `mscale_all_dim`: the factor is the ratio of 0.1 mscale ln(factor) + 1 for the two (DeepSeek, arXiv:2405.04434)."""
     mscale_all_dim: float | None = None
-    """See `mscale`; latent attention also multiplies its scores by the square of this one's."""
+    """See `mscale`; latent attention also multiplies its scores by the square of 0.1 mscale_all_dim ln(factor) + 1."""
 
     def sharpening(self, mscale: float = 1.0) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
@@ -91,31 +92,31 @@ class Yarn(Settings):
 
 
 class LongRope(Settings):
-    """A divisor of its own for each pair, from one list up to the original context and from another beyond.
-    Ding et al. 2024 (arXiv:2402.13753).
+    """Divides the frequency of each pair by a number of its own, from one list for the original context and another for longer
+    ones. Ding et al. 2024 (arXiv:2402.13753).
 
-    Which list is decided once for a model (`decided`), as vLLM does, and not for each sequence, as transformers does: keys turned
-    by one list cannot meet queries turned by the other, and a rollout that may become long must agree with the training step
-    that sees how long it became.
+    The list is chosen once per model (`decided`), as in vLLM, and not per sequence, as in transformers: keys rotated by one list
+    do not match queries rotated by the other, and a rollout that may become long must agree with the training step that sees how
+    long it became.
     """
 
     short: tuple[float, ...]
-    """Divisors of sequences within the original context, one for each pair."""
+    """Divisors for sequences within the original context, one per pair."""
     long: tuple[float, ...]
-    """Divisors of longer ones."""
+    """Divisors for longer sequences, one per pair."""
     original: int = Field(gt=1)
     """The original context, in tokens."""
     attention: float = 1.0
     """Factor on cosine and sine, at any length."""
     table: Literal["auto", "short", "long"] = "auto"
-    """Which divisors: auto takes the long ones where the model's context is longer than the original. transformers takes the
-    short ones for any sequence within the original context, so set `short` to reproduce it on short texts."""
+    """The divisors to use. auto: the long ones if the model's context is longer than the original. transformers uses the short
+    ones for every sequence within the original context, so set `short` to reproduce it on short texts."""
 
     def apply(self, freq: Any, base: float) -> tuple[Any, float]:
         import numpy as np
 
         if self.table == "auto":
-            raise ValueError("longrope: decide between the tables first (`Rope.decided`)")
+            raise ValueError("longrope: choose one of its tables first (`Rope.decided`)")
         for divisors in (self.short, self.long):
             if len(divisors) != len(freq):
                 raise ValueError(f"{len(divisors)} divisors for {len(freq)} rotary pairs")
@@ -129,16 +130,16 @@ class Rope(Settings):
     """Rotary positions."""
 
     base: Annotated[float, Also("rope_theta", "rope_base", "rope_max_timescale")] = Field(10_000.0, gt=1)
-    """The slowest pair turns once in about 2 pi times this many tokens."""
+    """Base of the frequencies: the slowest pair rotates once in about 2 pi times this many tokens."""
     scaling: Annotated[Annotated[Any, Choice(SCALINGS, tag="kind")] | None, Also("rope_scaling")] = None
-    """How a longer context than the original is reached."""
+    """How frequencies are changed for a context longer than the original. None: not at all."""
     pairs: Literal["halves", "interleaved"] = "halves"
-    """Feature i turns with i + H/2 (halves), or 2i with 2i + 1."""
+    """Which features form a pair: i and i + H/2 (halves), or 2i and 2i + 1 (interleaved)."""
     part: float = Field(1.0, gt=0, le=1)
-    """The share of a head that turns: its first features. The others carry no position."""
+    """Share of a head with rotary positions: its first features. The others have no position."""
 
     def decided(self, context: int) -> "Rope":
-        """These positions for a model of this context, with one table of frequencies where the scaling has two."""
+        """These positions for a model with this context; if the scaling has two tables of frequencies, one is chosen."""
         scaling = self.scaling
         if not isinstance(scaling, LongRope) or scaling.table != "auto":
             return self
@@ -146,11 +147,11 @@ class Rope(Settings):
         return self.model_copy(update={"scaling": scaling.model_copy(update={"table": table})})
 
     def turned(self, size: int) -> int:
-        """How many features of a head of this size turn."""
+        """The number of features with rotary positions, of a head of this size."""
         return int(size * self.part)
 
     def key(self, size: int) -> str:
-        """What names its table of angles for features of this size."""
+        """The name of the table of angles for heads of this size."""
         return f"{size} {self!r}"
 
     def frequencies(self, size: int) -> tuple[Any, float]:
@@ -164,21 +165,21 @@ class Rope(Settings):
 
 
 class Temper(Settings):
-    """Queries grow with their position, so that attention stays as sharp as more is seen: 1 + scale log(1 + (position + 1) //
+    """Queries grow with their position, which keeps attention sharp over long contexts: 1 + scale log(1 + (position + 1) //
     floor). Nakanishi 2025 (arXiv:2501.19399), in the steps of Llama 4."""
 
     floor: int = Field(8192, gt=0)
-    """Tokens from a step to the next; before the first nothing grows."""
+    """Tokens per step; queries do not grow before the first step."""
     scale: float = 0.1
-    """How much the logarithm of the steps counts."""
+    """Factor on the logarithm of the step."""
 
 
 class Reach(NamedTuple):
-    """What is fixed about one layer's attention.
+    """The attention of one layer: what it attends to, and how positions act on it.
 
-    window: how far back it sees; None: everything. chunked: of that, its own chunk only (`Score`).
-    rope: how positions turn its queries and keys; None: they do not.
-    unit: each head of them is divided by its RMS after it turns, with this added to the mean square.
+    window: how far back it attends; None: to everything. chunked: only to its own chunk of `window` tokens (`Score`).
+    rope: rotary positions of queries and keys; None: none.
+    unit: divides each head of queries and keys by its RMS after rotary positions; the number is added to the mean square.
     temper: how its queries grow with their position.
     """
 
@@ -193,70 +194,70 @@ class Experts(Settings):
     """A mixture of experts: how many, how they are chosen, how their load is kept even."""
 
     count: Annotated[int, Also("num_experts", "n_experts", "num_local_experts", "n_routed_experts")] = Field(gt=0)
-    """Routed experts E."""
+    """Number of routed experts E."""
     active: Annotated[int, Also("num_experts_per_tok", "top_k", "moe_top_k")] = Field(gt=0)
-    """Experts that each token goes through."""
+    """Number of experts chosen for each token (top-k)."""
     ffn: int = Field(gt=0)
     """Width of one expert M."""
     shared: int = Field(0, ge=0)
-    """Width of the expert that every token goes through; 0: there is none."""
+    """Width of the shared expert, which every token passes through; 0: there is none."""
     shared_gate: bool = False
-    """The shared expert's output is multiplied by the sigmoid of a learned score."""
+    """Multiplies the shared expert's output by the sigmoid of a learned score."""
     score: Literal["softmax", "sigmoid", "softmax_chosen"] = "softmax"
-    """How scores become weights: over all experts, each for itself, or over the chosen ones."""
+    """How scores become weights: a softmax over all experts, a sigmoid of each, or a softmax over the chosen ones."""
     normalized: bool = True
-    """The weights of the chosen experts are divided by their sum."""
+    """Divides the weights of the chosen experts by their sum."""
     scale: float = Field(1.0, gt=0)
     """Factor on the weights of the routed experts."""
     weigh: Literal["output", "input"] = "output"
-    """What an expert's weight is multiplied onto (input: Llama 4)."""
+    """Whether an expert's weight multiplies its output or its input (Llama 4)."""
     groups: int = Field(1, gt=0)
-    """Experts lie in so many groups, of which only the best are looked at."""
+    """Number of groups of experts; experts are chosen only from the best groups."""
     kept_groups: int = Field(1, gt=0)
-    """How many groups are looked at."""
+    """Number of groups from which experts are chosen."""
     group_strength: Literal["max", "top2"] = "top2"
-    """What a group is judged by: its best score, or the sum of its best two."""
+    """The score of a group: its best score, or the sum of its best two."""
     bias: bool = False
-    """A number added to each score when experts are chosen, not when they are weighed: moved by load instead of an auxiliary
-    loss (Wang et al. 2024, arXiv:2408.15664)."""
+    """Adds a number to each score when experts are chosen, but not to their weights. It is adjusted by load, instead of an
+    auxiliary loss (Wang et al. 2024, arXiv:2408.15664)."""
     bias_rate: float = Field(1e-3, ge=0)
-    """How far a step of training moves that number."""
+    """How much a training step adjusts that number."""
     balance: float = Field(0.0, ge=0)
     """Weight of the load-balancing loss E sum f P, which is `active` at perfect balance (Fedus et al. 2021, arXiv:2101.03961,
     in transformers' scaling)."""
     balance_over: Literal["sequence", "batch"] = "sequence"
-    """What the shares f and P of the balance loss are taken over. sequence: each row of the batch, as DeepSeek-V3 does; exact
-    however the batch is split. batch: all rows that are computed together: exact over devices, but `accumulate` changes it,
-    since a product of means is not a mean of products. transformers takes the batch."""
+    """Where the shares f and P of the balance loss are computed. sequence: over each row of the batch, as in DeepSeek-V3; the
+    loss then does not depend on how the batch is split. batch: over all rows computed together, as in transformers; exact over
+    devices, but changed by `accumulate`, because a product of means is not a mean of products."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of the router's squared log partition function (Zoph et al. 2022, arXiv:2202.08906: 1e-3)."""
     capacity: float | None = Field(None, gt=0)
-    """The most tokens of a sequence that one expert computes, as a multiple of an even load; none: no limit. It holds in
-    training alone: evaluated, sampled from or loaded, a model drops nothing."""
+    """The most tokens of a sequence that one expert processes, as a multiple of an even load. None: no limit. Applies to training
+    only: in evaluation, sampling and loaded models no token is dropped."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Experts":
         if self.active > self.count:
-            raise ValueError(f"active = {self.active} of count = {self.count} experts")
+            raise ValueError(f"active = {self.active} is more than count = {self.count} experts")
         if self.count % self.groups:
             raise ValueError(f"count = {self.count} experts do not divide into groups = {self.groups}")
         if self.shared_gate and not self.shared:
             raise ValueError("shared_gate: there is no shared expert")
         if self.groups == self.count > 1 and self.group_strength == "top2":
-            raise ValueError(f"groups = {self.groups} of one expert each have no best two: group_strength = max")
+            raise ValueError(f"groups = {self.groups} of one expert each have no best two: set group_strength = max")
         if self.kept_groups > self.groups or self.active > self.kept_groups * (self.count // self.groups):
             raise ValueError(
-                f"kept_groups = {self.kept_groups} of {self.groups} hold fewer than active = {self.active} experts"
+                f"kept_groups = {self.kept_groups} of {self.groups} groups have fewer than active = {self.active} experts"
             )
         return self
 
 
 class Index(Settings):
-    """An index that picks the tokens attention reads."""
+    """The indexer of sparse attention, which selects the tokens that attention reads."""
 
     heads: int = Field(64, gt=0)
-    """Heads I."""
+    """Number of heads I."""
     size: int = Field(128, gt=0)
-    """Size of a head J; its first features turn with positions, as many as those of attention."""
+    """Head size J. The first features have rotary positions, as many as in attention."""
     topk: int = Field(2048, gt=0)
-    """Tokens that a query attends to; all that it sees where those are fewer."""
+    """Number of tokens a query attends to; all earlier tokens if there are fewer."""

@@ -1,1 +1,1 @@
-"""What a run tells: numbers, words, pictures, and where its time went."""
+"""What a run reports: numbers, text, pictures, and where its time went."""

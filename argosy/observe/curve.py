@@ -1,7 +1,7 @@
-"""Curves in few characters, and the round numbers that axes show: for the terminal, and for the report's pictures.
+"""Plots made of text, and the round numbers of axes: for the terminal, and for the report's charts.
 
-A braille character holds two dots across and four down, so 60 columns show 120 points of time. Points that share a column
-are averaged, which is also what smooths a noisy loss. Knows nothing of losses or steps.
+A braille character has two dots across and four down, so 60 columns show 120 positions in x. Points in the same column are
+averaged, which also smooths a noisy loss. This module knows nothing of losses or steps.
 """
 
 import math
@@ -10,14 +10,16 @@ from dataclasses import dataclass
 
 Point = tuple[float, float]
 
-BRAILLE = 0x2800  # and the bits of its eight dots, [column][row]
+# The first braille character; the bits of its eight dots follow, [column][row].
+BRAILLE = 0x2800
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 MARK = "●"
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture in text: `labels[i]` stands left of `rows[i]`, all rows are equally wide, `axis` and `below` are under them."""
+    """A plot as text. `labels[i]` is printed left of `rows[i]`, all rows have the same width, and `axis` and `below` follow under
+    them."""
 
     labels: list[str]
     rows: list[str]
@@ -29,9 +31,9 @@ def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: in
     """Draws a line through `points` and `MARK` at each of `marks`.
 
     Args:
-        points: (x, y) with x rising; at least one, all finite.
-        width, height: of the rows, in characters.
-        log_x: x on a logarithmic axis; needs x > 0.
+        points: (x, y), sorted by x; at least one, all finite.
+        width, height: size of the rows in characters.
+        log_x: makes the x axis logarithmic; needs x > 0.
     """
     low_x, high_x = points[0][0], max([points[-1][0], *(x for x, _ in marks)])
     line = binned(points, 2 * width, low_x, high_x, log_x)
@@ -53,16 +55,16 @@ def plot(points: Sequence[Point], marks: Sequence[Point], width: int, height: in
     for x, y in marks:
         rows[row_of(y) // 4][column_of(x, width, low_x, high_x, log_x)] = MARK
     finer = (ticks(low_y, high_y, about) for about in (max(2, height // 2), height, 2 * height))
-    named = {row_of(y) // 4: short(y) for y in next((found for found in finer if len(found) > 1), [])}
-    label_width = max(map(len, named.values()), default=0)
-    labels = [f"{named.get(i, ''):>{label_width}} {'┤' if i in named else '│'}" for i in range(height)]
+    labeled = {row_of(y) // 4: short(y) for y in next((found for found in finer if len(found) > 1), [])}
+    label_width = max(map(len, labeled.values()), default=0)
+    labels = [f"{labeled.get(i, ''):>{label_width}} {'┤' if i in labeled else '│'}" for i in range(height)]
     at = {column_of(x, width, low_x, high_x, log_x): short(x) for x in _x_ticks(low_x, high_x, width, log_x)}
     axis = " " * label_width + " └" + "".join("┬" if i in at else "─" for i in range(width))
     return Plot(labels, ["".join(row) for row in rows], axis, " " * (label_width + 2) + _placed(at, width))
 
 
 def binned(points: Iterable[Point], columns: int, low: float, high: float, log_x: bool) -> list[tuple[int, float]]:
-    """The mean of the points in each column that has any."""
+    """The mean of the points in each column that has points."""
     sums: dict[int, list[float]] = {}
     for x, y in points:
         sums.setdefault(column_of(x, columns, low, high, log_x), []).append(y)
@@ -70,7 +72,7 @@ def binned(points: Iterable[Point], columns: int, low: float, high: float, log_x
 
 
 def column_of(x: float, columns: int, low: float, high: float, log_x: bool) -> int:
-    """Where x falls, of so many columns between low and high."""
+    """The column of x, of `columns` columns between low and high."""
     if log_x:
         x, low, high = math.log(x), math.log(low), math.log(high)
     share = (x - low) / (high - low) if high > low else 0.0
@@ -78,13 +80,13 @@ def column_of(x: float, columns: int, low: float, high: float, log_x: bool) -> i
 
 
 def halved(points: Sequence[Point]) -> list[Point]:
-    """Half as many points: neighbors averaged. Keeps a long run's history bounded."""
+    """Half as many points, by averaging neighbors. Keeps the history of a long run small."""
     pairs = [((a[0] + b[0]) / 2, (a[1] + b[1]) / 2) for a, b in zip(points[::2], points[1::2])]
     return pairs + list(points[len(pairs) * 2 :])
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """The least and the largest value; a little apart where all are equal."""
+    """The smallest and the largest value, moved apart a little if they are equal."""
     low, high = min(values), max(values)
     if high > low:
         return low, high
@@ -93,7 +95,7 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) between low and high, about so many."""
+    """About `about` round numbers (1, 2 or 5 times a power of ten) between low and high."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, about)
@@ -104,7 +106,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 10, 100, ... between low and high; 1, 2, 5, 10, ... where that gives fewer than three."""
+    """1, 10, 100, ... between low and high; 1, 2, 5, 10, ... if that gives fewer than three."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1,), (1, 2, 5)):
         found = [m * 10.0**p for p in powers for m in steps if low <= m * 10.0**p <= high]
@@ -122,7 +124,7 @@ def short(x: float) -> str:
 
 
 def _between(before: tuple[int, int] | None, here: tuple[int, int]) -> Iterable[tuple[int, int]]:
-    """Every dot of the straight line from the dot before."""
+    """Every dot of the straight line from the previous dot."""
     if before is None:
         return [here]
     across, down = here[0] - before[0], here[1] - before[1]
@@ -135,7 +137,7 @@ def _x_ticks(low: float, high: float, width: int, log_x: bool) -> list[float]:
 
 
 def _placed(labels: dict[int, str], width: int) -> str:
-    """Labels centered under their columns, within the row; one that would touch its left neighbor is left out."""
+    """Labels centered under their columns, kept within the row. A label that would touch its left neighbor is left out."""
     text = ""
     for column, label in sorted(labels.items()):
         start = max(0, min(column - len(label) // 2, width - len(label)))

@@ -1,7 +1,7 @@
-"""Where this process runs: versions, processor, memory, variables that matter. Reads and never changes anything.
+"""Describes where this process runs: versions, processor, memory, relevant environment variables. Changes nothing.
 
-Never tells a host name, a user or an address. Limits of a container count as the machine's: a process that is granted 2 of
-64 cores has 2. Devices are asked of jax in a process of its own, because a driver that is broken hangs or aborts.
+It never reports a host name, a user or an address. Limits of a container count as the machine's: a process that may use 2 of 64
+cores has 2. jax is asked for its devices in a separate process, because a broken driver hangs or aborts.
 """
 
 import json
@@ -28,17 +28,17 @@ DEVICES_WITHIN_S = 120.0
 
 ASK = """
 import json, jax
-told = []
+found = []
 for d in jax.local_devices():
     stats = d.memory_stats() or {}
-    told.append({"kind": d.device_kind, "platform": d.platform, "memory_bytes": stats.get("bytes_limit"),
+    found.append({"kind": d.device_kind, "platform": d.platform, "memory_bytes": stats.get("bytes_limit"),
                  "memory_used_bytes": stats.get("bytes_in_use")})
-print("\\n" + json.dumps({"backend": jax.default_backend(), "devices": told}))
+print("\\n" + json.dumps({"backend": jax.default_backend(), "devices": found}))
 """
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that numbers depend on; plug-ins only where they are installed."""
+    """Versions of Python and of the packages that affect results; plug-ins only if they are installed."""
     found = {"python": platform.python_version()}
     for name in (*PACKAGES, *PLUGINS):
         try:
@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """System, processor, vector width in bits, cores this process may use, memory in bytes."""
+    """System, processor, vector width in bits, cores available to this process, memory in bytes."""
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     total, free = memory_bytes()
     return {
@@ -65,7 +65,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Its name, as the system tells."""
+    """The processor's name, as the system reports it."""
     for line in _read("/proc/cpuinfo").splitlines():
         if line.startswith(("model name", "Model")):
             return line.partition(":")[2].strip()
@@ -73,7 +73,7 @@ def processor() -> str:
 
 
 def vector_bits() -> int | None:
-    """The widest vectors of the processor; None where that cannot be told."""
+    """The widest vectors of the processor in bits; None if unknown."""
     flags = set(_read("/proc/cpuinfo").split())
     for name, bits in (("avx512f", 512), ("avx2", 256), ("avx", 256), ("sse2", 128), ("asimd", 128)):
         if name in flags:
@@ -82,7 +82,7 @@ def vector_bits() -> int | None:
 
 
 def cores() -> float:
-    """That this process may use: its affinity, or the quota of its control group where that is less."""
+    """Cores available to this process: its affinity, or the quota of its control group if that is less."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdecimal():
@@ -91,9 +91,9 @@ def cores() -> float:
 
 
 def memory_bytes() -> tuple[int | None, int | None]:
-    """In all, and free; of the control group where that has less."""
-    told = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
-    total, free = (int(told[k].split()[0]) * 1024 if k in told else None for k in ("MemTotal", "MemAvailable"))
+    """Total and free memory, of the control group if it has less."""
+    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    total, free = (int(fields[k].split()[0]) * 1024 if k in fields else None for k in ("MemTotal", "MemAvailable"))
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
     if limit.isdecimal() and (total is None or int(limit) < total):
         total = int(limit)
@@ -102,15 +102,15 @@ def memory_bytes() -> tuple[int | None, int | None]:
 
 
 def check_fits(needed: int, what: str) -> None:
-    """That so many bytes fit into this machine's memory at all: the system ends a process that takes too much, with no word. What
-    is in use just now is not counted: most of it may be files that the system lets go.
+    """Checks that this many bytes fit into this machine's total memory, because the system kills a process that takes too much,
+    without a message. Memory in use is not subtracted: most of it may be cached files, which the system drops.
 
     Raises:
-        BadInput: they do not.
+        BadInput: they do not fit.
     """
     total = memory_bytes()[0]
     if total is not None and needed > total:
-        hint = "a smaller model; `argosy models show` tells what one needs"
+        hint = "take a smaller model; `argosy models show` prints what each needs"
         raise BadInput(f"{what} need {sized(needed)}, and this machine has {sized(total)} of memory", hint=hint)
 
 
@@ -120,7 +120,7 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def devices(timeout_s: float = DEVICES_WITHIN_S) -> dict[str, Any]:
-    """{"backend", "devices": [{kind, platform, memory_bytes}]}, or {"error": why jax has none}."""
+    """{"backend", "devices": [{kind, platform, memory_bytes}]}, or {"error": why jax has no devices}."""
     try:
         done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -132,7 +132,7 @@ def devices(timeout_s: float = DEVICES_WITHIN_S) -> dict[str, Any]:
 
 
 def gpus() -> list[str]:
-    """Names of the GPUs that NVIDIA's own tool sees."""
+    """Names of the GPUs that nvidia-smi lists."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -1,7 +1,7 @@
 """FLOPs of a traced program: 2 for each multiply-add of every contraction, scans multiplied by their length.
 
-Elementwise work is not counted. Attention is counted as it is computed: in full where it is dense. So is a triangular solve,
-as a product with a whole matrix; its gradient then costs twice as much, as that of any contraction.
+Elementwise work is not counted. Dense attention counts in full, although half of it is masked. A triangular solve counts as a
+product with a full matrix; like every contraction, its gradient then costs twice as much.
 """
 
 import math
@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 
 
 def contraction_flops(jaxpr: Any) -> int:
-    """Of a jaxpr, such as `jax.make_jaxpr(f)(...).jaxpr`, and all that it calls."""
+    """FLOPs of a jaxpr, such as `jax.make_jaxpr(f)(...).jaxpr`, and of everything it calls."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -28,10 +28,11 @@ def contraction_flops(jaxpr: Any) -> int:
 
 
 def _ragged_flops(eqn: Any) -> int:
-    """Each row meets one of the groups' matrices, whatever a backend then computes."""
+    """Each row is multiplied by one group's matrix, whatever a backend actually computes."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     rows, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     summed = math.prod(rows[i] for i in contracted)
-    rows_are_summed = set(numbers.lhs_ragged_dimensions) <= set(contracted)  # the gradient of the weights
+    # True in the gradient of the weights.
+    rows_are_summed = set(numbers.lhs_ragged_dimensions) <= set(contracted)
     return 2 * math.prod(out[1:] if rows_are_summed else out) * summed

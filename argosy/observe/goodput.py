@@ -1,6 +1,6 @@
-"""Where wall time goes, by cause: compile, step, data, checkpoint, evaluation, samples, and the rest.
+"""Measures where wall time goes, by cause: compile, step, data, checkpoint, evaluation, samples, and the rest.
 
-Causes nest: time inside an inner one is not counted to the outer.
+Causes nest: time inside an inner one does not count for the outer one.
 """
 
 import time
@@ -36,9 +36,9 @@ class Clock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the clock was made."""
+        """Seconds since the clock was created."""
         return time.perf_counter() - self.started
 
     def shares(self) -> dict[str, float]:
-        """Seconds by cause, what no cause took included as `other`."""
+        """Seconds by cause; time outside all causes is `other`."""
         return self.seconds | {"other": max(0.0, self.elapsed - sum(self.seconds.values()))}

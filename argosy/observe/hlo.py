@@ -1,4 +1,4 @@
-"""What a compiled program costs each device: FLOPs, temporary memory, and bytes that collectives move. Read from XLA's own answers
+"""What a compiled program costs each device: FLOPs, temporary memory, and bytes moved by collectives. Read from XLA's analysis
 and from the text of the optimized program; nothing runs.
 """
 
@@ -17,7 +17,7 @@ CALL = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one program on one device. collectives: bytes of what each kind of collective gives, a loop's body counted once."""
+    """The cost of one program on one device. collectives: result bytes of each kind of collective, a loop's body counted once."""
 
     flops: float
     temporary_bytes: int
@@ -30,9 +30,9 @@ class Cost:
 
 
 def cost(compiled: Any) -> Cost:
-    """Of a program that `jit(f).lower(...).compile()` gave.
+    """The cost of a program from `jit(f).lower(...).compile()`.
 
-    XLA counts the body of a loop once, so compare programs of the same loops only.
+    XLA counts the body of a loop once, so only compare programs with the same loops.
     """
     analysis, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     moved = collective_bytes(compiled.as_text())

@@ -1,4 +1,5 @@
-"""A run's log.txt: the command, the versions, every logged step, what was said, and how it ended; each line with its time."""
+"""A run's log.txt: the command, the versions, every logged step, every message, and how the run ended, each line with its
+time."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from argosy.observe.readable import one_line
 
 
 class Logged:
-    """A view that passes everything on to another and writes it down as well."""
+    """A view that passes everything on to another view and also writes it to the log."""
 
     def __init__(self, view: Any, write: Callable[[str], None]):
         self.view, self.write = view, write
@@ -36,7 +37,7 @@ class Logged:
         self.view.sample(step, prompt, text)
 
     def end(self, text: str) -> None:
-        """How the run ended; only the log says it."""
+        """Logs how the run ended; only the log has this line."""
         self._write(text)
 
     def close(self) -> None:

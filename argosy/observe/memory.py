@@ -1,4 +1,4 @@
-"""Memory of this process: what it takes, and what it took at most."""
+"""Memory of this process: current and peak."""
 
 import resource
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def peak_bytes() -> int:
-    """The largest resident set of this process so far. Linux's own figure where there is one: getrusage reports at least the
-    size of the process that started this one."""
+    """The largest resident set of this process so far. On Linux from /proc, because getrusage reports at least the size of the
+    parent process."""
     found = _status("VmHWM")
     if found is not None:
         return found
@@ -16,7 +16,7 @@ def peak_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """The resident set of this process now; its peak where the system does not say."""
+    """The current resident set of this process; its peak if the system does not report the current one."""
     found = _status("VmRSS")
     return peak_bytes() if found is None else found
 

@@ -1,8 +1,7 @@
-"""A run's numbers: one JSON object a line, append-only. Everything else that is shown (terminal, report, trackers) is made
-from these lines.
+"""A run's numbers: one JSON object per line, append-only. The terminal, the report and trackers are all made from these lines.
 
-Floats are written so that they read back bit for bit. A kill may tear the last line; opening drops it. Steps after the last
-checkpoint are then written again, with the same values: readers take the last line of a step.
+Floats are written so that they read back bit for bit. A kill may tear the last line; opening the file drops it. Steps after the
+last checkpoint are then written again with the same values: readers take the last line of each step.
 """
 
 import json
@@ -29,26 +28,27 @@ class Metrics:
 
 
 def read(store: Store) -> list[dict[str, Any]]:
-    """Every whole line, in the order written."""
+    """Every complete line, in the order written."""
     if not store.exists(FILE):
         return []
     out = []
     for line in store.read_text(FILE).splitlines():
         try:
             out.append(json.loads(line))
-        except json.JSONDecodeError:  # torn by a kill
+        # The line was torn by a kill.
+        except json.JSONDecodeError:
             continue
     return out
 
 
 def by_step(lines: list[dict[str, Any]], key: str) -> dict[int, Any]:
-    """{step: value} of one number, the last written of each step."""
+    """{step: value} of one number, the last value written for each step."""
     found = {line["step"]: line[key] for line in lines if key in line}
     return dict(sorted(found.items()))
 
 
 def _plain(value: Any) -> Any:
-    """Python's own numbers; not-a-number and infinities as strings, which JSON lacks."""
+    """Plain Python numbers; NaN and infinities as strings, because JSON has neither."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

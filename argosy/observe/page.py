@@ -1,7 +1,7 @@
-"""The look of the report: one style sheet, and the script of its hover values and copy buttons. The rest is in `report`.
+"""The style of the report: one style sheet, and the script for hover values and copy buttons. The rest is in `report`.
 
-The font is the reader's own; figures are aligned. Light or dark as the reader's system is set. Printing works. Without the
-script, which is under 4 kB, the page lacks nothing but hover values and buttons.
+It uses the reader's own font with aligned figures, light or dark as the reader's system is set, and it prints well. Without the
+script, which is under 4 kB, only hover values and copy buttons are missing.
 """
 
 from html import escape
@@ -92,7 +92,7 @@ for (const box of document.querySelectorAll(".code")) {
 
 
 def page(title: str, body: str) -> str:
-    """A whole document; nothing in it is fetched from anywhere, which its content policy also forbids."""
+    """A complete HTML document. It loads nothing from anywhere, which its content policy enforces."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

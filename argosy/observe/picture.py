@@ -1,7 +1,7 @@
-"""What a run looks like in text: as one line a step, and as the live picture of a terminal.
+"""A run as text: one line per step, or the live picture of a terminal.
 
-The curve is computed again only when there are new numbers. Whoever draws may do so from another thread while numbers come
-in. Knows nothing of streams, and of Rich only the two classes it returns.
+The curve is recomputed only when there are new numbers. It may be drawn by another thread while numbers arrive. This module knows
+nothing of streams, and of Rich only the two classes it returns.
 """
 
 import math
@@ -13,15 +13,19 @@ from typing import Any
 from argosy.observe import curve
 from argosy.observe.readable import counted, flops, harmless, lasted, one_line, sized
 
-POINTS = 4096  # of the curve; more are averaged in pairs
+# Points of the curve; beyond that, neighbors are averaged.
+POINTS = 4096
 PLOT_WIDTH, PLOT_HEIGHT, SAMPLE_LINES = 76, 8, 4
-NARROW, LOW = 40, 18  # columns and lines of a terminal below which there is no curve
-RATE_WINDOW = 20  # logged steps that the time left is judged by
-LOG_FROM = 50.0  # an x axis that ends so many times later than it begins is logarithmic
+# Columns and lines of a terminal below which no curve is drawn.
+NARROW, LOW = 40, 18
+# Logged steps from which the remaining time is estimated.
+RATE_WINDOW = 20
+# The x axis is logarithmic if it ends at least this many times later than it begins.
+LOG_FROM = 50.0
 
 
 class Picture:
-    """What is known of a run, as a line or as the live picture."""
+    """The state of a run, drawn as a line or as the live picture."""
 
     def __init__(self, x: str = "auto"):
         self.x, self.steps, self.now, self.is_over = x, 0, 0, False
@@ -46,14 +50,14 @@ class Picture:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the last step, judged by the last logged ones; None where nothing can be said yet."""
+        """Estimated seconds to the last step; None if there are too few steps to tell."""
         if len(self._times) < 2 or not self.steps:
             return None
         (t0, step0), (t1, step1) = self._times[0], self._times[-1]
         return (self.steps - step1) * (t1 - t0) / (step1 - step0) if step1 > step0 else None
 
     def place(self, step: int) -> str:
-        """`step  40/300`, as wide for every step of the run."""
+        """`step  40/300`, with the same width for every step of the run."""
         return f"step {step:>{len(str(self.steps))}}/{self.steps}" if self.steps else f"step {step}"
 
     def line(self) -> str:
@@ -64,7 +68,7 @@ class Picture:
     # ---------------------------------------------------------------- the live picture
 
     def drawn(self, width: int, height: int) -> Any:
-        """Everything, for a terminal of this size."""
+        """The whole picture, for a terminal of this size."""
         from rich.console import Group
 
         rows = self._plot_rows(width, height) if self._losses and width >= NARROW and height >= LOW else []
@@ -84,7 +88,8 @@ class Picture:
     def _plot(self, width: int, height: int) -> curve.Plot:
         key = (width, height, self.now, len(self.evals))
         if self._drawn is None or self._drawn[0] != key:
-            losses, evals = list(self._losses), list(self.evals.items())  # the run goes on while this draws
+            # Copies, because the run continues while this draws.
+            losses, evals = list(self._losses), list(self.evals.items())
             first = losses[0][0]
             marks = [(float(s), n["eval_loss"]) for s, n in evals if math.isfinite(n.get("eval_loss", math.nan))]
             marks = [mark for mark in marks if mark[0] >= first]
@@ -104,12 +109,12 @@ class Picture:
 
     def _bar(self, width: int) -> Any:
         share = self.now / self.steps if self.steps else 0.0
-        told = f" {self.place(self.now)}  {share:4.0%}  {self._remaining()}"
-        cells = max(0, min(width - 1, PLOT_WIDTH) - len(told))
+        words = f" {self.place(self.now)}  {share:4.0%}  {self._remaining()}"
+        cells = max(0, min(width - 1, PLOT_WIDTH) - len(words))
         full = int(share * cells)
         text = line_of("━" * full, "green" if self.now >= self.steps else "cyan")
         text.append("━" * (cells - full), "dim")
-        text.append(told[: width - 1])
+        text.append(words[: width - 1])
         return text
 
     def _remaining(self) -> str:
@@ -129,7 +134,8 @@ class Picture:
         step, prompt, text = self.sample
         lines = harmless(prompt + text).strip("\n").splitlines() or [""]
         pieces = [piece for line in lines for piece in chop_cells(line, max(2, width - 3)) or [""]]
-        pieces = pieces[:SAMPLE_LINES] + [""] * (SAMPLE_LINES - len(pieces))  # as many each time: nothing jumps
+        # Always the same number of lines, so that nothing jumps.
+        pieces = pieces[:SAMPLE_LINES] + [""] * (SAMPLE_LINES - len(pieces))
         title = f"sample at step {step}, prompt {one_line(prompt)}" if prompt else f"sample at step {step}"
         return [line_of(title, "dim"), *(line_of(f"  {piece}", "italic") for piece in pieces)]
 
@@ -138,7 +144,7 @@ class Picture:
 
 
 def headed(facts: Mapping[str, Any]) -> list[str]:
-    """A run's header: long facts on lines of their own, short ones in two columns."""
+    """A run's header: long entries on lines of their own, short ones in two columns."""
     facts = dict(facts)
     tokens, steps = facts.pop("tokens_per_step", None), facts.pop("steps", None)
     work, devices = facts.pop("flops_per_step", None), facts.pop("devices", 1)
@@ -168,7 +174,7 @@ def headed(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _wide(name: str, value: Any) -> str:
-    """A fact that takes a line: sizes in bytes by kind, versions by package, or text."""
+    """A header entry that takes a whole line: bytes by kind, versions by package, or text."""
     if not value:
         return ""
     if name == "memory":
@@ -185,33 +191,33 @@ def memory_words(sizes: Mapping[str, int]) -> str:
 
 
 def stepped(numbers: Mapping[str, float]) -> str:
-    """The numbers of a step that are worth watching."""
-    told = [f"loss {numbers['loss']:.4f}"] if "loss" in numbers else []
+    """The numbers of a step that are worth watching, as text."""
+    words = [f"loss {numbers['loss']:.4f}"] if "loss" in numbers else []
     if "tokens_per_s" in numbers:
-        told.append(f"{numbers['tokens_per_s']:,.0f} tokens/s")
+        words.append(f"{numbers['tokens_per_s']:,.0f} tokens/s")
     if "lr" in numbers:
-        told.append(f"lr {numbers['lr']:.2e}")
+        words.append(f"lr {numbers['lr']:.2e}")
     if "grad_norm" in numbers:
-        told.append(f"grad norm {numbers['grad_norm']:.3g}")
+        words.append(f"grad norm {numbers['grad_norm']:.3g}")
     if "expert_load_max" in numbers:
-        told.append(f"fullest expert {numbers['expert_load_max']:.1f}x")
+        words.append(f"fullest expert {numbers['expert_load_max']:.1f}x")
     if "experts_dropped" in numbers:
-        told.append(f"dropped {numbers['experts_dropped']:.1%}")
-    return "  ".join(told)
+        words.append(f"dropped {numbers['experts_dropped']:.1%}")
+    return "  ".join(words)
 
 
 def evaluated(numbers: Mapping[str, float]) -> str:
-    """The numbers of an evaluation."""
-    told = [f"eval loss {numbers['eval_loss']:.4f}"] if "eval_loss" in numbers else []
+    """The numbers of an evaluation, as text."""
+    words = [f"eval loss {numbers['eval_loss']:.4f}"] if "eval_loss" in numbers else []
     if "eval_perplexity" in numbers:
-        told.append(f"perplexity {numbers['eval_perplexity']:.4g}")
+        words.append(f"perplexity {numbers['eval_perplexity']:.4g}")
     if "eval_bits_per_byte" in numbers:
-        told.append(f"{numbers['eval_bits_per_byte']:.3f} bits/byte")
-    return "  ".join(told)
+        words.append(f"{numbers['eval_bits_per_byte']:.3f} bits/byte")
+    return "  ".join(words)
 
 
 def line_of(text: str, style: str = "") -> Any:
-    """One line for Rich, cut where the terminal ends; nothing in it is markup."""
+    """One line for Rich, cut at the terminal's width; markup in it is not interpreted."""
     from rich.text import Text
 
     return Text(text, style=style, no_wrap=True, overflow="ellipsis", end="\n")

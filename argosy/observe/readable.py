@@ -36,10 +36,10 @@ def lasted(seconds: float) -> str:
         return "?"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    days, rest = divmod(whole, 86400)
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    days, rest = divmod(total, 86400)
     hours, minutes, s = rest // 3600, rest // 60 % 60, rest % 60
     if days:
         return f"{days} d {hours:02}:{minutes:02}"
@@ -55,18 +55,18 @@ def ago(seconds: float) -> str:
 
 
 def harmless(text: str, keep: str = "\n") -> str:
-    """Text without control characters: a model's bytes may hold escape sequences. Tabs become four blanks; what cannot be
-    printed becomes `·`, except the characters to keep."""
+    """Text without control characters, because a model's output may contain escape sequences. Tabs become four spaces;
+    unprintable characters become `·`, except those in `keep`."""
     return "".join(c if c.isprintable() or c in keep else "    " if c == "\t" else "·" for c in text)
 
 
 def one_line(text: str) -> str:
-    """Harmless text on one line, line ends shown as `\\n`."""
+    """Harmless text on one line, with line breaks shown as `\\n`."""
     return harmless(text.replace("\n", "\\n"), keep="")
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[int] = ()) -> str:
-    """A table in text, two blanks between columns; those numbered in `figures` are aligned to the right."""
+    """A table as text, with two spaces between columns; those numbered in `figures` are right-aligned."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
-"""A run as one HTML page that needs nothing else: no network, no fonts, and no script to be read.
+"""A run as one self-contained HTML page: it needs no network and no fonts, and it can be read without a script.
 
-It opens with a sentence that says what happened. Everything shown comes from a `Record`, which `jobs.report` fills; a part that
-is not known is left out. Whatever a run holds is text to this page: it is escaped, and control characters are replaced.
+It opens with a sentence that says what happened. Everything shown comes from a `Record`, which `jobs.report` fills; unknown parts
+are left out. Everything from a run is treated as text: it is escaped, and control characters are replaced.
 """
 
 import math
@@ -16,9 +16,11 @@ from argosy.observe.page import page
 from argosy.observe.readable import counted, flops, harmless, lasted, sized
 from argosy.observe.svg import Series, bar, chart
 
-CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "other")  # and their colors
+# In the order of their colors.
+CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "other")
 DEFAULT, COMMAND_LINE = "default", "command line"
-PYTHON = ("stdlib", "docstrings")  # sources that are Python's own code
+# Data sources that are Python's own code.
+PYTHON = ("stdlib", "docstrings")
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a run.
+    """What the report shows of a run.
 
-    state: done, stopped, running. lines: of metrics.jsonl. steps: planned. settings: (key, value, who set it).
-    facts: by name: model, family, parameters, vocab, data, optimizer, device. story: what `argosy quickstart` proved with the
-    run: proof, export. environment: where it ran. command: to run it again.
+    state: done, stopped, running. lines: of metrics.jsonl. steps: planned. settings: (key, value, who set it). facts: the run's
+    header by name: model, family, parameters, vocab, data, optimizer, device. story: what `argosy quickstart` proved with the
+    run: proof, export. environment: where it ran. command: the command that runs it again.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Record:
 
 
 def render(record: Record) -> str:
-    """The page."""
+    """The report as an HTML page."""
     parts: list[Callable[[Record], str]] = [
         _head, _samples, _losses, _speed, _optimizer, _experts, _time, _checkpoints, _settings, _environment, _command
     ]  # fmt: skip
@@ -63,13 +65,13 @@ def render(record: Record) -> str:
 
 
 def numbers(lines: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
-    """(step, value) of one number, the last written of each step; what is not a finite number is left out."""
+    """(step, value) of one number, the last value written for each step; values that are not finite are left out."""
     found = by_step([dict(line) for line in lines if isinstance(line.get("step"), int)], key)
     return [(float(s), float(v)) for s, v in found.items() if isinstance(v, int | float) and math.isfinite(v)]
 
 
 def seconds_by_cause(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds by cause, every session of the run added up."""
+    """Seconds by cause, summed over all sessions of the run."""
     total: dict[str, float] = {}
     for line in lines:
         spent = line.get("seconds")
@@ -85,7 +87,7 @@ def _head(record: Record) -> str:
     losses, evals = numbers(record.lines, "loss"), numbers(record.lines, "eval_loss")
     step = int(max((x for x, _ in losses), default=0))
     of = f" of {record.steps:,}" if record.steps else ""
-    told = f"{record.state}, {step:,}{of} steps" if losses else f"{record.state}; no step has been logged yet"
+    status = f"{record.state}, {step:,}{of} steps" if losses else f"{record.state}; no step has been logged yet"
     facts: list[tuple[str, str, str]] = []
     if parameters := record.facts.get("parameters"):
         facts.append(("parameters", counted(parameters), f"{parameters:,}"))
@@ -112,7 +114,7 @@ def _head(record: Record) -> str:
     lines = [" · ".join(about), str(record.facts.get("corpus") or "")]
     line = "".join(f'<p class="soft">{_text(one)}</p>' for one in lines if one)
     return (
-        f"<header><h1>{_text(record.name)}</h1><p class=lead>{_text(sentence(record))}</p><p>{_text(told)}</p>{line}"
+        f"<header><h1>{_text(record.name)}</h1><p class=lead>{_text(sentence(record))}</p><p>{_text(status)}</p>{line}"
         f"{_checks(record)}<dl class=facts>{cells}</dl></header>"
     )
 
@@ -144,7 +146,7 @@ def sentence(record: Record) -> str:
 
 
 def proof_words(story: Mapping[str, Any]) -> str:
-    """What became of the run that was killed; nothing where none was."""
+    """How the run that was killed ended; empty if none was."""
     proof = story.get("proof")
     if not isinstance(proof, Mapping) or "killed_at" not in proof:
         return ""
@@ -155,7 +157,7 @@ def proof_words(story: Mapping[str, Any]) -> str:
 
 
 def _checks(record: Record) -> str:
-    """What a quickstart proved."""
+    """The checks that a quickstart made."""
     proof, exported = record.story.get("proof"), record.story.get("export")
     checks: list[tuple[bool, str]] = []
     if isinstance(proof, Mapping) and "killed_at" in proof:
@@ -203,7 +205,7 @@ def _optimizer(record: Record) -> str:
 
 
 def _experts(record: Record) -> str:
-    """How even the load of a mixture of experts is: 1 is an even one."""
+    """How evenly experts are loaded; 1 is perfectly even."""
     loads = (("expert_load_max", "fullest expert, in even loads", 3), ("router_balance", "balance loss", 4))
     shares = (
         ("experts_idle", "share of experts without a token", 2),
@@ -258,7 +260,7 @@ def _samples(record: Record) -> str:
 
 
 def _sample(step: int, prompt: str, text: str) -> str:
-    """The prompt soft, the completion in ink."""
+    """A sample: the prompt in a soft color, the completion in the text color."""
     asked = f'<span class="prompt">{_text(prompt)}</span>' if prompt else ""
     return f"<h3>step {step:,}</h3><pre>{asked}{_text(text.rstrip())}</pre>"
 
@@ -301,7 +303,7 @@ def _command(record: Record) -> str:
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value; the first steps and the last, which are slower, do not move it."""
+    """The median, which the slower first and last steps do not affect."""
     ordered = sorted(values)
     return ordered[len(ordered) // 2]
 
@@ -311,7 +313,7 @@ def _text(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """A command, with a button that copies it."""
+    """A command with a copy button."""
     return f'<div class="code"><pre>{_text(text)}</pre></div>'
 
 
@@ -324,13 +326,13 @@ def _swatch(color: int) -> str:
 
 
 def _key(series: Sequence[Series]) -> str:
-    told = {s.name: f"{s.name}, its running mean bold" if s.is_smoothed else s.name for s in series if s.points}
-    names = "".join(f"<span>{_swatch(s.color)}{_text(told[s.name])}</span>" for s in series if s.points)
+    names = {s.name: f"{s.name}, its running mean bold" if s.is_smoothed else s.name for s in series if s.points}
+    names = "".join(f"<span>{_swatch(s.color)}{_text(names[s.name])}</span>" for s in series if s.points)
     return f'<div class="key">{names}</div>'
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "", numeric: int = 1) -> str:
-    """Cells are HTML. Columns from `numeric` on are figures, aligned to the right."""
+    """A table of HTML cells. Columns from `numeric` on are figures and right-aligned."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         sides = ['class="n"' if i >= numeric else "" for i in range(len(cells))]

@@ -1,7 +1,7 @@
-"""Charts of the report as inline SVG: no script draws them, no font is fetched, and the page's CSS colors them.
+"""Charts of the report as inline SVG: no script draws them, no font is loaded, and the page's CSS colors them.
 
-A series is colored by its number (`s0`, `s1`, ...), so light and dark are two sets of CSS variables. Hover values come from a
-few lines of script in the page, which read `data-points`: [[x, y, left, top], ...] in the picture's coordinates.
+A series is colored by its number (`s0`, `s1`, ...), so light and dark are two sets of CSS variables. The page's script reads
+hover values from `data-points`: [[x, y, left, top], ...] in the picture's coordinates.
 """
 
 import json
@@ -13,13 +13,15 @@ from argosy.observe.curve import Point, binned, short, spread, ticks
 from argosy.observe.readable import harmless
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 66, 14, 26, 46
-COLUMNS = 640  # points of a line at most: about one a pixel; those that share one are averaged
-SMOOTH_FROM = 100  # points from which a line is drawn faint, under its running mean
+# Most points of a line, about one per pixel; points in the same column are averaged.
+COLUMNS = 640
+# With at least this many points a line is drawn faint, under its running mean.
+SMOOTH_FROM = 100
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named line, or single points where `is_dots`; x rising, all values finite. is_exact: without noise to smooth."""
+    """A named line, or single points if `is_dots`; x sorted, all values finite. is_exact: it has no noise and is not smoothed."""
 
     name: str
     points: Sequence[Point]
@@ -29,13 +31,13 @@ class Series:
 
     @property
     def is_smoothed(self) -> bool:
-        """Drawn faint, under its running mean."""
+        """Whether the line is drawn faint, under its running mean."""
         return len(self.points) >= SMOOTH_FROM and not self.is_dots and not self.is_exact
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where the values of a picture lie in it."""
+    """Maps values to coordinates of the picture."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -65,10 +67,10 @@ def chart(
     """Lines over steps, with named axes, a grid and hover values.
 
     Args:
-        label: what the picture shows, for those who hear it instead of seeing it.
+        label: what the chart shows, for screen readers.
         x, y: names of the axes.
-        zero: the y axis begins at 0.
-        level: a dashed line at this value of y, and what it stands for.
+        zero: makes the y axis start at 0.
+        level: y of a dashed line, and its meaning.
     """
     series = [s for s in series if s.points]
     frame = _frame(series, width, height, zero, [level[0]] if level else [])
@@ -82,7 +84,7 @@ def chart(
 
 
 def bar(parts: Sequence[tuple[str, float, int]], label: str) -> str:
-    """One bar of (name, amount, color number) parts, as wide as their shares."""
+    """One horizontal bar of (name, amount, color number) parts, whose widths are their shares."""
     total, left, out = sum(amount for _, amount, _ in parts), 0.0, []
     for name, amount, color in parts:
         width = amount / total * WIDTH
@@ -94,15 +96,16 @@ def bar(parts: Sequence[tuple[str, float, int]], label: str) -> str:
 
 
 def running_mean(points: Sequence[Point], window: int) -> list[Point]:
-    """Each point's y averaged with its neighbors, `window` at most, fewer at the ends."""
+    """Each point's y averaged with its neighbors: `window` points, fewer at the ends."""
     sums, total = [0.0], 0.0
     for _, y in points:
         total += y
         sums.append(total)
     out = []
     for i, (x, _) in enumerate(points):
-        reach = min(window // 2, i, len(points) - 1 - i)  # as far on both sides, or the ends would lean
-        low, high = i - reach, i + reach + 1
+        # The same number on both sides; otherwise the ends would be biased.
+        half = min(window // 2, i, len(points) - 1 - i)
+        low, high = i - half, i + half + 1
         out.append((x, (sums[high] - sums[low]) / (high - low)))
     return out
 
@@ -132,7 +135,7 @@ def _grid(frame: Frame, x_name: str, y_name: str) -> str:
 
 
 def _level(y: float, name: str, frame: Frame) -> str:
-    """A dashed line across, with its name above its right end."""
+    """A dashed horizontal line with its name above its right end."""
     top, right = frame.top(y), frame.width - RIGHT
     text = f'<text class="level" x="{right}" y="{top - 6:.1f}">{escape(name)}</text>'
     return f'<path class="level" d="M{LEFT} {top:.1f}H{right}"/>{text}'
@@ -149,7 +152,7 @@ def _drawn(series: Series, frame: Frame) -> str:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most `COLUMNS` points: those of one column averaged, in x as in y."""
+    """At most `COLUMNS` points: those in the same column are averaged, in x as in y."""
     if len(points) <= COLUMNS:
         return list(points)
     low, high = points[0][0], points[-1][0]

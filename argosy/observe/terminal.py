@@ -1,7 +1,7 @@
-"""A run on stderr: a live picture, replaced in place, on a terminal; one plain line per logged step anywhere else.
+"""Shows a run on stderr: a live picture on a terminal, one plain line per logged step anywhere else.
 
-A thread draws the live picture at most four times a second, however fast steps are; a call with numbers only stores them. Rich
-draws it, and is imported when a picture begins. Knows nothing of training: `observe.picture` knows how steps look.
+A thread draws the live picture at most four times a second, however fast steps are; calls with numbers only store them. Rich
+draws it and is imported when the picture starts. This module knows nothing of training: `observe.picture` knows how steps look.
 """
 
 import atexit
@@ -21,8 +21,8 @@ class Terminal:
 
     Args:
         stream: stderr by default.
-        live: a picture replaced in place, or plain lines; by default, what the stream can show.
-        x: the x axis of the curve; auto is logarithmic where the last step is 50 times the first logged one.
+        live: a picture replaced in place, or plain lines; by default, whichever the stream supports.
+        x: the x axis of the curve; auto is logarithmic if the last step is at least 50 times the first logged one.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class Terminal:
         self.picture = Picture(x)
         self._live: Any = None
 
-    # ---------------------------------------------------------------- what happens in a run
+    # ---------------------------------------------------------------- events of a run
 
     def say(self, text: str) -> None:
-        """A line above the live picture."""
+        """Prints a line above the live picture."""
         if self._live is not None:
             self._live.console.print(line_of(harmless(text)))
         else:
             print(harmless(text), file=self.stream, flush=True)
 
     def header(self, facts: Mapping[str, Any]) -> None:
-        """What is about to be done; the live picture begins here."""
+        """Prints what the run is about to do, and starts the live picture."""
         self.picture.steps = int(facts.get("steps") or 0)
         for line in headed(facts):
             self.say(line)
@@ -72,7 +72,7 @@ class Terminal:
     # ---------------------------------------------------------------- beginning and end
 
     def close(self) -> None:
-        """Ends the live picture. May be called twice; it is called at exit."""
+        """Ends the live picture. May be called twice; also called at exit."""
         if self._live is not None:
             live, self._live = self._live, None
             self.picture.is_over = True
@@ -94,17 +94,19 @@ class Terminal:
             get_renderable=lambda: self.picture.drawn(console.width, console.height),
             console=console,
             refresh_per_second=REDRAWS_PER_S,
-            redirect_stdout=False,  # data may be going there
+            # Standard output may be data.
+            redirect_stdout=False,
             vertical_overflow="crop",
         )
         self._live.start()
-        console.show_cursor(True)  # a run may be killed at any instant, and must not leave a terminal without a cursor
+        # A run may be killed at any instant and must not leave the terminal without a cursor.
+        console.show_cursor(True)
         atexit.register(self.close)
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Whether a picture can be replaced in place there: a terminal that is not dumb, shows braille, and has not been asked
-    to be plain (NO_COLOR, no-color.org)."""
+    """Whether a picture can be replaced in place there: a terminal that is not dumb, supports braille, and was not asked to be
+    plain (NO_COLOR, no-color.org)."""
     if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"

@@ -1,7 +1,7 @@
-"""Softmax attention: who sees whom, how scores are made, and implementations of the same function.
+"""Softmax attention: which keys a query sees, how scores are computed, and several implementations of the same function.
 
-`reference` is the specification: dense, any score. `blocked` is for CPUs: causal rows in blocks that see their prefix only,
-with its own backward pass. Further kernels register in `IMPLEMENTATIONS`; `attention(...)` takes the first that can.
+`reference` is the specification: dense, any score. `blocked` is for CPUs: causal rows in blocks that only read their prefix, with
+its own backward pass. Further kernels register in `IMPLEMENTATIONS`; `attention(...)` takes the first that can do what is asked.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +18,19 @@ from argosy.core.registry import Registry
 from argosy.ops.choice import asked_for
 from argosy.parallel.scope import platform
 
-UNSEEN = -1e30  # the score of a key that a query does not see
-NOWHERE = np.int32(2**30)  # the position of a key that is nobody's: after every query
+# The score of a key that a query does not see.
+UNSEEN = -1e30
+# The position of a key that belongs to no row: after every query.
+NOWHERE = np.int32(2**30)
 
 
 @dataclass(frozen=True)
 class Score:
-    """How a query and a key make a score. It belongs to the layer; an implementation that cannot honour it refuses.
+    """How a query and a key make a score. It is part of the layer; an implementation that cannot compute it refuses.
 
-    window: a query sees itself and the window-1 tokens before it. chunked: of these only the ones in its own chunk: sequences
-    are cut every `window` tokens (Llama 4). cap: scores become cap * tanh(score / cap).
-    sinks: one more logit for each head that takes weight and gives nothing (gpt-oss).
+    window: a query sees itself and the window-1 tokens before it. chunked: of these, only those in its own chunk; sequences are
+    cut every `window` tokens (Llama 4). cap: scores become cap * tanh(score / cap). sinks: one more logit per head, which takes
+    part in the softmax and has no value (gpt-oss).
     """
 
     scale: float
@@ -40,9 +42,9 @@ class Score:
 
 @dataclass(frozen=True)
 class See:
-    """Which keys a query may see: those of its own segment and, if causal, not after it.
+    """Which keys a query sees: those of its own segment and, if causal, none after it.
 
-    aligned: queries and keys are the same tokens in the same order, positions 0..T-1. picked: of those, only these.
+    aligned: queries and keys are the same tokens in the same order, at positions 0..T-1. picked: of those keys, only these.
     """
 
     q_at: Int[Array, "B T"]
@@ -66,7 +68,8 @@ class See:
 
 
 class Implementation(NamedTuple):
-    """A function of (q, k, v, see, score) -> y, or with `lse=True` -> (y, lse); and why it cannot be used, or None."""
+    """A function (q, k, v, see, score) -> y, or with `lse=True` -> (y, lse); and a function that says why it cannot be used, or
+    None."""
 
     run: Callable[..., Any]
     refuses: Callable[[Any, Any, Any, See, Score, bool], str | None]
@@ -82,17 +85,17 @@ def attention(
     *,
     lse: bool = False,
 ) -> Any:
-    """softmax(q k' * scale) v, each of the K key heads serving N/K query heads (arXiv:2305.13245): [B T N U].
+    """softmax(q k' * scale) v, where each of the K key heads serves N/K query heads (arXiv:2305.13245): [B T N U].
 
-    A query that sees nothing (padding) gets finite values of no meaning. Values that no query sees must be finite.
+    A query that sees no key (padding) gets finite values without meaning. Values that no query sees must be finite.
 
     Args:
-        implementation: by name; else what `choice.implementations` asks for, else the first that can, best first.
-        lse: also give the log of each query's summed exponentials, [B T N] float32, -1e30 where it sees nothing: outputs
-            over parts of the keys are merged by it (`merged`).
+        implementation: its name; by default the one of `choice.implementations`, otherwise the first that can, best first.
+        lse: also returns the log of each query's sum of exponentials, [B T N] float32, -1e30 if it sees no key. `merged` uses it
+            to combine outputs over parts of the keys.
 
     Raises:
-        Unsupported: the implementation asked for by name cannot do this.
+        Unsupported: the named implementation cannot do this.
     """
     name = implementation or asked_for("attention")
     if name is not None:
@@ -116,7 +119,7 @@ def reference(
     *,
     lse: bool = False,
 ) -> Any:
-    """All scores at once, in float32."""
+    """Computes all scores at once, in float32."""
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H)
@@ -136,7 +139,7 @@ def reference(
 
 
 def merged(parts: Sequence[tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]]) -> tuple[Array, Array]:
-    """Attention over all keys, from attention over disjoint parts of them: (y, lse) of each."""
+    """Attention over all keys, from (y, lse) of attention over disjoint parts of them."""
     lses = jnp.stack([lse for _, lse in parts])
     total = jax.nn.logsumexp(lses, 0)
     shares = jnp.exp(lses - total)

@@ -1,8 +1,8 @@
-"""Causal attention for CPUs: query rows in blocks, each against the keys it can see, and a backward pass of its own.
+"""Causal attention for CPUs: query rows in blocks, each against only the keys it sees, with its own backward pass.
 
-Half the scores of a causal layer are never computed (with a window, fewer still). The forward pass keeps unnormalised
-probabilities, so the backward pass takes no exponentials. Exact: the sums are those of `attention.reference`.
-On two cores of an AVX-512 server a 31M model spent 543 ms a step in attention without this and 363 ms with it.
+Half the scores of a causal layer are never computed (with a window, even more). The forward pass keeps unnormalized
+probabilities, so the backward pass computes no exponentials. It is exact: the sums are those of `attention.reference`. On two
+cores of an AVX-512 server a 31M model spent 543 ms a step in attention without this, and 363 ms with it.
 """
 
 from functools import partial
@@ -16,8 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from argosy.ops.attention import Implementation, Score, See
 
-BLOCK = 64  # rows; measured best of 32, 64, 128 at 256 tokens
-MOST_BLOCKS = 16  # the program is unrolled over them: longer sequences get longer blocks
+# Rows; measured best of 32, 64, 128 at 256 tokens.
+BLOCK = 64
+# The program is unrolled over blocks, so longer sequences get longer blocks.
+MOST_BLOCKS = 16
 
 
 def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
@@ -49,7 +51,7 @@ class _Block:
         self.start, self.stop, self.low = start, stop, low
 
     def visible(self, window: int | None) -> np.ndarray:
-        """[rows keys], by position alone."""
+        """[rows keys]: which keys each row sees, by position alone."""
         ahead = np.arange(self.start, self.stop)[:, None] - np.arange(self.low, self.stop)[None, :]
         return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
 
@@ -63,7 +65,7 @@ def blocks(T: int, window: int | None) -> list[_Block]:
 def _masked(
     s: Array, block: _Block, segments: Int[Array, "B T"], window: int | None, packed: bool, groups: int
 ) -> Array:
-    """Scores [B K rows keys], out of sight where a row may not look. Rows are (query head of the group, time)."""
+    """Scores [B K rows keys], with `UNSEEN` for keys that a row does not see. Rows are (query head of the group, time)."""
     see = jnp.asarray(block.visible(window))[None]
     if packed:
         mine, theirs = segments[:, block.start : block.stop], segments[:, block.low : block.stop]
@@ -74,7 +76,7 @@ def _masked(
 
 
 def _rows(x: Float[Array, "B T N H"], K: int, block: _Block) -> Float[Array, "B K rows H"]:
-    """One block of the queries (or outputs, or their gradients), the heads of a group stacked below each other."""
+    """One block of the queries (or outputs, or their gradients), with the heads of a group stacked along the rows."""
     B, _, N, H = x.shape
     part = x[:, block.start : block.stop].reshape(B, -1, K, N // K, H)
     return part.transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
@@ -136,7 +138,7 @@ def _backward(scale: float, window: int | None, packed: bool, kept: Any, g: Arra
 
 
 def _gather(parts: list[tuple[_Block, Array]], T: int) -> Float[Array, "B T K H"]:
-    """Adds up what each block says of its keys. The cuts are where blocks start or stop, so every piece is a slice."""
+    """Adds up the gradients of each block's keys. The array is cut where blocks start or stop, so every piece is a slice."""
     cuts = sorted({0, T, *(b.low for b, _ in parts), *(b.stop for b, _ in parts)})
     pieces = []
     for lo, hi in pairwise(cuts):

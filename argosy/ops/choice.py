@@ -1,9 +1,9 @@
-"""Which implementation of an op a program is traced with: one asked for by name, else the best known for its platform.
+"""Which implementation of an op a program is traced with: a named one, otherwise the best known for its platform.
 
     with implementations(attention="reference"):      # what `execution.attention` and `execution.experts` set
         jax.jit(step).lower(...)
 
-Read while a program is traced, so it belongs around tracing, not around running.
+It is read while a program is traced, so it belongs around tracing, not around running.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ _named: ContextVar[Mapping[str, str]] = ContextVar("implementations", default=Ma
 
 @contextmanager
 def implementations(**names: str | None) -> Iterator[None]:
-    """Programs traced inside use these implementations, by op; None leaves an op to itself."""
+    """Programs traced inside use these implementations, by op; None leaves the choice to the op."""
     token = _named.set(dict(_named.get()) | {op: name for op, name in names.items() if name is not None})
     try:
         yield
@@ -25,5 +25,5 @@ def implementations(**names: str | None) -> Iterator[None]:
 
 
 def asked_for(op: str) -> str | None:
-    """The implementation that was asked for by name."""
+    """The implementation named for an op, or None."""
     return _named.get().get(op)

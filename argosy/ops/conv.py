@@ -1,8 +1,8 @@
-"""The short causal convolution of recurrent layers: each channel by itself, over a few tokens back, with the inputs that a
+"""The short causal convolution of recurrent layers: each channel separately, over a few tokens back, with the inputs that one
 call leaves for the next.
 
-A sum of shifted copies: four taps are too few for a convolution routine, and XLA fuses them into one pass. Nothing here
-knows of caches: the caller says where sequences start and which tokens are real.
+It is computed as a sum of shifted copies: four taps are too few for a convolution routine, and XLA fuses them into one pass. This
+module knows nothing of caches: the caller says where sequences start and which tokens are real.
 """
 
 import jax
@@ -20,9 +20,9 @@ def causal_conv(
     """y[t] = sum over i of w[i] x[t - (W-1) + i], tap W-1 on the token itself; and the inputs that the next call needs.
 
     Args:
-        before: the inputs just before these; any numbers at all where the first token starts a sequence.
-        starts: a sequence begins here; what precedes it counts as zero.
-        live: the real tokens, which come first in each row where what is returned for the next call is used.
+        before: the inputs just before these; any values if the first token starts a sequence.
+        starts: a sequence starts here, and inputs before it count as zero.
+        live: the real tokens, which must come first in each row if the returned inputs are used.
     """
     T, back = x.shape[1], w.shape[-1] - 1
     starts = starts & live
@@ -45,5 +45,5 @@ def _count(starts: Bool[Array, "B T"]) -> Array:
 
 
 def _wide(mask: Array, x: Array) -> Array:
-    """[B T] with as many axes as x."""
+    """[B T] broadcast to as many axes as x."""
     return mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 Losses = tuple[Float[Array, "R"], Float[Array, "R"]]
-BLOCKS = 8  # of the vocabulary; 25 were no faster
+BLOCKS = 8
 
 
 def from_logits(logits: Float[Array, "R V"], targets: Int[Array, "R"]) -> Losses:
@@ -34,7 +34,7 @@ def row_chunks(
     targets: Int[Array, "R"],
     rows: int,
 ) -> Losses:
-    """At most `rows` rows of logits exist at once. A chunk takes every n-th row, so that each device has its share of it."""
+    """Keeps at most `rows` rows of logits in memory. A chunk takes every n-th row, so that each device has a share of it."""
     n = -(-len(targets) // rows)
     pad = n * rows - len(targets)
     xs = jnp.pad(x, ((0, pad), (0, 0))).reshape(rows, n, -1).swapaxes(0, 1)
@@ -48,7 +48,7 @@ def row_chunks(
 def vocabulary_blocks(
     x: Float[Array, "R D"], w: Float[Array, "..."], targets: Int[Array, "R"], order: str
 ) -> Losses:
-    """The head and its loss. `order` says how w lies: "VD" (a tied embedding) or "DV"."""
+    """The head and its loss, by blocks of the vocabulary. order: the axes of w, "VD" (a tied embedding) or "DV"."""
     return _forward(x, w, targets, order)[0]
 
 

@@ -1,20 +1,21 @@
-"""The gated delta rule: a state that fades, and for each key replaces what it held by what it is told
+"""The gated delta rule: a state that decays, and in which each key replaces its old value by a new one
 (Yang et al. 2024, arXiv:2412.06464; without gates, arXiv:2406.06484).
 
     S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}' k_t))'        y_t = S_t' q_t        a_t = exp(decay), b_t = rate
 
-`recurrent` is the specification, a token at a time; `chunked` is the same function, a chunk at a time: one triangular
-solve gives what each token of a chunk writes, and a scan hands the state from chunk to chunk. Borders between sequences
-are masks on the decay between two tokens, never infinities in its running sum, whose differences would be NaN.
+`recurrent` is the specification, one token at a time. `chunked` is the same function, one chunk at a time: one triangular solve
+gives what each token of a chunk writes, and a scan passes the state from chunk to chunk. Borders between sequences are masks on
+the decay between two tokens, never infinities in its running sum, whose differences would be NaN.
 
-Each of the K key heads serves G value heads. Computed in float32 at least: a state sums over thousands of tokens.
+Each of the K key heads serves G value heads. It is computed in float32 at least, because a state sums over thousands of tokens.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-CHUNK = 64  # tokens; what the paper's kernels and transformers take
+# Tokens; the same as in the paper's kernels and in transformers.
+CHUNK = 64
 
 
 def delta_rule(
@@ -29,33 +30,35 @@ def delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, "B T K G U"], Float[Array, "B K G H U"]]:
-    """What the state answers to each query, float32, and the state after the last live token.
+    """The output for each query, float32, and the state after the last live token.
 
     Args:
-        k: of length 1 at most, or the state can grow without bound.
-        decay: the logarithm of what is kept of the state, 0 or less. rate: how much is replaced, 0 to 1.
-        state: before the first token; any numbers at all where that one starts a sequence.
-        starts: a sequence begins here: it sees nothing of what was before.
-        live: the real tokens. The others leave the state alone.
-        chunk: tokens at a time; at 1, and for a single token, the recurrence itself.
+        k: of length at most 1, or the state could grow without bound.
+        decay: the log of the share of the state that is kept, at most 0. rate: the share that is replaced, 0 to 1.
+        state: before the first token; any values if that token starts a sequence.
+        starts: a sequence starts here, with an empty state.
+        live: the real tokens. The others do not change the state.
+        chunk: tokens per chunk; at 1, and for a single token, the recurrence is used.
     """
     kind = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     q, k, v, decay, rate, state = (a.astype(kind) for a in (q, k, v, decay, rate, state))
     decay, rate = (jnp.where(live[..., None, None], a, 0) for a in (decay, rate))
     starts = starts & live
-    state = jnp.where(starts[:, 0, None, None, None, None], 0, state)  # a slot's former owner may have left NaN
+    # A slot's previous owner may have left NaN.
+    state = jnp.where(starts[:, 0, None, None, None, None], 0, state)
     T = q.shape[1]
-    with jax.default_matmul_precision("highest"):  # by default accelerators multiply float32 as bfloat16 or TF32
+    # By default accelerators multiply float32 as bfloat16 or TF32.
+    with jax.default_matmul_precision("highest"):
         if chunk == 1 or T == 1:
             return recurrent(q, k, v, decay, rate, state, starts)
-        # A program for any length (`export`) has no number here; it computes whole chunks.
+        # T is symbolic in a program for any length (`export`), which then uses whole chunks.
         return chunked(q, k, v, decay, rate, state, starts, min(chunk, T) if isinstance(T, int) else chunk)
 
 
 def recurrent(
     q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array, starts: Array
 ) -> tuple[Array, Array]:
-    """A token at a time; arguments as `delta_rule` passes them."""
+    """One token at a time; arguments as in `delta_rule`."""
 
     def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, v, decay, rate, starts = token
@@ -71,20 +74,22 @@ def recurrent(
 def chunked(
     q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array, starts: Array, size: int
 ) -> tuple[Array, Array]:
-    """`size` tokens at a time; arguments as `delta_rule` passes them. In equations C counts chunks, I and J tokens in one."""
+    """`size` tokens at a time; arguments as in `delta_rule`. In equations C counts chunks, I and J tokens within one."""
     T = q.shape[1]
     q, k, v, decay, rate, starts = (_in_chunks(a, size) for a in (q, k, v, decay, rate, starts))
     v, decay, rate = (jnp.moveaxis(a, 2, 4) for a in (v, decay, rate))  # [B C K G I ...]
 
-    sequence = jax.lax.cumsum(starts.astype(jnp.int32), 2)  # 0: still the one that the state belongs to
+    # 0: still the one that the state belongs to.
+    sequence = jax.lax.cumsum(starts.astype(jnp.int32), 2)
     faded = jax.lax.cumsum(decay, 4)
     place = jnp.arange(size)
     same = (sequence[..., :, None] == sequence[..., None, :]) & (place[:, None] >= place)
     same = same[:, :, None, None]
     between = jnp.where(same, jnp.exp(jnp.where(same, faded[..., :, None] - faded[..., None, :], 0)), 0)
-    past = jnp.where((sequence == 0)[:, :, None, None], jnp.exp(faded), 0)  # what token I sees of the state
+    # How much of the state token I sees.
+    past = jnp.where((sequence == 0)[:, :, None, None], jnp.exp(faded), 0)
 
-    # What token I writes is rate (v - past S' k), less what it sees of the writes before it: a triangular system.
+    # Token I writes rate (v - past S' k), minus what it sees of the writes before it: a triangular system.
     system = jnp.einsum("BCIKH,BCJKH->BCKIJ", k, k)[:, :, :, None] * between * rate[..., None]
     keys = jnp.moveaxis(k, 2, 3)[:, :, :, None]
     sides = jnp.concatenate([v * rate[..., None], keys * (past * rate)[..., None]], -1)
@@ -108,7 +113,7 @@ def chunked(
 
 @jax.custom_vjp
 def unit_solve(system: Float[Array, "... I I"], sides: Float[Array, "... I X"]) -> Float[Array, "... I X"]:
-    """x of (1 + system below its diagonal) x = sides. Its gradient is one more solve, where JAX's own traces two."""
+    """Solves (1 + system below its diagonal) x = sides. The gradient is one more solve, where JAX's own traces two."""
     return _solve(system, sides)
 
 
@@ -133,7 +138,7 @@ unit_solve.defvjp(_forward, _backward)
 
 
 def _in_chunks(a: Array, size: int) -> Array:
-    """[B T ...] as [B C size ...]; what is added at the end neither fades, writes nor starts anything."""
+    """[B T ...] as [B C size ...]; the padding at the end neither decays, writes nor starts anything."""
     B, T, *rest = a.shape
     chunks = (T + size - 1) // size
     a = jnp.pad(a, [(0, 0), (0, chunks * size - T)] + [(0, 0)] * len(rest))
@@ -141,8 +146,8 @@ def _in_chunks(a: Array, size: int) -> Array:
 
 
 def flops(tokens: int, K: int, G: int, H: int, U: int, *, chunk: int = CHUNK) -> int:
-    """Of the contractions over one row of so many tokens, 2 for each multiply-add; the triangular solve counts as a product
-    with a whole matrix."""
+    """FLOPs of the contractions over one row of `tokens` tokens, 2 for each multiply-add; the triangular solve counts as a
+    product with a full matrix."""
     if chunk == 1 or tokens == 1:
         return 4 * tokens * K * G * H * U
     size = min(chunk, tokens)

@@ -1,8 +1,8 @@
 """The grouped matrix product of a mixture of experts: rows sorted by expert, each group times its own weight.
 
-`ragged_dot` is XLA's own and the default on GPUs and TPUs. On a CPU XLA multiplies every row by every expert, so there
-`blocked` is the default: it does the work that is needed. `megablox` (a Pallas kernel of JAX) and `tokamax` are asked for
-by name. Nothing here knows how rows were routed.
+`ragged_dot` is XLA's own and the default on GPUs and TPUs. On a CPU XLA multiplies every row by every expert, so the default
+there is `blocked`, which only does the necessary work. `megablox` (a Pallas kernel of JAX) and `tokamax` are used by name only.
+This module knows nothing of routing.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from argosy.parallel.scope import platform
 
 
 class Implementation(NamedTuple):
-    """A function of (x, w, sizes), and why it cannot be used on x and w, or None."""
+    """A function (x, w, sizes) -> y, and a function that says why it cannot be used on x and w, or None."""
 
     run: Callable[[Array, Array, Array], Array]
     refuses: Callable[[Array, Array], str | None]
@@ -30,14 +30,15 @@ def grouped_matmul(
 ) -> Float[Array, "X M"]:
     """y[r] = x[r] @ w[e], where expert e owns the `sizes[e]` rows after those of expert e-1. In the type of x.
 
-    Rows after the last group give zeros, and get none of the gradient. Differentiable in x and, unless it holds integers,
-    in w (reverse mode only). Summed in float32.
+    Rows after the last group give zeros and get no gradient. Differentiable in x and, unless it has integers, in w (reverse mode
+    only). Sums are float32.
 
     Raises:
-        Unsupported: the implementation asked for by name cannot run here.
-        UnknownName: there is none of this name.
+        Unsupported: the named implementation cannot run here.
+        UnknownName: there is no implementation of this name.
     """
-    known = isinstance(x.shape[0], int)  # not in an export with lengths left open, which is for many platforms at once
+    # False in an export with symbolic lengths, which is for several platforms at once.
+    known = isinstance(x.shape[0], int)
     preferred = PREFERENCE.get(platform(), "ragged_dot") if known else "ragged_dot"
     name = implementation or asked_for("experts") or preferred
     chosen: Implementation = IMPLEMENTATIONS[name]
@@ -47,9 +48,9 @@ def grouped_matmul(
 
 
 def cleared(product: Callable[[Array, Array, Array], Array]) -> Callable[[Array, Array, Array], Array]:
-    """A library's product with the rows that no expert owns set to zero, in the output and in the gradient of x.
+    """A library's product, with the rows that no expert owns set to zero in the output and in the gradient of x.
 
-    Libraries leave them unwritten or do not say. XLA merges both masks with what comes before and after.
+    Libraries leave these rows unwritten or undefined. XLA fuses both masks with neighboring operations.
     """
 
     def run(x: Array, w: Array, sizes: Array) -> Array:
@@ -66,5 +67,5 @@ IMPLEMENTATIONS.add("blocked", "argosy.ops.grouped_blocked:BLOCKED")
 IMPLEMENTATIONS.add("megablox", "argosy.ops.grouped_kernels:MEGABLOX")
 IMPLEMENTATIONS.add("tokamax", "argosy.ops.grouped_kernels:TOKAMAX")
 
-# What each platform uses unless told; others use `ragged_dot`. Each entry was measured to be faster there: docs/log.md.
+# The default of each platform; `ragged_dot` elsewhere. Each entry was measured to be faster there: docs/log.md.
 PREFERENCE: dict[str, str] = {"cpu": "blocked"}

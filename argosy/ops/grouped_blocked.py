@@ -1,10 +1,9 @@
-"""The grouped matrix product for CPUs: one expert after another, its rows in blocks, and a backward pass of its own.
+"""The grouped matrix product for CPUs: one expert after another, its rows in blocks, with its own backward pass.
 
-XLA:CPU lowers `ragged_dot` to every row times every expert, masked: 64 times the work with 64 experts. Here a loop runs
-over the experts that have rows. Each step takes a copy of one weight and multiplies it with as many whole blocks of 256
-rows as there are, then of 32, then of 8, of which only the last reaches into the next group and is masked. So few rows
-(decoding) read the weights of the chosen experts only, once each, and at most seven rows an expert are computed in vain.
-Trip counts depend on the routing; shapes do not.
+XLA:CPU lowers `ragged_dot` to every row times every expert, masked: 64 times the work with 64 experts. Here a loop runs over the
+experts that have rows. Each iteration copies one weight and multiplies it with whole blocks of 256 rows, then of 32, then of 8;
+only the last block may extend into the next group and is masked. So a few rows (decoding) read only the weights of the chosen
+experts, once each, and at most seven rows per expert are computed in vain. Trip counts depend on the routing; shapes do not.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 from argosy.ops.grouped import Implementation
 
-BLOCKS = (256, 32, 8)  # rows; a product of 8 rows by 512 x 256 runs at 2/3 of the speed of 256 rows
+# Rows; a product of 8 rows by 512 x 256 runs at 2/3 of the speed of 256 rows.
+BLOCKS = (256, 32, 8)
 
 
 @jax.custom_vjp
@@ -67,7 +67,8 @@ def _outer(x: Float[Array, "X D"], g: Float[Array, "X M"], sizes: Array) -> Floa
     def one(expert: Array, start: Array, stop: Array, out: Array) -> Array:
         def block(total: Array, low: Array, size: int, mine: Bool[Array, "rows 1"] | None) -> Array:
             of_x, of_g = _slice(x, low, size), _slice(g, low, size)
-            if mine is not None:  # both: rows that no expert owns may hold anything, and 0 * NaN is NaN
+            # Masks both: rows that no expert owns may contain anything, and 0 * NaN is NaN.
+            if mine is not None:
                 of_x, of_g = jnp.where(mine, of_x, 0), jnp.where(mine, of_g, 0)
             return total + _dot(of_x, of_g, (0, 0))
 
@@ -90,9 +91,9 @@ def _over_experts(one: Callable[[Array, Array, Array, Array], Array], sizes: Arr
 
 
 def _in_blocks(block: Callable[..., Array], rows: int, start: Array, stop: Array, carry: Array) -> Array:
-    """`block(carry, low, size, mine)` over rows start..stop: whole blocks of each size, then one block that overlaps.
+    """`block(carry, low, size, mine)` over rows start..stop: whole blocks of each size, then one overlapping block.
 
-    The last is moved back where it would pass the end of the array; `mine` says which of its rows are of this group.
+    The last block is moved back if it would pass the end of the array; `mine` marks the rows of this group.
     """
     *whole, last = [size for size in BLOCKS if size <= rows] or [rows]
     for size in whole:

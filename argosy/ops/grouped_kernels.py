@@ -1,6 +1,6 @@
-"""The grouped matrix product by library kernels: megablox (Pallas for TPUs, part of JAX) and Tokamax (a package of its own).
+"""The grouped matrix product by library kernels: megablox (Pallas for TPUs, part of JAX) and Tokamax (a separate package).
 
-Both are imported when they are first used.
+Both are imported on first use.
 """
 
 import importlib.util
@@ -10,9 +10,12 @@ from jaxtyping import Array, Float, Int
 
 from argosy.ops.grouped import Implementation, cleared, platform
 
-TILE_ROWS = 512  # the kernel wants a multiple, so rows are added
-TILE_SIDES = 1024  # of D and M at most: a tile of bfloat16 weights takes 2 MB of the TPU's fast memory, twice over
-LANES = 128  # tiles are whole registers of this width
+# The kernel needs a multiple of this, so rows are padded.
+TILE_ROWS = 512
+# The most of D and M: a tile of bfloat16 weights takes 2 MB of the TPU's fast memory, twice.
+TILE_SIDES = 1024
+# Tiles are whole registers of this width.
+LANES = 128
 
 
 def _megablox(x: Float[Array, "X D"], w: Float[Array, "E D M"], sizes: Int[Array, "E"]) -> Float[Array, "X M"]:
@@ -28,7 +31,8 @@ def _tokamax(x: Float[Array, "X D"], w: Float[Array, "E D M"], sizes: Int[Array,
     import tokamax  # pyright: ignore[reportMissingImports]
     from absl import flags
 
-    if not flags.FLAGS.is_parsed():  # else Tokamax takes the words of this program's command line for its own
+    # Otherwise Tokamax would parse the words of this program's command line.
+    if not flags.FLAGS.is_parsed():
         flags.FLAGS(["tokamax"])
     return tokamax.ragged_dot(x, w, sizes)
 
@@ -37,7 +41,7 @@ def _megablox_refuses(x: Array, w: Array) -> str | None:
     if platform() != "tpu":
         return f"a kernel for TPUs; this program is for {platform()}"
     if w.shape[1] % LANES or w.shape[2] % LANES:
-        return f"a weight of {w.shape[1]} x {w.shape[2]}; both must be multiples of {LANES}"
+        return f"a weight of {w.shape[1]} x {w.shape[2]}, but both sizes must be multiples of {LANES}"
     return None
 
 

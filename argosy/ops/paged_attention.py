@@ -1,6 +1,6 @@
-"""Attention over pages: each row's keys and values lie scattered over a pool (Kwon et al. 2023, arXiv:2309.06180).
+"""Attention over pages: each row's keys and values are scattered over a pool (Kwon et al. 2023, arXiv:2309.06180).
 
-`reference` gathers the pages and attends; it is the specification. Kernels that read pages in place register beside it.
+`reference` gathers the pages and then attends; it is the specification. Kernels that read pages in place register beside it.
 """
 
 from typing import Any
@@ -29,12 +29,12 @@ def paged_attention(
 
     Args:
         pools: of keys and of values.
-        table: the pages of each row, in order. A page out of range, -1 included, is nobody's: its tokens are not seen.
-        lengths: tokens of each row that lie in its pages, these queries' own included. What lies beyond may hold anything.
-        lse: also the log-sum-exp of each query, [B T N] float32.
+        table: the pages of each row, in order. A page out of range, including -1, belongs to no row: its tokens are not seen.
+        lengths: the number of tokens of each row in its pages, including these queries' own. What follows may be anything.
+        lse: also returns the log-sum-exp of each query, [B T N] float32.
 
     Raises:
-        Unsupported: the implementation asked for by name cannot do this.
+        Unsupported: the named implementation cannot do this.
     """
     name = asked_for("paged_attention")
     for candidate in [name] if name else PREFERENCE.get(platform(), ()):
@@ -57,15 +57,15 @@ def reference(
     *,
     lse: bool = False,
 ) -> Any:
-    """The pages of each row gathered, then plain attention."""
+    """Gathers the pages of each row, then computes plain attention."""
     keys, values = (gathered(pool, table, lengths).astype(q.dtype) for pool in pools)
     k_at = token_positions(table, lengths, *pools[0].shape[:2])
     return attention(q, keys, values, See(at, k_at), score, lse=lse)
 
 
 def gathered(pool: Float[Array, "pages page *rest"], table: Int[Array, "B P"], lengths: Int[Array, "B"]) -> Array:
-    """The tokens of each row in order, [B P*page *rest]. What is nobody's is zero: a recycled page may hold NaN, and zero
-    times NaN is NaN."""
+    """The tokens of each row in order, [B P*page *rest]. Other entries are zero: a recycled page may contain NaN, and zero times
+    NaN is NaN."""
     pages, page = pool.shape[:2]
     tokens = pool[jnp.clip(table, 0, pages - 1)].reshape(len(table), -1, *pool.shape[2:])
     owned = token_positions(table, lengths, pages, page) < NOWHERE
@@ -73,7 +73,7 @@ def gathered(pool: Float[Array, "pages page *rest"], table: Int[Array, "B P"], l
 
 
 def token_positions(table: Int[Array, "B P"], lengths: Int[Array, "B"], pages: int, page: int) -> Int[Array, "B S"]:
-    """The position of each token that the pages of a row hold; `NOWHERE` for what is not the row's."""
+    """The position of each token in the pages of a row; `NOWHERE` for entries that are not the row's."""
     at = jnp.arange(table.shape[1] * page, dtype=jnp.int32)
     valid = jnp.repeat((table >= 0) & (table < pages), page, axis=1, total_repeat_length=len(at))
     return jnp.where(valid & (at < lengths[:, None]), at, NOWHERE)

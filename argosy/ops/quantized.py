@@ -1,11 +1,11 @@
-"""A quantized array as data: values in few bits, and what turns them back into numbers.
+"""A quantized array: values in few bits, and the numbers that turn them back into floats.
 
     w = (values - zero) * scale
 
-`scale` and `zero` have as many axes as the values. Along each they have the full size (a scale of its own for every index), 1
-(shared) or a divisor of it (a scale for each block). So one type covers scales per output channel, per input channel, per word of
-an embedding and per block, in any number format. `x_scale` says how activations are rounded before the product (W8A8). How such
-an array meets data is `models.parts.einsum.contract`.
+`scale` and `zero` have as many axes as the values. Along each axis they have the full size (one scale per index), 1 (shared) or a
+divisor of the size (one scale per block). So this one type covers scales per output channel, per input channel, per row of an
+embedding and per block, in any number format. `x_scale` says how activations are rounded before the product (W8A8).
+`models.parts.einsum.contract` multiplies such an array with data.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """values: integers or small floats. scale, zero: float32, as above. x_scale: what activations are divided by before they are
-    rounded to int8, one number, calibrated."""
+    """values: integers or small floats. scale, zero: float32, as described above. x_scale: the calibrated number by which
+    activations are divided before they are rounded to int8."""
 
     values: Array
     scale: Array
@@ -32,7 +32,7 @@ class Quantized:
         return tuple(self.values.shape)
 
     def dequantized(self, dtype: Any = jnp.float32) -> Array:
-        """The numbers, computed in float32."""
+        """The floats, computed in float32."""
         w = self.values.astype(jnp.float32)
         if self.zero is not None:
             w = w - spread(self.zero, w.shape)
@@ -50,7 +50,7 @@ class Quantized:
 
 
 def spread(a: Array, shape: tuple[int, ...]) -> Array:
-    """Scales of blocks repeated to the shape of the values; axes of size 1 are left to broadcast."""
+    """Scales of blocks repeated to the shape of the values; axes of size 1 are left to broadcasting."""
     for axis, size in enumerate(shape):
         if a.shape[axis] not in (1, size):
             a = jnp.repeat(a, size // a.shape[axis], axis)
@@ -58,7 +58,7 @@ def spread(a: Array, shape: tuple[int, ...]) -> Array:
 
 
 def round_int8(x: Float[Array, "... K"], scale: Array | None = None) -> tuple[Int[Array, "... K"], Array]:
-    """x as int8, and its scale: the one given, else one for each row, from the largest magnitude."""
+    """x as int8, and its scale: the given one, otherwise one per row, from the row's largest magnitude."""
     y = x.astype(jnp.float32)
     if scale is None:
         top = jnp.max(jnp.abs(y), -1, keepdims=True)

@@ -1,9 +1,9 @@
-"""The devices as a named grid.
+"""The devices as a grid with named axes.
 
 data      each part has all weights and its own rows of the batch
-fsdp      each part has its own rows, and its share of weights, gradients and optimizer; weights are gathered layer by layer as
-          they are used (arXiv:1910.02054)
-tensor    each part has its share of the heads, of the feed-forward features and of the vocabulary (arXiv:1909.08053)
+fsdp      each part has its own rows, and its share of weights, gradients and optimizer state; weights are gathered layer by
+          layer as they are used (arXiv:1910.02054)
+tensor    each part has its share of the heads, the feed-forward features and the vocabulary (arXiv:1909.08053)
 context, expert, stage    always 1: sequences, experts and layers are not split over devices yet
 """
 
@@ -19,12 +19,13 @@ from argosy.core.settings import Settings
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-ORDER = ("stage", "data", "fsdp", "context", "expert", "tensor")  # neighbors on the grid talk most along the last axes
+# The last axes communicate most, so they get neighboring devices.
+ORDER = ("stage", "data", "fsdp", "context", "expert", "tensor")
 NOT_BUILT = {"context": "sequences", "expert": "experts", "stage": "layers"}
 
 
 class MeshSettings(Settings):
-    """How many devices along each axis; at most one axis may be -1: all devices that are left."""
+    """The number of devices along each axis; at most one axis may be -1, which takes all remaining devices."""
 
     data: Annotated[
         int,
@@ -35,7 +36,7 @@ class MeshSettings(Settings):
             "parallelism.data_parallel_replicate_degree",
         ),
     ] = Field(1, ge=-1)
-    """Copies of the weights, each with its own rows of the batch."""
+    """Number of copies of the weights, each with its own rows of the batch."""
     fsdp: Annotated[
         int,
         Also(
@@ -46,8 +47,8 @@ class MeshSettings(Settings):
             "ici_fsdp_parallelism",
         ),
     ] = Field(-1, ge=-1)
-    """Shares that weights, gradients and optimizer of each copy are split into, each with its own rows of the batch. The default:
-    all devices, since it saves most memory and communicates well up to a few hundred devices."""
+    """Number of shares of weights, gradients and optimizer state, each with its own rows of the batch. Default: all devices,
+    because this saves the most memory and communicates well up to a few hundred devices."""
     tensor: Annotated[
         int,
         Also(
@@ -59,25 +60,26 @@ class MeshSettings(Settings):
             "ici_tensor_parallelism",
         ),
     ] = Field(1, ge=-1)
-    """Shares that heads, feed-forward features and vocabulary are split into. Raise it where the rows of a batch are fewer than
-    the devices; it communicates at every layer, so keep it within one machine."""
+    """Number of shares of the heads, the feed-forward features and the vocabulary. Raise it if the batch has fewer rows than
+    there are devices. It communicates in every layer, so keep it within one machine."""
     context: Annotated[
         int, Also("context_parallel_degree", "ici_context_parallelism", "cp", "sequence_parallel_size")
     ] = Field(1, ge=-1)
-    """Shares of a sequence. Only 1 is built."""
+    """Number of shares of a sequence. Only 1 is built."""
     expert: Annotated[int, Also("expert_parallel_degree", "ici_expert_parallelism", "ep")] = Field(1, ge=-1)
-    """Shares of the experts. Only 1 is built."""
+    """Number of shares of the experts. Only 1 is built."""
     stage: Annotated[int, Also("pipeline_parallel_degree", "ici_pipeline_parallelism", "pp")] = Field(1, ge=-1)
-    """Shares of the layers. Only 1 is built."""
+    """Number of shares of the layers. Only 1 is built."""
 
     def build(self, devices: Any = None) -> "Mesh":
-        """The mesh over these devices, or all there are.
+        """The mesh over these devices, or over all devices of the process.
 
         Raises:
             BadInput: the sizes do not multiply to the number of devices.
             Unsupported: an axis that is not built is not 1.
         """
-        import jax  # not before: settings are read without it
+        # Imported here, because settings are read without jax.
+        import jax
         import numpy as np
         from jax.sharding import AxisType, Mesh
 

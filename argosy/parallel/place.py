@@ -1,4 +1,4 @@
-"""Putting arrays where the rules say: weights, what the optimizer keeps for each of them, batches."""
+"""Places arrays on devices as the rules say: weights, their optimizer state, batches."""
 
 import math
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ from argosy.parallel.rules import DEFAULT, Rules
 
 
 def like_weights(tree: Any, weights: Mapping[str, NamedSharding], shapes: Mapping[str, Any], mesh: Mesh) -> Any:
-    """A sharding for every leaf of `tree`: that of the weight under whose address and shape it stands, else replicated.
+    """A sharding for every leaf of `tree`: that of the weight with the same address and shape, otherwise replicated.
 
-    Optimizer states mirror the weights under names of their own (mu, nu); this follows the address alone.
+    Optimizer states mirror the weights under names of their own (mu, nu); only the address is compared.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
 
@@ -29,7 +29,7 @@ def like_weights(tree: Any, weights: Mapping[str, NamedSharding], shapes: Mappin
 
 
 def batch_sharding(mesh: Mesh, rules: Rules = DEFAULT) -> NamedSharding:
-    """The rows of a batch, over the mesh axes that split rows. The caller makes sure that their number divides."""
+    """The sharding of a batch's rows over the mesh axes that split rows. The caller makes sure that their number is divisible."""
     return NamedSharding(mesh, PartitionSpec(row_axes(mesh, rules)))
 
 
@@ -44,6 +44,6 @@ def row_shares(mesh: Mesh, rules: Rules = DEFAULT) -> int:
 
 
 def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process's rows, as its part of the global arrays."""
+    """Puts this process's rows into global arrays."""
     sharding = batch_sharding(mesh)
     return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}

@@ -1,8 +1,9 @@
-"""From logical axes to mesh axes, as data.
+"""Rules that map logical axes to mesh axes, as data.
 
-A weight takes its rules in order: one applies where the weight has that logical axis, the mesh axis is not used for it yet, and
-its size divides. So a short table shards every family, and another sharding is another table. An activation takes, axis by axis,
-the mesh axes of its logical axis, as many of them from the left as divide it. Axes that a mesh lacks are ignored in both.
+The rules for weights are tried in order: a rule applies if the weight has its logical axis, its mesh axis is not used for this
+weight yet, and the size is divisible. So a short table shards every family, and another sharding is another table. An activation
+is split, axis by axis, over the mesh axes of the logical axis: as many of them from the left as divide its size. Mesh axes that
+do not exist are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from argosy.core.dims import LEGEND
 
 @dataclass(frozen=True)
 class Rules:
-    """weights: (logical axis, mesh axis), most wanted first. activations: the mesh axes of each logical axis."""
+    """weights: (logical axis, mesh axis), tried in order. activations: the mesh axes of each logical axis."""
 
     weights: tuple[tuple[str, str], ...]
     activations: Mapping[str, tuple[str, ...]]
@@ -48,8 +49,9 @@ class Rules:
         return PartitionSpec(*out)
 
 
-# Rows over `data` and `fsdp`; weights, gradients and optimizer split over `fsdp` and gathered where they are used (FSDP, ZeRO-3,
-# arXiv:1910.02054); heads, features and words over `tensor` (Megatron, arXiv:1909.08053).
+# Rows are split over `data` and `fsdp`. Weights, gradients and optimizer state are split over `fsdp` and gathered where
+# they are used (FSDP, ZeRO-3, arXiv:1910.02054). Heads, features and vocabulary are split over `tensor` (Megatron,
+# arXiv:1909.08053).
 DEFAULT = Rules(
     weights=(
         ("heads", "tensor"),
@@ -78,6 +80,6 @@ DEFAULT = Rules(
 def shardings(
     axes: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]], rules: Rules, mesh: Mesh
 ) -> dict[str, NamedSharding]:
-    """Of every weight, by address."""
+    """The sharding of every weight, by address."""
     sizes = dict(mesh.shape)
     return {a: NamedSharding(mesh, rules.weight(names, shapes[a], sizes)) for a, names in axes.items()}

@@ -1,8 +1,8 @@
-"""The mesh in scope: what a program is compiled for, and how it lays out activations.
+"""The mesh in scope: which platform a program is compiled for, and how it lays out activations.
 
     with scope(mesh):                       a step is traced and run under its mesh
-        x = constrain(x, "B T D")           all that models ever say of it, in the letters of the legend
-        platform()                          "cpu", "gpu" or "tpu": of the mesh's devices, which need not be here
+        x = constrain(x, "B T D")           all that models say about sharding, in the letters of the legend
+        platform()                          "cpu", "gpu" or "tpu": of the mesh's devices, which may be absent
 
 Without a mesh, or on one device, `constrain` does nothing. Rules are read when a program is traced, so one jitted function must
 not be traced under two tables of rules on the same mesh.
@@ -24,7 +24,7 @@ _rules: ContextVar[Rules] = ContextVar("rules", default=DEFAULT)
 
 @contextmanager
 def scope(mesh: Mesh, rules: Rules = DEFAULT) -> Iterator[Mesh]:
-    """Programs traced inside are for this mesh, under these rules."""
+    """Programs traced inside are compiled for this mesh, under these rules."""
     token = _rules.set(rules)
     try:
         with jax.set_mesh(mesh):
@@ -58,23 +58,23 @@ def weight_spec(axes: tuple[str, ...], shape: tuple[int, ...], only: frozenset[s
 
 
 def constrain(x: Array, letters: str) -> Array:
-    """x, laid out over the mesh in scope as the rules say of an array with these letters, such as "B T D".
+    """Lays out x over the mesh in scope as the rules say for an array with these letters, such as "B T D".
 
-    Left to itself, XLA may contract over a width that the weights are split over, and sum activations of the whole batch over
-    the devices (docs/log.md).
+    Without this, XLA may contract over a width that the weights are split over, and sum activations of the whole batch over the
+    devices (docs/log.md).
     """
     spec = activation_spec(letters, x.shape)
     if all(axes is None for axes in spec):
         return x
-    # An axis that rules would split and that does not divide (the one row of a sample) is XLA's to lay out; others are whole.
+    # Axes that do not divide (the one row of a sample) are left to XLA; axes that no rule splits stay unsplit.
     free = [LEGEND.get(letter, letter) in _rules.get().activations for letter in letters.split()]
     entries = [PartitionSpec.UNCONSTRAINED if f and axes is None else axes for axes, f in zip(spec, free)]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
 
 
 def gathered(w: Array, axes: tuple[str, ...], rows: Array) -> Array:
-    """A weight, gathered over the mesh axes that split these rows, as FSDP does before use. XLA does so by itself before a
-    matrix product; before a lookup it would replicate what is looked up."""
+    """A weight gathered over the mesh axes that split these rows, as FSDP does before use. XLA does so by itself before a matrix
+    product; before a lookup it would replicate the result of the lookup."""
     mine = axes_in(activation_spec("B T", rows.shape)) if rows.ndim == 2 else frozenset()
     if not mine:
         return w
@@ -82,8 +82,8 @@ def gathered(w: Array, axes: tuple[str, ...], rows: Array) -> Array:
 
 
 def platform() -> str:
-    """What the program being traced is compiled for: the devices of the mesh in scope, else jax's default device, else its
-    default backend. Devices of a described topology count as devices."""
+    """The platform the program being traced is compiled for: that of the devices of the mesh in scope, else of jax's default
+    device, else its default backend. Devices of a described topology count."""
     mesh = jax.sharding.get_abstract_mesh()
     described = None if mesh.empty else getattr(mesh, "abstract_device", None)
     if described is not None and described.platform:

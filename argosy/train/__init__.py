@@ -1,1 +1,1 @@
-"""Batches to better weights: objectives, optimizers, the step, the loop."""
+"""From batches to better weights: objectives, optimizers, the step, the loop."""

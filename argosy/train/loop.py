@@ -1,7 +1,8 @@
-"""The one loop: pre-training, fine-tuning, preference, RL, distillation, diffusion differ in the update and the batches.
+"""The training loop of every kind of training: pre-training, fine-tuning, preference, RL, distillation and diffusion only differ
+in the update and the batches.
 
-It owns the clock and calls hooks. Numbers of a step are read after the next one has been dispatched, so reading them costs
-nothing and throughput is true. Hooks run between steps, when all numbers before them are read.
+It measures time and calls hooks. The numbers of a step are read after the next step was dispatched, so reading them costs nothing
+and throughput is correct. Hooks run between steps, once all earlier numbers are read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +24,17 @@ Update = Callable[[TrainState, Any], tuple[TrainState, Mapping[str, Any]]]
 class Now:
     """The run between two steps, as hooks see it."""
 
-    step: int  # updates made
+    # Updates made so far.
+    step: int
     state: TrainState
     batches: Batches
-    last: bool  # no step follows: done, or asked to stop
+    # No step follows: the run is done, or was asked to stop.
+    last: bool
 
 
 @runtime_checkable
 class Hook(Protocol):
-    """Something done every so many steps. `name` is the cause its time is booked under."""
+    """Something done every few steps. Its time is counted under `name`."""
 
     name: str
 
@@ -41,35 +44,35 @@ class Hook(Protocol):
 
 
 @runtime_checkable
-class Told(Protocol):
-    """Takes the numbers of a step: a log, a progress line."""
+class StepLog(Protocol):
+    """Receives the numbers of a step: a log, a progress line."""
 
     def __call__(self, step: int, numbers: dict[str, float]) -> None: ...
 
 
 class Diverged(ArgosyError):
-    """The loss is no longer a number."""
+    """The loss is no longer finite."""
 
 
 @dataclass
 class Meter:
-    """Turns a step's metrics into the numbers that are told: read, checked, with rates since the last telling."""
+    """Turns a step's metrics into the logged numbers: reads and checks them, and adds rates since the last logged step."""
 
     clock: Clock
     tokens_per_step: int
-    tell: Told
+    tell: StepLog
     every: int = 1
     _since: dict[str, float] = field(default_factory=dict)
-    _told_step: int | None = None
+    _logged_step: int | None = None
 
     def begin(self, step: int) -> None:
-        self._told_step, self._since = step, dict(self.clock.seconds)
+        self._logged_step, self._since = step, dict(self.clock.seconds)
 
     def read(self, step: int, metrics: Mapping[str, Any], *, last: bool = False, certain: bool = False) -> None:
-        """Waits for the metrics of `step` where it is one to tell; `certain`: also where it is not, to be sure of it.
+        """Waits for the metrics of `step` if it is one to log; with `certain`, also if it is not, to check it.
 
         Raises:
-            Diverged: the loss, or the gradient that the weights moved by, is not finite.
+            Diverged: the loss or the norm of the gradient is not finite.
         """
         telling = last or step % self.every == 0
         if not (telling or certain):
@@ -86,7 +89,7 @@ class Meter:
         if not telling:
             return
         spent = {k: v - self._since.get(k, 0.0) for k, v in self.clock.seconds.items()}
-        steps = step - (self._told_step or 0)
+        steps = step - (self._logged_step or 0)
         seconds = spent.get("step", 0.0) + spent.get("data", 0.0)
         numbers["tokens"] = step * self.tokens_per_step
         numbers["tokens_per_s"] = steps * self.tokens_per_step / max(seconds, 1e-9)
@@ -106,13 +109,13 @@ def fit(
     meter: Meter,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> TrainState:
-    """Updates until the state has made `until` of them, the data ends, or an interruption; hooks see the last state.
+    """Updates until the state has made `until` updates, the data ends, or an interruption; hooks see the last state.
 
     Args:
-        batches: where the next batch depends on the model (rollouts), `advance` reads the state before each batch.
+        batches: if batches depend on the model (rollouts), `advance` reads the state before each batch.
         update: a compiled step; the state is donated to it.
-        place: a host batch onto the devices.
-        interrupted: asked once a step.
+        place: puts a host batch onto the devices.
+        interrupted: called once a step; whether to stop.
     """
     clock, step = meter.clock, int(state.step)
     meter.begin(step)
@@ -136,7 +139,8 @@ def fit(
             last = step == until or interrupted()
         due = [hook for hook in hooks if hook.due(step, last)]
         if (due or last) and unread is not None:
-            meter.read(*unread, last=last, certain=True)  # nothing is saved that is not a number
+            # Nothing is saved after a number that is not finite.
+            meter.read(*unread, last=last, certain=True)
             unread = None
         for hook in due:
             with clock(hook.name):

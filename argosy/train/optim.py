@@ -1,8 +1,8 @@
 """Optimizers: settings that build an Optax transformation over flat `{address: array}` weights.
 
-What each weight is comes from its meaning (`models.parts.weight`), not from its shape: decay leaves norms and biases alone,
-and Muon sees the true matrix of each layer and expert. Its shape does not tell: a stacked norm [L D] looks like a matrix,
-and a projection [D N H] like three axes of something.
+What a weight is follows from its meaning (`models.parts.weight`), not from its shape: weight decay skips norms and biases, and
+Muon sees the true matrix of each layer and expert. Shapes would mislead: a stacked norm [L D] looks like a matrix, and a
+projection [D N H] like a tensor with three axes.
 """
 
 import math
@@ -16,22 +16,24 @@ from argosy.core.registry import Registry
 from argosy.core.settings import Also, Settings
 from argosy.train.schedule import Factor
 
-# jax and optax are imported by what is built, not here: a mistake in the settings is answered without them.
-Transformation = Any  # optax.GradientTransformation
-Meanings = Mapping[str, tuple[Any, int]]  # {address: (`models.parts.weight.Meaning`, how many axes it is stored with)}
+# jax and optax are imported when something is built, so that mistakes in the settings are reported without them.
+# optax.GradientTransformation
+Transformation = Any
+# {address: (`models.parts.weight.Meaning`, number of stored axes)}
+Meanings = Mapping[str, tuple[Any, int]]
 
 
 class Optimizer(Settings):
-    """What every optimizer has."""
+    """The settings of every optimizer."""
 
     learning_rate: Annotated[
         float, Also("lr", "max_lr", "peak_lr", "optimizer.lr", "base_lr", "peak_learning_rate")
     ] = Field(3e-4, gt=0)
-    """At its peak; the schedule multiplies it."""
+    """Peak learning rate; the schedule multiplies it."""
     weight_decay: Annotated[float, Also("wd", "adam_weight_decay")] = Field(0.1, ge=0)
-    """Decoupled, times the learning rate (arXiv:1711.05101)."""
+    """Decoupled weight decay, multiplied by the learning rate (arXiv:1711.05101)."""
     decay: Literal["matrices", "all"] = "matrices"
-    """What decays: matrices and the embedding but no norm and no bias; or everything."""
+    """The weights that decay. matrices: matrices and embeddings, but no norms and biases; all: every weight."""
     clip: Annotated[
         float | None,
         Also(
@@ -46,10 +48,10 @@ class Optimizer(Settings):
             "clip_grad_norm",
         ),
     ] = Field(1.0, gt=0)
-    """The gradient's global norm at most; not clipped where none."""
+    """Largest global norm of the gradient; larger gradients are scaled down to it. None: no clipping."""
 
     def build(self, factor: Factor, meanings: Meanings) -> Transformation:
-        """The transformation, learning rate and clipping included."""
+        """The Optax transformation, including learning rate and clipping."""
         import optax
 
         if not meanings:
@@ -65,7 +67,8 @@ class Optimizer(Settings):
 
 
 def _lenient(transform: Transformation) -> Transformation:
-    """Optax raises floats to integer powers; this project's own code runs under strict promotion."""
+    """Runs a transformation with lenient type promotion: Optax raises floats to integer powers, and Argosy runs under strict
+    promotion."""
     import jax
     import optax
 
@@ -81,14 +84,14 @@ def _lenient(transform: Transformation) -> Transformation:
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled decay. Loshchilov and Hutter 2017 (arXiv:1711.05101)."""
+    """Adam with decoupled weight decay. Loshchilov and Hutter 2017 (arXiv:1711.05101)."""
 
     b1: Annotated[float, Also("beta1", "adam_beta1", "adam_b1", "betas")] = Field(0.9, ge=0, lt=1)
-    """Decay of the mean of gradients."""
+    """Decay rate of the mean of gradients."""
     b2: Annotated[float, Also("beta2", "adam_beta2", "adam_b2")] = Field(0.95, ge=0, lt=1)
-    """Decay of the mean of their squares."""
+    """Decay rate of the mean of squared gradients."""
     eps: Annotated[float, Also("adam_epsilon", "adam_eps", "epsilon")] = Field(1e-8, gt=0)
-    """Added to the root of the latter."""
+    """Added to the square root of the latter, to avoid division by zero."""
 
     def rule(self, rate: Factor, meanings: Meanings) -> Transformation:
         import optax
@@ -97,12 +100,13 @@ class AdamW(Optimizer):
 
 
 class Lion(Optimizer):
-    """The sign of a mix of gradient and momentum. Chen et al. 2023 (arXiv:2302.06675). A tenth of Adam's rate, ten times its decay."""
+    """The sign of a mix of gradient and momentum. Chen et al. 2023 (arXiv:2302.06675). It needs about a tenth of Adam's learning
+    rate and ten times its weight decay."""
 
     b1: float = Field(0.9, ge=0, lt=1)
     """Share of the momentum in the update."""
     b2: float = Field(0.99, ge=0, lt=1)
-    """Decay of the momentum."""
+    """Decay rate of the momentum."""
 
     def rule(self, rate: Factor, meanings: Meanings) -> Transformation:
         import optax
@@ -111,12 +115,12 @@ class Lion(Optimizer):
 
 
 class SGD(Optimizer):
-    """Gradient descent, with momentum where told."""
+    """Stochastic gradient descent, with momentum if set."""
 
     momentum: float = Field(0.0, ge=0, lt=1)
-    """Decay of the sum of gradients."""
+    """Decay rate of the sum of gradients; 0 turns momentum off."""
     nesterov: bool = False
-    """Look ahead along the momentum."""
+    """Uses Nesterov momentum."""
 
     def rule(self, rate: Factor, meanings: Meanings) -> Transformation:
         import optax
@@ -127,19 +131,19 @@ class SGD(Optimizer):
 
 
 class Muon(Optimizer):
-    """Momentum made orthogonal, for matrices; AdamW for words, norms and biases. Jordan et al. 2024
+    """Orthogonalized momentum for matrices, and AdamW for embeddings, norms and biases. Jordan et al. 2024
     (kellerjordan.github.io/posts/muon), Liu et al. 2025 (arXiv:2502.16982)."""
 
     learning_rate: Annotated[float, Also("lr", "max_lr", "matrix_lr", "muon_lr")] = Field(0.02, gt=0)
-    """Of the matrices, at its peak."""
+    """Peak learning rate of the matrices."""
     adam_learning_rate: Annotated[float, Also("embedding_lr", "adam_lr", "scalar_lr")] = Field(3e-3, gt=0)
-    """Of everything else, at its peak."""
+    """Peak learning rate of everything else."""
     momentum: Annotated[float, Also("muon_momentum", "muon_beta")] = Field(0.95, ge=0, lt=1)
-    """Decay of the mean of gradients."""
+    """Decay rate of the mean of gradients."""
     ns_steps: Annotated[int, Also("newton_schulz_steps")] = Field(5, gt=0)
-    """Newton-Schulz iterations."""
+    """Number of Newton-Schulz iterations."""
     consistent_rms: float | None = Field(None, gt=0)
-    """Scale each update to this root mean square, so that Adam's learning rates fit (0.2; arXiv:2502.16982); else by
+    """Scales each update to this root mean square, so that Adam's learning rates fit (0.2; arXiv:2502.16982). None: scales it by
     sqrt(max(1, outputs / inputs))."""
 
     def rule(self, rate: Factor, meanings: Meanings) -> Transformation:
@@ -147,7 +151,7 @@ class Muon(Optimizer):
 
         dimensions = {a: d for a, (m, stored) in meanings.items() if (d := muon_dimensions(m, stored)) is not None}
         if not dimensions:
-            raise BadInput("optimizer muon: no weight that is trained is a matrix", hint="use optimizer=adamw")
+            raise BadInput("optimizer muon: none of the trained weights is a matrix", hint="use optimizer=adamw")
         rest = {a: m for a, m in meanings.items() if a not in dimensions}
         ratio = self.adam_learning_rate / self.learning_rate
         matrices = optax.chain(
@@ -165,7 +169,7 @@ class Muon(Optimizer):
         return _apart({"matrices": matrices, "rest": words}, labels)
 
     def _sized(self, updates: Any, dimensions: Mapping[str, Any]) -> dict[str, Any]:
-        """Orthogonal updates, multiplied so that one learning rate fits matrices of any shape."""
+        """Orthogonal updates, scaled so that one learning rate fits matrices of any shape."""
 
         def size(shape: tuple[int, ...], axes: Any) -> float:
             inputs, outputs = (math.prod(shape[i] for i in side) for side in axes)
@@ -177,7 +181,7 @@ class Muon(Optimizer):
 
 
 def _apart(rules: Mapping[str, Transformation], labels: Mapping[str, str]) -> Transformation:
-    """Each rule on the weights of its label, as if there were no others. State: {label: the rule's own}."""
+    """Applies each rule to the weights with its label, as if there were no others. State: {label: the rule's state}."""
     import optax
 
     def part(leaves: Any, label: str) -> Any:
@@ -199,7 +203,8 @@ def _apart(rules: Mapping[str, Transformation], labels: Mapping[str, str]) -> Tr
 
 
 def muon_dimensions(meaning: Any, stored: int) -> Any:
-    """Summed letters by kept letters; layers and experts are matrices of their own. None: not for Muon."""
+    """The axes of a weight as a matrix, summed letters by kept letters, separate for each layer and expert. None: not for
+    Muon."""
     import optax
 
     if not meaning.is_matrix:

@@ -1,4 +1,4 @@
-"""How the learning rate moves: a factor on its peak, by step. Warm-up is linear from 0 in each."""
+"""Learning rate schedules: a factor on the peak learning rate by step. All begin with a linear warm-up from 0."""
 
 import math
 from collections.abc import Callable
@@ -9,11 +9,12 @@ from pydantic import Field
 from argosy.core.registry import Registry
 from argosy.core.settings import Also, Settings
 
-Factor = Callable[[Any], Any]  # step (counted from 0) -> share of the peak learning rate
+# Step (counted from 0) -> share of the peak learning rate.
+Factor = Callable[[Any], Any]
 
 
 class Schedule(Settings):
-    """What every schedule has."""
+    """The settings of every schedule."""
 
     warmup: Annotated[
         float,
@@ -33,7 +34,7 @@ class Schedule(Settings):
         raise NotImplementedError
 
     def warmed(self, steps: int, after: Factor) -> Factor:
-        """`after`, given progress over the steps left: 0 at the first, 1 at the last; behind the warm-up."""
+        """Warm-up followed by `after`, a function of the progress over the remaining steps: 0 at the first, 1 at the last."""
         import jax.numpy as jnp
 
         warm = count(self.warmup, steps)
@@ -47,12 +48,12 @@ class Schedule(Settings):
 
 
 def count(value: float, steps: int) -> int:
-    """Steps, or below 1 a share of them."""
+    """A number of steps, given directly or, below 1, as a share of all steps."""
     return round(value * steps) if value < 1 else round(value)
 
 
 class Constant(Schedule):
-    """The peak, after warm-up."""
+    """Stays at the peak after warm-up."""
 
     def build(self, steps: int) -> Factor:
         import jax.numpy as jnp
@@ -61,19 +62,19 @@ class Constant(Schedule):
 
 
 class Linear(Schedule):
-    """Down a straight line."""
+    """Decays linearly."""
 
     final: Annotated[float, Also("min_lr", "final_lr_frac", "min_lr_ratio", "min_lr_factor", "end_lr")] = Field(
         0.0, ge=0, le=1
     )
-    """Share of the peak at the last step."""
+    """Learning rate at the last step, as a share of the peak."""
 
     def build(self, steps: int) -> Factor:
         return self.warmed(steps, lambda p: 1 - (1 - self.final) * p)
 
 
 class Cosine(Schedule):
-    """Down half a cosine. Loshchilov and Hutter 2016 (arXiv:1608.03983), without restarts."""
+    """Decays along half a cosine. Loshchilov and Hutter 2016 (arXiv:1608.03983), without restarts."""
 
     final: Annotated[
         float,
@@ -87,7 +88,7 @@ class Cosine(Schedule):
             "end_lr",
         ),
     ] = Field(0.1, ge=0, le=1)
-    """Share of the peak at the last step."""
+    """Learning rate at the last step, as a share of the peak."""
 
     def build(self, steps: int) -> Factor:
         import jax.numpy as jnp
@@ -96,17 +97,17 @@ class Cosine(Schedule):
 
 
 class WSD(Schedule):
-    """Warm-up, stable, decay: the peak, then a straight line down at the end. Hu et al. 2024 (arXiv:2404.06395)."""
+    """Warm-up, stable, decay: stays at the peak, then decays linearly at the end. Hu et al. 2024 (arXiv:2404.06395)."""
 
     decay: Annotated[
         float,
         Also("warmdown_ratio", "cooldown", "lr_scheduler.decay_ratio", "decay_ratio", "decay_steps", "cooldown_steps"),
     ] = Field(0.2, gt=0)
-    """Steps of the descent at the end; below 1, a share of all steps."""
+    """Steps of the decay at the end; below 1, a share of all steps."""
     final: Annotated[float, Also("min_lr", "final_lr_frac", "min_lr_ratio", "min_lr_factor", "end_lr")] = Field(
         0.0, ge=0, le=1
     )
-    """Share of the peak at the last step."""
+    """Learning rate at the last step, as a share of the peak."""
 
     def build(self, steps: int) -> Factor:
         import jax.numpy as jnp

@@ -1,7 +1,6 @@
-"""The settings of objectives, without jax: a mistake in one is answered before anything heavy is imported.
+"""The settings of objectives, without jax, so that a mistake in them is reported before anything heavy is imported.
 
-Those of optimizers and schedules stand beside what they build, in `train.optim` and `train.schedule`, which import jax when they
-build.
+The settings of optimizers and schedules are in `train.optim` and `train.schedule`, which import jax only when they build.
 """
 
 from typing import Any, ClassVar, Literal
@@ -16,20 +15,20 @@ OBJECTIVES.add("next_token", "argosy.train.settings:NextToken")
 
 
 class NextToken(Settings):
-    """Cross-entropy of the next token, normalised by the weight of all targets in the global batch."""
+    """Cross-entropy of the next token, normalized by the weight of all targets in the global batch."""
 
     z_loss: float = Field(0.0, ge=0)
-    """Weight of the squared log partition function, which keeps logits near 0 (PaLM, arXiv:2204.02311: 1e-4)."""
+    """Weight of the squared log partition function, which keeps logits near 0 (PaLM, arXiv:2204.02311, uses 1e-4)."""
     head: Literal["auto", "logits", "blocks", "chunks"] = "auto"
-    """How the loss over the vocabulary is computed. logits: all at once; blocks: a block of the vocabulary at a time, fastest on
-    CPUs; chunks: some rows at a time, recomputed in the backward pass, for memory. auto: chunks where the logits would take more
-    than 2 GiB a device, else the fastest. All agree to rounding, in bfloat16 too."""
+    """How the loss over the vocabulary is computed. logits: all at once; blocks: one block of the vocabulary at a time, fastest
+    on CPUs; chunks: some rows at a time, recomputed in the backward pass, to save memory. auto: chunks if the logits would take
+    more than 2 GiB per device, otherwise the fastest. All agree to rounding, also in bfloat16."""
     chunk: int = Field(1024, gt=0)
-    """Rows of logits that exist at once under `chunks`."""
+    """Rows of logits that exist at once with `head: chunks`."""
 
     mtp: float = Field(0.3, ge=0)
-    """Weight of predicting further ahead, where a model has modules for that: of their mean cross-entropy (arXiv:2412.19437,
-    equation 25)."""
+    """Weight of the multi-token prediction loss, for models that have such modules: their mean cross-entropy is multiplied by it
+    (arXiv:2412.19437, equation 25)."""
 
     rows_per_group: ClassVar[int] = 1
 
@@ -39,7 +38,7 @@ class NextToken(Settings):
         return FIELDS
 
     def __call__(self, models: Any, batch: Any, key: Any) -> Any:
-        """A `train.objectives.Loss`."""
+        """Computes the `train.objectives.Loss`."""
         from argosy.train.objectives.next_token import loss
 
         return loss(self, models, batch, key)

@@ -1,4 +1,4 @@
-"""Everything a step reads and writes. It is what a checkpoint holds, beside the position in the data."""
+"""Everything a step reads and writes. A checkpoint holds it, together with the position in the data."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,9 @@ from argosy.train.optim import Meanings
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """step: updates made. params: what is trained; rest: frozen weights. key: folded with the step, for its randomness."""
+    """step: updates made. params: trained weights; rest: frozen weights. key: random key, folded with the step."""
 
-    # Int and key arrays; or, in a tree of the same form, their descriptions or shardings.
+    # Integer and key arrays; or, in a tree of the same structure, their shapes or shardings.
     step: Any
     params: Leaves
     rest: Leaves
@@ -30,28 +30,28 @@ class TrainState:
 
 
 def trained(model: nnx.Module) -> tuple[Any, Leaves, Leaves]:
-    """The graph, what is trained, and the rest."""
+    """The graph of a model, its trained weights, and the rest."""
     return split(model, nnx.Param)
 
 
 def training_graph(model: nnx.Module) -> Any:
-    """The graph of the training step: as `trained`, with the capacity of experts in force."""
+    """The graph of the training step: as `trained`, with the capacity of experts in effect."""
     return trained(with_capacity(merge(*trained(model))))[0]
 
 
 def meanings_of(model: nnx.Module) -> Meanings:
-    """Of every weight that is trained: what its axes are, and how many it is stored with."""
+    """The meaning and the number of stored axes of every trained weight."""
     own = variables(model)
     return {a: (v.get_metadata()["meaning"], len(v.shape)) for a, v in own.items() if isinstance(v, nnx.Param)}
 
 
-def named(tree: Any) -> dict[str, Any]:
+def flattened(tree: Any) -> dict[str, Any]:
     """The leaves of an optimizer state (or any pytree) by dotted name, as checkpoints hold them."""
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def unnamed(like: Any, leaves: dict[str, Any]) -> Any:
-    """The tree again.
+def unflattened(like: Any, leaves: dict[str, Any]) -> Any:
+    """The tree of the form of `like` from such leaves.
 
     Raises:
         KeyError: a leaf is missing.

@@ -1,8 +1,9 @@
-"""One update as a pure function: `step(state, batch, frozen) -> state, metrics`. It owns no clock, no file and no host work.
+"""One update as a pure function: `step(state, batch, frozen) -> state, metrics`. It does no timing, file access or other host
+work.
 
-Gradients are sums over targets, divided once by the weight of the whole batch: accumulation and packing change no number but
-by rounding. In mixed precision, activations and contractions are in the compute type, weights and optimizer in float32. Frozen
-models (a reference, a teacher) are arguments: as constants they would be compiled into the program.
+Gradients are sums over targets, divided once by the weight of the whole batch, so accumulation and packing only change rounding.
+In mixed precision, activations and contractions use the compute type, weights and optimizer state float32. Frozen models (a
+reference, a teacher) are arguments: as constants they would be compiled into the program.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +21,13 @@ from argosy.train.state import TrainState
 
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
-Frozen = Mapping[str, Leaves]  # {role: weights}
+# {role: weights}
+Frozen = Mapping[str, Leaves]
 Precision = Literal["float32", "bfloat16"]
 
 
 def model_for(graph: Any, precision: Precision, *leaves: Leaves) -> Any:
-    """The model with these weights, computing in this type."""
+    """The model with these weights, computing in this precision."""
     model = merge(graph, *leaves)
     model.dtype = jnp.dtype(precision)
     return model
@@ -41,14 +43,14 @@ def make_step(
     accumulate: int = 1,
     roles: Mapping[str, Any] | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """The update `(state, batch, frozen={})`, to be jitted with its state donated.
+    """Makes the update `(state, batch, frozen={}) -> state, metrics`, to be jitted with its state donated.
 
     Metrics: `loss` and those of the objective, as means; `grad_norm` before clipping; `lr`; `targets`, the weight of the batch.
 
     Args:
         graph: of the trained model.
-        accumulate: parts that a batch is taken in, one after the other; groups of rows stay together.
-        roles: graphs of the frozen models that the objective reads, by role; `frozen` gives their weights.
+        accumulate: number of parts of a batch, computed one after the other; groups of rows are not split.
+        roles: graphs of the frozen models that the objective reads, by role; their weights are in `frozen`.
     """
     models_for = _models(graph, precision, roles or {})
 
@@ -93,8 +95,8 @@ def _models(graph: Any, precision: Precision, roles: Mapping[str, Any]) -> Calla
 
 
 def in_parts(batch: Batch, parts: int, objective: Objective) -> Batch:
-    """Each array [n ...] as [parts, n / parts ...]. A part takes every `parts`-th group of rows, so that each device has its share
-    of every part, and rows of one group stay together."""
+    """Each array [n ...] as [parts, n / parts ...]. A part takes every `parts`-th group of rows, so that each device has a share
+    of every part, and rows of a group stay together."""
     fields, together = objective.reads(), objective.rows_per_group
 
     def one(name: str, a: Array) -> Array:
@@ -107,7 +109,7 @@ def in_parts(batch: Batch, parts: int, objective: Objective) -> Batch:
 
 
 def _accumulated(gradients: Callable[..., tuple[Leaves, Loss]], parts: Batch, key: Array) -> tuple[Leaves, Loss]:
-    """The sums over the parts of a batch, one after the other."""
+    """The sums over the parts of a batch, computed one after the other."""
     count = len(next(iter(parts.values())))
     first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), parts)
     zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(gradients, first, key))
@@ -122,7 +124,7 @@ def _accumulated(gradients: Callable[..., tuple[Leaves, Loss]], parts: Batch, ke
 def make_evaluation(
     graph: Any, objective: Objective, *, precision: Precision = "float32", roles: Mapping[str, Any] | None = None
 ) -> Callable[..., Mean]:
-    """`(state, batch, frozen={})` -> the summed cross-entropy of a batch, and its weight."""
+    """Makes `(state, batch, frozen={})` -> the summed cross-entropy of a batch, and its weight."""
     models_for = _models(graph, precision, roles or {})
 
     def evaluate(state: TrainState, batch: Batch, frozen: Frozen | None = None) -> Mean:

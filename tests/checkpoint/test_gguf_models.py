@@ -165,11 +165,11 @@ def test_the_27b_gemmas_divide_scores_by_width_over_heads(name: str, layers: int
 
 
 @pytest.mark.parametrize(("factor", "original", "base"), [(8.0, 8192, 5e5), (32.0, 8192, 5e5), (16.0, 4096, 1e4)])
-def test_llama3_is_told_from_its_factors(factor: float, original: int, base: float):
+def test_llama3_is_recognized_by_its_factors(factor: float, original: int, base: float):
     said = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     divisors = np.array([factor_of(said, base ** (i / 128), original) for i in range(0, 128, 2)], np.float32)
     assert llama3(divisors, base) == Llama3(factor=factor, original=original)
-    with pytest.raises(BadInput, match="none that is known"):
+    with pytest.raises(BadInput, match="match no known scaling"):
         llama3(divisors[::-1], base)
 
 
@@ -189,7 +189,7 @@ def refused(name: str, folder: Path, more: Callable[[gguf.GGUFWriter], Any]) -> 
     return str(error.value)
 
 
-def test_every_problem_of_the_metadata_is_told_at_once(tmp_path: Path):
+def test_every_problem_of_the_metadata_is_reported_at_once(tmp_path: Path):
     def more(w: gguf.GGUFWriter) -> None:
         w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
         w.add_uint32("qwen2.rope.dimension_count", 4)

@@ -97,7 +97,7 @@ def test_an_architecture_that_is_not_built_is_named(folder: Path):
 
 
 def test_quantised_weights_are_refused(folder: Path):
-    with pytest.raises(BadInput, match="quantised by `gptq`"):
+    with pytest.raises(BadInput, match="quantized by `gptq`"):
         open_model(configured(folder, quantization_config={"quant_method": "gptq", "bits": 4}))
 
 
@@ -111,7 +111,7 @@ def test_auto_map_imports_nothing(folder: Path):
     assert sys.path == path
 
 
-def test_everything_wrong_with_the_tensors_is_said_at_once(folder: Path):
+def test_everything_wrong_with_the_tensors_is_reported_at_once(folder: Path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     tensors["model.layers.0.extra.weight"] = np.zeros(3, np.float32)
@@ -174,6 +174,6 @@ def test_a_config_that_is_none_is_damaged(folder: Path, text: str):
         open_model(folder)
 
 
-def test_a_size_that_makes_no_model_is_told(folder: Path):
+def test_a_size_that_makes_no_model_is_reported(folder: Path):
     with pytest.raises(BadInput, match="kv_heads = 5"):
         open_model(configured(folder, num_key_value_heads=5))

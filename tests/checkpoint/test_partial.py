@@ -13,7 +13,7 @@ from argosy.checkpoint.partial import JOURNAL, Partial
 from argosy.core.errors import ArgosyError, BadInput, Busy
 from argosy.core.formats.files import File, of_text
 
-FACTS = {"source": "hub 0123", "dtype": "kept"}
+IDENTITY = {"source": "hub 0123", "dtype": "kept"}
 
 
 def file_of(name: str, seed: int, slabs: int = 3) -> File:
@@ -33,9 +33,9 @@ def expected() -> dict[str, bytes]:
     return {file.name: b"".join(slab.tobytes() for slab in file.slabs(np.asarray)) for file in some()}
 
 
-def written(target: Path, files: list[File] | None = None, facts: dict | None = FACTS) -> int:
+def written(target: Path, files: list[File] | None = None, identity: dict | None = IDENTITY) -> int:
     files = some() if files is None else files
-    with Partial(target, facts) as part:
+    with Partial(target, identity) as part:
         kept = part.plan(files)
         part.write(files)
         part.commit()
@@ -45,7 +45,7 @@ def written(target: Path, files: list[File] | None = None, facts: dict | None = 
 def left_over(target: Path, **changes: object) -> Path:
     """Two of three files are whole."""
     files = some()
-    with Partial(target, FACTS | changes) as part:
+    with Partial(target, IDENTITY | changes) as part:
         part.plan(files)
         part.write(files[:2])
     return part.folder
@@ -101,7 +101,7 @@ print(killed, resumed)
 """
 
 
-def test_killed_at_any_line_the_same_call_goes_on(tmp_path):
+def test_killed_at_any_line_the_same_call_resumes(tmp_path):
     program = KILLED.format(tests=str(Path(__file__).parent), step=5)
     done = subprocess.run([sys.executable, "-c", program, tmp_path], check=True, capture_output=True, text=True)
     killed, resumed = map(int, done.stdout.split())
@@ -144,7 +144,7 @@ def test_a_torn_line_of_the_journal_ends_it(tmp_path):
 def test_a_left_over_of_something_else_is_refused_and_stays(tmp_path):
     part = left_over(tmp_path / "target", dtype="float32")
     before = contents(part)
-    with pytest.raises(BadInput, match="left over from another conversion") as told:
+    with pytest.raises(BadInput, match="is an unfinished folder of another conversion") as told:
         written(tmp_path / "target")
     assert told.value.where == "dtype was float32, is kept"
     assert contents(part) == before
@@ -180,8 +180,8 @@ def test_an_empty_folder_is_taken(tmp_path):
     assert contents(tmp_path / "target") == expected()
 
 
-def test_two_at_once_are_told(tmp_path):
-    with Partial(tmp_path / "target", FACTS) as part:
+def test_a_second_writer_is_refused(tmp_path):
+    with Partial(tmp_path / "target", IDENTITY) as part:
         part.plan(some())
         with pytest.raises(Busy, match="another process"):
             written(tmp_path / "target")
@@ -190,13 +190,13 @@ def test_two_at_once_are_told(tmp_path):
     assert contents(tmp_path / "target") == expected()
 
 
-def test_too_little_space_is_told_before_anything_is_written(tmp_path):
+def test_too_little_space_is_reported_before_anything_is_written(tmp_path):
     with pytest.raises(BadInput, match="GB free"):
         written(tmp_path / "target", [File("a", 2**60, lambda order: iter([]))])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_keeps_what_is_whole(tmp_path):
+def test_a_disk_that_fills_up_keeps_complete_files(tmp_path):
     def fails(order):
         yield np.zeros(1000, np.uint8)
         raise OSError(28, "No space left on device")
@@ -204,23 +204,23 @@ def test_a_disk_that_fills_up_keeps_what_is_whole(tmp_path):
     files = some()
     with pytest.raises(ArgosyError, match="no space left") as told:
         written(tmp_path / "target", [*files[:2], file_of("c", 3)._replace(slabs=fails)])
-    assert "goes on" in (told.value.hint or "")
+    assert "the same command continues" in (told.value.hint or "")
     assert not (tmp_path / "target").exists()
     assert {name for name in contents(tmp_path / "target.part") if name != JOURNAL} == {"a", "deep/er/b", "c"}
 
 
 def test_what_fails_in_the_writing_thread_is_raised(tmp_path):
-    with Partial(tmp_path / "target", FACTS) as part:
+    with Partial(tmp_path / "target", IDENTITY) as part:
         part.plan(some())
         (part.folder / "a").mkdir()
         with pytest.raises(ArgosyError, match="is a directory"):
             part.write(some())
     short = file_of("a", 1)._replace(bytes=2999)
-    with pytest.raises(ValueError, match="announced were 2999"):
+    with pytest.raises(ValueError, match="announced as 2999"):
         written(tmp_path / "other", [short])
 
 
-def test_without_facts_nothing_is_left_over(tmp_path):
+def test_without_an_identity_nothing_is_kept(tmp_path):
     def fails(order):
         raise RuntimeError("no")
 
@@ -231,7 +231,7 @@ def test_without_facts_nothing_is_left_over(tmp_path):
     (tmp_path / "target.part").mkdir()  # what a kill leaves
     (tmp_path / "target.part" / JOURNAL).write_text(json.dumps({"facts": None}) + "\n")
     (tmp_path / "target.part" / "old").touch()
-    written(tmp_path / "target", facts=None)
+    written(tmp_path / "target", identity=None)
     assert contents(tmp_path / "target") == expected()
 
 

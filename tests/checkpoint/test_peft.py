@@ -190,7 +190,7 @@ def test_an_alpha_by_module_holds_for_experts_too(tmp_path):
         (tmp_path / "adapter" / CONFIG).write_text(json.dumps(said | {"alpha_pattern": patterns}))
         assert read_adapter(tmp_path / "adapter", config)["layers.1.mlp.up"].gain == gain
     (tmp_path / "adapter" / CONFIG).write_text(json.dumps(said | {"alpha_pattern": {r"experts\.0\.w3": 3}}))
-    with pytest.raises(Unsupported, match="an alpha each"):
+    with pytest.raises(Unsupported, match="with different alphas"):
         read_adapter(tmp_path / "adapter", config)
 
 
@@ -234,7 +234,7 @@ def test_an_adapter_of_another_model_is_refused(broken):
     folder, config = broken
     with pytest.raises(BadInput):
         read_adapter(folder, config.model_copy(update={"width": 48}))
-    with pytest.raises(BadInput, match="on no module"):
+    with pytest.raises(BadInput, match="belong to no module"):
         read_adapter(folder, config.model_copy(update={"layers": 1}))
     with pytest.raises(BadInput, match=CONFIG):
         read_adapter(folder.parent / "base", config)
@@ -248,7 +248,7 @@ def test_a_model_without_adapters_has_none_to_save_or_merge(tmp_path):
         lm.merge()
 
 
-def test_an_adapter_is_there_whole_or_not_at_all(case, tmp_path, monkeypatch):
+def test_an_adapter_is_written_completely_or_not_at_all(case, tmp_path, monkeypatch):
     base, adapter, _ = case
     config = open_model(base).config
     adapters = read_adapter(adapter, config)

@@ -110,8 +110,8 @@ def changed(folder: Path, target: Path, tensors: dict, **config) -> Path:
     [
         (np.ones((2, 2), np.float32), BadInput, "misshapen"),
         (np.ones((2, 1), np.int32), Damaged, "stored as int32"),
-        (np.asarray([[1], [np.nan]], np.float32), Damaged, "no finite number"),
-        (np.asarray([[np.inf], [1]], np.float32), Damaged, "no finite number"),
+        (np.asarray([[1], [np.nan]], np.float32), Damaged, "is not finite"),
+        (np.asarray([[np.inf], [1]], np.float32), Damaged, "is not finite"),
     ],
 )
 def test_bad_scales_are_found(deepseek, tmp_path: Path, scales, error, complaint):

@@ -77,7 +77,7 @@ def test_where_all_are_damaged_nothing_is_touched_however_often_one_asks(copy: P
         flip(copy / step / "meta.json")
     before = sorted(str(f) for f in copy.rglob("*"))
     for _ in range(2):
-        with pytest.raises(Damaged, match="none of the 3 checkpoints") as told:
+        with pytest.raises(Damaged, match="all 3 checkpoints are damaged") as told:
             Checkpoints(copy, CheckpointSettings()).latest_good()
         assert "dir=NEW" in str(told.value)
     assert sorted(str(f) for f in copy.rglob("*")) == before
@@ -123,7 +123,7 @@ def test_damage_to_an_old_one_does_not_stop_a_new_one(tmp_path: Path):
     assert 3 in saved(tmp_path, [3]).steps()
 
 
-def test_a_kill_while_removing_leaves_nothing_that_looks_whole(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_kill_while_removing_leaves_nothing_that_looks_complete(copy: Path, monkeypatch: pytest.MonkeyPatch):
     real = shutil.rmtree
 
     def killed(path: Path, **_: object) -> None:
@@ -141,7 +141,7 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_whole(copy: Path, monke
     assert [d.name for d in copy.iterdir()] == ["10"]
 
 
-def test_a_full_disk_is_said_and_the_next_save_tries_again(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_reported_and_the_next_save_tries_again(copy: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     checkpoints = Checkpoints(copy, CheckpointSettings(keep=9), said.append)
 

@@ -48,10 +48,10 @@ def test_one_flipped_bit_of_a_step_is_found_before_it_is_read(step: Path, tmp_pa
         open_model(copy)
 
 
-def test_what_is_no_model_says_what_would_be(tmp_path: Path):
+def test_a_path_without_a_model_is_refused_with_what_one_is(tmp_path: Path):
     with pytest.raises(BadInput, match="no model at"):
         open_model(tmp_path / "nowhere")
-    with pytest.raises(BadInput, match="is no model"):
+    with pytest.raises(BadInput, match="is not a model"):
         open_model(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(BadInput, match="no checkpoint yet"):

@@ -81,7 +81,7 @@ def test_data_prefixed_words_mean_the_same(here, capsys):
     assert open_prepared("corpus").manifest["splits"]["train"]["bytes"] <= 1000
 
 
-def test_bytes_that_a_tokenizer_loses_are_told(here, capsys):
+def test_bytes_that_a_tokenizer_loses_are_reported(here, capsys):
     assert run(capsys, "tokenizer", "text.txt", "words", "vocab=258")[0] == 0
     path = Path("words/tokenizer.json")
     content = json.loads(path.read_text())

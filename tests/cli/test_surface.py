@@ -120,7 +120,7 @@ def test_every_verb_helps(verb, capsys):
         (["config", "explain", "stepz"], "unknown setting `stepz`", "`steps`"),
     ],
 )
-def test_a_mistake_is_told_in_five_lines_on_stderr(here, capsys, words, what, hint):
+def test_a_mistake_is_reported_in_five_lines_on_stderr(here, capsys, words, what, hint):
     before = sorted(here.rglob("*"))
     assert main(words) == 2
     out, err = capsys.readouterr()

@@ -102,8 +102,8 @@ def test_runs_are_listed_with_what_became_of_them(here, capsys):
     (here / "runs/killed/.lock").write_text(json.dumps(holder | {"pid": 2**22 + 1}))
     found = {Path(run["path"]).name: run for run in ask(capsys, "runs")}
     assert {name: run["state"] for name, run in found.items()} == {
-        "whole": "done", "half": "can go on", "none": "can go on", "torn": "damaged", "lost": "damaged",
-        "garbled": "damaged", "busy": "running", "killed": "can go on",
+        "whole": "done", "half": "can resume", "none": "can resume", "torn": "damaged", "lost": "damaged",
+        "garbled": "damaged", "busy": "running", "killed": "can resume",
     }  # fmt: skip
     assert found["whole"]["numbers"] == {
         "loss": 3.0,
@@ -166,7 +166,7 @@ def test_compare_tells_what_differs(here, capsys):
         "optimizer.learning_rate": [0.003, None, 0.003],
         "seed": [0, 0, 3],
     }
-    assert found["numbers"]["state"] == ["done", "can go on", "done"]
+    assert found["numbers"]["state"] == ["done", "can resume", "done"]
     assert found["numbers"]["loss"] == [3.0, 3.0, 3.0]
     assert main(["runs", "compare", "a", "b"]) == 0
     assert "optimizer.name" in capsys.readouterr().out
@@ -177,9 +177,9 @@ def test_compare_tells_what_differs(here, capsys):
     [
         (["runs"], "no folder runs"),
         (["runs", "show", "nowhere"], "no run at nowhere"),
-        (["runs", "show", "empty"], "is no run directory"),
+        (["runs", "show", "empty"], "is not a run directory"),
         (["runs", "compare", "a"], "one run is not a comparison"),
-        (["report", "empty"], "is no run directory"),
+        (["report", "empty"], "is not a run directory"),
         (["models", "show", "llama3.2-1bb"], "unknown model `llama3.2-1bb`"),
         (["models", "show", "stories260k", "context=513"], "longer than the 512 tokens"),
         (["models", "show", "stories260k", "contxt=5"], "unknown setting `contxt`"),
@@ -309,7 +309,7 @@ def test_models_are_listed(capsys):
     assert "405,853,388,800" in capsys.readouterr().out
 
 
-def test_a_recipe_that_names_a_preset_is_told(monkeypatch, tmp_path):
+def test_a_recipe_that_names_a_preset_is_reported(monkeypatch, tmp_path):
     from argosy.core.settings import yaml_layer
     from argosy.jobs import models
 
@@ -357,15 +357,15 @@ NO_FLAG = {"error": "Unknown flag in XLA_FLAGS"}
         ({"versions": {"optax": "not installed"}}, "broken", "optax", "pip install"),
         ({"jax": NO_TPU, "variables": {"JAX_PLATFORMS": "tpu"}}, "broken", "tpu", "JAX_PLATFORMS=cpu"),
         ({"jax": NO_FLAG, "variables": {"XLA_FLAGS": "--xla_no"}}, "broken", "XLA_FLAGS", "--xla_no"),
-        (GPU, "warning", "CPU only", "--gpu"),
-        (GPU | {"variables": {"CUDA_VISIBLE_DEVICES": ""}}, "warning", "CPU only", "CUDA_VISIBLE_DEVICES"),
+        (GPU, "warning", "only sees the CPU", "--gpu"),
+        (GPU | {"variables": {"CUDA_VISIBLE_DEVICES": ""}}, "warning", "only sees the CPU", "CUDA_VISIBLE_DEVICES"),
         (GPU | {"variables": {"JAX_PLATFORMS": "cpu"}}, "note", "unused", "unset"),
         ({"variables": {"JAX_DISABLE_JIT": "1"}}, "warning", "JAX_DISABLE_JIT", "unset"),
-        ({"variables": {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}}, "note", "pretended", "unset"),
-        ({"disk": {"here": {"path": "x", "free_bytes": 1 << 20}}}, "broken", "1.00 MiB", "room"),
-        ({"disk": {"cache": {"path": "x", "free_bytes": 1 << 30}}}, "warning", "1.00 GiB", "room"),
+        ({"variables": {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}}, "note", "several devices", "unset"),
+        ({"disk": {"here": {"path": "x", "free_bytes": 1 << 20}}}, "broken", "1.00 MiB", "free some space"),
+        ({"disk": {"cache": {"path": "x", "free_bytes": 1 << 30}}}, "warning", "1.00 GiB", "free some space"),
         ({"cache": well()["cache"] | {"writable": False}}, "warning", "cannot be kept", "XDG_CACHE_HOME"),
-        ({"machine": well()["machine"] | {"memory_free_bytes": 1 << 28}}, "warning", "256 MiB", "killed"),
+        ({"machine": well()["machine"] | {"memory_free_bytes": 1 << 28}}, "warning", "256 MiB", "kills"),
         ({"machine": well()["machine"] | {"load": 8.0}}, "note", "load 8", "times"),
         ({"open_files": 256}, "warning", "256 open files", "ulimit"),
         ({"clock_behind_s": 1e6}, "warning", "clock", "set the clock"),
@@ -400,7 +400,7 @@ def test_doctor_in_a_process_of_its_own(tmp_path):
     assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
-def test_a_platform_that_is_not_here_is_told(monkeypatch):
+def test_a_platform_that_is_not_here_is_reported(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "nowhere")
     told = environment.devices()
     assert "nowhere" in told["error"]

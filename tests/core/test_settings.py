@@ -18,8 +18,8 @@ from argosy.core.registry import Registry
 from argosy.core.settings import (
     Also,
     Choice,
-    Layer,
     Settings,
+    SettingsLayer,
     diff,
     dump,
     flatten,
@@ -111,7 +111,7 @@ class Run(Settings):
 
 
 def read(*layers, words=()):
-    given = [Layer(f"file{i}.yml", values) for i, values in enumerate(layers)]
+    given = [SettingsLayer(f"file{i}.yml", values) for i, values in enumerate(layers)]
     return read_settings(Run, *given, words_layer(words))
 
 
@@ -200,7 +200,7 @@ def test_settings_are_frozen_and_documented():
 # ---- layers
 
 
-def test_later_layers_win_and_are_told():
+def test_later_layers_win_and_are_reported():
     layers = {"steps": 1, "seed": 1, "data": {"batch": 2}}, {"steps": 2, "data": {"lang": "de"}}
     reading = read(*layers, words=["seed=3"])
     assert reading.value == Run(steps=2, seed=3, data=Data(batch=2, lang="de"))
@@ -366,7 +366,7 @@ def test_each_mistake_names_its_key_and_the_way_out(word, what, hint):
     assert (hint or "") in text
 
 
-def test_three_mistakes_at_three_depths_are_told_at_once():
+def test_three_mistakes_at_three_depths_are_reported_at_once():
     texts = mistakes({"stpes": 1}, {"data": {"batch": "x"}}, words=["optimizer.b1=2"])
     assert [text.splitlines()[0] for text in texts] == [
         "error: unknown setting `stpes`",
@@ -465,7 +465,7 @@ def test_a_dotted_key_in_a_file_is_answered(tmp_path):
 
 @settings(derandomize=True, database=None, deadline=None)
 @given(st.lists(st.sampled_from(sorted(flatten(dump(Run())))), min_size=1, max_size=4), st.text(max_size=6))
-def test_no_word_ends_in_anything_but_a_tree_or_told_mistakes(keys, text):
+def test_no_word_ends_in_anything_but_a_tree_or_reported_mistakes(keys, text):
     problems = []
     try:
         read(words=[f"{key}={text}" for key in keys])
@@ -491,7 +491,7 @@ RICH = [
 
 def test_a_dump_reads_back_equal():
     tree = read(words=RICH).value
-    assert read_settings(Run, Layer("dump", dump(tree))).value == tree
+    assert read_settings(Run, SettingsLayer("dump", dump(tree))).value == tree
     assert json.loads(json.dumps(dump(tree))) == yaml.safe_load(yaml.safe_dump(dump(tree)))
 
 

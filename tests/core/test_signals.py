@@ -74,7 +74,7 @@ def test_after_the_block_signals_end_the_process_again():
     assert run(body, signal.SIGINT) == (130, "")
 
 
-def test_what_is_to_be_said_is_said_and_a_callback_that_hangs_is_not_waited_for():
+def test_what_is_to_be_said_is_reported_and_a_callback_that_hangs_is_not_waited_for():
     said = f"with signals.before_leaving(lambda: print('bye', file=sys.stderr, flush=True)):\n    {READY}\n    {BUSY}"
     assert run(said, signal.SIGINT) == (130, "bye\n")
     hangs = f"signals.CLEANING_S = 0.1\nwith signals.before_leaving(lambda: time.sleep(60)):\n    {READY}\n    {BUSY}"

@@ -104,9 +104,9 @@ def test_a_file_keeps_text_and_lines(tmp_path):
         ("- 1\n- 2\n", "`key: value` lines", "bad.yml:1"),
         ("just text\n", "`key: value` lines", "bad.yml:1"),
         ("a: !!python/object/apply:os.system [ls]\n", "a YAML tag", "bad.yml:1"),
-        ("a: &x\n  b: *x\n", "grows without end", "bad.yml:1"),
+        ("a: &x\n  b: *x\n", "expand without end", "bad.yml:1"),
         ("a: 1\n---\nb: 2\n", "not YAML", "bad.yml:2"),
-        ("? [1, 2]\n: 3\n", "a key that is no name", "bad.yml:1"),
+        ("? [1, 2]\n: 3\n", "a key that is not a name", "bad.yml:1"),
     ],
 )
 def test_malformed_files_name_their_line(tmp_path, content, says, line):
@@ -121,7 +121,7 @@ def test_malformed_files_name_their_line(tmp_path, content, says, line):
     assert caught.value.exit_code == 2
 
 
-def test_every_duplicate_is_told(tmp_path):
+def test_every_duplicate_is_reported(tmp_path):
     path = tmp_path / "bad.yml"
     path.write_text("a: 1\na: 2\nb: 1\nb: 2\n")
     with pytest.raises(SettingsError) as caught:
@@ -158,7 +158,7 @@ def test_aliases_cannot_stand_for_a_billion_values(tmp_path):
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
     (tmp_path / "bomb.yml").write_text("\n".join(lines))
-    with pytest.raises(BadInput, match="grows without end"):
+    with pytest.raises(BadInput, match="expand without end"):
         yaml_layer(tmp_path / "bomb.yml")
 
 
@@ -203,7 +203,7 @@ def test_words_that_are_none(word, says, hint):
     assert len(str(problem).splitlines()) <= 5
 
 
-def test_every_bad_word_is_told_at_once():
+def test_every_bad_word_is_reported_at_once():
     with pytest.raises(SettingsError) as caught:
         words_layer(["steps", "a=1", "--b=2", "c="])
     assert len(caught.value.problems) == 3

@@ -159,11 +159,11 @@ def test_one_conversation_leaves_nothing_for_the_next():
     ("{{ raise_exception('only\nuser') }}", "only user"), ("{{ 'a' + 1 }}", "TypeError"),
     ("x" * (1 << 20) + "x", "characters"),
 ])  # fmt: skip
-def test_mistakes_of_a_template_are_told(template, said):
+def test_mistakes_of_a_template_are_reported(template, said):
     assert said in refused(template)
 
 
-def test_a_conversation_that_is_not_json_is_told():
+def test_a_conversation_that_is_not_json_is_reported():
     assert "not JSON" in refused("x", [{"role": "user", "content": {1, 2}}])
 
 

@@ -66,7 +66,7 @@ def test_documents_without_a_target_are_counted_where_they_are_dropped(tmp_path)
     assert "2 documents of fewer than two tokens" in batches(how, documents, tokenizer=Markless()).summary().text
 
 
-def test_epochs_that_end_the_data_are_said_with_their_tail(tmp_path):
+def test_epochs_that_end_the_data_are_reported_with_their_tail(tmp_path):
     ten_rows = Memory([Document(tokens=list(range(160)))])
     stream = batches(settings(tmp_path, epochs=1, held_out=0), ten_rows)
     summary = stream.summary(steps=100)

@@ -181,7 +181,7 @@ def ids(tokenizer: Tokenizer, text: str, bos: bool | None = None, special: bool 
 
 
 @pytest.mark.parametrize("adds", [True, False, None])
-def test_documents_begin_as_prompts_do_unless_told(adds):
+def test_documents_begin_as_prompts_do_by_default(adds):
     tokenizer = ByteTokenizer(TokenizerConfig(adds_bos=adds))
     assert ids(tokenizer, "a") == ([256] if adds else []) + [97, 257]
     assert ids(tokenizer, "a", bos=True) == [256, 97, 257]
@@ -195,7 +195,7 @@ def test_a_document_that_has_its_first_and_last_token_gets_no_second():
     assert tokens(list(Encoder(tokenizer).encode([Document(tokens=[256, 97, 257])]))) == [256, 97, 257]
 
 
-def test_a_tokenizer_without_the_token_is_told():
+def test_a_tokenizer_without_the_token_is_reported():
     with pytest.raises(BadInput, match="no beginning-of-sequence token"):
         Encoder(tokenizer_of("qwen"), bos=True)
 

@@ -51,7 +51,7 @@ def test_a_vocabulary_without_an_unknown_token_is_damaged(tmp_path):
         minimal(tmp_path, tokens=["<x>" if token == "<unk>" else token for token in TOKENS], unknown_token_id=None)
 
 
-def test_two_spellings_of_one_piece_are_told(tmp_path):
+def test_two_spellings_of_one_piece_are_reported(tmp_path):
     with pytest.raises(Damaged, match="same text"):
         minimal(tmp_path, [*TOKENS, "\u2581\u2581"], [*KINDS, NORMAL])
 

@@ -211,7 +211,7 @@ def test_a_held_out_tail_keeps_its_weights(tmp_path):
     assert {float(w) for batch in islice(trained, 40) for w in np.unique(batch["mask"])} == {0.25, 0.5}
 
 
-def test_two_corpora_in_memory_are_told_apart(tmp_path):
+def test_two_corpora_in_memory_are_distinguished(tmp_path):
     def batches(weight: float) -> Batches:
         corpus = corpus_of([Encoded(np.arange(50, dtype=np.uint16), np.full(50, weight, np.float32))])
         return build(settings(tmp_path), None, vocab=50, seed=0, source=corpus)
@@ -235,12 +235,12 @@ def test_two_corpora_in_memory_are_told_apart(tmp_path):
     ([Group([Example([1, 2], values={"x": [1]}), Example([1, 2], values={"x": [1, 2]})])], "different shapes"),
     ([Group([Example([1, 2], values={"mask": 1})])], "two fields are called `mask`"),
 ])  # fmt: skip
-def test_mistakes_in_examples_are_told_with_their_place(groups, match):
+def test_mistakes_in_examples_are_reported_with_their_place(groups, match):
     with pytest.raises(BadInput, match=match):
         GroupRows(groups, 8, 300)
 
 
-def test_mistakes_in_columns_of_a_corpus_are_told():
+def test_mistakes_in_columns_of_a_corpus_are_reported():
     tokens, starts = np.arange(4, dtype=np.uint16), np.array([0, 4])
     with pytest.raises(BadInput, match="may not be called `mask`"):
         Corpus(tokens, starts, columns={"mask": np.ones(4, np.float32)})

@@ -160,18 +160,18 @@ def test_what_may_differ_on_resume(settings):
 
 
 @pytest.mark.parametrize("state", [None, {}, {"fingerprint": 1}, []])
-def test_what_is_no_state_is_told(settings, state):
+def test_what_is_no_state_is_reported(settings, state):
     with pytest.raises(BadInput, match="not the state"):
         made(settings).restore(state)
 
 
 @pytest.mark.parametrize("position", [{"row": -4}, {"row": "4"}, {"row": 3}, {"epoch": 0}, {"row": True}])
-def test_what_is_no_position_is_told(settings, position):
+def test_what_is_no_position_is_reported(settings, position):
     with pytest.raises(BadInput, match=r"position|begin a batch"):
         made(settings).seek(position)
 
 
-def test_differences_are_told_with_both_values():
+def test_differences_are_reported_with_both_values():
     with pytest.raises(UserError) as e:
         check_same({"a": 1, "b": "x" * 64}, {"a": 2, "b": "x" * 64, "c": None, "d": 1})
     assert "a was 1, is 2; d was None, is 1" in str(e.value)
@@ -187,7 +187,7 @@ def test_epochs_end_after_the_last_whole_batch(settings, epochs, batches):
     assert len(list(stream)) == 1
 
 
-def test_too_few_rows_for_a_batch_are_told(settings):
+def test_too_few_rows_for_a_batch_are_reported(settings):
     with pytest.raises(BadInput, match="do not fill a batch of 4"):
         made(changed(settings, epochs=0.1, held_out=0.0), Memory([Document(tokens=list(range(160)))]))
 
@@ -213,17 +213,17 @@ def test_evaluation_may_be_limited(settings):
     assert len(every) > 3
 
 
-def test_nothing_held_out_is_told(settings):
+def test_nothing_held_out_is_reported(settings):
     with pytest.raises(BadInput, match="nothing to evaluate"):
         made(changed(settings, held_out=0.0), make=eval_batches)
 
 
-def test_batches_divide_among_processes_or_it_is_told(settings):
+def test_batches_divide_among_processes_or_it_is_reported(settings):
     with pytest.raises(BadInput, match="does not divide among 3 processes"):
         made(settings, process=0, processes=3)
 
 
-def test_a_tokenizer_larger_than_the_model_is_told(settings):
+def test_a_tokenizer_larger_than_the_model_is_reported(settings):
     with pytest.raises(BadInput, match="258 tokens, the model only 257"):
         build(settings, Bytes(), vocab=257, seed=0, source=Memory(["x"]))
     with pytest.raises(BadInput, match="needs a tokenizer"):
@@ -297,7 +297,7 @@ def test_a_stream_is_restorable_at_any_position(online):
     assert take(stream, 3) == whole[:3]
 
 
-def test_a_stream_goes_on_inside_a_long_document(online):
+def test_a_stream_continues_inside_a_long_document(online):
     pieces = Memory([Document(f"{i} {text}" * 9, ends=i % 8 == 7) for i, text in enumerate(stories(64))])
     long = changed(online, bos=True, held_out=0.0, epochs=1)
     whole = take(made(long, pieces))
@@ -329,7 +329,7 @@ def test_a_streams_position_is_refused_among_another_number_of_processes(online)
         made(changed(online, sequence=8), process=1, processes=2).restore(state)
 
 
-def test_a_stream_that_gives_a_process_nothing_is_told(online):
+def test_a_stream_that_gives_a_process_nothing_is_reported(online):
     with pytest.raises(BadInput, match="process 1 of 2"):
         next(made(changed(online, held_out=0.0), Memory(["one text"]), process=1, processes=2))
     with pytest.raises(BadInput, match="end online data together"):

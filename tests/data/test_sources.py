@@ -80,7 +80,7 @@ def test_a_truncated_gzip_is_damaged(tmp_path, cut):
 
 
 @pytest.mark.parametrize("offset", [0, 7, 63, 64, 65, 999])
-def test_invalid_utf8_is_told_with_its_offset(tmp_path, monkeypatch, offset):
+def test_invalid_utf8_is_reported_with_its_offset(tmp_path, monkeypatch, offset):
     monkeypatch.setattr(text, "PIECE_BYTES", 64)
     data = bytearray(("x" * 30 + "\n").encode() * 40)
     data[offset] = 0xFF
@@ -107,7 +107,7 @@ def test_json_lines(tmp_path):
         ('{"text": "\udcff"}', "not UTF-8"),
     ],
 )
-def test_a_wrong_line_of_json_is_told_with_its_number(tmp_path, line, told):
+def test_a_wrong_line_of_json_is_reported_with_its_number(tmp_path, line, told):
     path = write(tmp_path / "t.jsonl", b'{"text": "good"}\n' + line.encode(errors="surrogateescape") + b"\n")
     with pytest.raises(BadInput, match=told) as e:
         list(JsonLines(path).documents())
@@ -209,7 +209,7 @@ def test_the_standard_library_is_read_and_not_imported():
     assert source.fingerprint()["source.python"].endswith(".".join(map(str, sys.version_info[:3])))
 
 
-def test_a_python_without_sources_is_told(tmp_path):
+def test_a_python_without_sources_is_reported(tmp_path):
     with pytest.raises(BadInput, match="no source files"):
         StandardLibrary(tmp_path)
 

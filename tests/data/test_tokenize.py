@@ -663,7 +663,7 @@ def test_an_unknown_gguf_kind_is_named(monkeypatch, tmp_path):
     lambda folder: folder / "nothing", lambda folder: folder, lambda folder: _touched(folder / "weights.bin"),
     lambda folder: _touched(folder / "unheard_of.tiktoken"),
 ])  # fmt: skip
-def test_what_is_no_tokenizer_is_said_so(make, tmp_path):
+def test_what_is_no_tokenizer_is_reported_so(make, tmp_path):
     with pytest.raises(BadInput):
         load_tokenizer(make(tmp_path))
 

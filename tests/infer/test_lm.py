@@ -16,8 +16,9 @@ from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.checkpoint.load import as_dtype
+from argosy.core import progress
 from argosy.core.errors import BadInput, SettingsError
-from argosy.infer import decode, progress
+from argosy.infer import decode
 from argosy.infer import lm as lm_module
 from argosy.infer import load as load_module
 from argosy.infer.lm import LM
@@ -175,7 +176,7 @@ def test_stop_strings_are_held_back_while_streaming(lm):
         ([[1]], {"top_k": 5}, "temperature"),
     ],
 )
-def test_bad_input_is_said_before_work(lm, prompts, how, match):
+def test_bad_input_is_reported_before_work(lm, prompts, how, match):
     with pytest.raises(BadInput, match=match):
         lm.generate(prompts, **how)
 
@@ -188,7 +189,7 @@ def test_logits_take_whole_numbers_in_even_rows(lm, tokens, match):
         lm.logits(tokens)
 
 
-def test_a_misspelt_setting_is_told_with_the_right_name(lm):
+def test_a_misspelt_setting_is_reported_with_the_right_name(lm):
     with pytest.raises(SettingsError) as error:
         lm.generate([[1]], temprature=1.0)
     assert "temperature" in str(error.value)
@@ -222,12 +223,12 @@ def test_surgery_after_the_first_answer_is_seen():
 
 
 def test_a_changed_weight_changes_the_next_answer():
-    """In place, by `put`, and by setting a module's attribute: the decoder that is kept from call to call sees each."""
+    """In place, by `put`, and by setting a module's attribute: the generator that is kept from call to call sees each."""
     config = CASES["llama-plain"]
     model = LM(config, built(config, Unroll()))
     seen = [model.logits([PROMPTS[0]])]
-    decoder = model.decoder()
-    assert model.decoder() is decoder
+    generator = model.generator()
+    assert model.generator() is generator
 
     def changed():
         seen.append(model.logits([PROMPTS[0]]))
@@ -238,7 +239,7 @@ def test_a_changed_weight_changes_the_next_answer():
     assert changed()
     put(model.module, {"norm.scale": scale.get_value() * 3})
     assert changed()
-    assert model.decoder() is decoder, "values are read, not split again"
+    assert model.generator() is generator, "values are read, not split again"
     model.module.logit_cap = 0.5
     assert changed()
     head = model.module.head or model.module.embed
@@ -254,15 +255,15 @@ def test_a_changed_weight_changes_the_next_answer():
 def test_a_second_size_shares_the_programs_of_the_first(lm):
     """Another max_tokens, prompt length, filter or number of rows within a bucket compiles neither prefill nor decode."""
     lm.generate(PROMPTS, 8, temperature=1.0, ignore_eos=True)
-    decoder = lm.decoder()
-    prefill, decode, sizes = decoder._prefill, decoder._decode, decoder._decode.function._cache_size()
+    generator = lm.generator()
+    prefill, decode, sizes = generator._prefill, generator._decode, generator._decode.function._cache_size()
     before = (prefill.function._cache_size(), sizes)
     lm.generate([[3] * 40, *PROMPTS], 60, temperature=0.5, top_p=0.9, ignore_eos=True)
     lm.generate(PROMPTS, 30, ignore_eos=True)
     assert (prefill.function._cache_size(), decode.function._cache_size()) == before
 
 
-def test_what_takes_long_is_said_and_what_does_not_is_not(lm, monkeypatch):
+def test_what_takes_long_is_reported_and_what_does_not_is_not(lm, monkeypatch):
     said = []
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     with progress.telling(said.append, "compiling ..."):
@@ -282,8 +283,8 @@ def test_compiling_is_announced_with_what_for(monkeypatch):
     config = CASES["llama-plain"]
     model = LM(config, built(config, Unroll()), say=said.append)
     monkeypatch.setattr(decode, "telling", lambda say, text: nullcontext(say(text)))
-    model.decoder()._prefill.sizes.clear()
-    model.decoder()._decode.sizes.clear()
+    model.generator()._prefill.sizes.clear()
+    model.generator()._decode.sizes.clear()
     model.generate([PROMPTS[0]], 4, ignore_eos=True)
     assert [line for line in said if "draws" not in line] == ["compiling for prompts of 64 tokens", "compiling for 200 tokens"]
     said.clear()

@@ -71,7 +71,7 @@ def test_one_bit_is_found_and_named(source, tmp_path, capsys):
     assert found["relative"] == np.abs(a - b).max() / np.abs(b).max()
 
 
-def test_types_differ_unless_a_tolerance_is_told(source, tmp_path):
+def test_types_differ_unless_a_tolerance_is_reported(source, tmp_path):
     convert(str(source), tmp_path / "half", "argosy", "bfloat16")
     told = compare(str(source), str(tmp_path / "half"))
     assert {found["what"] for found in told["differences"]} == {"dtype"}

@@ -133,7 +133,7 @@ def test_recipes_by_path_with_extends_beside_them_or_by_name(configs, tmp_path):
 
 def test_a_run_directory_is_its_settings(configs, tmp_path):
     (tmp_path / "run").mkdir()
-    with pytest.raises(BadInput, match="no run directory"):
+    with pytest.raises(BadInput, match="not a run directory"):
         compose(Run, tmp_path / "run", [], configs)
     (tmp_path / "run" / "settings.yml").write_text("steps: 3\n")
     assert compose(Run, tmp_path / "run", [], configs).value.steps == 3

@@ -113,7 +113,7 @@ def interrupted(
 
 
 @pytest.mark.parametrize("words", [["to=hub", f"shard_gb={SHARD}"], ["to=argosy"]], ids=["hub", "argosy"])
-def test_killed_between_files_the_same_command_goes_on(source, tmp_path, capsys, words):
+def test_killed_between_files_the_same_command_resumes(source, tmp_path, capsys, words):
     target = tmp_path / "target"
     assert interrupted(source, target, *words, files=3).returncode == -signal.SIGKILL
     assert not target.exists()
@@ -131,18 +131,18 @@ def test_killed_between_files_the_same_command_goes_on(source, tmp_path, capsys,
     assert main(["convert", str(source), "--check", str(target)]) == 0
 
 
-def test_after_ctrl_c_it_says_how_to_go_on(source, tmp_path):
+def test_after_ctrl_c_it_says_how_to_resume(source, tmp_path):
     done = interrupted(source, tmp_path / "target", "to=argosy", files=3, by="SIGINT")
     assert done.returncode == 130
-    assert "the same command goes on" in done.stderr
+    assert "the same command resumes" in done.stderr
     assert "Traceback" not in done.stderr
     assert convert(str(source), tmp_path / "target", "argosy", None)["kept_bytes"] > 0
 
 
-def test_other_words_or_another_source_do_not_go_on(source, tmp_path):
+def test_other_words_or_another_source_are_not_resumed(source, tmp_path):
     words = [f"shard_gb={SHARD}"]
     interrupted(source, tmp_path / "target", *words, files=2)
-    with pytest.raises(BadInput, match="left over from another conversion") as told:
+    with pytest.raises(BadInput, match="an unfinished folder of another conversion") as told:
         convert(str(source), tmp_path / "target", "hub", "float16")
     assert told.value.where == f"dtype was kept, is float16; shard_gb was {SHARD}, is 5.0"
     os.utime(source / "model.safetensors", ns=(1, 1))
@@ -205,7 +205,7 @@ def test_tensors_that_do_not_fit(source, tmp_path, change, parts):
         ({"intermediate_size": 59}, ["6 misshapen", "expected [59, 42]"]),
         ({"num_hidden_layers": 3}, ["9 missing", "`model.layers.2."]),
         ({"num_hidden_layers": 1}, ["9 unexpected", "`model.layers.1."]),
-        ({"tie_word_embeddings": True}, ["`lm_head.weight` is tied", "differs"]),
+        ({"tie_word_embeddings": True}, ["ties `lm_head.weight`", "differ"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -254,7 +254,7 @@ def test_from_gguf_both_ways(tmp_path):
 # ---- memory, words
 
 
-def test_memory_is_told_with_its_bound(source, tmp_path, capsys):
+def test_memory_is_reported_with_its_bound(source, tmp_path, capsys):
     assert main(["convert", str(source), str(tmp_path / "target"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["memory"]
     largest = max(x.nbytes for x in tensors_of(source).values())
@@ -341,7 +341,7 @@ def test_words_that_make_no_sense(source, capsys):
     assert main(["convert", str(source), str(source), "--check", str(source)]) == 2
     assert "and --check" in capsys.readouterr().err
     assert main(["convert", str(source), "x.gguf"]) == 2
-    assert "GGUF is read here, not written" in capsys.readouterr().err
+    assert "GGUF can be read but not written" in capsys.readouterr().err
     assert main(["convert", str(source), "x", "shard_gb=0"]) == 2
     assert main(["convert", str(source), "--check", str(source), "tolerence=1"]) == 2
     assert "`tolerance`" in capsys.readouterr().err

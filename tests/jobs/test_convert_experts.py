@@ -76,7 +76,7 @@ def test_one_by_one_they_are_what_they_are_at_once(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
-def test_what_becomes_float32_is_said_unless_a_type_is_told(kind, tmp_path):
+def test_what_becomes_float32_is_reported_unless_a_type_is_reported(kind, tmp_path):
     write_source(tmp_path / "source", kind, experts=3, width=64)
     for dtype in (None, "bfloat16"):
         said: list[str] = []

@@ -103,13 +103,13 @@ def test_a_preset_named_after_a_folder_keeps_nothing_of_the_folder(source: Path,
     assert named.model == plain.model
 
 
-def test_what_is_said_of_the_model_beside_a_folder_counts(source: Path, tmp_path: Path):
+def test_what_is_reported_of_the_model_beside_a_folder_counts(source: Path, tmp_path: Path):
     with pytest.raises(BadInput, match=r"is another model") as told:
         argosy.fit("tiny", *OTHERS, "steps=1", f"init.weights={source}", "model.ffn=48", f"dir={tmp_path / 'run'}")
     assert "model.ffn is 32 there, 48 here" in str(told.value)
 
 
-def test_a_run_that_goes_on_does_not_start_again_from_init(source: Path, tmp_path: Path):
+def test_a_resumed_run_does_not_start_again_from_init(source: Path, tmp_path: Path):
     words = [f"init.weights={source}", f"dir={tmp_path / 'run'}"]
     begun = fit(tmp_path / "run", "steps=2", *words)
     resumed = fit(tmp_path / "run", "steps=4", *words)

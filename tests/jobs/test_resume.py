@@ -73,7 +73,7 @@ def test_a_run_that_stopped_at_a_checkpoint(alone: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_signal_saves_ends_and_goes_on(alone: Path, tmp_path: Path, number: int, code: int):
+def test_a_signal_saves_ends_and_resumes(alone: Path, tmp_path: Path, number: int, code: int):
     run, view = tmp_path / "run", Signalled(5, number)
     handler = signal.getsignal(number)
     outcome = fit(run, f"steps={STEPS}", view=view)
@@ -146,7 +146,7 @@ def test_a_run_in_an_object_store_resumes_bit_for_bit(alone: Path, tmp_path: Pat
         report(run)
 
 
-def test_data_goes_on_where_it_was(tmp_path: Path):
+def test_data_resumes_where_it_was(tmp_path: Path):
     """Each row is its own number, so what the steps saw can be read off the batches."""
     from argosy.jobs.assemble import Decided, assemble
     from argosy.jobs.compose import compose

@@ -321,7 +321,7 @@ def test_the_log_holds_command_versions_steps_and_ending(finished: Path):
     assert header["vocab"] == 64
 
 
-def test_a_sample_is_shown_with_its_prompt_and_what_takes_long_is_said(tmp_path: Path, monkeypatch, capsys):
+def test_a_sample_is_shown_with_its_prompt_and_what_takes_long_is_reported(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr("argosy.core.progress.PATIENCE", 0)
     words = [w for w in WORDS if not w.startswith(("model.vocab", "data.source"))]
     text = tmp_path / "text.txt"
@@ -354,7 +354,7 @@ def test_a_run_with_nothing_but_damage_is_left_as_it_is(copy: Path):
     for step in (copy / "checkpoints").iterdir():
         (step / "meta.json").write_text("{")
     before = everything(copy / "checkpoints")
-    with pytest.raises(Damaged, match="none of the 2 checkpoints"):
+    with pytest.raises(Damaged, match="all 2 checkpoints are damaged"):
         fit(copy, "steps=6")
     assert everything(copy / "checkpoints") == before
 

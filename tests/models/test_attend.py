@@ -322,7 +322,7 @@ def test_a_rejected_draft_is_rolled_back_and_decoding_resumes(run, span):
         assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(*map(jax.tree.leaves, (nowhere, cache))))
 
 
-def test_indexes_out_of_range_are_nobodys():
+def test_indexes_out_of_range_belong_to_no_row():
     """A slot or page of -1 would wrap round into the last one; a token beyond its table would overwrite the row's last page."""
     specs, step, x = both(Unroll(), None)
     cache = jax.tree.map(lambda a: jnp.full_like(a, 5.0), paged(specs, 3, 8, 4))

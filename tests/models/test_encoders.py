@@ -231,7 +231,7 @@ def test_an_encoder_predicts_nothing_and_a_decoder_embeds_nothing(encoder, tmp_p
         with pytest.raises(BadInput, match="encoder"):
             use()
     decoder = argosy.load(write_model(GOLDENS / "gpt2-tied", tmp_path / "gpt2"))
-    with pytest.raises(BadInput, match="no encoder"):
+    with pytest.raises(BadInput, match="not an encoder"):
         decoder.embed([[5]])
     with pytest.raises(BadInput, match="list of texts"):
         lm.embed("text")

@@ -17,7 +17,7 @@ BASE = {
 }
 
 
-def test_what_transformers_takes_where_nothing_is_said():
+def test_what_transformers_takes_where_nothing_is_reported():
     llama = LlamaConfig.from_hub(BASE)
     assert (llama.norm_eps, llama.context, llama.K, llama.H, llama.rope.base) == (1e-6, 2048, 4, 8, 10_000)
     assert not llama.tied
@@ -86,7 +86,7 @@ def test_what_would_change_the_numbers_is_refused(said, match):
         LlamaConfig.from_hub(BASE | said)
 
 
-def test_both_a_window_and_biases_cannot_be_said_on_the_hub():
+def test_both_a_window_and_biases_cannot_be_written_for_the_hub():
     config = LlamaConfig.from_hub(BASE | {"attention_bias": True}).model_copy(update={"window": 5})
     with pytest.raises(Unsupported):
         config.to_hub()

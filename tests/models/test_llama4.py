@@ -102,10 +102,10 @@ def test_which_layers_turn_and_which_have_experts(said, spans, fed):
 @pytest.mark.parametrize(
     ("said", "match"),
     [
-        ({"layer_types": [WHOLE] * 6}, "alike"),        # layers that turn and see everything
-        ({"layer_types": [CHUNK] * 6}, "alike"),        # a layer that does not turn and sees its chunk
-        ({"no_rope_layers": [1, 0]}, "6 layers alike"),
-        ({"no_rope_layer_interval": 0}, "does not make a model"),
+        ({"layer_types": [WHOLE] * 6}, "the same 6 layers"),        # layers that turn and see everything
+        ({"layer_types": [CHUNK] * 6}, "the same 6 layers"),        # a layer that does not turn and sees its chunk
+        ({"no_rope_layers": [1, 0]}, "the same 6 layers"),
+        ({"no_rope_layer_interval": 0}, "does not describe a model"),
         ({"moe_layers": []}, "none of 6 layers"),
         ({"interleave_moe_layer_step": 7}, "none of 6 layers"),
         ({"attention_chunk_size": None}, "window"),

@@ -239,7 +239,7 @@ def test_the_bias_moves_choices_and_not_weights():
     assert not (choose(logits, how)[1] == 5).any(-1).all()
 
 
-def test_experts_are_told_apart_where_a_sigmoid_is_one():
+def test_experts_are_distinguished_where_a_sigmoid_is_one():
     """And where a softmax is zero: as the reference implementation of Llama 4 chooses."""
     logits = jnp.asarray([[[18.0, 25.0, 20.0, 30.0, -300.0, -200.0, -250.0]]])
     for score in ("sigmoid", "softmax"):
@@ -307,7 +307,7 @@ def test_what_a_family_has_no_names_for_is_refused(family, how, says):
 
 def test_gpt_oss_has_an_activation_of_its_own():
     sizes = {"vocab": 101, "width": 24, "layers": 2, "ffn": 20, "heads": 2, "context": 64}
-    with pytest.raises(ValueError, match="function of their own"):
+    with pytest.raises(ValueError, match="fixed activation"):
         GptOssConfig(**sizes, moe=Experts(count=4, active=2, ffn=20, score="softmax_chosen"), activation="relu")
 
 

@@ -62,7 +62,7 @@ def test_active_parameters_are_those_published(name):
 
 # By default every third one: those of a family differ in sizes.
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if i % 3 else ()) for i, n in enumerate(presets())])
-def test_every_preset_is_what_it_counts_and_can_be_said_on_the_hub(name):
+def test_every_preset_is_what_it_counts_and_can_be_written_for_the_hub(name):
     config = preset_config(name)
     assert count(abstract(config.build())) == config.parameters()
     assert type(config).from_hub(config.to_hub()).resolved().parameters() == config.parameters()

@@ -195,7 +195,7 @@ def test_numbers_that_are_none_do_not_stop_the_picture():
     assert picture._losses == [(2.0, 1.0)]
 
 
-def test_facts_that_are_not_known_beforehand_are_told():
+def test_facts_that_are_not_known_beforehand_are_reported():
     text = "\n".join(headed({"steps": 3, "reward": "exact match"}))
     assert "steps       3" in text
     assert "reward      exact match" in text
@@ -208,7 +208,7 @@ def test_importing_it_does_not_import_rich():
     assert json.loads(done.stdout) == []
 
 
-def test_the_load_of_experts_is_told():
+def test_the_load_of_experts_is_reported():
     from argosy.observe.picture import stepped
 
     assert stepped({"loss": 1.0, "expert_load_max": 1.74, "experts_dropped": 0.143}) == (

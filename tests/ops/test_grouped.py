@@ -86,7 +86,7 @@ def test_megablox_interpreted():
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_rows_of_nobody_may_hold_anything(name):
+def test_rows_without_an_owner_may_contain_anything(name):
     """Neither NaN there nor a gradient that arrives there reaches anything."""
     (x, w, g), sizes = arrays("rows of nobody")
     x, g = x.at[53:].set(jnp.nan), g.at[53:].set(jnp.nan)

@@ -21,7 +21,7 @@ from argosy.parallel.scope import scope
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.optim import SGD, AdamW, Muon
 from argosy.train.schedule import Constant
-from argosy.train.state import TrainState, meanings_of, named, trained, unnamed
+from argosy.train.state import TrainState, flattened, meanings_of, trained, unflattened
 from argosy.train.step import in_parts, make_step
 
 
@@ -142,7 +142,7 @@ def test_each_device_computes_its_own_rows_only(accumulate):
 
 def test_an_optimizer_state_survives_being_named():
     _, state, _ = prepared(Muon())
-    leaves = named(state.optimizer)
+    leaves = flattened(state.optimizer)
     assert len(leaves) == len(jax.tree.leaves(state.optimizer))
-    back = unnamed(state.optimizer, leaves)
+    back = unflattened(state.optimizer, leaves)
     assert jax.tree.structure(back) == jax.tree.structure(state.optimizer)

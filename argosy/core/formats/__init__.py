@@ -1,8 +1,8 @@
-"""Containers of tensors: names, shapes, bytes. What they have in common.
+"""Containers of tensors (names, shapes, bytes), and what they have in common.
 
-Notable: every container is read through one small interface, so whoever wants tensors need not know where they lie, and
-is written from descriptions, so that one tensor at a time is in memory. Files are mapped: opening 100 GB costs nothing.
-Knows no model and no name of any tensor; `core.keymap` does names.
+Every container is read through one small interface, so a reader of tensors need not know how they are stored, and is written from
+descriptions, so that one tensor at a time is in memory. Files are mapped: opening 100 GB costs nothing. This module knows no
+models and no tensor names; `core.keymap` handles names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @runtime_checkable
 class Reader(Protocol):
-    """Tensors by name. `read` may give a read-only view of a mapped file."""
+    """Tensors by name. `read` may return a read-only view of a mapped file."""
 
     @property
     def names(self) -> KeysView[str]: ...
@@ -35,32 +35,32 @@ class Reader(Protocol):
 
 @runtime_checkable
 class Parted(Protocol):
-    """A `Reader` that reads single entries of a tensor's first axis too, such as experts, without the others."""
+    """A `Reader` that can also read single entries of a tensor's first axis, such as experts, without the others."""
 
     def read_part(self, name: str, i: int) -> np.ndarray: ...
 
 
 @runtime_checkable
 class Composed(Protocol):
-    """A `Reader` some of whose tensors are put together of parts, and take more memory than what they are read from."""
+    """A `Reader` some of whose tensors are computed from several parts, and are larger in memory than in the file."""
 
     def is_apart(self, name: str) -> bool: ...
 
 
 def is_apart(reader: Reader, name: str) -> bool:
-    """Whether the tensor is better read part by part."""
+    """Whether the tensor should be read part by part."""
     return isinstance(reader, Composed) and reader.is_apart(name)
 
 
 def read_part(reader: Reader, name: str, i: int) -> np.ndarray:
-    """The `i`-th entry along the first axis of a tensor, cut from all of it where the reader knows no other way."""
+    """The `i`-th entry along the first axis of a tensor; sliced from the complete tensor if the reader cannot read parts."""
     return reader.read_part(name, i) if isinstance(reader, Parted) else reader.read(name)[i]
 
 
 class Entry(NamedTuple):
-    """A tensor about to be written: `make` is called once, when its turn has come.
+    """A tensor to be written. `make` is called once, when the tensor is written.
 
-    parts: called in its place, where there is one; gives the entries of the first axis, one after the other.
+    parts: if given, called instead of `make`; yields the entries of the first axis one after the other.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
 
 
 class Over:
-    """A `Reader` through which another is read; what it changes is what it defines."""
+    """A `Reader` that wraps another one; subclasses override what they change."""
 
     def __init__(self, reader: Reader):
         self.reader = reader
@@ -88,7 +88,7 @@ class Over:
 
 
 class Arrays:
-    """A mapping of arrays as a `Reader`; jax arrays too, copied to the host one by one."""
+    """A mapping of arrays as a `Reader`. jax arrays are copied to the host one by one."""
 
     def __init__(self, arrays: Mapping[str, Any]):
         self.arrays = arrays
@@ -112,11 +112,11 @@ class Arrays:
 
 
 def map_file(path: Path) -> np.ndarray:
-    """A file's bytes as a read-only uint8 array, mapped. The file must keep its length while the array lives.
+    """A file's bytes as a read-only, memory-mapped uint8 array. The file must keep its length while the array exists.
 
     Raises:
-        BadInput: no such file, no permission, not a file.
-        Damaged: an empty file.
+        BadInput: there is no such file, no permission, or it is not a file.
+        Damaged: the file is empty.
     """
     import numpy as np
 
@@ -138,12 +138,12 @@ def damaged(path: Path, what: str) -> Damaged:
 
 
 def quoted(name: str, most: int = 120) -> str:
-    """A name out of an untrusted file, fit for one line of an error."""
+    """A name from an untrusted file, made safe for one line of an error."""
     return f"`{name if len(name) <= most else name[:most] + '...'}`".encode("unicode_escape").decode("ascii")
 
 
 def listed(items: Iterable[str], most: int = 20) -> str:
-    """The first of many problems in one line, and how many more there are."""
+    """The first of many problems in one line, and the number of the rest."""
     items = list(items)
     rest = f"; and {len(items) - most} more" if len(items) > most else ""
     return "; ".join(items[:most]) + rest

@@ -1,8 +1,8 @@
-"""Files about to be written: a name, a size known beforehand, and the bytes a slab at a time.
+"""Files to be written: a name, a size known beforehand, and the bytes, slab by slab.
 
-Notable: since sizes are known before the first byte, space can be checked, and a file that a kill left short is told from
-one that is whole. A tensor is never copied as a whole: what is transposed is put in order slab by slab.
-Knows neither where the files go nor what is in them: `safetensors` and `zarr` lay them out, `checkpoint.partial` writes.
+Since sizes are known before the first byte, disk space can be checked, and a file cut short by a kill can be recognized. No
+tensor is copied as a whole: transposed tensors are put in order slab by slab. This module knows neither where the files go nor
+what is in them: `safetensors` and `zarr` lay them out, `checkpoint.partial` writes them.
 """
 
 import os
@@ -16,13 +16,16 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.core.formats import Entry, Shape
 
-SLAB_BYTES = 1 << 23  # the allocator hands these out again; of 32 MB, each would be new pages from the system
+# Memory of this size is reused by the allocator; slabs of 32 MB would be new pages from the system each time.
+SLAB_BYTES = 1 << 23
 
-Order = Callable[[np.ndarray], np.ndarray]  # the same numbers, one after the other in memory
+# Returns the same numbers, contiguous in memory.
+Order = Callable[[np.ndarray], np.ndarray]
 
 
 class File(NamedTuple):
-    """`slabs` is called once, when its turn has come, with the way to put an array in order; it gives uint8 arrays."""
+    """`slabs` is called once, when the file is written, with the function that makes an array contiguous; it yields uint8
+    arrays."""
 
     name: str
     bytes: int
@@ -30,7 +33,7 @@ class File(NamedTuple):
 
 
 def of_bytes(name: str, data: bytes) -> File:
-    """A small file, whole."""
+    """A small file from its complete contents."""
     return File(name, len(data), lambda order: iter([np.frombuffer(data, np.uint8)]))
 
 
@@ -39,7 +42,7 @@ def of_text(name: str, text: str) -> File:
 
 
 def write_file(path: Path, file: File, order: Order = np.ascontiguousarray) -> None:
-    """Writes it here and now: it is there whole, or not at all."""
+    """Writes a file immediately, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pending = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -53,7 +56,7 @@ def write_file(path: Path, file: File, order: Order = np.ascontiguousarray) -> N
 
 
 def sync(path: Path) -> None:
-    """Forces a file, or a folder's names, to the disk."""
+    """Forces a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -62,10 +65,10 @@ def sync(path: Path) -> None:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """That so many bytes fit, in a folder that need not be there yet.
+    """Checks that `needed` bytes fit on the disk of a folder that may not exist yet.
 
     Raises:
-        BadInput: they do not.
+        BadInput: they do not fit.
     """
     place = folder.absolute()
     while not place.exists():
@@ -77,17 +80,17 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def write_all(out: BinaryIO, slab: np.ndarray) -> None:
-    """Linux writes at most 2 GB at a call, and less when it likes."""
+    """Writes all bytes of a slab. Linux writes at most 2 GB per call, and sometimes less."""
     left = slab.data
     while left:
         left = left[out.write(left) :]
 
 
 def slabs(entry: Entry, order: Order) -> Iterator[np.ndarray]:
-    """A tensor's bytes in C order, whole or part by part.
+    """A tensor's bytes in C order, complete or part by part.
 
     Raises:
-        ValueError: it came otherwise than announced.
+        ValueError: it differs from its announced shape or type.
     """
     if entry.parts is None:
         yield from _in_slabs(entry.name, entry.make(), entry.shape, entry.dtype, order)
@@ -109,7 +112,7 @@ def _in_slabs(name: str, values: np.ndarray, shape: Shape, dtype: np.dtype, orde
 
 
 def pieces(array: np.ndarray, most_bytes: int) -> Iterator[np.ndarray]:
-    """The array cut along its first axes, in C order, into pieces of at most so many bytes (one number at least)."""
+    """The array cut along its first axes, in C order, into pieces of at most `most_bytes` bytes (at least one number)."""
     if array.nbytes <= most_bytes or array.ndim == 0:
         yield array
         return

@@ -1,8 +1,8 @@
-"""GGUF files, llama.cpp's container: metadata, a tokenizer's tables and tensors, read only.
+"""GGUF files, llama.cpp's container: metadata, a tokenizer's tables, and tensors. Read only.
 
-Notable: nothing is allocated before its size has been held against the bytes that are left, so a hostile file ends in
-`Damaged` and costs a small multiple of its own length. Versions 2 and 3, little endian (ggml-org/ggml, docs/gguf.md).
-Knows no family: names and their meaning are for `core.keymap`, block formats for `quants`.
+Nothing is allocated before its size has been compared with the remaining bytes, so a hostile file ends in `Damaged` and costs a
+small multiple of its own length. Versions 2 and 3, little endian (ggml-org/ggml, docs/gguf.md). This module knows no families:
+names are mapped by `core.keymap`, block formats are in `quants`.
 """
 
 import math
@@ -18,19 +18,22 @@ from argosy.core.errors import Damaged, Unsupported
 from argosy.core.formats import Shape, damaged, map_file, quoted
 from argosy.core.formats.quants import TYPES, Type, dequantize
 
-MOST_AXES = 4  # ggml's own
+# The limit of ggml.
+MOST_AXES = 4
 MOST_NAME_BYTES = 65_535
-MOST_DEPTH = 4  # of arrays in arrays
+# Of nested arrays.
+MOST_DEPTH = 4
 ALIGNMENT = 32
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 _LEAST_BYTES = {code: np.dtype(dtype).itemsize for code, dtype in _NUMBERS.items()} | {_BOOL: 1, _STRING: 8, _ARRAY: 12}
-_LEAST_PAIR, _LEAST_TENSOR = 13, 24  # bytes of the shortest key with its value, and description of a tensor
+# Bytes of the shortest key with its value, and of the shortest description of a tensor.
+_LEAST_PAIR, _LEAST_TENSOR = 13, 24
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: so many bytes from `begin` of the file; its shape in numpy's order, rows last."""
+    """Where a tensor is stored: `bytes` bytes from offset `begin` of the file. shape: in numpy's order, rows last."""
 
     kind: Type
     shape: Shape
@@ -40,7 +43,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUF:
-    """One file, open: metadata, and a `Reader` of its tensors."""
+    """An open file: its metadata, and a `Reader` of its tensors."""
 
     path: Path
     version: int
@@ -50,12 +53,12 @@ class GGUF:
 
     @staticmethod
     def open(path: str | Path) -> "GGUF":
-        """Reads metadata and checks every tensor's place. Arrays of numbers come as numpy arrays, others as lists.
+        """Reads metadata and checks the place of every tensor. Arrays of numbers become numpy arrays, others lists.
 
         Raises:
-            BadInput: no such file, or it may not be read.
-            Damaged: anything that contradicts itself or the file's length.
-            Unsupported: another version, big endian, a part of a split model, a type of unknown size.
+            BadInput: there is no such file, or it may not be read.
+            Damaged: the contents contradict each other or the file's length.
+            Unsupported: another version, big endian, one part of a split model, or a type of unknown size.
         """
         path = Path(path)
         data = map_file(path)
@@ -78,25 +81,25 @@ class GGUF:
         return self.places[name].shape
 
     def type(self, name: str) -> str:
-        """ggml's name of how it is stored: F32, BF16, Q4_K ..."""
+        """ggml's name of the storage type: F32, BF16, Q4_K ..."""
         return self.places[name].kind.name
 
     def dtype(self, name: str) -> np.dtype:
-        """What `read` gives."""
+        """The type that `read` returns."""
         return self.places[name].kind.dtype or np.dtype(np.float32)
 
     def raw(self, name: str) -> np.ndarray:
-        """A tensor's bytes as they are stored, uint8, one row for each row of the tensor."""
+        """A tensor's stored bytes, uint8, one row for each row of the tensor."""
         place = self.places[name]
         values, size = place.kind.values, place.kind.bytes
         *rows, last = place.shape or (1,)
         return self.data[place.begin : place.begin + place.bytes].reshape(*rows, last // values * size)
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the file where the stored bytes are values, else dequantized to float32.
+        """A view of the file if the stored bytes are values, otherwise dequantized to float32.
 
         Raises:
-            Unsupported: a block type that nothing here decodes.
+            Unsupported: the block type cannot be decoded.
         """
         place = self.places[name]
         if place.kind.dtype is None:
@@ -105,14 +108,14 @@ class GGUF:
         return np.require(view.reshape(place.shape), requirements="A")
 
     def read_part(self, name: str, i: int) -> np.ndarray:
-        """As `read`, of one entry of the first of several axes: only that is dequantized."""
+        """As `read`, for one entry of the first of several axes: only that entry is dequantized."""
         if (kind := self.places[name].kind).dtype is None:
             return dequantize(kind.name, self.raw(name)[i])
         return self.read(name)[i]
 
 
 class _Cursor:
-    """Reads on from a position, never beyond the end."""
+    """Reads forward from a position, never beyond the end."""
 
     def __init__(self, data: memoryview, path: Path):
         self.data, self.path, self.at = data, path, 0
@@ -123,7 +126,7 @@ class _Cursor:
 
     def take(self, count: int) -> memoryview:
         if count > self.left:
-            raise self.wrong(f"{count} bytes asked for at byte {self.at}, {self.left} are left")
+            raise self.wrong(f"{count} bytes needed at byte {self.at}, {self.left} are left")
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -134,7 +137,7 @@ class _Cursor:
         return struct.unpack("<Q", self.take(8))[0]
 
     def count(self, what: str, least_bytes: int) -> int:
-        """A number of things that take at least so many bytes each, and so fit into what is left."""
+        """A number of items that take at least `least_bytes` bytes each, checked against the remaining bytes."""
         count = self.u64()
         if count * least_bytes > self.left:
             raise self.wrong(f"{count} {what} do not fit into the {self.left} bytes left")
@@ -170,7 +173,7 @@ def _metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
     for _ in range(pairs):
         key = cursor.text(MOST_NAME_BYTES)
         if key in meta:
-            raise cursor.wrong(f"key {quoted(key)} stands twice")
+            raise cursor.wrong(f"key {quoted(key)} appears twice")
         try:
             meta[key] = _value(cursor, cursor.u32())
         except Damaged as error:
@@ -215,12 +218,12 @@ def _switches(cursor: _Cursor, count: int) -> np.ndarray:
 
 
 def _places(cursor: _Cursor, tensors: int, alignment: int) -> dict[str, Place]:
-    """Descriptions of the tensors, then where their data begins: at the next multiple of the alignment."""
+    """Descriptions of the tensors, then the offset of their data: the next multiple of the alignment."""
     places: dict[str, Place] = {}
     for _ in range(tensors):
         name = cursor.text(MOST_NAME_BYTES)
         if name in places:
-            raise cursor.wrong(f"tensor {quoted(name)} stands twice")
+            raise cursor.wrong(f"tensor {quoted(name)} appears twice")
         places[name] = _place(cursor, name, alignment)
     start = -(-cursor.at // alignment) * alignment
     places = {name: place._replace(begin=start + place.begin) for name, place in places.items()}
@@ -235,22 +238,23 @@ def _place(cursor: _Cursor, name: str, alignment: int) -> Place:
     axes = cursor.u32()
     if axes > MOST_AXES:
         raise wrong(f"{axes} axes, over the limit of {MOST_AXES}")
-    shape = tuple(cursor.u64() for _ in range(axes))[::-1]  # ggml writes the innermost axis first
+    # ggml writes the innermost axis first.
+    shape = tuple(cursor.u64() for _ in range(axes))[::-1]
     code, begin = cursor.u32(), cursor.u64()
     if code not in TYPES:
         raise Unsupported(f"tensor {quoted(name)} is of the unknown GGUF type {code}", where=f"in {cursor.path}")
     kind = TYPES[code]
     if (shape[-1] if shape else 1) % kind.values:
-        raise wrong(f"rows of {shape[-1] if shape else 1} are no whole number of {kind.name} blocks of {kind.values}")
+        raise wrong(f"rows of {shape[-1] if shape else 1} are not a whole number of {kind.name} blocks of {kind.values}")
     if math.prod(n for n in shape if n) >= 2**59:
         raise wrong("its shape overflows")
     if begin % alignment:
-        raise wrong(f"its offset {begin} is no multiple of {alignment}")
+        raise wrong(f"its offset {begin} is not a multiple of {alignment}")
     return Place(kind, shape, begin, math.prod(shape) // kind.values * kind.bytes)
 
 
 def _check_apart(places: dict[str, Place], cursor: _Cursor) -> None:
-    """Every tensor lies inside the file, and no two share a byte."""
+    """Checks that every tensor is inside the file, and that no two share a byte."""
     at = 0
     for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].bytes)):
         if place.begin < at:

@@ -1,9 +1,9 @@
-"""Numbers packed into blocks, back to float32: GGUF's block types, and weights that come with a tensor of scales.
+"""Decodes numbers packed into blocks to float32: GGUF's block types, and weights with a separate tensor of scales.
 
-Notable: nearly every format is one idea, bit fields that lie in planes (`_planes`), times a scale. Each function takes
-blocks as bytes, uint8 [n, bytes], and gives float32 [n, values], bit for bit what ggml computes: its products and sums
-in its order. Layouts: ggml-common.h (Q*_K, IQ* by I. Kawrakow, TQ* by F. Mathieu); MXFP4: OCP Microscaling formats 1.0.
-Knows no file: raw bytes come from `gguf` or `safetensors`.
+Nearly every format is bit fields stored in planes (`_planes`), times a scale. Each function takes blocks as bytes, uint8 [n,
+bytes], and returns float32 [n, values], bit for bit what ggml computes, with products and sums in ggml's order. Layouts:
+ggml-common.h (Q*_K, IQ* by I. Kawrakow, TQ* by F. Mathieu); MXFP4: OCP Microscaling formats 1.0. This module knows no files: raw
+bytes come from `gguf` or `safetensors`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,8 @@ import numpy as np
 from argosy.core.errors import BadInput, Damaged, Unsupported
 from argosy.core.formats import Shape
 
-CHUNK = 1 << 16  # values decoded at once: temporaries of 256 KB stay in cache, and peak memory near the output's size
+# Values decoded at once: temporaries of 256 KB stay in the cache, and peak memory stays near the output's size.
+CHUNK = 1 << 16
 
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _FP4_GGML = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # doubled, and without -0
@@ -23,7 +24,7 @@ _NON_LINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38,
 
 
 def _unsigned_e4m3() -> np.ndarray:
-    """All 256 values of ggml's unsigned e4m3: the sign bit ignored, 0x7F for zero."""
+    """All 256 values of ggml's unsigned e4m3: the sign bit is ignored, and 0x7F is zero."""
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 0xF, code & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 7)
@@ -35,7 +36,7 @@ _UE4M3 = _unsigned_e4m3()
 
 
 def _planes(packed: np.ndarray, bits: int, width: int) -> np.ndarray:
-    """Bit fields, uint8 [n, m] -> [n, m * 8 / bits]: of each `width` bytes first the lowest fields, then the next."""
+    """Bit fields, uint8 [n, m] -> [n, m * 8 / bits]: the lowest fields of each `width` bytes first, then the next."""
     n, m = packed.shape
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields = packed.reshape(n, m // width, 1, width) >> shifts & np.uint8(2**bits - 1)
@@ -48,12 +49,12 @@ def _half(packed: np.ndarray) -> np.ndarray:
 
 
 def _groups(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Values as float32 [n, groups, size], one group for each scale [n, groups]."""
+    """Values as float32 [n, groups, size], one group per scale [n, groups]."""
     return q.astype(np.float32).reshape(*scale.shape, -1)
 
 
 def _scaled(q: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None = None) -> np.ndarray:
-    """scale * q - minimum, with one scale for each group of values."""
+    """scale * q - minimum, with one scale per group of values."""
     y = scale[..., None] * _groups(q, scale)
     if minimum is not None:
         y -= minimum[..., None]
@@ -64,7 +65,7 @@ def _signed(q: np.ndarray, offset: int) -> np.ndarray:
     return q.astype(np.int16) - offset
 
 
-# ---- 32 values a block
+# ---- 32 values per block
 
 
 def _q4_0(b: np.ndarray) -> np.ndarray:
@@ -104,7 +105,7 @@ def _nvfp4(b: np.ndarray) -> np.ndarray:
     return _scaled(_FP4_GGML[_planes(b[:, 4:], 4, 8)], _UE4M3[b[:, :4]] * np.float32(0.5))
 
 
-# ---- 256 values a block, with scales of their own groups inside
+# ---- 256 values per block, with scales for the groups inside
 
 
 def _q2_k(b: np.ndarray) -> np.ndarray:
@@ -120,7 +121,7 @@ def _q3_k(b: np.ndarray) -> np.ndarray:
 
 
 def _scales_and_minima(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight scales and eight minima of 6 bits in 12 bytes: the first four of each whole, the others in two parts."""
+    """Eight scales and eight minima of 6 bits in 12 bytes: the first four are contiguous, the others split in two parts."""
     d, m, low = b[:, 0:4], b[:, 4:8], b[:, 8:12]
     scales = np.concatenate([d & 0x3F, low & 0xF | d >> 2 & 0x30], axis=1)
     minima = np.concatenate([m & 0x3F, low >> 4 | m >> 2 & 0x30], axis=1)
@@ -149,7 +150,7 @@ def _iq4_xs(b: np.ndarray) -> np.ndarray:
 
 
 def _tq1_0(b: np.ndarray) -> np.ndarray:
-    """Five ternary digits a byte: times 3^k, modulo 256, the k-th digit stands highest."""
+    """Five ternary digits per byte: after multiplying by 3^k modulo 256, the k-th digit is the highest."""
     q = np.concatenate([_ternary(b[:, :32], 5), _ternary(b[:, 32:48], 5), _ternary(b[:, 48:52], 4)], axis=1)
     return _half(b[:, 52:]) * _signed(q.astype(np.uint16) * 3 >> 8, 1)
 
@@ -172,7 +173,7 @@ def _bf16(b: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Type:
-    """A GGUF type: a block's values and bytes, and how it is decoded; `dtype` where the bytes are the values."""
+    """A GGUF type: values and bytes per block, and how it is decoded; `dtype` if the bytes are the values themselves."""
 
     name: str
     values: int
@@ -186,7 +187,8 @@ def _plain(name: str, dtype: object) -> Type:
     return Type(name, 1, dtype.itemsize, None, dtype)
 
 
-# By ggml's number. Types without a function are known by size: files with them open, reading one is refused by name.
+# By ggml's number. For types without a function only the size is known: files with them open, but reading such a tensor
+# fails.
 TYPES: dict[int, Type] = {
     0: _plain("F32", "<f4"),
     1: _plain("F16", "<f2"),
@@ -226,33 +228,34 @@ BY_NAME = {kind.name: kind for kind in TYPES.values()}
 
 
 def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
-    """Raw blocks of a type by name, uint8 [... k * bytes] -> float32 [... k * values].
+    """Decodes raw blocks of a named type, uint8 [... k * bytes] -> float32 [... k * values].
 
     Raises:
-        Unsupported: a type that nothing here decodes.
-        ValueError: a last axis that is no whole number of blocks.
+        Unsupported: the type cannot be decoded.
+        ValueError: the last axis is not a whole number of blocks.
     """
     kind = BY_NAME.get(name)
     if kind is None or kind.decode is None:
         known = ", ".join(k.name for k in TYPES.values() if k.decode)
-        raise Unsupported(f"nothing here decodes the GGUF type {name}", hint=f"types that are decoded: {known}")
+        raise Unsupported(f"the GGUF type {name} cannot be decoded", hint=f"types that can be: {known}")
     if raw.shape[-1] % kind.bytes:
-        raise ValueError(f"{raw.shape[-1]} bytes are no whole number of {name} blocks of {kind.bytes}")
+        raise ValueError(f"{raw.shape[-1]} bytes are not a whole number of {name} blocks of {kind.bytes}")
     blocks = raw.reshape(-1, kind.bytes)
     out = np.empty((len(blocks), kind.values), np.float32)
     step = max(1, CHUNK // kind.values)
-    with np.errstate(all="ignore"):  # infinite scales are the file's own
+    # Infinite scales come from the file itself.
+    with np.errstate(all="ignore"):
         for start in range(0, len(blocks), step):
             out[start : start + step] = kind.decode(np.ascontiguousarray(blocks[start : start + step]))
     return out.reshape(*raw.shape[:-1], raw.shape[-1] // kind.bytes * kind.values)
 
 
-# ---- a tensor of values and a tensor of scales, as Hub folders hold them
+# ---- a tensor of values and a tensor of scales, as in Hub folders
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Values beside their scales. `shapes`: of the stored tensors, given that of the weight; `read`: the weight."""
+    """Values and their scales. shapes: of the stored tensors, from that of the weight. read: computes the weight."""
 
     shapes: Callable[[Shape], tuple[Shape, ...]]
     read: Callable[..., np.ndarray]
@@ -264,13 +267,13 @@ def _fp8_shapes(shape: Shape) -> tuple[Shape, ...]:
 
 
 def _fp8(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Each 128 x 128 tile of an fp8 matrix times its scale (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+    """Multiplies each 128 x 128 tile of an fp8 matrix by its scale (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
     if values.dtype.itemsize != 1 or values.dtype.kind in "iub":
-        raise Damaged(f"fp8 values are stored as {values.dtype}", hint="is the weight really one of fp8 blocks?")
+        raise Damaged(f"fp8 values are stored as {values.dtype}", hint="is this weight really stored in fp8 blocks?")
     if scales.dtype.kind in "iub" or scales.dtype.itemsize < 2:
         raise Damaged(f"scales of fp8 blocks are stored as {scales.dtype}")
     if not np.isfinite(np.asarray(scales, np.float32)).all():
-        raise Damaged("a scale of fp8 blocks is no finite number")
+        raise Damaged("a scale of fp8 blocks is not finite")
     out = np.empty(values.shape, np.float32)
     for i, row in enumerate(np.asarray(scales, np.float32)):
         rows = slice(i * FP8_BLOCK, (i + 1) * FP8_BLOCK)
@@ -281,7 +284,7 @@ def _fp8(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def _mxfp4_shapes(shape: Shape) -> tuple[Shape, ...]:
     *lead, last = shape
     if last % 32:
-        raise BadInput(f"MXFP4 scales 32 values at once, and the last axis has {last}")
+        raise BadInput(f"MXFP4 has one scale for 32 values, but the last axis has {last}")
     return ((*lead, last // 32, 16), (*lead, last // 32))
 
 
@@ -290,10 +293,11 @@ def _mxfp4_pairs(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     if blocks.dtype != np.uint8 or scales.dtype != np.uint8:
         raise Damaged(f"MXFP4 blocks and scales are stored as {blocks.dtype} and {scales.dtype}, not as bytes")
     if (scales == 255).any():
-        raise Damaged("an MXFP4 scale of 255 stands for no number")
+        raise Damaged("an MXFP4 scale of 255 does not stand for a number")
     out = np.empty((*scales.shape, 16, 2), np.float32)
     with np.errstate(over="ignore"):
-        for at in range(len(scales)):  # an expert at a time: temporaries of its size
+        # One expert at a time, so that temporaries have its size.
+        for at in range(len(scales)):
             power = _power(scales[at], 127)[..., None]
             out[at, ..., 0] = _FP4[blocks[at] & 0xF] * power
             out[at, ..., 1] = _FP4[blocks[at] >> 4] * power

@@ -1,10 +1,9 @@
-"""Safetensors files and Hub folders of them, in and out, tensor by tensor.
+"""Reads and writes safetensors files and Hub folders of them, tensor by tensor.
 
-Notable: a header is checked to the last byte before anything is allocated, duplicate names included, which the library
-of that name accepts in silence; tensors are views of the mapped file, bfloat16 and float8 too. Writing needs memory for a
-slab of one tensor.
-Format: 8 bytes with the header's length, a JSON header, the tensors' bytes without gap (huggingface/safetensors).
-Knows nothing of what the tensors are for.
+A header is checked completely before anything is allocated, including duplicate names, which the safetensors library accepts
+silently. Tensors are views of the mapped file, bfloat16 and float8 too. Writing needs memory for one slab of a tensor. Format: 8
+bytes with the header's length, a JSON header, the tensors' bytes without gaps (huggingface/safetensors). This module knows
+nothing of what the tensors are for.
 """
 
 import json
@@ -21,7 +20,8 @@ from argosy.core.errors import ArgosyError, BadInput, Damaged, Unsupported
 from argosy.core.formats import Entry, Shape, damaged, listed, map_file, quoted
 from argosy.core.formats.files import File, Order, check_space, of_text, slabs, write_file
 
-MOST_HEADER_BYTES = 100_000_000  # the library's own limit
+# The limit of the safetensors library.
+MOST_HEADER_BYTES = 100_000_000
 MOST_AXES = 32
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -45,14 +45,15 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_PACKED = ("F4", "F6_E2M3", "F6_E3M2")  # several values share a byte: no numpy view shows them
+# Several values share a byte, so no numpy view exists.
+_PACKED = ("F4", "F6_E2M3", "F6_E3M2")
 
 
 # ---- reading one file
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: bytes begin to end of the data."""
+    """Where a tensor is stored: bytes begin to end of the data."""
 
     dtype: np.dtype
     shape: Shape
@@ -62,7 +63,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class SafeTensors:
-    """One file, open: a `Reader` whose tensors are read-only views of the mapped file."""
+    """An open file: a `Reader` whose tensors are read-only views of the mapped file."""
 
     path: Path
     metadata: dict[str, str]
@@ -74,9 +75,9 @@ class SafeTensors:
         """Checks the header and maps the data.
 
         Raises:
-            BadInput: no such file, or it may not be read.
-            Damaged: a header that contradicts itself or the file's length; the tensor is named.
-            Unsupported: values of less than a byte.
+            BadInput: there is no such file, or it may not be read.
+            Damaged: the header contradicts itself or the file's length; the tensor is named.
+            Unsupported: values smaller than a byte.
         """
         path = Path(path)
         data = map_file(path)
@@ -99,11 +100,11 @@ class SafeTensors:
         return self.places[name].dtype
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the file; copied only where its writer did not align it."""
+        """A view of the file, or a copy if the writer did not align it."""
         return self._view(self.places[name])
 
     def read_part(self, name: str, i: int) -> np.ndarray:
-        """As `read`, of one entry of the first axis: no more than that is copied."""
+        """As `read`, for one entry of the first axis: no more than that is copied."""
         place = self.places[name]
         n_bytes = (place.end - place.begin) // place.shape[0]
         begin = place.begin + i * n_bytes
@@ -115,9 +116,9 @@ class SafeTensors:
 
 
 def _header(data: np.ndarray, path: Path) -> tuple[dict[str, Any], int]:
-    """The header, and where the data begins."""
+    """The header, and the offset of the data."""
     if len(data) < 8:
-        raise damaged(path, f"{len(data)} bytes hold no header")
+        raise damaged(path, f"{len(data)} bytes are too few for a header")
     length = int(data[:8].view("<u8")[0])
     if length > MOST_HEADER_BYTES:
         raise damaged(path, f"a header of {length} bytes, over the limit of {MOST_HEADER_BYTES}")
@@ -128,14 +129,15 @@ def _header(data: np.ndarray, path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _json(text: bytes, path: Path) -> dict[str, Any]:
-    """A JSON object, strictly: UTF-8, no key twice, no NaN."""
+    """Parses a JSON object strictly: UTF-8, no duplicate keys, no NaN."""
     if not text.lstrip(b" \t\r\n").startswith(b"{"):
         raise damaged(path, "its JSON is not an object")
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
         raise damaged(path, "its JSON is nested too deeply") from None
-    except ValueError as error:  # malformed JSON or UTF-8, a key twice, an endless number
+    # Malformed JSON or UTF-8, a duplicate key, or an endless number.
+    except ValueError as error:
         raise damaged(path, f"its JSON cannot be read: {str(error).splitlines()[0]:.200}") from None
 
 
@@ -144,12 +146,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"{quoted(twice)} stands twice")
+        raise ValueError(f"{quoted(twice)} appears twice")
     return result
 
 
 def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _place(name: str, entry: Any, path: Path) -> Place:
@@ -180,7 +182,7 @@ def _counts(value: Any) -> bool:
 
 
 def _check_tiling(places: Mapping[str, Place], size: int, path: Path) -> None:
-    """The tensors cover the data exactly once: neither overlap nor hole nor anything left over."""
+    """Checks that the tensors cover the data exactly once, without overlaps, holes or a rest."""
     at = 0
     for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
         if place.begin != at:
@@ -198,9 +200,9 @@ def _check_tiling(places: Mapping[str, Place], size: int, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Folder:
-    """A Hub folder, open: a `Reader` over `model.safetensors`, or over the shards that its index names.
+    """An open Hub folder: a `Reader` of `model.safetensors`, or of the shards named by its index.
 
-    Where both are there the single file counts, as for transformers.
+    If both exist, the single file is used, as in transformers.
     """
 
     path: Path
@@ -208,11 +210,11 @@ class Folder:
 
     @staticmethod
     def open(path: str | Path) -> "Folder":
-        """Opens every file and lists everything that is wrong at once.
+        """Opens every file and reports all problems at once.
 
         Raises:
-            BadInput: no weights here, shards missing, an index that does not fit its shards.
-            Damaged: bytes of the index or of a shard that contradict each other.
+            BadInput: there are no weights, shards are missing, or the index does not match its shards.
+            Damaged: the bytes of the index or of a shard contradict each other.
         """
         path = Path(path)
         if not path.is_dir():
@@ -232,7 +234,7 @@ class Folder:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """That of the first file."""
+        """The metadata of the first file."""
         return next((file.metadata for file in self.files.values()), {})
 
     def shape(self, name: str) -> Shape:
@@ -278,11 +280,11 @@ def _open_shards(folder: Path) -> dict[str, SafeTensors]:
 
 
 def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, SafeTensors]) -> list[str]:
-    """What index and shards say differently, for the shards that could be opened."""
+    """Differences between the index and those shards that could be opened."""
     problems = []
     for tensor, file in weight_map.items():
         if file in shards and tensor not in shards[file].places:
-            problems.append(f"{quoted(tensor)} is not in {quoted(file)}, where the index has it")
+            problems.append(f"{quoted(tensor)} is not in {quoted(file)}, where the index expects it")
     for file, shard in shards.items():
         for tensor in shard.names:
             place = weight_map.get(tensor)
@@ -299,14 +301,14 @@ def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, SafeTens
 def folder_files(
     entries: Iterable[Entry], shard_bytes: float = 5e9, metadata: Mapping[str, str] | None = None
 ) -> list[File]:
-    """Tensors in the order given as the files of a folder: one, or shards and, last, their index.
+    """The files of a folder with these tensors, in the given order: one file, or shards followed by their index.
 
     Args:
-        shard_bytes: of tensors in a shard; a larger tensor has a shard to itself.
-        metadata: of every file; {"format": "pt"} unless told, what transformers insists on.
+        shard_bytes: the most bytes of tensors in a shard; a larger tensor has its own shard.
+        metadata: of every file; by default {"format": "pt"}, which transformers requires.
 
     Raises:
-        Unsupported: a type that safetensors has no name for.
+        Unsupported: safetensors has no name for a type.
     """
     entries = list(entries)
     _check_entries(entries)
@@ -325,14 +327,14 @@ def write_folder(
     shard_bytes: float = 5e9,
     metadata: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Writes `folder_files` into a folder that holds no weights yet, a slab in memory at a time. Returns the shards.
+    """Writes `folder_files` into a folder without weights, with one slab in memory at a time. Returns the shards.
 
     Raises:
-        BadInput: there are weights already, or too little space.
+        BadInput: there are already weights, or too little space.
     """
     folder, files = Path(folder), folder_files(entries, shard_bytes, metadata)
     if (folder / SINGLE).exists() or (folder / INDEX).exists():
-        raise BadInput(f"{folder} holds weights already", hint="name a new folder; nothing is ever overwritten")
+        raise BadInput(f"{folder} already contains weights", hint="name a new folder; nothing is ever overwritten")
     check_space(folder, sum(file.bytes for file in files))
     for file in files:
         write_file(folder / file.name, file)
@@ -346,14 +348,14 @@ def _bytes(entry: Entry) -> int:
 def _check_entries(entries: Sequence[Entry]) -> None:
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names) or "__metadata__" in names:
-        raise ValueError("tensors to write must have names of their own")
+        raise ValueError("tensors to write must have different names")
     for entry in entries:
         if entry.dtype not in _CODES:
             raise Unsupported(f"safetensors files have no type for {entry.dtype}, of tensor `{entry.name}`")
 
 
 def _shards(entries: Sequence[Entry], most: float) -> list[list[Entry]]:
-    """As many in a row as fit; a tensor larger than a shard has one to itself."""
+    """As many consecutive tensors per shard as fit; a tensor larger than a shard has its own."""
     shards: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
@@ -385,7 +387,7 @@ def tensors_file(name: str, entries: Sequence[Entry], metadata: Mapping[str, str
 
 
 def _index(shards: Mapping[str, Sequence[Entry]]) -> str:
-    """As transformers writes it: sorted by name."""
+    """The index as transformers writes it, sorted by name."""
     weight_map = {entry.name: name for name, shard in shards.items() for entry in shard}
     entries = [entry for shard in shards.values() for entry in shard]
     total = {

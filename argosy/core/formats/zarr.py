@@ -1,9 +1,9 @@
-"""Arrays as Zarr 3 keeps them, one file of values an array: what Orbax and TensorStore read back, whole or in parts.
+"""Arrays in the Zarr 3 format, one file of values per array, which Orbax and TensorStore can read completely or in parts.
 
-Notable: Orbax wants every array in memory at once to write a checkpoint; laid out here, they are written one after the
-other. An array is one shard of uncompressed chunks, runs of its leading axis, so a reader of a part takes only its chunks,
-and the file is the array in C order with a table of chunks at its end.
-Sources: zarr-specs, core 3.0 and the codec `sharding_indexed` 1.0. Knows nothing of what the arrays are for.
+Orbax needs every array in memory at once to write a checkpoint; with this layout they are written one after the other. An array
+is one shard of uncompressed chunks along its leading axis, so reading a part only reads its chunks, and the file is the array in
+C order with a table of chunks at its end. Sources: zarr-specs, core 3.0 and the codec `sharding_indexed` 1.0. This module knows
+nothing of what the arrays are for.
 """
 
 import json
@@ -35,10 +35,10 @@ DTYPES = frozenset(
 
 
 def array_files(entry: Entry) -> list[File]:
-    """An array's metadata and its values; names begin with the array's own.
+    """The files of an array: its metadata and its values. Their names begin with the array's name.
 
     Raises:
-        Unsupported: a type that Zarr has no name for.
+        Unsupported: Zarr has no name for the type.
     """
     if entry.dtype.name not in DTYPES:
         raise Unsupported(f"checkpoints have no type for {entry.dtype}, of tensor `{entry.name}`")
@@ -52,10 +52,10 @@ def array_files(entry: Entry) -> list[File]:
 
 
 def map_array(folder: Path) -> np.ndarray | None:
-    """An array as `array_files` laid it out, as a view of its mapped file; None where it is laid out otherwise.
+    """An array written by `array_files`, as a view of its mapped file; None if it has another layout.
 
     Raises:
-        Damaged: a file whose length is not what its metadata says.
+        Damaged: the file's length differs from what its metadata says.
     """
     try:
         stored = json.loads((folder / "zarr.json").read_bytes())
@@ -68,12 +68,12 @@ def map_array(folder: Path) -> np.ndarray | None:
     path = folder.joinpath("c", *("0" for _ in shape))
     data, (rows, chunks) = map_file(path), _chunks(entry)
     if len(data) != chunks * (_chunk_bytes(entry, rows) + 16):
-        raise damaged(path, f"{len(data)} bytes are not what {list(shape)} of {dtype} takes")
+        raise damaged(path, f"it has {len(data)} bytes, which is not the size of {list(shape)} of {dtype}")
     return data[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
 def _chunks(entry: Entry) -> tuple[int, int]:
-    """Rows of a chunk, and how many chunks; the last is filled up with zeros."""
+    """Rows per chunk, and the number of chunks; the last is padded with zeros."""
     if not math.prod(entry.shape):
         return 1, 1
     length = entry.shape[0] if entry.shape else 1
@@ -106,7 +106,7 @@ def _metadata(entry: Entry, rows: int, chunks: int) -> dict[str, Any]:
 
 
 def _shard(entry: Entry, rows: int, chunks: int, order: Order) -> Iterator[np.ndarray]:
-    """The values, zeros up to a whole chunk, then where each chunk begins and how long it is."""
+    """The values, zeros up to a full chunk, then the offset and length of each chunk."""
     size = _chunk_bytes(entry, rows)
     yield from slabs(entry, order)
     if missing := chunks * size - math.prod(entry.shape) * entry.dtype.itemsize:

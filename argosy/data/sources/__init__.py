@@ -80,10 +80,12 @@ class Origin(ABC):
 class Source(Origin):
     """Documents, the same ones in the same order every time."""
 
-    size_bytes: int | None = None  # that will be read, where known beforehand
+    # That will be read, where known beforehand.
+    size_bytes: int | None = None
     disk_bytes: int | None = None  # of all files, read or not
     files: int | None = None
-    max_bytes: int | None = None  # a limit on the text that has cut some off, known once it has been read
+    # The limit on the text, if it cut some off; known once the text has been read.
+    max_bytes: int | None = None
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:

@@ -95,7 +95,8 @@ def docstrings(source: str) -> Iterator[str]:
     """The cleaned docstrings of a module, outermost first; none where this Python cannot parse it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old modules hold escapes that newer parsers warn of
+            # Old modules hold escapes that newer parsers warn of.
+            warnings.simplefilter("ignore")
             tree = ast.parse(source)
     except SyntaxError:
         return

@@ -35,7 +35,8 @@ class SyntheticRows:
 
     def __init__(self, first: int, count: int, sequence: int, vocab: int, seed: int):
         self.first, self.count, self.sequence, self.vocab = first, count, sequence, vocab
-        self.seed = mix(np.array([seed % 2**64], np.uint64))  # mixed, so that near seeds share no stretch of counters
+        # Mixed, so that near seeds share no stretch of counters.
+        self.seed = mix(np.array([seed % 2**64], np.uint64))
 
     def __len__(self) -> int:
         return self.count

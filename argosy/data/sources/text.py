@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
 
 PIECE_BYTES = 1 << 20
-LINE_BYTES = 64 << 20  # longer lines are refused: such a file is not JSONL
-HASHED_BYTES = 64 << 20  # of larger files 64 samples are hashed, so that a terabyte is not read twice
+# Longer lines are refused: such a file is not JSONL.
+LINE_BYTES = 64 << 20
+# For larger files only 64 samples are hashed, so that a terabyte is not read twice.
+HASHED_BYTES = 64 << 20
 FOLDER_SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl", ".ndjson")
 BLANK_LINES = re.compile(r"\n[ \t\r]*\n\s*")
 
@@ -44,7 +46,7 @@ class TextFile(Source):
 
     def documents(self) -> Iterator[Document]:
         pieces = text_pieces(self.path, self.invalid)
-        return paragraphs(pieces, self.path) if self.split == "paragraphs" else whole(pieces)
+        return paragraphs(pieces, self.path) if self.split == "paragraphs" else one_document(pieces)
 
     def fingerprint(self) -> dict[str, Any]:
         how = {"source.documents": self.split, "source.invalid": self.invalid}
@@ -141,7 +143,7 @@ class Memory(Source):
         return {"source": "memory", "source.sha256": digest.hexdigest()}
 
 
-def whole(pieces: Iterator[str]) -> Iterator[Document]:
+def one_document(pieces: Iterator[str]) -> Iterator[Document]:
     """One document, in its pieces."""
     held = next(pieces, "")
     for piece in pieces:

@@ -44,7 +44,7 @@ class TextStream:
         return text[: max(len(text.rstrip(" ")), len(text) - self._tokenizer.trims)]
 
     def _held_back(self, text: str) -> str:
-        """The text without trailing spaces that would have to go if it ended here."""
+        """The text without trailing spaces that would be removed if it ended here."""
         if not self._tokenizer.trims:
             return text
         text = self._held + text
@@ -73,9 +73,9 @@ class Tokenizer(ABC):
         hidden: ids of special tokens, which decode to nothing unless asked for.
         strips, trims: number of spaces taken off the beginning and the end of a decoded text.
         lasting: after a token that decodes to nothing, the next one still counts as the first.
-        invalid: codecs error handler for bytes that are not UTF-8.
-        unknown: id of what has no other token; its text is not the text that it stands for. None where that is not known.
-        puts_space: encoding puts a space in front of a text, so a part of a longer text is encoded in another way.
+        invalid: name of the codecs error handler for bytes that are not UTF-8.
+        unknown: id for text without a token; decoding it does not give that text. None if not known.
+        puts_space: encoding adds a space in front of a text, so the rest of a longer text must be encoded differently.
     """
 
     vocab: int
@@ -187,8 +187,8 @@ class Tokenizer(ABC):
         return TextStream(self, skip_special)
 
 
-def whole(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which JSON can spell and UTF-8 cannot."""
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which JSON can write and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

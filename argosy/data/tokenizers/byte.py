@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from argosy.data.tokenizers import Span, Tokenizer, whole
+from argosy.data.tokenizers import Span, Tokenizer, well_formed
 from argosy.data.tokenizers.config import TokenizerConfig
 
 BOS, EOS = "<bos>", "<eos>"
@@ -31,13 +31,13 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         if not special:
-            return list(whole(text).encode())
+            return list(well_formed(text).encode())
         parts = re.split(f"({'|'.join(NAMES)})", text)
         return [token for part in parts for token in ([NAMES[part]] if part in NAMES else self.encode(part))]
 
     def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
         ids, spans, at = [], [], 0
-        for part in re.split(f"({'|'.join(NAMES)})", whole(text)) if special else [whole(text)]:
+        for part in re.split(f"({'|'.join(NAMES)})", well_formed(text)) if special else [well_formed(text)]:
             units = [part] if special and part in NAMES else part
             for unit in units:
                 tokens = self.encode(unit, special)

@@ -15,12 +15,15 @@ from typing import Any
 
 from argosy.core.errors import BadInput, Damaged
 
-VOCABULARY_BYTES = 256 << 20  # the largest published tokenizer.json has 33 MB
+# The largest published tokenizer.json has 33 MB.
+VOCABULARY_BYTES = 256 << 20
 CONFIG_BYTES = 16 << 20
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character; JSON joins two of them to one
+# An escape of half a character; JSON joins two of them to one.
+HALF = re.compile(r"\\u[dD][89a-fA-F]")
 LONE = re.compile("[\ud800-\udfff]")
-DEFAULT = "default"  # the name of a chat template without a name
+# The name of a chat template without a name.
+DEFAULT = "default"
 
 
 @dataclass(frozen=True)

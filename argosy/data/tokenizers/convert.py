@@ -33,9 +33,11 @@ PAIRED: dict[str, tuple[Rule, dict[str, str]]] = {
 }
 """By class without its ending: how text is cut where the vocabulary is vocab.json, and the roles that go without saying."""
 CLIP_CUT = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
-CLIP_MERGES = 49_152 - 256 - 2  # the list goes on, the vocabulary does not (openai/CLIP, simple_tokenizer.py)
+# The list is longer than the vocabulary (openai/CLIP, simple_tokenizer.py).
+CLIP_MERGES = 49_152 - 256 - 2
 CLIP_BYTES = 8 << 20  # unpacked; the published list has 3 MB
-WHOLE_WORD_CHARACTERS = 100  # longer words are unknown to BERT (google-research/bert, tokenization.py)
+# Longer words are unknown to BERT (google-research/bert, tokenization.py).
+WHOLE_WORD_CHARACTERS = 100
 
 
 def byte_bpe(

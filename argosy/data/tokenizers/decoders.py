@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 from argosy.core.errors import Unsupported
 from argosy.data.tokenizers.byte import byte_names
 
-Step = Callable[[str, bool], str | bytes]  # a token's text, whether it is the first -> what it stands for so far
+# (a token's text, whether it is the first) -> what it stands for so far
+TokenDecoder = Callable[[str, bool], str | bytes]
 Spec = dict[str, Any]
 
 BYTES = {name: byte for byte, name in byte_names().items()}
-EACH_BYTE = "argosy.each_byte"  # one U+FFFD for each byte, not one for each sequence of them
+# One U+FFFD for each byte, not one for each sequence of them.
+EACH_BYTE = "argosy.each_byte"
 codecs.register_error(EACH_BYTE, lambda error: ("\ufffd" * (error.end - error.start), error.end))  # pyright: ignore
 
 
@@ -26,7 +28,7 @@ class Decoding(NamedTuple):
     """steps: what happens to each token. strips, trims: spaces taken off the beginning and the end of the whole. invalid:
     codecs error handler."""
 
-    steps: list[Step]
+    steps: list[TokenDecoder]
     strips: int = 0
     trims: int = 0
     invalid: str = "replace"
@@ -58,7 +60,7 @@ def decoding(spec: Spec | None, path: Path) -> Decoding:
     return Decoding(steps, strips, trims, EACH_BYTE if "ByteFallback" in kinds else "replace")
 
 
-def step_of(spec: Spec, path: Path) -> Step:
+def step_of(spec: Spec, path: Path) -> TokenDecoder:
     if spec["type"] not in STEPS:
         raise Unsupported(f"the decoder `{spec['type']}` is not known", where=f"in {path}")
     return STEPS[spec["type"]](spec)
@@ -73,7 +75,7 @@ def whole_strip(spec: Spec, path: Path) -> tuple[int, int]:
     return spec["start"], spec["stop"]
 
 
-def byte_level(spec: Spec) -> Step:
+def byte_level(spec: Spec) -> TokenDecoder:
     """Characters that stand for bytes (openai/gpt-2); a token with any other character stands for itself."""
 
     def step(token: str, first: bool) -> str | bytes:
@@ -82,7 +84,7 @@ def byte_level(spec: Spec) -> Step:
     return step
 
 
-def byte_fallback(spec: Spec) -> Step:
+def byte_fallback(spec: Spec) -> TokenDecoder:
     """`<0x0A>` stands for a byte."""
 
     def step(token: str, first: bool) -> str | bytes:
@@ -91,14 +93,14 @@ def byte_fallback(spec: Spec) -> Step:
     return step
 
 
-def metaspace(spec: Spec) -> Step:
+def metaspace(spec: Spec) -> TokenDecoder:
     """A mark for each space; the first token's are dropped where encoding put one in front."""
     mark, drops = spec["replacement"], spec.get("prepend_scheme", "always") != "never"
     return lambda token, first: token.replace(mark, "" if first and drops else " ")
 
 
-def word_piece(spec: Spec) -> Step:
-    """Words parted by spaces, but for tokens that go on with one."""
+def word_piece(spec: Spec) -> TokenDecoder:
+    """Words separated by spaces, except before tokens that continue a word."""
     prefix, cleans = spec["prefix"], spec.get("cleanup", True)
 
     def step(token: str, first: bool) -> str | bytes:
@@ -117,14 +119,14 @@ def cleaned(text: str) -> str:
     return text.replace(" 's", "'s").replace(" 've", "'ve").replace(" 're", "'re")
 
 
-def replacing(spec: Spec) -> Step:
+def replacing(spec: Spec) -> TokenDecoder:
     pattern, content = spec["pattern"], spec["content"]
     if "String" in pattern:
         return lambda token, first: token.replace(pattern["String"], content)
     raise Unsupported("a decoder that replaces by a regular expression is not known")
 
 
-def stripping(spec: Spec) -> Step:
+def stripping(spec: Spec) -> TokenDecoder:
     """Takes up to so many of a character off each end of a token."""
     mark, start, stop = re.escape(spec["content"]), spec["start"], spec["stop"]
     ends = re.compile(f"^{mark}{{0,{start}}}|{mark}{{0,{stop}}}$")

@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from argosy.data.tokenizers import Span, Tokenizer, whole
+from argosy.data.tokenizers import Span, Tokenizer, well_formed
 from argosy.data.tokenizers.byte import byte_names
 from argosy.data.tokenizers.config import TokenizerConfig, damaged, parse_object
 from argosy.data.tokenizers.decoders import decoding
@@ -34,7 +34,8 @@ class FastTokenizer(Tokenizer):
         self._path = path
         self._library = parse(text, path)
         self._text = self._library.to_str() if add(self._library, config, path) else text
-        self._library.encode_special_tokens = True  # the library means: names of special tokens are text
+        # The library means: names of special tokens are text.
+        self._library.encode_special_tokens = True
         added = self._library.get_added_tokens_decoder()
         self.hidden = frozenset(number for number, token in added.items() if token.special)
         self.vocab = max(self._library.get_vocab().values(), default=-1) + 1
@@ -50,11 +51,11 @@ class FastTokenizer(Tokenizer):
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         with refusals(self._path):
-            return self._finding(special).encode(whole(text), add_special_tokens=False).ids
+            return self._finding(special).encode(well_formed(text), add_special_tokens=False).ids
 
     def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
         with refusals(self._path):
-            encoding = self._finding(special).encode(whole(text), add_special_tokens=False)
+            encoding = self._finding(special).encode(well_formed(text), add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def encode_many(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
@@ -66,7 +67,7 @@ class FastTokenizer(Tokenizer):
     def _batch(self, library: Library, texts: Sequence[str]) -> list[list[int]]:
         """All texts on all cores: the library releases the GIL."""
         with refusals(self._path):
-            encodings = library.encode_batch_fast([whole(text) for text in texts], add_special_tokens=False)
+            encodings = library.encode_batch_fast([well_formed(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def piece(self, token: int, first: bool) -> bytes:

@@ -28,7 +28,8 @@ from argosy.data.tokenizers.proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED,
 from argosy.data.tokenizers.rules import rule
 
 KEY = "tokenizer.ggml."
-ROLES = {  # llama.cpp's names, with its misspelling of one
+# llama.cpp's names, with its misspelling of one.
+ROLES = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token",
     "cls": "cls_token", "mask": "mask_token",
 }  # fmt: skip

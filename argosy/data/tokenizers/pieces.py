@@ -18,13 +18,14 @@ from pathlib import Path
 from sentencepiece import SentencePieceProcessor
 
 from argosy.core.errors import Unsupported
-from argosy.data.tokenizers import Span, Tokenizer, whole
+from argosy.data.tokenizers import Span, Tokenizer, well_formed
 from argosy.data.tokenizers.config import TokenizerConfig, damaged
 from argosy.data.tokenizers.decoders import EACH_BYTE
 from argosy.data.tokenizers.proto import BYTE, CONTROL, NO_PREFIX, PREFIX, UNKNOWN, fields, read_model
 
 SPACE = "\u2581"
-BEGINNING = ("Llama", "CodeLlama", "Gemma")  # classes of the Hub that put `bos` in front unless told otherwise
+# Classes on the Hub that add `bos` by default.
+BEGINNING = ("Llama", "CodeLlama", "Gemma")
 
 
 class PieceTokenizer(Tokenizer):
@@ -44,7 +45,7 @@ class PieceTokenizer(Tokenizer):
         if self._model.denormalizes:
             raise Unsupported("a SentencePiece model with a denormalizer", where=f"in {path}")
         self._library = processor(data, path)
-        super().__init__(named(config, self._library))
+        super().__init__(with_roles(config, self._library))
         size = len(self._model.pieces)
         self._added = {number: str(told["content"]) for number, told in config.added.items() if number >= size}
         self.vocab = max([size, *(number + 1 for number in self._added)])
@@ -58,7 +59,7 @@ class PieceTokenizer(Tokenizer):
         self._legacy = config.raw.get("legacy", True) is not False
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        return self._encoded(whole(text), special, self._library)
+        return self._encoded(well_formed(text), special, self._library)
 
     def _encoded(self, text: str, special: bool, first: SentencePieceProcessor) -> list[int]:
         ids: list[int] = []
@@ -81,7 +82,7 @@ class PieceTokenizer(Tokenizer):
 
     def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
         ids, spans, at = [], [], 0
-        for token, library, part in self._parts(whole(text), special, self._library):
+        for token, library, part in self._parts(well_formed(text), special, self._library):
             if token is not None:
                 found = [(token, 0, len(part))]
             else:
@@ -94,17 +95,18 @@ class PieceTokenizer(Tokenizer):
     def encode_many(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
         if special:
             return [self.encode(text, special) for text in texts]
-        return self._library.encode([whole(text) for text in texts])  # on all cores
+        return self._library.encode([well_formed(text) for text in texts])  # on all cores
 
     def encode_rest(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
         libraries = [self._continuing(text) for text in texts]
         if not special and len(set(map(id, libraries))) == 1:
-            return libraries[0].encode([whole(text) for text in texts])  # on all cores
-        return [self._encoded(whole(text), special, library) for text, library in zip(texts, libraries)]
+            return libraries[0].encode([well_formed(text) for text in texts])  # on all cores
+        return [self._encoded(well_formed(text), special, library) for text, library in zip(texts, libraries)]
 
     def blanks(self, special: bool) -> str:
         found = super().blanks(special)
-        return found if " " in found else ""  # a normalizer may turn line breaks into spaces
+        # A normalizer may turn line breaks into spaces.
+        return found if " " in found else ""
 
     def _continuing(self, text: str) -> SentencePieceProcessor:
         """The processor of a text that continues another one. A model that trims takes away the space that the text begins
@@ -200,7 +202,7 @@ def processor(data: bytes, path: Path) -> SentencePieceProcessor:
     return library
 
 
-def named(config: TokenizerConfig, library: SentencePieceProcessor) -> TokenizerConfig:
+def with_roles(config: TokenizerConfig, library: SentencePieceProcessor) -> TokenizerConfig:
     """The config, with the model's own names for the roles that it leaves out."""
     ids = {"bos_token": library.bos_id(), "eos_token": library.eos_id(), "pad_token": library.pad_id()}
     own = {role: library.id_to_piece(number) for role, number in ids.items() if number >= 0}

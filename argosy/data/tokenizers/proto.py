@@ -22,7 +22,7 @@ _PIECE, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5  # fields of the model
 
 
 @dataclass(frozen=True)
-class Model:
+class SentencePieceModel:
     """pieces: text and kind of each. prefix: a space is put in front of a text. trims: runs of spaces become one, those at
     the ends none. unknown: what an unknown piece decodes to. denormalizes: text is changed again after decoding."""
 
@@ -34,7 +34,7 @@ class Model:
     denormalizes: bool
 
 
-def read_model(data: bytes, path: Path) -> Model:
+def read_model(data: bytes, path: Path) -> SentencePieceModel:
     """Parses a model.
 
     Raises:
@@ -59,14 +59,14 @@ def read_model(data: bytes, path: Path) -> Model:
         raise damaged(path, "it has no pieces")
     unknown = text_of(trainer.get(44, " \u2047 ".encode()), path)
     prefix, trims = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
-    return Model(pieces, trainer.get(3, 1) == BPE, prefix, trims, unknown, denormalizes)
+    return SentencePieceModel(pieces, trainer.get(3, 1) == BPE, prefix, trims, unknown, denormalizes)
 
 
-def piece_of(told: dict[int, int | bytes], path: Path) -> tuple[str, int]:
-    kind = told.get(3, NORMAL)
+def piece_of(fields: dict[int, int | bytes], path: Path) -> tuple[str, int]:
+    kind = fields.get(3, NORMAL)
     if not isinstance(kind, int):
         raise damaged(path, "a piece has no kind")
-    text = text_of(told.get(1, b""), path)
+    text = text_of(fields.get(1, b""), path)
     if kind == BYTE and not re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
         raise damaged(path, "a piece for a byte names none")
     return text, kind

@@ -18,8 +18,10 @@ from argosy.data.tokenizers.config import TokenizerConfig, damaged
 from argosy.data.tokenizers.convert import END, byte_bpe
 from argosy.data.tokenizers.rules import RULES, Rule
 
-MOST_RANK = 1 << 24  # the largest published vocabulary has 200,000
-RESERVED = 256  # special ids after the ranks of Kimi K2, named by its config or by their number
+# The largest published vocabulary has 200,000.
+MOST_RANK = 1 << 24
+# Special ids after the ranks of Kimi K2, named by its config or by their number.
+RESERVED = 256
 QWEN = [END, "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205))]
 CL100K = {END: 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259, "<|fim_suffix|>": 100_260,
           "<|endofprompt|>": 100_276}  # fmt: skip

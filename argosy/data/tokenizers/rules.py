@@ -44,7 +44,8 @@ JAIS2_SPACES = (
 )
 BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 KANA, CJK = "[一-龥぀-ゟ゠-ヿ]+", "[一-龥ࠀ-一가-퟿]+"
-CASED = (  # of deepseek-llm: the letters that have a case
+# Of deepseek-llm: the letters that have a case.
+CASED = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbe"
     "ῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
     "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
@@ -68,39 +69,39 @@ _GPT2, _DIGITS, _QWEN2 = Rule((GPT2,)), Rule((DIGIT, GPT2)), Rule((QWEN2,), nfc=
 _LLAMA3 = Rule((LLAMA3,), whole=True, bos=True)
 
 
-def named(names: str, rule: Rule) -> dict[str, Rule]:
+def for_names(names: str, rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
 RULES = {
     "default": DEFAULT,
-    **named("gpt-2 phi-2 mpt olmo jais exaone4 trillion granite-docling gigachat a.x-4.0 mellum modern-bert", _GPT2),
-    **named("roberta-bpe jina-v1-en jina-v2-code jina-v2-de jina-v2-es jina-de jina-es", _GPT2),
-    **named("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", _DIGITS),
-    **named("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3),
-    **named("dbrx smaug-bpe chatglm-bpe glm4", Rule((LLAMA3,))),
-    **named("qwen2 deepseek-r1-qwen megrez kormo f2llmv2", _QWEN2),
-    **named("stablelm2 hunyuan solar-open grok-2", Rule((QWEN2,))),
-    **named("qwen35", Rule((QWEN35,), nfc=True)),
-    **named("tekken", Rule((TEKKEN,), whole=True, bos=True)),
-    **named("gpt-4o llama4 kanana2 talkie minimax-m2", Rule((GPT4O,))),
-    **named("granite-embed-multi-97m", Rule((GPT4O,), whole=True)),
-    **named("tiny_aya cohere2moe", Rule((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O))),
-    **named("youtu", Rule((YOUTU, GPT4O.replace(r"\p{N}{1,3}", DIGIT)), whole=True)),
-    **named("kimi-k2", Rule((KIMI,), whole=True)),
-    **named("deepseek-llm", Rule((r"[\r\n]", rf"\s?[{CASED}]+", rf"\s?[{MARKS}]+", r"\s+$", CJK, r"\p{N}+"))),
-    **named("deepseek-coder", Rule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, DIGIT))),
-    **named("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Rule((r"\p{N}{1,3}", KANA, DEEPSEEK3))),
-    **named("spark2_5", Rule((DIGIT, KANA, DEEPSEEK3.replace(r"[\r\n]*|\s*[\r\n]+", r"|[\r\n]")))),
-    **named("falcon", Rule((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"))),
-    **named("jais-2", Rule((LLAMA3.replace(r"|\s+(?!\S)|\s+", JAIS2_SPACES),))),
-    **named("bailingmoe bailingmoe2 llada-moe", Rule((BAILING,))),
-    **named("seed-coder", Rule((QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+"),))),
-    **named("ufakzeka", Rule((QWEN2.removeprefix(f"{_ENDINGS}|"),))),
-    **named("laguna", Rule((r"[^\n]+|[\n]+", QWEN2))),
-    **named("minicpm5", Rule((r"\p{N}{1,3}", QWEN2.replace(r"\p{N}|", r"\p{N}+|")), whole=True)),
-    **named("bloom poro-chat gpt3-finnish", Rule((BLOOM,))),
-    **named("viking", Rule((BLOOM, DIGIT))),
+    **for_names("gpt-2 phi-2 mpt olmo jais exaone4 trillion granite-docling gigachat a.x-4.0 mellum modern-bert", _GPT2),
+    **for_names("roberta-bpe jina-v1-en jina-v2-code jina-v2-de jina-v2-es jina-de jina-es", _GPT2),
+    **for_names("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", _DIGITS),
+    **for_names("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3),
+    **for_names("dbrx smaug-bpe chatglm-bpe glm4", Rule((LLAMA3,))),
+    **for_names("qwen2 deepseek-r1-qwen megrez kormo f2llmv2", _QWEN2),
+    **for_names("stablelm2 hunyuan solar-open grok-2", Rule((QWEN2,))),
+    **for_names("qwen35", Rule((QWEN35,), nfc=True)),
+    **for_names("tekken", Rule((TEKKEN,), whole=True, bos=True)),
+    **for_names("gpt-4o llama4 kanana2 talkie minimax-m2", Rule((GPT4O,))),
+    **for_names("granite-embed-multi-97m", Rule((GPT4O,), whole=True)),
+    **for_names("tiny_aya cohere2moe", Rule((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O))),
+    **for_names("youtu", Rule((YOUTU, GPT4O.replace(r"\p{N}{1,3}", DIGIT)), whole=True)),
+    **for_names("kimi-k2", Rule((KIMI,), whole=True)),
+    **for_names("deepseek-llm", Rule((r"[\r\n]", rf"\s?[{CASED}]+", rf"\s?[{MARKS}]+", r"\s+$", CJK, r"\p{N}+"))),
+    **for_names("deepseek-coder", Rule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK, DIGIT))),
+    **for_names("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Rule((r"\p{N}{1,3}", KANA, DEEPSEEK3))),
+    **for_names("spark2_5", Rule((DIGIT, KANA, DEEPSEEK3.replace(r"[\r\n]*|\s*[\r\n]+", r"|[\r\n]")))),
+    **for_names("falcon", Rule((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"))),
+    **for_names("jais-2", Rule((LLAMA3.replace(r"|\s+(?!\S)|\s+", JAIS2_SPACES),))),
+    **for_names("bailingmoe bailingmoe2 llada-moe", Rule((BAILING,))),
+    **for_names("seed-coder", Rule((QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+"),))),
+    **for_names("ufakzeka", Rule((QWEN2.removeprefix(f"{_ENDINGS}|"),))),
+    **for_names("laguna", Rule((r"[^\n]+|[\n]+", QWEN2))),
+    **for_names("minicpm5", Rule((r"\p{N}{1,3}", QWEN2.replace(r"\p{N}|", r"\p{N}+|")), whole=True)),
+    **for_names("bloom poro-chat gpt3-finnish", Rule((BLOOM,))),
+    **for_names("viking", Rule((BLOOM, DIGIT))),
 }
 """Those of llama.cpp's table that are expressions. Left out, and so refused: rules written in C++ (afmoe, superbpe), and
 vocabularies that are not of bytes (gemma4, sarvam-moe, whitespace)."""

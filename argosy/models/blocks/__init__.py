@@ -1,1 +1,1 @@
-"""Blocks that one family alone has; its file, without jax, describes them and holds their equations."""
+"""Blocks used by a single family. The family's file, which does not import jax, describes them and has their equations."""

@@ -1,4 +1,4 @@
-"""The decoder of DeepSeek, which may predict several tokens ahead (`models.deepseek` holds the equations)."""
+"""The decoder of DeepSeek, with multi-token prediction (`models.deepseek` has the equations)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from argosy.models.settings import Reach
 
 
 class DeepSeek(Decoder):
-    """A `Decoder` that may also predict further ahead."""
+    """A `Decoder` that can also predict further tokens ahead."""
 
     def __init__(self, config: Any, block: Callable[[str], PreNorm], norm: Callable[[], nnx.Module], run: Execution | None):
         reach = Reach(None, config.rope.decided(config.context))
@@ -27,12 +27,13 @@ class DeepSeek(Decoder):
     def ahead(
         self, depth: int, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, dict[str, Array]]:
-        """What the head reads to predict the token `depth` + 1 after each: as `hidden`, with the aux outputs of one layer.
+        """The input of the head for predicting the token `depth` + 1 positions ahead. Returns the same as `hidden`, with the aux
+        outputs of one layer.
 
         Args:
             depth: from 1 to `config.mtp`.
-            x: what the head reads for a token less: from `hidden`, or from `ahead` of the depth before.
-            tokens: for each of x, the token `depth` after it.
+            x: the input of the head for one token less: from `hidden`, or from `ahead` of the previous depth.
+            tokens: for each position of x, the token `depth` positions ahead.
         """
         graph, weights = split(getattr(self.mtp, str(depth - 1)))
 

@@ -1,4 +1,4 @@
-"""The block of Gemma 2 and 3: norms before and after both sublayers (`models.gemma` holds the equations)."""
+"""The block of Gemma 2 and 3: norms before and after both sublayers (`models.gemma` has the equations)."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from argosy.models.settings import Reach
 
 
 class Sandwich(nnx.Module):
-    """Attention, then the feed-forward layer, each between two norms."""
+    """Attention, then the feed-forward layer, each with a norm before and after."""
 
     def __init__(self, attn: Attention, mlp: GLU, norm: Any):
         self.attn_norm, self.attn, self.post_attn_norm = norm(), attn, norm()

@@ -6,6 +6,6 @@ from jaxtyping import Array
 
 
 def clipped_swiglu(gate: Array, up: Array, limit: float, alpha: float) -> Array:
-    """Gate is clipped from above only."""
+    """gpt-oss's SwiGLU. The gate is clipped from above only."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)

@@ -1,4 +1,4 @@
-"""The block of OLMo 2 and 3: norms after the sublayers (`models.olmo` holds the equations)."""
+"""The block of OLMo 2 and 3: norms after the sublayers (`models.olmo` has the equations)."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from argosy.models.settings import Reach
 
 
 class PostNorm(nnx.Module):
-    """Attention, then the feed-forward layer, what each gives normalised before it is added."""
+    """Attention, then the feed-forward layer; each output is normalized before it is added."""
 
     def __init__(self, attn: Attention, mlp: GLU, norm: Any):
         self.attn, self.post_attn_norm = attn, norm()

@@ -1,4 +1,4 @@
-"""The gated attention and the delta net of Qwen3-Next (`models.qwen3_next` holds the equations)."""
+"""The gated attention and the delta net of Qwen3-Next (`models.qwen3_next` has the equations)."""
 
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from argosy.ops.conv import causal_conv
 
 
 class GatedAttention(Attention):
-    """Attention whose output is multiplied, feature by feature, by a gate (Qiu et al. 2025, arXiv:2505.06708)."""
+    """Attention whose output is multiplied elementwise by a gate (Qiu et al. 2025, arXiv:2505.06708)."""
 
     def __init__(self, dims: dict[str, int], layers: int, *, bias: bool, norms: Any):
         super().__init__(dims, layers, bias=bias, out_bias=bias, norms=norms)
@@ -42,8 +42,9 @@ class DeltaNet(nnx.Module):
     Args:
         heads: its sizes.
         width: of the residual stream.
-        layers: how many there are; the residual stream keeps its variance at any depth.
-        eps: of the norm on what the state answers.
+        layers: the number of layers; the output projection starts smaller with more of them, so that the residual stream keeps
+            its variance.
+        eps: of the norm on the output of the state.
     """
 
     called = "delta net"
@@ -55,7 +56,7 @@ class DeltaNet(nnx.Module):
         self.v, self.z = Einsum("BTD,DKGU->BTKGU", d), Einsum("BTD,DKGU->BTKGU", d)
         self.a, self.b = Einsum("BTD,DKG->BTKG", d), Einsum("BTD,DKG->BTKG", d)
         self.q_taps, self.k_taps, self.v_taps = (_taps(letters, d) for letters in ("KHW", "KHW", "KGUW"))
-        # exp(A) softplus(dt) is what fades a token: 0.05 where A is 0, in the middle of the paper's 0.001 to 0.1 for dt.
+        # A token decays by exp(A) softplus(dt): 0.05 where A is 0, in the middle of the paper's 0.001 to 0.1 for dt.
         self.a_log = weight((d["K"], d["G"]), Meaning("KG"), Draw("normal", 1.0))
         self.dt = weight((d["K"], d["G"]), Meaning("KG"), Draw("constant", -3.0))
         self.norm = RMSNorm(d["U"], eps, letters="U")
@@ -95,11 +96,11 @@ class DeltaNet(nnx.Module):
 
 
 def _taps(letters: str, dims: dict[str, int]) -> Any:
-    """Weights of a short convolution."""
+    """The weights of a short convolution."""
     return weight(tuple(dims[a] for a in letters), Meaning(letters), Draw("normal", dims["W"] ** -0.5))
 
 
 def unit(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Of length 1, float32; a zero stays one."""
+    """x scaled to length 1, in float32; zero stays zero."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)

@@ -1,7 +1,7 @@
-"""The parts models are made of. A part earns its place here when two families use it.
+"""The parts models are made of. A part is here if two families use it.
 
-`parts.Attention` imports the module that defines it when it is first asked for, so the file of a family, which only describes
-its parts until `build` is called, imports neither jax nor flax.
+`parts.Attention` imports its module on first use, so a family's file, which only describes its parts until `build` is called,
+imports neither jax nor flax.
 """
 
 from importlib import import_module

@@ -1,9 +1,9 @@
-"""Modules that predict further ahead than the next token, one for each token more, in a chain.
+"""Multi-token prediction: a chain of modules, each predicting one token further ahead.
 
     h_d = norm(layer(W [norm(embedding of token t+d) ; norm(h_(d-1))]))        the head on h_d predicts token t+d+1
 
-h_0 is what the head of the model reads, after its last norm: so vLLM (deepseek_mtp.py) and transformers (MtpModel) feed it, and
-both put the embedding first. Embedding and head are the model's own. DeepSeek-V3 (arXiv:2412.19437, section 2.2).
+h_0 is the input of the model's head, after its final norm, as in vLLM (deepseek_mtp.py) and transformers (MtpModel); both put the
+embedding first. Embedding and head are the model's own. DeepSeek-V3 (arXiv:2412.19437, section 2.2).
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from argosy.models.parts.einsum import Einsum
 
 
 class Depth(nnx.Module):
-    """One of the chain.
+    """One module of the chain.
 
     Args:
         width: of the residual stream D.
         block: one layer, as in `Stack`.
-        each: what is fixed about that layer.
+        each: settings of that layer.
         norm: builds a norm of that width.
     """
 
@@ -43,7 +43,7 @@ class Depth(nnx.Module):
 
 
 class Ahead(nnx.Module):
-    """The chain; its members are named "0", "1", ..."""
+    """The chain; its modules are named "0", "1", ..."""
 
     def __init__(self, depths: int, make: Callable[[], Depth]):
         for d in range(depths):

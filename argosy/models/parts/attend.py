@@ -1,18 +1,18 @@
 """Seam 2: how queries meet keys (attention), and how a state is carried along (recurrence).
 
-A layer says what it keeps of the past, `holds() -> Spec`; the caller allocates that (`contiguous`, `paged`). Then the layer calls
+A layer declares what it caches, `holds() -> Spec`, and the caller allocates it (`contiguous`, `paged`). Then the layer calls
 
     y, cache = attend(q, held, cache, read, score)       attention
     y, cache = attend.recur(step, inputs, cache)         recurrence: step(inputs, carry) -> y, state
 
-and asks `attend.positions` for rope. A strategy is a pytree whose every array leads with the batch, so rows can be split over
-devices and pipelines without knowing which strategy it is. There is no decode twin of a model and no mode.
+and reads `attend.positions` for rope. A strategy is a pytree whose arrays all have the batch as leading axis, so rows can be
+split over devices and pipelines without knowing the strategy. A model has no second version for decoding, and no mode.
 
-    Packed(segments)                        trains: whole sequences, several to a row
-    Contiguous(at, live)                    evaluates and decodes: one buffer a row, rows of any length
-    Paged(table, slots, lengths, new, t)    serves: rows own pages of a pool (Kwon et al. 2023, arXiv:2309.06180)
-    Ragged(groups)                          serves rows of several widths in one call (`parts.ragged`)
-    Bidirectional(segments)                 encoders and diffusion: everything in a segment sees everything
+    Packed(segments)                        training: whole sequences, several to a row
+    Contiguous(at, live)                    evaluation and decoding: one buffer a row, rows of any length
+    Paged(table, slots, lengths, new, t)    serving: rows own pages of a pool (Kwon et al. 2023, arXiv:2309.06180)
+    Ragged(groups)                          serving: rows of several widths in one call (`parts.ragged`)
+    Bidirectional(segments)                 encoders and diffusion: each token attends to its whole segment
 """
 
 from collections.abc import Callable
@@ -27,32 +27,32 @@ from argosy.models.parts.cache import RING, ROW, Cache, beside, is_ring, nobodys
 from argosy.ops.attention import Score, See, attention
 from argosy.ops.paged_attention import gathered, paged_attention, token_positions
 
-# Cosines and sines of the tokens by `Rope.key`, which a stack computes once for all its layers.
+# Cosines and sines of the tokens by `Rope.key`, computed once by a stack for all its layers.
 Angled = dict[str, Any] | None
 
 
 @runtime_checkable
 class Read(Protocol):
-    """How what is held becomes keys and values."""
+    """How cached arrays become keys and values."""
 
     def expand(self, held: Cache) -> tuple[Array, Array]:
         """Keys [B S K H] and values [B S K U]."""
         ...
 
     def absorb(self, q: Array, held: Cache) -> tuple[Array, Array, Array] | None:
-        """Queries, keys and values that give the same scores in the space of what is held; None: there is no such form."""
+        """Queries, keys and values that give the same scores in the space of the cached arrays; None: there is no such form."""
         ...
 
     def release(self, y: Array) -> Array:
-        """An output in that space, back in heads."""
+        """An output in that space, converted back to heads."""
         ...
 
     def narrow(self, held: Cache, see: See, window: int | None) -> See:
-        """Who sees whom, where what is held has a say in it (sparse attention)."""
+        """Restricts who attends to whom by the cached arrays (sparse attention)."""
         ...
 
     def multiplications(self, T: int, S: int) -> tuple[int, int]:
-        """Of T queries against S tokens, a row: expanded, absorbed."""
+        """Multiplications per row for T queries against S tokens: expanded, absorbed."""
         ...
 
     def of_rows(self, cut: Callable[[Array], Array]) -> "Read":
@@ -61,7 +61,7 @@ class Read(Protocol):
 
 
 class Heads:
-    """The keys and values themselves are held."""
+    """Reads keys and values that are cached as they are."""
 
     def expand(self, held: Cache) -> tuple[Array, Array]:
         return held["k"], held["v"]
@@ -86,8 +86,8 @@ HEADS = Heads()
 
 
 class Carry(NamedTuple):
-    """For a recurrent layer: the state after the last token of the call before (None: there was none), where a sequence
-    begins, and which tokens are real. The others must leave the state alone."""
+    """For a recurrent layer: the state after the last token of the previous call (None: there was none), where sequences start,
+    and which tokens are real. Tokens that are not real must not change the state."""
 
     state: Cache | None
     starts: Bool[Array, "B T"]
@@ -112,16 +112,16 @@ class Recurs:
 
 @runtime_checkable
 class Attend(Protocol):
-    """What every strategy answers."""
+    """The interface of every strategy."""
 
     @property
     def positions(self) -> Int[Array, "B T"]:
-        """Of this call's tokens, each counted from the start of its own sequence."""
+        """Positions of this call's tokens, each counted from the start of its own sequence."""
         ...
 
     @property
     def live(self) -> Bool[Array, "B T"]:
-        """Which tokens are real; what the others compute has no meaning."""
+        """Which tokens are real; results for the others have no meaning."""
         ...
 
     def __call__(
@@ -134,13 +134,14 @@ class Attend(Protocol):
 
 
 def meet(q: Array, held: Cache, read: Read, score: Score, see: See, absorb: bool | None) -> Array:
-    """Attention on what is held: expanded or absorbed, whichever multiplies less, unless told."""
+    """Attention on cached arrays, expanded or absorbed: the form with fewer multiplications, unless `absorb` says which."""
     if score.chunked and score.window and see.q_segment is None:
         see = replace(see, q_segment=see.q_at // score.window, k_segment=see.k_at // score.window)
     see = read.narrow(held, see, score.window)
     T, S = q.shape[1], see.k_at.shape[1]
     if absorb is None and not (isinstance(T, int) and isinstance(S, int)):
-        absorb = False  # an export with lengths left open
+        # An export with symbolic lengths.
+        absorb = False
     if absorb is not False and (form := read.absorb(q, held)) is not None:
         expanded, absorbed = read.multiplications(T, S)
         if absorb or absorbed <= expanded:
@@ -159,10 +160,10 @@ def meet_ring(
     score: Score,
     absorb: bool | None,
 ) -> Array:
-    """Attention on rings that held `before` tokens, and on the new ones.
+    """Attention on rings with `before` tokens, and on the new tokens.
 
     Args:
-        past: the rings as they were, by plain name.
+        past: the rings before this call, by plain name.
     """
     size = next(iter(past.values())).shape[1]
     if score.window is None or score.window > size + 1:
@@ -193,7 +194,7 @@ def _segment_positions(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def _chunks(segments: Int[Array, "B T"], score: Score) -> Int[Array, "B T"]:
-    """The segments, cut where a chunk begins if the window is one."""
+    """The segments, split at chunk boundaries if the window is a chunk."""
     if not (score.chunked and score.window):
         return segments
     starts = _segment_starts(segments) | (_segment_positions(segments) % score.window == 0)
@@ -206,7 +207,7 @@ def _rows(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 @_strategy("absorb")
 class Packed(Recurs):
-    """The sequences themselves, causal within each segment; segment 0 is padding. Training, and evaluating whole texts."""
+    """Whole sequences, causal within each segment; segment 0 is padding. For training and for evaluating whole texts."""
 
     segments: Int[Array, "B T"]
     absorb: bool | None = None
@@ -234,7 +235,7 @@ class Packed(Recurs):
 
 @_strategy()
 class Bidirectional(Recurs):
-    """Everything in a segment sees everything in it; segment 0 is padding."""
+    """Each token attends to its whole segment; segment 0 is padding."""
 
     segments: Int[Array, "B T"]
     angles: Angled = None
@@ -261,11 +262,11 @@ class Bidirectional(Recurs):
 
 @_strategy("absorb", "fresh")
 class Contiguous(Recurs):
-    """A buffer [B S ...] for each layer. Token t of row b lies at `at[b, t]`; tokens that are not `live` (padding on the right
-    of shorter rows), and positions outside the buffer, are written nowhere, and what they compute has no meaning.
+    """A buffer [B S ...] for each layer. Token t of row b is at `at[b, t]`. Tokens that are not `live` (padding on the right of
+    shorter rows) and positions outside the buffer are not written, and their results have no meaning.
 
-    fresh: these tokens are the first, `at` is 0..T-1. They then meet each other alone, as in training, and not the whole
-    buffer: scores are [T T] and causal, where they would be [T S] and dense.
+    fresh: these are the first tokens, `at` is 0..T-1. They then attend only to each other, as in training, and not to the whole
+    buffer: scores are [T T] and causal instead of [T S] and dense.
     """
 
     at: Int[Array, "B T"]
@@ -310,25 +311,26 @@ class Contiguous(Recurs):
 
 
 def owned(a: Array, own: Bool[Array, "B S"]) -> Array:
-    """An array [B S ...] with zeros where nothing of the row lies: what a former owner left may be NaN, and zero times NaN is
+    """An array [B S ...] with zeros where the row has no tokens: a previous owner may have left NaN there, and zero times NaN is
     NaN."""
     return jnp.where(own.reshape(*own.shape, *(1,) * (a.ndim - 2)), a, jnp.zeros((), a.dtype))
 
 
 @_strategy("absorb")
 class Paged(Recurs):
-    """Row b owns the pages `table[b]` of a pool [pages page ...] and the slot `slots[b]` of rings and states; it has
-    `lengths[b]` tokens and brings `new[b]` of the T.
+    """Row b owns the pages `table[b]` of a pool [pages page ...] and the slot `slots[b]` of rings and states. It has `lengths[b]`
+    tokens, and `new[b]` of the T tokens of this call are its new ones.
 
-    A slot or page out of range, -1 included, is nobody's: nothing is read from it, and writes to it are dropped, as are those of
-    tokens beyond the row's table. What a former owner left in a page or slot may be anything, NaN included.
+    A slot or page out of range, including -1, belongs to no row: nothing is read from it, and writes to it are dropped, as are
+    those of tokens beyond the row's table. What a previous owner left in a page or slot may be anything, including NaN.
     """
 
     table: Int[Array, "B P"]
     slots: Int[Array, "B"]
     lengths: Int[Array, "B"]
     new: Int[Array, "B"]
-    t: Int[Array, "B T"]  # 0..T-1 in each row: it leads with the batch, and says T
+    # 0..T-1 in each row, so that the number of tokens is known from an array with the batch as leading axis.
+    t: Int[Array, "B T"]
     absorb: bool | None = None
     angles: Angled = None
 
@@ -359,7 +361,7 @@ class Paged(Recurs):
         return y, cache | pools
 
     def _places(self, pages: int, page: int) -> tuple[Array, Array]:
-        """Page and place of each new token; past the last page where it has none."""
+        """Page and place of each token; past the last page for tokens that are not new."""
         P = self.table.shape[1]
         number = self.positions // page
         own = jnp.take_along_axis(self.table, jnp.clip(number, 0, P - 1), axis=1)

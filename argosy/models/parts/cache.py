@@ -1,14 +1,14 @@
-"""What layers keep of the past, and where: buffers, pools, rings, states.
+"""What layers cache, and where: buffers, pools, rings, states.
 
-A layer declares it (`Spec`), the caller allocates it (`contiguous`, `paged`), strategies of `parts.attend` read and write it.
-An entry has one of three kinds, and the cache of a layer names its arrays by them:
+A layer declares it (`Spec`), the caller allocates it (`contiguous`, `paged`), and the strategies of `parts.attend` read and write
+it. An entry is of one of three kinds, which is part of its array's name in a layer's cache:
 
-    "k"          token   one for each token: a buffer for each row, or pages of a pool
-    "ring.k"     ring    one for each of the last `span` tokens, for layers that read no further back (a window)
-    "row.state"  row     one for each sequence: a state that a recurrent layer carries along
+    "k"          token   one per token: a buffer for each row, or pages of a pool
+    "ring.k"     ring    one for each of the last `span` tokens, for layers that attend no further back (a window)
+    "row.state"  row     one per sequence: the state of a recurrent layer
 
-In a ring token p lies at p modulo its size, so what an entry holds follows from the length of its sequence alone, and a slot's
-former owner needs no clearing. With `slack`, a ring keeps that many tokens more than its layer reads: a sequence can then be
+Token p is at p modulo the size of a ring, so the contents of a ring follow from the length of its sequence alone, and a slot need
+not be cleared for a new owner. With `slack`, a ring has that many more tokens than its layer attends to: a sequence can then be
 rolled back by as many (a rejected draft) and resumed. Pages and buffers need nothing for that, states need a `snapshot`.
 """
 
@@ -22,15 +22,16 @@ from jaxtyping import Array, Bool, Int
 
 from argosy.ops.attention import NOWHERE
 
-Cache = dict[str, Array]  # of one layer
+# Of one layer.
+Cache = dict[str, Array]
 Kind = Literal["token", "ring", "row"]
 RING, ROW = "ring.", "row."
 
 
 class Entry(NamedTuple):
-    """One array that a layer keeps: its name, the shape for one token or one sequence, and how it is kept.
+    """One array that a layer caches: its name, the shape for one token or sequence, and its kind.
 
-    dtype: None: that of the whole cache. size: of a ring, in tokens.
+    dtype: None: the type of the whole cache. size: of a ring, in tokens.
     """
 
     name: str
@@ -47,15 +48,15 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """What one layer keeps: (name, shape) of arrays for each token and for each sequence, and how many tokens back it ever
-    reads, itself included (None: all of them). States are float32: they sum over thousands of tokens."""
+    """What one layer caches: (name, shape) of the arrays per token and per sequence, and how many tokens back it attends,
+    including the token itself (None: all of them). States are float32, because they sum over thousands of tokens."""
 
     token: tuple[tuple[str, tuple[int, ...]], ...] = ()
     row: tuple[tuple[str, tuple[int, ...]], ...] = ()
     span: int | None = None
 
     def entries(self, longest: int, slack: int = 0) -> Iterator[Entry]:
-        """Its arrays, for sequences of at most `longest` tokens: rings where they are shorter than that."""
+        """Its arrays, for sequences of at most `longest` tokens; rings if these are shorter."""
         size = None if self.span is None or self.span + slack >= longest else self.span + slack
         for name, shape in self.token:
             yield Entry(name, shape, "token" if size is None else "ring", None, size)
@@ -63,15 +64,16 @@ class Spec:
             yield Entry(name, shape, "row", jnp.float32)
 
 
-Specs = dict[str, tuple[Spec, int | None]]  # {cache name: what one layer keeps, and how many layers share the arrays}
+# {cache name: what one layer caches, and how many layers share the arrays}
+Specs = dict[str, tuple[Spec, int | None]]
 Caches = dict[str, Cache]
 
 
 def contiguous(specs: Specs, rows: int, length: int, dtype: Any = jnp.float32, *, slack: int = 0) -> Caches:
-    """Empty buffers for `Contiguous`: [rows length ...] for each token, [rows span ...] for rings, [rows ...] for states.
+    """Empty buffers for `Contiguous`: [rows length ...] per token, [rows span ...] for rings, [rows ...] for states.
 
     Args:
-        slack: tokens that a sequence may be rolled back by.
+        slack: how many tokens a sequence may be rolled back.
     """
     return _allocate(specs, (rows, length), rows, dtype, length, slack)
 
@@ -79,12 +81,11 @@ def contiguous(specs: Specs, rows: int, length: int, dtype: Any = jnp.float32, *
 def paged(
     specs: Specs, slots: int, pages: int, page: int, dtype: Any = jnp.float32, *, longest: int | None = None, slack: int = 0
 ) -> Caches:
-    """Empty pools for `Paged`: [pages page ...] for each token, [slots span ...] for rings, [slots ...] for states.
+    """Empty pools for `Paged`: [pages page ...] per token, [slots span ...] for rings, [slots ...] for states.
 
     Args:
-        longest: tokens that one sequence can have; layers that read no further back than that keep rings. The whole pool unless
-            given.
-        slack: tokens that a sequence may be rolled back by.
+        longest: the most tokens of one sequence; layers that attend less far back have rings. The whole pool by default.
+        slack: how many tokens a sequence may be rolled back.
     """
     return _allocate(specs, (pages, page), slots, dtype, pages * page if longest is None else longest, slack)
 
@@ -102,12 +103,12 @@ def _allocate(specs: Specs, token: tuple[int, int], rows: int, dtype: Any, longe
 
 
 def is_ring(cache: Cache, held: Cache) -> bool:
-    """Whether what is held for each token goes to rings."""
+    """Whether the arrays per token are kept in rings."""
     return all(RING + name in cache for name in held)
 
 
 def states(cache: Cache) -> Cache:
-    """The entries for each sequence, by plain name."""
+    """The entries per sequence, by plain name."""
     return {key.removeprefix(ROW): a for key, a in cache.items() if key.startswith(ROW)}
 
 
@@ -115,10 +116,10 @@ def states(cache: Cache) -> Cache:
 
 
 def snapshot(specs: Specs, caches: Caches, rows: Int[Array, "B"]) -> Caches:
-    """A copy of what cannot be rolled back by its length alone, of these sequences: rings and states.
+    """Copies what cannot be rolled back by changing a length, for these sequences: rings and states.
 
     Args:
-        rows: the rows of a buffer or the slots of a pool; out of range, -1 included, they give copies of no meaning.
+        rows: rows of a buffer or slots of a pool; for values out of range, including -1, the copies have no meaning.
     """
 
     def one(name: str, cache: Cache) -> Cache:
@@ -133,11 +134,11 @@ def snapshot(specs: Specs, caches: Caches, rows: Int[Array, "B"]) -> Caches:
 
 
 def restore(specs: Specs, caches: Caches, copies: Caches, rows: Int[Array, "B"]) -> Caches:
-    """The caches with these copies in place of what the sequences have: rolled back, or resumed in other rows.
+    """The caches with these copies put back: rolled back, or resumed in other rows.
 
     Args:
-        copies: from `snapshot`, of as many sequences.
-        rows: where they go; out of range, -1 included, a copy goes nowhere.
+        copies: from `snapshot`, for as many sequences.
+        rows: where they go; a copy for a row out of range, including -1, is dropped.
     """
 
     def one(name: str, cache: Cache) -> Cache:
@@ -153,7 +154,8 @@ def restore(specs: Specs, caches: Caches, copies: Caches, rows: Int[Array, "B"])
 
 
 def nobodys(index: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
-    """Indexes with those out of range moved past the end, where `mode="drop"` drops them: a negative one would wrap round."""
+    """Moves indexes that are out of range past the end, where `mode="drop"` drops them; negative ones would otherwise wrap
+    around."""
     return jnp.where((index >= 0) & (index < size), index, size)
 
 
@@ -163,7 +165,7 @@ def nobodys(index: Int[Array, "*B"], size: int) -> Int[Array, "*B"]:
 def with_tokens(
     cache: Cache, rows: Int[Array, "B"], held: Cache, at: Int[Array, "B T"], live: Bool[Array, "B T"]
 ) -> Cache:
-    """The rings with the last of these tokens in them. Of a chunk longer than the ring, only its end is written."""
+    """The rings with the last of these tokens written. Of a chunk longer than the ring, only its end is written."""
     out = dict(cache)
     for name, new in held.items():
         ring = cache[RING + name]
@@ -177,15 +179,16 @@ def with_tokens(
 def beside(
     past: Cache, held: Cache, before: Int[Array, "B"], at: Int[Array, "B T"], live: Bool[Array, "B T"], dtype: Any
 ) -> tuple[Cache, Int[Array, "B S"]]:
-    """The rings as they were after `before` tokens with the new tokens beside them, and the position of each entry: so a chunk
-    may be of any length, and the ring no larger than the window. Entries of nobody are zero, whatever was left in them.
+    """The rings after `before` tokens concatenated with the new tokens, and the position of each entry: so a chunk may have any
+    length, and the ring need not be larger than the window. Entries of no token are zero, whatever they contained.
 
     Args:
         past: by plain name.
     """
     size = next(iter(past.values())).shape[1]
     newest = before[:, None] - 1
-    old = newest - (newest - jnp.arange(size, dtype=jnp.int32)) % size  # the position that each entry holds
+    # The position in each entry.
+    old = newest - (newest - jnp.arange(size, dtype=jnp.int32)) % size
     k_at = jnp.concatenate([jnp.where(old >= 0, old, NOWHERE), jnp.where(live, at, NOWHERE)], 1)
 
     def joined(name: str) -> Array:

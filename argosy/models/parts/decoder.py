@@ -1,4 +1,4 @@
-"""The model around the layers: tokens to logits. And the block that most families have, norms before each half:
+"""The model around the layers, from tokens to logits; and the block of most families, with norms before each half:
 
     h = x + attn(norm(x))        y = h + mlp(norm(h))
 
@@ -22,7 +22,7 @@ from argosy.parallel.scope import constrain
 
 
 class PreNorm(nnx.Module):
-    """Attention, then the feed-forward layer or the experts, each on a normalised copy of the residual stream."""
+    """Attention, then the feed-forward layer or the experts, each on a normalized copy of the residual stream."""
 
     def __init__(self, attn: Any, mlp: Any, norm: Callable[[], nnx.Module]):
         self.attn_norm, self.attn = norm(), attn
@@ -44,20 +44,20 @@ class PreNorm(nnx.Module):
 
 
 def fed(mlp: Any, x: Float[Array, "B T D"], live: Bool[Array, "B T"]) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-    """Through a feed-forward layer, or through experts, which have aux outputs."""
+    """Applies a feed-forward layer, or experts, which have aux outputs."""
     return mlp(x, live) if isinstance(mlp, MoE) else (mlp(x), {})
 
 
 class Decoder(nnx.Module):
-    """Tokens to logits. `dtype` is what activations, and so contractions, are computed in.
+    """Tokens to logits. `dtype` is the type of activations, and so of contractions.
 
     Args:
         config: of the family: vocab, width, tied, dims.
         plan, make, run: as in `Stack`.
-        norm: the last one.
-        gain: multiplies what the embedding gives.
+        norm: the final norm.
+        gain: factor on the embedding's output.
         logit_cap: logits become cap * tanh(logits / cap).
-        positions: a learned vector for each position is added to what the embedding gives.
+        positions: adds a learned vector for each position to the embedding's output.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Decoder(nnx.Module):
         self.head = None if config.tied else Einsum("BTD,DV->BTV", config.dims)
 
     def embedded(self, tokens: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T D"]:
-        """What the first layer reads."""
+        """The input of the first layer."""
         x = self.embed.take(tokens).astype(self.dtype)
         x = x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)
         return x if self.positions is None else x + self.positions.take(attend.positions).astype(x.dtype)
@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
     def hidden(
         self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
-        """What the head reads, the cache after these tokens, and the aux outputs of the layers."""
+        """The input of the head, the cache after these tokens, and the aux outputs of the layers."""
         x, cache, aux = self.layers(self.embedded(tokens, attend), cache, attend)
         return constrain(self.norm(x), "B T D"), cache, aux
 

@@ -1,11 +1,11 @@
 """Seam 1: every weight contraction, dense or grouped.
 
     Einsum("BTD,DNH->BTNH", dims)     a projection: D is summed, N and H are kept
-    Einsum("XD,EDM->XM", dims)        a grouped one: E is in neither side, so each row chooses by its `Route`
+    Einsum("XD,EDM->XM", dims)        grouped: E is on neither side, so each row's expert is given by its `Route`
 
-The equation fixes the weight's shape, fan-in, logical axes, bias, the channels that share a quantisation scale, how a
-low-rank adapter splits, and which matrix an optimizer sees. LoRA, int8, sharding and Hub names act on it from outside
-(`adapt.surgery`); this file knows of none of them.
+The equation fixes the weight's shape, fan-in, logical axes, bias, which channels share a quantization scale, how a low-rank
+adapter splits, and which matrix an optimizer sees. LoRA, int8, sharding and Hub names act on it from outside (`adapt.surgery`);
+this file knows none of them.
 """
 
 import math
@@ -23,7 +23,8 @@ from argosy.ops.grouped import grouped_matmul
 from argosy.ops.quantized import Quantized, round_int8
 from argosy.parallel.scope import gathered
 
-PRODUCT = "product"  # the name of every product with a weight, for what rematerialization keeps
+# The checkpoint name of every product with a weight, by which rematerialization keeps it.
+PRODUCT = "product"
 
 
 class Route(NamedTuple):
@@ -40,7 +41,7 @@ class Route(NamedTuple):
 def contract(
     eq: str, x: Float[Array, "..."], w: Any, route: Route | None = None, *, dtype: Any = None
 ) -> Float[Array, "..."]:
-    """The one place where a weight meets data. It is computed in the type of `x` and summed in float32.
+    """Contracts data with a weight; no other function does. Computes in the type of `x` and sums in float32.
 
     Args:
         w: an array, or a quantized one (`ops.quantized`).
@@ -65,15 +66,15 @@ def _plain(eq: str, x: Array, w: Array, route: Route | None, dtype: Any) -> Arra
 
 
 def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Array, "..."]:
-    """Scales multiply the output where they lie on kept letters, the input where they lie on summed ones; where they lie on both,
-    or on blocks, the weight is dequantized first. Float32."""
+    """Scales along kept letters multiply the output, scales along summed letters the input. With scales along both, or along
+    blocks, the weight is dequantized first. Computes in float32."""
     letters, spec, out = eq.replace("->", ",").split(",")
     own = {a for a, n in zip(spec, w.scale.shape) if n > 1}
     in_blocks = any(n not in (1, size) for n, size in zip(w.scale.shape, w.shape))
     group = {a for a in spec if a not in letters + out}
 
     def along(a: Array, target: str) -> Array:
-        """A scale, shaped to multiply an array with these axes; that of each row's expert where there is a route."""
+        """A scale, shaped to multiply an array with these axes; with a route, that of each row's expert."""
         if route is None:
             order = "".join(letter for letter in target if letter in spec)
             shared = tuple(i for i, letter in enumerate(spec) if letter not in target)
@@ -105,8 +106,8 @@ def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Ar
 
 
 def _tail(eq: str) -> str | None:
-    """The summed letters, if the equation is a product of two matrices once axes are merged: x ends in them, the weight
-    begins or ends with them, and the output is what is left, in order."""
+    """The summed letters, if the equation is a matrix product once axes are merged: x ends in them, the weight begins or ends
+    with them, and the output is the rest, in order. None otherwise."""
     letters, spec, out = eq.replace("->", ",").split(",")
     inner = "".join(a for a in spec if a not in out)
     rest = letters.removesuffix(inner)
@@ -118,7 +119,7 @@ def _tail(eq: str) -> str | None:
 
 
 def _product(eq: str, x: Array, w: Array, inner: str, dtype: Any) -> Array:
-    """As one matrix product, axes merged: XLA:CPU runs the same contraction with four axes 15 % slower."""
+    """The contraction as one matrix product with merged axes: XLA:CPU runs it with four axes 15 % slower."""
     _, spec, _ = eq.replace("->", ",").split(",")
     n, first = len(inner), spec.startswith(inner)
     kept = w.shape[n:] if first else w.shape[: len(spec) - n]
@@ -130,16 +131,16 @@ def _product(eq: str, x: Array, w: Array, inner: str, dtype: Any) -> Array:
 
 
 class Contraction(nnx.Module):
-    """What `Einsum` and everything swapped in its place answers: `__call__`, `via`, `take`, and the letters of the equation.
+    """The interface of `Einsum` and of everything that replaces it: `__call__`, `via`, `take`, and the letters of the equation.
 
-    b: the variable of its bias, or None; `biased` adds it.
+    b: the variable of the bias, or None; `biased` adds it.
     """
 
     eq: str
 
     @property
     def weight(self) -> Any:
-        """What is contracted: an array, or a quantized one."""
+        """The weight that is contracted: an array, or a quantized one."""
         raise NotImplementedError
 
     @property
@@ -153,21 +154,21 @@ class Contraction(nnx.Module):
         return self.biased(self.product(x, route, dtype=dtype), route)
 
     def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: Any = None) -> Float[Array, "..."]:
-        """Without the bias."""
+        """The contraction without the bias."""
         self.check(route)
         return contract(self.eq, x, self.weight, route, dtype=dtype)
 
     def biased(self, y: Float[Array, "..."], route: Route | None = None) -> Float[Array, "..."]:
-        """A product with the bias added, that of each row's expert where there is a route."""
+        """A product with the bias added; with a route, that of each row's expert."""
         if (bias := self.bias) is None:
             return y
         return y + (bias if route is None else bias[route.expert]).astype(y.dtype)
 
     def via(self, eq: str, x: Float[Array, "..."], *, dtype: Any = None) -> Float[Array, "..."]:
-        """The same weight under another equation: tied embeddings, latent attention absorbed.
+        """The same weight under another equation: tied embeddings, absorbed latent attention.
 
         Raises:
-            ValueError: the equation has other letters for the weight, or there is a bias, which belongs to the first equation.
+            ValueError: the equation has other letters for the weight, or there is a bias, which only fits the first equation.
         """
         self.check_via(eq)
         return contract(eq, x, self.weight, dtype=dtype)
@@ -178,7 +179,7 @@ class Contraction(nnx.Module):
         if self.group:
             raise ValueError(f"{eq}: experts are contracted over a route")
         if self.bias is not None:
-            raise ValueError(f"{eq}: the bias of {self.eq} has no place in another equation")
+            raise ValueError(f"{eq}: the bias of {self.eq} does not fit another equation")
 
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Rows of the weight: the lookup of an embedding."""
@@ -187,12 +188,13 @@ class Contraction(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight, the leading axis of stacked layers included."""
+        """The shape of the weight, including the leading axis of stacked layers."""
         return tuple(self.weight.shape)
 
     @property
     def chooses(self) -> bool:
-        """Only a choice follows from it: an adapter on it would never move."""
+        """Whether its output only selects something (experts, tokens), so that no gradient flows through it and an adapter would
+        never train."""
         return isinstance(getattr(self, "w", None), Choosing)
 
     @property
@@ -209,28 +211,28 @@ class Contraction(nnx.Module):
 
     @property
     def inner(self) -> str:
-        """Summed over."""
+        """The summed letters."""
         return "".join(a for a in self.spec if a in self.x and a not in self.out)
 
     @property
     def group(self) -> str:
-        """Chosen by the route."""
+        """The letter selected by the route."""
         return "".join(a for a in self.spec if a not in self.x + self.out)
 
     @property
     def kept(self) -> str:
-        """The letters of the bias; those of each group apart."""
+        """The letters of the bias; for grouped weights, without the group."""
         return "".join(a for a in self.spec if a not in self.inner)
 
     @property
     def scaled(self) -> str:
-        """The letters that quantization gives scales of their own: one for each output channel, or for each word of an embedding:
-        a scale for each feature would be shared by all words, and one outlier word would round the others away."""
+        """The letters along which quantization has separate scales: each output channel of a contraction, or each row of an
+        embedding. With a scale per feature of an embedding, one outlier word would round the others away."""
         return self.inner if self.inner and set(self.inner) <= LOOKED_UP else self.kept
 
     @property
     def stacked(self) -> int:
-        """1 where the weight holds all layers of a kind on a leading axis, else 0."""
+        """1 if the weight has all layers of a kind on a leading axis, otherwise 0."""
         return len(self.shape) - len(self.spec)
 
     @property
@@ -238,20 +240,20 @@ class Contraction(nnx.Module):
         return dict(zip(self.spec, self.shape[self.stacked :]))
 
     def check(self, route: Route | None) -> None:
-        """jnp.einsum would sum over all experts in silence."""
+        """Raises ValueError unless a route is given for grouped weights only: jnp.einsum would silently sum over all experts."""
         if bool(self.group) != (route is not None):
             raise ValueError(f"{self.eq} {'needs' if self.group else 'takes no'} route")
 
 
 class Einsum(Contraction):
-    """x times w by an equation.
+    """A contraction of x with a weight, by an equation.
 
     Args:
         eq: such as "BTD,DNH->BTNH"; letters as in `core.dims`.
         dims: the size of each letter of the weight.
-        bias: one number for each kept channel.
-        scale: standard deviation at the start; 1/sqrt(fan-in) unless told.
-        kind: of its variables: `Choosing` where only a choice follows from it.
+        bias: adds one number for each kept channel.
+        scale: standard deviation of the initial weights; 1/sqrt(fan-in) by default.
+        kind: of its variables: `Choosing` if its output only selects something.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""The model around the layers where every token sees its whole sequence: tokens to vectors. And the block that BERT has, norms
-behind each half.
+"""The model around the layers of an encoder, from tokens to vectors; and the block of BERT, with norms after each half.
 
     h = norm(x + attn(x))        y = norm(h + mlp(h))
 """
@@ -19,7 +18,7 @@ from argosy.parallel.scope import constrain
 
 
 class PostNorm(nnx.Module):
-    """Attention, then the feed-forward layer; the residual stream is normalised after each (Vaswani et al. 2017,
+    """Attention, then the feed-forward layer; the residual stream is normalized after each (Vaswani et al. 2017,
     arXiv:1706.03762)."""
 
     formula = "norm(x + {}(x))"
@@ -29,7 +28,7 @@ class PostNorm(nnx.Module):
         self.mlp, self.mlp_norm = mlp, norm()
 
     def holds(self, each: Any) -> Spec:
-        """Nothing: a sequence is there as a whole."""
+        """Nothing: an encoder gets whole sequences."""
         return Spec()
 
     def __call__(
@@ -41,14 +40,14 @@ class PostNorm(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Tokens to a vector each. `dtype` is what activations, and so contractions, are computed in.
+    """Tokens to one vector each. `dtype` is the type of activations, and so of contractions.
 
     Args:
         config: of the family: width, dims.
         plan, make, run: as in `Stack`.
-        norm: of what the three embeddings add up to.
-        first: the row of positions that the first token has.
-        pooler: a projection of the first token's vector, for `pooled`.
+        norm: applied to the sum of the three embeddings.
+        first: the row of the position embedding for the first token.
+        pooler: whether there is a projection of the first token's vector, for `pooled`.
     """
 
     def __init__(
@@ -77,10 +76,10 @@ class Encoder(nnx.Module):
         cache: Any = None,
         types: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
-        """A vector for each token, the cache as it was, and what the layers aux.
+        """A vector for each token, the unchanged cache, and the aux outputs of the layers.
 
         Args:
-            types: which of two texts a token is of, 0 or 1; all of the first unless aux.
+            types: which of two texts a token belongs to, 0 or 1; by default 0 for all.
         """
         x = self.embed.take(tokens) + self.positions.take(attend.positions + self.first)
         x = x + self.types.take(jnp.zeros_like(tokens) if types is None else types)
@@ -89,7 +88,7 @@ class Encoder(nnx.Module):
         return constrain(x, "B T D"), cache, aux
 
     def pooled(self, x: Float[Array, "B T D"]) -> Float[Array, "B O"]:
-        """What the pooler makes of these sequences: tanh of a projection of their first token.
+        """The pooler's vector for each sequence: tanh of a projection of the first token.
 
         Raises:
             ValueError: this model has no pooler.

@@ -1,5 +1,5 @@
-"""Attention over heads of keys and values, and what families differ by: biases, norms on queries and keys, soft caps, sinks,
-and for each layer a window, its own rotary positions and its own temperature.
+"""Multi-head attention with the options in which families differ: biases, norms on queries and keys, soft caps, sinks, and for
+each layer a window, rotary positions and a temperature.
 
     y = softmax(score(rope(norm(q)), rope(norm(k)))) v        q = W_q x, k = W_k x, v = W_v x
 
@@ -28,11 +28,12 @@ class Attention(nnx.Module):
 
     Args:
         dims: sizes of D, N, K and H.
-        layers: how many there are; the residual stream keeps its variance at any depth.
-        scale: of the scores; 1/sqrt(H) unless told.
-        bias: on queries, keys and values; out_bias: on the output.
+        layers: the number of layers; the output projection starts smaller with more of them, so that the residual stream keeps
+            its variance.
+        scale: of the scores; 1/sqrt(H) by default.
+        bias: adds biases to queries, keys and values; out_bias: to the output.
         norms: builds the norm of queries and that of keys, from the number of their heads.
-        cap, sinks: as in `Score`; sinks are learned, one a head.
+        cap, sinks: as in `Score`; sinks are learned, one per head.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Attention(nnx.Module):
 
 
 def turned(x: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:
-    """Queries or keys, turned by the positions of their tokens."""
+    """Queries or keys, rotated by the positions of their tokens."""
     if each.rope is not None:
         size = each.rope.turned(x.shape[-1])
         shared = (getattr(attend, "angles", None) or {}).get(each.rope.key(size))
@@ -85,7 +86,7 @@ def turned(x: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Arr
 
 
 def tempered(q: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:
-    """Queries, grown with the positions of their tokens."""
+    """Queries, scaled by the positions of their tokens."""
     if each.temper is None:
         return q
     steps = (attend.positions + 1) // each.temper.floor

@@ -1,14 +1,14 @@
-"""The index of sparse attention: a few small heads score every token that a query sees, and attention reads the best of them.
+"""The indexer of sparse attention: a few small heads score all earlier tokens, and attention reads those with the best scores.
 
-    I_ts = sum over h of  w_th relu(q_th . k_s)        q and w of each index head, one key for all of them
-    picked for query t: the `topk` tokens s of the largest I_ts; all that it sees where those are fewer
+    I_ts = sum over h of  w_th relu(q_th . k_s)        q and w of each indexer head, one key for all of them
+    selected for query t: the `topk` tokens s with the largest I_ts; all tokens if there are fewer
 
-Only a choice follows from the index. No gradient reaches its weights (`Choosing`), and a model that is trained here keeps the
-index it came with: DeepSeek trains it apart, towards the weights that attention gives, with a loss that is not built. As the
-router does, it scores in float32. DeepSeek's kernels first turn queries and keys by a Hadamard matrix and round them to FP8: the
-turn leaves products alone, the rounding is left out.
+The indexer only selects. No gradient reaches its weights (`Choosing`), and a model trained here keeps the indexer it started
+with: DeepSeek trains it separately, towards the weights of attention, with a loss that is not built. Like the router, it computes
+scores in float32. DeepSeek's kernels first multiply queries and keys by a Hadamard matrix and round them to FP8; the
+multiplication does not change products, and the rounding is left out.
 
-Attention makes the scores of all tokens and drops those not picked: the same function, no faster.
+Attention still computes the scores of all tokens and drops those not selected: the same function, without a gain in speed.
 
 DeepSeek-V3.2 (arXiv:2512.02556, section 2.1).
 """
@@ -29,22 +29,24 @@ from argosy.models.parts.norm import LayerNorm
 from argosy.models.parts.weight import Choosing
 from argosy.ops.attention import See
 
-AT_ONCE = 1 << 24  # scores of single heads, 64 MB: the most that are held together
-KEY_EPS = 1e-6  # of the norm over keys, whatever the others have
+# Scores of single heads that exist at once: 64 MB.
+AT_ONCE = 1 << 24
+# Of the norm over keys, whatever the model's other norms use.
+KEY_EPS = 1e-6
 
 
 class Asked(NamedTuple):
-    """What the tokens of one call look for: a query for each index head, and how much that head counts."""
+    """What the tokens of one call look for: a query for each indexer head, and the weight of that head."""
 
     q: Float[Array, "B T I J"]
     weights: Float[Array, "B T I"]
 
 
 class Indexer(nnx.Module):
-    """The index of one layer.
+    """The indexer of one layer.
 
     Args:
-        dims: sizes of D, Q, I, J, and P, of which the first features of a head turn.
+        dims: sizes of D, Q, I, J, and P, the number of features of a head with rotary positions.
     """
 
     def __init__(self, dims: dict[str, int], topk: int):
@@ -62,31 +64,33 @@ class Indexer(nnx.Module):
         each: Reach,
         attend: Attend,
     ) -> tuple[Asked, Float[Array, "B T J"]]:
-        """What these tokens look for, and the keys they are found by."""
+        """The queries of these tokens, and their keys."""
         x, latent = jax.lax.stop_gradient((x, latent))
-        with jax.default_matmul_precision("highest"):  # a choice is discrete
+        # A selection is discrete.
+        with jax.default_matmul_precision("highest"):
             q, k = self.q(latent), self.k_norm(self.k(x))
             weights = self.weigh(x.astype(jnp.float32)) * self.scale
         k = self.positioned(k[:, :, None], each, attend)[:, :, 0]
         return Asked(self.positioned(q, each, attend), weights), k
 
     def positioned(self, x: Float[Array, "B T N J"], each: Reach, attend: Attend) -> Float[Array, "B T N J"]:
-        """The first features turned, always in halves."""
+        """Applies rotary positions to the first features, always in halves."""
         halves = each.rope and each.rope.model_copy(update={"pairs": "halves"})
         first = turned(x[..., : self.turns], Reach(rope=halves), attend)
         return jnp.concatenate([first, x[..., self.turns :]], -1)
 
     def pick(self, asked: Asked, keys: Float[Array, "B S J"], see: See, window: int | None) -> See:
-        """Of the tokens that each query sees, the best."""
+        """Restricts each query to the tokens with the best scores among those it may attend to."""
         if isinstance(keys.shape[1], int) and keys.shape[1] <= self.topk:
-            return see  # of so few, all
+            # There are no more than topk tokens: all are selected.
+            return see
         seen = see.dense(window)
         scores = summed(asked, keys.astype(jnp.float32))
         return replace(see, picked=seen & largest(jnp.where(seen, scores, -jnp.inf), self.topk))
 
 
 def summed(asked: Asked, keys: Float[Array, "B S J"]) -> Float[Array, "B T S"]:
-    """The scores of all heads together. Of a long sequence a head at a time: 64 heads of 8,192 tokens by as many would be 17 GB."""
+    """The scores summed over heads. For long sequences one head at a time: 64 heads of 8,192 by 8,192 tokens would be 17 GB."""
 
     def one(q: Float[Array, "B T I J"], weights: Float[Array, "B T I"]) -> Float[Array, "B T S"]:
         with jax.default_matmul_precision("highest"):
@@ -103,9 +107,9 @@ def summed(asked: Asked, keys: Float[Array, "B S J"]) -> Float[Array, "B T S"]:
 
 
 def largest(scores: Float[Array, "B T S"], k: int) -> Bool[Array, "B T S"]:
-    """Which are the k largest of each row; of equals the first ones."""
+    """Marks the k largest of each row; of equal ones the first."""
     S = scores.shape[-1]
-    # Left open in an export, S may turn out to be less than k.
+    # With symbolic sizes, S may turn out to be less than k.
     wide = scores if isinstance(S, int) else jnp.pad(scores, ((0, 0), (0, 0), (0, k)), constant_values=-jnp.inf)
     chosen = jax.lax.top_k(wide, k)[1]
     mark = jax.vmap(jax.vmap(lambda row, at: jnp.zeros_like(row, bool).at[at].set(True)))

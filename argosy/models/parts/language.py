@@ -1,4 +1,4 @@
-"""What the module of a family that predicts tokens answers."""
+"""The interface of a module that predicts tokens."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ class LanguageModel(Protocol):
     def hidden(
         self, tokens: Int[Array, "B T"], attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
-        """What the head reads, the cache after these tokens, and the aux outputs of the layers."""
+        """The input of the head, the cache after these tokens, and the aux outputs of the layers."""
         ...
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

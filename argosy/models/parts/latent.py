@@ -1,12 +1,12 @@
-"""Latent attention: what is kept of a token is one short vector and one rotary key, shared by all heads.
+"""Latent attention: only one short vector and one rotary key per token are cached, shared by all heads.
 
-    c = norm(W_dkv x),  r = rope(W_kr x)                 kept: c [R] and r [P] in one array, nothing else
-    q = W_q x, or W_uq norm(W_dq x)                      of each head: a plain part [H] and a rotary part [P]
-    k = [W_uk c ; r],  v = W_uv c                        expanded: keys and values of each head, as training wants them
-    [W_uk' q ; q_r] against [c ; r], then W_uv           absorbed: one key head in the space of what is kept, for decoding
+    c = norm(W_dkv x),  r = rope(W_kr x)                 cached: c [R] and r [P] in one array, nothing else
+    q = W_q x, or W_uq norm(W_dq x)                      for each head: a plain part [H] and a rotary part [P]
+    k = [W_uk c ; r],  v = W_uv c                        expanded: keys and values of each head, best for training
+    [W_uk' q ; q_r] against [c ; r], then W_uv           absorbed: one key head in the space of the cache, best for decoding
 
-Both forms are the same function. With an index (`parts.indexer`) a query attends to the tokens that it picks alone, and its keys
-are kept beside. DeepSeek-V2 (arXiv:2405.04434, section 2.1).
+Both forms are the same function. With an indexer (`parts.indexer`) a query attends only to the tokens it selects, and its keys
+are cached too. DeepSeek-V2 (arXiv:2405.04434, section 2.1).
 """
 
 from collections.abc import Callable
@@ -26,19 +26,21 @@ from argosy.models.parts.rope import Turns
 from argosy.models.settings import Index
 from argosy.ops.attention import Score, See
 
-LATENT_EPS = 1e-6  # of the norms over latents, whatever the others have
+# Of the norms over latents, whatever the model's other norms use.
+LATENT_EPS = 1e-6
 
 
 class LatentAttention(nnx.Module):
     """Latent attention of one layer.
 
     Args:
-        dims: sizes of D, N, R, H, P, C = H + P, U; of Q, where queries go through a latent of their own; of I and J, where
-            there is an index.
-        layers: how many there are; the residual stream keeps its variance at any depth.
+        dims: sizes of D, N, R, H, P, C = H + P, U; of Q, if queries are projected from a latent; of I and J, if there is an
+            indexer.
+        layers: the number of layers; the output projection starts smaller with more of them, so that the residual stream keeps
+            its variance.
         scale: of the scores.
-        bias: on the projections down to latents and on the output.
-        index: picks the tokens that are attended to; its queries come from the latent of queries.
+        bias: adds biases to the projections to latents and to the output.
+        index: selects the tokens to attend to; its queries are projected from the latent of queries.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class LatentAttention(nnx.Module):
         return () if each.rope is None else ((each.rope, self.rope_size),)
 
     def queries(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T N C"], Array]:
-        """Of each head, and what they come from: their latent, or x."""
+        """The queries of each head, and what they were projected from: their latent, or x."""
         if not hasattr(self, "q_up"):
             return self.q(x), x
         latent = self.q_norm(self.q_down(x))
@@ -90,7 +92,7 @@ class LatentAttention(nnx.Module):
 
 
 class Latent:
-    """An `attend.Read` of what latent attention keeps, for tokens that ask the index for this."""
+    """An `attend.Read` for the cache of latent attention. `asked`: what the indexer looks for, for these tokens."""
 
     def __init__(self, layer: LatentAttention, asked: Asked | None = None):
         self.layer, self.asked = layer, asked

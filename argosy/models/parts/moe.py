@@ -1,24 +1,24 @@
-"""Mixtures of experts: a router scores the experts for each token, the best few compute, their outputs are summed.
+"""Mixtures of experts: a router scores the experts for each token, the best few are applied, and their outputs are summed.
 
     p = score(W_r x)        y = sum over the k best experts e of  w_e Expert_e(x)  (+ Shared(x))
 
-How rows reach their experts is a strategy, `MoE.dispatch`, set from outside:
+How rows get to their experts is a strategy, `MoE.dispatch`, set from outside:
 
-    Sorted      dropless: rows are sorted by expert and meet their weights in grouped matrix products (`ops.grouped`; Gale et al.
+    Sorted      dropless: rows are sorted by expert and multiplied in grouped matrix products (`ops.grouped`; Gale et al.
                 2022, arXiv:2211.15841)
-    Capacity    every expert computes the same number of tokens of each sequence, and those beyond it pass by; first choices are
-                served before second ones (Lepikhin et al. 2020, arXiv:2006.16668). Training alone: an answer must not depend
-                on what else is in its sequence
+    Capacity    every expert processes the same number of tokens of each sequence, and tokens beyond it skip the expert; first
+                choices are served before second ones (Lepikhin et al. 2020, arXiv:2006.16668). For training only: an answer
+                must not depend on what else is in its sequence
 
-Both work on the rows that a device holds. Nothing is sorted or gathered across devices: each gathers the experts' weights, as
-FSDP does, and a `tensor` axis splits their features. Sequences never share a capacity, so batches, accumulation and devices
-change no number.
+Both work on the rows of one device. Nothing is sorted or gathered across devices: each device gathers the experts' weights, as
+FSDP does, and a `tensor` axis splits their features. Sequences never share a capacity, so results do not depend on batches,
+accumulation or devices.
 
-The router computes in float32 whatever the model does: a choice is discrete, and bfloat16 makes ties. Tokens that are not live
-are sent to no expert and counted nowhere.
+The router always computes in float32: its choice is discrete, and bfloat16 would make ties. Tokens that are not live go to no
+expert and are not counted.
 
-Aux outputs of a layer: `load` [E], the assignments of each expert; `balance` and `router_z` [B], the aux losses of each sequence,
-unweighted; with a capacity `dropped` [B], the share of assignments that it passed by.
+Aux outputs of a layer: `load` [E], the number of assignments of each expert; `balance` and `router_z` [B], the unweighted aux
+losses of each sequence; with a capacity, `dropped` [B], the share of assignments that were dropped.
 """
 
 import math
@@ -48,8 +48,9 @@ def choose(
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
     """Weights and indexes of the experts of each token, best first.
 
-    Groups are judged and experts chosen by score + bias; weights come from the scores alone (DeepSeek-V3, arXiv:2412.19437).
-    Where nothing is added, scores rank as their logits do, and logits stay apart where a sigmoid is 1: in float32 from 17 on.
+    Groups and experts are chosen by score + bias; weights come from the scores alone (DeepSeek-V3, arXiv:2412.19437). Without a
+    bias the logits are compared instead of the scores: they have the same order, and stay distinct where a sigmoid is 1, in
+    float32 from 17 on.
     """
     scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "softmax_chosen": lambda s: s}[how.score](logits)
     rank = scores if bias is None else scores + bias
@@ -75,13 +76,13 @@ def _looked_at(rank: Float[Array, "B T E"], how: Experts) -> Bool[Array, "B T E"
 
 
 class MoE(nnx.Module):
-    """x [B T D] through the experts of each token.
+    """Sends x [B T D] through the experts of each token.
 
     Args:
         dims: size of D.
-        activation: of the gate, in the shared expert too.
-        act: of gate and up, where that is another function than activation(gate) * up.
-        bias: on the router and on the experts' projections (gpt-oss).
+        activation: of the gate, also in the shared expert.
+        act: a function of gate and up that replaces activation(gate) * up.
+        bias: adds biases to the router and to the experts' projections (gpt-oss).
     """
 
     called = "experts"
@@ -109,8 +110,10 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], live: Bool[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        x = jnp.where(live[..., None], x, 0)  # whatever lies there: NaN times a weight of 0 would be NaN
-        with jax.default_matmul_precision("highest"):  # by default accelerators multiply float32 as bfloat16 or TF32
+        # Padding may contain NaN, and NaN times a weight of 0 is NaN.
+        x = jnp.where(live[..., None], x, 0)
+        # By default accelerators multiply float32 as bfloat16 or TF32.
+        with jax.default_matmul_precision("highest"):
             logits = self.router(x.astype(jnp.float32))
         weights, chosen = choose(logits, self.how, None if self.bias is None else self.bias[...])
         chosen = jnp.where(live[..., None], chosen, self.how.count)
@@ -123,7 +126,7 @@ class MoE(nnx.Module):
     def dispatched(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
-        """The weighted sum over the experts of each token, on the devices that hold the tokens; `chosen` is E for none."""
+        """The weighted sum over the experts of each token, computed on the devices of the tokens; `chosen` is E for no expert."""
         rows = activation_spec("B T", x.shape[:2])
         mine = axes_in(rows)
         over = frozenset(axis for axis, size in axis_sizes().items() if size > 1)
@@ -160,8 +163,8 @@ def expert_specs(module: nnx.Module, over: frozenset[str]) -> dict[str, Partitio
 
 
 class Local(NamedTuple):
-    """The experts as one device has them. features: the mesh axis that splits their M features; what `product` gives is then to be
-    summed over it, and biases are added on its first device alone."""
+    """The experts as one device has them. features: the mesh axis that splits their M features; their output must then be summed
+    over it, and biases are added on its first device only."""
 
     gate: Contraction
     up: Contraction
@@ -178,7 +181,8 @@ class Local(NamedTuple):
 
 
 class Dispatch(Protocol):
-    """How rows reach their experts: a frozen dataclass. `chosen` is E where a token goes to none; also returns [B] facts."""
+    """How rows get to their experts: a frozen dataclass. `chosen` is E where a token goes to no expert. Also returns aux outputs
+    [B]."""
 
     def __call__(
         self,
@@ -212,12 +216,12 @@ class Sorted:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Each expert computes at most `factor` times an even load of each sequence; what finds no place is dropped."""
+    """Each expert processes at most `factor` times an even load of each sequence; further tokens are dropped."""
 
     factor: float
 
     def places(self, tokens: int, how: Experts) -> int:
-        """Tokens of a sequence that an expert computes at most. It meets a token once."""
+        """The most tokens of a sequence that an expert processes. A token counts once per expert."""
         return min(tokens, math.ceil(self.factor * tokens * how.active / how.count))
 
     def __call__(
@@ -225,7 +229,8 @@ class Capacity:
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
         (B, T, k), E = chosen.shape, experts.how.count
         places = self.places(T, experts.how)
-        ranked = chosen.swapaxes(1, 2).reshape(B, k * T)  # first choices first
+        # First choices come first.
+        ranked = chosen.swapaxes(1, 2).reshape(B, k * T)
         order = jax.vmap(lambda row: sorted_by(row, E))(ranked)
         sizes = jnp.sum(ranked[:, :, None] == jnp.arange(E), 1)  # [B E]; XLA fuses the comparison into the sum
         starts = jnp.cumsum(sizes, 1) - sizes
@@ -233,7 +238,7 @@ class Capacity:
         place = back - jnp.take_along_axis(starts, jnp.minimum(ranked, E - 1), 1)
         kept = (ranked < E) & (place < places)
 
-        # Place p of expert e holds the p-th row that chose it.
+        # Place p of expert e has the p-th row that chose it.
         p = jnp.arange(places)
         filled = p < sizes[:, :, None]  # [B E places]
         source = jnp.take_along_axis(order, jnp.where(filled, starts[:, :, None] + p, 0).reshape(B, -1), 1)
@@ -256,7 +261,7 @@ class Capacity:
 
 
 def with_capacity(model: nnx.Module) -> nnx.Module:
-    """The model with the capacity of its settings in force, where they have one: for the training step."""
+    """The model with the capacity of its settings, if they have one, in effect: for the training step."""
     for _, module in nnx.iter_modules(model):
         if isinstance(module, MoE) and module.how.capacity is not None:
             module.dispatch = Capacity(module.how.capacity)
@@ -267,8 +272,8 @@ def with_capacity(model: nnx.Module) -> nnx.Module:
 def gathered(
     y: Float[Array, "A D"], weights: Float[Array, "X k"], order: Int[Array, "A"], back: Int[Array, "X k"]
 ) -> Float[Array, "X D"]:
-    """The weighted sum of each token's k rows. Row a of y is assignment order[a], and assignment i of token x lies at back[x, i]:
-    so the gradient gathers, too, where JAX's own scatters into all of y k times (3 % of a layer, forward and backward)."""
+    """The weighted sum of each token's k rows. Row a of y is assignment order[a], and assignment i of token x is at back[x, i]:
+    so the gradient is a gather too, where JAX's own is k scatters into all of y (3 % of a layer, forward and backward)."""
     first, *others = (y[back[:, i]] * weights[:, i, None] for i in range(back.shape[1]))
     return sum(others, first)
 
@@ -289,8 +294,8 @@ gathered.defvjp(_gathered, _spread)
 
 
 def sorted_by(expert: Int[Array, "X"], count: int) -> Int[Array, "X"]:
-    """The order that sorts rows by expert, rows of one expert in their own. One sort of small numbers: XLA:CPU's argsort of
-    16,384 takes 2.6 ms, this 1."""
+    """The order that sorts rows by expert and keeps the order of one expert's rows. It sorts small numbers once: 16,384 rows take
+    1 ms on XLA:CPU, with argsort 2.6."""
     X = expert.shape[0]
     if not isinstance(X, int) or (count + 1) * X >= 2**31:
         return jnp.argsort(expert, stable=True)

@@ -1,4 +1,4 @@
-"""Normalisation, always computed in float32: a mean of squares in bfloat16 keeps two digits."""
+"""Norms, always computed in float32: a mean of squares in bfloat16 has two correct digits."""
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ class RMSNorm(nnx.Module):
     """x / rms(x) * (scale + offset). Zhang and Sennrich 2019 (arXiv:1910.07467).
 
     Args:
-        width: of the axes that are normalised together, the last ones of x.
-        offset: 1 where scale - 1 is stored (Gemma, Qwen3-Next); it then starts at 0.
-        letters: what those axes are, one each.
+        width: of the axes that are normalized together, the last ones of x.
+        offset: 1 if scale - 1 is stored (Gemma, Qwen3-Next), which then starts at 0.
+        letters: the letters of those axes.
     """
 
     def __init__(self, width: int | tuple[int, ...], eps: float = 1e-6, offset: float = 0.0, letters: str = "D"):
@@ -37,8 +37,8 @@ class LayerNorm(nnx.Module):
     """(x - mean) / std * scale + bias. Ba et al. 2016 (arXiv:1607.06450).
 
     Args:
-        letters: what the normalised axis is.
-        kind: of its variables: `Choosing` where only a choice follows from it.
+        letters: the letter of the normalized axis.
+        kind: of its variables: `Choosing` if its output only selects something.
     """
 
     def __init__(self, width: int, eps: float = 1e-5, letters: str = "D", kind: type[nnx.Variable] = nnx.Param):

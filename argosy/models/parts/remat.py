@@ -1,10 +1,10 @@
-"""What the backward pass recomputes instead of keeping (Chen et al. 2016, arXiv:1604.06174).
+"""Rematerialization: what the backward pass recomputes instead of keeping (Chen et al. 2016, arXiv:1604.06174).
 
-Notable: XLA:CPU drops optimization barriers before it merges equal instructions, so in unrolled layers it finds the
-recomputation equal to the forward pass and keeps everything after all: `jax.checkpoint` alone saved 14 % of the temporaries
-of 12 layers. There the recomputation stands in a branch of a conditional whose predicate XLA cannot decide and which depends
-on the incoming gradient: it can neither be merged nor be moved ahead (162 MB -> 28 MB; scanned layers 197 -> 28). Loop bodies
-are compiled apart, so scanned layers need none of this, and other platforms keep barriers.
+XLA:CPU drops optimization barriers before it merges equal instructions. So in unrolled layers it finds that the recomputation
+equals the forward pass and keeps everything: `jax.checkpoint` alone saved 14 % of the temporaries of 12 layers. There the
+recomputation is put in a branch of a conditional whose predicate XLA cannot decide and which depends on the incoming gradient, so
+it can be neither merged nor moved ahead (162 MB -> 28 MB; scanned layers 197 -> 28). Loop bodies are compiled separately, so
+scanned layers do not need this, and other platforms keep barriers.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ def rematerialised(function: Callable[..., Any], remat: Remat, unrolled: bool = 
     """A layer whose backward pass recomputes.
 
     Args:
-        remat: none keeps all that the backward pass needs; dots keeps the products with weights, experts' included; full keeps
-            the input.
-        unrolled: the layer stands in the program beside others, not in a loop's body.
+        remat: none keeps everything the backward pass needs; dots keeps the products with weights, including those of experts;
+            full keeps only the input.
+        unrolled: whether the layer is in a program with other layers, not in a loop's body.
     """
     if remat == "none":
         return function
@@ -36,7 +36,7 @@ def rematerialised(function: Callable[..., Any], remat: Remat, unrolled: bool = 
 
 
 def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function; its backward pass, recomputation included, in a branch of its own."""
+    """The same function, with its backward pass, including the recomputation, in a branch of a conditional."""
 
     def called(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
@@ -60,10 +60,10 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
             moving = [i for i, leaf in enumerate(incoming) if leaf.dtype != jax.dtypes.float0]
 
             def taken(pull: Any, given: list[Array]) -> Any:
-                whole = list(incoming)
+                all_inputs = list(incoming)
                 for i, leaf in zip(moving, given):
-                    whole[i] = leaf
-                return pull(jax.tree.unflatten(shape, whole))[0]
+                    all_inputs[i] = leaf
+                return pull(jax.tree.unflatten(shape, all_inputs))[0]
 
             def never(pull: Any, given: list[Array]) -> Any:
                 return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in floats_like]
@@ -79,6 +79,6 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _always(x: Array) -> Array:
-    """True, as XLA cannot tell: the last bit of a number is less than 2."""
+    """True, but XLA cannot know: the last bit of a number is less than 2."""
     bits = jax.lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.uint32)
     return (bits & jnp.uint32(1)) < jnp.uint32(2)

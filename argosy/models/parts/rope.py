@@ -9,12 +9,13 @@ from jaxtyping import Array, Float, Int
 
 from argosy.models.settings import Rope
 
-Turns = tuple[tuple[Rope, int], ...]  # what a layer turns by, and how many features of a head
+# The rotary positions of a layer, and how many features of a head they apply to.
+Turns = tuple[tuple[Rope, int], ...]
 Angles = tuple[Float[Array, "B T 1 pairs"], Float[Array, "B T 1 pairs"]]
 
 
 def angles(at: Int[Array, "B T"], rope: Rope, size: int) -> Angles:
-    """Cosine and sine of each position, for features of this size that turn.
+    """Cosine and sine of each position, for this number of rotated features.
 
     A stack computes them once for all its layers. XLA:CPU still fuses the cosine into each place that reads it, with or without an
     optimization barrier; a loop over rows stops that and is no faster (docs/log.md).
@@ -25,7 +26,7 @@ def angles(at: Int[Array, "B T"], rope: Rope, size: int) -> Angles:
 
 
 def apply_rope(x: Float[Array, "B T N H"], rope: Rope, table: Angles) -> Float[Array, "B T N H"]:
-    """Turns each pair of features by its position."""
+    """Rotates each pair of features by its position."""
     size, (cos, sin) = rope.turned(x.shape[-1]), table
     y = x[..., :size].astype(jnp.float32)
     if rope.pairs == "interleaved":

@@ -1,17 +1,17 @@
-"""Layers as a plan, and the strategies that run it.
+"""The layers of a model as a plan, and the strategies that run it.
 
-A plan lists the layers: `Layer(kind, each)`, where the kind is the structure of its weights and `each` what else is fixed
-about it (a window, a rope base). How it runs is set from outside and fixes how weights lie in memory:
+A plan lists the layers: `Layer(kind, each)`, where the kind is the structure of its weights and `each` its other fixed settings
+(a window, a rope base). How it runs is set from outside and decides the layout of weights in memory:
 
     Unroll    a list of layers, "layers.3.attn.q.w": fastest on CPUs (15 to 25 % in training) and when shallow
     Scan      one array for the layers of a kind, "layers.block.attn.q.w" [L ...]: compile time constant in depth; TPUs
 
-Scan runs the smallest repeating group of the plan in a loop, and what is left over as groups of its own. Each group has arrays of
-its own: a slice of a longer array would be a copy of the weights in every step. So the two layers that Gemma 3 1B has left after
-four groups of six lie in "layers.block_2.attn.q.w" [2 ...].
+Scan runs the smallest repeating group of the plan in a loop, and the remaining layers as further groups. Each group has its own
+arrays, because a slice of a longer array would copy the weights in every step. So the last two layers of Gemma 3 1B, after
+four groups of six, are in "layers.block_2.attn.q.w" [2 ...].
 
-Whatever the layout, a layer's weights also have a name of their own, "layers.3.attn.q.w": the one that Hub tables,
-checkpoints of the other layout and random draws go by (`layer_addresses`, `to_layers`, `from_layers`).
+In any layout, a layer's weights also have per-layer names, "layers.3.attn.q.w", which are used by Hub tables,
+checkpoints of the other layout and random draws (`layer_addresses`, `to_layers`, `from_layers`).
 """
 
 from collections import Counter
@@ -33,12 +33,13 @@ from argosy.models.parts.rope import Turns, angles
 from argosy.models.parts.weight import Leaves, merge, split, variables
 from argosy.parallel.scope import constrain
 
-Aux = dict[str, dict[str, Array]]  # {kind: {name: [layers of that kind ...]}}
+# {kind: {name: [layers of that kind ...]}}.
+Aux = dict[str, dict[str, Array]]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One entry of the plan: the kind of block, and what else is fixed about it."""
+    """One entry of the plan: the kind of block, and its other fixed settings."""
 
     kind: str
     each: Hashable = None
@@ -46,7 +47,7 @@ class Layer:
 
 @runtime_checkable
 class Block(Protocol):
-    """What a family writes: one layer. It returns the residual stream, its cache and its aux outputs (loads, aux losses)."""
+    """One layer, as a family defines it. It returns the residual stream, its cache and its aux outputs (loads, aux losses)."""
 
     def holds(self, each: Any) -> Spec: ...
 
@@ -56,7 +57,7 @@ class Block(Protocol):
 
 
 def turns_of(module: Any, each: Any) -> Turns:
-    """What a layer turns its queries and keys by; nothing, where it does not say."""
+    """The rotary positions of a layer; none if it does not define `turns`."""
     return module.turns(each) if hasattr(module, "turns") else ()
 
 
@@ -81,7 +82,7 @@ def run_block(
 
 @runtime_checkable
 class Execution(Protocol):
-    """How layers run. `stacked` says how weights and caches lie: one array for the layers of a kind, or one a layer."""
+    """How layers run. `stacked`: whether weights and caches are one array for all layers of a kind, or one per layer."""
 
     @property
     def stacked(self) -> bool: ...
@@ -96,7 +97,7 @@ class Execution(Protocol):
 
 @dataclass(frozen=True)
 class Unroll:
-    """One layer after the other in the program."""
+    """Every layer is part of the program, one after the other."""
 
     remat: Remat = "none"
     stacked = False
@@ -107,7 +108,8 @@ class Unroll:
         kept, aux = {}, {}
         for i, layer in enumerate(stack.plan):
             name = str(i)
-            graph, weights = split(getattr(stack, name))  # its own: layers of a kind may carry different adapters
+            # Split per layer, because layers of a kind may have different adapters.
+            graph, weights = split(getattr(stack, name))
             cache = caches[name] if caches else None
             x, kept[name], own = run_block(graph, layer, weights, x, cache, attend, self.remat, unrolled=True)
             aux.setdefault(layer.kind, []).append(own)
@@ -116,9 +118,9 @@ class Unroll:
 
 @dataclass(frozen=True)
 class Scan:
-    """lax.scan over the smallest repeating group of the plan; what does not repeat runs as groups of one.
+    """lax.scan over the smallest repeating group of the plan; layers that do not repeat run as groups of one.
 
-    Caches travel in the carry, where XLA updates them in place: as inputs and outputs of the iterations they would be copied
+    Caches are in the carry, where XLA updates them in place. As inputs and outputs of the iterations they would be copied
     (459 MB of temporaries for 268 MB of cache in a decode step).
     """
 
@@ -128,7 +130,8 @@ class Scan:
     def __call__(
         self, stack: "Stack", x: Array, caches: Caches | None, attend: Attend
     ) -> tuple[Array, Caches | None, Aux]:
-        first: Counter[str] = Counter()  # of each cache: how many of its layers the groups before this one had
+        # For each cache, the number of its layers in earlier groups.
+        first: Counter[str] = Counter()
         aux = []
         for group in stack.groups:
             apart = {kind: split(getattr(stack, name)) for kind, name in group.names.items()}
@@ -170,8 +173,8 @@ class Scan:
 
 
 class Group(NamedTuple):
-    """Consecutive layers that run as one loop: `layers`, repeated. names: under which name the stack has the weights of each of
-    their kinds. start: the first of them in the plan."""
+    """Consecutive layers that run as one loop: `layers`, repeated. names: for each kind, the stack's name for its weights.
+    start: index of the first layer in the plan."""
 
     start: int
     layers: tuple[Layer, ...]
@@ -179,13 +182,13 @@ class Group(NamedTuple):
     names: Mapping[str, str]
 
     def indexes(self, kind: str) -> tuple[int, ...]:
-        """The layers of a kind in this group, by their place in the plan."""
+        """The indexes, in the plan, of this group's layers of a kind."""
         places = range(self.start, self.start + len(self.layers) * self.repeats)
         return tuple(i for i in places if self.layers[(i - self.start) % len(self.layers)].kind == kind)
 
 
 def repeating(plan: Sequence[Layer]) -> list[tuple[int, int, int]]:
-    """The plan as (start, period, repeats): at each point the repetition that covers most, of the shortest period."""
+    """The plan as (start, period, repeats): at each point the repetition that covers the most layers, with the shortest period."""
     out, start = [], 0
     while start < len(plan):
         period, repeats = 1, 1
@@ -201,7 +204,8 @@ def repeating(plan: Sequence[Layer]) -> list[tuple[int, int, int]]:
 
 
 def groups_of(plan: Sequence[Layer]) -> tuple[Group, ...]:
-    """The loops of a plan. The first loop with a kind has its weights under the kind's name, later ones under "kind_2" and so on."""
+    """The loops of a plan. The weights of the first loop with a kind have the kind's name, those of later ones "kind_2" and so
+    on."""
     out, times = [], Counter()
     for start, period, repeats in repeating(plan):
         layers = tuple(plan[start : start + period])
@@ -218,7 +222,7 @@ class Stack(nnx.Module):
     Args:
         plan: the layers in order.
         make: builds a block of a kind.
-        run: how they run, and so how they lie in memory.
+        run: how they run, and so their layout in memory.
     """
 
     def __init__(self, plan: Sequence[Layer], make: Callable[[str], Any], *, run: Execution | None = None):
@@ -238,21 +242,21 @@ class Stack(nnx.Module):
         return groups_of(self.plan)
 
     def stored(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Of scanned layers: {name of the stored block: (kind, places in the plan of the layers it holds)}."""
+        """For scanned layers: {name of the stored block: (kind, indexes of its layers in the plan)}."""
         return {
             name: (kind, group.indexes(kind)) for group in self.groups for kind, name in group.names.items()
         }
 
     def indexes(self) -> dict[str, tuple[int, ...]]:
-        """Which layers are of each kind."""
+        """The indexes of the layers of each kind."""
         return {kind: tuple(i for i, layer in enumerate(self.plan) if layer.kind == kind) for kind in self.kinds}
 
     def example(self, layer: Layer) -> Any:
-        """A block of this layer's kind, for asking what it holds."""
+        """A block of this layer's kind, from which its cache can be read off."""
         return getattr(self, layer.kind if self.run.stacked else str(self.plan.index(layer)))
 
     def cache_name(self, layer: Layer) -> str:
-        """Layers of one kind share a cache array unless they reach back differently far."""
+        """The name of a layer's cache. Layers of one kind share an array if they attend equally far back."""
         span = self.example(layer).holds(layer.each).span
         return layer.kind if span is None else f"{layer.kind}.{span}"
 
@@ -267,7 +271,7 @@ class Stack(nnx.Module):
         return out
 
     def holds(self) -> Specs:
-        """What the caller must allocate: {cache name: (what one layer holds, number of layers in the array, or None)}."""
+        """What the caller must allocate: {cache name: (the cache of one layer, number of layers in the array, or None)}."""
         if not self.run.stacked:
             return {str(i): (self.example(layer).holds(layer.each), None) for i, layer in enumerate(self.plan)}
         out: dict[str, tuple[Spec, int | None]] = {}
@@ -282,18 +286,18 @@ class Stack(nnx.Module):
         return self.run(self, constrain(x, "B T D"), caches, self.with_angles(attend))
 
     def with_angles(self, attend: Attend) -> Attend:
-        """The strategy with the angles of its tokens, for every way that a layer of the plan turns."""
+        """The strategy with the angles of its tokens, for all rotary positions that layers of the plan use."""
         turns = dict.fromkeys(t for layer in dict.fromkeys(self.plan) for t in turns_of(self.example(layer), layer.each))
         if not turns or not is_dataclass(attend):
             return attend
         return replace(attend, angles={rope.key(size): angles(attend.positions, rope, size) for rope, size in turns})
 
 
-# ---------------------------------------------------------------- one layout and the other
+# ---------------------------------------------------------------- converting between layouts
 
 
 def layer_addresses(model: nnx.Module) -> Callable[[str], list[str]]:
-    """A function from a stored address to the per-layer names it holds, in the order of its leading axis."""
+    """A function from a stored address to its per-layer names, in the order of the leading axis."""
     stacks = {".".join([*map(str, path), ""]): s for path, s in nnx.iter_modules(model) if isinstance(s, Stack)}
 
     def names(address: str) -> list[str]:
@@ -308,7 +312,7 @@ def layer_addresses(model: nnx.Module) -> Callable[[str], list[str]]:
 
 
 def stored_addresses(model: nnx.Module) -> dict[str, tuple[str, int | None]]:
-    """{per-layer name: (stored address, place on its leading axis, or None)}."""
+    """{per-layer name: (stored address, index on its leading axis, or None)}."""
     names = layer_addresses(model)
     out: dict[str, tuple[str, int | None]] = {}
     for address, v in variables(model).items():
@@ -319,7 +323,7 @@ def stored_addresses(model: nnx.Module) -> dict[str, tuple[str, int | None]]:
 
 
 def to_layers(model: nnx.Module, leaves: Leaves) -> Leaves:
-    """Weights by per-layer name; slices of what is stacked."""
+    """Weights by per-layer name; slices of stacked ones."""
     return {
         name: leaves[a] if i is None else leaves[a][i]
         for name, (a, i) in stored_addresses(model).items()
@@ -356,7 +360,7 @@ def unrolled(model: Any) -> Any:
 
 
 def _deepened(module: Any, layers: int) -> Any:
-    """The module with every weight described for so many layers."""
+    """The module with every weight described for `layers` layers."""
     _, state = nnx.split(module)
     for path, v in nnx.to_flat_state(state):
         node = module

@@ -1,10 +1,10 @@
-"""Weights begin as descriptions: shape, letters, how to draw them. Building a model therefore draws nothing and takes
-milliseconds at any size; loading never draws what it overwrites, planning needs no memory, and whatever a checkpoint
-left out can be drawn alone afterwards.
+"""Weights begin as descriptions: shape, letters, how to draw them. So building a model draws nothing and takes milliseconds at
+any size, loading never draws what it overwrites, planning needs no memory, and weights that a checkpoint lacks can be drawn
+afterwards.
 
-Every weight has an address, its dotted path: "layers.3.attn.q.w". Outside the model, weights are a flat
-`{address: array}`: what optimizers, checkpoints, name tables and sharding rules work on. How layers are stacked in memory
-(`parts.stack`) changes the address and the leading axes, never the letters.
+Every weight has an address, its dotted path: "layers.3.attn.q.w". Outside the model, weights are a flat `{address: array}`, the
+form that optimizers, checkpoints, name tables and sharding rules use. How layers are stacked in memory (`parts.stack`) changes
+the address and the leading axes, never the letters.
 """
 
 import math
@@ -21,21 +21,24 @@ from jaxtyping import Array, Key
 
 from argosy.core.dims import LEGEND, LOOKED_UP
 
-SMALL = 1 << 26  # numbers of a model that is drawn as rows of equal length
-AT_ONCE = 1 << 30  # bytes of weights that one program draws, unless a single weight has more
+# Models of up to this many numbers are drawn as rows of equal length.
+SMALL = 1 << 26
+# Bytes of weights drawn by one program, unless a single weight has more.
+AT_ONCE = 1 << 30
 
-Leaves = dict[str, Any]  # {address: array or jax.ShapeDtypeStruct}
+# {address: array or jax.ShapeDtypeStruct}.
+Leaves = dict[str, Any]
 
 
 class Draw(NamedTuple):
-    """How a weight starts: normal with this standard deviation, or constant."""
+    """How a weight is initialized: normal with this standard deviation, or constant."""
 
     kind: str = "normal"
     value: float = 1.0
 
 
 class Meaning(NamedTuple):
-    """What the axes of a weight are, by letter (`core.dims`): all of them, those summed over, those chosen per row."""
+    """The letters of a weight's axes (`core.dims`): all of them, the summed ones, those selected per row."""
 
     letters: str
     inner: str = ""
@@ -43,24 +46,25 @@ class Meaning(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """It maps features to features: what matrix optimizers and weight decay are for. A lookup of words or positions is not."""
+        """Whether it maps features to features, as matrix optimizers and weight decay expect. Embeddings of words or positions do
+        not."""
         return bool(self.inner) and not LOOKED_UP & set(self.letters)
 
 
 def weight(shape: tuple[int, ...], meaning: Meaning, draw: Draw, kind: type[nnx.Variable] = nnx.Param) -> nnx.Variable:
-    """A weight not yet drawn. Float32: the master copy; what it is computed in follows the activations."""
+    """A weight that is not drawn yet. It is float32, the master copy; the type of computation follows the activations."""
     return kind(jax.ShapeDtypeStruct(shape, jnp.float32), draw=draw, meaning=meaning)
 
 
 class Moved(nnx.Variable):
-    """A weight that training moves by a rule of its own, not by a gradient. It is added to numbers to make a choice, so it stays
-    float32 whatever the model is kept in: rounded to bfloat16 it makes another choice."""
+    """A weight that training changes by a rule, not by a gradient (a router's bias). It is added to scores to make a choice, so
+    it always stays float32: rounded to bfloat16 it would make other choices."""
 
     exact = True
 
 
 def kept_in(v: nnx.Variable, dtype: Any) -> Any:
-    """The type that a weight is kept in, of a model that is kept in `dtype`."""
+    """The type in which a weight is stored, in a model stored in `dtype`."""
     if isinstance(v, Codes):
         return v.dtype
     return jnp.float32 if getattr(type(v), "exact", False) else dtype
@@ -72,19 +76,19 @@ def exact(model: nnx.Module) -> set[str]:
 
 
 class Frozen(nnx.Variable):
-    """A weight that is kept but not trained: quantised, or frozen by surgery."""
+    """A weight that is stored but not trained: quantized, or frozen by surgery."""
 
 
 class Codes(Frozen):
-    """Part of a quantized weight: its values, scales or zero points. Never trained, whatever is thawed."""
+    """Part of a quantized weight: its values, scales or zero points. Never trained, even after `thaw`."""
 
 
 class Choosing(nnx.Variable):
-    """A weight that only a choice follows from. No gradient reaches it: nothing here trains, decays or adapts it."""
+    """A weight whose output only selects something. No gradient reaches it; it is neither trained, decayed nor adapted."""
 
 
 def split(model: nnx.Module, *kinds: Any) -> tuple[Any, ...]:
-    """The model's graph, and its weights as `{address: array}`: one dict for each kind asked, and one for the rest.
+    """The model's graph, and its weights as `{address: array}`: one dict for each requested kind, and one for the rest.
 
     `split(model)` gives (graph, all); `split(model, nnx.Param)` gives (graph, trained, rest).
     """
@@ -139,7 +143,7 @@ def meanings(model: nnx.Module) -> dict[str, Meaning]:
 
 
 def logical(model: nnx.Module) -> dict[str, tuple[str, ...]]:
-    """Names of the logical axes of each weight, the leading axis of stacked layers included."""
+    """Names of the logical axes of each weight, including the leading axis of stacked layers."""
     out = {}
     for address, v in variables(model).items():
         names = tuple(LEGEND.get(letter, letter) for letter in v.get_metadata()["meaning"].letters)
@@ -163,15 +167,15 @@ def fill(
     addresses: Callable[[str], list[str]],
     place: Callable[..., Any] | None = None,
 ) -> list[str]:
-    """Draws every weight that is still a description; returns their addresses.
+    """Draws every weight that is still a description. Returns their addresses.
 
-    Each tensor of each layer draws from `key` folded with its own name, so a model is the same numbers whatever its
-    layout, its mesh, and whatever else was drawn or loaded. A small model is drawn by one loop over rows of equal length, because
-    each random shape takes half a second to compile; a large one by a program a gigabyte.
+    Each tensor of each layer is drawn from `key` folded with its own name, so a model has the same numbers in any layout and on
+    any mesh, whatever else was drawn or loaded. A small model is drawn by one loop over rows of equal length, because each random
+    shape takes half a second to compile; a large one by one program per gigabyte.
 
     Args:
-        addresses: the per-layer names of a stored address (`parts.stack.layer_addresses`); one, where it is not stacked.
-        place: the sharding of an address, for weights drawn straight onto a mesh.
+        addresses: the per-layer names of a stored address (`parts.stack.layer_addresses`); one, if it is not stacked.
+        place: the sharding of an address, to draw weights directly onto a mesh.
     """
     todo = undrawn(model)
     kinds: dict[_Kind, list[_Todo]] = {}
@@ -197,7 +201,7 @@ def fill(
 
 
 class _Kind(NamedTuple):
-    """Weights that are drawn alike: the shape of one layer's, their type, and how they start."""
+    """Weights that are drawn in the same way: the shape for one layer, the type, and the initialization."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -205,7 +209,7 @@ class _Kind(NamedTuple):
 
 
 class _Todo(NamedTuple):
-    """A weight to draw. hashes: of the per-layer names it holds."""
+    """A weight to draw. hashes: of its per-layer names."""
 
     address: str
     variable: nnx.Variable
@@ -218,20 +222,20 @@ _Chunk = list[tuple[_Kind, list[_Todo]]]
 
 
 def _prefixed(key: Key[Array, ""]) -> bool:
-    """Whether n normal numbers of a key are the first n of any more."""
+    """Whether the first n of more normal numbers from a key equal n numbers from it."""
     partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     return bool(partitionable) and str(jax.random.key_impl(key)) == "threefry2x32"
 
 
 def _padded(kinds: dict[_Kind, list[_Todo]]) -> int:
-    """Normal numbers to draw, were every tensor of a layer as long as the longest."""
+    """The number of normal numbers to draw if every tensor of a layer were as long as the longest."""
     normal = {kind: some for kind, some in kinds.items() if kind.draw == "normal"}
     longest = max((math.prod(kind.shape) for kind in normal), default=0)
     return longest * sum(len(one.hashes) for some in normal.values() for one in some)
 
 
 def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Callable[..., Any] | None) -> None:
-    """Draws a small model: first all normal numbers of a type, a row for each tensor of a layer; then the tensors from these."""
+    """Draws a small model: first all normal numbers of a type, one row per tensor of a layer; then the tensors from these."""
 
     def put(one: _Todo, array: Any) -> None:
         one.variable.set_value(jax.device_put(array, place(one.address)) if place else jnp.asarray(array))
@@ -265,13 +269,13 @@ def _rows(key: Key[Array, ""], names: Array, values: Array, size: int, dtype: An
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _taken(rows: Array, at: Any, count: int, shape: tuple[int, ...]) -> Array:
-    """The tensors of so many rows from `at` on, as one array of this shape."""
+    """The tensors of `count` rows from `at` on, as one array of this shape."""
     return jax.lax.dynamic_slice(rows, (at, 0), (count, math.prod(shape) // count)).reshape(shape)
 
 
 def _chunks(kinds: dict[_Kind, list[_Todo]]) -> Iterator[_Chunk]:
-    """What is drawn by one program: everything, or weights of one kind where everything is more than `AT_ONCE`. Then all chunks
-    of a kind but its last are the same program."""
+    """The weights drawn by each program: all, or those of one kind if all are more than `AT_ONCE`. All chunks of a kind except
+    its last then use the same program."""
 
     def size(kind: _Kind, one: _Todo) -> int:
         return len(one.hashes) * math.prod(kind.shape) * kind.dtype.itemsize
@@ -287,7 +291,7 @@ def _chunks(kinds: dict[_Kind, list[_Todo]]) -> Iterator[_Chunk]:
 
 @lru_cache(maxsize=64)
 def _drawer(layout: tuple[Any, ...], places: tuple[Any, ...] | None) -> Callable[..., list[Array]]:
-    """(key, hashes of each kind, values of each kind) -> the weights, in the order of the layout."""
+    """A function (key, hashes of each kind, values of each kind) -> the weights, in the order of the layout."""
 
     def draw(key: Key[Array, ""], hashes: list[Array], values: list[Array]) -> list[Array]:
         out = []

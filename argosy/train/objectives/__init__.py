@@ -1,7 +1,8 @@
-"""What is minimized, a file each. An objective says what it reads, and is `(models, batch, key) -> Loss`.
+"""Objectives: what training minimizes, one file each. An objective declares what it reads, and is a function `(models, batch,
+key) -> Loss`.
 
-Losses and metrics are sums with their weights, never means: so accumulation, packing and devices of unequal load all divide
-once, by the weight of the whole batch.
+Losses and metrics are sums with their weights, never means: so with accumulation, packing and devices of unequal load, everything
+is divided once, by the weight of the whole batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +15,12 @@ from jaxtyping import Array, Float
 
 from argosy.data.batch import Fields
 
-Models = Mapping[str, Any]  # the trained model under "model", frozen ones (reference, teacher, critic) under their roles
+# The trained model under "model", frozen ones (reference, teacher, critic) under their roles.
+Models = Mapping[str, Any]
 
 
 class Mean(NamedTuple):
-    """A mean in the making: the weighted sum, and the weight."""
+    """A mean before its division: the weighted sum, and the weight."""
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
@@ -27,15 +29,16 @@ class Mean(NamedTuple):
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def value(self) -> Float[Array, ""]:
-        """Zero where there was no weight."""
+        """The mean; zero if the weight is zero."""
         return jnp.where(self.weight == 0, 0.0, self.total / jnp.maximum(self.weight, 1e-30))
 
 
 @dataclass(frozen=True)
 class Update:
-    """How a weight moves by a rule instead of a gradient.
+    """How a weight changes by a rule instead of a gradient.
 
-    statistic: a sum over the batch; parts of a batch add up. rule: (weight, statistic of the whole batch) -> the new weight.
+    statistic: a sum over the batch; those of the parts of a batch are added. rule: (weight, statistic of the whole batch) -> new
+    weight.
     """
 
     statistic: Array
@@ -46,7 +49,7 @@ jax.tree_util.register_dataclass(Update, ["statistic"], ["rule"])
 
 
 class Loss(NamedTuple):
-    """What is minimized, metrics beside it, and the weights that move by a rule, by address."""
+    """The loss, metrics, and updates of weights that change by a rule, by address."""
 
     loss: Mean
     metrics: dict[str, Mean]
@@ -55,7 +58,7 @@ class Loss(NamedTuple):
 
 @runtime_checkable
 class Objective(Protocol):
-    """Settings that are also the function; pure.
+    """The settings of an objective, which are also its function. It must be pure.
 
     rows_per_group: how many rows of a batch belong together (2: a preference pair); they are never split.
     """
@@ -63,7 +66,7 @@ class Objective(Protocol):
     rows_per_group: ClassVar[int]
 
     def reads(self) -> Fields:
-        """The arrays of a batch that it reads, by name."""
+        """The arrays of a batch that the objective reads, by name."""
         ...
 
     def __call__(self, models: Models, batch: dict[str, Array], key: Array) -> Loss: ...

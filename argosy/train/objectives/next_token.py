@@ -1,4 +1,4 @@
-"""Predict the next token: cross-entropy over the targets that the batch's mask weighs."""
+"""Next-token prediction: cross-entropy over the targets, weighted by the batch's mask."""
 
 import math
 from typing import Any
@@ -20,7 +20,8 @@ from argosy.train.objectives.routers import with_routers
 from argosy.train.settings import NextToken
 
 Losses = tuple[Float[Array, "B T"], Float[Array, "B T"]]
-ROOMY_BYTES = 2 << 30  # of float32 logits that are simply kept, on each device
+# Float32 logits of up to this size per device are kept in memory.
+ROOMY_BYTES = 2 << 30
 FIELDS: Fields = {
     "tokens": BatchField("B T", np.int32),
     "targets": BatchField("B T", np.int32),
@@ -30,7 +31,7 @@ FIELDS: Fields = {
 
 
 def loss(how: NextToken, models: Models, batch: dict[str, Array], key: Array) -> Loss:
-    """The objective itself."""
+    """Computes the objective."""
     model = models["model"]
     x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
     nll, lse = losses(how, model, x, batch["targets"])
@@ -52,14 +53,16 @@ def loss(how: NextToken, models: Models, batch: dict[str, Array], key: Array) ->
 def further(
     how: NextToken, model: Any, x: Array, batch: dict[str, Array], depths: int
 ) -> tuple[Mean, dict[str, Array]]:
-    """Cross-entropy of the tokens after the next one, over all depths, and the aux outputs of their layers, [depths ...].
+    """Cross-entropy of the tokens after the next one (multi-token prediction), over all depths, and the aux outputs of their
+    layers, [depths ...].
 
     Args:
-        x: what the head of the model reads [B T D].
+        x: the input of the model's head [B T D].
     """
     segments, sums, aux = batch["segments"], [], []
     for depth in range(1, depths + 1):
-        inside = _later(segments, depth) == segments  # the token that is predicted belongs to the same text
+        # Whether the predicted token belongs to the same text.
+        inside = _later(segments, depth) == segments
         attend = Packed(jnp.where(inside, segments, 0))
         x, _, own = model.ahead(depth, x, _later(batch["tokens"], depth), attend)
         targets, mask = _later(batch["targets"], depth), jnp.where(inside, _later(batch["mask"], depth), 0.0)
@@ -70,8 +73,8 @@ def further(
 
 
 def losses(how: NextToken, model: Any, x: Float[Array, "B T D"], targets: Int[Array, "B T"]) -> Losses:
-    """Loss and log partition function of each target, [B T] each. Rows stay rows: flattened, they could not be laid out over
-    devices by the rules of a batch."""
+    """Loss and log partition function of each target, [B T] each. Rows are not flattened, because they could then not be laid out
+    over devices by the rules of a batch."""
     way, plain = how.head, plain_head(model)
     if way == "auto":
         roomy = 4 * targets.size * model.config.vocab <= ROOMY_BYTES * math.prod(axis_sizes().values())
@@ -90,12 +93,12 @@ def losses(how: NextToken, model: Any, x: Float[Array, "B T D"], targets: Int[Ar
 
 
 def _later(a: Array, steps: int) -> Array:
-    """What stands so many steps later in each row; 0 beyond its end."""
+    """The entries `steps` positions later in each row; 0 beyond the end."""
     return jnp.pad(a[:, steps:], ((0, 0), (0, steps)))
 
 
 def plain_head(model: Any) -> tuple[Array, str] | None:
-    """The head's weight and how it lies, if the head is that product and nothing else (no bias, cap, adapter or int8)."""
+    """The head's weight and its axes, if the head is only that product (no bias, cap, adapter or int8); otherwise None."""
     head, order = (model.embed, "VD") if model.head is None else (model.head, "DV")
     if type(head) is not Einsum or head.b is not None or getattr(model, "logit_cap", None) is not None:
         return None

@@ -1,7 +1,7 @@
-"""What mixtures of experts add to an objective: aux losses, how even the load of the experts is, and the biases that load moves.
+"""The contribution of mixtures of experts to an objective: aux losses, metrics of expert load, and biases adjusted by load.
 
-Aux losses are weighed row by row as the targets are, so accumulation, packing and devices change nothing (but for
-`balance_over: batch`, whose product of means is that of the rows that are computed together).
+Aux losses are weighted row by row as the targets are, so accumulation, packing and devices do not change them (except with
+`balance_over: batch`, whose product of means is over the rows computed together).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from argosy.train.objectives import Loss, Mean, Update
 
 @dataclass(frozen=True)
 class ByLoad:
-    """The biases of a router a step further: up for experts with less than an even load, down for those with more
+    """Moves the biases of a router one step: up for experts with less than an even load, down for those with more
     (arXiv:2408.15664, algorithm 1)."""
 
     rate: float
@@ -27,14 +27,14 @@ class ByLoad:
 
 
 def with_routers(loss: Loss, model: Any, aux: Aux, rows: Float[Array, "B"]) -> Loss:
-    """The same loss with what the routers add, a mean over layers.
+    """Adds the routers' aux losses, metrics and updates to a loss, as means over layers.
 
     Args:
-        aux: of the layers.
+        aux: aux outputs of the layers.
         rows: the weight of each row of the batch.
 
     Raises:
-        ValueError: the config has experts, and no layer has aux outputs of them.
+        ValueError: the config has experts, but no layer returned aux outputs for them.
     """
     how = getattr(model.config, "experts", None)
     if how is None:
@@ -62,14 +62,15 @@ def with_routers(loss: Loss, model: Any, aux: Aux, rows: Float[Array, "B"]) -> L
 
 
 def _by_address(model: Any, aux: Aux) -> dict[str, Array]:
-    """The load of each layer, as the biases are stored: stacked, or a layer each."""
+    """The load of each layer, in the layout of the stored biases: stacked, or one per layer."""
     stack = model.layers
     places = {i: (kind, n) for kind, indexes in stack.indexes().items() for n, i in enumerate(indexes)}
     stored = stack.stored() if stack.run.stacked else {}
     out = {}
     for address in [address for address, v in variables(model).items() if isinstance(v, Moved)]:
         root, name = address.split(".")[:2]
-        if root != "layers":  # modules beside the layers have aux outputs under their own name, a row each, if they are run
+        # Modules outside the layers have aux outputs under their own name, one row each, if they ran.
+        if root != "layers":
             out |= {address: aux[root]["load"][int(name)]} if root in aux else {}
         elif name in stored:
             kind, indexes = stored[name]

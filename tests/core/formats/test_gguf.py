@@ -265,7 +265,7 @@ def test_a_dimension_of_zero_and_a_scalar(tmp_path):
         (gguf_of([pair(b"split.count", 2, b"\2\0")]), "split"),
     ],
 )
-def test_what_cannot_be_read_is_said(data, match, tmp_path):
+def test_what_cannot_be_read_is_reported(data, match, tmp_path):
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(Unsupported, match=match):
         GGUF.open(tmp_path / "x")

@@ -252,7 +252,7 @@ def test_weights_that_are_there_are_not_overwritten(tmp_path):
     for shard_bytes in (5e9, 8):
         folder = tmp_path / str(shard_bytes)
         write_folder(folder, entries({"x": np.arange(3), "y": np.arange(2)}), shard_bytes)
-        with pytest.raises(BadInput, match="holds weights already"):
+        with pytest.raises(BadInput, match="already contains weights"):
             write_folder(folder, entries({"x": np.arange(3)}))
         assert set(Folder.open(folder).names) == {"x", "y"}
 
@@ -369,7 +369,7 @@ def test_what_comes_otherwise_than_announced_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_space_is_told_before_anything_is_written(tmp_path):
+def test_too_little_space_is_reported_before_anything_is_written(tmp_path):
     with pytest.raises(BadInput, match="GB free"):
         write_folder(tmp_path, [Entry("x", (2**58,), np.dtype(np.float32), lambda: np.zeros(1))])
     assert list(tmp_path.iterdir()) == []

@@ -77,7 +77,7 @@ def test_a_file_cut_short_is_damaged(tmp_path):
     folder = written(tmp_path, np.ones((4, 3), np.float32))
     file = folder / "c" / "0" / "0"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(Damaged, match="are not what"):
+    with pytest.raises(Damaged, match="which is not the size of"):
         map_array(folder)
 
 
