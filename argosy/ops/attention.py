@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from argosy.core.errors import Unsupported
 from argosy.core.registry import Registry
 from argosy.ops.choice import asked_for
+from argosy.ops.precision import sums_in, wide
 from argosy.parallel.scope import platform
 
 UNSEEN = -1e30  # the score of a key that a query does not see
@@ -88,7 +89,7 @@ def attention(
 
     Args:
         implementation: by name; else what `choice.implementations` asks for, else the first that can, best first.
-        lse: also give the log of each query's summed exponentials, [B T N] float32, -1e30 where it sees nothing: outputs
+        lse: also give the log of each query's summed exponentials, [B T N] float32 at least, -1e30 where it sees nothing: outputs
             over parts of the keys are merged by it (`merged`).
 
     Raises:
@@ -116,16 +117,16 @@ def reference(
     *,
     lse: bool = False,
 ) -> Any:
-    """All scores at once, in float32."""
+    """All scores at once, in float32 at least."""
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H)
-    s = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=jnp.float32) * score.scale
+    s = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=sums_in(q.dtype)) * score.scale
     if score.cap is not None:
         s = score.cap * jnp.tanh(s / score.cap)
     s = jnp.where(see.dense(score.window)[:, None, None], s, UNSEEN)
     if score.sinks is not None:
-        sink = jnp.broadcast_to(score.sinks.astype(jnp.float32).reshape(1, K, N // K, 1, 1), (B, K, N // K, T, 1))
+        sink = jnp.broadcast_to(score.sinks.astype(s.dtype).reshape(1, K, N // K, 1, 1), (B, K, N // K, T, 1))
         s = jnp.concatenate([s, sink], -1)
     p = jax.nn.softmax(s, -1)
     p = p if score.sinks is None else p[..., :-1]
@@ -140,7 +141,7 @@ def merged(parts: Sequence[tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]
     lses = jnp.stack([lse for _, lse in parts])
     total = jax.nn.logsumexp(lses, 0)
     shares = jnp.exp(lses - total)
-    y = sum(share[..., None] * y.astype(jnp.float32) for share, (y, _) in zip(shares, parts))
+    y = sum(share[..., None] * wide(y) for share, (y, _) in zip(shares, parts))
     return jnp.asarray(y).astype(parts[0][0].dtype), total
 
 

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from argosy.ops.precision import sums_in
+
 CHUNK = 64  # tokens; what the paper's kernels and transformers take
 
 
@@ -29,7 +31,7 @@ def delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, "B T K G U"], Float[Array, "B K G H U"]]:
-    """What the state answers to each query, float32, and the state after the last live token.
+    """What the state answers to each query, float32 at least, and the state after the last live token.
 
     Args:
         k: of length 1 at most, or the state can grow without bound.
@@ -39,7 +41,7 @@ def delta_rule(
         live: the real tokens. The others leave the state alone.
         chunk: tokens at a time; at 1, and for a single token, the recurrence itself.
     """
-    kind = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    kind = sums_in(q.dtype)
     q, k, v, decay, rate, state = (a.astype(kind) for a in (q, k, v, decay, rate, state))
     decay, rate = (jnp.where(live[..., None, None], a, 0) for a in (decay, rate))
     starts = starts & live

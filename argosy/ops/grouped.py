@@ -31,7 +31,7 @@ def grouped_matmul(
     """y[r] = x[r] @ w[e], where expert e owns the `sizes[e]` rows after those of expert e-1. In the type of x.
 
     Rows after the last group give zeros, and get none of the gradient. Differentiable in x and, unless it holds integers,
-    in w (reverse mode only). Summed in float32.
+    in w (reverse mode only). Summed in float32 at least.
 
     Raises:
         Unsupported: the implementation asked for by name cannot run here.

@@ -4,9 +4,9 @@
     picked for query t: the `topk` tokens s of the largest I_ts; all that it sees where those are fewer
 
 Only a choice follows from the index. No gradient reaches its weights (`Choosing`), and a model that is trained here keeps the
-index it came with: DeepSeek trains it apart, towards the weights that attention gives, with a loss that is not built. As the
-router does, it scores in float32. DeepSeek's kernels first turn queries and keys by a Hadamard matrix and round them to FP8: the
-turn leaves products alone, the rounding is left out.
+index it came with: DeepSeek trains it apart, towards the weights that attention gives, with a loss that is not built. Like the
+router, it scores in float32 at least. DeepSeek's kernels first turn queries and keys by a Hadamard matrix and round them to FP8:
+the turn leaves products alone, the rounding is left out.
 
 Attention makes the scores of all tokens and drops those not picked: the same function, no faster.
 
@@ -28,6 +28,7 @@ from argosy.models.parts.heads import Reach, turned
 from argosy.models.parts.norm import LayerNorm
 from argosy.models.parts.weight import Choosing
 from argosy.ops.attention import See
+from argosy.ops.precision import wide
 
 AT_ONCE = 1 << 24  # scores of single heads, 64 MB: the most that are held together
 KEY_EPS = 1e-6  # of the norm over keys, whatever the others have
@@ -66,7 +67,7 @@ class Indexer(nnx.Module):
         x, latent = jax.lax.stop_gradient((x, latent))
         with jax.default_matmul_precision("highest"):  # a choice is discrete
             q, k = self.q(latent), self.k_norm(self.k(x))
-            weights = self.weigh(x.astype(jnp.float32)) * self.scale
+            weights = self.weigh(wide(x)) * self.scale
         k = self.positioned(k[:, :, None], each, attend)[:, :, 0]
         return Asked(self.positioned(q, each, attend), weights), k
 
@@ -81,7 +82,7 @@ class Indexer(nnx.Module):
         if isinstance(keys.shape[1], int) and keys.shape[1] <= self.topk:
             return see  # of so few, all
         seen = see.dense(window)
-        scores = summed(asked, keys.astype(jnp.float32))
+        scores = summed(asked, wide(keys))
         return replace(see, picked=seen & largest(jnp.where(seen, scores, -jnp.inf), self.topk))
 
 
@@ -90,14 +91,14 @@ def summed(asked: Asked, keys: Float[Array, "B S J"]) -> Float[Array, "B T S"]:
 
     def one(q: Float[Array, "B T I J"], weights: Float[Array, "B T I"]) -> Float[Array, "B T S"]:
         with jax.default_matmul_precision("highest"):
-            met = jnp.einsum("BTIJ,BSJ->BTIS", q.astype(jnp.float32), keys)
+            met = jnp.einsum("BTIJ,BSJ->BTIS", wide(q), keys)
             return jnp.einsum("BTIS,BTI->BTS", jax.nn.relu(met), weights)
 
     B, T, I, _ = asked.q.shape
     sizes = (B, T, I, keys.shape[1])
     if not all(isinstance(size, int) for size in sizes) or math.prod(sizes) <= AT_ONCE:
         return one(*asked)
-    first = jnp.zeros((B, T, keys.shape[1]), jnp.float32)
+    first = jnp.zeros((B, T, keys.shape[1]), keys.dtype)
     heads = tuple(jnp.moveaxis(a[:, :, :, None], 2, 0) for a in asked)
     return jax.lax.scan(lambda total, head: (total + one(*head), None), first, heads)[0]
 
