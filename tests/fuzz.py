@@ -2,9 +2,9 @@
 
     ./run python tests/fuzz.py [n=100000] [seed=0] [kind=NAME] [first=0]
 
-n files are made from good ones and read in processes of their own. A process that dies, hangs for 20 s, wants more memory
-than a small multiple of the file, opens what it should not or ends in any error that is not an ArgosyError is a finding. Prints
-a line for each kind; exit code 1 where something was found. An input is made again by its kind, seed and number:
+n files are made from good ones and read in processes of their own. A process that dies, takes 20 s of CPU or 4 minutes for one
+file, wants more memory than a small multiple of it, opens what it should not or ends in any error that is not an ArgosyError is a
+finding. Prints a line for each kind; exit code 1 where something was found. An input is made again by its kind, seed and number:
 `kind=NAME first=NUMBER n=1` reads just that one.
 """
 
@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 20
+CPU_S = 20  # for one input; seconds of wall time say more of the machine's other work
+WALL_S = 240  # and for one that waits: two chat templates, each in a process that gets 60 s to start and 60 to render
 SLACK_BYTES = 24 << 20  # beside what the file may cost
 TIMES = 64  # a file may cost so many times its own size: parsed JSON takes up to 40
 LINES = 5  # of an error
@@ -110,8 +111,10 @@ def worker(jobs: list[tuple[str, int, int, int]]) -> None:
         for kind, seed, first, stop in jobs:
             for number in range(first, stop):
                 print(json.dumps([kind, number]), flush=True)
-                signal.setitimer(signal.ITIMER_REAL, LIMIT_S)  # its signal ends the process, wherever it is
+                signal.setitimer(signal.ITIMER_PROF, CPU_S)  # these signals end the process, wherever it is
+                signal.setitimer(signal.ITIMER_REAL, WALL_S)
                 said = outcome(kind, folder, input_of(kind, seed, number))
+                signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 print(json.dumps([kind, number, said]), flush=True)
     finally:
@@ -168,7 +171,7 @@ def run(jobs: list[tuple[str, int, int, int]], found: dict[str, Found], tell: An
     if at is None:
         raise RuntimeError(f"the process that reads ended with {code}: {last}")
     kind, number = at
-    what = "hung" if code == -signal.SIGALRM else f"died ({code})"
+    what = "hung" if code in (-signal.SIGALRM, -signal.SIGPROF) else f"died ({code})"
     found[kind].outcomes["found"] += 1
     found[kind].findings.append((number, f"{what}: {' '.join(last.split())[-300:]}"))
     place = next(i for i, job in enumerate(jobs) if job[0] == kind and job[2] <= number < job[3])

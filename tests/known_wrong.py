@@ -149,7 +149,7 @@ EDITS = [
     Edit(
         "logits rounded to bfloat16",
         "argosy/models/parts/decoder.py",
-        "y = self.head(x, dtype=jnp.float32)",
+        "y = self.head(x, dtype=sums_in(x.dtype))",
         "y = self.head(x)",
         (f"{COSTS}logits_of_bfloat16_activations_do_not_tie",),
     ),

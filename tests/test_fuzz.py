@@ -22,7 +22,7 @@ def test_some_hundred_inputs_of_every_kind():
     shared("chat_templates/golden.json")
     found = campaign([(kind, 7, 0, EACH) for kind in KINDS])
     findings = {kind: one.findings for kind, one in found.items() if one.findings}
-    assert not findings, table(found)
+    assert not findings, f"{table(found)}\n{findings}"
     for kind, one in found.items():
         assert sum(one.outcomes.values()) == EACH
         assert one.outcomes["read"] >= EACH / 50, kind  # not everything is refused at the door

@@ -114,9 +114,10 @@ def families_page() -> str:
         "# The families, beside the reference implementation\n\nA row is a small random model of transformers in odd sizes, "
         "with noise on every parameter and weights large enough that attention is far from uniform; each family has its options "
         "both ways. `difference` is the largest of a logit (of a vector, for encoders), as a share of the largest, float32: at most "
-        "2e-5. Greedy text: 20 tokens. The last column is the difference when transformers loads the folder that we wrote "
-        "(`./run reference check`).\n\nWhere layers recur, float32's own rounding grows with depth: those models are also compared "
-        "in float64, in which both sides agree to 1e-12 (`./run test tests/models/test_float64.py`).\n\n" + table.stdout
+        "4.4e-5 (`tests/helpers.py`). Greedy text: 20 tokens. The last column is the difference when transformers loads the folder "
+        "that we wrote (`./run reference check`).\n\nWhere layers recur, float32's own rounding grows with depth: those models "
+        "are also compared in float64, in which both sides agree to 1e-12 (`./run test tests/models/test_float64.py`).\n\n"
+        + table.stdout
     )
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from argosy.core.errors import Unsupported
 from argosy.core.registry import Registry
 from argosy.ops.choice import asked_for
+from argosy.ops.precision import sums_in, wide
 from argosy.parallel.scope import platform
 
 # The score of a key that a query does not see.
@@ -91,8 +92,8 @@ def attention(
 
     Args:
         implementation: its name; by default the one of `choice.implementations`, otherwise the first that can, best first.
-        lse: also returns the log of each query's sum of exponentials, [B T N] float32, -1e30 if it sees no key. `merged` uses it
-            to combine outputs over parts of the keys.
+        lse: also returns the log of each query's sum of exponentials, [B T N] float32 at least, -1e30 if it sees no key. `merged`
+            uses it to combine outputs over parts of the keys.
 
     Raises:
         Unsupported: the named implementation cannot do this.
@@ -119,16 +120,16 @@ def reference(
     *,
     lse: bool = False,
 ) -> Any:
-    """Computes all scores at once, in float32."""
+    """Computes all scores at once, in float32 at least."""
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H)
-    s = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=jnp.float32) * score.scale
+    s = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=sums_in(q.dtype)) * score.scale
     if score.cap is not None:
         s = score.cap * jnp.tanh(s / score.cap)
     s = jnp.where(see.dense(score.window)[:, None, None], s, UNSEEN)
     if score.sinks is not None:
-        sink = jnp.broadcast_to(score.sinks.astype(jnp.float32).reshape(1, K, N // K, 1, 1), (B, K, N // K, T, 1))
+        sink = jnp.broadcast_to(score.sinks.astype(s.dtype).reshape(1, K, N // K, 1, 1), (B, K, N // K, T, 1))
         s = jnp.concatenate([s, sink], -1)
     p = jax.nn.softmax(s, -1)
     p = p if score.sinks is None else p[..., :-1]
@@ -143,7 +144,7 @@ def merged(parts: Sequence[tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]
     lses = jnp.stack([lse for _, lse in parts])
     total = jax.nn.logsumexp(lses, 0)
     shares = jnp.exp(lses - total)
-    y = sum(share[..., None] * y.astype(jnp.float32) for share, (y, _) in zip(shares, parts))
+    y = sum(share[..., None] * wide(y) for share, (y, _) in zip(shares, parts))
     return jnp.asarray(y).astype(parts[0][0].dtype), total
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from argosy.ops.attention import Implementation, Score, See
+from argosy.ops.precision import sums_in, wide
 
 # Rows; measured best of 32, 64, 128 at 256 tokens.
 BLOCK = 64
@@ -91,9 +92,9 @@ def _unrows(parts: list[Array], N: int) -> Float[Array, "B T N H"]:
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Batched over B and K, contracting one axis of each, summed in float32."""
+    """Batched over B and K, contracting one axis of each, summed in float32 at least."""
     axes = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
-    return jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, b, axes, preferred_element_type=sums_in(a.dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -126,9 +127,9 @@ def _backward(scale: float, window: int | None, packed: bool, kept: Any, g: Arra
     dq, dk, dv = [], [], []
     for block, (rows, p, z, out) in zip(blocks(T, window), saved):
         keys, values = kt[:, :, block.low : block.stop], vt[:, :, block.low : block.stop]
-        go = (_rows(g, K, block).astype(jnp.float32) * z).astype(g.dtype)
-        inner = jnp.sum(go.astype(jnp.float32) * out.astype(jnp.float32), -1, keepdims=True)
-        ds = (p.astype(jnp.float32) * (_dot(go, values, (3, 3)) - inner)).astype(g.dtype)
+        go = (wide(_rows(g, K, block)) * z).astype(g.dtype)
+        inner = jnp.sum(wide(go) * wide(out), -1, keepdims=True)
+        ds = (wide(p) * (_dot(go, values, (3, 3)) - inner)).astype(g.dtype)
         dq.append(_dot(ds, keys, (3, 2)) * scale)
         dk.append((block, _dot(ds, rows, (2, 2))))
         dv.append((block, _dot(p, go, (2, 2))))

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from argosy.ops.precision import sums_in
+
 
 def causal_conv(
     x: Float[Array, "B T *C"],
@@ -30,10 +32,10 @@ def causal_conv(
     x = jnp.concatenate([before, x], 1)
     sequence = jnp.concatenate([jnp.zeros_like(starts, jnp.int32, shape=(starts.shape[0], back)), _count(starts)], 1)
     here = sequence[:, back:]
-    y = jnp.zeros_like(x[:, back:], jnp.float32)
+    y = jnp.zeros_like(x[:, back:], sums_in(x.dtype))
     for i in range(back + 1):
         seen = jnp.where(_wide(sequence[:, i : i + T] == here, x), x[:, i : i + T], 0)
-        y = y + seen.astype(jnp.float32) * w[..., i].astype(jnp.float32)
+        y = y + seen.astype(y.dtype) * w[..., i].astype(y.dtype)
     at = jnp.sum(live, 1, dtype=jnp.int32)[:, None] + jnp.arange(back, dtype=jnp.int32)
     last = jnp.max(jnp.where(live, here, 0), 1, keepdims=True)
     same = jnp.take_along_axis(sequence, at, 1) == last

@@ -17,13 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from argosy.ops.precision import sums_in, wide
+
 Losses = tuple[Float[Array, "R"], Float[Array, "R"]]
 BLOCKS = 8
 
 
 def from_logits(logits: Float[Array, "R V"], targets: Int[Array, "R"]) -> Losses:
-    """-log p(target), log sum exp(logits), float32."""
-    logits = logits.astype(jnp.float32)
+    """-log p(target), log sum exp(logits), float32 at least."""
+    logits = wide(logits)
     lse = jax.nn.logsumexp(logits, -1)
     return lse - jnp.take_along_axis(logits, targets[:, None], -1)[:, 0], lse
 
@@ -63,9 +65,9 @@ def _part(w: Array, block: slice, order: str) -> Array:
 
 
 def _times(a: Array, w: Array, order: str, letter: str) -> Array:
-    """Contracts the last axis of `a` with the axis `letter` of w, summed in float32."""
+    """Contracts the last axis of `a` with the axis `letter` of w, summed in float32 at least."""
     axes = (((1,), (order.index(letter),)), ((), ()))
-    return jax.lax.dot_general(a, w, axes, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, w, axes, preferred_element_type=sums_in(a.dtype))
 
 
 def _columns(w: Array, targets: Array, order: str) -> Float[Array, "R D"]:
@@ -87,7 +89,7 @@ def _forward(x: Array, w: Array, targets: Array, order: str) -> tuple[Losses, An
     share = jnp.exp(each - top)
     z = jnp.sum(share * jnp.concatenate(sums, 1), 1, keepdims=True)
     lse = (jnp.log(z) + top)[:, 0]
-    right = jnp.sum(x.astype(jnp.float32) * _columns(w, targets, order).astype(jnp.float32), -1)
+    right = jnp.sum(wide(x) * wide(_columns(w, targets, order)), -1)
     return (lse - right, lse), (x, w, targets, exps, share / z)
 
 
@@ -95,7 +97,7 @@ def _backward(order: str, kept: Any, g: Losses) -> Any:
     """d/dlogits = (g_nll + g_lse) p - g_nll onehot(target)."""
     x, w, targets, exps, share = kept
     every, right = (g[0] + g[1])[:, None], g[0][:, None]
-    dx = -right * _columns(w, targets, order).astype(jnp.float32)
+    dx = -right * wide(_columns(w, targets, order))
     parts = []
     for i, block in enumerate(_blocks(w, order)):
         scale = share[:, i : i + 1] * every
@@ -103,8 +105,8 @@ def _backward(order: str, kept: Any, g: Losses) -> Any:
         scaled = x * scale.astype(x.dtype)
         a, b = (exps[i], scaled) if order == "VD" else (scaled, exps[i])
         axes = (((0,), (0,)), ((), ()))
-        parts.append(jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.float32))
-    dw, seen = jnp.concatenate(parts, order.index("V")), -right * x.astype(jnp.float32)
+        parts.append(jax.lax.dot_general(a, b, axes, preferred_element_type=sums_in(a.dtype)))
+    dw, seen = jnp.concatenate(parts, order.index("V")), -right * wide(x)
     dw = dw.at[targets].add(seen) if order == "VD" else dw.at[:, targets].add(seen.T)
     return dx.astype(x.dtype), dw, np.zeros(targets.shape, jax.dtypes.float0)
 

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from argosy.ops.precision import sums_in
+
 # Tokens; the same as in the paper's kernels and in transformers.
 CHUNK = 64
 
@@ -30,7 +32,7 @@ def delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, "B T K G U"], Float[Array, "B K G H U"]]:
-    """The output for each query, float32, and the state after the last live token.
+    """The output for each query, float32 at least, and the state after the last live token.
 
     Args:
         k: of length at most 1, or the state could grow without bound.
@@ -40,7 +42,7 @@ def delta_rule(
         live: the real tokens. The others do not change the state.
         chunk: tokens per chunk; at 1, and for a single token, the recurrence is used.
     """
-    kind = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    kind = sums_in(q.dtype)
     q, k, v, decay, rate, state = (a.astype(kind) for a in (q, k, v, decay, rate, state))
     decay, rate = (jnp.where(live[..., None, None], a, 0) for a in (decay, rate))
     starts = starts & live

@@ -31,7 +31,7 @@ def grouped_matmul(
     """y[r] = x[r] @ w[e], where expert e owns the `sizes[e]` rows after those of expert e-1. In the type of x.
 
     Rows after the last group give zeros and get no gradient. Differentiable in x and, unless it has integers, in w (reverse mode
-    only). Sums are float32.
+    only). Sums are float32 at least.
 
     Raises:
         Unsupported: the named implementation cannot run here.

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.ops import paged_attention as paged
 from argosy.ops.attention import NOWHERE, UNSEEN, Implementation, Score, See, attention, merged
+from argosy.ops.precision import sums_in, wide
 
 BLOCK = 256  # tokens of a row that are read at a time
 
@@ -43,10 +44,11 @@ def blocked(
         k_at = paged.token_positions(mine, left, pages, page)
         k_at = jnp.where(k_at < NOWHERE, k_at + i * size, NOWHERE)
         y, own = attention(q, keys, values, See(at, k_at), plain, lse=True)
-        return merged([done, (y.astype(jnp.float32), own)])
+        return merged([done, (wide(y), own)])
 
     shape = q.shape[:3]
-    nothing = jnp.zeros((*shape, pools[1].shape[-1]), jnp.float32), jnp.full(shape, UNSEEN, jnp.float32)
+    kind = sums_in(q.dtype)
+    nothing = jnp.zeros((*shape, pools[1].shape[-1]), kind), jnp.full(shape, UNSEEN, kind)
     longest = jnp.max(jnp.minimum(lengths, P * page), initial=0)
     first = jnp.zeros((), jnp.int32)
     if score.window is not None:
@@ -54,7 +56,7 @@ def blocked(
         first = jnp.maximum(jnp.min(oldest, initial=NOWHERE), 0) // size
     y, total = jax.lax.fori_loop(first, -(-longest // size), part, nothing)
     if score.sinks is not None:
-        both = jnp.logaddexp(total, score.sinks.astype(jnp.float32))
+        both = jnp.logaddexp(total, score.sinks.astype(total.dtype))
         y, total = y * jnp.exp(total - both)[..., None], both
     return (y.astype(q.dtype), total) if lse else y.astype(q.dtype)
 

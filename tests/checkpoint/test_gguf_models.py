@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_files import ARCHS, Packed, write_gguf
 from gguf_files import llama3 as factor_of
 from golden_weights import write_model
-from helpers import relative
+from helpers import LOGIT_ROUNDING, relative
 from safetensors.numpy import load_file
 
 import argosy
@@ -30,7 +30,6 @@ from argosy.models.qwen import QwenConfig
 from argosy.models.settings import Experts, Llama3
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
-NEAR = 2e-5  # of the largest logit
 LOGITS = """llama-llama3-old mixtral-plain qwen2-tied qwen2-moe qwen3-tied-biased gemma-plain gemma2-plain
     gemma3-plain phi3-long phi3-short deepseek_v2-groups deepseek_v3-groups""".split()  # noqa: SIM905
 SAME = """llama-llama3-mlp-bias-tied llama-multi-query-tied llama-linear-attention-bias llama-yarn mistral-window
@@ -61,7 +60,7 @@ def test_logits_equal_the_reference(name: str, tmp_path: Path):
     golden = np.load(GOLDENS / name / "golden.npz")
     # The reference takes LongRoPE's short table for a sequence within the original context, 50 tokens here.
     lm = argosy.load(gguf_of(name, tmp_path), context=50 if name == "phi3-short" else None)
-    assert relative(lm.logits(golden["tokens"]), golden["logits"]) < NEAR
+    assert relative(lm.logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING
 
 
 @pytest.mark.parametrize("name", ["mixtral-plain", "deepseek_v2-groups", "deepseek_v2-lite"])
@@ -126,7 +125,7 @@ def test_blocks_equal_what_they_dequantise_to(name: str, kinds: list[str], tmp_p
         np.testing.assert_array_equal(read.weights.read(path), hub.weights.read(path), err_msg=path)
     if name == "qwen3moe":
         lm = argosy.load(file)
-        assert relative(lm.logits(TOKENS), argosy.load(tmp_path / "hub").logits(TOKENS)) < NEAR
+        assert relative(lm.logits(TOKENS), argosy.load(tmp_path / "hub").logits(TOKENS)) < LOGIT_ROUNDING
 
 
 def random_weights(config: FamilyConfig, rng: np.random.Generator) -> Arrays:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from golden_weights import write_model
-from helpers import relative
+from helpers import LOGIT_ROUNDING, relative
 from laws.families import CASES
 
 import argosy
@@ -37,19 +37,19 @@ def case(request, tmp_path_factory) -> tuple[Path, Path, dict[str, np.ndarray]]:
 
 def test_logits_equal_the_library(case):
     base, adapter, golden = case
-    assert relative(argosy.load(base, adapter=adapter).logits(golden["tokens"]), golden["logits"]) < 2e-5
+    assert relative(argosy.load(base, adapter=adapter).logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING
     assert relative(argosy.load(base).logits(golden["tokens"]), golden["logits"]) > 0.1, "the adapter does nothing"
 
 
 def test_merged_on_the_way_and_in_memory(case, tmp_path):
     base, adapter, golden = case
     convert(str(base), tmp_path / "merged", "hub", None, adapter=str(adapter))
-    assert relative(argosy.load(tmp_path / "merged").logits(golden["tokens"]), golden["logits"]) < 2e-5
+    assert relative(argosy.load(tmp_path / "merged").logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING
     lm = argosy.load(base, adapter=adapter)
     adapters = adapters_of(lm.module)
     before = lm.logits(golden["tokens"])
     assert sorted(lm.merge(keep=True)) == sorted(adapters)
-    assert relative(lm.logits(golden["tokens"]), golden["logits"]) < 2e-5
+    assert relative(lm.logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING
     with pytest.raises(BadInput, match="no adapters"):
         adapters_of(lm.module)
     assert sorted(lm.unmerge()) == sorted(adapters)
@@ -110,7 +110,7 @@ def test_parts_of_a_fused_module_that_differ_become_one_adapter(tmp_path):
     assert json.loads((tmp_path / "adapter" / CONFIG).read_text())["r"] == 4
     tokens = np.arange(3, 20)
     again = argosy.load(base, adapter=tmp_path / "adapter")
-    assert relative(again.logits(tokens), adapted.logits(tokens)) < 2e-5
+    assert relative(again.logits(tokens), adapted.logits(tokens)) < LOGIT_ROUNDING
     assert relative(lm.logits(tokens), adapted.logits(tokens)) > 1e-2
 
 
@@ -128,14 +128,14 @@ def test_experts_have_an_adapter_each(tmp_path):
     assert "base_model.model.model.layers.1.block_sparse_moe.experts.4.w2.lora_B.weight" in names
     tokens = np.arange(3, 20)
     again = argosy.load(base, adapter=tmp_path / "adapter")
-    assert relative(again.logits(tokens), adapted.logits(tokens)) < 2e-5
+    assert relative(again.logits(tokens), adapted.logits(tokens)) < LOGIT_ROUNDING
     merged = Merged(open_model(base).weights, read_adapter(tmp_path / "adapter", lm.config), lm.config)
     for name in ("layers.1.mlp.down.w", "layers.1.mlp.router.w", "layers.1.mlp.up.w"):
         whole = merged.read(name)
         np.testing.assert_array_equal(np.stack([merged.read_part(name, i) for i in range(len(whole))]), whole)
     assert merged.is_apart("layers.1.mlp.down.w")
     convert(str(base), tmp_path / "merged", "hub", None, adapter=str(tmp_path / "adapter"))
-    assert relative(argosy.load(tmp_path / "merged").logits(tokens), adapted.logits(tokens)) < 2e-5
+    assert relative(argosy.load(tmp_path / "merged").logits(tokens), adapted.logits(tokens)) < LOGIT_ROUNDING
 
 
 def test_the_page_on_adapters_runs(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from argosy.jobs.seams import RUNS, examples, fullest
 from argosy.jobs.seams import build as built
 from argosy.jobs.seams import call as forward
 from argosy.models import FAMILIES
+from argosy.models.parts.weight import put, split
 
 CASES = examples()
 FULLEST = fullest()
@@ -20,7 +21,7 @@ FULLEST = fullest()
 DIFFERENT = tuple(FAMILIES[name] for name in ("llama", "gemma", "gpt_oss", "deepseek", "qwen3_next"))
 STRUCTURES = [name for name in FULLEST if type(CASES[name]) in DIFFERENT]
 
-__all__ = ["CASES", "RUNS", "STRUCTURES", "built", "each_layout", "forward", "marked", "tokens_of"]
+__all__ = ["CASES", "RUNS", "STRUCTURES", "built", "each_layout", "forward", "in_float64", "marked", "tokens_of"]
 
 
 def marked(names: Iterable[str]) -> list[Any]:
@@ -37,6 +38,14 @@ def each_layout(turn: int, names: Iterable[str] = CASES) -> pytest.MarkDecorator
         return pytest.param(case, run, marks=() if by_default else pytest.mark.slow, id=f"{run}-{case}")
 
     return pytest.mark.parametrize(("case", "run"), [one(case, run, i) for case in names for i, run in enumerate(RUNS)])
+
+
+def in_float64(config: Any, run: Any) -> Any:
+    """The model of `built` with its weights and activations in float64, which has to be enabled."""
+    model = built(config, run)
+    put(model, {address: w.astype(jnp.float64) for address, w in split(model)[1].items()})
+    model.dtype = jnp.float64
+    return model
 
 
 def tokens_of(config, rows: int = 2, length: int = 41) -> jnp.ndarray:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden_weights import write_model
-from helpers import relative
+from helpers import LOGIT_ROUNDING, relative
 from safetensors.numpy import load_file
 
 import argosy
@@ -97,7 +97,7 @@ def test_it_obeys_every_law(example: str, tmp_path: Path):
 
 def test_logits_equal_the_reference(case):
     _, lm, golden = case
-    assert relative(lm.logits(golden["tokens"]), golden["logits"]) < 2e-5
+    assert relative(lm.logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING
 
 
 def test_greedy_text_equals_the_reference(case):

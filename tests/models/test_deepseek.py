@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_weights import write_model
-from helpers import relative
+from helpers import LOGIT_ROUNDING, relative
 from laws.families import CASES, built, forward, tokens_of
 from safetensors.numpy import save_file
 from train.test_next_token import batch_of
@@ -39,7 +39,6 @@ from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_step
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
-TOLERANCE = 2e-5
 FORMS = [True, *(pytest.param(form, marks=pytest.mark.slow) for form in (False, None))]
 
 
@@ -64,7 +63,7 @@ def latent(request):
 @pytest.mark.parametrize("absorb", FORMS)
 def test_packed_forms_are_equal(latent, absorb):
     _, step, tokens, expected = latent
-    assert relative(step(tokens, Packed(jnp.ones_like(tokens), absorb))[0], expected) < TOLERANCE
+    assert relative(step(tokens, Packed(jnp.ones_like(tokens), absorb))[0], expected) < LOGIT_ROUNDING
 
 
 @pytest.mark.parametrize("absorb", FORMS)
@@ -76,7 +75,7 @@ def test_contiguous_forms_are_equal(latent, absorb):
         attend = Contiguous(at, jnp.ones_like(at, bool), absorb, fresh=low == 0)
         logits, cache, _ = step(tokens[:, low:high], attend, cache)
         outs.append(logits)
-    assert relative(jnp.concatenate(outs, 1), expected) < TOLERANCE
+    assert relative(jnp.concatenate(outs, 1), expected) < LOGIT_ROUNDING
 
 
 @pytest.mark.parametrize("absorb", FORMS)
@@ -89,7 +88,7 @@ def test_paged_forms_are_equal(latent, absorb):
         told = jnp.full(2, low, jnp.int32), jnp.full(2, high - low, jnp.int32)
         logits, cache, _ = step(tokens[:, low:high], Paged(table, jnp.arange(2, dtype=jnp.int32), *told, t, absorb), cache)
         outs.append(logits)
-    assert relative(jnp.concatenate(outs, 1), expected) < TOLERANCE
+    assert relative(jnp.concatenate(outs, 1), expected) < LOGIT_ROUNDING
 
 
 def test_only_latents_and_rope_are_kept(latent):
@@ -179,8 +178,8 @@ def test_an_index_that_picks_everything_changes_nothing():
     for topk, same in ((41, True), (40, False)):  # of 40, only the last of 41 queries leaves one out
         index = config.index.model_copy(update={"topk": topk})
         got = forward(built(config.model_copy(update={"index": index}), Unroll()))(tokens, packed)[0]
-        assert (got[:, :40] == plain[:, :40]).all() if same else relative(got[:, :40], plain[:, :40]) < TOLERANCE
-        assert (relative(got[:, 40], plain[:, 40]) < TOLERANCE) == same
+        assert (got[:, :40] == plain[:, :40]).all() if same else relative(got[:, :40], plain[:, :40]) < LOGIT_ROUNDING
+        assert (relative(got[:, 40], plain[:, 40]) < LOGIT_ROUNDING) == same
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32-plain", pytest.param("deepseek_v32-groups", marks=pytest.mark.slow)])
@@ -308,7 +307,7 @@ def test_the_module_ahead_equals_the_reference(name: str, tmp_path: Path):
         return model.unembed(x), told["load"]
 
     got, load = logits(weights, tokens)
-    assert relative(got, golden["ahead"]) < TOLERANCE
+    assert relative(got, golden["ahead"]) < LOGIT_ROUNDING
     assert float(load.sum()) == 2 * 40 * 3
 
 
@@ -369,7 +368,7 @@ def test_kimi_is_deepseek_v3_by_another_name(tmp_path: Path):
     kimi = said | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(kimi))
     golden = dict(np.load(GOLDENS / "deepseek_v3-yarn" / "golden.npz"))
-    assert relative(argosy.load(folder).logits(golden["tokens"]), golden["logits"]) < TOLERANCE
+    assert relative(argosy.load(folder).logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING
     convert(str(folder), tmp_path / "again", "hub", None)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "kimi_k2"
 

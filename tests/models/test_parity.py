@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_weights import write_model
-from helpers import relative, shared
+from helpers import LOGIT_ROUNDING, relative, shared
 
 import argosy
 from argosy.core.formats.safetensors import SafeTensors
@@ -36,7 +36,7 @@ DEFAULT = {
     "phi3-long", "gpt-oss-yarn", "deepseek_v32-plain", "qwen3-next-mixed", "gpt2-untied",
 }  # fmt: skip
 PROMPT = 11  # tokens of a golden's greedy row that are given
-RANDOM, TRAINED = 2e-5, 1e-4
+RANDOM, TRAINED = LOGIT_ROUNDING, 1e-4
 STORIES = "models/stories260k"
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -18,6 +18,7 @@ from argosy.models.settings import Reach
 from argosy.ops import delta
 from argosy.ops.attention import Score
 from argosy.ops.conv import causal_conv
+from argosy.ops.precision import sums_in, wide
 
 
 class GatedAttention(Attention):
@@ -71,11 +72,11 @@ class DeltaNet(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], each: Any, cache: Cache | None, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        a, b = (project(x).astype(jnp.float32) for project in (self.a, self.b))
-        decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * jax.nn.softplus(a + self.dt[...].astype(jnp.float32))
+        a, b = (wide(project(x)) for project in (self.a, self.b))
+        decay = -jnp.exp(self.a_log[...].astype(a.dtype)) * jax.nn.softplus(a + self.dt[...].astype(a.dtype))
         inputs = (self.q(x), self.k(x), self.v(x), decay, jax.nn.sigmoid(b))
         y, cache = attend.recur(partial(self.recurrence, each), inputs, cache)
-        y = self.norm(y) * jax.nn.silu(self.z(x).astype(jnp.float32))
+        y = self.norm(y) * jax.nn.silu(wide(self.z(x)))
         return self.o(y.astype(x.dtype)), cache
 
     def recurrence(self, each: Any, inputs: tuple[Array, ...], carry: Carry) -> tuple[Float[Array, "B T K G U"], Cache]:
@@ -83,7 +84,7 @@ class DeltaNet(nnx.Module):
         q, k, v, decay, write = inputs
         held, new = carry.state, {}
         if held is None:
-            held = {name: jnp.zeros((len(q), *shape), jnp.float32) for name, shape in self.holds(each).row}
+            held = {name: jnp.zeros((len(q), *shape), sums_in(q.dtype)) for name, shape in self.holds(each).row}
 
         def mixed(name: str, y: Array, taps: Any) -> Array:
             y, new[name] = causal_conv(y, taps[...], held[name], carry.starts, carry.live)
@@ -101,6 +102,6 @@ def _taps(letters: str, dims: dict[str, int]) -> Any:
 
 
 def unit(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x scaled to length 1, in float32; zero stays zero."""
-    x = x.astype(jnp.float32)
+    """x scaled to length 1, in at least float32; zero stays zero."""
+    x = wide(x)
     return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)

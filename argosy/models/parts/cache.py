@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from argosy.ops.attention import NOWHERE
+from argosy.ops.precision import sums_in
 
 # Of one layer.
 Cache = dict[str, Array]
@@ -49,7 +50,7 @@ class Entry(NamedTuple):
 @dataclass(frozen=True)
 class Spec:
     """What one layer caches: (name, shape) of the arrays per token and per sequence, and how many tokens back it attends,
-    including the token itself (None: all of them). States are float32, because they sum over thousands of tokens."""
+    including the token itself (None: all of them). States are float32 at least, because they sum over thousands of tokens."""
 
     token: tuple[tuple[str, tuple[int, ...]], ...] = ()
     row: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -95,7 +96,7 @@ def _allocate(specs: Specs, token: tuple[int, int], rows: int, dtype: Any, longe
         lead = () if layers is None else (layers,)
         place = {"token": token, "row": (rows,)}
         return {
-            e.key: jnp.zeros((*lead, *place.get(e.kind, (rows, e.size)), *e.shape), e.dtype or dtype)
+            e.key: jnp.zeros((*lead, *place.get(e.kind, (rows, e.size)), *e.shape), dtype if e.dtype is None else sums_in(dtype))
             for e in spec.entries(longest, slack)
         }
 

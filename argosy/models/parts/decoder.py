@@ -18,6 +18,7 @@ from argosy.models.parts.einsum import Einsum
 from argosy.models.parts.moe import MoE
 from argosy.models.parts.rope import Turns
 from argosy.models.parts.stack import Aux, Execution, Layer, Stack, turns_of
+from argosy.ops.precision import sums_in
 from argosy.parallel.scope import constrain
 
 
@@ -94,11 +95,11 @@ class Decoder(nnx.Module):
         return constrain(self.norm(x), "B T D"), cache, aux
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits, summed and kept in float32 whatever the type of x."""
+        """Logits, summed and kept in float32 at least, whatever the type of x."""
         if self.head is None:
-            y = self.embed.via("BTD,VD->BTV", x, dtype=jnp.float32)
+            y = self.embed.via("BTD,VD->BTV", x, dtype=sums_in(x.dtype))
         else:
-            y = self.head(x, dtype=jnp.float32)
+            y = self.head(x, dtype=sums_in(x.dtype))
         y = constrain(y, "B T V")
         return y if self.logit_cap is None else self.logit_cap * jnp.tanh(y / self.logit_cap)
 

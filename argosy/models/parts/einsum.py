@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from argosy.core.dims import LEGEND, LOOKED_UP
 from argosy.models.parts.weight import Choosing, Draw, Meaning, weight
 from argosy.ops.grouped import grouped_matmul
+from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized, round_int8
 from argosy.parallel.scope import gathered
 
@@ -41,7 +42,7 @@ class Route(NamedTuple):
 def contract(
     eq: str, x: Float[Array, "..."], w: Any, route: Route | None = None, *, dtype: Any = None
 ) -> Float[Array, "..."]:
-    """Contracts data with a weight; no other function does. Computes in the type of `x` and sums in float32.
+    """Contracts data with a weight; no other function does. Computes in the type of `x` and sums in float32 at least.
 
     Args:
         w: an array, or a quantized one (`ops.quantized`).
@@ -67,14 +68,15 @@ def _plain(eq: str, x: Array, w: Array, route: Route | None, dtype: Any) -> Arra
 
 def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Array, "..."]:
     """Scales along kept letters multiply the output, scales along summed letters the input. With scales along both, or along
-    blocks, the weight is dequantized first. Computes in float32."""
+    blocks, the weight is dequantized first. Computes in float32 at least."""
     letters, spec, out = eq.replace("->", ",").split(",")
-    own = {a for a, n in zip(spec, w.scale.shape) if n > 1}
+    own, kind = {a for a, n in zip(spec, w.scale.shape) if n > 1}, sums_in(x.dtype)
     in_blocks = any(n not in (1, size) for n, size in zip(w.scale.shape, w.shape))
     group = {a for a in spec if a not in letters + out}
 
     def along(a: Array, target: str) -> Array:
         """A scale, shaped to multiply an array with these axes; with a route, that of each row's expert."""
+        a = a.astype(kind)
         if route is None:
             order = "".join(letter for letter in target if letter in spec)
             shared = tuple(i for i, letter in enumerate(spec) if letter not in target)
@@ -86,19 +88,19 @@ def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Ar
         return jnp.broadcast_to(per_expert, (w.shape[0], *per_expert.shape[1:]))[route.expert]
 
     if in_blocks or not (own <= set(out) | group or own <= set(letters) | group):
-        return _plain(eq, x, w.dequantized(x.dtype), route, jnp.float32).astype(jnp.float32)
+        return _plain(eq, x, w.dequantized(x.dtype), route, kind).astype(kind)
     kept = own <= set(out) | group
     if not kept:
         if w.zero is not None:
-            return _plain(eq, x, w.dequantized(x.dtype), route, jnp.float32).astype(jnp.float32)
-        x = (x.astype(jnp.float32) * along(w.scale, letters)).astype(x.dtype)
-        return _plain(eq, x, w.values, route, jnp.float32).astype(jnp.float32)
+            return _plain(eq, x, w.dequantized(x.dtype), route, kind).astype(kind)
+        x = (x.astype(kind) * along(w.scale, letters)).astype(x.dtype)
+        return _plain(eq, x, w.values, route, kind).astype(kind)
     if w.x_scale is not None and jnp.issubdtype(w.values.dtype, jnp.integer):
         codes, x_scale = round_int8(x, w.x_scale)
-        x = (codes.astype(jnp.float32) * x_scale).astype(x.dtype)
-    y = _plain(eq, x, w.values, route, jnp.float32).astype(jnp.float32)
+        x = (codes.astype(kind) * x_scale.astype(kind)).astype(x.dtype)
+    y = _plain(eq, x, w.values, route, kind).astype(kind)
     if w.zero is not None:
-        summed = jnp.sum(x.astype(jnp.float32), [i for i, a in enumerate(letters) if a not in out], keepdims=False)
+        summed = jnp.sum(x.astype(kind), [i for i, a in enumerate(letters) if a not in out], keepdims=False)
         rest = "".join(a for a in letters if a in out)
         summed = summed.reshape([dict(zip(rest, summed.shape)).get(a, 1) for a in out])
         y = y - summed * along(w.zero, out)

@@ -21,6 +21,7 @@ from argosy.models.parts.rope import Turns, angles, apply_rope
 from argosy.models.parts.weight import Draw, Meaning, weight
 from argosy.models.settings import Reach
 from argosy.ops.attention import Score
+from argosy.ops.precision import sums_in, wide
 
 
 class Attention(nnx.Module):
@@ -82,7 +83,7 @@ def turned(x: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Arr
         size = each.rope.turned(x.shape[-1])
         shared = (getattr(attend, "angles", None) or {}).get(each.rope.key(size))
         x = apply_rope(x, each.rope, shared or angles(attend.positions, each.rope, size))
-    return x if each.unit is None else over_rms(x.astype(jnp.float32), each.unit).astype(x.dtype)
+    return x if each.unit is None else over_rms(wide(x), each.unit).astype(x.dtype)
 
 
 def tempered(q: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:
@@ -90,5 +91,5 @@ def tempered(q: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[A
     if each.temper is None:
         return q
     steps = (attend.positions + 1) // each.temper.floor
-    growth = 1 + each.temper.scale * jnp.log1p(steps.astype(jnp.float32))
-    return (q.astype(jnp.float32) * growth[:, :, None, None]).astype(q.dtype)
+    growth = 1 + each.temper.scale * jnp.log1p(steps.astype(sums_in(q.dtype)))
+    return (wide(q) * growth[:, :, None, None]).astype(q.dtype)

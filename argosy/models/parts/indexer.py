@@ -5,7 +5,7 @@
 
 The indexer only selects. No gradient reaches its weights (`Choosing`), and a model trained here keeps the indexer it started
 with: DeepSeek trains it separately, towards the weights of attention, with a loss that is not built. Like the router, it computes
-scores in float32. DeepSeek's kernels first multiply queries and keys by a Hadamard matrix and round them to FP8; the
+scores in float32 at least. DeepSeek's kernels first multiply queries and keys by a Hadamard matrix and round them to FP8; the
 multiplication does not change products, and the rounding is left out.
 
 Attention still computes the scores of all tokens and drops those not selected: the same function, without a gain in speed.
@@ -28,6 +28,7 @@ from argosy.models.parts.heads import Reach, turned
 from argosy.models.parts.norm import LayerNorm
 from argosy.models.parts.weight import Choosing
 from argosy.ops.attention import See
+from argosy.ops.precision import wide
 
 # Scores of single heads that exist at once: 64 MB.
 AT_ONCE = 1 << 24
@@ -69,7 +70,7 @@ class Indexer(nnx.Module):
         # A selection is discrete.
         with jax.default_matmul_precision("highest"):
             q, k = self.q(latent), self.k_norm(self.k(x))
-            weights = self.weigh(x.astype(jnp.float32)) * self.scale
+            weights = self.weigh(wide(x)) * self.scale
         k = self.positioned(k[:, :, None], each, attend)[:, :, 0]
         return Asked(self.positioned(q, each, attend), weights), k
 
@@ -85,7 +86,7 @@ class Indexer(nnx.Module):
             # There are no more than topk tokens: all are selected.
             return see
         seen = see.dense(window)
-        scores = summed(asked, keys.astype(jnp.float32))
+        scores = summed(asked, wide(keys))
         return replace(see, picked=seen & largest(jnp.where(seen, scores, -jnp.inf), self.topk))
 
 
@@ -94,14 +95,14 @@ def summed(asked: Asked, keys: Float[Array, "B S J"]) -> Float[Array, "B T S"]:
 
     def one(q: Float[Array, "B T I J"], weights: Float[Array, "B T I"]) -> Float[Array, "B T S"]:
         with jax.default_matmul_precision("highest"):
-            met = jnp.einsum("BTIJ,BSJ->BTIS", q.astype(jnp.float32), keys)
+            met = jnp.einsum("BTIJ,BSJ->BTIS", wide(q), keys)
             return jnp.einsum("BTIS,BTI->BTS", jax.nn.relu(met), weights)
 
     B, T, I, _ = asked.q.shape
     sizes = (B, T, I, keys.shape[1])
     if not all(isinstance(size, int) for size in sizes) or math.prod(sizes) <= AT_ONCE:
         return one(*asked)
-    first = jnp.zeros((B, T, keys.shape[1]), jnp.float32)
+    first = jnp.zeros((B, T, keys.shape[1]), keys.dtype)
     heads = tuple(jnp.moveaxis(a[:, :, :, None], 2, 0) for a in asked)
     return jax.lax.scan(lambda total, head: (total + one(*head), None), first, heads)[0]
 

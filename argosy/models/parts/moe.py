@@ -14,8 +14,8 @@ Both work on the rows of one device. Nothing is sorted or gathered across device
 FSDP does, and a `tensor` axis splits their features. Sequences never share a capacity, so results do not depend on batches,
 accumulation or devices.
 
-The router always computes in float32: its choice is discrete, and bfloat16 would make ties. Tokens that are not live go to no
-expert and are not counted.
+The router always computes in float32 at least: its choice is discrete, and bfloat16 would make ties. Tokens that are not
+live go to no expert and are not counted.
 
 Aux outputs of a layer: `load` [E], the number of assignments of each expert; `balance` and `router_z` [B], the unweighted aux
 losses of each sequence; with a capacity, `dropped` [B], the share of assignments that were dropped.
@@ -38,6 +38,7 @@ from argosy.models.parts.einsum import Contraction, Einsum, Route
 from argosy.models.parts.mlp import ACTIVATIONS, GLU, Activation
 from argosy.models.parts.weight import Draw, Meaning, Moved, merge, split, variables, weight
 from argosy.models.settings import Experts
+from argosy.ops.precision import wide
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, weight_spec
 
 Act = Callable[[Array, Array], Array]
@@ -114,7 +115,7 @@ class MoE(nnx.Module):
         x = jnp.where(live[..., None], x, 0)
         # By default accelerators multiply float32 as bfloat16 or TF32.
         with jax.default_matmul_precision("highest"):
-            logits = self.router(x.astype(jnp.float32))
+            logits = self.router(wide(x))
         weights, chosen = choose(logits, self.how, None if self.bias is None else self.bias[...])
         chosen = jnp.where(live[..., None], chosen, self.how.count)
         y, passed = self.dispatched(x, weights, chosen)
@@ -285,7 +286,7 @@ def _gathered(y: Array, weights: Array, order: Array, back: Array) -> tuple[Arra
 def _spread(kept: tuple[Array, ...], g: Float[Array, "X D"]) -> tuple[Any, ...]:
     y, weights, order, back = kept
     rows = g[order // back.shape[1]]
-    dweights = jnp.sum((y * rows).astype(jnp.float32), -1)[back].astype(weights.dtype)
+    dweights = jnp.sum(wide(y * rows), -1)[back].astype(weights.dtype)
     nothing = (np.zeros(indexes.shape, jax.dtypes.float0) for indexes in (order, back))
     return rows * weights.reshape(-1)[order, None], dweights, *nothing
 
@@ -306,8 +307,8 @@ def router_aux(
     logits: Float[Array, "B T E"], chosen: Int[Array, "B T k"], live: Bool[Array, "B T"], how: Experts
 ) -> dict[str, Array]:
     """Load and aux losses of one layer, over its live tokens."""
-    real = live.astype(jnp.float32)
-    counts = jnp.sum((chosen[..., None] == jnp.arange(how.count)).astype(jnp.float32), (1, 2))  # [B E]; nothing is kept of it
+    real = live.astype(logits.dtype)
+    counts = jnp.sum((chosen[..., None] == jnp.arange(how.count)).astype(logits.dtype), (1, 2))  # [B E]; nothing is kept of it
     scores = jax.nn.sigmoid(logits) if how.score == "sigmoid" else jax.nn.softmax(logits)
     shares = jnp.sum(real[..., None] * scores / jnp.sum(scores, -1, keepdims=True), 1)  # [B E]
     tokens = jnp.sum(real, 1, keepdims=True)  # [B 1]

@@ -1,4 +1,4 @@
-"""Norms, always computed in float32: a mean of squares in bfloat16 has two correct digits."""
+"""Norms, always computed in float32 at least: a mean of squares in bfloat16 has two correct digits."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from argosy.models.parts.weight import Draw, Meaning, weight
+from argosy.ops.precision import wide
 
 
 class RMSNorm(nnx.Module):
@@ -24,8 +25,8 @@ class RMSNorm(nnx.Module):
         self.scale = weight(shape, Meaning(letters), Draw("constant", 1.0 - offset))
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        y = over_rms(x.astype(jnp.float32), self.eps, self.axes)
-        return (y * (self.scale[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
+        y = over_rms(wide(x), self.eps, self.axes)
+        return (y * (self.scale[...].astype(y.dtype) + self.offset)).astype(x.dtype)
 
 
 def over_rms(x: Float[Array, "..."], eps: float, axes: tuple[int, ...] = (-1,)) -> Float[Array, "..."]:
@@ -47,7 +48,7 @@ class LayerNorm(nnx.Module):
         self.b = weight((width,), Meaning(letters), Draw("constant", 0.0), kind)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        y = x.astype(jnp.float32)
+        y = wide(x)
         y = y - jnp.mean(y, -1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        return (y * self.scale[...].astype(jnp.float32) + self.b[...].astype(jnp.float32)).astype(x.dtype)
+        return (y * self.scale[...].astype(y.dtype) + self.b[...].astype(y.dtype)).astype(x.dtype)

@@ -1,6 +1,7 @@
 """Rotary positions, with their scaling as data. Su et al. 2021 (arXiv:2104.09864).
 
-Frequencies are NumPy constants of the traced program. Angles are float32: bfloat16 rounds position 257 to 256.
+Frequencies are NumPy constants of the traced program. Angles are float32, or float64 where JAX has it enabled: bfloat16 rounds
+position 257 to 256.
 """
 
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from argosy.models.settings import Rope
+from argosy.ops.precision import wide
 
 # The rotary positions of a layer, and how many features of a head they apply to.
 Turns = tuple[tuple[Rope, int], ...]
@@ -21,14 +23,15 @@ def angles(at: Int[Array, "B T"], rope: Rope, size: int) -> Angles:
     optimization barrier; a loop over rows stops that and is no faster (docs/log.md).
     """
     freq, factor = rope.frequencies(size)
-    angle = at.astype(jnp.float32)[:, :, None, None] * jnp.asarray(freq, jnp.float32)
+    angle = at.astype(float)[:, :, None, None] * jnp.asarray(freq, float)
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
 def apply_rope(x: Float[Array, "B T N H"], rope: Rope, table: Angles) -> Float[Array, "B T N H"]:
     """Rotates each pair of features by its position."""
     size, (cos, sin) = rope.turned(x.shape[-1]), table
-    y = x[..., :size].astype(jnp.float32)
+    y = wide(x[..., :size])
+    cos, sin = cos.astype(y.dtype), sin.astype(y.dtype)
     if rope.pairs == "interleaved":
         a, b = y[..., 0::2], y[..., 1::2]
         turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(y.shape)
