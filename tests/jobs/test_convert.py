@@ -310,7 +310,7 @@ def test_progress_says_how_far_it_is_where_no_line_can_be_replaced(capsys, monke
             progress(500_000_000, 8_000_000_000, 2_000_000_000)
             now[0] += 1.0
     assert capsys.readouterr().err.splitlines() == [
-        "resuming: 2.00 GB of 8.00 GB are there already, and good",
+        "resuming: 2.00 GB of 8.00 GB are already written and intact",
         "5.00 GB of 8.00 GB written, 62%, 600 MB/s, 5.0 s left",
     ]
 

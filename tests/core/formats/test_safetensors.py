@@ -272,7 +272,7 @@ def test_everything_wrong_with_a_folder_at_once(tmp_path):
         "5 problems",
         f"no file `{tmp_path / third}`",
         f"`t0` of `{first}` is not in the index",
-        f"`ghost` is not in `{first}`, where the index has it",
+        f"`ghost` is not in `{first}`, where the index expects it",
         f"`t4` is not in `{first}`",
         f"`t4` is in `{second}` too, the index has it in `{first}`",
     ):
