@@ -18,7 +18,7 @@ from argosy.checkpoint.gguf_rows import Described
 from argosy.checkpoint.hub import Mapped
 from argosy.checkpoint.stored import Stored
 from argosy.core.errors import BadInput, Unsupported, complaint, nearest
-from argosy.core.formats import Over, Reader, listed
+from argosy.core.formats import Reader, View, listed
 from argosy.core.formats.gguf import GGUF
 from argosy.core.keymap import KeyMap
 from argosy.models.family import FamilyConfig
@@ -39,7 +39,7 @@ def open_gguf(path: Path) -> Stored:
         raise BadInput(f"GGUF architecture `{meta.kind[:80]}` is not built", where=str(path), hint=hint)
     model = _model(READERS[meta.kind], meta)
     table = KeyMap(model.rows, model.sizes, ignore=[name for name in ROPE_TENSORS if meta.has(name)])
-    tensors: Reader = Lowered(file) if model.raised else file
+    tensors: Reader = lowered(file) if model.raised else file
     return Stored(path, "gguf", model.config, Mapped(table, tensors, str(path)), path, _hub(model.config, file.meta))
 
 
@@ -76,15 +76,14 @@ def _token(meta: dict[str, Any], name: str) -> int | None:
     return token if type(token) is int else None
 
 
-class Lowered(Over):
-    """A reader that subtracts the 1 that llama.cpp added to norm scales."""
+def lowered(file: GGUF) -> Reader:
+    """The tensors, without the 1 that llama.cpp added to norm scales."""
+    norms = dict.fromkeys((name for name in file.names if name.endswith("_norm.weight")), np.dtype(np.float32))
 
-    def dtype(self, name: str) -> np.dtype:
-        return np.dtype(np.float32) if name.endswith("_norm.weight") else self.reader.dtype(name)
+    def change(name: str, read: Callable[[], np.ndarray], _part: int | None) -> np.ndarray:
+        return read().astype(np.float32) - np.float32(1) if name in norms else read()
 
-    def read(self, name: str) -> np.ndarray:
-        values = self.reader.read(name)
-        return values.astype(np.float32) - np.float32(1) if name.endswith("_norm.weight") else values
+    return View(file, dtypes=norms, change=change)
 
 
 READERS: dict[str, Callable[[Metadata], Described]] = {

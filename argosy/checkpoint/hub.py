@@ -16,7 +16,7 @@ import numpy as np
 
 from argosy.checkpoint.stored import COMPANIONS, Stored
 from argosy.core.errors import BadInput, Damaged, complaint, nearest
-from argosy.core.formats import Over, Reader, is_apart, read_part
+from argosy.core.formats import Reader, View
 from argosy.core.formats.files import File, of_bytes, of_text, write_file
 from argosy.core.formats.quants import FP8_BLOCK
 from argosy.core.formats.safetensors import Folder, folder_files
@@ -140,29 +140,6 @@ def depth(value: Any, most: int) -> int:
     return 1 + max((depth(one, most - 1) for one in inner), default=0) if most >= 0 else 0
 
 
-class Renamed:
-    """A reader that gives tensors other names: {new name: name}."""
-
-    def __init__(self, reader: Reader, name_of: Mapping[str, str]):
-        self.reader, self.name_of = reader, dict(name_of)
-
-    @property
-    def names(self) -> KeysView[str]:
-        return self.name_of.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.reader.shape(self.name_of[name])
-
-    def dtype(self, name: str) -> np.dtype:
-        return self.reader.dtype(self.name_of[name])
-
-    def read(self, name: str) -> np.ndarray:
-        return self.reader.read(self.name_of[name])
-
-    def read_part(self, name: str, i: int) -> np.ndarray:
-        return read_part(self.reader, self.name_of[name], i)
-
-
 def known_as(reader: Reader, prefixes: Sequence[str], old: Mapping[str, str], known: Collection[str]) -> Reader:
     """The tensors under the names the model expects. Their names may differ by a prefix (a model saved with or without its head
     has different prefixes) or by an old ending. Where a tensor exists under both names, the expected one is used."""
@@ -172,7 +149,7 @@ def known_as(reader: Reader, prefixes: Sequence[str], old: Mapping[str, str], kn
         others = [newer, *(other for prefix in prefixes for other in (prefix + newer, newer.removeprefix(prefix)))]
         if (other := next((other for other in others if other in known), name)) not in name_of:
             name_of[other] = name_of.pop(name)
-    return Renamed(reader, name_of)
+    return View(reader, names=name_of)
 
 
 class Mapped:
@@ -352,27 +329,8 @@ def typed(config: FamilyConfig, weights: Reader, dtype: Any) -> Reader:
     if dtype is None:
         return weights
     kinds = dtype if isinstance(dtype, Mapping) else dict.fromkeys(weights.names, dtype)
-    return Typed(weights, {name: np.dtype(kinds[name]) for name in set(kinds) - exact(config.build())})
-
-
-class Typed(Over):
-    """A reader that converts some tensors as they are read: {name: type}."""
-
-    def __init__(self, reader: Reader, kinds: Mapping[str, np.dtype]):
-        super().__init__(reader)
-        self.kinds = kinds
-
-    def dtype(self, name: str) -> np.dtype:
-        return self.kinds.get(name, self.reader.dtype(name))
-
-    def read(self, name: str) -> np.ndarray:
-        return self.reader.read(name).astype(self.dtype(name), copy=False)
-
-    def is_apart(self, name: str) -> bool:
-        return is_apart(self.reader, name)
-
-    def read_part(self, name: str, i: int) -> np.ndarray:
-        return read_part(self.reader, name, i).astype(self.dtype(name), copy=False)
+    dtypes = {name: np.dtype(kinds[name]) for name in set(kinds) - exact(config.build())}
+    return View(weights, dtypes=dtypes)
 
 
 def _kept_type(hub: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:

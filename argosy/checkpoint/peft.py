@@ -16,7 +16,7 @@ The gain is alpha / r, or alpha / sqrt(r) with `use_rslora`; ranks and alphas ma
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from argosy.adapt.surgery import swap
 from argosy.checkpoint.hub import read_json
 from argosy.checkpoint.partial import Partial, taken
 from argosy.core.errors import BadInput, Unsupported, nearest
-from argosy.core.formats import Arrays, Entry, Over, Reader, is_apart, read_part
+from argosy.core.formats import Arrays, Entry, Reader, View
 from argosy.core.formats.files import of_text
 from argosy.core.formats.safetensors import SafeTensors, tensors_file
 from argosy.core.keymap import How, KeyMap, Row
@@ -215,43 +215,38 @@ def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
     return done
 
 
-class Merged(Over):
-    """A reader of a model's weights with adapters merged as they are read: W + gain A B, in the type of W."""
+def merged(weights: Reader, adapters: Mapping[str, Adapter], config: Any) -> Reader:
+    """A model's weights with adapters merged as they are read: W + gain A B, in the type of W."""
+    specs = _contractions(config)
 
-    def __init__(self, weights: Reader, adapters: Mapping[str, Adapter], config: Any):
-        super().__init__(weights)
-        self.adapters, self.specs = adapters, _contractions(config)
-
-    def read(self, name: str) -> np.ndarray:
-        return self._merged(name, self.reader.read(name), 0)
-
-    def is_apart(self, name: str) -> bool:
-        return is_apart(self.reader, name)
-
-    def read_part(self, name: str, i: int) -> np.ndarray:
-        return self._merged(name, read_part(self.reader, name, i)[None], i)[0]
-
-    def _merged(self, name: str, weight: np.ndarray, first: int) -> np.ndarray:
-        """A weight with its adapter merged; or entries of its first axis, starting at `first`."""
+    def change(name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:
         name = name.removesuffix(".w")
-        if name not in self.adapters:
-            return weight
-        of, adapter = self.specs[name], self.adapters[name]
-        outer = "".join(letter for letter in of.spec if letter not in of.inner + of.group)
-        letters_a, letters_b = f"{of.group}{of.inner}r", f"{of.group}r{outer}"
-        out = np.empty_like(weight)
-        rows = max(1, SLAB_BYTES * len(weight) // (4 * weight.size))
-        # A slab at a time: at once, it would need five arrays of the weight's size.
-        for low in range(0, len(weight), rows):
-            here = slice(low, min(low + rows, len(weight)))
-            there = slice(first + here.start, first + here.stop)
-            a, b = (
-                factor[tuple(there if letter == of.spec[0] else slice(None) for letter in letters)].astype(np.float32)
-                for factor, letters in ((adapter.a, letters_a), (adapter.b, letters_b))
-            )
-            delta = np.einsum(f"{letters_a},{letters_b}->{of.spec}", a, b, optimize=True)
-            out[here] = (weight[here].astype(np.float32) + np.float32(adapter.gain) * delta).astype(weight.dtype)
-        return out
+        if name not in adapters:
+            return read()
+        if part is None:
+            return _with_adapter(specs[name], adapters[name], read(), 0)
+        return _with_adapter(specs[name], adapters[name], read()[None], part)[0]
+
+    return View(weights, change=change)
+
+
+def _with_adapter(of: Any, adapter: Adapter, weight: np.ndarray, first: int) -> np.ndarray:
+    """A weight with its adapter merged; or entries of its first axis, starting at `first`."""
+    outer = "".join(letter for letter in of.spec if letter not in of.inner + of.group)
+    letters_a, letters_b = f"{of.group}{of.inner}r", f"{of.group}r{outer}"
+    out = np.empty_like(weight)
+    rows = max(1, SLAB_BYTES * len(weight) // (4 * weight.size))
+    # A slab at a time: at once, it would need five arrays of the weight's size.
+    for low in range(0, len(weight), rows):
+        here = slice(low, min(low + rows, len(weight)))
+        there = slice(first + here.start, first + here.stop)
+        a, b = (
+            factor[tuple(there if letter == of.spec[0] else slice(None) for letter in letters)].astype(np.float32)
+            for factor, letters in ((adapter.a, letters_a), (adapter.b, letters_b))
+        )
+        delta = np.einsum(f"{letters_a},{letters_b}->{of.spec}", a, b, optimize=True)
+        out[here] = (weight[here].astype(np.float32) + np.float32(adapter.gain) * delta).astype(weight.dtype)
+    return out
 
 
 def _check(keys: Mapping[str, Any], folder: Path) -> None:

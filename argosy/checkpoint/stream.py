@@ -4,6 +4,7 @@ The pages of a mapped file count as memory of the process until they are release
 stored as separate tensors are handled one by one: [256 7168 2048] of DeepSeek-V3 is 7.5 GB, an expert 29 MB.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -12,14 +13,14 @@ import numpy as np
 from argosy.checkpoint.hub import Mapped
 from argosy.checkpoint.step_reader import SMALL_BYTES, Pages, StepReader, map_of
 from argosy.checkpoint.stored import Stored
-from argosy.core.formats import Over, Reader, Shape, is_apart, read_part
+from argosy.core.formats import Reader, Shape, View, is_apart
 
 
 def streamed(stored: Stored) -> Stored:
     """The same model, with at most the last tensor read in memory."""
     weights = stored.weights
     if isinstance(weights, Mapped):
-        return replace(stored, weights=weights.over(Unmapped(weights.reader)))
+        return replace(stored, weights=weights.over(releasing(weights.reader)))
     return stored
 
 
@@ -60,17 +61,12 @@ def in_order(array: np.ndarray) -> np.ndarray:
     return np.asarray(jax.device_put(plain, jax.local_devices(backend="cpu")[0])).view(array.dtype)
 
 
-class Unmapped(Over):
+def releasing(reader: Reader) -> Reader:
     """Tensors of mapped files; reading one releases the pages of those before it."""
+    pages = Pages()
 
-    def __init__(self, reader: Reader):
-        super().__init__(reader)
-        self._pages = Pages()
+    def change(_name: str, read: Callable[[], np.ndarray], _part: int | None) -> np.ndarray:
+        pages.give_back()
+        return pages.hold(read())
 
-    def read(self, name: str) -> np.ndarray:
-        self._pages.give_back()
-        return self._pages.hold(self.reader.read(name))
-
-    def read_part(self, name: str, i: int) -> np.ndarray:
-        self._pages.give_back()
-        return self._pages.hold(read_part(self.reader, name, i))
+    return View(reader, change=change)

@@ -18,7 +18,7 @@ import numpy as np
 from argosy.checkpoint import manifest, peft
 from argosy.checkpoint.hub import Mapped, check_tied
 from argosy.checkpoint.load import no_weights, tokenizer_of
-from argosy.checkpoint.peft import Merged, read_adapter
+from argosy.checkpoint.peft import merged, read_adapter
 from argosy.checkpoint.save import Progress, write
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.checkpoint.stream import largest, streamed
@@ -67,7 +67,7 @@ def convert(
     identity = identity_of(stored, to, dtype, shard_gb)
     if adapter is not None:
         adapters = read_adapter(adapter, stored.config)
-        stored = replace(stored, weights=Merged(stored.weights, adapters, stored.config))
+        stored = replace(stored, weights=merged(stored.weights, adapters, stored.config))
         identity["adapter"] = [manifest.describe(Path(adapter) / name)["sha256"][:12] for name in peft.FILES]
         say(f"merging adapters on {len(adapters)} weights")
     tokenizer = tokenizer_of(stored)

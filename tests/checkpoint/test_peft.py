@@ -15,7 +15,7 @@ from laws.families import CASES
 import argosy
 from argosy.adapt.lora import LoRA, merge, unmerge
 from argosy.adapt.surgery import find, swap
-from argosy.checkpoint.peft import CONFIG, WEIGHTS, Adapter, Merged, adapters_of, read_adapter, sites, write_adapter
+from argosy.checkpoint.peft import CONFIG, WEIGHTS, Adapter, adapters_of, merged, read_adapter, sites, write_adapter
 from argosy.checkpoint.stored import open_model
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.formats.safetensors import SafeTensors
@@ -74,10 +74,10 @@ def test_an_adapter_is_merged_in_slabs(tmp_path, monkeypatch):
     base = write_model(ADAPTERS.parent / "models" / "llama-grouped", tmp_path / "base")
     weights, config = open_model(base).weights, open_model(base).config
     adapters = read_adapter(ADAPTERS / "llama-grouped", config)
-    whole = {name: Merged(weights, adapters, config).read(name) for name in weights.names}
+    whole = {name: merged(weights, adapters, config).read(name) for name in weights.names}
     monkeypatch.setattr("argosy.checkpoint.peft.SLAB_BYTES", 1000)
     for name, expected in whole.items():
-        np.testing.assert_allclose(Merged(weights, adapters, config).read(name), expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(merged(weights, adapters, config).read(name), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_written_again_it_is_the_same(case, tmp_path):
@@ -129,11 +129,11 @@ def test_experts_have_an_adapter_each(tmp_path):
     tokens = np.arange(3, 20)
     again = argosy.load(base, adapter=tmp_path / "adapter")
     assert relative(again.logits(tokens), adapted.logits(tokens)) < LOGIT_ROUNDING
-    merged = Merged(open_model(base).weights, read_adapter(tmp_path / "adapter", lm.config), lm.config)
+    both = merged(open_model(base).weights, read_adapter(tmp_path / "adapter", lm.config), lm.config)
     for name in ("layers.1.mlp.down.w", "layers.1.mlp.router.w", "layers.1.mlp.up.w"):
-        whole = merged.read(name)
-        np.testing.assert_array_equal(np.stack([merged.read_part(name, i) for i in range(len(whole))]), whole)
-    assert merged.is_apart("layers.1.mlp.down.w")
+        whole = both.read(name)
+        np.testing.assert_array_equal(np.stack([both.read_part(name, i) for i in range(len(whole))]), whole)
+    assert both.is_apart("layers.1.mlp.down.w")
     convert(str(base), tmp_path / "merged", "hub", None, adapter=str(tmp_path / "adapter"))
     assert relative(argosy.load(tmp_path / "merged").logits(tokens), adapted.logits(tokens)) < LOGIT_ROUNDING
 

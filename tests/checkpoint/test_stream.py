@@ -13,7 +13,7 @@ from argosy.checkpoint import manifest
 from argosy.checkpoint.step_reader import read_array
 from argosy.checkpoint.store import META, WEIGHTS, array_by_array, load_weights, read_meta, save_arrays, stored_shapes
 from argosy.checkpoint.stored import open_model, read_into
-from argosy.checkpoint.stream import Unmapped, in_order, largest, streamed
+from argosy.checkpoint.stream import in_order, largest, releasing, streamed
 from argosy.core.errors import Damaged
 from argosy.core.formats import Arrays, Entry
 from argosy.core.formats.files import write_file
@@ -146,7 +146,7 @@ def test_pages_of_tensors_that_were_read_are_given_back(tmp_path):
     entries = [Entry(f"t{i}", (1 << 23,), kind, lambda i=i: np.full(1 << 23, i, np.uint8)) for i in range(8)]
     write_folder(tmp_path, entries)
     grown = []
-    for wrap in (lambda reader: reader, Unmapped):
+    for wrap in (lambda reader: reader, releasing):
         reader = wrap(SafeTensors.open(tmp_path / "model.safetensors"))
         before = most = shared_bytes()
         for i in range(8):
@@ -158,5 +158,5 @@ def test_pages_of_tensors_that_were_read_are_given_back(tmp_path):
 
 
 def test_what_is_no_file_is_read_as_it_is():
-    reader = Unmapped(Arrays({"x": np.arange(3)}))
+    reader = releasing(Arrays({"x": np.arange(3)}))
     assert reader.read("x").tolist() == reader.read("x").tolist() == [0, 1, 2]

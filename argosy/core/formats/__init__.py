@@ -70,21 +70,51 @@ class Entry(NamedTuple):
     parts: Callable[[], Iterator[np.ndarray]] | None = None
 
 
-class Over:
-    """A `Reader` that wraps another one; subclasses override what they change."""
+class View:
+    """The tensors of another reader under other names, in other types, or with other values.
 
-    def __init__(self, reader: Reader):
-        self.reader = reader
+    Args:
+        names: {new name: name there}; all names as they are there by default.
+        dtypes: the types of tensors that are converted as they are read.
+        change: called as change(name, read, part) for each read: `read()` gives the tensor, or its `part`-th entry of the first axis,
+            and what `change` returns takes its place.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        names: Mapping[str, str] | None = None,
+        dtypes: Mapping[str, np.dtype] | None = None,
+        change: Callable[[str, Callable[[], np.ndarray], int | None], np.ndarray] | None = None,
+    ):
+        self.reader, self._names, self.dtypes, self.change = reader, names, dtypes or {}, change
 
     @property
     def names(self) -> KeysView[str]:
-        return self.reader.names
+        return self.reader.names if self._names is None else self._names.keys()
 
     def shape(self, name: str) -> Shape:
-        return self.reader.shape(name)
+        return self.reader.shape(self._there(name))
 
     def dtype(self, name: str) -> np.dtype:
-        return self.reader.dtype(name)
+        return self.dtypes.get(name) or self.reader.dtype(self._there(name))
+
+    def read(self, name: str) -> np.ndarray:
+        return self._changed(name, lambda: self.reader.read(self._there(name)), None)
+
+    def read_part(self, name: str, i: int) -> np.ndarray:
+        return self._changed(name, lambda: read_part(self.reader, self._there(name), i), i)
+
+    def is_apart(self, name: str) -> bool:
+        return is_apart(self.reader, self._there(name))
+
+    def _there(self, name: str) -> str:
+        return name if self._names is None else self._names[name]
+
+    def _changed(self, name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:
+        array = read() if self.change is None else self.change(name, read, part)
+        return array.astype(self.dtypes[name], copy=False) if name in self.dtypes else array
 
 
 class Arrays:
