@@ -23,6 +23,7 @@ from argosy.models import FAMILIES
 from argosy.models.parts.attend import Bidirectional, Contiguous, Paged
 from argosy.models.parts.cache import RING, contiguous, paged
 from argosy.models.parts.einsum import Contraction
+from argosy.models.parts.ragged import Ragged, rows_share_pages
 from argosy.models.parts.stack import Scan, Unroll, from_layers, layer_addresses, to_layers
 from argosy.models.parts.weight import abstract, count, fill, kept_in, merge, split, undrawn, variables
 from argosy.observe.flops import contraction_flops
@@ -238,6 +239,53 @@ def test_paged_decode_equals_full(case, run, full):
             assert np.isnan(kept).all(), "a page or slot of nobody was written"
 
 
+@each_layout(3, CAUSAL)
+def test_ragged_rows_equal_full(case, run, full):
+    """One sequence decodes while the other's prompt is computed in rows; rows that are nobody's fill both groups. Where all that a
+    model caches lies in pages, the rows of a call belong to one sequence."""
+    config, tokens, expected = full(case)
+    model = in_float64(config, RUNS[run])
+    step, specs = forward(model), model.layers.holds()
+    T, page, pages, prompts = tokens.shape[1], 4, 30, (16, 39)
+    rows, width = (2, 8) if rows_share_pages(specs, T, slack=T) else (1, 16)
+    own = np.random.default_rng(0).permutation(pages)[:22].reshape(2, 11)
+    cache = filled_with(paged(specs, 3, pages, page, jnp.float64, longest=T, slack=T), np.nan)
+
+    def group(sequences, lengths, new, width):
+        table = [own[b] if b >= 0 else [-1] * 11 for b in sequences]
+        slots = [2 - b if b >= 0 else -1 for b in sequences]
+        t = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(new), width))
+        return Paged(*(jnp.asarray(a, jnp.int32) for a in (table, slots, lengths, new)), t)
+
+    done, got, text = [0, 0], [[], []], np.asarray(tokens)
+    while min(done) < T:
+        filling = next((b for b in range(2) if done[b] < prompts[b]), -1)
+        decoding = [b for b in range(2) if prompts[b] <= done[b] < T]
+        ones = [*decoding, -1, -1][:2]
+        count = min(rows * width, prompts[filling] - done[filling]) if filling >= 0 else 0
+        starts = [done[filling] + width * i for i in range(rows)]
+        new = [int(np.clip(count - width * i, 0, width)) for i in range(rows)]
+        pieces = [filling if n else -1 for n in new]
+        flat = [text[b, done[b]] if b >= 0 else 5 for b in ones]
+        for b, start, n in zip(pieces, starts, new):
+            flat += [*text[b, start : start + n], *[5] * (width - n)]
+        lengths = [done[b] if b >= 0 else 0 for b in ones]
+        attend = Ragged(
+            (
+                group(ones, lengths, [int(b >= 0) for b in ones], 1),
+                group(pieces, [s if n else 0 for s, n in zip(starts, new)], new, width),
+            )
+        )
+        logits, cache, _ = step(jnp.asarray([flat], jnp.int32), attend, cache)
+        for i, b in enumerate(decoding):
+            got[b].append(logits[0, i : i + 1])
+            done[b] += 1
+        if count:
+            got[filling].append(logits[0, 2 : 2 + count])
+            done[filling] += count
+    assert max(relative(jnp.concatenate(got[b]), expected[b]) for b in range(2)) < TOLERANCE
+
+
 def per_token(model, layer: str) -> set[str]:
     """The arrays of a cache that hold something for each token."""
     names = {name for name, _ in model.layers.holds()[layer][0].token}
@@ -253,7 +301,9 @@ def test_packed_equals_alone(case, full):
     config, tokens, _ = full(case)
     step = forward(in_float64(config, Unroll()))
     T, cut = tokens.shape[1], 20  # few lengths, since each is compiled
-    segments = jnp.asarray([[1] * cut + [2] * cut + [0] * (T - 2 * cut), [4] * 6 + [9] * cut + [0] * (T - 6 - cut)], jnp.int32)
+    segments = jnp.asarray(
+        [[1] * cut + [2] * cut + [0] * (T - 2 * cut), [4] * 6 + [9] * cut + [0] * (T - 6 - cut)], jnp.int32
+    )
     together = step(tokens, config.attend(segments))[0]
     for row, low, high in ((0, 0, cut), (0, cut, 2 * cut), (1, 0, 6), (1, 6, 6 + cut)):
         ones = jnp.ones((1, high - low), jnp.int32)
