@@ -50,12 +50,13 @@ class EngineSettings(Settings):
     page: int = Field(16, gt=0)
     """Tokens of a page of the cache."""
     pages: int | None = Field(None, gt=0)
-    """Pages of the cache; by default as many as `slots` sequences of `context` tokens need, at most 4 GB."""
+    """Pages of the cache; by default as many as `slots` sequences of `context` tokens need, at most 4 GB and never less than one
+    sequence needs."""
     context: int | None = Field(None, gt=0)
     """The longest sequence in tokens, prompt and answer; by default the model's own context."""
-    budget: int = Field(512, gt=0)
+    budget: int = Field(512, ge=ROW)
     """Tokens of prompts in a step that decodes nothing."""
-    beside: int = Field(128, gt=0)
+    beside: int = Field(128, ge=ROW)
     """Tokens of prompts in a step that also decodes. Lower means steadier answers, higher an earlier first token."""
     reuse: bool = True
     """Computes the common beginnings of prompts once."""
@@ -111,11 +112,6 @@ class Sizes(NamedTuple):
     pages: int
 
     @property
-    def drawn(self) -> int:
-        """Rows of logits."""
-        return _power(self.decodes + self.rows, 4)
-
-    @property
     def words(self) -> int:
         return self.decodes * (2 + self.pages) + self.rows * (4 + self.pages + self.width)
 
@@ -136,7 +132,8 @@ class Engine:
     """A model that answers many requests at once.
 
     Args:
-        model: a decoder module; its weights are read at each step, so weights that were put are used at once.
+        model: a decoder module. Its weights are read at each step; where one was replaced, nothing that the cache holds of earlier
+            prompts is found again.
         say: told what is being compiled, where that takes longer than a second.
     """
 
@@ -144,6 +141,7 @@ class Engine:
         self.model, self.settings, self.say = model, settings or EngineSettings(), say
         self.graph, weights = split(model)
         self.variables = {address: variable(model, address) for address in weights}
+        self._weights = self.weights()
         self.dtype, self.vocab = model.dtype, model.config.vocab
         self.context = min(self.settings.context or model.config.context, model.config.context)
         self.specs: Specs = model.layers.holds()
@@ -191,6 +189,10 @@ class Engine:
             jnp.zeros((slots, V), jnp.int32),
         )
 
+    def weights(self) -> Leaves:
+        """As they are now."""
+        return {address: v.get_value() for address, v in self.variables.items()}
+
     # ---------------------------------------------------------------- requests
 
     def add(self, request: Request) -> int:
@@ -228,6 +230,16 @@ class Engine:
         self._events.append(Event(number, None, 0.0, "abort"))
         return True
 
+    def _look_for_new_weights(self) -> None:
+        """Begins running sequences anew and forgets what pages hold, where a weight was replaced since the last step."""
+        now = self.weights()
+        if all(now[address] is old for address, old in self._weights.items()):
+            return
+        self._weights = now
+        while self._flying:
+            self._land(*self._flying.pop(0))
+        self.scheduler.begin_anew()
+
     @property
     def busy(self) -> bool:
         """Whether a request is waiting or running, or something is left to be told."""
@@ -237,6 +249,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Starts the next step, and tells what the step before it brought."""
+        self._look_for_new_weights()
         plan = self.scheduler.plan()
         if plan:
             self._flying.append(self._dispatch(plan))
@@ -282,9 +295,8 @@ class Engine:
                 self.stats.reused_tokens += piece.start
             self.stats.prompt_tokens += len(piece.tokens)
         sizes, words, due = self._packed(plan)
-        weights = {address: v.get_value() for address, v in self.variables.items()}
         logits, where, self.caches = self._run(
-            _forward(self.graph, self.dtype), sizes, weights, self.caches, self.slots.last, words, sizes
+            _forward(self.graph, self.dtype), sizes, self._weights, self.caches, self.slots.last, words, sizes
         )
         self.slots, drawn = self._run(_draw, logits.shape, self.slots, logits, where)
         for a in drawn:
@@ -403,8 +415,7 @@ def _settled(
 def _forward(graph: Any, dtype: Any) -> Any:
     """(weights, caches, the last token of each slot, words, Sizes) -> (logits [rows V], the slot of each row, caches).
 
-    rows: decoding sequences, then pieces of prompts, filled up to a number out of a short list; a row that draws nothing has slot
-    -1.
+    rows: decoding sequences, then pieces of prompts; one that draws nothing has slot -1.
     """
 
     def forward(
@@ -427,9 +438,7 @@ def _forward(graph: Any, dtype: Any) -> Any:
             first = sizes.decodes + sizes.width * jnp.arange(sizes.rows, dtype=jnp.int32)
             ends.append(first + jnp.maximum(c["new"] - 1, 0))
         x, caches, _ = model.hidden(jnp.concatenate(flat)[None], Ragged(tuple(groups)), caches)
-        filler = sizes.drawn - sizes.decodes - sizes.rows
-        rows = jnp.pad(jnp.concatenate(ends), (0, filler))
-        slots = jnp.pad(jnp.concatenate(due), (0, filler), constant_values=-1)
+        rows, slots = jnp.concatenate(ends), jnp.concatenate(due)
         return model.unembed(x[:, rows])[0], slots, caches
 
     return jax.jit(forward, donate_argnums=1, static_argnums=4)

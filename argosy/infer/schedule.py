@@ -146,6 +146,13 @@ class Scheduler:
             self._waiting = [item for item in self._waiting if item[2] is not sequence]
             heapq.heapify(self._waiting)
 
+    def begin_anew(self) -> None:
+        """Has everything computed again, what pages hold for others included: the weights have changed. Nothing may be on its
+        way."""
+        for sequence in list(self.running):
+            self._preempt(sequence)
+        self.pages.forget_all()
+
     def _release(self, sequence: Sequence) -> None:
         self.pages.give_back(sequence.pages)
         heapq.heappush(self._slots, sequence.slot)

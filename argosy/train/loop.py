@@ -133,6 +133,9 @@ def fit(
             with clock("step"):
                 state, metrics = update(state, batch)
             if unread is not None:
+                # One step is under way and one is queued. Devices take many more, and a signal to stop would wait for all of them.
+                with clock("step"):
+                    jax.block_until_ready(unread[1])
                 meter.read(*unread)
             step += 1
             unread = (step, metrics)

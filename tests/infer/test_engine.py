@@ -10,6 +10,7 @@ from argosy.infer.engine import Engine, EngineSettings, Request
 from argosy.infer.lm import LM
 from argosy.infer.sample import Sampling
 from argosy.models import FAMILIES
+from argosy.models.parts.weight import put, split
 
 LENGTHS = (5, 40, 17, 3, 64, 33, 2, 21)
 TIGHT = EngineSettings(slots=4, page=8, context=96, pages=13, budget=64, beside=32)
@@ -96,6 +97,23 @@ def test_a_common_beginning_is_computed_once(lm: LM, engine: Engine):
     second, other = answers(engine, [Request(prompt, 6), Request(prompt, 6, salt="other")])
     assert engine.stats.reused_tokens - before == 56, "of 60 tokens in pages of 8; nothing under another salt"
     assert [second] == first == [other]
+
+
+def test_new_weights_count_at_once_for_running_and_for_new_requests():
+    lm, other = lm_of("llama", "plain"), random(FAMILIES["llama"].examples()["plain"], 1).module
+    engine, prompt = Engine(lm.module, TIGHT), prompts(lm.config.vocab)[1]
+    number = engine.add(Request(prompt, 20))
+    events = [event for _ in range(6) for event in engine.step()]
+    made = [event.token for event in events if event.token is not None]
+    assert 0 < len(made) < 10
+    put(lm.module, split(other)[1])
+    made += [event.token for event in engine.run() if event.id == number]
+    expected = LM(lm.config, other)
+    known = [
+        m for m in range(3, 10) if made[m:] == expected.generate([prompt + made[:m]], 20 - m, ignore_eos=True)[0].tokens
+    ]
+    assert known, "from some token on, the answer is that of the new weights over what was made"
+    assert answers(engine, [Request(prompt, 5)])[0] == expected.generate([prompt], 5, ignore_eos=True)[0].tokens
 
 
 def test_an_answer_is_the_same_in_any_company(lm: LM, engine: Engine):

@@ -340,6 +340,6 @@ def test_adapters_are_merged_before_a_model_is_saved(tmp_path):
     with pytest.raises(BadInput, match="no adapters"):
         lm.merge()
     swap(lm.module, r"layers\..*", lambda of: LoRA(of, 2, 2.0))
-    with pytest.raises(BadInput, match="the model carries LoRA"):
+    with pytest.raises(BadInput, match="the model has LoRA"):
         lm.save(tmp_path / "model")
     assert not (tmp_path / "model").exists()

@@ -61,6 +61,9 @@ class Shared:
     def multiplications(self, T, S):
         return S * 2, T
 
+    def of_rows(self, cut):
+        return self
+
 
 @pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
 def test_a_state_is_carried_forgotten_and_left_alone(run):

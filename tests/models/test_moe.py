@@ -157,6 +157,21 @@ def test_biases_of_split_experts_count_once():
         assert relative(jax.jit(run)(weights), alone) < 1e-5
 
 
+@pytest.mark.parametrize(("rows", "axes"), [(1, {"fsdp": 4}), (3, {"fsdp": 2, "tensor": 2})], ids=str)
+def test_rows_that_do_not_divide_over_devices_are_computed_by_all(rows, axes):
+    """The engine's one row of tokens, and the last batch of an evaluation."""
+    moe = made(HOWS["softmax"])
+    graph, weights = split(moe)
+    x, live = inputs(B=rows)
+
+    def run(weights):
+        return merge(graph, weights)(jnp.asarray(x), jnp.asarray(live))[0]
+
+    alone = run(weights)
+    with scope(MeshSettings(data=1, **axes).build(jax.devices()[:4])):
+        assert relative(jax.jit(run)(weights), alone) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["softmax", "sigmoid, on what is read"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_capacity_serves_first_choices_first(name, bias):

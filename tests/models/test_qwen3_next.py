@@ -75,5 +75,5 @@ def test_what_the_hub_cannot_say_is_not_written():
     ids=str,
 )
 def test_settings_that_do_not_fit_are_refused(differs: dict):
-    with pytest.raises((ArgosyError, ValueError), match=next(iter(differs)) + "|turn"):
+    with pytest.raises((ArgosyError, ValueError), match=next(iter(differs)) + "|rotary"):
         Qwen3NextConfig.model_validate(read().model_dump() | differs)

@@ -84,7 +84,7 @@ class DeltaNet(nnx.Module):
         q, k, v, decay, write = inputs
         held, new = carry.state, {}
         if held is None:
-            held = {name: jnp.zeros((len(q), *shape), sums_in(q.dtype)) for name, shape in self.holds(each).row}
+            held = {name: jnp.zeros((q.shape[0], *shape), sums_in(q.dtype)) for name, shape in self.holds(each).row}
 
         def mixed(name: str, y: Array, taps: Any) -> Array:
             y, new[name] = causal_conv(y, taps[...], held[name], carry.starts, carry.live)

@@ -155,11 +155,14 @@ class MoE(nnx.Module):
 
 
 def expert_specs(module: nnx.Module, over: frozenset[str]) -> dict[str, PartitionSpec]:
-    """How the arrays of one contraction over experts are split over these mesh axes, by address."""
+    """How the arrays of one contraction over experts are split over these mesh axes, by address: their features M at most, since
+    a device has all experts and all of D of its rows."""
     out = {}
     for address, v in variables(module).items():
         letters = v.get_metadata()["meaning"].letters
-        out[address] = weight_spec(tuple(str(LEGEND.get(a, a)) for a in letters), tuple(v.shape), over)
+        spec = weight_spec(tuple(str(LEGEND.get(a, a)) for a in letters), tuple(v.shape), over)
+        axes = [*spec, *[None] * (len(letters) - len(spec))]
+        out[address] = PartitionSpec(*(axis if letter == "M" else None for letter, axis in zip(letters, axes)))
     return out
 
 
