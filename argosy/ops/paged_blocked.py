@@ -4,6 +4,7 @@ What a step costs follows from the tokens that its rows have, not from those tha
 serves every length. Parts are merged by their log-sum-exp. Blocks before every row's window are not read.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import jax
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.ops import paged_attention as paged
 from argosy.ops.attention import NOWHERE, UNSEEN, Implementation, Score, See, attention, merged
-from argosy.ops.precision import sums_in, wide
+from argosy.ops.precision import wide
 
 BLOCK = 256  # tokens of a row that are read at a time
 
@@ -28,37 +29,61 @@ def blocked(
     lse: bool = False,
 ) -> tuple[Array, Array] | Array:
     """As `paged_attention`."""
-    pages, page = pools[0].shape[:2]
-    each = max(1, BLOCK // page)
-    size = each * page
-    P = table.shape[1]
-    if each >= P:
+    if fits_one_block(table, pools[0].shape[1]):
         return paged.reference(q, pools, table, lengths, at, score, lse=lse)
-    table = jnp.pad(table, ((0, 0), (0, -P % each)), constant_values=-1)
     plain = replace(score, sinks=None)
 
-    def part(i: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+    def met(held: dict[str, Array], see: See) -> tuple[Array, Array]:
+        return attention(q, held["k"].astype(q.dtype), held["v"].astype(q.dtype), see, plain, lse=True)
+
+    y, total = over_blocks(met, {"k": pools[0], "v": pools[1]}, table, lengths, at, score)
+    return (y.astype(q.dtype), total) if lse else y.astype(q.dtype)
+
+
+def fits_one_block(table: Int[Array, "B P"], page: int) -> bool:
+    """Whether all tokens that a row has room for are read at once."""
+    return table.shape[1] * page <= max(BLOCK, page)
+
+
+def over_blocks(
+    met: Callable[[dict[str, Array], See], tuple[Array, Array]],
+    pools: Mapping[str, Float[Array, "pages page *rest"]],
+    table: Int[Array, "B P"],
+    lengths: Int[Array, "B"],
+    at: Int[Array, "B T"],
+    score: Score,
+) -> tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]:
+    """Attention over the pages of each row, a block of them at a time, and its log-sum-exp.
+
+    Args:
+        met: attention of the queries over a block, {name of a pool: [B S ...]}: (y, lse). It leaves the sinks of `score` out.
+        lengths, at: as in `paged_attention`.
+    """
+    pages, page = next(iter(pools.values())).shape[:2]
+    each = max(1, BLOCK // page)
+    size, P = each * page, table.shape[1]
+    table = jnp.pad(table, ((0, 0), (0, -P % each)), constant_values=-1)
+
+    def block(i: Array | int) -> tuple[Array, Array]:
         mine = jax.lax.dynamic_slice_in_dim(table, i * each, each, 1)
         left = lengths - i * size
-        keys, values = (paged.gathered(pool, mine, left).astype(q.dtype) for pool in pools)
         k_at = paged.token_positions(mine, left, pages, page)
         k_at = jnp.where(k_at < NOWHERE, k_at + i * size, NOWHERE)
-        y, own = attention(q, keys, values, See(at, k_at), plain, lse=True)
-        return merged([done, (wide(y), own)])
+        y, own = met({name: paged.gathered(pool, mine, left) for name, pool in pools.items()}, See(at, k_at))
+        return wide(y), own
 
-    shape = q.shape[:3]
-    kind = sums_in(q.dtype)
-    nothing = jnp.zeros((*shape, pools[1].shape[-1]), kind), jnp.full(shape, UNSEEN, kind)
+    shapes = jax.eval_shape(lambda: block(0))
+    nothing = jnp.zeros(shapes[0].shape, shapes[0].dtype), jnp.full(shapes[1].shape, UNSEEN, shapes[1].dtype)
     longest = jnp.max(jnp.minimum(lengths, P * page), initial=0)
     first = jnp.zeros((), jnp.int32)
     if score.window is not None:
         oldest = jnp.where(lengths > 0, jnp.min(at, 1) - score.window + 1, longest)
         first = jnp.maximum(jnp.min(oldest, initial=NOWHERE), 0) // size
-    y, total = jax.lax.fori_loop(first, -(-longest // size), part, nothing)
+    y, total = jax.lax.fori_loop(first, -(-longest // size), lambda i, done: merged([done, block(i)]), nothing)
     if score.sinks is not None:
         both = jnp.logaddexp(total, score.sinks.astype(total.dtype))
         y, total = y * jnp.exp(total - both)[..., None], both
-    return (y.astype(q.dtype), total) if lse else y.astype(q.dtype)
+    return y, total
 
 
 BLOCKED = Implementation(blocked, lambda *_: None)

@@ -28,7 +28,7 @@ from argosy.models.parts.stack import Scan, Unroll, from_layers, layer_addresses
 from argosy.models.parts.weight import abstract, count, fill, kept_in, merge, split, undrawn, variables
 from argosy.observe.flops import contraction_flops
 from argosy.ops import attention as ops_attention
-from argosy.ops import grouped
+from argosy.ops import grouped, paged_blocked
 
 TOLERANCE = 1e-10  # of the largest number, float64
 
@@ -240,9 +240,10 @@ def test_paged_decode_equals_full(case, run, full):
 
 
 @each_layout(3, CAUSAL)
-def test_ragged_rows_equal_full(case, run, full):
+def test_ragged_rows_equal_full(case, run, full, monkeypatch):
     """One sequence decodes while the other's prompt is computed in rows; rows that are nobody's fill both groups. Where all that a
-    model caches lies in pages, the rows of a call belong to one sequence."""
+    model caches lies in pages, the rows of a call belong to one sequence. Pages are read three at a time."""
+    monkeypatch.setattr(paged_blocked, "BLOCK", 12)
     config, tokens, expected = full(case)
     model = in_float64(config, RUNS[run])
     step, specs = forward(model), model.layers.holds()

@@ -61,6 +61,8 @@ class Shared:
     def multiplications(self, T, S):
         return S * 2, T
 
+    narrows = False
+
     def of_rows(self, cut):
         return self
 

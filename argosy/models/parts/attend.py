@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from argosy.models.parts.cache import RING, ROW, Cache, beside, is_ring, nobodys, states, with_tokens
 from argosy.ops.attention import Score, See, attention
 from argosy.ops.paged_attention import gathered, paged_attention, token_positions
+from argosy.ops.paged_blocked import fits_one_block, over_blocks
 
 # Cosines and sines of the tokens by `Rope.key`, computed once by a stack for all its layers.
 Angled = dict[str, Any] | None
@@ -47,6 +48,11 @@ class Read(Protocol):
         """An output in that space, converted back to heads."""
         ...
 
+    @property
+    def narrows(self) -> bool:
+        """Whether `narrow` chooses among tokens, for which it needs all of them at once."""
+        ...
+
     def narrow(self, held: Cache, see: See, window: int | None) -> See:
         """Restricts who attends to whom by the cached arrays (sparse attention)."""
         ...
@@ -62,6 +68,8 @@ class Read(Protocol):
 
 class Heads:
     """Reads keys and values that are cached as they are."""
+
+    narrows = False
 
     def expand(self, held: Cache) -> tuple[Array, Array]:
         return held["k"], held["v"]
@@ -133,8 +141,11 @@ class Attend(Protocol):
     ) -> tuple[Array, Cache | None]: ...
 
 
-def meet(q: Array, held: Cache, read: Read, score: Score, see: See, absorb: bool | None) -> Array:
-    """Attention on cached arrays, expanded or absorbed: the form with fewer multiplications, unless `absorb` says which."""
+def meet(
+    q: Array, held: Cache, read: Read, score: Score, see: See, absorb: bool | None, *, lse: bool = False
+) -> Any:
+    """Attention on cached arrays, expanded or absorbed: the form with fewer multiplications, unless `absorb` says which. With
+    `lse` also its log-sum-exp."""
     if score.chunked and score.window and see.q_segment is None:
         see = replace(see, q_segment=see.q_at // score.window, k_segment=see.k_at // score.window)
     see = read.narrow(held, see, score.window)
@@ -145,8 +156,9 @@ def meet(q: Array, held: Cache, read: Read, score: Score, see: See, absorb: bool
     if absorb is not False and (form := read.absorb(q, held)) is not None:
         expanded, absorbed = read.multiplications(T, S)
         if absorb or absorbed <= expanded:
-            return read.release(attention(*form, see, score))
-    return attention(q, *read.expand(held), see, score)
+            y = attention(*form, see, score, lse=lse)
+            return (read.release(y[0]), y[1]) if lse else read.release(y)
+    return attention(q, *read.expand(held), see, score, lse=lse)
 
 
 def meet_ring(
@@ -355,10 +367,23 @@ class Paged(Recurs):
         if read is HEADS and not score.chunked:
             y = paged_attention(q, (pools["k"], pools["v"]), self.table, total, at, score)
         else:
-            pages, page = pools[next(iter(held))].shape[:2]
-            mine = {n: gathered(pool, self.table, total).astype(q.dtype) for n, pool in pools.items()}
-            y = meet(q, mine, read, score, See(at, token_positions(self.table, total, pages, page)), self.absorb)
+            y = self._met(q, pools, total, read, score)
         return y, cache | pools
+
+    def _met(self, q: Array, pools: Cache, total: Int[Array, "B"], read: Read, score: Score) -> Array:
+        """Attention through a `Read`: over a block of pages at a time, unless the read must see all tokens at once."""
+        at = self.positions
+        pages, page = next(iter(pools.values())).shape[:2]
+        if read.narrows or fits_one_block(self.table, page):
+            mine = {n: gathered(pool, self.table, total).astype(q.dtype) for n, pool in pools.items()}
+            return meet(q, mine, read, score, See(at, token_positions(self.table, total, pages, page)), self.absorb)
+        plain = replace(score, sinks=None)
+
+        def met(held: Cache, see: See) -> tuple[Array, Array]:
+            held = {n: a.astype(q.dtype) for n, a in held.items()}
+            return meet(q, held, read, plain, see, self.absorb, lse=True)
+
+        return over_blocks(met, pools, self.table, total, at, score)[0].astype(q.dtype)
 
     def _places(self, pages: int, page: int) -> tuple[Array, Array]:
         """Page and place of each token; past the last page for tokens that are not new."""

@@ -121,6 +121,10 @@ class Latent:
         absorbed = T * N * R * (H + U) + T * S * N * (R + P + R)
         return expanded, absorbed
 
+    @property
+    def narrows(self) -> bool:
+        return self.asked is not None
+
     def of_rows(self, cut: Callable[[Array], Array]) -> "Latent":
         return self if self.asked is None else Latent(self.layer, Asked(*map(cut, self.asked)))
 
