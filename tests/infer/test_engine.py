@@ -68,7 +68,7 @@ STRUCTURES = [
     pytest.param("gpt_oss", "plain", marks=pytest.mark.slow),
     pytest.param("llama4", "interleaved", marks=pytest.mark.slow),
     pytest.param("mixtral", "plain", marks=pytest.mark.slow),
-    pytest.param("gpt2", "plain", marks=pytest.mark.slow),
+    pytest.param("gpt2", "untied", marks=pytest.mark.slow),
 ]
 
 
