@@ -42,6 +42,11 @@ def main(words: list[str] | None = None) -> int:
     signals.take_over()
     forgive(sys.stdout, sys.stderr)
     code = _answered(sys.argv[1:])
+    try:
+        sys.stderr.flush()
+    # Nobody reads it. Python would flush it once more at exit, and change the exit code to 120.
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     signals.over()
     return code
 

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TextIO
 
 from argosy.core.errors import ArgosyError
@@ -24,8 +25,9 @@ def answer(text: str, document: Any, as_json: bool) -> None:
 
 
 def say(text: str) -> None:
-    """Prints a message for the user."""
-    print(as_typed(text), file=sys.stderr, flush=True)
+    """Prints a message for the user, if anybody still reads stderr."""
+    with suppress(OSError):
+        print(as_typed(text), file=sys.stderr, flush=True)
 
 
 class Doing:

@@ -2,7 +2,8 @@
 
 By default they end the process at once, with exit code 128 + the signal's number. Nothing is lost by that: files are written
 so that even SIGKILL cannot harm them. Inside `asked_to_stop()` the first signal only asks, so that a training run can save
-its state; the second ends the process.
+its state; the second ends the process. A second SIGHUP does not: when a terminal closes, its shell and the kernel may each
+send one.
 
 A thread does it, woken by the C-level handler through `signal.set_wakeup_fd`. Python runs its own handlers in the main thread
 between two bytecodes: not while XLA compiles, and an exception raised from one inside a callback of jax is discarded. Leaving
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+HANG_UP = getattr(signal, "SIGHUP", None)
 # A callback may hang on a lock of the interrupted code; the process must end all the same.
 CLEANING_S = 2.0
 
@@ -81,7 +83,8 @@ def hold() -> None:
 
 @contextmanager
 def asked_to_stop(message: str = "stopping") -> Iterator[Stop]:
-    """In here the first signal sets the `Stop` and prints `message` on stderr at once; a second one ends the process."""
+    """In here the first signal sets the `Stop` and prints `message` on stderr at once; a second one ends the process, unless it
+    is SIGHUP."""
     stop = Stop(message)
     if _State.taken_over:
         _State.stops.append(stop)
@@ -93,6 +96,8 @@ def asked_to_stop(message: str = "stopping") -> Iterator[Stop]:
 
     def ask(number: int, frame: Any) -> None:
         if stop.code:
+            if number == HANG_UP:
+                return
             raise KeyboardInterrupt
         stop.code = 128 + number
         _print(message)
@@ -140,7 +145,7 @@ def _watch(reader: int) -> None:
                 stop = _State.stops[-1]
                 stop.code = 128 + number
                 _print(stop.message)
-            else:
+            elif not (_State.stops and number == HANG_UP):
                 _leave(128 + number)
 
 

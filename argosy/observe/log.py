@@ -10,38 +10,51 @@ from argosy.observe.readable import one_line
 
 
 class Logged:
-    """A view that passes everything on to another view and also writes it to the log."""
+    """A view that passes everything on to another view and also writes it to the log.
+
+    If the other view raises OSError (nobody reads its pipe), it is dropped, the log says so, and the run continues.
+    """
 
     def __init__(self, view: Any, write: Callable[[str], None]):
         self.view, self.write = view, write
+        self.is_shown = True
 
     def say(self, text: str) -> None:
         self._write(text)
-        self.view.say(text)
+        self._show("say", text)
 
     def header(self, facts: Mapping[str, Any]) -> None:
         for line in headed(facts):
             self._write(line)
-        self.view.header(facts)
+        self._show("header", facts)
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         self._write(f"step {step}  {stepped(numbers)}")
-        self.view.step(step, numbers)
+        self._show("step", step, numbers)
 
     def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
         self._write(f"step {step}  {evaluated(numbers)}")
-        self.view.evaluation(step, numbers)
+        self._show("evaluation", step, numbers)
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         self._write(f"step {step}  prompt: {one_line(prompt)}  sample: {one_line(text)}")
-        self.view.sample(step, prompt, text)
+        self._show("sample", step, prompt, text)
 
     def end(self, text: str) -> None:
         """Logs how the run ended; only the log has this line."""
         self._write(text)
 
     def close(self) -> None:
-        self.view.close()
+        self._show("close")
+
+    def _show(self, event: str, *values: Any) -> None:
+        if not self.is_shown:
+            return
+        try:
+            getattr(self.view, event)(*values)
+        except OSError as error:
+            self.is_shown = False
+            self._write(f"the display failed ({error.strerror or error}); the run continues with this log alone")
 
     def _write(self, text: str) -> None:
         self.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}")

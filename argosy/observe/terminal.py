@@ -2,18 +2,45 @@
 
 A thread draws the live picture at most four times a second, however fast steps are; calls with numbers only store them. Rich
 draws it and is imported when the picture starts. This module knows nothing of training: `observe.picture` knows how steps look.
+
+A terminal that hangs up or a pipe whose reader ends costs the display and not the run: nothing here raises OSError.
 """
 
 import atexit
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
 from argosy.observe.picture import Picture, evaluated, headed, line_of
 from argosy.observe.readable import harmless, one_line
 
 REDRAWS_PER_S = 4
+
+
+class Unfailing:
+    """A text stream that ignores its first OSError (EPIPE of a pipe, EIO of a terminal) and writes nothing after it."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+        self.is_lost = False
+
+    def write(self, text: str) -> int:
+        return self._tried(lambda: self.stream.write(text)) or 0
+
+    def flush(self) -> None:
+        self._tried(self.stream.flush)
+
+    def _tried(self, do: Callable[[], Any]) -> Any:
+        if not self.is_lost:
+            try:
+                return do()
+            except OSError:
+                self.is_lost = True
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 class Terminal:
@@ -33,6 +60,7 @@ class Terminal:
         x: Literal["auto", "linear", "log"] = "auto",
     ):
         self.stream = stream or sys.stderr
+        self._output: Any = Unfailing(self.stream)
         self.is_live = can_redraw(self.stream) if live is None else live
         self.picture = Picture(x)
         self._live: Any = None
@@ -44,7 +72,7 @@ class Terminal:
         if self._live is not None:
             self._live.console.print(line_of(harmless(text)))
         else:
-            print(harmless(text), file=self.stream, flush=True)
+            print(harmless(text), file=self._output, flush=True)
 
     def header(self, facts: Mapping[str, Any]) -> None:
         """Prints what the run is about to do, and starts the live picture."""
@@ -89,7 +117,7 @@ class Terminal:
         from rich.console import Console
         from rich.live import Live
 
-        console = Console(file=self.stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+        console = Console(file=self._output, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live = Live(
             get_renderable=lambda: self.picture.drawn(console.width, console.height),
             console=console,

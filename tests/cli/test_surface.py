@@ -183,6 +183,16 @@ def test_a_broken_pipe_is_quiet(words):
     assert done.stderr == ""
 
 
+def test_an_error_that_nobody_reads_keeps_its_exit_code():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, "-m", "argosy", "none-such"], stderr=writer, timeout=60)
+    finally:
+        os.close(writer)
+    assert done.returncode == 2
+
+
 def test_color_only_where_it_is_wanted(monkeypatch, capsys):
     terminal: Any = SimpleNamespace(isatty=lambda: True)
     monkeypatch.setenv("TERM", "xterm")

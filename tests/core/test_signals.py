@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from argosy.core import signals
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals of Unix")
 
@@ -67,6 +69,23 @@ def test_the_first_signal_asks_and_is_answered_at_once():
 
 def test_the_second_signal_ends_the_process():
     assert run(ASKED.format(then=BUSY), signal.SIGINT, signal.SIGINT) == (130, "saving first\n")
+
+
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT])
+def test_a_hang_up_after_a_signal_does_not_prevent_saving(first: signal.Signals):
+    """A closing terminal may send SIGHUP twice: once from its shell, once from the kernel."""
+    code = 128 + first
+    assert run(ASKED.format(then="time.sleep(0.5)"), first, signal.SIGHUP) == (code, f"saving first\nsaved {code}\n")
+
+
+def test_a_second_hang_up_is_ignored_in_somebody_elses_program():
+    with signals.asked_to_stop() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        except KeyboardInterrupt:
+            pytest.fail("the second SIGHUP ended the block")
+        assert stop.code == 129
 
 
 def test_after_the_block_signals_end_the_process_again():

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import argosy
+from argosy.jobs.view import Quiet
+from argosy.observe.log import Logged
 from argosy.observe.picture import POINTS, Picture, headed
 from argosy.observe.terminal import REDRAWS_PER_S, Terminal, can_redraw
 
@@ -50,7 +52,7 @@ class Screen(io.StringIO):
         return [line.rstrip() for line in lines]
 
 
-def drive(view: Terminal, steps: int = 200, every: int = 5) -> None:
+def drive(view: Terminal | Logged, steps: int = 200, every: int = 5) -> None:
     view.header(FACTS)
     for step in range(every, steps + 1, every):
         view.step(step, {"loss": 1 + 4 / step, "tokens_per_s": 45123.4, "lr": 3e-3, "grad_norm": 0.834})
@@ -70,6 +72,51 @@ def test_a_pipe_gets_one_plain_line_a_step():
     assert lines[-2] == "step 200/200  eval loss 1.2500  perplexity 3.49  0.900 bits/byte"
     assert lines[-1] == "step 200/200  prompt: def   sample: ·[31mred·]0;title· [bold]not markup[/bold]·\\nnext"
     assert not re.search(r"[^\n -~·]", out.getvalue())
+
+
+class Dead(Screen):
+    """A terminal or pipe that is gone after some writes."""
+
+    def __init__(self, error: OSError, writes: int):
+        super().__init__()
+        self.error, self.left, self.failures = error, writes, 0
+
+    def write(self, text: str) -> int:
+        self.left -= 1
+        if self.left < 0:
+            self.failures += 1
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "Input/output error")])
+@pytest.mark.parametrize("live", [False, True], ids=["plain", "live"])
+def test_a_display_that_is_gone_raises_nothing_and_is_not_tried_again(monkeypatch, live, error):
+    monkeypatch.setenv("TERM", "xterm")
+    out, lines = Dead(error, 5), []
+    with Terminal(out, live=live) as view:
+        drive(view)
+        drive(Logged(view, lines.append))
+        view.close()
+    assert out.failures == 1
+    assert sum("  loss " in line for line in lines) == 40
+
+
+def test_a_view_that_raises_is_dropped_and_the_log_goes_on():
+    class Gone(Quiet):
+        steps = 0
+
+        def step(self, step: int, numbers: object) -> None:
+            self.steps += 1
+            raise BrokenPipeError(32, "Broken pipe")
+
+    lines, view = [], Gone()
+    log = Logged(view, lines.append)
+    drive(log)
+    log.close()
+    assert view.steps == 1
+    assert sum("  loss " in line for line in lines) == 40
+    assert sum("the display failed (Broken pipe)" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize(
