@@ -21,7 +21,7 @@ from argosy.checkpoint import manifest
 from argosy.checkpoint.resume import Difference, differences
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.explain import annotated
-from argosy.core.settings import Reading, Settings, dump, flatten, yaml_layer
+from argosy.core.settings import Reading, Settings, dump, flatten, yaml_layer, yaml_text_layer
 from argosy.core.storage import LOCK, Store
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ class RunDirectory:
             _check_place(self.path)
         if self.steps():
             raise BadInput(f"{self} holds checkpoints but no {SETTINGS}", hint="dir=NEW starts a run elsewhere")
-        if set(self.store.list()) - {TOKENIZER, LOCK}:
+        # A run killed before its settings were written leaves a log, and may have made a tokenizer.
+        if set(self.store.list()) - {TOKENIZER, LOG, LOCK}:
             raise BadInput(f"{self} is not empty and holds no run", hint="dir=NEW names another directory")
 
     def _admit_resume(self, settings: Settings) -> None:
@@ -126,7 +127,9 @@ class RunDirectory:
             except (ArgosyError, ValueError, KeyError, TypeError):
                 # The checkpoint is damaged; the one before it has the same settings.
                 continue
-        return dict(yaml_layer(self.store.local_path(SETTINGS)).values) if self.store.is_local else {}, {}
+        # An editor may have put a byte-order mark.
+        text = self.store.read_text(SETTINGS).removeprefix("\ufeff")
+        return dict(yaml_text_layer(text, SETTINGS).values), {}
 
     def with_provenance(self, reading: Reading[T]) -> Reading[T]:
         """The reading, in which settings unchanged since the run began keep who set them then."""

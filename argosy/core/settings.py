@@ -17,7 +17,7 @@ from argosy.core.errors import SettingsError
 from argosy.core.plain import diff, dump, flatten
 from argosy.core.reader import DEFAULT, Given, Reader
 from argosy.core.schema import Also, Choice, MayChange, Settings
-from argosy.core.words import COMMAND_LINE, Mark, SettingsLayer, words_layer, yaml_layer
+from argosy.core.words import COMMAND_LINE, Mark, SettingsLayer, words_layer, yaml_layer, yaml_text_layer
 
 __all__ = [
     "COMMAND_LINE",
@@ -35,6 +35,7 @@ __all__ = [
     "read_settings",
     "words_layer",
     "yaml_layer",
+    "yaml_text_layer",
 ]
 
 T = TypeVar("T", bound=Settings)

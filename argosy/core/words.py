@@ -80,8 +80,12 @@ def yaml_layer(path: str | Path, origin: str | None = None) -> SettingsLayer:
         SettingsError: duplicate keys, tags, or a file that is not a mapping; each with its line.
     """
     path = Path(path)
-    origin = origin or path.name
-    node = _parse(_read(path), f"in {origin}", lines=True)
+    return yaml_text_layer(_read(path), origin or path.name)
+
+
+def yaml_text_layer(text: str, origin: str) -> SettingsLayer:
+    """`yaml_layer` of the text of a file."""
+    node = _parse(text, f"in {origin}", lines=True)
     if node is None:
         return SettingsLayer(origin, {})
     if not isinstance(node, yaml.MappingNode):

@@ -107,6 +107,8 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
         check_source(settings)
     try:
         with directory.store.lock():
+            # Another process may have started a run here since.
+            directory.admit(reading)
             try:
                 outcome = _locked(reading, directory, view, command, assembly)
             finally:

@@ -13,9 +13,13 @@ from campaign_flip import compiled_once
 from campaign_kill import SMALL
 
 import argosy
+from argosy.checkpoint.run_directory import RunDirectory
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged, UserError
+from argosy.core.settings import Reading
 from argosy.core.storage import Store
 from argosy.jobs import assemble as assembling
+from argosy.jobs.compose import compose
+from argosy.jobs.run import Run
 from argosy.jobs.train import Quiet, train
 from argosy.observe.metrics import by_step, read
 
@@ -56,9 +60,44 @@ def copy(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
+def reading_of(address: str, *words: str) -> Reading[Run]:
+    return compose(Run, "tiny", [*WORDS, f"dir={address}", *words])
+
+
 def everything(folder: Path) -> dict[str, bytes]:
     """Every file with its bytes, but the lock: whoever looks takes it for a moment."""
     return {str(f): f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name != ".lock"}
+
+
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_a_run_killed_before_its_settings_were_written_starts(tmp_path: Path, where: str):
+    address = str(tmp_path / "run") if where == "folder" else f"memory://{tmp_path.name}/run"
+    Store(address).append_line("log.txt", "2026-01-01T00:00:00Z reading the data ...")
+    RunDirectory(address).admit(reading_of(address))
+
+
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_a_run_killed_before_its_first_checkpoint_is_held_against_its_settings(tmp_path: Path, where: str):
+    address = str(tmp_path / "run") if where == "folder" else f"memory://{tmp_path.name}/run"
+    directory = RunDirectory(address)
+    directory.write_settings(reading_of(address))
+    directory.admit(reading_of(address))
+    with pytest.raises(BadInput, match="seed: 0 there, 5 now"):
+        directory.admit(reading_of(address, "seed=5"))
+
+
+def test_settings_are_compared_once_the_lock_is_held(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another process may have started a run while this one built its model."""
+    run, lock = tmp_path / "run", Store.lock
+
+    def late(self: Store) -> object:
+        shutil.copytree(finished, run, dirs_exist_ok=True)
+        return lock(self)
+
+    monkeypatch.setattr(Store, "lock", late)
+    with pytest.raises(BadInput, match="seed: 0 there, 5 now"):
+        fit(run, f"steps={STEPS}", "seed=5")
+    assert everything(run).keys() == {name.replace(str(finished), str(run)) for name in everything(finished)}
 
 
 # ---------------------------------------------------------------- what may go on
