@@ -12,7 +12,8 @@ It may be a local folder or any address that `core.storage` knows. Importing thi
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -146,16 +147,51 @@ class RunDirectory:
         self.store.write_text(SETTINGS, annotated(reading))
 
     def write_tokenizer(self, tokenizer: Any, generation: Path | None = None) -> None:
-        """Saves the tokenizer with the generation settings of its model, unless there is one already."""
-        if self.store.exists(f"{TOKENIZER}/tokenizer.json") or self.store.list(TOKENIZER):
-            return
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = self.path / TOKENIZER if self.store.is_local else Path(scratch)
-            tokenizer.save(folder)
+        """Saves the tokenizer with the generation settings of its model. Files that are there are kept, except those that a kill
+        cut short."""
+        with self._scratch() as scratch:
+            tokenizer.save(scratch)
             if generation is not None and generation.is_file():
-                shutil.copyfile(generation, folder / GENERATION)
-            for file in folder.iterdir() if not self.store.is_local else ():
-                self.store.put_file(f"{TOKENIZER}/{file.name}", file)
+                shutil.copyfile(generation, scratch / GENERATION)
+            if self.store.is_local and not self.store.list(TOKENIZER):
+                self.store.remove(TOKENIZER)
+                scratch.rename(self.path / TOKENIZER)
+                return
+            for file in sorted(f for f in scratch.rglob("*") if f.is_file()):
+                name = f"{TOKENIZER}/{file.relative_to(scratch).as_posix()}"
+                if not self._is_cut_short(name, file):
+                    continue
+                if self.store.is_local:
+                    (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                    file.replace(self.path / name)
+                else:
+                    self.store.put_file(name, file)
+
+    @contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        """An empty folder, in the run directory if that is local, so that files can be renamed into place."""
+        if not self.store.is_local:
+            with tempfile.TemporaryDirectory() as scratch:
+                yield Path(scratch)
+            return
+        # The lock is held, so a folder of this name was left by a kill.
+        scratch = self.path / f".{TOKENIZER}.part"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _is_cut_short(self, name: str, complete: Path) -> bool:
+        """Whether the file is missing, or holds only the beginning of the complete one."""
+        if not self.store.exists(name):
+            return True
+        size = self.store.size(name)
+        if size >= complete.stat().st_size:
+            return False
+        with self.store.open(name) as file:
+            return complete.read_bytes().startswith(file.read())
 
     def log(self, line: str) -> None:
         self.store.append_line(LOG, line)

@@ -17,6 +17,8 @@ from argosy.checkpoint.run_directory import RunDirectory
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged, UserError
 from argosy.core.settings import Reading
 from argosy.core.storage import Store
+from argosy.data.tokenize import find_tokenizer
+from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.jobs import assemble as assembling
 from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
@@ -84,6 +86,43 @@ def test_a_run_killed_before_its_first_checkpoint_is_held_against_its_settings(t
     directory.admit(reading_of(address))
     with pytest.raises(BadInput, match="seed: 0 there, 5 now"):
         directory.admit(reading_of(address, "seed=5"))
+
+
+class Cut(ByteTokenizer):
+    """A tokenizer whose saving is cut off between two files."""
+
+    def save(self, folder: str | Path) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, "tokenizer.json").write_text("{")
+        raise KeyboardInterrupt
+
+
+def test_a_tokenizer_is_there_as_a_whole_or_not_at_all(tmp_path: Path):
+    directory = RunDirectory(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        directory.write_tokenizer(Cut())
+    assert not (tmp_path / "tokenizer").exists()
+    directory.write_tokenizer(ByteTokenizer())
+    found = find_tokenizer(tmp_path / "tokenizer")
+    assert found is not None
+    assert found.fingerprint == ByteTokenizer().fingerprint
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
+
+
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_a_tokenizer_that_was_cut_short_is_mended_and_an_edited_one_is_kept(tmp_path: Path, where: str):
+    directory = RunDirectory(str(tmp_path / "run") if where == "folder" else f"memory://{tmp_path.name}/run")
+    store = directory.store
+    directory.write_tokenizer(ByteTokenizer())
+    whole = {name: store.read_text(f"tokenizer/{name}") for name in store.list("tokenizer")}
+    assert whole.keys() == {"tokenizer.json", "tokenizer_config.json"}
+    store.write_text("tokenizer/tokenizer.json", whole["tokenizer.json"][:100])
+    store.remove("tokenizer/tokenizer_config.json")
+    directory.write_tokenizer(ByteTokenizer())
+    assert {name: store.read_text(f"tokenizer/{name}") for name in store.list("tokenizer")} == whole
+    store.write_text("tokenizer/tokenizer_config.json", "{}")
+    directory.write_tokenizer(ByteTokenizer())
+    assert store.read_text("tokenizer/tokenizer_config.json") == "{}"
 
 
 def test_settings_are_compared_once_the_lock_is_held(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
