@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from argosy.core.errors import Damaged
+from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.files import sync
 
 NAME = "manifest.json"
@@ -44,16 +44,22 @@ def verify(folder: Path) -> None:
     """Reads every file and compares it with the manifest.
 
     Raises:
-        Damaged: names the first file that is missing, cannot be read, has another size or other bytes.
+        Damaged: names the first file that is missing, has another size or other bytes, or that the disk cannot read (EIO).
+        BadInput: a file cannot be reached, which says nothing about its bytes: no permission, no network.
     """
     files = read(folder)
     for name, expected in files.items():
         path = folder / name
         try:
             _compare(path, expected)
-        # A disk that cannot read what it stored.
         except OSError as error:
-            raise Damaged(f"{path.name} cannot be read: {error.strerror}", where=str(path)) from None
+            raise _unread(path, error) from None
+
+
+def _unread(path: Path, error: OSError) -> ArgosyError:
+    """EIO is a disk that cannot read what it stored."""
+    kind = Damaged if error.errno == errno.EIO else BadInput
+    return kind(f"{path.name} cannot be read: {error.strerror}", where=str(path))
 
 
 def _compare(path: Path, expected: dict[str, Any]) -> None:
@@ -70,6 +76,7 @@ def read(folder: Path) -> dict[str, Any]:
 
     Raises:
         Damaged: there is no manifest, or it differs from what was written.
+        BadInput: it cannot be reached.
     """
     path = folder / NAME
     try:
@@ -78,6 +85,8 @@ def read(folder: Path) -> dict[str, Any]:
         good = stored["sha256"] == _digest(files) and all({"bytes", "sha256"} == set(f) for f in files.values())
     except FileNotFoundError:
         raise Damaged("it was never committed: it has no manifest", where=str(folder)) from None
+    except OSError as error:
+        raise _unread(path, error) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         good = False
         files = {}

@@ -15,9 +15,6 @@ from argosy.checkpoint.run_directory import CHECKPOINTS, TOKENIZER, RunDirectory
 from argosy.core.errors import BadInput
 from argosy.core.storage import Store
 
-# A damaged step keeps its manifest under this name, so that it no longer counts as a checkpoint.
-DAMAGED = "manifest.damaged.json"
-
 
 class Fetched:
     """Local copies of steps, made on first use and removed with this object."""
@@ -27,15 +24,29 @@ class Fetched:
         self._scratch: Path | None = None
 
     def path(self, name: str) -> Path:
-        """The local copy of a step."""
+        """The local copy of a step, fetched again if the step was written again since.
+
+        Raises:
+            BadInput: there is no such step.
+        """
         if self._scratch is None:
             self._scratch = Path(tempfile.mkdtemp(prefix="argosy-"))
             weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
-        folder = self._scratch / name
-        if not folder.exists():
+        folder, pending = self._scratch / name, self._scratch / f"{name}.part"
+        if not self._is_current(name, folder):
+            for old in (folder, pending):
+                shutil.rmtree(old, ignore_errors=True)
             for file in files_under(self.store, name):
-                self.store.get_file(f"{name}/{file}", folder / file)
+                self.store.get_file(f"{name}/{file}", pending / file)
+            # An interrupted download does not get this far.
+            pending.rename(folder)
         return folder
+
+    def _is_current(self, name: str, folder: Path) -> bool:
+        """Whether the copy has the manifest that the step has now."""
+        copy = folder / manifest.NAME
+        with self.store.open(f"{name}/{manifest.NAME}") as file:
+            return copy.is_file() and copy.read_bytes() == file.read()
 
 
 def fetch_model(address: str) -> Path:
@@ -91,14 +102,21 @@ def retire(store: Store, name: str) -> None:
 
 
 def set_aside(store: Store, name: str) -> str:
-    """Makes a damaged step no longer count as a checkpoint, and keeps its files. Returns the file that marks it."""
-    store.write_text(f"{name}/{DAMAGED}", store.read_text(f"{name}/{manifest.NAME}"))
-    store.remove(f"{name}/{manifest.NAME}")
-    return f"{name}/{DAMAGED}"
+    """Moves a damaged step to another name, which is returned. Its files are copied before anything is removed."""
+    aside, n = f"{name}.damaged", 1
+    # Without a manifest it is a copy that a kill cut off.
+    while store.exists(f"{aside}/{manifest.NAME}"):
+        n += 1
+        aside = f"{name}.damaged-{n}"
+    files = [file for file in files_under(store, name) if file != manifest.NAME]
+    for file in (*files, manifest.NAME):
+        store.copy(f"{name}/{file}", f"{aside}/{file}")
+    retire(store, name)
+    return aside
 
 
 def sweep(store: Store) -> None:
     """Removes steps that a kill left without a manifest."""
     for name in store.list():
-        if name.isdecimal() and not {manifest.NAME, DAMAGED} & set(store.list(name)):
+        if name.isdecimal() and not store.exists(f"{name}/{manifest.NAME}"):
             store.remove(name)

@@ -81,6 +81,7 @@ class Checkpoints:
         removed by retention while it is being read, the search starts again.
 
         Raises:
+            ArgosyError: a step cannot be reached (permission, network); nothing is renamed for that.
             Damaged: there are checkpoints, but none is good. They are left as they are, so the next call raises the same error.
         """
         steps = self.steps()
@@ -88,10 +89,13 @@ class Checkpoints:
         for step in reversed(steps):
             try:
                 manifest.verify(self.path(step))
-            except (Damaged, BadInput) as damage:
+            except (Damaged, BadInput) as error:
                 if not self._is_committed(str(step)):
                     return self.latest_good()
-                damaged[step] = damage if isinstance(damage, Damaged) else Damaged(damage.what, where=damage.where)
+                # A step that cannot be reached (no permission, no network) may be good.
+                if not isinstance(error, Damaged):
+                    raise
+                damaged[step] = error
                 continue
             for bad, damage in damaged.items():
                 aside = f" and was set aside as {self._set_aside(bad)}" if self.settings is not None else ""

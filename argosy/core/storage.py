@@ -172,8 +172,18 @@ class Store:
     def get_file(self, name: str, path: Path) -> None:
         """Copies a file of the store to a local path."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with self.open(name) as source, path.open("wb") as target:
+        with self.open(name) as source, path.open("wb") as target, _our_errors(self, name):
             shutil.copyfileobj(source, target, COPY_BYTES)
+
+    def copy(self, name: str, to: str) -> None:
+        """Copies a file within the store; object stores do it without sending it here."""
+        self._flush(name)
+        with _our_errors(self, name):
+            if self.is_local:
+                self._path(to).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self._path(name), self._path(to))
+            else:
+                self._files.cp_file(self._address(name), self._address(to))
 
     def is_directory(self, name: str) -> bool:
         with _our_errors(self, name):

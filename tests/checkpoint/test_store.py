@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.checkpoint import manifest, store
+from argosy.checkpoint import manifest, objects, store
 from argosy.checkpoint.store import STATE, Checkpoints, CheckpointSettings, load_item, load_weights, read_meta
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.storage import Store
@@ -283,5 +283,88 @@ def test_damage_in_an_object_store_is_gone_back_past(remote: Store):
     said: list[str] = []
     assert Checkpoints(remote, CheckpointSettings(), said.append).latest_good() == 2
     assert Checkpoints(remote).steps() == [2]
-    assert "4/manifest.damaged.json" in said[0]
-    assert remote.exists("4/meta.json"), "set aside, not deleted"
+    assert "4.damaged" in said[0]
+    assert remote.list() == ["2", "4.damaged"]
+
+
+def test_damage_in_an_object_store_is_kept_when_the_step_is_trained_again(remote: Store):
+    for text in "{", "[":
+        saved(remote, [2, 4])
+        remote.write_text("4/meta.json", text)
+        Checkpoints(remote, CheckpointSettings()).latest_good()
+    saved(remote, [4, 6])
+    assert remote.list() == ["2", "4", "4.damaged", "4.damaged-2", "6"]
+    assert [remote.read_text(f"{name}/meta.json") for name in ("4.damaged", "4.damaged-2")] == ["{", "["]
+    assert remote.exists("4.damaged/manifest.json")
+
+
+def test_a_kill_while_damage_is_set_aside_loses_no_file(remote: Store, monkeypatch: pytest.MonkeyPatch):
+    saved(remote, [2, 4])
+    remote.write_text("4/meta.json", "{")
+    files = objects.files_under(remote, "4")
+    copied, copy = [], Store.copy
+
+    def cut(self: Store, name: str, to: str) -> None:
+        if len(copied) == 3:
+            raise KeyboardInterrupt
+        copied.append(to)
+        copy(self, name, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "copy", cut)
+        with pytest.raises(KeyboardInterrupt):
+            Checkpoints(remote, CheckpointSettings()).latest_good()
+    assert objects.files_under(remote, "4") == files
+    assert Checkpoints(remote, CheckpointSettings()).latest_good() == 2
+    assert remote.list() == ["2", "4.damaged"]
+    assert objects.files_under(remote, "4.damaged") == files
+
+
+def test_an_interrupted_download_is_not_taken_as_the_step(remote: Store, monkeypatch: pytest.MonkeyPatch):
+    checkpoints, got, get = saved(remote, [2]), [], Store.get_file
+
+    def cut(self: Store, name: str, path: Path) -> None:
+        if len(got) == 3:
+            raise KeyboardInterrupt
+        got.append(name)
+        get(self, name, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "get_file", cut)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.path(2)
+    assert checkpoints.latest_good() == 2
+
+
+def test_a_step_written_again_is_fetched_again(remote: Store):
+    checkpoints = saved(remote, [2], {2: 1.0})
+    assert checkpoints.meta(2) == {"eval_loss": 1.0}
+    remote.remove("2")
+    saved(remote, [2], {2: 0.5})
+    assert checkpoints.meta(2) == {"eval_loss": 0.5}
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), TimeoutError(110, "Connection timed out")])
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_a_step_that_cannot_be_reached_is_not_set_aside(
+    copy: Path, remote: Store, monkeypatch: pytest.MonkeyPatch, where: str, error: OSError
+):
+    place: Path | Store = copy
+    if where == "memory":
+        saved(remote, [2, 4])
+        place = remote
+    newest = "6/meta.json" if where == "folder" else "4/meta.json"
+
+    def refused(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        if where == "folder":
+            patch.setattr(manifest, "describe", refused)
+        else:
+            patch.setattr(shutil, "copyfileobj", refused)
+        with pytest.raises(ArgosyError, match=r"(?i)permission|connection timed out") as told:
+            Checkpoints(place, CheckpointSettings()).latest_good()
+    assert not isinstance(told.value, Damaged)
+    assert Store(str(copy)).exists(newest) if where == "folder" else remote.exists(newest)
+    assert Checkpoints(place, CheckpointSettings()).latest_good() == int(newest[0])
