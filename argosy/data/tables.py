@@ -222,7 +222,9 @@ def cached(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progr
         BadInput: more text than should be tokenized while a run starts.
     """
     fingerprint = fingerprint_of(source, tokenizer, settings.held_out, settings.bos, settings.special)
-    key = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
+    modified = source.modified()
+    identity = fingerprint | {"modified": modified} if modified else fingerprint
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder(settings) / f"{fingerprint['source']}-{key}"
     if is_prepared(folder):
         try:

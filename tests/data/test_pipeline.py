@@ -1,6 +1,7 @@
 """Pipelines: what the laws do not say. Order, state, epochs, refusals, streams, the cache."""
 
 import json
+import os
 import subprocess
 import sys
 from itertools import islice
@@ -19,9 +20,9 @@ from argosy.data.order import Order
 from argosy.data.pipeline import build, eval_batches
 from argosy.data.prepare import prepare
 from argosy.data.settings import DataSettings
-from argosy.data.sources import Document
+from argosy.data.sources import Capped, Document, text
 from argosy.data.sources.synthetic import Synthetic, mix, splitmix
-from argosy.data.sources.text import Memory
+from argosy.data.sources.text import Folder, Memory, TextFile
 
 GOLDEN_SORTED = [590, 971, 318, 260, 738, 245]
 GOLDEN_INDEX = [1277463, 1329378, 1099074, 1791703, 1884993, 1528564]
@@ -253,6 +254,24 @@ def test_the_cache_is_used_and_mended(settings, monkeypatch):
     monkeypatch.undo()
     (folder / "train" / "tokens.bin").unlink()  # not cut short in place: that kills whoever still maps it
     assert take(made(settings), 5) == expected
+
+
+@pytest.mark.parametrize("source", [TextFile, Folder, lambda path: Capped(TextFile(path), 4000)])
+def test_the_cache_notices_an_edit_between_the_samples_of_a_large_file(settings, tmp_path, monkeypatch, source):
+    monkeypatch.setattr(text, "HASHED_BYTES", 1000)
+    monkeypatch.setattr(text, "PIECE_BYTES", 10)
+    settings = changed(settings, held_out=0.0, shuffle=False)
+    path = tmp_path / "large.txt"
+    path.write_text("a" * 5000)
+    os.utime(path, ns=(1, 1))
+    before, fingerprint = take(made(settings, source(path)), 5), source(path).fingerprint()
+    # Samples of 10 bytes lie 79 bytes apart.
+    path.write_text("a" * 40 + "b" + "a" * 4959)
+    os.utime(path, ns=(2, 2))
+    assert source(path).fingerprint() == fingerprint
+    assert take(made(settings, source(path)), 5) != before
+    monkeypatch.setattr(tables, "prepare", None)
+    made(settings, source(path))
 
 
 def test_the_cache_is_where_xdg_says(monkeypatch, tmp_path):

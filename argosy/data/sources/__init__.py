@@ -91,6 +91,11 @@ class Source(Origin):
     def documents(self) -> Iterator[Document]:
         """All documents, from the first."""
 
+    def modified(self) -> list[int]:
+        """Times of modification, in ns, of the files that the fingerprint only samples. The cache of tokenized corpora includes
+        them, so that an edit between samples is seen; a run does not, so that its corpus can be copied."""
+        return []
+
 
 class RowSource(Origin):
     """Rows of tokens made from their number, with no corpus behind them."""
@@ -122,6 +127,9 @@ class Capped(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         return self.source.fingerprint() | {"source.max_bytes": self.limit}
+
+    def modified(self) -> list[int]:
+        return self.source.modified()
 
 
 def find_source(settings: "DataSettings") -> Source | RowSource:

@@ -52,6 +52,9 @@ class TextFile(Source):
         how = {"source.documents": self.split, "source.invalid": self.invalid}
         return {"source": "text", "source.sha256": content_hash(self.path)} | how
 
+    def modified(self) -> list[int]:
+        return modified([self.path])
+
 
 class JsonLines(Source):
     """One JSON object a line; its field `text` is the document."""
@@ -80,6 +83,9 @@ class JsonLines(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         return {"source": "jsonl", "source.sha256": content_hash(self.path), "source.invalid": self.invalid}
+
+    def modified(self) -> list[int]:
+        return modified([self.path])
 
 
 class Folder(Source):
@@ -117,6 +123,9 @@ class Folder(Source):
             digest.update(f"{path.relative_to(self.root).as_posix()}\0{content_hash(path)}\n".encode())
         how = {"source.files": len(self.paths), "source.documents": self.split, "source.invalid": self.invalid}
         return {"source": "folder", "source.sha256": digest.hexdigest()} | how
+
+    def modified(self) -> list[int]:
+        return modified(self.paths)
 
 
 class Memory(Source):
@@ -251,6 +260,12 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise Damaged(f"a damaged gzip file: {e}", where=str(path)) from None
     except OSError as e:
         raise BadInput(f"cannot read the file: {e.strerror or e}", where=str(path)) from None
+
+
+def modified(paths: Sequence[Path]) -> list[int]:
+    """When each file was modified, in ns, of those whose `content_hash` is of samples."""
+    stats = [path.stat() for path in paths]
+    return [stat.st_mtime_ns for stat in stats if stat.st_size > HASHED_BYTES]
 
 
 def content_hash(path: Path) -> str:
