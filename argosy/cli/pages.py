@@ -58,7 +58,7 @@ def names_page() -> str:
     from argosy.jobs.elsewhere import ELSEWHERE
     from argosy.jobs.run import Run
 
-    rows = sorted({(name, f"`{key}`") for name, key in names_of(Run)} | {(n, s) for n, s in ELSEWHERE.items()})
+    rows = sorted({(name, f"`{key}`" + (f": {note}" if note else "")) for name, key, note in names_of(Run)} | {(n, s) for n, s in ELSEWHERE.items()})
     table = "\n".join(f"| `{name}` | {answer} |" for name, answer in rows)
     return (
         "# Names from other trainers\n\nWhat Hugging Face Trainer, torchtitan, axolotl, nanochat, nanoGPT and MaxText call things, and "
@@ -67,10 +67,10 @@ def names_page() -> str:
     )
 
 
-def names_of(schema: type[Settings], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(name elsewhere, our key) of every key that a schema may have, whatever is chosen."""
+def names_of(schema: type[Settings], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(name elsewhere, our key, how the values differ) of every key that a schema may have, whatever is chosen."""
     for name, info in schema.model_fields.items():
-        yield from ((other, f"{prefix}{name}") for mark in marks(info, Also) for other in mark.names)
+        yield from ((other, f"{prefix}{name}", mark.note) for mark in marks(info, Also) for other in mark.names)
         kind = shape_of(info)
         inner = [kind.of] if kind.kind == "group" else []
         if isinstance(kind.of, Choice):

@@ -54,12 +54,14 @@ class Names:
     """The names that an unknown key may stand for.
 
     known: every dotted key of this run. choices: key -> choice, and its name. also: a name that other trainers use -> our keys.
+    notes: such a name -> how its value differs from ours, empty if it does not.
     elsewhere: a name that no key stands for -> a sentence about it.
     """
 
     known: Sequence[str] = ()
     choices: Mapping[str, tuple[Choice, str]] = field(default_factory=dict)
     also: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -99,7 +101,8 @@ def _of_other_trainers(key: str, names: Names) -> str | None:
     group, _, leaf = plain.rpartition(".")
     for name in dict.fromkeys([plain, leaf]):
         if ours := names.also.get(name):
-            return f"did you mean `{next((k for k in ours if k.rpartition('.')[0] == group), ours[0])}`?"
+            meant = f"did you mean `{next((k for k in ours if k.rpartition('.')[0] == group), ours[0])}`?"
+            return f"{meant} {note}" if (note := names.notes.get(name)) else meant
         if sentence := names.elsewhere.get(name):
             return sentence
     return None

@@ -42,6 +42,7 @@ class Reader:
         self.unknown: list[tuple[str, str]] = []
         self.known: list[str] = []
         self.also: dict[str, list[str]] = {}
+        self.notes: dict[str, str] = {}
         self.choices: dict[str, tuple[Choice, str]] = {}
         self.setter: dict[str, SettingsLayer] = {}
         self.tried: dict[str, list[tuple[str, Any]]] = {}
@@ -59,8 +60,9 @@ class Reader:
             recent = given[_since_changed(cls, info, given) :]
             its = [Given(one.layer, one.value[name]) for one in recent if name in one.value]
             self.known.append(path)
-            for also in (also for mark in marks(info, Also) for also in mark.names):
+            for also, note in ((also, mark.note) for mark in marks(info, Also) for also in mark.names):
                 self.also.setdefault(also, []).append(path)
+                self.notes.setdefault(also, note)
             if its or shape_of(info).kind in ("group", "choice"):
                 values[name] = self._part(info, path, _default(info) + its)
             if values.get(name) is _FAILED:

@@ -119,7 +119,8 @@ def key_meant(key: str) -> str:
     if key in names.known:
         return key
     hint = mistakes.unknown(key, None, names).hint or ""
-    return hint.removeprefix("did you mean `").removesuffix("`?") if hint.startswith("did you mean `") else key
+    meant = re.match(r"did you mean `([^`]+)`\?", hint)
+    return meant[1] if meant else key
 
 
 # ---- stored models among the layers
