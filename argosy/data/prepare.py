@@ -31,7 +31,7 @@ from argosy.core.formats.files import sync
 from argosy.data.batch import Fingerprint
 from argosy.data.encode import Encoder, puts_bos
 from argosy.data.pack import Corpus, Encoded
-from argosy.data.sources import Document, Source
+from argosy.data.sources import Capped, Document, Source
 
 if TYPE_CHECKING:
     from argosy.data.tokenize import Tokenizer

@@ -66,7 +66,7 @@ class Evaluate(Settings):
         MayChange(),
         Also("eval_steps", "eval_every", "eval_interval", "validation.freq", "eval_strategy", "evals_per_epoch"),
     ] = Field(100, gt=0)
-    """Steps between evaluations; the last step is always evaluated."""
+    """Steps between evaluations (eval.batches=0 turns evaluation off); the last step is always evaluated."""
     batches: Annotated[
         int, MayChange(), Also("eval_iters", "eval_tokens", "validation.steps", "max_eval_samples", "eval_batches")
     ] = Field(20, ge=0)

@@ -160,8 +160,10 @@ def missing(path: Path) -> BadInput:
     """The error for a source that is neither a name nor a file, with the nearest of both."""
     if not path.parent.is_dir():
         return BadInput(f"no such data source: `{path}`", hint=f"there is no folder `{path.parent}`")
-    beside = [str(path.with_name(child.name)) for child in path.parent.iterdir() if not child.name.startswith(".")]
-    close = get_close_matches(str(path), [*beside, *SOURCES], n=1)
+    # Names alone: with their folder in front, any two of its files are alike.
+    beside = {child.name: str(path.with_name(child.name)) for child in path.parent.iterdir() if child.name[0] != "."}
+    near = get_close_matches(path.name, [*beside, *SOURCES], n=1)
+    close = [beside.get(name, name) for name in near]
     return BadInput(
         f"no such data source: `{path}`",
         where="no such file or folder, and no registered name",
