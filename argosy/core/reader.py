@@ -104,7 +104,7 @@ class Reader:
             layer = namers[-1].layer
             where = f"set by {layer.where(tag if tag in layer.marks else key)}"
             self.problems.append(BadInput(f"{error.what} for `{key}`", where=where, hint=error.hint))
-            self._as_nearest(choice, str(name), key, given)
+            self._as_nearest(choice, str(namers[-1].value), key, given)
             return _FAILED
         self.choices[key] = (choice, name)
         return self.group(cls, key, _since_named(given, choice.tag), choice.tag)
