@@ -151,15 +151,3 @@ def generation_of(stored: Stored) -> dict[str, Any]:
     if stored.companions is None or not (stored.companions / "generation_config.json").is_file():
         return {}
     return read_json(stored.companions / "generation_config.json")
-
-
-def no_weights(name: str, presets: list[str]) -> BadInput:
-    """The error for a preset's name where trained weights are needed."""
-    if name in presets:
-        return BadInput(
-            f"`{name}` is a preset: its name alone means random weights",
-            hint="give the folder or file of its trained weights, or train one: argosy train RECIPE model=" + name,
-        )
-    return BadInput(
-        f"no file and no folder at {name}", hint="a Hub folder, a .gguf file, a run directory or a checkpoint"
-    )

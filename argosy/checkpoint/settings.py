@@ -25,7 +25,8 @@ class CheckpointSettings(Settings):
             "ckpt_every",
         ),
     ] = Field(100, gt=0)
-    """Steps between checkpoints. The last step, and the step at which a run is stopped, are always saved."""
+    """Steps between checkpoints, at least 1 (a large number saves only at the end). The last step, and the step at which a run
+    is stopped, are always saved."""
     keep: Annotated[
         int, MayChange(), Also("save_total_limit", "keep_latest_k", "checkpoint.keep_latest_k", "max_to_keep")
     ] = Field(3, gt=0)

@@ -99,7 +99,7 @@ class Checkpoints:
                 continue
             for bad, damage in damaged.items():
                 aside = f" and was set aside as {self._set_aside(bad)}" if self.settings is not None else ""
-                self.warn(f"checkpoint {bad} is damaged{aside}: {damage.what} ({damage.where})")
+                self.warn(f"checkpoint {bad} is damaged{aside}: {damage.what} ({damage.where}); using step {step}")
             return step
         if damaged:
             newest = damaged[steps[-1]]

@@ -11,8 +11,9 @@ import traceback
 from importlib import import_module
 from types import ModuleType
 
-from argosy.cli.output import command, fail, forgive
+from argosy.cli.output import fail, forgive
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
+from argosy.core.typed import command
 
 # Verb -> the module whose `app` runs it, and its description.
 VERBS = {
@@ -29,6 +30,9 @@ VERBS = {
     "config": ("argosy.cli.config", "show, explain and compare settings; start a recipe"),
     "completion": ("argosy.cli.completion", "print the completion script of a shell"),
 }
+
+# What other trainers call the recipe.
+_RECIPE_OPTIONS = ("--config", "-c", "--recipe", "--config-file", "--config_file", "--config-name", "--job.config_file")
 
 COMPUTING = ("quickstart", "train", "sweep", "generate")
 
@@ -104,6 +108,10 @@ def _run_app(module: ModuleType, verb: str, words: list[str]) -> int:
         if message is None:
             raise
         what, hint = _lower(message().rstrip(".")), f"`{name} --help` shows what it takes"
+        if verb in ("train", "sweep") and what.lower().startswith("missing argument 'recipe'"):
+            from argosy.jobs.compose import recipes, recipes_named
+
+            raise BadInput(f"{verb} needs a recipe", where=recipes_named(recipes()), hint=f"`{name} tiny`") from None
         if set(getattr(error, "possibilities", None) or ()) <= {"--help"}:  # Typer has no option of a similar name
             typed = _without_dashes(verb, str(getattr(error, "option_name", "") or ""), words)
             what, hint = (f"no such option: {error.option_name}", typed) if typed else (what, hint)  # pyright: ignore[reportAttributeAccessIssue]
@@ -113,7 +121,12 @@ def _run_app(module: ModuleType, verb: str, words: list[str]) -> int:
 def _without_dashes(verb: str, option: str, words: list[str]) -> str | None:
     """The answer to `--steps 100` and `--lr=1e-3`: settings are `key=value` words."""
     at = next((i for i, word in enumerate(words) if word.partition("=")[0] == option), None)
-    if not option.startswith("--") or at is None:
+    if at is None:
+        return None
+    if verb in ("train", "sweep") and option in _RECIPE_OPTIONS:
+        recipe = words[at].partition("=")[2] or next(iter(words[at + 1 :]), "RECIPE")
+        return f"the recipe is the first word: `{command()} {verb} {recipe}`"
+    if not option.startswith("--"):
         return None
     value = (
         words[at].partition("=")[2] or next((w for w in words[at + 1 :][:1] if not w.startswith("-")), "") or "VALUE"

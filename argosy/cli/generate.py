@@ -159,11 +159,12 @@ def chosen_sampling(how: Generate, generation: Any) -> dict[str, Any]:
     given = {name: getattr(how, name) for name in names if getattr(how, name) is not None}
     draws = bool(generation.get("do_sample"))
     ours = names if draws else names[4:]  # penalties also apply to greedy decoding
-    own = {name: generation[name] for name in ours if generation.get(name) is not None and name not in given}
-    if draws and "temperature" not in given:
+    own = {name: generation[name] for name in ours if generation.get(name) is not None}
+    if draws:
         own = {"temperature": 1.0, "top_k": 50} | own  # the defaults of transformers
-    elif draws:
-        own = {}
+    # Greedy decoding has no use for filters.
+    left = given if given.get("temperature") != 0 else {*given, *names[:4]}
+    own = {name: value for name, value in own.items() if name not in left}
     if own:
         say("sampling as its generation config says: " + " ".join(f"{k}={v}" for k, v in own.items()))
         given = own | given

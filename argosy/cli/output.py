@@ -10,9 +10,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from argosy.core.errors import ArgosyError
-
-# What the user types instead of `argosy`; set by `./run`.
-COMMAND = "ARGOSY_COMMAND"
+from argosy.core.typed import command
 
 
 def answer(text: str, document: Any, as_json: bool) -> None:
@@ -67,11 +65,6 @@ def fail(error: ArgosyError) -> None:
     if can_color(sys.stderr):
         text = text.replace("error: ", "\033[1;31merror:\033[0m ").replace("\nhint: ", "\n\033[36mhint:\033[0m ")
     say(text)
-
-
-def command() -> str:
-    """What the user types to run Argosy: `argosy`, or `./run` in a checkout."""
-    return os.environ.get(COMMAND) or "argosy"
 
 
 def as_typed(text: str) -> str:

@@ -58,7 +58,8 @@ def names_page() -> str:
     from argosy.jobs.elsewhere import ELSEWHERE
     from argosy.jobs.run import Run
 
-    rows = sorted({(name, f"`{key}`") for name, key in names_of(Run)} | {(n, s) for n, s in ELSEWHERE.items()})
+    ours = {(name, f"`{key}`" + (f": {note}" if note else "")) for name, key, note in names_of(Run)}
+    rows = sorted(ours | set(ELSEWHERE.items()))
     table = "\n".join(f"| `{name}` | {answer} |" for name, answer in rows)
     return (
         "# Names from other trainers\n\nWhat Hugging Face Trainer, torchtitan, axolotl, nanochat, nanoGPT and MaxText call things, and "
@@ -67,10 +68,10 @@ def names_page() -> str:
     )
 
 
-def names_of(schema: type[Settings], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(name elsewhere, our key) of every key that a schema may have, whatever is chosen."""
+def names_of(schema: type[Settings], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(name elsewhere, our key, how the values differ) of every key that a schema may have, whatever is chosen."""
     for name, info in schema.model_fields.items():
-        yield from ((other, f"{prefix}{name}") for mark in marks(info, Also) for other in mark.names)
+        yield from ((other, f"{prefix}{name}", mark.note) for mark in marks(info, Also) for other in mark.names)
         kind = shape_of(info)
         inner = [kind.of] if kind.kind == "group" else []
         if isinstance(kind.of, Choice):
@@ -97,8 +98,9 @@ def devices_page() -> str:
         "# What each device does\n\nA training step of small models (two layers, width 64, vocabulary 512, "
         f"{ROWS} rows of {LENGTH} tokens), compiled for one to eight devices, and what XLA says of it for each device. Nothing is "
         "run. FLOPs count the body of a loop once, and products of experts run in loops on CPUs. Collectives are the bytes of what "
-        "they give: gathered weights do not shrink with the devices, everything else does. `tests/laws/test_devices.py` holds the "
-        "trend, and that losses and weights do not depend on the mesh.\n\n" + table() + "\n"
+        "they give: FLOPs, temporaries and state shrink with the devices, collectives hardly do, because weights are gathered whole "
+        "and XLA on CPUs all-reduces the gradients of dense weights whole. `tests/laws/test_devices.py` "
+        "holds the trend, and that losses and weights do not depend on the mesh.\n\n" + table() + "\n"
     )
 
 

@@ -25,8 +25,8 @@ def quickstart(
     words: Annotated[list[str] | None, typer.Argument(metavar="[dir=PATH]", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
-    """Trains a small model from raw text on this machine, kills and resumes a run, generates, exports and reports. Takes about a
-    minute on two cores, and downloads nothing."""
+    """Trains a small model from raw text on this machine, kills and resumes a run, generates, exports and reports. Takes one to two
+    minutes on two free cores, and downloads nothing."""
     how = read_settings(Quickstart, words_layer(words or [])).value
     say("No downloads, no account: nothing leaves this machine. Loading jax ...")
     machine.start_jax()

@@ -20,6 +20,8 @@ from argosy.core.words import SELF, SettingsLayer
 
 Setter = Callable[[str], SettingsLayer | None]
 
+NOBODY = "set by nobody"
+
 _WANTED = {
     "int": "a whole number",
     "float": "a number",
@@ -54,12 +56,14 @@ class Names:
     """The names that an unknown key may stand for.
 
     known: every dotted key of this run. choices: key -> choice, and its name. also: a name that other trainers use -> our keys.
+    notes: such a name -> how its value differs from ours, empty if it does not.
     elsewhere: a name that no key stands for -> a sentence about it.
     """
 
     known: Sequence[str] = ()
     choices: Mapping[str, tuple[Choice, str]] = field(default_factory=dict)
     also: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -99,7 +103,8 @@ def _of_other_trainers(key: str, names: Names) -> str | None:
     group, _, leaf = plain.rpartition(".")
     for name in dict.fromkeys([plain, leaf]):
         if ours := names.also.get(name):
-            return f"did you mean `{next((k for k in ours if k.rpartition('.')[0] == group), ours[0])}`?"
+            meant = f"did you mean `{next((k for k in ours if k.rpartition('.')[0] == group), ours[0])}`?"
+            return f"{meant} {note}" if (note := names.notes.get(name)) else meant
         if sentence := names.elsewhere.get(name):
             return sentence
     return None
@@ -141,7 +146,7 @@ def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[
     """The errors Pydantic found in one key or in its items. `setter`: dotted key -> the layer that set it."""
     if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
         about = f": {sentence(info.description)}" if sentence(info.description) else ""
-        return [BadInput(f"`{key}` is required", where="set by nobody", hint=f"add `{key}=...`{about}")]
+        return [BadInput(f"`{key}` is required", where=NOBODY, hint=f"add `{key}=...`{about}")]
     options = [member for member in members(info.annotation) if member is not type(None)]
     # Pydantic reports each member of the union; the key is reported once.
     if len(options) > 1:

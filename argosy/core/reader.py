@@ -6,6 +6,7 @@ are checked only if each key is valid by itself; otherwise they would blame the 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -42,6 +43,7 @@ class Reader:
         self.unknown: list[tuple[str, str]] = []
         self.known: list[str] = []
         self.also: dict[str, list[str]] = {}
+        self.notes: dict[str, str] = {}
         self.choices: dict[str, tuple[Choice, str]] = {}
         self.setter: dict[str, SettingsLayer] = {}
         self.tried: dict[str, list[tuple[str, Any]]] = {}
@@ -59,8 +61,9 @@ class Reader:
             recent = given[_since_changed(cls, info, given) :]
             its = [Given(one.layer, one.value[name]) for one in recent if name in one.value]
             self.known.append(path)
-            for also in (also for mark in marks(info, Also) for also in mark.names):
+            for also, note in ((also, mark.note) for mark in marks(info, Also) for also in mark.names):
                 self.also.setdefault(also, []).append(path)
+                self.notes.setdefault(also, note)
             if its or shape_of(info).kind in ("group", "choice"):
                 values[name] = self._part(info, path, _default(info) + its)
             if values.get(name) is _FAILED:
@@ -101,9 +104,22 @@ class Reader:
             layer = namers[-1].layer
             where = f"set by {layer.where(tag if tag in layer.marks else key)}"
             self.problems.append(BadInput(f"{error.what} for `{key}`", where=where, hint=error.hint))
+            self._as_nearest(choice, str(namers[-1].value), key, given)
             return _FAILED
         self.choices[key] = (choice, name)
         return self.group(cls, key, _since_named(given, choice.tag), choice.tag)
+
+    def _as_nearest(self, choice: Choice, name: str, key: str, given: list[Given]) -> None:
+        """Reads a choice of an unknown name as the nearest one, so that its other mistakes are found too. Its names are known even
+        where none is near: `lr` beside `optimizer=sophia` still means the learning rate."""
+        close = get_close_matches(name, choice.registry, n=1)
+        nearest = close[0] if close else next(iter(choice.registry))
+        self.choices[key] = (choice, nearest)
+        before = len(self.problems)
+        its = _since_named(given, choice.tag) if close else []
+        self.group(choice.pick(nearest), key, its, choice.tag)
+        # Nothing is missing from a group whose name is not known.
+        self.problems[before:] = [p for p in self.problems[before:] if close and p.where != mistakes.NOBODY]
 
     def _list(self, item: Any, key: str, given: list[Given]) -> Any:
         layer, value = given[-1].layer, given[-1].value

@@ -65,10 +65,12 @@ class Settings(BaseModel, metaclass=_Keys):
 
 class Also:
     """Marks a key with the names other trainers use for it: `Annotated[float, Also("lr", "max_lr")]`. They are not accepted; the
-    error names the right key. A dotted name, `training.steps`, takes precedence over its last part."""
+    error names the right key. A dotted name, `training.steps`, takes precedence over its last part.
 
-    def __init__(self, *names: str):
-        self.names = names
+    note: how the value differs from that of these names, in another unit for example; it follows the key in the error."""
+
+    def __init__(self, *names: str, note: str = ""):
+        self.names, self.note = names, note
 
 
 class MayChange:

@@ -64,7 +64,7 @@ def read_settings(schema: type[T], *layers: SettingsLayer) -> Reading[T]:
     """
     reader = Reader()
     value = reader.group(schema, "", [Given(layer, layer.values) for layer in layers])
-    names = mistakes.Names(reader.known, reader.choices, reader.also, schema.elsewhere)
+    names = mistakes.Names(reader.known, reader.choices, reader.also, reader.notes, schema.elsewhere)
     unknown = [mistakes.unknown(key, where, names) for key, where in reader.unknown]
     if problems := unknown + reader.problems:
         raise SettingsError(problems)

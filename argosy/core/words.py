@@ -197,6 +197,10 @@ def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLay
     values: dict[str, Any] = {}
     marks: dict[str, Mark] = {}
     problems: list[UserError] = []
+    words, apart = _joined(list(words))
+    for key, text in apart:
+        hint = f"write `{key}={text}` without blanks"
+        problems.append(BadInput(f"blanks around the `=` of `{key}`", where=f"on the {origin}", hint=hint))
     for word in words:
         key, equals, text = word.partition("=")
         if problem := _misspelt(word, key, equals, text, origin):
@@ -214,6 +218,26 @@ def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLay
     if problems:
         raise SettingsError(problems)
     return SettingsLayer(origin, values, marks)
+
+
+def _joined(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The words without those of `steps = 5`, `steps= 5` and `steps =5`, and (key, value) of these."""
+    good: list[str] = []
+    apart: list[tuple[str, str]] = []
+    at = 0
+    while at < len(words):
+        for count in (3, 2):
+            part = words[at : at + count]
+            key, _, text = "".join(part).partition("=")
+            is_split = part[1:2] == ["="] if count == 3 else part[0].endswith("=") or part[-1].startswith("=")
+            if is_split and _KEY.fullmatch(key) and text and "=" not in text:
+                apart.append((key, text))
+                at += count
+                break
+        else:
+            good.append(words[at])
+            at += 1
+    return good, apart
 
 
 def _misspelt(word: str, key: str, equals: str, text: str, origin: str) -> UserError | None:

@@ -31,7 +31,7 @@ from argosy.core.formats.files import sync
 from argosy.data.batch import Fingerprint
 from argosy.data.encode import Encoder, puts_bos
 from argosy.data.pack import Corpus, Encoded
-from argosy.data.sources import Document, Source
+from argosy.data.sources import Capped, Document, Source
 
 if TYPE_CHECKING:
     from argosy.data.tokenize import Tokenizer
@@ -201,7 +201,9 @@ def write(
     total = train.tokens + held_out.tokens
     if not total:
         hint = "is `data.source` the right file?"
-        raise BadInput("the corpus is empty: no document holds any text", where=str(fingerprint["source"]), hint=hint)
+        read = source.source if isinstance(source, Capped) else source
+        where = str(getattr(read, "path", fingerprint["source"]))
+        raise BadInput("the corpus is empty: no document holds any text", where=where, hint=hint)
     wanted = int(share * total) - held_out.tokens
     if held_out.tokens < share * total / 2 and wanted > 1:  # a lone token has no target
         held_out.take_tail(train, wanted, encoder)

@@ -66,15 +66,16 @@ class DataSettings(Settings):
             "micro_batch_size",
             "device_batch_size",
             "train_batch_size",
-            "total_batch_size",
             "local_batch_size",
             "training.local_batch_size",
             "batch_size",
             "global_batch_size",
             "per_device_train_batch_size",
+            note="it is the whole batch, over all devices and before accumulation splits it: per device x devices x accumulation",
         ),
+        Also("total_batch_size", note="it counts rows: tokens / data.sequence"),
     ] = Field(default=8, gt=0)
-    """Rows per step, over all devices and processes."""
+    """Rows of an update, over all devices and processes, before `accumulate` splits them."""
 
     packing: Annotated[Literal["split", "fit"], Also("sample_packing", "group_by_length", "pad_to_sequence_len")] = (
         "split"

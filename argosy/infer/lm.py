@@ -277,10 +277,7 @@ class Answers:
         sampling: Mapping[str, Any],
     ):
         lm.check_predicts()
-        if not prompts:
-            raise BadInput("no prompt")
-        if any(isinstance(p, int | np.integer) for p in prompts):
-            raise BadInput("generate takes a list of prompts, not one list of token ids", hint="generate([ids])")
+        check_prompts(prompts)
         if max_tokens < 1:
             raise BadInput(f"max_tokens = {max_tokens}", hint="at least 1")
         if any(not s for s in stop):
@@ -378,6 +375,21 @@ class Answers:
         self.completions[row].text += text
         self.completions[row].finish_reason = reason
         return Piece(row, text, True)
+
+
+def check_prompts(prompts: Sequence[Any]) -> None:
+    """Checks that these are prompts.
+
+    Raises:
+        BadInput: there is none, or they are the messages of a conversation, or the token ids of one prompt.
+    """
+    if not prompts:
+        raise BadInput("no prompt")
+    first = [p[0] if isinstance(p, list | tuple) and p else p for p in prompts]
+    if any(isinstance(one, Mapping) for one in first):
+        raise BadInput("generate takes prompts, not messages", hint="lm.generate([lm.chat_prompt(messages)])")
+    if any(isinstance(p, int | np.integer) for p in prompts):
+        raise BadInput("generate takes a list of prompts, not one list of token ids", hint="generate([ids])")
 
 
 def _after(tokenizer: Any, ids: list[int]) -> Any:

@@ -18,7 +18,7 @@ vocabulary take part, and therefore whatever the rows beside it ask for.
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,14 @@ Seed = int | Sequence[int]
 
 class Sampling(Settings):
     """How tokens are chosen."""
+
+    elsewhere: ClassVar = {
+        "max_new_tokens": "did you mean `max_tokens`?",
+        "max_length": "did you mean `max_tokens`? it does not count the prompt",
+        "do_sample": "temperature=0 takes the likeliest token, above 0 draws",
+        "num_return_sequences": "give the prompt several times: generate([prompt] * N)",
+        "n": "give the prompt several times: generate([prompt] * N)",
+    }
 
     temperature: float = Field(0.0, ge=0)
     """Divides the logits before a token is drawn; at 0 the likeliest token is taken and nothing is drawn."""

@@ -27,6 +27,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 # Folders with users' own presets, separated as in PATH.
 PRESET_FOLDERS = "ARGOSY_PRESETS"
 EXTENDS = "extends"
+# ORGANIZATION/NAME of a model on the Hugging Face Hub.
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def compose(
@@ -119,7 +121,8 @@ def key_meant(key: str) -> str:
     if key in names.known:
         return key
     hint = mistakes.unknown(key, None, names).hint or ""
-    return hint.removeprefix("did you mean `").removesuffix("`?") if hint.startswith("did you mean `") else key
+    meant = re.match(r"did you mean `([^`]+)`\?", hint)
+    return meant[1] if meant else key
 
 
 # ---- stored models among the layers
@@ -186,6 +189,8 @@ def with_preset(layers: list[SettingsLayer], configs: Path = CONFIGS, families: 
     except UnknownName as error:
         if preset is not None and preset in families and error.name == preset:
             raise _a_family(str(preset), configs, f"set by {where}") from None
+        if preset is not None and error.name == preset and ("/" in preset or preset.endswith(".gguf")):
+            raise no_model(preset, f"set by {where}", configs) from None
         raise
     beneath = [layer.under("model") for layer in found]
     return [*_overruled(layers[:naming]), *beneath, *layers[naming:]]
@@ -202,6 +207,31 @@ def _a_family(name: str, configs: Path, where: str) -> BadInput:
     some = f"name a preset: {', '.join(f'model={preset}' for preset in sized[:5])}" if sized else "name a preset of it"
     hint = f"{some}; or set model.family={name} and its sizes"
     return BadInput(f"`{name}` is a model family, which has no sizes", where=where, hint=hint)
+
+
+def no_model(name: str, where: str | None = None, configs: Path = CONFIGS) -> UserError:
+    """The error for a model that is not there: a Hub id, a path without a file, or the name of a preset where trained weights are
+    needed."""
+    models = presets(configs)
+    if name in models:
+        return BadInput(
+            f"`{name}` is a preset: its name alone means random weights",
+            hint="give the folder or file of its trained weights, or train one: argosy train RECIPE model=" + name,
+        )
+    given = "model=" if where else "the folder "
+    owner, _, own = name.partition("/")
+    if _HUB_ID.fullmatch(name) and owner != "runs" and not Path(owner).exists():
+        same = [model for model in models if _plain(model) == _plain(own)]
+        random = f"; the preset `{same[0]}` has random weights" if same else ""
+        hint = f"nothing is downloaded: `hf download {name} --local-dir {own}`, then {given}{own}{random}"
+        return BadInput(f"no folder `{name}`", where=where, hint=hint)
+    what = "file" if name.endswith((".gguf", ".yml", ".yaml")) else "folder"
+    hint = f"{'model=FOLDER takes ' if where else ''}a Hub folder, a .gguf file, a run directory or a checkpoint"
+    return BadInput(f"no such {what}: `{name}`", where=where, hint=hint)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _of_family(name: str, models: Iterable[str]) -> list[str]:
@@ -259,6 +289,9 @@ def _recipe_file(name: str, configs: Path) -> Path:
 
 def _unknown_recipe(name: str, known: list[str], configs: Path) -> UserError:
     """The error for a name that is not a recipe; suggests the file with its ending, or explains that it names a model."""
+    if "=" in name:
+        hint = f"name a recipe first: argosy train {_usual(known)} {name}"
+        return BadInput(f"`{name}` is a setting, not a recipe", where=recipes_named(known), hint=hint)
     error = UnknownName("recipe", name, known)
     for path in (Path(f"{name}{ending}") for ending in (".yml", ".yaml")):
         if path.is_file():
@@ -268,9 +301,18 @@ def _unknown_recipe(name: str, known: list[str], configs: Path) -> UserError:
     models = presets(configs)
     for what, close in [("a model", [m for m in models if m == name]), ("a model family", _of_family(name, models))]:
         if close and known:
-            hint = f"name a recipe first, then the model: {'tiny' if 'tiny' in known else known[0]} model={close[0]}"
+            hint = f"name a recipe first, then the model: {_usual(known)} model={close[0]}"
             return BadInput(f"`{name}` is {what}, not a recipe", hint=hint)
     return error
+
+
+def recipes_named(known: list[str]) -> str:
+    """All recipes, in one line."""
+    return f"recipes are {', '.join(known)}"
+
+
+def _usual(known: list[str]) -> str:
+    return "tiny" if "tiny" in known or not known else known[0]
 
 
 def _run_file(path: Path) -> Path:

@@ -17,7 +17,7 @@ import numpy as np
 
 from argosy.checkpoint import manifest, peft
 from argosy.checkpoint.hub import Mapped, check_tied
-from argosy.checkpoint.load import no_weights, tokenizer_of
+from argosy.checkpoint.load import tokenizer_of
 from argosy.checkpoint.peft import merged, read_adapter
 from argosy.checkpoint.save import Progress, write
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
@@ -25,7 +25,7 @@ from argosy.checkpoint.stream import largest, streamed
 from argosy.core.errors import BadInput
 from argosy.core.signals import before_leaving
 from argosy.data.tokenize import matching
-from argosy.jobs.compose import presets
+from argosy.jobs.compose import no_model
 from argosy.observe import memory
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -111,7 +111,7 @@ def opened(source: str, say: Say = lambda _: None) -> Stored:
         BadInput, Damaged: it is not a model.
     """
     if not Path(source).exists():
-        raise no_weights(source, presets())
+        raise no_model(source)
     stored = streamed(open_model(source, say))
     check_tied(stored)
     return stored

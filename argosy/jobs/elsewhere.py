@@ -11,6 +11,8 @@ _DEVICE = "JAX uses the accelerator it finds; the variable JAX_PLATFORMS=cpu, cu
 _QUANTIZED = "training quantized weights is not built yet"
 _DROPOUT = "dropout is not built: one pass over much text does not need it"
 _PROFILE = "profiling a run is not built yet; metrics.jsonl and report.html show where its time went"
+_RESUMES = "the same command resumes: a run directory continues from its last good checkpoint"
+_CHAT = "not from the command line yet: every token is learned; `argosy.data.chat_mask` in Python"
 _HUB = "nothing is uploaded: `argosy convert RUN FOLDER` writes a Hub folder"
 _LOADERS = "data is read ahead by threads: data.prefetch is how many batches"
 _COMPILED = "every step is compiled, and compiled programs are kept between runs"
@@ -48,8 +50,9 @@ ELSEWHERE: dict[str, str] = {
     "hub_model_id": _HUB,
     "hub_token": _HUB,
     # how a run goes
-    "resume": "the same command resumes: a run directory continues from its last good checkpoint",
-    "auto_resume_from_checkpoints": "the same command resumes: a run directory continues from its last good checkpoint",
+    "resume": _RESUMES,
+    "auto_resume_from_checkpoints": _RESUMES,
+    "resume_from_checkpoint": _RESUMES,
     "overwrite_output_dir": "nothing is ever overwritten: dir=NEW starts another run",
     "enable_checkpointing": "checkpoints are always written: checkpoint.every sets the steps between them",
     "save_safetensors": _HUB,
@@ -87,9 +90,12 @@ ELSEWHERE: dict[str, str] = {
     "label_smoothing": "label smoothing is not built",
     "label_smoothing_factor": "label smoothing is not built",
     "neftune_noise_alpha": "noise on embeddings is not built",
-    "chat_template": "the tokenizer brings its chat template; conversations in JSONL are rendered by it",
-    "train_on_inputs": "in conversations only the assistant's turns are trained, in plain text everything",
-    "completion_only_loss": "in conversations only the assistant's turns are trained, in plain text everything",
+    "chat_template": "not from the command line yet; `argosy.data.chat_mask` in Python renders conversations",
+    "train_on_inputs": _CHAT,
+    "completion_only_loss": _CHAT,
+    "assistant_only_loss": _CHAT,
+    "betas": "two settings: optimizer.b1 and optimizer.b2",
+    "fp16": "float16 is not built: precision=bfloat16 takes as much memory and needs no loss scaling",
     "per_device_eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches sets how many",
     "eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches sets how many",
     "core_metric_every": "benchmarks during training are not built yet; eval.every evaluates the loss on held-out text",

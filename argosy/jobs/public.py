@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.core.scalars import written
-from argosy.core.settings import Settings, dump
+from argosy.core.settings import COMMAND_LINE, Settings, dump
 from argosy.jobs import machine
-from argosy.jobs.compose import preset_config, presets
+from argosy.jobs.compose import no_model, preset_config, presets, recipes
 from argosy.jobs.train import Outcome, View, train
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def load(
     from argosy.infer import load as loading
 
     if random is not None:
+        if str(model) in recipes():
+            raise BadInput(f"`{model}` is a recipe, not a preset", hint=f"presets are {', '.join(presets()[:8])}, ...")
         _say(f"{model}: random weights from seed {random}")
         return loading.random(preset_config(str(model)), random, dtype=dtype)
     if "://" not in str(model) and not Path(model).exists():
-        from argosy.checkpoint.load import no_weights
-
-        raise no_weights(str(model), presets())
+        raise no_model(str(model))
     return loading.load(model, dtype=dtype, adapter=adapter, context=context, warn=_say)
 
 
@@ -79,13 +79,17 @@ def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> 
     """
     machine.start_jax()
     given = [*words, *(_word(key, value) for key, value in settings.items())]
-    if view is not None:
-        outcome = train(recipe, given, view)
-    else:
-        from argosy.observe.terminal import Terminal
+    try:
+        if view is not None:
+            outcome = train(recipe, given, view)
+        else:
+            from argosy.observe.terminal import Terminal
 
-        with Terminal() as terminal:
-            outcome = train(recipe, given, terminal)
+            with Terminal() as terminal:
+                outcome = train(recipe, given, terminal)
+    except UserError as error:
+        _set_here(error, "an argument" if words else "a keyword")
+        raise
     if outcome.exit_code == 130:
         raise KeyboardInterrupt
     if outcome.exit_code:
@@ -102,6 +106,12 @@ def _word(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         value = dict(value)
     return f"{key}={written(value)}"
+
+
+def _set_here(error: UserError, what: str) -> None:
+    """Says in the error, and in those it lists, that its settings were set in Python."""
+    for one in [error, *(error.problems if isinstance(error, SettingsError) else [])]:
+        one.where = one.where and one.where.replace(f"on the {COMMAND_LINE}", f"in {what}").replace(COMMAND_LINE, what)
 
 
 def _say(text: str) -> None:

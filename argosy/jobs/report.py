@@ -16,6 +16,7 @@ from argosy.core.errors import ArgosyError
 from argosy.core.explain import value_text
 from argosy.core.settings import COMMAND_LINE, Choice, yaml_layer
 from argosy.core.storage import Store
+from argosy.core.typed import command as as_run
 from argosy.jobs import runs
 from argosy.models import FAMILIES
 from argosy.observe import environment, metrics
@@ -95,7 +96,7 @@ def surroundings() -> dict[str, str]:
 
 def command(path: Path, settings: Sequence[tuple[str, Any, str]], lines: Sequence[Mapping[str, Any]] = ()) -> str:
     """The command that runs it again from its own settings, and the command as it was typed, if known."""
-    again = f"argosy train {path} dir={path}-again"
+    again = f"{as_run()} train {path} dir={path}-again"
     typed = str(headers(lines).get("command") or "")
     if typed:
         return f"{again}\n\n# as it was typed\n{typed}"
@@ -104,7 +105,7 @@ def command(path: Path, settings: Sequence[tuple[str, Any, str]], lines: Sequenc
         return again
     recipe = recipes.pop().removeprefix("recipes/").removesuffix(".yml")
     words = [f"{key}={value_text(value)}" for key, value, who in settings if who == COMMAND_LINE]
-    return f"{again}\n\n# as it was typed\nargosy train {shlex.join([recipe, *words])}"
+    return f"{again}\n\n# as it was typed\n{as_run()} train {shlex.join([recipe, *words])}"
 
 
 def _story(path: Path) -> dict[str, Any]:

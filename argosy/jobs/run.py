@@ -25,7 +25,7 @@ class Init(Settings):
         ),
     ] = None
     """A model whose weights to start from: Hub folder, GGUF file, run directory or checkpoint."""
-    state: Annotated[str | None, Also("resume_from_checkpoint", "load_full_state_path")] = None
+    state: Annotated[str | None, Also("load_full_state_path")] = None
     """A run directory or checkpoint whose weights, optimizer state and step to start from."""
 
     @model_validator(mode="after")
@@ -66,7 +66,7 @@ class Evaluate(Settings):
         MayChange(),
         Also("eval_steps", "eval_every", "eval_interval", "validation.freq", "eval_strategy", "evals_per_epoch"),
     ] = Field(100, gt=0)
-    """Steps between evaluations; the last step is always evaluated."""
+    """Steps between evaluations (eval.batches=0 turns evaluation off); the last step is always evaluated."""
     batches: Annotated[
         int, MayChange(), Also("eval_iters", "eval_tokens", "validation.steps", "max_eval_samples", "eval_batches")
     ] = Field(20, ge=0)
@@ -179,15 +179,15 @@ class Run(Settings):
             "accumulation_steps",
             "grad_accumulation",
             "gradient_accumulation",
+            note="it splits data.batch into so many parts; it does not multiply it",
         ),
     ] = Field(1, gt=0)
-    """Number of parts into which each batch is split. They are computed one after the other and their gradients summed, which
-    saves memory and gives the same update."""
+    """Number of parts into which each batch is split: the total batch stays `data.batch`. The parts are computed one after the
+    other and their gradients summed, which saves memory and gives the same update."""
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"],
+        Also("bf16", note="bf16=true is precision=bfloat16"),
         Also(
-            "bf16",
-            "fp16",
             "dtype",
             "mixed_precision",
             "training.mixed_precision_param",

@@ -15,6 +15,7 @@ from argosy.core.errors import BadInput
 from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.signals import asked_to_stop
+from argosy.core.typed import command as as_run
 from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
 from argosy.jobs.view import Quiet, View
@@ -64,7 +65,7 @@ def train(recipe: str, words: list[str] | tuple[str, ...] = (), view: View | Non
         UserError: a mistake found before work began.
     """
     reading = compose(Run, recipe, words)
-    command = shlex.join(["argosy", "train", str(recipe), *words])
+    command = shlex.join([as_run(), "train", str(recipe), *words])
     return run(reading, directory_of(reading, recipe), view or Quiet(), command)
 
 
@@ -132,7 +133,8 @@ def _locked(
         good = directory.checkpoints.latest_good()
         meta = directory.checkpoints.meta(good) if good is not None else None
         if good is not None and good >= settings.steps:
-            log.say(f"{directory} is done: {good} steps of {settings.steps}")
+            fewer = f", and steps={settings.steps} asks for fewer" if good > settings.steps else f" of {settings.steps}"
+            log.say(f"{directory} is done: {good} steps{fewer}; steps=N trains longer, for N above {good}")
             last = last_numbers(directory)
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
         kept = directory.with_provenance(reading)
@@ -163,6 +165,8 @@ class Training:
     hub: dict[str, Any]
     # The stored model that the weights came from.
     origin: Any = None
+    # The step of this run that it resumes from.
+    resumed: int | None = None
 
     @classmethod
     def begin(
@@ -219,6 +223,7 @@ class Training:
         self.assembly.batches.restore(self.directory.checkpoints.meta(step)["data"])
         weights, state = self.assembly.state_places()
         restored = self.assembly.restored(load_weights(folder, weights), load_item(folder, STATE, state))
+        self.resumed = step
         self.view.say(f"resuming from step {step} of {self.settings.steps} in {self.directory}")
         return restored
 
@@ -321,8 +326,26 @@ class Training:
             "device": a.mesh.devices.flat[0].device_kind,
             "precision": a.decided.precision,
             "layers": a.decided.layers,
+            "weights": self.weights(),
+            "tokenizer": self.tokenizer(),
             "corpus": a.batches.summary(settings.steps).text,
         }
+
+    def weights(self) -> str:
+        """Where the weights of the first step come from."""
+        init = self.settings.init
+        if self.resumed is not None:
+            return f"from step {self.resumed} of this run"
+        if init.weights:
+            return f"from {init.weights}"
+        return f"from the state of {init.state}" if init.state else f"random, from seed {self.settings.seed}"
+
+    def tokenizer(self) -> str:
+        """The tokenizer, and its size against the model's vocabulary."""
+        tokenizer, vocab = self.assembly.tokenizer, self.settings.model.vocab
+        if tokenizer is None:
+            return f"none; the model's vocabulary has {vocab:,} tokens"
+        return f"{self.settings.data.tokenizer}, {tokenizer.vocab:,} tokens of the model's {vocab:,}"
 
 
 def family_of(settings: Run) -> str:

@@ -151,7 +151,7 @@ def headed(facts: Mapping[str, Any]) -> list[str]:
     facts.pop("vocab", None)
     wide = {
         name: text
-        for name in ("command", "versions", "corpus", "memory")
+        for name in ("command", "versions", "weights", "tokenizer", "corpus", "memory")
         if (text := _wide(name, facts.pop(name, None)))
     }
     short: dict[str, str] = {}

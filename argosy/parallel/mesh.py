@@ -10,9 +10,9 @@ context, expert, stage    always 1: sequences, experts and layers are not split 
 import math
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from argosy.core.errors import BadInput, Unsupported
+from argosy.core.errors import BadInput
 from argosy.core.schema import Also
 from argosy.core.settings import Settings
 
@@ -71,12 +71,19 @@ class MeshSettings(Settings):
     stage: Annotated[int, Also("pipeline_parallel_degree", "ici_pipeline_parallelism", "pp")] = Field(1, ge=-1)
     """Number of shares of the layers. Only 1 is built."""
 
+    @model_validator(mode="after")
+    def _built(self) -> "MeshSettings":
+        for name, what in NOT_BUILT.items():
+            if (size := getattr(self, name)) != 1:
+                hint = f"leave mesh.{name} at 1; mesh.fsdp and mesh.tensor split the weights of every model"
+                raise BadInput(f"{name} = {size}: {what} are not split over devices yet", hint=hint)
+        return self
+
     def build(self, devices: Any = None) -> "Mesh":
         """The mesh over these devices, or over all devices of the process.
 
         Raises:
             BadInput: the sizes do not multiply to the number of devices.
-            Unsupported: an axis that is not built is not 1.
         """
         # Imported here, because settings are read without jax.
         import jax
@@ -85,9 +92,6 @@ class MeshSettings(Settings):
 
         devices = jax.devices() if devices is None else devices
         sizes = {name: getattr(self, name) for name in ORDER}
-        for name, what in NOT_BUILT.items():
-            if sizes[name] != 1:
-                raise Unsupported(f"mesh.{name} = {sizes[name]}: {what} are not split over devices yet")
         open_axes = [name for name, size in sizes.items() if size == -1]
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if len(open_axes) > 1 or 0 in sizes.values():

@@ -86,7 +86,7 @@ def _lenient(transform: Transformation) -> Transformation:
 class AdamW(Optimizer):
     """Adam with decoupled weight decay. Loshchilov and Hutter 2017 (arXiv:1711.05101)."""
 
-    b1: Annotated[float, Also("beta1", "adam_beta1", "adam_b1", "betas")] = Field(0.9, ge=0, lt=1)
+    b1: Annotated[float, Also("beta1", "adam_beta1", "adam_b1")] = Field(0.9, ge=0, lt=1)
     """Decay rate of the mean of gradients."""
     b2: Annotated[float, Also("beta2", "adam_beta2", "adam_b2")] = Field(0.95, ge=0, lt=1)
     """Decay rate of the mean of squared gradients."""

@@ -11,6 +11,8 @@ from argosy.core.settings import Also, Settings
 
 # Step (counted from 0) -> share of the peak learning rate.
 Factor = Callable[[Any], Any]
+# Names of a final rate.
+_RATE = Also("min_lr", "end_lr", note="it is a share of the peak, not a rate: min_lr / optimizer.learning_rate")
 
 
 class Schedule(Settings):
@@ -64,9 +66,7 @@ class Constant(Schedule):
 class Linear(Schedule):
     """Decays linearly."""
 
-    final: Annotated[float, Also("min_lr", "final_lr_frac", "min_lr_ratio", "min_lr_factor", "end_lr")] = Field(
-        0.0, ge=0, le=1
-    )
+    final: Annotated[float, Also("final_lr_frac", "min_lr_ratio", "min_lr_factor"), _RATE] = Field(0.0, ge=0, le=1)
     """Learning rate at the last step, as a share of the peak."""
 
     def build(self, steps: int) -> Factor:
@@ -79,14 +79,13 @@ class Cosine(Schedule):
     final: Annotated[
         float,
         Also(
-            "min_lr",
             "final_lr_frac",
             "min_lr_ratio",
             "lr_scheduler.min_lr_factor",
             "min_lr_factor",
             "cosine_learning_rate_final_fraction",
-            "end_lr",
         ),
+        _RATE,
     ] = Field(0.1, ge=0, le=1)
     """Learning rate at the last step, as a share of the peak."""
 
@@ -104,9 +103,7 @@ class WSD(Schedule):
         Also("warmdown_ratio", "cooldown", "lr_scheduler.decay_ratio", "decay_ratio", "decay_steps", "cooldown_steps"),
     ] = Field(0.2, gt=0)
     """Steps of the decay at the end; below 1, a share of all steps."""
-    final: Annotated[float, Also("min_lr", "final_lr_frac", "min_lr_ratio", "min_lr_factor", "end_lr")] = Field(
-        0.0, ge=0, le=1
-    )
+    final: Annotated[float, Also("final_lr_frac", "min_lr_ratio", "min_lr_factor"), _RATE] = Field(0.0, ge=0, le=1)
     """Learning rate at the last step, as a share of the peak."""
 
     def build(self, steps: int) -> Factor:

@@ -63,7 +63,7 @@ def test_the_newest_good_one_is_found_and_damage_is_set_aside(copy: Path):
     assert Checkpoints(copy, CheckpointSettings(), said.append).latest_good() == 4
     assert sorted(d.name for d in copy.iterdir()) == ["2", "4", "6.damaged"]
     assert len(said) == 1
-    assert all(word in said[0] for word in ("checkpoint 6", "6.damaged", "meta.json", "SHA-256"))
+    assert all(word in said[0] for word in ("checkpoint 6", "6.damaged", "meta.json", "SHA-256", "using step 4"))
 
 
 def test_whoever_only_reads_moves_nothing(copy: Path):

@@ -99,6 +99,14 @@ def test_every_verb_helps(verb, capsys):
         (["confg"], "unknown verb `confg`", "did you mean `config`?"),
         (["zzzzz"], "unknown verb `zzzzz`", "train, sweep, generate"),
         (["train", "tiny", "--steps", "100"], "no such option: --steps", "`steps=100`"),
+        (["train"], "train needs a recipe\n  recipes are bench-31m, quickstart, tiny", "`argosy train tiny`"),
+        (["train", "steps=5"], "`steps=5` is a setting, not a recipe\n  recipes are", "argosy train tiny steps=5"),
+        (["train", "--config", "tiny"], "no such option: --config", "the recipe is the first word: `argosy train tiny`"),
+        (["train", "-c", "tiny"], "no such option: -c", "the recipe is the first word: `argosy train tiny`"),
+        (["train", "tiny", "steps", "=", "5"], "blanks around the `=` of `steps`", "`steps=5` without blanks"),
+        (["train", "tiny", "steps=", "5"], "blanks around the `=` of `steps`", "`steps=5` without blanks"),
+        (["train", "tiny", "steps", "=5"], "blanks around the `=` of `steps`", "`steps=5` without blanks"),
+        (["train", "tiny", "steps=", "seed=5"], "`steps=` has no value", None),
         (["train", "tiny", "--lr=1e-3"], "no such option: --lr", "`optimizer.learning_rate=1e-3`"),
         (["config", "show", "tiny", "--max-steps=9"], "no such option: --max-steps", "`steps=9`"),
         (["generate", "x", "--max-tokens", "9"], "no such option: --max-tokens", "`max_tokens=9`"),
@@ -231,6 +239,36 @@ def test_what_to_type_next_is_what_the_user_typed(monkeypatch, capsys):
     assert as_typed(text) == "./run train tiny, or `./run config show`; argosy is fine, and so is my-argosy train"
     assert main(["train", "--help"]) == 0
     assert "Usage: ./run train" in capsys.readouterr().out
+
+
+def test_a_report_says_what_the_user_types(monkeypatch):
+    from argosy.jobs.report import command
+
+    settings = [("steps", 5, "command line"), ("seed", 0, "recipes/tiny.yml")]
+    assert command(Path("runs/a"), settings).splitlines()[0] == "argosy train runs/a dir=runs/a-again"
+    monkeypatch.setenv("ARGOSY_COMMAND", "./run")
+    text = "./run train runs/a dir=runs/a-again\n\n# as it was typed\n./run train tiny steps=5"
+    assert command(Path("runs/a"), settings) == text
+
+
+# ---- argosy generate
+
+
+@pytest.mark.parametrize(
+    ("given", "sampling"),
+    [
+        ({}, {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}),
+        ({"temperature": 1.5}, {"temperature": 1.5, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}),
+        ({"top_k": 5}, {"temperature": 0.6, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1}),
+        ({"temperature": 0}, {"temperature": 0, "repetition_penalty": 1.1}),
+        ({"temperature": 0, "repetition_penalty": 1}, {"temperature": 0, "repetition_penalty": 1}),
+    ],
+)
+def test_what_is_given_replaces_only_itself_in_the_generation_config(given, sampling):
+    from argosy.cli.generate import Generate, chosen_sampling
+
+    config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert chosen_sampling(Generate(**given), config) == sampling
 
 
 # ---- argosy config

@@ -18,7 +18,7 @@ from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.data import prepare as module
 from argosy.data.pack import Corpus
 from argosy.data.prepare import HeldOut, open_prepared, prepare
-from argosy.data.sources import Document, Source
+from argosy.data.sources import Capped, Document, Source
 from argosy.data.sources.text import Memory, TextFile
 from argosy.data.tokenizers.byte import ByteTokenizer
 
@@ -166,6 +166,18 @@ def test_an_empty_corpus_leaves_nothing(tmp_path):
         with pytest.raises(BadInput, match="empty"):
             prepare(Memory(texts), Markless(), tmp_path / "corpus")
     assert not (tmp_path / "corpus").exists()
+
+
+def test_an_empty_file_is_named(tmp_path):
+    class Markless(Bytes):
+        eos = None
+
+    (tmp_path / "nothing.txt").write_text("")
+    source = TextFile(tmp_path / "nothing.txt")
+    for one in (source, Capped(source, 5)):
+        with pytest.raises(BadInput, match="empty") as caught:
+            prepare(one, Markless(), tmp_path / "corpus")
+        assert caught.value.where == str(tmp_path / "nothing.txt")
 
 
 def test_the_same_again_is_opened_and_other_data_refused(tmp_path):

@@ -343,3 +343,16 @@ def test_adapters_are_merged_before_a_model_is_saved(tmp_path):
     with pytest.raises(BadInput, match="the model has LoRA"):
         lm.save(tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("prompts", [[{"role": "user", "content": "hi"}], [[{"role": "user", "content": "hi"}]]])
+def test_messages_are_answered_by_chat_prompt(prompts):
+    with pytest.raises(BadInput, match="not messages") as caught:
+        lm_module.check_prompts(prompts)
+    assert caught.value.hint == "lm.generate([lm.chat_prompt(messages)])"
+
+
+def test_a_name_of_another_library_is_answered(lm):
+    with pytest.raises(SettingsError, match="unknown setting `max_new_tokens`") as caught:
+        lm.generate([[1]], max_new_tokens=4)
+    assert caught.value.problems[0].hint == "did you mean `max_tokens`?"

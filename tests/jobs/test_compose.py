@@ -294,3 +294,63 @@ def test_a_preset_lies_inside_its_folder():
     for name in ("../recipes/tiny", str(CONFIGS / "recipes" / "tiny")):
         with pytest.raises(UnknownName):
             preset_config(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "hint"),
+    [
+        (
+            "Qwen/Qwen3-0.6B",
+            "no folder `Qwen/Qwen3-0.6B`",
+            "nothing is downloaded: `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then model=Qwen3-0.6B; "
+            "the preset `qwen3-0.6b` has random weights",
+        ),
+        (
+            "some/other",
+            "no folder `some/other`",
+            "nothing is downloaded: `hf download some/other --local-dir other`, then model=other",
+        ),
+        ("/nope/folder", "no such folder: `/nope/folder`", "model=FOLDER takes a Hub folder"),
+        ("runs/nope", "no such folder: `runs/nope`", "model=FOLDER takes a Hub folder"),
+        ("nope.gguf", "no such file: `nope.gguf`", "model=FOLDER takes a Hub folder"),
+    ],
+)
+def test_a_model_that_is_not_there_is_told_from_a_hub_id(tmp_path, monkeypatch, name, what, hint):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput) as caught:
+        compose(TrainingRun, "tiny", [f"model={name}"])
+    assert caught.value.what == what
+    assert (caught.value.hint or "").startswith(hint)
+    assert caught.value.where == "set by command line"
+
+
+def _problems(*words):
+    with pytest.raises(SettingsError) as caught:
+        compose(TrainingRun, "tiny", words)
+    return {problem.what: problem.hint for problem in caught.value.problems}
+
+
+def test_beside_an_unknown_optimizer_the_other_mistakes_are_found():
+    found = _problems("optimizer=adam", "lr=3", "optimizer.foo=1", "optimizer.clip=x", "stpes=5")
+    assert found["unknown optimizer `adam` for `optimizer`"] == "did you mean `adamw`?"
+    assert found["unknown setting `lr`"] == "did you mean `optimizer.learning_rate`?"
+    assert found["unknown setting `stpes`"] == "did you mean `steps`?"
+    assert {"unknown setting `optimizer.foo`", "`optimizer.clip` should be a number or none, not `x`"} <= found.keys()
+    assert len(found) == 5
+
+
+def test_a_choice_that_is_near_none_is_one_mistake():
+    assert list(_problems("optimizer=zzz", "optimizer.foo=1")) == ["unknown optimizer `zzz` for `optimizer`"]
+    assert next(iter(_problems("model.family=lama"))).startswith("unknown model family `lama`")
+
+
+def test_an_axis_that_is_not_built_is_a_wrong_setting():
+    found = _problems("mesh.expert=2", "stpes=3")
+    assert "`mesh`: expert = 2: experts are not split over devices yet" in found
+    assert len(found) == 2
+
+
+def test_a_bound_says_what_was_wanted():
+    found = _problems("eval.every=0", "checkpoint.every=0")
+    assert "eval.batches=0 turns evaluation off" in found["`eval.every` should be greater than 0, not `0`"]
+    assert "at least 1 (a large number saves only at the end)" in found["`checkpoint.every` should be greater than 0, not `0`"]

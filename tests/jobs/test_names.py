@@ -6,7 +6,7 @@ import pytest
 
 from argosy.cli.pages import names_of
 from argosy.core import mistakes
-from argosy.jobs.compose import compose
+from argosy.jobs.compose import compose, key_meant
 from argosy.jobs.elsewhere import ELSEWHERE
 from argosy.jobs.run import Run
 
@@ -37,14 +37,14 @@ HUGGING_FACE = {
     "eval_steps": "eval.every",
     "data_seed": "data.seed",
     "bf16": "precision",
-    "fp16": "precision",
+    "fp16": SENTENCE,
     "tf32": SENTENCE,
     "optim": "optimizer",
     "gradient_checkpointing": "execution.remat",
     "group_by_length": "data.packing",
     "report_to": SENTENCE,
     "dataloader_num_workers": "data.prefetch",
-    "resume_from_checkpoint": "init.state",
+    "resume_from_checkpoint": SENTENCE,
     "push_to_hub": SENTENCE,
     "deepspeed": SENTENCE,
     "torch_compile": SENTENCE,
@@ -192,7 +192,34 @@ def test_a_name_of_another_trainer_is_answered(readings, name, key):
     if key is SENTENCE:
         assert set(hints) <= set(ELSEWHERE.values())
     else:
-        assert f"did you mean `{key}`?" in hints
+        notes = {other: note for other, one, note in names_of(Run) if one == key}
+        note = notes.get(name) or notes.get(name.rpartition(".")[2])
+        assert f"did you mean `{key}`?" + (f" {note}" if note else "") in hints
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("per_device_train_batch_size", "`data.batch`? it is the whole batch, over all devices"),
+        ("batch_size", "per device x devices x accumulation"),
+        ("total_batch_size", "`data.batch`? it counts rows: tokens / data.sequence"),
+        ("gradient_accumulation_steps", "`accumulate`? it splits data.batch into so many parts; it does not multiply it"),
+        ("bf16", "bf16=true is precision=bfloat16"),
+        ("fp16", "float16 is not built: precision=bfloat16"),
+        ("min_lr", "`schedule.final`? it is a share of the peak, not a rate"),
+        ("betas", "optimizer.b1 and optimizer.b2"),
+        ("resume_from_checkpoint", "the same command resumes"),
+        ("completion_only_loss", "not from the command line yet: every token is learned; `argosy.data.chat_mask` in Python"),
+        ("train_on_inputs", "not from the command line yet"),
+        ("chat_template", "not from the command line yet"),
+    ],
+)
+def test_an_answer_says_how_the_value_differs(readings, name, says):
+    assert says in (mistakes.unknown(name, None, readings[0].names).hint or "")
+
+
+def test_a_setting_typed_with_dashes_is_named_without_the_note():
+    assert key_meant("batch_size") == "data.batch"
 
 
 def test_the_table_is_as_long_as_promised():
@@ -200,7 +227,7 @@ def test_the_table_is_as_long_as_promised():
 
 
 def test_no_name_is_marked_that_is_a_key_and_none_is_answered_twice(readings):
-    marked = dict(names_of(Run))
+    marked = {name: key for name, key, _ in names_of(Run)}
     keys = {key for reading in readings for key in reading.names.known}
     assert not marked.keys() & keys
     assert not marked.keys() & ELSEWHERE.keys()

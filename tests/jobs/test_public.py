@@ -55,6 +55,24 @@ def test_a_wrong_keyword_is_answered(asked):
     assert caught.value.problems[0].hint == "did you mean `steps`?"
 
 
+def test_errors_name_the_keyword_and_not_the_command_line(asked):
+    with pytest.raises(SettingsError) as caught:
+        argosy.fit("tiny", max_steps=10, **{"data.batch": "many"})
+    assert [problem.where for problem in caught.value.problems] == ["set by a keyword"] * 2
+    with pytest.raises(SettingsError) as caught:
+        argosy.fit("tiny", "--steps=10")
+    assert caught.value.problems[0].where == "in an argument"
+
+
+def test_a_recipe_is_no_preset_and_a_hub_id_is_not_downloaded():
+    with pytest.raises(UserError, match="`tiny` is a recipe, not a preset") as caught:
+        argosy.load("tiny", random=0)
+    assert "presets are argosy-1m" in (caught.value.hint or "")
+    with pytest.raises(UserError, match=r"no folder `Qwen/Qwen3-0\.6B`") as caught:
+        argosy.load("Qwen/Qwen3-0.6B")
+    assert "nothing is downloaded: `hf download Qwen/Qwen3-0.6B" in (caught.value.hint or "")
+
+
 def test_progress_is_printed_on_stderr(asked, capsys):
     argosy.fit("tiny")
     assert capsys.readouterr() == ("", "step 1\n")

@@ -1,12 +1,15 @@
 """A run and its directory: what may go on, what is refused, and what a refusal leaves behind, which is nothing."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from campaign_flip import compiled_once
@@ -22,7 +25,7 @@ from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.jobs import assemble as assembling
 from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
-from argosy.jobs.train import Quiet, train
+from argosy.jobs.train import Quiet, Training, train
 from argosy.observe.metrics import by_step, read
 
 STEPS, EVERY = 4, 2
@@ -151,9 +154,20 @@ def test_a_finished_run_says_so_and_touches_nothing_but_its_log(copy: Path):
     before = everything(copy)
     outcome, said = fit(copy, f"steps={STEPS}")
     assert (outcome.exit_code, outcome.step) == (0, STEPS)
-    assert "is done: 4 steps of 4" in said
+    assert "is done: 4 steps of 4; steps=N trains longer, for N above 4" in said
     log = {str(copy / "log.txt"): b""}
     assert everything(copy) | log == before | log
+    _, said = fit(copy, "steps=2")
+    assert "is done: 4 steps, and steps=2 asks for fewer; steps=N trains longer" in said
+
+
+def test_the_header_says_where_the_weights_come_from_and_how_large_the_tokenizer_is(finished: Path):
+    log = (finished / "log.txt").read_text()
+    assert "weights     random, from seed 0" in log
+    assert re.search(r"tokenizer   none; the model's vocabulary has \d+ tokens\n", log)
+    settings = SimpleNamespace(data=SimpleNamespace(tokenizer="byte"), model=SimpleNamespace(vocab=1024))
+    training: Any = SimpleNamespace(assembly=SimpleNamespace(tokenizer=SimpleNamespace(vocab=258)), settings=settings)
+    assert Training.tokenizer(training) == "byte, 258 tokens of the model's 1,024"
 
 
 def test_more_steps_and_other_intervals_may_be_asked_for(copy: Path):
@@ -242,7 +256,7 @@ def test_an_empty_directory_name_is_a_mistake(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match="`dir` is empty") as told:
         argosy.fit("tiny", *WORDS, "steps=2", "dir=''")
-    assert "command line" in str(told.value)
+    assert told.value.where == "set by an argument"
     assert not everything(tmp_path)
 
 

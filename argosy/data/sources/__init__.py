@@ -11,10 +11,11 @@ number. Neither knows the tokenizer.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from argosy.core.errors import BadInput, nearest
+from argosy.core.errors import BadInput
 from argosy.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ SOURCES = Registry(
         "synthetic": "argosy.data.sources.synthetic:Synthetic",
     },
 )
+
+
+# The sources that need no path.
+CORPORA = ("stdlib", "docstrings", "synthetic")
 
 
 @dataclass(frozen=True)
@@ -163,9 +168,13 @@ def missing(path: Path) -> BadInput:
     """The error for a source that is neither a name nor a file, with the nearest of both."""
     if not path.parent.is_dir():
         return BadInput(f"no such data source: `{path}`", hint=f"there is no folder `{path.parent}`")
-    beside = [str(path.with_name(child.name)) for child in path.parent.iterdir() if not child.name.startswith(".")]
+    # Names alone: with their folder in front, any two of its files are alike.
+    beside = {child.name: str(path.with_name(child.name)) for child in path.parent.iterdir() if child.name[0] != "."}
+    near = get_close_matches(path.name, [*beside, *SOURCES], n=1)
+    close = [beside.get(name, name) for name in near]
     return BadInput(
         f"no such data source: `{path}`",
-        where="neither a file or folder nor a registered name",
-        hint=nearest(str(path), [*beside, *SOURCES]),
+        where="no such file or folder, and no registered name",
+        # Any other file of the folder, such as LICENSE, is not what was meant.
+        hint=f"did you mean `{close[0]}`?" if close else f"registered names are {', '.join(CORPORA)}",
     )

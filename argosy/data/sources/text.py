@@ -229,6 +229,8 @@ def text_field(line: str, where: str) -> str:
     if not isinstance(row.get("text"), str):
         found = ", ".join(f"`{key}`" for key in list(row)[:6]) or "none"
         hint = f"pre-training reads the field `text`; the fields here are {found}"[:200]
+        if {"messages", "conversations"} & row.keys():
+            hint = "conversations are not read from JSONL yet: \"Chats\" in docs/guides/data.md renders them to text or tokens"
         raise BadInput("no text in the field `text`", where=where, hint=hint)
     return row["text"]
 

@@ -1,0 +1,11 @@
+"""How the user runs Argosy, for hints, next steps and reports."""
+
+import os
+
+# What the user types instead of `argosy`; set by `./run`.
+COMMAND = "ARGOSY_COMMAND"
+
+
+def command() -> str:
+    """What the user types to run Argosy: `argosy`, or `./run` in a checkout."""
+    return os.environ.get(COMMAND) or "argosy"
