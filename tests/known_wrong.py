@@ -300,8 +300,8 @@ EDITS = [
     Edit(
         "the manifest uploaded first",
         "argosy/checkpoint/objects.py",
-        "for file in (*files, manifest.NAME):",
-        "for file in (manifest.NAME, *files):",
+        "for file in (*files, manifest.NAME):\n        store.put_file(",
+        "for file in (manifest.NAME, *files):\n        store.put_file(",
         ("tests/checkpoint/test_store.py::test_an_object_store_commits_by_the_manifest_last",),
     ),
     Edit(

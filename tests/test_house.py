@@ -298,3 +298,12 @@ def test_locks_name_no_host():
         text = lock.read_text(encoding="utf-8")
         assert "://" not in text, lock.name
         assert "--hash=sha256:" in text, lock.name
+
+
+def test_every_known_wrong_edit_has_its_place_in_the_source():
+    from known_wrong import EDITS
+
+    lost = [edit.what for edit in EDITS if (ROOT / edit.file).read_text(encoding="utf-8").count(edit.old) != 1]
+    assert not lost
+    files = {test.split("::")[0] for edit in EDITS for test in edit.tests}
+    assert not [file for file in files if not (ROOT / file).is_file()]
