@@ -21,19 +21,19 @@ def test_views_are_the_weights_by_layer(case, quantized):
     model = built(CASES[case], Scan())
     if quantized:
         swap(model, ".*", int8)
-    decoder = LM(CASES[case], model).decoder()
-    weights = decoder.weights()
-    views, copies = decoder.views.of(weights), to_layers(model, weights)
-    assert views.keys() == copies.keys() == split(decoder.views.model)[1].keys()
+    generator = LM(CASES[case], model).generator()
+    weights = generator.weights()
+    views, copies = generator.views.of(weights), to_layers(model, weights)
+    assert views.keys() == copies.keys() == split(generator.views.model)[1].keys()
     jax.tree.map(lambda a, b: None if (a == b).all() and a.dtype == b.dtype else pytest.fail("differs"), views, copies)
 
 
 def test_aligned_layers_are_not_copied():
-    decoder = LM(CASES["llama-plain"], built(CASES["llama-plain"], Scan())).decoder()
-    weights = decoder.weights()
-    views = decoder.views.of(weights)
+    generator = LM(CASES["llama-plain"], built(CASES["llama-plain"], Scan())).generator()
+    weights = generator.weights()
+    views = generator.views.of(weights)
     aligned = 0
-    for name, (address, layer) in decoder.views.stored.items():
+    for name, (address, layer) in generator.views.stored.items():
         view, whole = views[name], weights[address]
         if layer is None or layer * view.nbytes % 64 or whole.unsafe_buffer_pointer() % 64:
             continue
@@ -69,7 +69,7 @@ def test_changed_weights_are_decoded_from():
 
 @pytest.mark.parametrize("case", STRUCTURES)
 def test_buffers_of_scanned_layers_are_those_of_unrolled_ones(case):
-    scanned, unrolled = (LM(CASES[case], built(CASES[case], run)).decoder() for run in (Scan(), Unroll()))
+    scanned, unrolled = (LM(CASES[case], built(CASES[case], run)).generator() for run in (Scan(), Unroll()))
     assert scanned.specs == unrolled.specs
     assert unrolled.views is None
 
