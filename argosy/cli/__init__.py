@@ -12,8 +12,8 @@ from importlib import import_module
 from types import ModuleType
 
 from argosy.cli.output import fail, forgive
+from argosy.core.command import command
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
-from argosy.core.typed import command
 
 # Verb -> the module whose `app` runs it, and its description.
 VERBS = {

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TextIO
 
+from argosy.core.command import command
 from argosy.core.errors import ArgosyError
-from argosy.core.typed import command
 
 
 def answer(text: str, document: Any, as_json: bool) -> None:

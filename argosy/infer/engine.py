@@ -1,4 +1,4 @@
-"""The engine: many sequences through one model, each with its own settings.
+"""The engine: continuous batching of many requests through one model, each with its own sampling settings.
 
     engine = Engine(model)
     engine.add(Request(ids, most=64, sampling=Sampling(temperature=0.7), seed=1))
@@ -6,12 +6,12 @@
         for event in engine.step():
             ...
 
-One program runs a step: it embeds the new tokens of all sequences, flat, runs the layers over the pages of each, draws the next
-token of those that are due, and keeps it on the device for the next step. The host plans a step while the device works on the one
-before (`infer.schedule`), so a sequence that ended is found one step late, and what that step drew for it is dropped.
+A step is one forward pass over the new tokens of all sequences, decoding and prefilling together (`parts.ragged`), then one call of
+the sampler. Sampled tokens stay on the device for the next step. The host plans a step while the device computes the previous one
+(`infer.schedule`), so the end of a sequence is seen one step late, and the token that step samples for it is dropped.
 
-What a request asks for lies in arrays with a row for each slot, on the device: asking for something new compiles nothing. A
-program is compiled for a number of decoding rows and a number of rows of prompts, both out of short lists.
+Sampling settings are arrays on the device with a row per slot, so a request with other settings compiles nothing. The forward pass
+is compiled for a number of decoding rows and a number of prompt rows, both rounded up to powers of four.
 """
 
 import time
@@ -39,35 +39,38 @@ from argosy.models.parts.weight import Leaves, merge, split, variable
 
 Reason = Literal["stop", "length", "abort"]
 
-ROW = 32  # tokens of a row of a prompt, where rows may share a sequence
+# Tokens per row of a prompt, if several rows may belong to one sequence.
+ROW = 32
 
 
 class EngineSettings(Settings):
-    """How an engine shares its device."""
+    """Settings of the engine: memory, and how prefill and decoding share a step."""
 
     slots: int = Field(32, gt=0)
-    """Sequences that run at a time; others wait."""
+    """Number of sequences that run at a time; others wait."""
     page: int = Field(16, gt=0)
-    """Tokens of a page of the cache."""
+    """Tokens per page of the cache."""
     pages: int | None = Field(None, gt=0)
-    """Pages of the cache; by default as many as `slots` sequences of `context` tokens need, at most 4 GB and never less than one
-    sequence needs."""
+    """Number of pages of the cache. By default enough for `slots` sequences of `context` tokens, but at most 4 GB, or what one
+    sequence needs if that is more."""
     context: int | None = Field(None, gt=0)
-    """The longest sequence in tokens, prompt and answer; by default the model's own context."""
+    """Longest sequence in tokens, prompt and answer; by default the model's context."""
     budget: int = Field(512, ge=ROW)
-    """Tokens of prompts in a step that decodes nothing."""
+    """Prompt tokens per step, if no sequence decodes."""
     beside: int = Field(128, ge=ROW)
-    """Tokens of prompts in a step that also decodes. Lower means steadier answers, higher an earlier first token."""
+    """Prompt tokens per step, if sequences decode too. A lower value shortens the time between tokens, a higher one the time to
+    the first token."""
     reuse: bool = True
-    """Computes the common beginnings of prompts once."""
+    """Prefix caching: the common beginning of prompts is computed once. Off for models with recurrent layers, whose states are not
+    kept."""
 
 
 @dataclass
 class Request:
-    """One answer that somebody wants.
+    """One prompt, and how to answer it.
 
-    tokens: ids of the prompt. most: the most tokens of the answer. ends: ids that end it; they are no part of it. row: the number
-    of the answer among those of one seed.
+    tokens: prompt ids. most: limit on the tokens of the answer. ends: ids that end the answer. seed, row: folded into one random
+    stream, as in `infer.sample.streams`. priority: lower runs first. salt: prompts share cached pages only under the same salt.
     """
 
     tokens: list[int]
@@ -81,9 +84,10 @@ class Request:
 
 
 class Event(NamedTuple):
-    """What a step brought to a request: a token and its log-probability, or an end, or both.
+    """A new token of a request, its end, or both.
 
-    token: None where the end brought none. reason: None while it goes on.
+    token: None if the request was aborted. logprob: the model's own, before temperature, filters and penalties. reason: why the
+    answer ended; None if it has not. The token that ended it by `stop` is the event's token.
     """
 
     id: int
@@ -93,18 +97,22 @@ class Event(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """What the sampler keeps on the device from step to step: a row of each array for each slot."""
+    """The sampler's state on the device; every array has a row per slot.
 
-    last: Array  # the token drawn last
-    made: Array  # tokens drawn so far
-    keys: Array  # words of the random key
+    last: the token sampled last. made: number of tokens sampled. keys: data of the random key [slots 2]. settings: from
+    `infer.sample.table`. seen: tokens in prompt or answer [slots V]. counts: occurrences in the answer [slots V].
+    """
+
+    last: Array
+    made: Array
+    keys: Array
     settings: dict[str, Array]
-    seen: Array  # [slots V] tokens of prompt and answer
-    counts: Array  # [slots V] times in the answer
+    seen: Array
+    counts: Array
 
 
 class Sizes(NamedTuple):
-    """What a step is compiled for: rows that decode, rows of prompts and their tokens, pages of a sequence."""
+    """The sizes that a forward pass is compiled for: decoding rows, prompt rows, tokens per prompt row, pages per sequence."""
 
     decodes: int
     rows: int
@@ -113,12 +121,13 @@ class Sizes(NamedTuple):
 
     @property
     def words(self) -> int:
+        """Length of the array that describes a step."""
         return self.decodes * (2 + self.pages) + self.rows * (4 + self.pages + self.width)
 
 
 @dataclass
 class Stats:
-    """Counts since the engine began."""
+    """Counts since the engine was made."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -129,12 +138,15 @@ class Stats:
 
 
 class Engine:
-    """A model that answers many requests at once.
+    """Answers many requests with one model at a time.
 
     Args:
-        model: a decoder module. Its weights are read at each step; where one was replaced, nothing that the cache holds of earlier
-            prompts is found again.
-        say: told what is being compiled, where that takes longer than a second.
+        model: a decoder module. Its weights are read at each step. If one was replaced, running sequences are computed again from
+            their first token, and the prefix cache is cleared.
+        say: called with what is being compiled, if that takes longer than a second.
+
+    Raises:
+        BadInput: the cache has no room for one sequence of `context` tokens.
     """
 
     def __init__(self, model: Any, settings: EngineSettings | None = None, *, say: Say | None = None):
@@ -190,16 +202,16 @@ class Engine:
         )
 
     def weights(self) -> Leaves:
-        """As they are now."""
+        """The current weights."""
         return {address: v.get_value() for address, v in self.variables.items()}
 
     # ---------------------------------------------------------------- requests
 
     def add(self, request: Request) -> int:
-        """Puts a request into the queue; returns its number.
+        """Queues a request; returns its number, which its events carry. An answer is never longer than the context allows.
 
         Raises:
-            BadInput: an empty prompt, ids outside the vocabulary, or no room for an answer.
+            BadInput: an empty prompt, ids outside the vocabulary, a prompt that fills the context, a seed of more than 64 bits.
         """
         ids = request.tokens
         if not ids:
@@ -222,7 +234,7 @@ class Engine:
         return number
 
     def abort(self, number: int) -> bool:
-        """Ends a request; its pages are free for the next step. False where it has ended already."""
+        """Ends a request; the next step may use its pages. Returns False if it has ended already."""
         sequence = self._sequences.pop(number, None)
         if sequence is None:
             return False
@@ -231,7 +243,7 @@ class Engine:
         return True
 
     def _look_for_new_weights(self) -> None:
-        """Begins running sequences anew and forgets what pages hold, where a weight was replaced since the last step."""
+        """Computes running sequences again and clears the prefix cache, if a weight was replaced since the last step."""
         now = self.weights()
         if all(now[address] is old for address, old in self._weights.items()):
             return
@@ -242,13 +254,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is waiting or running, or something is left to be told."""
+        """Whether a request waits or runs, or events have not been returned yet."""
         return bool(self._sequences or self._events or self._flying)
 
     # ---------------------------------------------------------------- a step
 
     def step(self) -> list[Event]:
-        """Starts the next step, and tells what the step before it brought."""
+        """Starts the next step, and returns the events of the previous one."""
         self._look_for_new_weights()
         plan = self.scheduler.plan()
         if plan:
@@ -259,12 +271,12 @@ class Engine:
         return events
 
     def run(self) -> Iterator[Event]:
-        """Steps until nothing is left to do."""
+        """Steps until every request has ended."""
         while self.busy:
             yield from self.step()
 
     def _land(self, due: list[Sequence | None], drawn: Any) -> None:
-        """Learns what a step drew."""
+        """Reads what a step sampled."""
         tokens, logprobs = (np.asarray(a) for a in drawn)
         for sequence, token, logprob in zip(due, tokens.tolist(), logprobs.tolist()):
             if sequence is None or sequence.done:
@@ -295,21 +307,22 @@ class Engine:
                 self.stats.reused_tokens += piece.start
             self.stats.prompt_tokens += len(piece.tokens)
         sizes, words, due = self._packed(plan)
+        what = f"a step of {sizes.decodes} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
         logits, where, self.caches = self._run(
-            _forward(self.graph, self.dtype), sizes, self._weights, self.caches, self.slots.last, words, sizes
+            what, _forward(self.graph, self.dtype), sizes, self._weights, self.caches, self.slots.last, words, sizes
         )
-        self.slots, drawn = self._run(_draw, logits.shape, self.slots, logits, where)
+        self.slots, drawn = self._run(f"the sampler for {len(logits)} rows", _draw, logits.shape, self.slots, logits, where)
         for a in drawn:
             a.copy_to_host_async()
         self.stats.steps += 1
         return due, drawn
 
-    def _run(self, program: Any, sizes: tuple[int, ...], *arguments: Any) -> Any:
-        """A program's results; counts and times the call that compiles it."""
+    def _run(self, what: str, program: Any, sizes: tuple[int, ...], *arguments: Any) -> Any:
+        """Calls a program; counts and times the call if it compiles."""
         if sizes in self._sizes:
             return program(*arguments)
         start = time.monotonic()
-        with telling(self.say, f"compiling for {' x '.join(map(str, sizes))}"):
+        with telling(self.say, f"compiling {what}"):
             out = program(*arguments)
         self._sizes.add(sizes)
         self.stats.compilations += 1
@@ -317,7 +330,7 @@ class Engine:
         return out
 
     def _settle(self, sequence: Sequence) -> None:
-        """Writes what a sequence asks for into the rows of its slot."""
+        """Writes the settings and the tokens of a sequence into the sampler's rows of its slot."""
         wanted: _Wanted = sequence.what
         row = {name: column[0] for name, column in table([wanted.request.sampling]).items()}
         seen, counts = np.zeros(self.vocab, bool), np.zeros(self.vocab, np.int32)
@@ -328,7 +341,7 @@ class Engine:
         wanted.slot = (sequence.slot, sequence.preemptions)
 
     def _packed(self, plan: Plan) -> tuple[Sizes, np.ndarray, list[Sequence | None]]:
-        """A plan as one array of words, and the sequence of each row that draws a token."""
+        """A plan as one array, for one transfer to the device; and for each row the sequence it samples for, or None."""
         P = self.table_pages
         decodes = _power(len(plan.decodes), 4)
         if self.shares:
@@ -361,7 +374,7 @@ class Engine:
 
 @dataclass(eq=False)
 class _Wanted:
-    """A request on its way. slot: for which slot, and after how many preemptions, its rows on the device were written."""
+    """The engine's data of a sequence. slot: the slot, and the number of preemptions, when the sampler's rows were last written."""
 
     number: int
     request: Request
@@ -370,7 +383,7 @@ class _Wanted:
 
 
 def _power(n: int, base: int) -> int:
-    """The next number out of a short list: 0, 1, and powers of the base."""
+    """The next larger power of the base; 0 for 0."""
     size = min(n, 1)
     while size < n:
         size *= base
@@ -378,7 +391,7 @@ def _power(n: int, base: int) -> int:
 
 
 def _cut(words: Any, sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays that a step's words hold, of decoding rows and of rows of prompts; views, where the words are numpy's."""
+    """The arrays of a step within its `words`, for decoding rows and for prompt rows: views, if `words` is a NumPy array."""
     D, Q, T, P = sizes
     at = 0
 
@@ -401,7 +414,7 @@ def _cut(words: Any, sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
 def _settled(
     slots: Slots, slot: Array, row: dict[str, Array], key: Array, made: Array, seen: Array, counts: Array
 ) -> Slots:
-    """The slots with what a new sequence asks for in the rows of its own."""
+    """Sets the rows of one slot."""
     return slots._replace(
         made=slots.made.at[slot].set(made),
         keys=slots.keys.at[slot].set(key),
@@ -413,9 +426,9 @@ def _settled(
 
 @lru_cache(maxsize=16)
 def _forward(graph: Any, dtype: Any) -> Any:
-    """(weights, caches, the last token of each slot, words, Sizes) -> (logits [rows V], the slot of each row, caches).
+    """(weights, caches, last token of each slot, words, Sizes) -> (logits [rows V], slot of each row, caches).
 
-    rows: decoding sequences, then pieces of prompts; one that draws nothing has slot -1.
+    Decoding rows come first, then prompt rows. A row that samples nothing has slot -1.
     """
 
     def forward(
@@ -450,7 +463,7 @@ def _counting(rows: int, width: int) -> Array:
 
 @partial(jax.jit, donate_argnums=0)
 def _draw(state: Slots, logits: Array, slots: Array) -> tuple[Slots, tuple[Array, Array]]:
-    """(Slots, logits [rows V], the slot of each row, -1 for nobody's) -> (Slots, (tokens [rows], their log-probabilities))."""
+    """(Slots, logits [rows V], slot of each row or -1) -> (Slots, (tokens [rows], their log-probabilities [rows]))."""
     n = state.last.shape[0]
     where = jnp.where(slots >= 0, slots, n)
     mine = jnp.clip(slots, 0, n - 1)

@@ -1,8 +1,9 @@
-"""Who owns which pages of the cache, and which pages hold what tokens. Host bookkeeping alone: no array and no jax.
+"""The page allocator of the paged cache, with prefix caching. Host bookkeeping only: no arrays and no jax.
 
-A full page is known by a hash of its tokens and of all before them (and of a salt: sequences of different salts share nothing),
-so a prompt that begins like another one takes the pages that are there: the prefix cache of Kwon et al. 2023 (arXiv:2309.06180).
-Pages are counted by owner. One that nobody owns keeps its tokens until it is given to somebody else, the longest unused first.
+A full page is identified by a hash of its tokens and of all tokens before it, so a prompt that begins like an earlier one reuses
+the earlier pages: automatic prefix caching, as in vLLM (Kwon et al. 2023, arXiv:2309.06180). A salt goes into the hash, and
+sequences with different salts share nothing. Pages are reference-counted. A page without references keeps its tokens until it is
+allocated again, least recently used first.
 """
 
 from collections import OrderedDict
@@ -15,11 +16,11 @@ Hash = bytes
 
 
 def page_hashes(tokens: Sequence[int], page: int, salt: str = "", first: Hash | None = None) -> list[Hash]:
-    """A hash for each full page of a sequence.
+    """The hash of each full page of a sequence.
 
     Args:
-        page: tokens of a page.
-        first: the hash of the page before these tokens, where they do not begin a sequence.
+        page: tokens per page.
+        first: the hash of the page before these tokens; None if they are the beginning of the sequence.
     """
     ids = np.asarray(tokens, np.int64)
     found, before = [], blake2b(salt.encode(), digest_size=16).digest() if first is None else first
@@ -33,29 +34,30 @@ class Pages:
     """The pages of a pool.
 
     Args:
-        count: how many there are.
-        reuse: keep what a page holds for prompts that begin alike.
+        count: number of pages.
+        reuse: whether full pages can be found by their tokens (prefix caching).
     """
 
     def __init__(self, count: int, *, reuse: bool = True):
         self.count, self.reuse = count, reuse
         self.owners = [0] * count
-        self._free: OrderedDict[int, None] = OrderedDict((page, None) for page in range(count))  # the next one to give first
+        # Ordered by when a page is allocated next.
+        self._free: OrderedDict[int, None] = OrderedDict((page, None) for page in range(count))
         self._hash_of: dict[int, Hash] = {}
         self._page_of: dict[Hash, int] = {}
 
     @property
     def free(self) -> int:
-        """Pages that nobody owns."""
+        """Number of pages without an owner."""
         return len(self._free)
 
     @property
     def used(self) -> float:
-        """The share of the pages that somebody owns."""
+        """The share of pages with an owner, from 0 to 1."""
         return 1 - self.free / self.count
 
     def found(self, hashes: Iterable[Hash]) -> list[int]:
-        """The pages that hold these, in order, up to the first that is not there. They stay as free as they are: `take` them."""
+        """The pages with these hashes, in order, up to the first that is missing. It allocates nothing; `take` does."""
         pages: list[int] = []
         for one in hashes:
             if (page := self._page_of.get(one)) is None:
@@ -64,8 +66,8 @@ class Pages:
         return pages
 
     def take(self, new: int, shared: Sequence[int] = ()) -> list[int] | None:
-        """Pages for a sequence: these, which others may own too, then as many new ones. None, and nothing taken, where fewer
-        than that are free."""
+        """Allocates pages for a sequence: adds an owner to each of `shared`, then `new` fresh pages. Returns None and changes
+        nothing if too few pages are free."""
         revived = sum(self.owners[page] == 0 for page in shared)
         if new + revived > self.free:
             return None
@@ -81,13 +83,14 @@ class Pages:
         return [*shared, *fresh]
 
     def publish(self, page: int, holds: Hash) -> None:
-        """Says what a full page holds. Where another page holds the same, that one stays the one to be found."""
+        """Registers the hash of a full page. If another page has the same hash already, that one keeps being found."""
         if self.reuse and holds not in self._page_of:
             self._forget(page)
             self._hash_of[page], self._page_of[holds] = holds, page
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Ends one ownership of each page. The end of a sequence is given away before its beginning, which others may share."""
+        """Removes one owner of each page. Later pages of a sequence are allocated again before earlier ones, because other prompts
+        are more likely to share a beginning."""
         for page in reversed(pages):
             if self.owners[page] <= 0:
                 raise ValueError(f"page {page} has no owner")
@@ -98,7 +101,7 @@ class Pages:
                     self._free.move_to_end(page, last=False)
 
     def forget_all(self) -> None:
-        """Nothing that pages hold is found again: the weights that made it have changed."""
+        """Clears the prefix cache, because the weights have changed."""
         self._hash_of.clear()
         self._page_of.clear()
 

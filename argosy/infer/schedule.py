@@ -1,11 +1,11 @@
-"""Which sequences take part in the next step, and with how many tokens. Host bookkeeping alone: no array and no jax.
+"""The scheduler: which sequences take part in the next step, and with how many tokens. No arrays and no jax.
 
-Every step has a budget of tokens. Sequences that decode come first, one token each; what is left goes to prompts, in pieces, those
-that have begun before those that wait. So a long prompt delays nobody by more than a piece of it, and answers begin in the order
-in which they were asked for (or of their priority). Where pages run out, the sequence that came last gives up its own and waits;
-its tokens are computed again later (preemption by recomputing).
+Every sequence that decodes gets one token in each step. Prompts are prefilled in chunks under a token budget, those that have begun
+before those that wait, first come first served within a priority. So a long prompt delays decoding by one chunk at most. If the
+pages run out, the last sequence in that order is preempted: it gives up its pages, waits, and is computed again later.
 
-The plan of a step is made before the tokens of the step before it are known: a sequence counts what is on its way (`ahead`).
+A step is planned before the tokens of the previous step are known, so a sequence counts the tokens that are still being sampled
+(`ahead`).
 """
 
 import heapq
@@ -19,11 +19,11 @@ from argosy.infer.pages import Hash, Pages, page_hashes
 
 @dataclass(eq=False)
 class Sequence:
-    """One prompt and its answer, as the scheduler knows it.
+    """One prompt and its answer.
 
-    tokens: known ids, the prompt and what was made. prompt: how many of them are the prompt. most: the most tokens of the answer.
-    computed: tokens whose entries a dispatched step wrote into the cache. ahead: tokens that dispatched steps draw, and the host
-    does not know yet.
+    tokens: the known ids, of prompt and answer. prompt: number of prompt tokens. most: limit on the tokens of the answer. computed:
+    tokens that dispatched steps wrote into the cache. ahead: tokens that dispatched steps sample and the host has not read yet.
+    published: pages registered for prefix caching. reused: prompt tokens found in the prefix cache. what: the caller's own data.
     """
 
     tokens: list[int]
@@ -36,6 +36,7 @@ class Sequence:
     ahead: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    published: int = 0
     reused: int = 0
     preemptions: int = 0
     done: bool = False
@@ -47,21 +48,21 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence, those on their way included."""
+        """Tokens of prompt and answer, including those still being sampled."""
         return len(self.tokens) + self.ahead
 
     @property
     def made(self) -> int:
-        """Tokens of the answer, those on their way included."""
+        """Tokens of the answer, including those still being sampled."""
         return self.length - self.prompt
 
     @property
     def is_filling(self) -> bool:
-        """Whether more than the last token is still to be computed: a prompt, or what was given up."""
+        """Whether it is prefilled, the first time or after a preemption, and does not decode yet."""
         return self.computed < self.length - 1 or self.made == 0
 
     def hashes(self, page: int) -> list[Hash]:
-        """Of its full pages of known tokens."""
+        """The hashes of its full pages of known tokens."""
         done = len(self._hashes)
         if len(self.tokens) // page > done:
             first = self._hashes[-1] if done else None
@@ -71,7 +72,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of a prompt to be computed. ends: the last of them draws the next token."""
+    """A chunk of a prompt. ends: its last token is the last of the prompt, so the step samples the next token."""
 
     sequence: Sequence
     start: int
@@ -81,7 +82,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: sequences that decode a token each, and pieces of prompts."""
+    """One step: the sequences that decode, and the chunks of prompts."""
 
     decodes: list[Sequence]
     pieces: list[Piece]
@@ -89,26 +90,22 @@ class Plan:
     def __bool__(self) -> bool:
         return bool(self.decodes or self.pieces)
 
-    @property
-    def tokens(self) -> int:
-        return len(self.decodes) + sum(len(piece.tokens) for piece in self.pieces)
-
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
-    """What goes first is smallest."""
+    """The order of service: the smallest first."""
     return sequence.priority, sequence.order
 
 
 class Scheduler:
-    """Sequences that wait and sequences that run.
+    """The queue of waiting sequences, and the running ones.
 
     Args:
-        page: tokens of a page.
-        slots: how many sequences run at a time.
-        budget: tokens of a step where prompts have it to themselves.
-        beside: tokens of prompts in a step that also decodes: what an answer under way waits for.
-        pieces: the most sequences whose prompts take part in a step; None: any number.
-        row: prompts are computed in rows of this many tokens, each a piece of one sequence. budget counts whole rows.
+        page: tokens per page.
+        slots: number of sequences that run at a time.
+        budget: prompt tokens per step, if nothing decodes.
+        beside: prompt tokens per step, if sequences decode too.
+        row: prompts are computed in rows of this many tokens, each row of one sequence; both budgets count full rows.
+        pieces: the most chunks in a step; None: no limit.
     """
 
     def __init__(
@@ -135,7 +132,7 @@ class Scheduler:
         return len(self._waiting)
 
     def end(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is; its pages are free for the next step."""
+        """Removes a waiting or running sequence; the next step may use its pages."""
         if sequence.done:
             return
         sequence.done = True
@@ -147,8 +144,8 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def begin_anew(self) -> None:
-        """Has everything computed again, what pages hold for others included: the weights have changed. Nothing may be on its
-        way."""
+        """Preempts all running sequences and clears the prefix cache, because the weights have changed. No sampled token may be
+        unread."""
         for sequence in list(self.running):
             self._preempt(sequence)
         self.pages.forget_all()
@@ -156,12 +153,12 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pages.give_back(sequence.pages)
         heapq.heappush(self._slots, sequence.slot)
-        sequence.pages, sequence.slot = [], -1
+        sequence.pages, sequence.slot, sequence.published = [], -1, 0
 
     # ---------------------------------------------------------------- a step
 
     def plan(self) -> Plan:
-        """What the next step computes; everything in it counts as computed and drawn from here on."""
+        """The next step. Its tokens count as computed from here on, and those it samples as `ahead`."""
         decodes = self._decodes()
         pieces = self._pieces(self.beside if decodes else self.budget)
         for sequence in decodes:
@@ -170,8 +167,8 @@ class Scheduler:
         return Plan(decodes, pieces)
 
     def _decodes(self) -> list[Sequence]:
-        """The running sequences that draw a token now. Where pages run out, the one that came last gives its own up, as soon as
-        what it has on its way is known: until then it rests."""
+        """The running sequences that decode. If the pages run out, the last sequence in order is preempted; if its sampled tokens
+        are not read yet, it skips this step and is preempted in a later one."""
         chosen: list[Sequence] = []
         for sequence in sorted(self.running, key=_rank):
             if sequence.slot < 0 or sequence.is_filling or sequence.made >= sequence.most:
@@ -190,7 +187,7 @@ class Scheduler:
         return chosen
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether the sequence has pages for so many tokens now."""
+        """Allocates pages for this many tokens; returns whether the sequence has them."""
         lacking = -(-tokens // self.page) - len(sequence.pages)
         if lacking <= 0:
             return True
@@ -201,7 +198,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Gives up what a sequence has computed; it waits in its old place."""
+        """Takes the pages of a sequence away and puts it back at its place in the queue."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.computed = 0
@@ -226,13 +223,14 @@ class Scheduler:
         return budget < self.row or (self.most_pieces is not None and len(pieces) >= self.most_pieces)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence a slot and pages for its prompt, those that hold its beginning already among them."""
+        """Gives a waiting sequence a slot, and pages for its tokens: first those found in the prefix cache."""
         known = len(sequence.tokens)
         shared = self.pages.found(sequence.hashes(self.page)[: (known - 1) // self.page]) if self.pages.reuse else []
         owned = self.pages.take(-(-known // self.page) - len(shared), shared)
         if owned is None:
             return False
         sequence.pages, sequence.computed = owned, len(shared) * self.page
+        sequence.published = len(shared)
         sequence.reused = max(sequence.reused, min(sequence.computed, sequence.prompt))
         sequence.slot = heapq.heappop(self._slots)
         self.running.append(sequence)
@@ -248,16 +246,17 @@ class Scheduler:
         return -(-count // self.row) * self.row
 
     def learned(self, sequence: Sequence, token: int) -> None:
-        """A token that was on its way is known."""
+        """Adds a token that a step sampled."""
         sequence.tokens.append(token)
         sequence.ahead -= 1
         self.publish(sequence)
 
     def publish(self, sequence: Sequence) -> None:
-        """Makes the full pages of a sequence known to others."""
+        """Registers the pages of a sequence that have become full."""
         full = min(sequence.computed, len(sequence.tokens)) // self.page
-        if not self.pages.reuse or not sequence.pages:
+        if not self.pages.reuse or not sequence.pages or full <= sequence.published:
             return
-        for page, holds in list(zip(sequence.pages, sequence.hashes(self.page)))[:full]:
-            if self.pages._hash_of.get(page) != holds:
-                self.pages.publish(page, holds)
+        hashes = sequence.hashes(self.page)
+        for i in range(sequence.published, full):
+            self.pages.publish(sequence.pages[i], hashes[i])
+        sequence.published = full

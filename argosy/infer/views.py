@@ -1,4 +1,4 @@
-"""The layers of stacked weights as arrays of their own, without a copy: in the memory of a CPU, a layer is a view of the stack."""
+"""Zero-copy views of the layers of stacked weights in CPU memory, so that a scanned model can decode unrolled."""
 
 from functools import cached_property
 from typing import Any

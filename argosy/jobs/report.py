@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.run_directory import CHECKPOINTS, REPORT, SETTINGS, STORY
+from argosy.core.command import command as as_run
 from argosy.core.errors import ArgosyError
 from argosy.core.explain import value_text
 from argosy.core.settings import COMMAND_LINE, Choice, yaml_layer
 from argosy.core.storage import Store
-from argosy.core.typed import command as as_run
 from argosy.jobs import runs
 from argosy.models import FAMILIES
 from argosy.observe import environment, metrics

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from argosy.checkpoint.run_directory import GENERATION, RunDirectory, is_run
+from argosy.core.command import command as as_run
 from argosy.core.errors import BadInput
 from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.signals import asked_to_stop
-from argosy.core.typed import command as as_run
 from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
 from argosy.jobs.view import Quiet, View

@@ -85,5 +85,5 @@ IMPLEMENTATIONS = Registry("paged attention implementation")
 IMPLEMENTATIONS.add("reference", REFERENCE)
 IMPLEMENTATIONS.add("blocked", "argosy.ops.paged_blocked:BLOCKED")
 
-# What to try first on each platform.
+# What to try first on each platform. `blocked` reads only the pages in use, and is `reference` for tables of one block.
 PREFERENCE: dict[str, tuple[str, ...]] = dict.fromkeys(("cpu", "gpu", "tpu"), ("blocked",))

@@ -1,7 +1,8 @@
-"""Attention over pages, some of them at a time: a loop that ends where the longest row ends.
+"""Paged attention in a loop over blocks of pages, which ends with the longest row.
 
-What a step costs follows from the tokens that its rows have, not from those that their tables have room for, and one program
-serves every length. Parts are merged by their log-sum-exp. Blocks before every row's window are not read.
+Its cost depends on the number of tokens in the rows, not on the width of the table, and one program serves every length. The
+blocks' results are merged by their log-sum-exp. Blocks before the window of every row are skipped. Forward only: JAX does not
+differentiate a loop whose length is not known when it is traced.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +16,8 @@ from argosy.ops import paged_attention as paged
 from argosy.ops.attention import NOWHERE, UNSEEN, Implementation, Score, See, attention, merged
 from argosy.ops.precision import wide
 
-BLOCK = 256  # tokens of a row that are read at a time
+# Tokens of a row that are read at a time.
+BLOCK = 256
 
 
 def blocked(
@@ -41,7 +43,7 @@ def blocked(
 
 
 def fits_one_block(table: Int[Array, "B P"], page: int) -> bool:
-    """Whether all tokens that a row has room for are read at once."""
+    """Whether one block covers the table."""
     return table.shape[1] * page <= max(BLOCK, page)
 
 
@@ -53,10 +55,11 @@ def over_blocks(
     at: Int[Array, "B T"],
     score: Score,
 ) -> tuple[Float[Array, "B T N U"], Float[Array, "B T N"]]:
-    """Attention over the pages of each row, a block of them at a time, and its log-sum-exp.
+    """Attention over the pages of each row, one block at a time: (y, log-sum-exp).
 
     Args:
-        met: attention of the queries over a block, {name of a pool: [B S ...]}: (y, lse). It leaves the sinks of `score` out.
+        met: attention over one block, called with {name of a pool: [B S ...]} and a `See`; returns (y, lse). It must ignore
+            `score.sinks`, which are added once, after the loop.
         lengths, at: as in `paged_attention`.
     """
     pages, page = next(iter(pools.values())).shape[:2]

@@ -153,7 +153,7 @@ def test_log_probabilities_are_the_models_own(lm: LM, engine: Engine):
     engine.add(Request(prompt, 5, Sampling(temperature=1.3, top_k=2)))
     events = list(engine.run())
     tokens = [e.token for e in events]
-    own = jax.nn.log_softmax(lm.logits([[*prompt, *tokens]])[0].astype(np.float64) * 1.0)
+    own = jax.nn.log_softmax(lm.logits([[*prompt, *tokens]])[0].astype(np.float64))
     expected = [float(own[len(prompt) + i - 1, token]) for i, token in enumerate(tokens)]
     np.testing.assert_allclose([e.logprob for e in events], expected, atol=1e-4)
 

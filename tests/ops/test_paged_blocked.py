@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from argosy.ops import paged_blocked
-from argosy.ops.attention import Score
+from argosy.ops.attention import Score, See
 from argosy.ops.paged_attention import reference
 
 SCORES = {
@@ -59,13 +59,25 @@ def test_blocks_give_what_all_pages_give(monkeypatch: pytest.MonkeyPatch, name: 
         assert np.isfinite(y).all()
 
 
-def test_a_row_alone_reads_its_own_blocks_only(monkeypatch: pytest.MonkeyPatch):
-    """A page after the longest row's end is not read: NaN in it would reach the result through its weight of zero."""
+@pytest.mark.parametrize(
+    ("length", "window", "blocks"),
+    [(0, None, 0), (7, None, 1), (8, None, 1), (9, None, 2), (24, None, 3), (24, 8, 1), (24, 9, 2)],
+)
+def test_one_program_reads_the_blocks_in_use_only(
+    monkeypatch: pytest.MonkeyPatch, length: int, window: int | None, blocks: int
+):
     monkeypatch.setattr(paged_blocked, "BLOCK", 8)
-    pools = tuple(jnp.ones((6, 4, 1, 3)).at[2:].set(jnp.nan) for _ in range(2))
-    table, lengths = jnp.arange(6, dtype=jnp.int32)[None], jnp.asarray([7], jnp.int32)
-    program = jax.jit(
-        lambda n: paged_blocked.blocked(jnp.ones((1, 1, 1, 3)), pools, table, n, n[:, None] - 1, Score(1.0))
-    )
-    np.testing.assert_allclose(program(lengths), 1.0)
-    assert "while" in program.lower(lengths).as_text()
+    read: list[int] = []
+    pools = {"k": jnp.ones((6, 4, 1, 3))}
+    table, score = jnp.arange(6, dtype=jnp.int32)[None], Score(1.0, window=window)
+
+    def met(held: dict, see: See):
+        jax.debug.callback(lambda at: read.append(int(at[0, 0])), see.k_at)
+        return jnp.ones((1, 1, 1, 3)), jnp.zeros((1, 1, 1))
+
+    def program(lengths):
+        return paged_blocked.over_blocks(met, pools, table, lengths, lengths[:, None] - 1, score)
+
+    jax.block_until_ready(jax.jit(program)(jnp.asarray([length], jnp.int32)))
+    jax.effects_barrier()
+    assert len(read) == blocks

@@ -1,11 +1,11 @@
-"""Rows of several widths in one call: what serves decoding and prefill together.
+"""The strategy for a batch whose rows have different lengths: decoding rows of one token beside prompt rows of many.
 
-Tokens lie flat, [1 tokens]: those of the first group of rows one after the other, then those of the second. So projections,
-feed-forward layers and experts see no padding between groups, and only what reads the past knows rows. An engine's step has rows
-of one token (sequences that decode) and rows of some more (pieces of prompts).
+Tokens are flat, [1 tokens]: those of the first group of rows, then those of the next. So projections, feed-forward layers and
+experts compute no padding to the longest row; only attention and recurrence see rows.
 
-Rows may belong to one sequence where it keeps pages alone (`rows_share_pages`): each reads what those before it wrote in the
-same call. Rings and states are read before the call, so there a sequence has one row.
+If a model caches everything in pages (`rows_share_pages`), several rows of one call may belong to one sequence: each row attends to
+what earlier rows wrote in the same call. Rings and states are read as they were before the call, so with them a sequence has one
+row.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from argosy.ops.attention import Score
 
 
 def rows_share_pages(specs: Specs, longest: int, slack: int = 0) -> bool:
-    """Whether everything that a model keeps lies in pages, so that several rows of one call may belong to one sequence."""
+    """Whether a model caches everything in pages, so that several rows of one call may belong to one sequence."""
     return all(e.kind == "token" for spec, _ in specs.values() for e in spec.entries(longest, slack))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ragged:
-    """Groups of rows, flat: x is [1 tokens D], where a group of B rows of T tokens has B * T of them."""
+    """Groups of rows; a group of B rows of T tokens takes B * T of the flat tokens."""
 
     groups: tuple[Paged, ...]
     angles: Angled = None
@@ -51,7 +51,7 @@ class Ragged:
         return out
 
     def joined(self, parts: list[Array]) -> Array:
-        """The opposite of `split`."""
+        """The inverse of `split`."""
         return jnp.concatenate([part.reshape(1, -1, *part.shape[2:]) for part in parts], 1)
 
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
