@@ -1,0 +1,67 @@
+"""Token ids of an answer to text: whole characters, and stop strings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from argosy.core.errors import BadInput
+
+
+class Text:
+    """The text of one answer while its tokens arrive.
+
+    A piece is text that no later token can change: a character whose bytes are not complete yet is held back, and so is an ending
+    that may be the beginning of a stop string. `stopped` is the stop string that was found; what follows it is dropped.
+
+    Args:
+        tokenizer: None gives no text.
+        prompt: ids before the answer. The answer continues their text, so it keeps its leading space.
+        stop: strings that end the answer. If several are complete with the same token, the one that begins first counts.
+        include_stop: keeps the stop string in the text.
+
+    Raises:
+        BadInput: an empty stop string, or stop strings without a tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), *, include_stop: bool = False):
+        if any(not s for s in stop):
+            raise BadInput("an empty stop string would stop everything")
+        if stop and tokenizer is None:
+            raise BadInput("stop strings need a tokenizer", hint="use stop_tokens")
+        self.stop, self.include_stop = tuple(stop), include_stop
+        self.stopped: str | None = None
+        self._held = ""
+        self._stream = None if tokenizer is None else tokenizer.stream()
+        if self._stream is not None:
+            for token in prompt:
+                self._stream.push(token)
+
+    def push(self, token: int) -> str:
+        """The text that is final with this token."""
+        if self._stream is None or self.stopped is not None:
+            return ""
+        self._held += self._stream.push(token)
+        if self._found():
+            return self._rest()
+        keep = max((n for s in self.stop for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)
+        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return text
+
+    def end(self) -> str:
+        """The rest of the text, once there are no more tokens."""
+        if self._stream is not None and self.stopped is None:
+            self._held += self._stream.end()
+            self._found()
+        return self._rest()
+
+    def _found(self) -> bool:
+        """Cuts the held text at the first stop string in it."""
+        places = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]
+        if not places:
+            return False
+        at, self.stopped = min(places)
+        self._held = self._held[: at + len(self.stopped) * self.include_stop]
+        return True
+
+    def _rest(self) -> str:
+        text, self._held = self._held, ""
+        return text
