@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from argosy.infer.load import random
-from argosy.infer.sample import Need, Sampling, choose, table
+from argosy.infer.sample import Sampling, choose, table
 from argosy.jobs.public import preset_config
 from argosy.models.parts.stack import Scan, Unroll
 
@@ -38,8 +38,7 @@ def sampler() -> None:
         logits = jnp.asarray(3 * np.random.default_rng(0).standard_normal((4, V)), jnp.float32)
         keys, row = jax.random.split(jax.random.key(0), 4), []
         for how in SETTINGS.values():
-            settings, need = table([how] * 4), Need.of([how])
-            step = jax.jit(lambda x, s, k, need=need: choose(x, s, k, need))
+            settings, step = table([how] * 4), jax.jit(lambda x, s, k: choose(x, x, s, k))
             call = partial(step, logits, settings, keys)
             row.append(1e3 * best(lambda call=call: jax.block_until_ready(call()), 6))
         print(f"| {V:,} | " + " | ".join(f"{ms:.1f}" for ms in row) + " |", flush=True)

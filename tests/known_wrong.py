@@ -120,9 +120,9 @@ EDITS = [
     ),
     Edit(
         "positions off by one in decoding",
-        "argosy/infer/decode.py",
-        "at = lengths[:, None]",
-        "at = lengths[:, None] + 1",
+        "argosy/models/parts/attend.py",
+        "return self.lengths[:, None] + self.t",
+        "return self.lengths[:, None] + self.t + (self.t.shape[1] == 1)",
         ("tests/infer/test_lm.py::test_greedy_equals_recomputing_everything_rows_of_unequal_length",),
     ),
     Edit(

@@ -22,8 +22,8 @@ from jaxtyping import Array, Bool, Float
 
 from argosy.core.errors import BadInput, Damaged
 from argosy.data.tokenizers.config import read_object, read_text
-from argosy.infer.decode import bucket, row_bucket
 from argosy.infer.lm import LM, Prompt
+from argosy.infer.sequences import bucket
 from argosy.models.parts.weight import merge
 
 POOLINGS = ("mean", "cls", "max")
@@ -78,8 +78,8 @@ def embed(
         raise BadInput(f"batch = {batch}", hint="at least 1")
     steps = Steps() if lm.companions is None else read_steps(lm.companions, pooling)
     rows = ids_of(lm, texts, steps)
-    generator = lm.generator()
-    pooled, weights = _pooled(generator.graph, lm.module.dtype, pooling or steps.pooling), generator.weights()
+    model = lm.sequences()
+    pooled, weights = _pooled(model.graph, lm.module.dtype, pooling or steps.pooling), model.weights()
     out = np.zeros((len(rows), lm.config.width), np.float32)
     # The longest first: if one does not fit in memory, that fails at once.
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
@@ -200,6 +200,11 @@ def _padded(rows: list[list[int]], context: int) -> tuple[np.ndarray, np.ndarray
     for row, ids in enumerate(rows):
         tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
     return tokens, segments
+
+
+def row_bucket(rows: int) -> int:
+    """The next number of rows that programs are compiled for: a power of two."""
+    return 1 << (rows - 1).bit_length()
 
 
 @lru_cache(maxsize=16)

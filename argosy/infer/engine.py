@@ -10,35 +10,41 @@ A step is one forward pass over the new tokens of all sequences, decoding and pr
 the sampler. Sampled tokens stay on the device for the next step. The host plans a step while the device computes the previous one
 (`infer.schedule`), so the end of a sequence is seen one step late, and the token that step samples for it is dropped.
 
-Sampling settings are arrays on the device with a row per slot, so a request with other settings compiles nothing. The forward pass
-is compiled for a number of decoding rows and a number of prompt rows, both rounded up to powers of four.
+Sampling settings are arrays on the device with a row per slot (`infer.sampler`), so a request with other settings compiles nothing.
+The forward pass (`infer.forward`) is compiled for a number of decoding rows and a number of prompt rows, both out of short lists.
+
+What a request adds to the logits may depend on its answer so far (`infer.bans`). Then the host reads the previous step's tokens while
+the device computes the forward pass, and hands over the bias before the sampler runs.
 """
 
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 from pydantic import Field
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
 from argosy.core.settings import Settings
+from argosy.infer.bans import Bias
+from argosy.infer.forward import Sizes, cut, forward_of
 from argosy.infer.pages import Pages
-from argosy.infer.sample import Sampling, Seed, drawn, penalized, streams, table
-from argosy.infer.schedule import Plan, Scheduler, Sequence
-from argosy.models.parts.attend import Paged
-from argosy.models.parts.cache import Caches, Specs, bytes_of, paged
-from argosy.models.parts.ragged import Ragged, rows_share_pages
-from argosy.models.parts.weight import Leaves, merge, split, variable
+from argosy.infer.sample import Sampling, Seed, streams
+from argosy.infer.sampler import MOST_TOP, Sampled, biased, fresh, sample, settled
+from argosy.infer.schedule import Piece, Plan, Scheduler
+from argosy.infer.schedule import Sequence as Scheduled
+from argosy.models.parts.cache import page_bytes, paged
+from argosy.models.parts.ragged import rows_share_pages
+from argosy.models.parts.weight import Leaves, put, split, variable
 
 Reason = Literal["stop", "length", "abort"]
 
+# The most bytes of a cache, unless one sequence needs more.
+CACHE = 4e9
 # Tokens per row of a prompt, if several rows may belong to one sequence.
 ROW = 32
 
@@ -70,7 +76,8 @@ class Request:
     """One prompt, and how to answer it.
 
     tokens: prompt ids. most: limit on the tokens of the answer. ends: ids that end the answer. seed, row: folded into one random
-    stream, as in `infer.sample.streams`. priority: lower runs first. salt: prompts share cached pages only under the same salt.
+    stream, as in `infer.sample.streams`. top: number of likeliest tokens to tell with each token, at most 20. priority: lower runs
+    first. salt: prompts share cached pages only under the same salt.
     """
 
     tokens: list[int]
@@ -79,6 +86,7 @@ class Request:
     ends: frozenset[int] = frozenset()
     seed: Seed = 0
     row: int = 0
+    top: int = 0
     priority: int = 0
     salt: str = ""
 
@@ -86,43 +94,17 @@ class Request:
 class Event(NamedTuple):
     """A new token of a request, its end, or both.
 
-    token: None if the request was aborted. logprob: the model's own, before temperature, filters and penalties. reason: why the
-    answer ended; None if it has not. The token that ended it by `stop` is the event's token.
+    token: None if the request was aborted. logprob: the model's own, before bias, penalties, temperature and filters. reason: why
+    the answer ended; None if it has not. The token that ended it by `stop` is the event's token. drawn: the log-probability in the
+    distribution that the token was drawn from; 0 at temperature 0. top: the likeliest tokens and their log-probabilities, if asked.
     """
 
     id: int
     token: int | None
     logprob: float
     reason: Reason | None
-
-
-class Slots(NamedTuple):
-    """The sampler's state on the device; every array has a row per slot.
-
-    last: the token sampled last. made: number of tokens sampled. keys: data of the random key [slots 2]. settings: from
-    `infer.sample.table`. seen: tokens in prompt or answer [slots V]. counts: occurrences in the answer [slots V].
-    """
-
-    last: Array
-    made: Array
-    keys: Array
-    settings: dict[str, Array]
-    seen: Array
-    counts: Array
-
-
-class Sizes(NamedTuple):
-    """The sizes that a forward pass is compiled for: decoding rows, prompt rows, tokens per prompt row, pages per sequence."""
-
-    decodes: int
-    rows: int
-    width: int
-    pages: int
-
-    @property
-    def words(self) -> int:
-        """Length of the array that describes a step."""
-        return self.decodes * (2 + self.pages) + self.rows * (4 + self.pages + self.width)
+    drawn: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass
@@ -151,15 +133,13 @@ class Engine:
 
     def __init__(self, model: Any, settings: EngineSettings | None = None, *, say: Say | None = None):
         self.model, self.settings, self.say = model, settings or EngineSettings(), say
-        self.graph, weights = split(model)
-        self.variables = {address: variable(model, address) for address in weights}
-        self._weights = self.weights()
+        self.variables = {address: variable(model, address) for address in split(model)[1]}
+        self.forward = forward_of(model, self.weights())
         self.dtype, self.vocab = model.dtype, model.config.vocab
         self.context = min(self.settings.context or model.config.context, model.config.context)
-        self.specs: Specs = model.layers.holds()
         page, slots = self.settings.page, self.settings.slots
         self.table_pages = -(-self.context // page)
-        self.shares = rows_share_pages(self.specs, self.context, slack=self.context)
+        self.shares = rows_share_pages(self.forward.specs, self.context, slack=self.context)
         reuse = self.settings.reuse and self.shares
         self.pages = Pages(self.settings.pages or self._default_pages(), reuse=reuse)
         if self.pages.count < self.table_pages:
@@ -171,39 +151,37 @@ class Engine:
         self.scheduler = Scheduler(
             self.pages, page, slots, self.settings.budget, self.settings.beside, self.row, None if self.shares else 1
         )
-        self.caches, self.slots = self._fresh(slots)
+        self.caches, self.slots = self._empty(slots, self.pages.count), fresh(slots, self.vocab)
         self.stats = Stats()
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, Scheduled] = {}
         self._next = 0
-        self._flying: list[tuple[list[Sequence | None], Any]] = []
+        self._flying: list[tuple[list[Scheduled], Sampled]] = []
         self._events: list[Event] = []
-        self._sizes: set[tuple[int, ...]] = set()
+        self._kept: dict[int, list[Event]] = {}
+        self._sizes: set[tuple[Any, ...]] = set()
+        # Held weakly while nothing runs: a weight that was replaced is not kept in memory.
+        self._seen: dict[str, Any] = {}
+        self._weights: Any = None
+
+    def _empty(self, slots: int, pages: int) -> Any:
+        specs, page = self.forward.specs, self.settings.page
+        return paged(specs, slots, pages, page, self.dtype, longest=self.context, slack=self.context)
 
     def _default_pages(self) -> int:
-        page, slots = self.settings.page, self.settings.slots
-        one = bytes_of(jax.eval_shape(lambda: paged(self.specs, 0, 1, page, self.dtype, longest=1, slack=self.context)))
-        most = max(self.table_pages, int(4e9 // max(one, 1)))
-        return min(slots * self.table_pages, most)
-
-    def _fresh(self, slots: int) -> tuple[Caches, Slots]:
-        page = self.settings.page
-        caches = paged(
-            self.specs, slots, self.pages.count, page, self.dtype, longest=self.context, slack=self.context
-        )
-        plain = {name: jnp.asarray(column) for name, column in table([Sampling()] * slots).items()}
-        V = self.vocab
-        return caches, Slots(
-            jnp.zeros(slots, jnp.int32),
-            jnp.zeros(slots, jnp.int32),
-            jnp.zeros((slots, 2), jnp.uint32),
-            plain,
-            jnp.zeros((slots, V), bool),
-            jnp.zeros((slots, V), jnp.int32),
-        )
+        one = page_bytes(self.forward.specs, self.settings.page, self.dtype, self.context, self.context)
+        return min(self.settings.slots * self.table_pages, max(self.table_pages, int(CACHE // one)))
 
     def weights(self) -> Leaves:
         """The current weights."""
         return {address: v.get_value() for address, v in self.variables.items()}
+
+    def swap_weights(self, weights: Mapping[str, Any]) -> None:
+        """Replaces weights, by address; running answers go on with the new ones from their next token.
+
+        Raises:
+            KeyError: no such address. ValueError: another shape.
+        """
+        put(self.model, dict(weights))
 
     # ---------------------------------------------------------------- requests
 
@@ -211,7 +189,8 @@ class Engine:
         """Queues a request; returns its number, which its events carry. An answer is never longer than the context allows.
 
         Raises:
-            BadInput: an empty prompt, ids outside the vocabulary, a prompt that fills the context, a seed of more than 64 bits.
+            BadInput: an empty prompt, ids outside the vocabulary, a prompt that fills the context, a seed of more than 64 bits, more
+                than 20 likeliest tokens, no token that is allowed.
         """
         ids = request.tokens
         if not ids:
@@ -225,32 +204,43 @@ class Engine:
             )
         if request.most < 1:
             raise BadInput(f"most = {request.most} tokens", hint="at least 1")
+        if not 0 <= request.top <= MOST_TOP:
+            raise BadInput(f"top = {request.top} likeliest tokens", hint=f"0 to {MOST_TOP}")
         most = min(request.most, self.context - len(ids))
-        sequence = Sequence(list(ids), most, priority=request.priority, salt=request.salt)
+        sequence = Scheduled(list(ids), most, priority=request.priority, salt=request.salt)
+        key = np.asarray(jax.random.key_data(streams(request.seed, [request.row])))[0]
+        bias = Bias(request.sampling, request.ends, self.vocab)
         number, self._next = self._next, self._next + 1
-        sequence.what = _Wanted(number, request, np.asarray(jax.random.key_data(streams(request.seed, [request.row])))[0])
+        sequence.what = _Wanted(number, request, key, bias)
         self._sequences[number] = sequence
         self.scheduler.add(sequence)
         return number
 
     def abort(self, number: int) -> bool:
-        """Ends a request; the next step may use its pages. Returns False if it has ended already."""
+        """Ends a request, and tells so; the next step may use its pages. Returns False if it has ended already."""
+        ended = self.end(number)
+        if ended:
+            self._events.append(Event(number, None, 0.0, "abort"))
+        return ended
+
+    def end(self, number: int) -> bool:
+        """Ends a request about which nothing more is told. Returns False if it has ended already."""
+        self._kept.pop(number, None)
         sequence = self._sequences.pop(number, None)
-        if sequence is None:
-            return False
-        self.scheduler.end(sequence)
-        self._events.append(Event(number, None, 0.0, "abort"))
-        return True
+        if sequence is not None:
+            self.scheduler.end(sequence)
+        return sequence is not None
 
     def _look_for_new_weights(self) -> None:
         """Computes running sequences again and clears the prefix cache, if a weight was replaced since the last step."""
         now = self.weights()
-        if all(now[address] is old for address, old in self._weights.items()):
-            return
-        self._weights = now
-        while self._flying:
-            self._land(*self._flying.pop(0))
-        self.scheduler.begin_anew()
+        if self._seen and any(self._seen[address]() is not a for address, a in now.items()):
+            self._land_all()
+            self.scheduler.begin_anew()
+            self._weights = None
+        if self._weights is None:
+            self._seen = {address: weakref.ref(a) for address, a in now.items()}
+            self._weights = self.forward.prepared(now)
 
     @property
     def busy(self) -> bool:
@@ -268,6 +258,8 @@ class Engine:
         if self._flying and (len(self._flying) > 1 or not plan):
             self._land(*self._flying.pop(0))
         events, self._events = self._events, []
+        if not self.busy:
+            self._weights = None
         return events
 
     def run(self) -> Iterator[Event]:
@@ -275,15 +267,52 @@ class Engine:
         while self.busy:
             yield from self.step()
 
-    def _land(self, due: list[Sequence | None], drawn: Any) -> None:
-        """Reads what a step sampled."""
-        tokens, logprobs = (np.asarray(a) for a in drawn)
-        for sequence, token, logprob in zip(due, tokens.tolist(), logprobs.tolist()):
-            if sequence is None or sequence.done:
-                continue
-            self._learn(sequence, token, logprob)
+    def collect(self, numbers: Collection[int]) -> list[Event]:
+        """Steps until one of these requests has an event. Events of others are kept until somebody collects them, so several callers
+        may share an engine."""
+        while not (mine := [event for number in numbers for event in self._kept.pop(number, ())]):
+            if not self.busy:
+                raise RuntimeError(f"requests {sorted(numbers)} have ended")
+            for event in self.step():
+                self._kept.setdefault(event.id, []).append(event)
+        return mine
 
-    def _learn(self, sequence: Sequence, token: int, logprob: float) -> None:
+    def generate(self, requests: Sequence[Request]) -> list[list[Event]]:
+        """The events of each of these requests, until all have ended.
+
+        Raises:
+            BadInput: as `add`, and then none is queued.
+        """
+        found: dict[int, list[Event]] = {}
+        try:
+            for request in requests:
+                found[self.add(request)] = []
+            open_ = set(found)
+            while open_:
+                for event in self.collect(open_):
+                    found[event.id].append(event)
+                    open_ -= {event.id} if event.reason else set()
+        finally:
+            for number in found:
+                self.end(number)
+        return list(found.values())
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land(*self._flying.pop(0))
+
+    def _land(self, due: list[Scheduled], sampled: Sampled) -> None:
+        """Reads what a step sampled."""
+        tokens, logprobs, drawn = (np.asarray(a).tolist() for a in sampled[:3])
+        for i, sequence in enumerate(due):
+            if sequence.done:
+                continue
+            top, count = (), sequence.what.request.top
+            if count:
+                top = tuple(zip(np.asarray(sampled.ids[i])[:count].tolist(), np.asarray(sampled.likeliest[i])[:count].tolist()))
+            self._learn(sequence, tokens[i], logprobs[i], drawn[i], top)
+
+    def _learn(self, sequence: Scheduled, token: int, logprob: float, drawn: float, top: Any) -> None:
         wanted: _Wanted = sequence.what
         self.scheduler.learned(sequence, token)
         self.stats.drawn_tokens += 1
@@ -293,31 +322,36 @@ class Engine:
             reason = "stop"
         elif answer == sequence.most:
             reason = "length"
-        self._events.append(Event(wanted.number, token, logprob, reason))
+        self._events.append(Event(wanted.number, token, logprob, reason, drawn, top))
         if reason is not None:
-            self.scheduler.end(sequence)
             self._sequences.pop(wanted.number, None)
+            self.scheduler.end(sequence)
 
     # ---------------------------------------------------------------- dispatch
 
-    def _dispatch(self, plan: Plan) -> tuple[list[Sequence | None], Any]:
+    def _dispatch(self, plan: Plan) -> tuple[list[Scheduled], Sampled]:
         for piece in plan.pieces:
             if piece.sequence.what.slot != (piece.sequence.slot, piece.sequence.preemptions):
                 self._settle(piece.sequence)
                 self.stats.reused_tokens += piece.start
             self.stats.prompt_tokens += len(piece.tokens)
-        sizes, words, due = self._packed(plan)
+        sizes, words = self._packed(plan)
+        places, due = self._due(plan, sizes)
+        count = _sampled_rows(len(due))
+        picks, owners = np.zeros(count, np.int32), np.full(count, -1, np.int32)
+        picks[: len(due)], owners[: len(due)] = places, [sequence.slot for sequence in due]
         what = f"a step of {sizes.decodes} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
-        logits, where, self.caches = self._run(
-            what, _forward(self.graph, self.dtype), sizes, self._weights, self.caches, self.slots.last, words, sizes
+        logits, self.caches = self._run(
+            what, self.forward, (*sizes, count), self._weights, self.caches, self.slots.last, words, picks, sizes
         )
-        self.slots, drawn = self._run(f"the sampler for {len(logits)} rows", _draw, logits.shape, self.slots, logits, where)
-        for a in drawn:
+        self._bias(due)
+        self.slots, sampled = self._run(f"the sampler for {count} rows", sample, (count,), self.slots, logits, owners)
+        for a in sampled[:3]:
             a.copy_to_host_async()
         self.stats.steps += 1
-        return due, drawn
+        return due, sampled
 
-    def _run(self, what: str, program: Any, sizes: tuple[int, ...], *arguments: Any) -> Any:
+    def _run(self, what: str, program: Any, sizes: tuple[Any, ...], *arguments: Any) -> Any:
         """Calls a program; counts and times the call if it compiles."""
         if sizes in self._sizes:
             return program(*arguments)
@@ -329,47 +363,66 @@ class Engine:
         self.stats.compile_seconds += time.monotonic() - start
         return out
 
-    def _settle(self, sequence: Sequence) -> None:
+    def _settle(self, sequence: Scheduled) -> None:
         """Writes the settings and the tokens of a sequence into the sampler's rows of its slot."""
         wanted: _Wanted = sequence.what
-        row = {name: column[0] for name, column in table([wanted.request.sampling]).items()}
-        seen, counts = np.zeros(self.vocab, bool), np.zeros(self.vocab, np.int32)
-        seen[sequence.tokens] = True
-        np.add.at(counts, sequence.tokens[sequence.prompt :], 1)
-        made = len(sequence.tokens) - sequence.prompt
-        self.slots = _settled(self.slots, np.int32(sequence.slot), row, wanted.key, np.int32(made), seen, counts)
+        prompt, answer = sequence.tokens[: sequence.prompt], sequence.tokens[sequence.prompt :]
+        asked = wanted.request
+        self.slots = settled(self.slots, sequence.slot, asked.sampling, wanted.key, asked.top, prompt, answer)
         wanted.slot = (sequence.slot, sequence.preemptions)
+        wanted.bias.forget()
 
-    def _packed(self, plan: Plan) -> tuple[Sizes, np.ndarray, list[Sequence | None]]:
-        """A plan as one array, for one transfer to the device; and for each row the sequence it samples for, or None."""
-        P = self.table_pages
-        decodes = _power(len(plan.decodes), 4)
-        if self.shares:
-            width = ROW
-            rows = [
-                (piece, at) for piece in plan.pieces for at in range(0, len(piece.tokens), width)
-            ]
-        else:
-            longest = max((len(piece.tokens) for piece in plan.pieces), default=0)
-            width, rows = ROW * _power(-(-longest // ROW), 4), [(piece, 0) for piece in plan.pieces]
-        sizes = Sizes(decodes, _power(len(rows), 4), width if rows else 0, P)
+    def _bias(self, due: list[Scheduled]) -> None:
+        """Hands over the biases that have changed, of the sequences that are sampled next."""
+        some = [sequence for sequence in due if sequence.what.bias]
+        if any(sequence.what.bias.changes for sequence in some):
+            self._land_all()
+        rows = []
+        for sequence in some:
+            if not sequence.done and (row := sequence.what.bias.row(sequence.tokens[sequence.prompt :])) is not None:
+                rows.append((sequence.slot, row))
+        if rows:
+            where = np.full(_power(len(rows), 2), self.settings.slots, np.int32)
+            bias = np.zeros((len(where), self.vocab), np.float32)
+            for i, (slot, row) in enumerate(rows):
+                where[i], bias[i] = slot, row
+            self.slots = self._run(f"{len(where)} biases", biased, ("bias", len(where)), self.slots, where, bias)
+
+    def _rows(self, plan: Plan) -> list[tuple[Piece, int]]:
+        """The rows of the prompts: each piece, and the place in it where the row begins."""
+        if not self.shares:
+            return [(piece, 0) for piece in plan.pieces]
+        return [(piece, at) for piece in plan.pieces for at in range(0, len(piece.tokens), ROW)]
+
+    def _packed(self, plan: Plan) -> tuple[Sizes, np.ndarray]:
+        """A plan as one array, for one transfer to the device."""
+        rows = self._rows(plan)
+        longest = max((len(piece.tokens) for piece in plan.pieces), default=0)
+        width = ROW * (1 if self.shares else _power(-(-longest // ROW), 4))
+        decodes = _decoding_rows(len(plan.decodes), self.settings.slots, alone=not rows)
+        sizes = Sizes(decodes, _power(len(rows), 4), width if rows else 0, self.table_pages)
         words = np.zeros(sizes.words, np.int32)
-        due: list[Sequence | None] = [None] * (sizes.decodes + sizes.rows)
-        d, c = _cut(words, sizes)
+        d, c = cut(words, sizes)
         d["slot"][:], d["table"][:], c["slot"][:], c["table"][:] = -1, -1, -1, -1
         for i, sequence in enumerate(plan.decodes):
             d["slot"][i], d["length"][i] = sequence.slot, sequence.computed - 1
             d["table"][i, : len(sequence.pages)] = sequence.pages
-            due[i] = sequence
         for i, (piece, at) in enumerate(rows):
             tokens, sequence = piece.tokens[at : at + width], piece.sequence
             c["slot"][i], c["length"][i], c["new"][i] = sequence.slot, piece.start + at, len(tokens)
             c["table"][i, : len(sequence.pages)] = sequence.pages
             c["tokens"][i, : len(tokens)] = tokens
-            if piece.ends and at + width >= len(piece.tokens):
-                c["ends"][i] = 1
-                due[sizes.decodes + i] = sequence
-        return sizes, words, due
+        return sizes, words
+
+    def _due(self, plan: Plan, sizes: Sizes) -> tuple[list[int], list[Scheduled]]:
+        """The sequences that are sampled, and the place of the last token of each."""
+        places, due = list(range(len(plan.decodes))), list(plan.decodes)
+        for i, (piece, at) in enumerate(self._rows(plan)):
+            left = len(piece.tokens) - at
+            if piece.ends and left <= sizes.width:
+                places.append(sizes.decodes + i * sizes.width + left - 1)
+                due.append(piece.sequence)
+        return places, due
 
 
 @dataclass(eq=False)
@@ -379,6 +432,7 @@ class _Wanted:
     number: int
     request: Request
     key: np.ndarray
+    bias: Bias
     slot: tuple[int, int] | None = None
 
 
@@ -390,107 +444,17 @@ def _power(n: int, base: int) -> int:
     return size
 
 
-def _cut(words: Any, sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a step within its `words`, for decoding rows and for prompt rows: views, if `words` is a NumPy array."""
-    D, Q, T, P = sizes
-    at = 0
-
-    def take(*shape: int) -> Any:
-        nonlocal at
-        size = int(np.prod(shape))
-        part = words[at : at + size].reshape(shape)
-        at += size
-        return part
-
-    decodes = {"slot": take(D), "length": take(D), "table": take(D, P)}
-    rows = {"slot": take(Q), "length": take(Q), "new": take(Q), "ends": take(Q), "table": take(Q, P), "tokens": take(Q, T)}
-    return decodes, rows
+def _decoding_rows(n: int, slots: int, *, alone: bool) -> int:
+    """The number of decoding rows that a step is compiled for: alone 1, 4, 8, 16 and so on; beside prompts, where more rows cost
+    little, 8 or all slots."""
+    if n == 0:
+        return 0
+    if alone:
+        return 4 if n == 2 else _power(n, 2)
+    most = _power(slots, 2)
+    return min(8, most) if n <= 8 else most
 
 
-# ---------------------------------------------------------------- programs
-
-
-@partial(jax.jit, donate_argnums=0)
-def _settled(
-    slots: Slots, slot: Array, row: dict[str, Array], key: Array, made: Array, seen: Array, counts: Array
-) -> Slots:
-    """Sets the rows of one slot."""
-    return slots._replace(
-        made=slots.made.at[slot].set(made),
-        keys=slots.keys.at[slot].set(key),
-        settings={name: column.at[slot].set(row[name]) for name, column in slots.settings.items()},
-        seen=slots.seen.at[slot].set(seen),
-        counts=slots.counts.at[slot].set(counts),
-    )
-
-
-@lru_cache(maxsize=16)
-def _forward(graph: Any, dtype: Any) -> Any:
-    """(weights, caches, last token of each slot, words, Sizes) -> (logits [rows V], slot of each row, caches).
-
-    Decoding rows come first, then prompt rows. A row that samples nothing has slot -1.
-    """
-
-    def forward(
-        weights: Leaves, caches: Caches, last: Array, words: Array, sizes: Sizes
-    ) -> tuple[Array, Array, Caches]:
-        model = merge(graph, weights)
-        model.dtype = dtype
-        d, c = _cut(words, sizes)
-        groups, flat, due, ends = [], [], [], []
-        if sizes.decodes:
-            live = (d["slot"] >= 0).astype(jnp.int32)
-            groups.append(Paged(d["table"], d["slot"], d["length"], live, _counting(sizes.decodes, 1)))
-            flat.append(jnp.take(last, d["slot"], mode="clip"))
-            due.append(d["slot"])
-            ends.append(jnp.arange(sizes.decodes, dtype=jnp.int32))
-        if sizes.rows:
-            groups.append(Paged(c["table"], c["slot"], c["length"], c["new"], _counting(sizes.rows, sizes.width)))
-            flat.append(c["tokens"].reshape(-1))
-            due.append(jnp.where(c["ends"] > 0, c["slot"], -1))
-            first = sizes.decodes + sizes.width * jnp.arange(sizes.rows, dtype=jnp.int32)
-            ends.append(first + jnp.maximum(c["new"] - 1, 0))
-        x, caches, _ = model.hidden(jnp.concatenate(flat)[None], Ragged(tuple(groups)), caches)
-        rows, slots = jnp.concatenate(ends), jnp.concatenate(due)
-        return model.unembed(x[:, rows])[0], slots, caches
-
-    return jax.jit(forward, donate_argnums=1, static_argnums=4)
-
-
-def _counting(rows: int, width: int) -> Array:
-    return jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
-
-
-@partial(jax.jit, donate_argnums=0)
-def _draw(state: Slots, logits: Array, slots: Array) -> tuple[Slots, tuple[Array, Array]]:
-    """(Slots, logits [rows V], slot of each row or -1) -> (Slots, (tokens [rows], their log-probabilities [rows]))."""
-    n = state.last.shape[0]
-    where = jnp.where(slots >= 0, slots, n)
-    mine = jnp.clip(slots, 0, n - 1)
-    settings = {name: column[mine] for name, column in state.settings.items()}
-    live = slots >= 0
-    settings["temperature"] = jnp.where(live, settings["temperature"], 0.0)
-    penal = live & (
-        (settings["repetition_penalty"] != 1) | (settings["presence_penalty"] != 0) | (settings["frequency_penalty"] != 0)
-    )
-    scored = jax.lax.cond(
-        penal.any(), lambda: penalized(logits, settings, state.seen[mine], state.counts[mine]), lambda: logits
-    )
-    greedy = jnp.argmax(scored, -1).astype(jnp.int32)
-
-    def by_chance() -> Array:
-        keys = jax.random.wrap_key_data(state.keys[mine])
-        keys = jax.vmap(jax.random.fold_in)(keys, state.made[mine])
-        warm = scored / jnp.maximum(settings["temperature"], 1e-6)[:, None]
-        return jnp.where(settings["temperature"] > 0, drawn(warm, settings, keys), greedy)
-
-    tokens = jax.lax.cond((settings["temperature"] > 0).any(), by_chance, lambda: greedy)
-    own = jnp.take_along_axis(logits, tokens[:, None], -1)[:, 0]
-    logprobs = own - jax.nn.logsumexp(logits, -1)
-    state = state._replace(
-        last=state.last.at[where].set(tokens, mode="drop"),
-        made=state.made.at[where].add(1, mode="drop"),
-        seen=state.seen.at[where, tokens].set(True, mode="drop"),
-        counts=state.counts.at[where, tokens].add(1, mode="drop"),
-    )
-    return state, (tokens, logprobs)
+def _sampled_rows(n: int) -> int:
+    """The number of rows that the sampler is compiled for, which takes 3 CPU seconds: 1, 8, 32, 64 and so on."""
+    return 1 if n <= 1 else 8 if n <= 8 else max(32, _power(n, 2))

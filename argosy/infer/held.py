@@ -1,32 +1,90 @@
-"""Reuses a generator between calls, and makes a new one when the structure of its module has changed.
+"""Keeps what was made from a module between calls, and makes it anew when the structure of the module has changed.
 
 Splitting a module of 270 weights takes 15 ms, walking it 1 ms. The walk collects the identity of every variable and attribute, so
-surgery, adapters and another dtype are noticed, because each replaces an object. Values are not part of it: a generator reads them
-at each call, so new weights are used at once, and replaced ones are not kept in memory.
+surgery, adapters and another dtype are noticed, because each replaces an object. Values are not part of it: new weights are used
+at once, and replaced ones are not kept in memory.
 """
 
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from flax import nnx
 
 from argosy.core.progress import Say
-from argosy.infer.decode import Generator
+from argosy.infer.engine import CACHE, Engine, EngineSettings
+from argosy.infer.sequences import Sequences
+from argosy.models.parts.cache import page_bytes
+
+PAGE = 16
+# The most sequences that run at a time.
+SLOTS = 32
+
+
+class Room(NamedTuple):
+    """What an engine has room for: sequences at a time, tokens of one, pages of all."""
+
+    slots: int = 1
+    context: int = 512
+    pages: int = 0
+
+    def grown(self, lengths: Sequence[int], most: int) -> "Room":
+        """Room for sequences of these lengths too, in sizes that grow by large steps, because each is compiled.
+
+        Args:
+            most: the model's context.
+        """
+        slots, context = self.slots, min(self.context, most)
+        while slots < min(len(lengths), SLOTS):
+            slots = min(slots * 8, SLOTS)
+        while context < max(lengths):
+            context = min(context * 4, most)
+        needed = sum(sorted((-(-length // PAGE) for length in lengths), reverse=True)[:slots])
+        pages = max(self.pages, -(-context // PAGE))
+        while pages < needed:
+            pages *= 2
+        return Room(slots, context, pages)
 
 
 class Held:
-    """Holds the generator of a module in its current state."""
+    """Holds what was made from a module in its current state."""
 
     def __init__(self) -> None:
         self._found: list[Any] = []
-        self._generator: Generator | None = None
+        self._sequences: Sequences | None = None
+        self._engine: Engine | None = None
+        self._room = Room()
 
-    def generator(self, module: Any, say: Say | None = None) -> Generator:
+    def sequences(self, module: Any, say: Say | None = None) -> Sequences:
+        """The forward pass over whole sequences."""
+        self._look(module)
+        if self._sequences is None:
+            self._sequences = Sequences(module)
+        self._sequences.say = say
+        return self._sequences
+
+    def engine(self, module: Any, lengths: Sequence[int], say: Say | None = None) -> Engine:
+        """An engine with room for sequences of these lengths, many of them one after the other."""
+        self._look(module)
+        room = self._room.grown(lengths, module.config.context)
+        if self._engine is None or (room != self._room and not self._engine.busy):
+            self._engine = None  # its cache is free before the next one is allocated
+            most = int(CACHE // page_bytes(module.layers.holds(), PAGE, module.dtype))
+            pages = max(-(-room.context // PAGE), min(room.pages, most))
+            settings = EngineSettings(slots=room.slots, page=PAGE, pages=pages, context=room.context)
+            self._engine, self._room = Engine(module, settings), room
+        self._engine.say = say
+        return self._engine
+
+    def forget(self) -> None:
+        """Frees the cache."""
+        self._engine, self._room = None, Room()
+
+    def _look(self, module: Any) -> None:
         found = identities(module)
-        if self._generator is None or len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
-            self._generator, self._found = Generator(module), found
-        self._generator.say = say
-        return self._generator
+        if len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
+            self._found, self._sequences = found, None
+            self.forget()
 
 
 def identities(module: Any) -> list[Any]:

@@ -11,28 +11,33 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.decode import Generator, bucket, decode_rows, room_for
+from argosy.infer.engine import Event, Request
 from argosy.infer.held import Held
-from argosy.infer.sample import Sampling, Seed, streams, words_of
+from argosy.infer.sample import Sampling, Seed, words_of
+from argosy.infer.sequences import Sequences
+from argosy.infer.text import Text
 
 Prompt = str | Sequence[int]
 Reason = Literal["stop", "length"]
 
-ROWS = 64  # most prompts continued at the same time
-# Most tokens of all their buffers: 6 GB for SmolLM2 135M in float32.
-TOKENS = 1 << 17
-
 
 @dataclass
 class Completion:
-    """The answer to one prompt. tokens: ids, without the token that stopped it. logprobs: the model's own, one per token, before
-    temperature, filters and penalties."""
+    """The answer to one prompt.
+
+    tokens: ids, without the token that ended it. logprobs: the model's own, one per token, before bias, penalties, temperature and
+    filters. drawn: log-probabilities in the distributions that the tokens were drawn from; 0 at temperature 0. top: the likeliest
+    tokens with their log-probabilities, for each token, if asked. stopped_by: the id or the string that ended it; None: neither.
+    """
 
     text: str
     tokens: list[int]
     finish_reason: Reason | None
     prompt_tokens: int
     logprobs: list[float]
+    drawn: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    stopped_by: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,23 @@ class LM:
         ids = _ids(tokens)
         ids = ids[None] if ids.ndim == 1 else ids
         self._check(ids.ravel(), ids.shape[1])
-        T = ids.shape[1]
-        padded = np.zeros((len(ids), max(T, min(bucket(T), self.config.context))), np.int32)
-        padded[:, :T] = ids
-        segments = np.zeros_like(padded)
-        segments[:, :T] = 1
-        return np.asarray(self.generator().logits(padded, segments))[:, :T]
+        return self.sequences().logits(ids)
+
+    def score(self, texts: Sequence[Prompt]) -> list[np.ndarray]:
+        """The log-probability of each token of these texts, given the tokens before it; float32, natural logarithm.
+
+        A text of n ids has n - 1 of them, because nothing is before the first. `encode` gives the ids: where the tokenizer adds a
+        beginning-of-sequence token, that is the first, and every token of the text has a log-probability.
+
+        Raises:
+            BadInput: text without a tokenizer, ids outside the vocabulary, more tokens than the context, an encoder.
+        """
+        self.check_predicts()
+        check_prompts(texts)
+        rows = [np.asarray(self.encode(text)) for text in texts]
+        for ids in rows:
+            self._check(ids, len(ids))
+        return [self.sequences().scores(ids[None])[0] if len(ids) > 1 else np.zeros(0, np.float32) for ids in rows]
 
     # ---------------------------------------------------------------- text
 
@@ -100,6 +116,7 @@ class LM:
         stop_tokens: Sequence[int] = (),
         ignore_eos: bool = False,
         seed: Seed = 0,
+        top: int = 0,
         **sampling: Any,
     ) -> list[Completion]:
         """Continues each prompt: text, or token ids, which are used as they are.
@@ -112,9 +129,10 @@ class LM:
             seed: a whole number of up to 64 bits, or several, such as (run seed, step). Seed and row are folded into one random
                 stream a row: an answer depends on its own prompt, settings, seed and place among the prompts, and on nothing
                 else (to rounding), whatever the other prompts are. Streams of different (seed, row) have nothing in common.
-            sampling: the settings of `infer.sample.Sampling`: temperature, top_k, top_p, min_p and penalties.
+            top: number of likeliest tokens to return with each token, at most 20.
+            sampling: the settings of `infer.sample.Sampling`: temperature, top_k, top_p, min_p, penalties, logit_bias and so on.
 
-        There may be any number of prompts: 64 are continued at a time, fewer if their buffers would have more than 131,072 tokens.
+        There may be any number of prompts: 32 are continued at a time, and the others wait.
 
         Raises:
             BadInput: text without a tokenizer, ids outside the vocabulary, a prompt that leaves no room in the context, a seed of
@@ -122,7 +140,7 @@ class LM:
         """
         if isinstance(prompts, str):
             raise BadInput("generate takes a list of prompts, not one text", hint="generate([text])")
-        answers = Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, sampling)
+        answers = Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, top, sampling)
         for _ in answers:
             pass
         return answers.completions
@@ -142,10 +160,22 @@ class LM:
         stop_tokens: Sequence[int] = (),
         ignore_eos: bool = False,
         seed: Seed = 0,
+        top: int = 0,
         **sampling: Any,
     ) -> "Answers":
         """`generate`, step by step: iterating gives the text that each step adds; `completions` is complete at the end."""
-        return Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, sampling)
+        return Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, top, sampling)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **how: Any) -> Completion:
+        """The answer to a conversation, rendered with the model's chat template.
+
+        Args:
+            how: as in `generate`.
+
+        Raises:
+            BadInput: as `chat_prompt` and `generate`.
+        """
+        return self.generate([self.chat_prompt(messages)], max_tokens, **how)[0]
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -224,9 +254,13 @@ class LM:
 
     # ---------------------------------------------------------------- checks
 
-    def generator(self) -> Generator:
-        """The generator of the model in its current state, including surgery and changed weights."""
-        return self._held.generator(self.module, self.say)
+    def sequences(self) -> Sequences:
+        """The forward pass of the model in its current state, including surgery and changed weights."""
+        return self._held.sequences(self.module, self.say)
+
+    def forget(self) -> None:
+        """Frees the cache of earlier answers."""
+        self._held.forget()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, with the beginning-of-sequence token in front where the tokenizer adds one."""
@@ -263,7 +297,7 @@ class LM:
 
 
 class Answers:
-    """Rows being continued; iterating yields what each step adds."""
+    """Prompts being continued; iterating yields what each token adds."""
 
     def __init__(
         self,
@@ -274,107 +308,83 @@ class Answers:
         stop_tokens: list[int],
         ignore_eos: bool,
         seed: Seed,
+        top: int,
         sampling: Mapping[str, Any],
     ):
         lm.check_predicts()
         check_prompts(prompts)
         if max_tokens < 1:
             raise BadInput(f"max_tokens = {max_tokens}", hint="at least 1")
-        if any(not s for s in stop):
-            raise BadInput("an empty stop string would stop everything")
-        if stop and lm.tokenizer is None:
-            raise BadInput("stop strings need a tokenizer", hint="use stop_tokens")
         words_of(seed)
-        self.lm, self.stop, self.seed = lm, stop, seed
-        self.ids = [lm.encode(p) for p in prompts]
-        for ids in self.ids:
-            if not ids:
+        self.lm = lm
+        ids = [lm.encode(p) for p in prompts]
+        for one in ids:
+            if not one:
                 raise BadInput(
                     "an empty prompt, and the model has no beginning-of-sequence token", hint="give some text"
                 )
-            lm._check(ids, len(ids))
-        self.most = [min(max_tokens, lm.config.context - len(ids)) for ids in self.ids]
-        if min(self.most) < 1:
+            lm._check(one, len(one))
+        if max(map(len, ids)) >= lm.config.context:
             raise BadInput(f"the prompt fills the model's context of {lm.config.context} tokens", hint="shorten it")
-        self.ends = set(stop_tokens) | (set() if ignore_eos else lm.stops())
-        self.sampling = _sampling(sampling)
-        self.completions = [Completion("", [], None, len(ids), []) for ids in self.ids]
-        self._streams = [_after(lm.tokenizer, ids) for ids in self.ids]
-        self._held = ["" for _ in self.ids]
+        how, ends = _sampling(sampling), frozenset(stop_tokens) | frozenset(() if ignore_eos else lm.stops())
+        self.requests = [Request(one, max_tokens, how, ends, seed, row, top) for row, one in enumerate(ids)]
+        self.completions = [Completion("", [], None, len(one), []) for one in ids]
+        self._texts = [Text(lm.tokenizer, one, stop) for one in ids]
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces
 
     def _run(self) -> Iterator[Piece]:
-        for rows in self._batches():
-            yield from self._continue(rows)
+        context = self.lm.config.context
+        lengths = [min(len(request.tokens) + request.most, context) for request in self.requests]
+        engine = self.lm._held.engine(self.lm.module, lengths, self.lm.say)
+        rows: dict[int, int] = {}
+        try:
+            for row, request in enumerate(self.requests):
+                rows[engine.add(request)] = row
+            while rows:
+                for event in engine.collect(rows):
+                    if event.id not in rows:
+                        continue
+                    piece = self._take(rows[event.id], event)
+                    if piece.done:
+                        engine.end(event.id)
+                        del rows[event.id]
+                    yield piece
+        except Exception:
+            # What the engine holds is not known any more.
+            self.lm.forget()
+            raise
+        finally:
+            for number in rows:
+                engine.end(number)
 
-    def _batches(self) -> Iterator[list[int]]:
-        """The rows in order, as many at a time as `ROWS` and `TOKENS` allow."""
-        batch: list[int] = []
-        longest = 0
-        for row, (ids, most) in enumerate(zip(self.ids, self.most)):
-            longest = max(longest, len(ids) + most)
-            room = room_for(longest, self.lm.config.context)
-            if batch and (len(batch) == ROWS or decode_rows(len(batch) + 1) * room > TOKENS):
-                yield batch
-                batch, longest = [], len(ids) + most
-            batch.append(row)
-        yield batch
-
-    def _continue(self, rows: list[int]) -> Iterator[Piece]:
-        unfinished = set(rows)
-        most = max(self.most[row] for row in rows)
-        keys = streams(self.seed, rows)
-        generator = self.lm.generator()
-        steps = generator.generate([self.ids[row] for row in rows], [self.sampling] * len(rows), keys, most)
-        for n, step in enumerate(steps, 1):
-            tokens, logprobs = np.asarray(step.tokens), np.asarray(step.logprobs)
-            for at, row in enumerate(rows):
-                if row not in unfinished:
-                    continue
-                piece = self._take(row, int(tokens[at]), float(logprobs[at]), n == self.most[row])
-                if piece.done:
-                    unfinished.discard(row)
-                yield piece
-            if not unfinished:
-                return
-
-    def _take(self, row: int, token: int, logprob: float, last: bool) -> Piece:
-        """Adds one token to a row. Returns the text that can no longer change."""
-        done = self.completions[row]
-        if token in self.ends:
-            return self._end(row, "stop")
+    def _take(self, row: int, event: Event) -> Piece:
+        """Adds a token to an answer."""
+        done, text, token = self.completions[row], self._texts[row], event.token
+        if token is None:
+            raise RuntimeError(f"request {event.id} was aborted")
+        if event.reason == "stop":
+            return self._end(row, "stop", token)
         done.tokens.append(token)
-        done.logprobs.append(logprob)
-        stream = self._streams[row]
-        if stream is not None:
-            self._held[row] += stream.push(token)
-            if (cut := _first(self._held[row], self.stop)) is not None:
-                self._held[row] = self._held[row][:cut]
-                return self._end(row, "stop", flush=False)
-        if last:
-            return self._end(row, "length")
-        return Piece(row, self._release(row), False)
+        done.logprobs.append(event.logprob)
+        done.drawn.append(event.drawn)
+        if event.top:
+            done.top.append(list(event.top))
+        new = text.push(token, may_stop=len(done.tokens) > self.requests[row].sampling.min_tokens)
+        done.text += new
+        if text.stopped is not None:
+            return self._end(row, "stop", text.stopped, new)
+        if event.reason == "length":
+            return self._end(row, "length", None, new)
+        return Piece(row, new, False)
 
-    def _release(self, row: int) -> str:
-        """Releases the text that can no longer become part of a stop string."""
-        held = self._held[row]
-        keep = max((n for s in self.stop for n in range(1, len(s)) if held.endswith(s[:n])), default=0)
-        text = held[: len(held) - keep]
-        self._held[row] = held[len(held) - keep :]
-        self.completions[row].text += text
-        return text
-
-    def _end(self, row: int, reason: Reason, flush: bool = True) -> Piece:
-        stream = self._streams[row]
-        if flush and stream is not None:
-            self._held[row] += stream.end()
-        text, self._held[row] = self._held[row], ""
-        self.completions[row].text += text
-        self.completions[row].finish_reason = reason
-        return Piece(row, text, True)
+    def _end(self, row: int, reason: Reason, by: int | str | None, new: str = "") -> Piece:
+        done, rest = self.completions[row], self._texts[row].end()
+        done.text += rest
+        done.finish_reason, done.stopped_by = reason, by
+        return Piece(row, new + rest, True)
 
 
 def check_prompts(prompts: Sequence[Any]) -> None:
@@ -390,22 +400,6 @@ def check_prompts(prompts: Sequence[Any]) -> None:
         raise BadInput("generate takes prompts, not messages", hint="lm.generate([lm.chat_prompt(messages)])")
     if any(isinstance(p, int | np.integer) for p in prompts):
         raise BadInput("generate takes a list of prompts, not one list of token ids", hint="generate([ids])")
-
-
-def _after(tokenizer: Any, ids: list[int]) -> Any:
-    """A text stream that has read the prompt, so that the answer keeps its leading space. None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    stream = tokenizer.stream()
-    for token in ids:
-        stream.push(token)
-    return stream
-
-
-def _first(text: str, stops: list[str]) -> int | None:
-    """The index at which the first stop string begins, None if there is none."""
-    found = [at for s in stops if (at := text.find(s)) >= 0]
-    return min(found) if found else None
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:

@@ -1,15 +1,17 @@
 """From logits to the next token, each row by its own settings.
 
-In the order of the field: penalties, temperature, top-k, top-p, min-p, draw. Log-probabilities are the model's own, before any
-of these.
+In the order of the field: bias, penalties, temperature, top-k, top-p, min-p, typical, draw. Log-probabilities are the model's own,
+before any of these; a second one is that of the distribution that was drawn from, after all of them.
 
     repetition    logits above 0 divided, below 0 multiplied, of tokens in prompt or answer (CTRL, arXiv:1909.05858)
     presence, frequency    subtracted once, and once for each occurrence, of tokens in the answer (the OpenAI API)
     top-p         the likeliest tokens whose probabilities first sum to p (arXiv:1904.09751)
     min-p         tokens at least this share as likely as the likeliest (arXiv:2407.01082)
+    typical       the tokens with information nearest to the entropy, whose probabilities first sum to p (arXiv:2202.00666)
 
-The vocabulary is almost never sorted: sorting 4 rows of 131,072 logits takes 110 ms of CPU, their 256 likeliest 1.2 ms. These
-decide top-k up to 256, and top-p where they reach p; the device falls back to the sort where they do not. Min-p is a threshold.
+The vocabulary is never sorted: sorting 4 rows of 131,072 logits takes 110 ms of CPU, their 256 likeliest 1.2 ms. These decide top-k
+up to 256, and top-p where they reach p. Where they do not, and for typical sampling, the threshold is found by bisection over the
+bits of a float32, in 32 passes. Min-p is a threshold as it is.
 
 Each token of the vocabulary has random bits of its own, a function of the row's key and the token's id, and the token whose
 exponential clock rings first is drawn (the Gumbel-max trick). So a row draws the same token whether its candidates or the whole
@@ -17,7 +19,7 @@ vocabulary take part, and therefore whatever the rows beside it ask for.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -29,7 +31,7 @@ from pydantic import Field
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings
 
-# Likeliest tokens that are looked at before the vocabulary is sorted.
+# Likeliest tokens that are looked at before the whole vocabulary is.
 CANDIDATES = 256
 # The 256 likeliest reach p only if they do by more than the rounding of a float32 sum over the vocabulary.
 MARGIN = 2e-6
@@ -56,35 +58,35 @@ class Sampling(Settings):
     """Draws from the likeliest tokens whose probabilities first sum to p; 1 means all."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Draws from tokens at least this share as likely as the likeliest; 0 means all."""
+    typical_p: float = Field(1.0, gt=0, le=1)
+    """Draws from the tokens whose information is nearest to the entropy and whose probabilities first sum to p; 1 means all."""
     repetition_penalty: float = Field(1.0, gt=0)
     """Above 1, makes tokens that are in the prompt or the answer less likely."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     """Subtracted from the logits of tokens that are in the answer."""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     """Subtracted from a token's logit for each time it is in the answer."""
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    """Added to the logits of these token ids; -100 bans a token, 100 forces it."""
+    allowed_tokens: tuple[int, ...] | None = None
+    """The only token ids that may be in the answer, besides those that end it; None: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that may not be in the answer: the last id of each is banned after the others."""
+    min_tokens: int = Field(0, ge=0)
+    """Tokens before the answer may end by an end-of-sequence token, a stop token or a stop string."""
 
 
-class Need(NamedTuple):
-    """What at least one row asks for. Static: a batch of greedy rows is one argmax. Filters are no part of it, since the device
-    finds out for nothing whether a row has one, and a first `top_p` then compiles nothing."""
-
-    draws: bool
-    penalties: bool
-
-    @classmethod
-    def of(cls, rows: Sequence[Sampling]) -> "Need":
-        return cls(
-            draws=any(r.temperature > 0 for r in rows),
-            penalties=any(r.repetition_penalty != 1 or r.presence_penalty or r.frequency_penalty for r in rows),
-        )
+# The settings that are columns of numbers on the device.
+COLUMNS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+)  # fmt: skip
 
 
 def table(rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
-    """Each setting as one array over the rows; and `tail`, 1 - top_p, subtracted in float64: in float32, 1 - 0.999999 is 5 %
+    """Each of `COLUMNS` as one array over the rows; and `tail`, 1 - top_p, subtracted in float64: in float32, 1 - 0.999999 is 5 %
     off."""
     columns = {
-        name: np.asarray([getattr(r, name) for r in rows], np.int32 if name == "top_k" else np.float32)
-        for name in Sampling.model_fields
+        name: np.asarray([getattr(r, name) for r in rows], np.int32 if name == "top_k" else np.float32) for name in COLUMNS
     }
     return columns | {"tail": np.asarray([1 - r.top_p for r in rows], np.float64).astype(np.float32)}
 
@@ -146,31 +148,52 @@ def clocks(key: Any, tokens: Int[Array, "N"]) -> Float[Array, "N"]:
 # ---------------------------------------------------------------- choosing
 
 
+class Chosen(NamedTuple):
+    """The next token of each row. logprobs: the model's own. drawn: log-probability in the distribution that it was drawn from; 0
+    for a row at temperature 0."""
+
+    tokens: Int[Array, "B"]
+    logprobs: Float[Array, "B"]
+    drawn: Float[Array, "B"]
+
+
 def choose(
     logits: Float[Array, "B V"],
+    scored: Float[Array, "B V"],
     settings: dict[str, Array],
     keys: Any,
-    need: Need,
-    seen: Bool[Array, "B V"] | None = None,
-    counts: Int[Array, "B V"] | None = None,
-) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """The next token of each row, and its log-probability.
+    live: Bool[Array, "B"] | None = None,
+) -> Chosen:
+    """The next token of each row. A filter that no row asks for is not computed, and the first that does compiles nothing.
 
     Args:
+        logits: the model's own. scored: with biases and penalties.
         settings: from `table`.
         keys: a random key for each row.
-        seen: tokens of prompt and answer. counts: times in the answer. Both only where `need.penalties`.
+        live: rows that count; others get a token of no meaning.
     """
-    logits = logits.astype(jnp.float32)
-    scored = logits
-    if need.penalties and seen is not None and counts is not None:
-        scored = penalized(logits, settings, seen, counts)
-    tokens = jnp.argmax(scored, -1).astype(jnp.int32)
-    if need.draws:
-        warm = scored / jnp.maximum(settings["temperature"], 1e-6)[:, None]
-        tokens = jnp.where(settings["temperature"] > 0, drawn(warm, settings, keys), tokens)
-    own = jnp.take_along_axis(logits, tokens[:, None], -1)[:, 0]
-    return tokens, own - jax.nn.logsumexp(logits, -1)
+    hot = settings["temperature"] > 0 if live is None else live & (settings["temperature"] > 0)
+    greedy = jnp.argmax(scored, -1).astype(jnp.int32)
+
+    def by_chance() -> tuple[Array, Array]:
+        warm = scored / jnp.where(hot, settings["temperature"], 1.0)[:, None]
+        tokens, chance = drawn(warm, settings | {"temperature": jnp.where(hot, settings["temperature"], 0.0)}, keys)
+        return jnp.where(hot, tokens, greedy), jnp.where(hot, chance, 0.0)
+
+    none = jnp.zeros(logits.shape[:1], jnp.float32)
+    tokens, chance = jax.lax.cond(hot.any(), by_chance, lambda: (greedy, none))
+    return Chosen(tokens, of_tokens(logits, tokens), chance)
+
+
+def penalizes(settings: dict[str, Array]) -> Bool[Array, "B"]:
+    """The rows with a penalty."""
+    repetition, presence, frequency = (settings[f"{name}_penalty"] for name in ("repetition", "presence", "frequency"))
+    return (repetition != 1) | (presence != 0) | (frequency != 0)
+
+
+def of_tokens(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float[Array, "B"]:
+    """The log-probabilities of these tokens."""
+    return jnp.take_along_axis(logits, tokens[:, None], -1)[:, 0] - jax.nn.logsumexp(logits, -1)
 
 
 def penalized(
@@ -184,35 +207,64 @@ def penalized(
     return logits - settings["presence_penalty"][:, None] * (counts > 0).astype(jnp.float32)
 
 
-def drawn(logits: Float[Array, "B V"], settings: dict[str, Array], keys: Any) -> Int[Array, "B"]:
-    """One token a row, drawn from what its filters leave. Rows at temperature 0 get a token of no meaning."""
-    everything = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+def drawn(
+    logits: Float[Array, "B V"], settings: dict[str, Array], keys: Any
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """One token a row, drawn from what its filters leave, and its log-probability there. Rows at temperature 0 get values of no
+    meaning."""
     draws = settings["temperature"] > 0
+    V, C = logits.shape[-1], min(CANDIDATES, logits.shape[-1])
+    some_typical = (draws & (settings["typical_p"] < 1)).any()
 
-    def from_all(least: Array) -> Array:
-        race = logits + jax.vmap(clocks, (0, None))(keys, everything)
-        return jnp.argmax(jnp.where(logits >= least[:, None], race, -jnp.inf), -1).astype(jnp.int32)
-
-    def from_some() -> Array:
+    def filtered() -> tuple[Array, Array, Array, Array, Array]:
         top, ids = likeliest(logits)
         least = threshold(logits, top, settings)
+
+        def near_the_entropy() -> Array:
+            left = jnp.where(logits >= least[:, None], logits, -jnp.inf)
+            return jnp.where(typical(left, settings["typical_p"]), left, -jnp.inf)
+
         # Tied tokens can make more of them than there are candidates.
-        few = ~draws | ((logits >= least[:, None]).sum(-1) <= top.shape[-1])
+        few = ~draws | ((logits >= least[:, None]).sum(-1) <= C)
+        return jax.lax.cond(some_typical, near_the_entropy, lambda: logits), least, top, ids, few.all() & ~some_typical
 
-        def from_candidates() -> Array:
-            race = jnp.where(top >= least[:, None], top + jax.vmap(clocks)(keys, ids), -jnp.inf)
-            return jnp.take_along_axis(ids, jnp.argmax(race, -1)[:, None], -1)[:, 0]
+    def free() -> tuple[Array, Array, Array, Array, Array]:
+        least, top = jnp.full(logits.shape[:1], -jnp.inf, logits.dtype), logits[:, :C]
+        return logits, least, top, jnp.zeros(top.shape, jnp.int32), jnp.asarray(False)
 
-        return jax.lax.cond(few.all(), from_candidates, lambda: from_all(least))
+    filters = (
+        (settings["top_k"] > 0) | (settings["top_p"] < 1) | (settings["min_p"] > 0) | (settings["typical_p"] < 1)
+    )
+    left, least, top, ids, few = jax.lax.cond((draws & filters).any(), filtered, free)
 
-    filters = (settings["top_k"] > 0) | (settings["top_p"] < 1) | (settings["min_p"] > 0)
-    free = jnp.full(logits.shape[:1], -jnp.inf, logits.dtype)
-    return jax.lax.cond((draws & filters).any(), from_some, lambda: from_all(free))
+    def from_candidates() -> tuple[Array, Array]:
+        some = jnp.where(top >= least[:, None], top, -jnp.inf)
+        place = jnp.argmax(some + jax.vmap(clocks)(keys, ids), -1)
+        return jnp.take_along_axis(ids, place[:, None], -1)[:, 0], of_tokens(some, place)
+
+    def from_all() -> tuple[Array, Array]:
+        every = jnp.where(left >= least[:, None], left, -jnp.inf)
+        tokens = jnp.argmax(every + jax.vmap(clocks, (0, None))(keys, jnp.arange(V, dtype=jnp.int32)), -1)
+        return tokens.astype(jnp.int32), of_tokens(every, tokens)
+
+    return jax.lax.cond(few, from_candidates, from_all)
 
 
-def likeliest(logits: Float[Array, "B V"]) -> tuple[Float[Array, "B C"], Int[Array, "B C"]]:
+def typical(logits: Float[Array, "B V"], p: Float[Array, "B"]) -> Bool[Array, "B V"]:
+    """The tokens whose information is nearest to the entropy, the fewest whose probabilities sum to p; all where p is 1."""
+    logprobs = jax.nn.log_softmax(logits, -1)
+    share = jnp.exp(logprobs)
+    entropy = -jnp.where(share > 0, share * logprobs, 0.0).sum(-1, keepdims=True)
+    near = jnp.where(share > 0, -jnp.abs(logprobs + entropy), -jnp.inf)
+    stays = near >= lowest_by_bits(near, lambda above: jnp.where(above, share, 0.0).sum(-1) < p)[:, None]
+    return (stays & (share > 0)) | (p >= 1)[:, None]
+
+
+def likeliest(
+    logits: Float[Array, "B V"], count: int = CANDIDATES
+) -> tuple[Float[Array, "B C"], Int[Array, "B C"]]:
     """The largest logits of each row, descending, and their tokens."""
-    top, ids = jax.lax.top_k(logits, min(CANDIDATES, logits.shape[-1]))
+    top, ids = jax.lax.top_k(logits, min(count, logits.shape[-1]))
     # The barrier keeps values and tokens together: where a use needs one of them, XLA:CPU makes a sort of the vocabulary of it.
     # A third operand, because XLA drops a tuple of exactly the two, and then dies of a top-k whose user is a barrier.
     top, ids, _ = jax.lax.optimization_barrier((top, ids, logits[:, :1]))
@@ -236,12 +288,58 @@ def threshold(
     least, reached = lowest(top, k, total, settings)
     decided = ~draws | jnp.where(some_k, k <= C, ~some_p | reached) | (C == V)
 
-    def by_sort() -> Array:
-        return jnp.where(decided, least, lowest(-jnp.sort(-logits, -1), k, total, settings)[0])
+    def by_bits() -> Array:
+        return jnp.where(decided, least, lowest_of_all(logits, k, settings))
 
-    least = jax.lax.cond(decided.all(), lambda: least, by_sort)
+    least = jax.lax.cond(decided.all(), lambda: least, by_bits)
     least = jnp.where(some_k | some_p, least, -jnp.inf)
     return jnp.maximum(least, top[:, 0] + jnp.log(settings["min_p"]))
+
+
+def lowest_of_all(
+    logits: Float[Array, "B V"], k: Int[Array, "B"], settings: dict[str, Array]
+) -> Float[Array, "B"]:
+    """The smallest logit that top-k, then top-p of what is left, leave in each row."""
+    by_k = lowest_by_bits(logits, lambda above: above.sum(-1) < k)
+    left = logits >= by_k[:, None]
+    mass = jnp.where(left, jnp.exp(logits - jnp.max(logits, -1, keepdims=True)), 0.0)
+    share = mass / mass.sum(-1, keepdims=True)
+    p, tail = settings["top_p"], settings["tail"]
+
+    def too_little(above: Bool[Array, "B V"]) -> Bool[Array, "B"]:
+        # Summed over what is above for a small p, and over the rest for one near 1, where a sum in float32 of what is above has no
+        # digits left for 1 - p.
+        before, after = jnp.where(above, share, 0.0).sum(-1), jnp.where(above, 0.0, share).sum(-1)
+        return (p >= 1) | jnp.where(p < 0.5, before < p, after > tail)
+
+    return jnp.maximum(by_k, lowest_by_bits(logits, too_little))
+
+
+def lowest_by_bits(
+    values: Float[Array, "B V"], stays: Callable[[Bool[Array, "B V"]], Bool[Array, "B"]]
+) -> Float[Array, "B"]:
+    """The smallest value of each row that stays, found by bisection over float32 bits, whose order as integers is that of the
+    values.
+
+    Args:
+        stays: whether a value stays, given the tokens with larger ones; false for every value below one for which it is false. The
+            largest value stays anyway.
+    """
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    ordered = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    largest = jnp.max(ordered, -1)
+
+    def halved(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        # `low` does not stay, `high` does.
+        low, high = ends
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        keeps = stays(ordered > middle[:, None])
+        return jnp.where(keeps, low, middle), jnp.where(keeps, middle, high)
+
+    low = jnp.full(largest.shape, jnp.iinfo(jnp.int32).min, jnp.int32)
+    _, high = jax.lax.fori_loop(0, 32, halved, (low, largest))
+    least = jnp.min(jnp.where(ordered >= high[:, None], ordered, largest[:, None]), -1)
+    return jax.lax.bitcast_convert_type(jnp.where(least < 0, least ^ jnp.int32(0x7FFFFFFF), least), jnp.float32)
 
 
 def lowest(

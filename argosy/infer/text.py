@@ -35,11 +35,17 @@ class Text:
             for token in prompt:
                 self._stream.push(token)
 
-    def push(self, token: int) -> str:
-        """The text that is final with this token."""
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """The text that is final with this token.
+
+        Args:
+            may_stop: whether a stop string that is complete by now ends the answer.
+        """
         if self._stream is None or self.stopped is not None:
             return ""
         self._held += self._stream.push(token)
+        if not may_stop:
+            return self._rest()
         if self._found():
             return self._rest()
         keep = max((n for s in self.stop for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)

@@ -1,6 +1,5 @@
 """Zero-copy views of the layers of stacked weights in CPU memory, so that a scanned model can decode unrolled."""
 
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -25,14 +24,9 @@ class Views:
     """An unrolled model over the weights of a scanned one."""
 
     def __init__(self, model: Any):
-        self.scanned, self.model = model, unrolled(model)
+        self.model = unrolled(model)
         self.graph, _ = split(self.model)
         self.stored = stored_addresses(model)
-
-    @cached_property
-    def cache_places(self) -> dict[str, tuple[str, int]]:
-        """{cache of a layer: (the scanned model's cache that holds it, its place there)}."""
-        return {str(i): place for i, place in enumerate(self.scanned.layers.cache_places())}
 
     def of(self, weights: Leaves) -> Leaves:
         """The weights by layer. A layer that does not begin at a multiple of 64 bytes is copied: XLA takes no other.

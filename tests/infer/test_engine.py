@@ -1,4 +1,8 @@
-"""The engine against decoding alone: the same tokens whoever else is there, however prompts are cut and pages run out."""
+"""The engine against the whole sequence computed again for every token: the same tokens whoever else is there, however prompts are
+cut and pages run out."""
+
+from itertools import pairwise
+from typing import Any
 
 import jax
 import numpy as np
@@ -6,10 +10,13 @@ import pytest
 
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
+from argosy.infer import engine as engine_module
 from argosy.infer.engine import Engine, EngineSettings, Request
+from argosy.infer.forward import ByLayer, Whole
 from argosy.infer.lm import LM
-from argosy.infer.sample import Sampling
+from argosy.infer.sample import Sampling, choose, penalized, streams, table
 from argosy.models import FAMILIES
+from argosy.models.parts.stack import Scan, from_layers
 from argosy.models.parts.weight import put, split
 
 LENGTHS = (5, 40, 17, 3, 64, 33, 2, 21)
@@ -37,6 +44,24 @@ def prompts(vocab: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     return [rng.integers(0, vocab, n).tolist() for n in lengths]
 
 
+def alone(lm: LM, prompt: list[int], most: int, how: Sampling | None = None, seed: int = 0, row: int = 0) -> list[int]:
+    """The answer by the whole sequence again for every token."""
+    settings, keys = table([how or Sampling()]), streams(seed, [row])
+    ids, made = list(prompt), []
+    for i in range(most):
+        logits, counts = lm.logits([ids])[:, -1], np.bincount(made, minlength=lm.config.vocab)[None].astype(np.int32)
+        seen = np.bincount(ids, minlength=lm.config.vocab)[None] > 0
+        made.append(int(chosen(logits, settings, keys, seen, counts, i)))
+        ids.append(made[-1])
+    return made
+
+
+@jax.jit
+def chosen(logits: Any, settings: Any, keys: Any, seen: Any, counts: Any, i: Any) -> Any:
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
+    return choose(logits, penalized(logits, settings, seen, counts), settings, keys).tokens[0]
+
+
 def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
     numbers = [engine.add(request) for request in requests]
     found: dict[int, list[int]] = {number: [] for number in numbers}
@@ -53,10 +78,10 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "frequen
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_tokens_are_those_of_decoding_alone_though_pages_run_out(lm: LM, engine: Engine, how: dict):
     given = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7))
-    expected = lm.generate(given, max_tokens=28, seed=3, ignore_eos=True, **how)
+    expected = [alone(lm, p, 28, Sampling(**how), 3, i) for i, p in enumerate(given)]
     before = engine.scheduler.preemptions
     found = answers(engine, [Request(p, 28, Sampling(**how), seed=3, row=i) for i, p in enumerate(given)])
-    assert found == [one.tokens for one in expected]
+    assert found == expected
     assert engine.scheduler.preemptions > before, "13 pages of 8 tokens hold no four of these"
 
 
@@ -76,9 +101,9 @@ STRUCTURES = [
 def test_every_structure_is_served_in_pieces_and_rows(family: str, example: str):
     lm = lm_of(family, example)
     given = prompts(lm.config.vocab, (5, 40, 17))
-    expected = lm.generate(given, max_tokens=8, ignore_eos=True)
-    found = answers(Engine(lm.module, TIGHT), [Request(p, 8) for p in given])
-    assert found == [one.tokens for one in expected]
+    for prompt, found in zip(given, answers(Engine(lm.module, TIGHT), [Request(p, 8) for p in given]), strict=True):
+        whole = lm.logits([[*prompt, *found]])[0].argmax(-1)
+        assert found == whole[len(prompt) - 1 : -1].tolist()
 
 
 def test_what_a_request_asks_for_compiles_nothing(lm: LM, engine: Engine):
@@ -109,11 +134,9 @@ def test_new_weights_count_at_once_for_running_and_for_new_requests():
     put(lm.module, split(other)[1])
     made += [event.token for event in engine.run() if event.id == number]
     expected = LM(lm.config, other)
-    known = [
-        m for m in range(3, 10) if made[m:] == expected.generate([prompt + made[:m]], 20 - m, ignore_eos=True)[0].tokens
-    ]
+    known = [m for m in range(3, 10) if made[m:] == alone(expected, prompt + made[:m], 20 - m)]
     assert known, "from some token on, the answer is that of the new weights over what was made"
-    assert answers(engine, [Request(prompt, 5)])[0] == expected.generate([prompt], 5, ignore_eos=True)[0].tokens
+    assert answers(engine, [Request(prompt, 5)])[0] == alone(expected, prompt, 5)
 
 
 def test_an_answer_is_the_same_in_any_company(lm: LM, engine: Engine):
@@ -158,6 +181,85 @@ def test_log_probabilities_are_the_models_own(lm: LM, engine: Engine):
     np.testing.assert_allclose([e.logprob for e in events], expected, atol=1e-4)
 
 
+def test_one_program_and_programs_by_layer_give_the_same(lm: LM, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """Whole is for accelerators; both layouts of weights."""
+    given = prompts(lm.config.vocab, (5, 40, 17))
+    expected = answers(engine, [Request(p, 8) for p in given])
+    stacked = lm.config.build(Scan())
+    put(stacked, from_layers(stacked, split(lm.module)[1]))
+    assert isinstance(engine.forward, ByLayer)
+    assert answers(Engine(stacked, TIGHT), [Request(p, 8) for p in given]) == expected
+    monkeypatch.setattr(engine_module, "forward_of", lambda model, weights: Whole(model))
+    for model in (lm.module, stacked):
+        assert answers(Engine(model, TIGHT), [Request(p, 8) for p in given]) == expected
+
+
+BIASED = [
+    {"logit_bias": {7: 100.0}},
+    {"logit_bias": {7: -100.0}, "temperature": 1.0},
+    {"allowed_tokens": (3, 5, 9), "temperature": 2.0},
+    {"bad_words": ((4,), (8, 9), (5, 9, 3)), "allowed_tokens": (3, 4, 5, 8, 9), "temperature": 3.0},
+    {"min_tokens": 6, "allowed_tokens": (3, 5), "temperature": 1.0},
+    {},
+]
+
+
+def test_what_a_request_bans_allows_and_forces_in_one_batch(lm: LM, engine: Engine):
+    given, ends = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7)), frozenset([11, 12])
+    for seed in range(3):
+        found = answers(
+            engine, [Request(p, 20, Sampling(**how), ends, seed, i) for i, (p, how) in enumerate(zip(given, BIASED))]
+        )
+        forced, banned, allowed, worded, least, plain = found
+        assert set(forced) == {7}
+        assert 7 not in banned
+        assert set(allowed) <= {3, 5, 9, 11, 12}
+        text = ",".join(map(str, ["", *worded, ""]))
+        assert set(worded) <= {3, 5, 8, 9, 11, 12}
+        assert ",8,9," not in text
+        assert ",5,9,3," not in text
+        assert not {11, 12} & set(least[:6])
+        assert len(least) >= 6
+        full = alone(lm, given[5], 20)
+        cut = next((i + 1 for i, token in enumerate(full) if token in ends), 20)
+        assert plain == full[:cut], "the biases of others change nothing"
+
+
+def test_a_bias_survives_preemption_and_leaves_with_its_owner(lm: LM, engine: Engine):
+    given = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7))
+    before = engine.scheduler.preemptions
+    found = answers(engine, [Request(p, 28, Sampling(allowed_tokens=(3, 5), temperature=1.0), row=i) for i, p in enumerate(given)])
+    assert engine.scheduler.preemptions > before
+    assert {token for answer in found for token in answer} == {3, 5}
+    assert answers(engine, [Request(given[0], 12)])[0] == alone(lm, given[0], 12)
+
+
+def test_a_bad_word_is_banned_by_the_tokens_before_it_whatever_was_likeliest(lm: LM, engine: Engine):
+    """Greedy: up to the ban the answer is the free one, then it departs."""
+    prompt = prompts(lm.config.vocab)[1]
+    free = alone(lm, prompt, 12)
+    at = next(i for i in range(3, 12) if (free[i - 1], free[i]) not in list(pairwise(free))[: i - 1])
+    found = answers(engine, [Request(prompt, 12, Sampling(bad_words=((free[at - 1], free[at]),)))])[0]
+    assert found[:at] == free[:at]
+    assert found[at] != free[at]
+
+
+def test_callers_share_an_engine(lm: LM, engine: Engine):
+    given = prompts(lm.config.vocab)
+    first, second = (engine.add(Request(p, 9)) for p in given[:2])
+    found: dict[int, list[int]] = {first: [], second: []}
+    while any(len(made) < 9 for made in found.values()):
+        for number in (second, first):
+            if len(found[number]) < 9:
+                found[number] += [event.token for event in engine.collect([number])]
+    assert [found[first], found[second]] == [alone(lm, p, 9) for p in given[:2]]
+    with pytest.raises(RuntimeError, match="have ended"):
+        engine.collect([first])
+    with pytest.raises(BadInput, match="empty"):
+        engine.generate([Request(given[0], 3), Request([], 3)])
+    assert not engine._sequences
+
+
 def test_bad_requests_are_refused_before_they_wait(engine: Engine):
     for tokens, most, match in [
         ([], 1, "empty"),
@@ -168,6 +270,18 @@ def test_bad_requests_are_refused_before_they_wait(engine: Engine):
     ]:
         with pytest.raises(BadInput, match=match):
             engine.add(Request(tokens, most))
+    assert not engine.busy
+    for how, ends, match in [
+        ({"logit_bias": {10**6: 1.0}}, (), "outside"),
+        ({"allowed_tokens": ()}, (), "allows no token"),
+        ({"allowed_tokens": (3,), "bad_words": ((3,),)}, (), "allows no token"),
+        ({"allowed_tokens": (), "min_tokens": 1}, (2,), "allows no token"),
+        ({"bad_words": ((),)}, (), "empty sequence"),
+    ]:
+        with pytest.raises(BadInput, match=match):
+            engine.add(Request([1], 1, Sampling(**how), frozenset(ends)))
+    with pytest.raises(BadInput, match="top = 21"):
+        engine.add(Request([1], 1, top=21))
     assert not engine.busy
     with pytest.raises(BadInput, match="holds no sequence"):
         Engine(engine.model, EngineSettings(context=96, page=8, pages=3))

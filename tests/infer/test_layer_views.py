@@ -7,8 +7,9 @@ from laws.families import CASES, STRUCTURES, built
 
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
+from argosy.infer.forward import ByLayer
 from argosy.infer.lm import LM
-from argosy.infer.views import viewable
+from argosy.infer.views import Views, viewable
 from argosy.models.parts.stack import Scan, Unroll, to_layers
 from argosy.models.parts.weight import split, variables
 
@@ -21,19 +22,18 @@ def test_views_are_the_weights_by_layer(case, quantized):
     model = built(CASES[case], Scan())
     if quantized:
         swap(model, ".*", int8)
-    generator = LM(CASES[case], model).generator()
-    weights = generator.weights()
-    views, copies = generator.views.of(weights), to_layers(model, weights)
-    assert views.keys() == copies.keys() == split(generator.views.model)[1].keys()
+    made, weights = Views(model), split(model)[1]
+    views, copies = made.of(weights), to_layers(model, weights)
+    assert views.keys() == copies.keys() == split(made.model)[1].keys()
     jax.tree.map(lambda a, b: None if (a == b).all() and a.dtype == b.dtype else pytest.fail("differs"), views, copies)
 
 
 def test_aligned_layers_are_not_copied():
-    generator = LM(CASES["llama-plain"], built(CASES["llama-plain"], Scan())).generator()
-    weights = generator.weights()
-    views = generator.views.of(weights)
+    model = built(CASES["llama-plain"], Scan())
+    made, weights = Views(model), split(model)[1]
+    views = made.of(weights)
     aligned = 0
-    for name, (address, layer) in generator.views.stored.items():
+    for name, (address, layer) in made.stored.items():
         view, whole = views[name], weights[address]
         if layer is None or layer * view.nbytes % 64 or whole.unsafe_buffer_pointer() % 64:
             continue
@@ -68,8 +68,8 @@ def test_changed_weights_are_decoded_from():
 
 
 @pytest.mark.parametrize("case", STRUCTURES)
-def test_buffers_of_scanned_layers_are_those_of_unrolled_ones(case):
-    scanned, unrolled = (LM(CASES[case], built(CASES[case], run)).generator() for run in (Scan(), Unroll()))
+def test_caches_of_scanned_layers_are_those_of_unrolled_ones(case):
+    scanned, unrolled = (ByLayer(built(CASES[case], run)) for run in (Scan(), Unroll()))
     assert scanned.specs == unrolled.specs
     assert unrolled.views is None
 

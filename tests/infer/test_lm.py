@@ -18,7 +18,8 @@ from argosy.adapt.surgery import swap
 from argosy.checkpoint.load import as_dtype
 from argosy.core import progress
 from argosy.core.errors import BadInput, SettingsError
-from argosy.infer import decode
+from argosy.infer import engine as engine_module
+from argosy.infer import held, sequences
 from argosy.infer import lm as lm_module
 from argosy.infer import load as load_module
 from argosy.infer.lm import LM
@@ -102,15 +103,13 @@ def test_rows_of_neighboring_seeds_have_nothing_in_common(lm):
     assert len({tuple(c.tokens) for row in answers for c in row}) == 12
 
 
-def test_prompts_beyond_a_batch_are_continued_in_batches(lm, monkeypatch):
-    """Each row has the same stream in a batch of 2 as in one of 3."""
-    together = lm.generate(PROMPTS, 8, temperature=1.0, ignore_eos=True)
-    monkeypatch.setattr(lm_module, "ROWS", 2)
-    assert [c.tokens for c in lm.generate(PROMPTS, 8, temperature=1.0, ignore_eos=True)] == [c.tokens for c in together]
-    monkeypatch.setattr(lm_module, "ROWS", 64)
-    monkeypatch.setattr(lm_module, "TOKENS", 2 * lm.config.context)
-    batches = [list(b) for b in lm.pieces(PROMPTS, 8)._batches()]
-    assert batches == [[0], [1], [2]]  # two rows are compiled as four
+def test_more_prompts_than_run_at_a_time_wait(lm, monkeypatch):
+    """Each has the same stream beside one neighbor as beside all."""
+    together = lm.generate(PROMPTS * 2, 8, temperature=1.0, ignore_eos=True)
+    monkeypatch.setattr(held, "SLOTS", 2)
+    other = LM(lm.config, lm.module, lm.tokenizer)
+    assert [c.tokens for c in other.generate(PROMPTS * 2, 8, temperature=1.0, ignore_eos=True)] == [c.tokens for c in together]
+    assert other._held._engine.settings.slots == 2
 
 
 def test_longrope_is_decided_once_for_a_model():
@@ -201,17 +200,14 @@ def test_a_long_prompt_does_not_shorten_the_others(lm):
     assert short.tokens == slowly(lm, [5, 9], 20)
 
 
-def test_buffers_grow_without_a_change(lm, monkeypatch):
-    """From 64 to 128 tokens and on: each crossing must leave what was held."""
-    monkeypatch.setattr(decode, "ROOM", 64)
-    monkeypatch.setattr(decode, "AHEAD", 32)
-    answer = lm.generate([[5, 9, 100]], 150, ignore_eos=True)[0]
-    assert answer.tokens[:3] == slowly(lm, [5, 9, 100], 3)
-    ids = [5, 9, 100, *answer.tokens]
-    again = np.argmax(lm.logits([ids])[0, 2:-1], -1)
-    margin = np.sort(lm.logits([ids])[0, 2:-1], -1)
-    clear = margin[:, -1] - margin[:, -2] > 1e-3
-    assert (again == answer.tokens)[clear].all()
+def test_an_answer_over_many_pages_is_that_of_the_whole_sequence(lm):
+    prompt = [5, 9, 100]
+    answer = lm.generate([prompt], 150, ignore_eos=True)[0]
+    whole = lm.logits([[*prompt, *answer.tokens]])[0, 2:-1]
+    best = np.sort(whole, -1)
+    clear = best[:, -1] - best[:, -2] > 1e-3  # else rounding decides
+    assert clear.sum() > 100
+    assert (whole.argmax(-1) == answer.tokens)[clear].all()
 
 
 def test_surgery_after_the_first_answer_is_seen():
@@ -223,12 +219,12 @@ def test_surgery_after_the_first_answer_is_seen():
 
 
 def test_a_changed_weight_changes_the_next_answer():
-    """In place, by `put`, and by setting a module's attribute: the generator that is kept from call to call sees each."""
+    """In place, by `put`, and by setting a module's attribute: what is kept from call to call sees each."""
     config = CASES["llama-plain"]
     model = LM(config, built(config, Unroll()))
     seen = [model.logits([PROMPTS[0]])]
-    generator = model.generator()
-    assert model.generator() is generator
+    whole = model.sequences()
+    assert model.sequences() is whole
 
     def changed():
         seen.append(model.logits([PROMPTS[0]]))
@@ -239,7 +235,7 @@ def test_a_changed_weight_changes_the_next_answer():
     assert changed()
     put(model.module, {"norm.scale": scale.get_value() * 3})
     assert changed()
-    assert model.generator() is generator, "values are read, not split again"
+    assert model.sequences() is whole, "values are read, not split again"
     model.module.logit_cap = 0.5
     assert changed()
     head = model.module.head or model.module.embed
@@ -253,14 +249,14 @@ def test_a_changed_weight_changes_the_next_answer():
 
 
 def test_a_second_size_shares_the_programs_of_the_first(lm):
-    """Another max_tokens, prompt length, filter or number of rows within a bucket compiles neither prefill nor decode."""
-    lm.generate(PROMPTS, 8, temperature=1.0, ignore_eos=True)
-    generator = lm.generator()
-    prefill, decode, sizes = generator._prefill, generator._decode, generator._decode.function._cache_size()
-    before = (prefill.function._cache_size(), sizes)
-    lm.generate([[3] * 40, *PROMPTS], 60, temperature=0.5, top_p=0.9, ignore_eos=True)
-    lm.generate(PROMPTS, 30, ignore_eos=True)
-    assert (prefill.function._cache_size(), decode.function._cache_size()) == before
+    """Another max_tokens, prompt length or filter within the same room compiles nothing."""
+    lm.generate([[3] * 40, *PROMPTS], 60, temperature=1.0, ignore_eos=True)
+    engine = lm._held._engine
+    before = engine.stats.compilations
+    lm.generate([[3] * 33, *PROMPTS], 50, temperature=0.5, top_p=0.9, frequency_penalty=0.1, ignore_eos=True)
+    lm.generate([[3] * 36, *PROMPTS], 30, ignore_eos=True)
+    assert lm._held._engine is engine
+    assert engine.stats.compilations == before
 
 
 def test_what_takes_long_is_reported_and_what_does_not_is_not(lm, monkeypatch):
@@ -282,19 +278,71 @@ def test_compiling_is_announced_with_what_for(monkeypatch):
     said = []
     config = CASES["llama-plain"]
     model = LM(config, built(config, Unroll()), say=said.append)
-    monkeypatch.setattr(decode, "telling", lambda say, text: nullcontext(say(text)))
-    model.generator()._prefill.sizes.clear()
-    model.generator()._decode.sizes.clear()
+    monkeypatch.setattr(engine_module, "telling", lambda say, text: nullcontext(say(text)))
     model.generate([PROMPTS[0]], 4, ignore_eos=True)
-    assert [line for line in said if "draws" not in line] == ["compiling for prompts of 64 tokens", "compiling for 200 tokens"]
+    assert said[0] == "compiling a step of 0 decoding rows and 1 x 32 prompt tokens"
+    assert "compiling a step of 1 decoding rows and 0 x 0 prompt tokens" in said
     said.clear()
     model.generate([PROMPTS[0]], 4, ignore_eos=True)
     assert said == []
 
 
-def test_buffers_never_have_more_room_than_the_context():
-    assert [decode.room_for(n, 8192) for n in (1, 256, 257, 513, 8000, 9000)] == [256, 256, 512, 1024, 8192, 8192]
-    assert decode.room_for(10, 200) == 200
+def test_room_grows_by_large_steps_and_to_the_context_at_most():
+    room = held.Room().grown([100], 8192)
+    assert room == (1, 512, 32)
+    assert room.grown([512], 8192) == room
+    assert room.grown([513], 8192) == (1, 2048, 128)
+    assert room.grown([8000] * 2, 8192) == (8, 8192, 1024)
+    assert room.grown([100] * 1000, 200) == (32, 200, 256)
+
+
+def test_two_answers_may_be_read_in_turn(lm):
+    expected = [c.tokens for c in lm.generate(PROMPTS[:2], 10, ignore_eos=True)]
+    first, second = (lm.pieces([p], 10, ignore_eos=True) for p in PROMPTS[:2])
+    for _ in zip(first, second):
+        pass
+    assert [list(first), list(second)] == [[], []]
+    assert [first.completions[0].tokens, second.completions[0].tokens] == expected
+
+
+def test_an_answer_that_nobody_reads_on_frees_its_pages(lm):
+    answers = lm.pieces([PROMPTS[0]], 50, ignore_eos=True)
+    next(iter(answers))
+    assert lm._held._engine.busy
+    answers._pieces.close()
+    lm.generate([PROMPTS[1]], 2, ignore_eos=True)
+    assert not lm._held._engine.busy
+    assert lm._held._engine.pages.used == 0
+
+
+def test_score_is_the_log_probability_of_each_token(lm, monkeypatch):
+    monkeypatch.setattr(sequences, "CHUNK", 5)
+    monkeypatch.setattr(sequences, "_scores", sequences._scores.__wrapped__)
+    for prompt, found in zip(PROMPTS, lm.score(PROMPTS), strict=True):
+        whole = jax.nn.log_softmax(lm.logits([prompt])[0].astype(np.float64))
+        expected = [whole[i, token] for i, token in enumerate(prompt[1:])]
+        assert len(found) == len(prompt) - 1
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_the_likeliest_tokens_are_those_of_the_logits(lm):
+    answer = lm.generate([PROMPTS[0]], 5, top=3, temperature=1.0, ignore_eos=True)[0]
+    whole = np.asarray(jax.nn.log_softmax(lm.logits([[*PROMPTS[0], *answer.tokens]])[0]))
+    for i, top in enumerate(answer.top):
+        row = whole[len(PROMPTS[0]) - 1 + i]
+        assert [t for t, _ in top] == np.argsort(-row)[:3].tolist()
+        np.testing.assert_allclose([p for _, p in top], np.sort(row)[::-1][:3], atol=1e-4)
+    assert len(answer.top) == 5
+    assert lm.generate([PROMPTS[0]], 2, ignore_eos=True)[0].top == []
+
+
+def test_what_ended_an_answer_is_told(lm):
+    free = lm.generate([PROMPTS[0]], 12, ignore_eos=True)[0]
+    by_token = lm.generate([PROMPTS[0]], 12, stop_tokens=[free.tokens[5]])[0]
+    assert by_token.stopped_by == free.tokens[5]
+    by_text = lm.generate([PROMPTS[0]], 12, stop=["never", free.text[4:7]], ignore_eos=True)[0]
+    assert by_text.stopped_by == free.text[4:7]
+    assert free.stopped_by is None
 
 
 def test_an_answer_keeps_the_space_in_front_of_it():

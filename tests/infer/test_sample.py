@@ -1,7 +1,5 @@
 """Sampling against NumPy oracles, setting by setting, rows mixed in one batch."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,21 @@ import pytest
 from helpers import relative
 
 from argosy.core.errors import BadInput
-from argosy.infer.sample import Need, Sampling, choose, drawn, likeliest, penalized, streams, table, threshold, words_of
+from argosy.infer.sample import (
+    COLUMNS,
+    Sampling,
+    choose,
+    drawn,
+    likeliest,
+    lowest_by_bits,
+    penalized,
+    penalizes,
+    streams,
+    table,
+    threshold,
+    typical,
+    words_of,
+)  # fmt: skip
 
 V = 37
 
@@ -92,7 +104,7 @@ COMBINED = [
 
 @pytest.mark.parametrize("row", [0, 1], ids=["peaked", "flat"])
 def test_every_combination_leaves_what_float64_leaves(large, row):
-    """By candidates and by the sort, whichever each needs, all rows in one batch. A sum in float32 can differ by the few tokens
+    """By candidates and by bisection, whichever each needs, all rows in one batch. A sum in float32 can differ by the few tokens
     whose shares are its rounding."""
     logits = large[row, :: LARGE // 16_384]
     found = np.asarray(kept(jnp.asarray(np.broadcast_to(logits, (len(COMBINED), len(logits)))), settings(COMBINED))).sum(-1)
@@ -119,11 +131,11 @@ def test_a_row_without_filters_loses_no_token_to_a_row_with_them(large):
 
 
 def test_a_row_draws_the_same_whatever_the_rows_beside_it_ask_for(large):
-    """Alone it is decided by its candidates; beside a row that needs the sort, or every token, by the whole vocabulary."""
+    """Alone it is decided by its candidates; beside a row that needs bisection, or every token, by the whole vocabulary."""
     mine = Sampling(temperature=1.0, top_k=50, top_p=0.9)
     others = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=999)]
     keys = streams(0, range(8))
-    one = jax.jit(drawn)
+    one = jax.jit(lambda *given: drawn(*given)[0])
     for other in others:
         rows = [mine] * 4 + [other] * 4
         beside = one(jnp.asarray(large[[0] * 8, :16_384] / 3), settings(rows), keys)[:4]
@@ -135,19 +147,25 @@ def test_a_row_draws_the_same_whatever_the_rows_beside_it_ask_for(large):
 def test_tokens_tied_beyond_the_candidates_are_all_drawn_from():
     """1,000 equal logits at the threshold of top-k 5: the draw is among all of them."""
     logits = np.zeros((64, 1000), np.float32)
-    tokens = np.asarray(drawn(jnp.asarray(logits), settings([Sampling(temperature=1.0, top_k=5)] * 64), streams(0, range(64))))
+    tokens = np.asarray(drawn(jnp.asarray(logits), settings([Sampling(temperature=1.0, top_k=5)] * 64), streams(0, range(64)))[0])
     assert (tokens >= 256).any()
 
 
-def test_no_sort_in_a_program_but_where_candidates_cannot_decide():
-    """In the compiled program: XLA makes a sort of a top-k of which one output is used. The sort that may be needed stands inside
-    two branches, so a step that does not need it does not pay for it."""
+def test_no_program_sorts_the_vocabulary():
+    """XLA makes a sort of a top-k of which one output is used; sorting takes a hundred times as long."""
     rows = [Sampling(temperature=1.0, top_k=5)]
-    step = jax.jit(lambda x, s, k: choose(x, s, k, Need.of(rows)))
+    step = jax.jit(lambda x, s, k: choose(x, x, s, k))
     program = step.lower(jnp.zeros((1, 1000)), settings(rows), streams(0, [0])).compile().as_text()
-    sorts = [line for line in program.splitlines() if " sort(" in line]
-    assert sorts
-    assert all(re.search(r"cond/branch_\d_fun/cond/branch_\d_fun", line) for line in sorts), sorts
+    assert "TopK" in program
+    assert " sort(" not in program
+
+
+@pytest.mark.parametrize("values", [[3.0, -1.0, 0.0, -0.0, 2.5], [-1e-30, -5.0, -7.0], [1.0] * 4, [-np.inf, 2.0, -3.0]])
+def test_bisection_finds_the_value_that_a_sort_finds(values):
+    row = np.asarray([values], np.float32)
+    for k in range(1, len(values) + 1):
+        found = lowest_by_bits(jnp.asarray(row), lambda above, k=k: above.sum(-1) < k)
+        assert float(found[0]) == np.sort(row[0])[::-1][k - 1]
 
 
 SEEDS = [*range(20), 2**31, 2**32, 2**32 + 1, 2**63, 2**64 - 2, -(2**63) + 1, (0, 0), (0, 1), (1, 0), (0, 2**32)]
@@ -189,8 +207,8 @@ def test_penalties_by_hand():
 
 def frequencies(rows, logits, n=4000):
     """How often each row chose each token, over many keys."""
-    need = Need.of(rows)
-    one = jax.jit(jax.vmap(lambda keys: choose(jnp.asarray(logits), settings(rows), keys, need)[0]))
+    x = jnp.asarray(logits)
+    one = jax.jit(lambda keys: jax.lax.map(lambda k: choose(x, x, settings(rows), k).tokens, keys))
     keys = jax.random.split(jax.random.key(5), (n, len(rows)))
     tokens = np.asarray(one(keys))
     return np.stack([np.bincount(tokens[:, i], minlength=V) / n for i in range(len(rows))])
@@ -212,9 +230,10 @@ def test_draws_follow_the_distribution_and_greedy_rows_beside_them_do_not_draw()
 def test_logprobs_are_the_models_own():
     rows = [Sampling(temperature=0.3, top_k=3), Sampling(repetition_penalty=3.0)]
     logits = logits_of(2)
-    seen = jnp.ones((2, V), bool)
     keys = jax.random.split(jax.random.key(0), 2)
-    tokens, logprobs = choose(jnp.asarray(logits), settings(rows), keys, Need.of(rows), seen, jnp.zeros((2, V), jnp.int32))
+    x = jnp.asarray(logits)
+    scored = penalized(x, settings(rows), jnp.ones((2, V), bool), jnp.zeros((2, V), jnp.int32))
+    tokens, logprobs, _ = choose(x, scored, settings(rows), keys)
     expected = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
     for i in range(2):
         assert abs(float(logprobs[i]) - expected[i, int(tokens[i])]) < 1e-5
@@ -231,7 +250,59 @@ def test_draws_follow_the_distribution_under_every_kind_of_filter():
         assert f[p == 0].sum() == 0
 
 
-def test_what_nobody_asks_for_is_not_in_the_program():
-    assert Need.of([Sampling()]) == Need(False, False)
-    assert Need.of([Sampling(top_k=5)]) == Need(False, False)        # greedy: filters change nothing
-    assert Need.of([Sampling(temperature=1.0), Sampling(presence_penalty=1)]) == Need(True, True)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_probability_of_a_draw_is_that_of_what_the_filters_leave(seed):
+    rows = [*ROWS, Sampling(temperature=0.6, top_p=0.7), Sampling()]
+    logits = logits_of(len(rows), seed)
+    x = jnp.asarray(logits)
+    tokens, _, chances = choose(x, x, settings(rows), streams(seed, range(len(rows))))
+    for row, s, token, chance in zip(logits, rows, np.asarray(tokens), np.asarray(chances)):
+        if not s.temperature:
+            assert chance == 0
+            continue
+        warm = row.astype(np.float64) / s.temperature
+        left = oracle(warm, s)
+        assert int(token) in left
+        expected = warm[token] - np.log(sum(np.exp(warm[t]) for t in left))
+        assert abs(chance - expected) < 1e-5
+
+
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.8, 0.999, 1.0])
+def test_typical_sampling_leaves_what_its_paper_leaves(p):
+    logits = logits_of(5, 7)
+    found = np.asarray(typical(jnp.asarray(logits), jnp.full(5, p)))
+    for row, left in zip(logits.astype(np.float64), found):
+        share = np.exp(row - row.max())
+        share /= share.sum()
+        entropy = -(share * np.log(share)).sum()
+        order = np.argsort(np.abs(-np.log(share) - entropy), kind="stable")
+        count = 1 + int((np.cumsum(share[order])[:-1] < p).sum())
+        assert set(np.flatnonzero(left)) == set(order[:count]) or p == 1
+        assert left.all() or p < 1
+
+
+def test_typical_rows_beside_others_draw_from_their_own_tokens():
+    logits = logits_of(1, 7)
+    rows = [Sampling(temperature=1.0, typical_p=0.3), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2)]
+    allowed = np.asarray(typical(jnp.asarray(logits), jnp.asarray([0.3])))[0]
+    found = frequencies(rows, np.concatenate([logits] * 3), 2000)
+    assert set(np.flatnonzero(found[0])) == set(np.flatnonzero(allowed))
+    assert set(np.flatnonzero(found[1])) - set(np.flatnonzero(allowed))
+    assert np.count_nonzero(found[2]) == 2
+
+
+def test_a_row_that_does_not_count_makes_the_others_do_no_more():
+    """A slot keeps the settings of its last owner."""
+    logits = jnp.asarray(logits_of(2))
+    rows = [Sampling(), Sampling(temperature=1.0, top_k=3)]
+    tokens, _, chances = choose(logits, logits, settings(rows), streams(0, range(2)), jnp.asarray([True, False]))
+    assert tokens.tolist() == np.asarray(logits).argmax(-1).tolist()
+    assert chances.tolist() == [0, 0]
+
+
+def test_every_number_among_the_settings_is_a_column():
+    """A setting that is forgotten there would be accepted and ignored."""
+    numbers = {name for name, f in Sampling.model_fields.items() if f.annotation in (int, float)}
+    assert numbers - {"min_tokens"} == set(COLUMNS)
+    rows = [Sampling(), *[Sampling(**{name: 0.5}) for name in COLUMNS if "penalty" in name]]
+    assert penalizes(settings(rows)).tolist() == [False, True, True, True]

@@ -91,6 +91,12 @@ def paged(
     return _allocate(specs, (pages, page), slots, dtype, pages * page if longest is None else longest, slack)
 
 
+def page_bytes(specs: Specs, page: int, dtype: Any, longest: int | None = None, slack: int = 0) -> int:
+    """Bytes of one page of `paged`, in all layers."""
+    one = jax.eval_shape(lambda: paged(specs, 0, 1, page, dtype, longest=longest, slack=slack))
+    return max(bytes_of(one), 1)
+
+
 def _allocate(specs: Specs, token: tuple[int, int], rows: int, dtype: Any, longest: int, slack: int) -> Caches:
     def one(spec: Spec, layers: int | None) -> Cache:
         lead = () if layers is None else (layers,)

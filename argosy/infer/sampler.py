@@ -1,0 +1,136 @@
+"""The sampler's state on the device, and the programs that change it. Every array has a row per slot, so a request with other
+settings compiles nothing."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from argosy.infer.sample import Sampling, choose, likeliest, penalized, penalizes, table
+
+# The most alternatives of a token that are told.
+MOST_TOP = 20
+
+
+class Slots(NamedTuple):
+    """The state.
+
+    last: the token sampled last. made: number of tokens sampled. keys: data of the random key. settings: from `sample.table`.
+    top: number of likeliest tokens told. seen: tokens in prompt or answer. counts: occurrences in the answer. bias: added to the
+    logits, in slots that have one.
+    """
+
+    last: Int[Array, "N"]
+    made: Int[Array, "N"]
+    keys: Int[Array, "N 2"]
+    settings: dict[str, Array]
+    top: Int[Array, "N"]
+    seen: Bool[Array, "N V"]
+    counts: Int[Array, "N V"]
+    bias: Float[Array, "N V"]
+    has_bias: Bool[Array, "N"]
+
+
+class Sampled(NamedTuple):
+    """What a step sampled, by row of the logits. likeliest, ids: the likeliest tokens and their log-probabilities, descending, for
+    rows that asked."""
+
+    tokens: Int[Array, "B"]
+    logprobs: Float[Array, "B"]
+    drawn: Float[Array, "B"]
+    likeliest: Float[Array, "B C"]
+    ids: Int[Array, "B C"]
+
+
+def fresh(slots: int, vocab: int) -> Slots:
+    """The state of slots without an owner."""
+    plain = {name: jnp.asarray(column) for name, column in table([Sampling()] * slots).items()}
+    return Slots(
+        last=jnp.zeros(slots, jnp.int32),
+        made=jnp.zeros(slots, jnp.int32),
+        keys=jnp.zeros((slots, 2), jnp.uint32),
+        settings=plain,
+        top=jnp.zeros(slots, jnp.int32),
+        seen=jnp.zeros((slots, vocab), bool),
+        counts=jnp.zeros((slots, vocab), jnp.int32),
+        bias=jnp.zeros((slots, vocab), jnp.float32),
+        has_bias=jnp.zeros(slots, bool),
+    )
+
+
+def settled(
+    slots: Slots, slot: int, sampling: Sampling, key: np.ndarray, top: int, prompt: Sequence[int], answer: Sequence[int]
+) -> Slots:
+    """The state with a new owner of a slot, whose answer has these tokens already."""
+    vocab = slots.seen.shape[1]
+    seen, counts = np.zeros(vocab, bool), np.zeros(vocab, np.int32)
+    seen[np.asarray([*prompt, *answer])] = True
+    np.add.at(counts, np.asarray(answer, int), 1)
+    row = {name: column[0] for name, column in table([sampling]).items()}
+    return _settled(slots, np.int32(slot), row, key, np.int32(top), np.int32(len(answer)), seen, counts)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _settled(
+    slots: Slots, slot: Array, row: dict[str, Array], key: Array, top: Array, made: Array, seen: Array, counts: Array
+) -> Slots:
+    return slots._replace(
+        made=slots.made.at[slot].set(made),
+        keys=slots.keys.at[slot].set(key),
+        settings={name: column.at[slot].set(row[name]) for name, column in slots.settings.items()},
+        top=slots.top.at[slot].set(top),
+        seen=slots.seen.at[slot].set(seen),
+        counts=slots.counts.at[slot].set(counts),
+        has_bias=slots.has_bias.at[slot].set(False),
+    )
+
+
+@partial(jax.jit, donate_argnums=0)
+def biased(slots: Slots, where: Int[Array, "B"], bias: Float[Array, "B V"]) -> Slots:
+    """The state with other biases in these slots; a slot out of range is dropped."""
+    return slots._replace(
+        bias=slots.bias.at[where].set(bias, mode="drop"), has_bias=slots.has_bias.at[where].set(True, mode="drop")
+    )
+
+
+@partial(jax.jit, donate_argnums=0)
+def sample(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) -> tuple[Slots, Sampled]:
+    """Samples a token for each row that has an owner.
+
+    Args:
+        owners: the slot of each row, -1 for none.
+    """
+    count = slots.last.shape[0]
+    live, mine = owners >= 0, jnp.clip(owners, 0, count - 1)
+    settings = {name: column[mine] for name, column in slots.settings.items()}
+    has_bias = slots.has_bias[mine]
+
+    def changed() -> Array:
+        bias = jnp.where(has_bias[:, None], slots.bias[mine], 0.0)
+        return penalized(logits + bias, settings, slots.seen[mine], slots.counts[mine])
+
+    scored = jax.lax.cond((live & (has_bias | penalizes(settings))).any(), changed, lambda: logits)
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.keys[mine]), slots.made[mine])
+    tokens, logprobs, drawn = choose(logits, scored, settings, keys, live)
+    C = min(MOST_TOP, logits.shape[-1])
+
+    def best() -> tuple[Array, Array]:
+        top, ids = likeliest(logits, C)
+        return top - jax.nn.logsumexp(logits, -1, keepdims=True), ids.astype(jnp.int32)
+
+    def none() -> tuple[Array, Array]:
+        return jnp.zeros((len(owners), C), logits.dtype), jnp.zeros((len(owners), C), jnp.int32)
+
+    top, ids = jax.lax.cond((live & (slots.top[mine] > 0)).any(), best, none)
+    where = jnp.where(live, owners, count)
+    slots = slots._replace(
+        last=slots.last.at[where].set(tokens, mode="drop"),
+        made=slots.made.at[where].add(1, mode="drop"),
+        seen=slots.seen.at[where, tokens].set(True, mode="drop"),
+        counts=slots.counts.at[where, tokens].add(1, mode="drop"),
+    )
+    return slots, Sampled(tokens, logprobs, drawn, top, ids)
