@@ -47,6 +47,8 @@ class Reader:
         self.choices: dict[str, tuple[Choice, str]] = {}
         self.setter: dict[str, SettingsLayer] = {}
         self.tried: dict[str, list[tuple[str, Any]]] = {}
+        # The root's own settings that have no mistakes.
+        self.good: dict[str, Any] = {}
 
     def group(self, cls: type[Settings], key: str, given: list[Given], tag: str | None = None) -> Any:
         """Reads one group of settings. Returns `_FAILED` if it has mistakes."""
@@ -68,7 +70,10 @@ class Reader:
                 values[name] = self._part(info, path, _default(info) + its)
             if values.get(name) is _FAILED:
                 failed.add(name)
-        return self._build(cls, key, {name: value for name, value in values.items() if name not in failed}, failed)
+        good = {name: value for name, value in values.items() if name not in failed}
+        if not key:
+            self.good = good
+        return self._build(cls, key, good, failed)
 
     def _part(self, info: FieldInfo, key: str, given: list[Given]) -> Any:
         kind = shape_of(info)

@@ -28,6 +28,7 @@ import numpy as np
 
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.files import sync
+from argosy.data.sources import is_prepared
 from argosy.data.batch import Fingerprint
 from argosy.data.encode import Encoder, puts_bos
 from argosy.data.pack import Corpus, Encoded
@@ -324,11 +325,6 @@ class SplitWriter:
             sync(path)
         files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
         return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "files": files}
-
-
-def is_prepared(folder: str | Path) -> bool:
-    """Whether a prepared corpus lies there, good or damaged."""
-    return (Path(folder).expanduser() / "manifest.json").is_file()
 
 
 def open_prepared(folder: str | Path, *, verify: bool = False) -> Prepared:
