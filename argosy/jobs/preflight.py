@@ -37,18 +37,22 @@ def settled(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) 
             raise SettingsError([*problems_of(error), *others]) from None
         raise
     values = {name: getattr(reading.value, name) for name in type(reading.value).model_fields}
-    checks = [] if is_done(reading, recipe) else inputs(values)
+    made = steps_made(reading, recipe)
+    if made:
+        # What a run starts from may be gone when it resumes.
+        del values["init"]
+    checks = inputs(values) if made < reading.value.steps else []
     refuse(mistakes_of(*checks, lambda: RunDirectory(directory_of(reading, recipe)).admit(reading)))
     return reading
 
 
-def is_done(reading: Reading[Run], recipe: str) -> bool:
-    """Whether the run has made all its steps; then it needs no data any more."""
+def steps_made(reading: Reading[Run], recipe: str) -> int:
+    """The newest checkpoint of the run; 0 if there is none."""
     try:
         directory = RunDirectory(directory_of(reading, recipe))
     except BadInput:
-        return False
-    return directory.has_run and max(directory.steps(), default=0) >= reading.value.steps
+        return 0
+    return max(directory.steps(), default=0) if directory.has_run else 0
 
 
 def check_place(values: Mapping[str, Any], recipe: str) -> None:

@@ -271,15 +271,16 @@ class Training:
             self.view.say(f"memory      {memory_words(need.document())}")
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
             saver = Saver(a, self.reading, self.directory.checkpoints, self.hub)
-            hooks: list[Any] = []
-            if a.evals is not None:
-                evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock)
-                hooks.append(Every("evaluation", settings.eval.every, evaluation))
-            hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
-            if settings.sample.every:
-                hooks.append(Every("samples", settings.sample.every, Sampling(a, settings, metrics, self.view)))
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace)
             with asked_to_stop(STOPPING) as stop:
+                hooks: list[Any] = []
+                if a.evals is not None:
+                    evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock, stop)
+                    hooks.append(Every("evaluation", settings.eval.every, evaluation))
+                hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
+                if settings.sample.every:
+                    sampling = Sampling(a, settings, metrics, self.view, stop)
+                    hooks.append(Every("samples", settings.sample.every, sampling))
                 state = fit(
                     state, a.batches, update, settings.steps, hooks, place=a.place, meter=meter, interrupted=stop
                 )

@@ -80,7 +80,7 @@ class MeshSettings(Settings):
         sizes = {name: getattr(self, name) for name in ORDER}
         if list(sizes.values()).count(-1) > 1 or 0 in sizes.values():
             shown = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size in (-1, 0))
-            raise BadInput(f"{shown}: at most one axis may be -1, and none 0", hint="-1 takes all remaining devices")
+            raise BadInput(f"{shown}: at most one axis of a mesh may be -1, and none 0", hint="-1 takes all remaining devices")
         return self
 
     def build(self, devices: Any = None) -> "Mesh":

@@ -358,7 +358,7 @@ def test_beside_a_preset_that_is_near_none_nothing_is_said_of_the_model():
 
 def test_at_most_one_axis_takes_what_is_left():
     found = _problems("mesh.data=-1", "stpes=3")
-    assert "`mesh`: data = -1, fsdp = -1: at most one axis may be -1, and none 0" in found
+    assert "`mesh`: data = -1, fsdp = -1: at most one axis of a mesh may be -1, and none 0" in found
     assert len(found) == 2
 
 

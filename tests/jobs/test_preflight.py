@@ -79,6 +79,17 @@ def test_a_finished_run_needs_no_data(here: Path):
     assert settled("tiny", words).value.steps == 4
 
 
+def test_a_resumed_run_needs_no_weights_to_start_from(here: Path):
+    base = ["steps=4", "dir=run"]
+    RunDirectory("run").write_settings(compose(Run, "tiny", base))
+    text = (here / "run" / "settings.yml").read_text().replace("weights: null", "weights: gone")
+    (here / "run" / "settings.yml").write_text(text)
+    assert mistakes(*base, "init.weights=gone") == ["no such folder: `gone`"]
+    (here / "run" / "checkpoints" / "2").mkdir(parents=True)
+    (here / "run" / "checkpoints" / "2" / "manifest.json").write_text("{}")
+    assert settled("tiny", [*base, "init.weights=gone"]).value.init.weights == "gone"
+
+
 def test_a_state_that_is_not_there(here: Path):
     with pytest.raises(BadInput, match="no such run: `gone`"):
         settled("tiny", ["init.state=gone"])
