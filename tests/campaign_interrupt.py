@@ -1,9 +1,9 @@
 """Ctrl-C at random moments of every verb that takes long: exit code 130, no traceback, out within three seconds.
 
-    ./run python tests/campaign_interrupt.py [n=20] [seed=0] [verbs=train,generate]
+    ./run python tests/campaign_interrupt.py [n=20] [seed=0] [verbs=train,generate] [within=SECONDS]
 
 Each verb runs twice undisturbed, without and with a cache of compiled programs, which gives the seconds among which the moments
-of its blows are drawn. Then it is started n times in a session of its own, in turn without and with the cache, and its process
+of its blows are drawn, unless `within` gives them. Then it is started n times in a session of its own, in turn without and with the cache, and its process
 group gets SIGINT, as from a terminal. A command that ended before its blow is not counted, nor one whose answer was complete: only
 the interpreter's teardown was left, and its exit code is 0.
 
@@ -177,15 +177,15 @@ def in_group(group: int) -> list[int]:
     return alive
 
 
-def campaign(folder: Path, n: int, seed: int = 0, verbs: tuple[str, ...] = ()) -> list[Blow]:
+def campaign(folder: Path, n: int, seed: int = 0, verbs: tuple[str, ...] = (), within_s: float = 0.0) -> list[Blow]:
     """n blows at each verb."""
     chance, blows = random.Random(seed), []
     for verb, words in commands(folder).items():
         if verbs and verb not in verbs:
             continue
         warm = folder / f"cache of {verb}"
-        if verb in ENDLESS_S:
-            longest = [ENDLESS_S[verb]] * 2
+        if verb in ENDLESS_S or within_s:
+            longest = [within_s or ENDLESS_S[verb]] * 2
         else:
             longest = [undisturbed_s([w.format(i=i) for w in words], folder, warm) for i in ("cold", "warm")]
         for i in range(n):
@@ -195,6 +195,8 @@ def campaign(folder: Path, n: int, seed: int = 0, verbs: tuple[str, ...] = ()) -
             its = [word.format(i=i) for word in words]
             blows.append(blow(verb, its, after_s, folder, warm if i % 2 else cold))
             shutil.rmtree(cold, ignore_errors=True)
+            last = blows[-1]
+            print(f"  {verb} after {last.after_s:.1f} s: {last.code}, {last.out_s:.2f} s", file=sys.stderr, flush=True)
         report([one for one in blows if one.verb == verb], longest)
     return blows
 
@@ -224,7 +226,7 @@ def main() -> int:
     words = dict(word.split("=") for word in sys.argv[1:])
     verbs = tuple(filter(None, words.get("verbs", "").split(",")))
     with tempfile.TemporaryDirectory() as name:
-        blows = campaign(Path(name), int(words.get("n", 20)), int(words.get("seed", 0)), verbs)
+        blows = campaign(Path(name), int(words.get("n", 20)), int(words.get("seed", 0)), verbs, float(words.get("within", 0)))
     return any(not one.good for one in blows)
 
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from argosy.core import mistakes
 from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.core.plain import dotted
-from argosy.core.schema import Also, BelongsTo, Choice, Settings, Shape, item_hint, marks, meant, shape, shape_of, takes
+from argosy.core.schema import Also, BelongsTo, Choice, Settings, Shape, documented, item_hint, marks, meant, shape, shape_of, takes
 from argosy.core.words import SELF, SettingsLayer
 
 DEFAULT = "default"
@@ -194,7 +194,7 @@ class Reader:
             wrong = [e for e in wrong if e["type"] != "missing"]
         for name in dict.fromkeys(str(e["loc"][0]) for e in wrong):
             its = [e for e in wrong if e["loc"][0] == name]
-            self.problems += mistakes.wrong(dotted(key, name), cls.model_fields[name], its, self.setter.get)
+            self.problems += mistakes.wrong(dotted(key, name), documented(cls)[name], its, self.setter.get)
         if not (failed or wrong):
             leaves = self._leaves()
             self.problems += [mistakes.broken_rule(key, leaves, mistakes.message(e), self.setter.get) for e in errors]
