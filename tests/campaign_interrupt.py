@@ -3,9 +3,9 @@
     ./run python tests/campaign_interrupt.py [n=20] [seed=0] [verbs=train,generate] [within=SECONDS]
 
 Each verb runs twice undisturbed, without and with a cache of compiled programs, which gives the seconds among which the moments
-of its blows are drawn, unless `within` gives them. Then it is started n times in a session of its own, in turn without and with the cache, and its process
-group gets SIGINT, as from a terminal. A command that ended before its blow is not counted, nor one whose answer was complete: only
-the interpreter's teardown was left, and its exit code is 0.
+of its blows are drawn, unless `within` gives them. Then it is started n times in a session of its own, in turn without and with
+the cache, and its process group gets SIGINT, as from a terminal. A command that ended before its blow is not counted, nor one
+whose answer was complete: only the interpreter's teardown was left, and its exit code is 0.
 
 Prints a line for each verb; exit code 1 where one was left with another code, a traceback or a segmentation fault, left a process
 behind, or was out later than `OUT_S`. A run that trains saves its state first, and while XLA compiles it can only do so when the

@@ -1,8 +1,8 @@
 """The command line: `argosy VERB ...`. Data goes to stdout, words to stderr.
 
 Exit codes: 0; 1 it failed; 2 the user's mistake, found before work began; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP;
-141 when nobody reads the answer of a verb that only answers: where the result is on disk, the work decides. A verb's module is imported only when the verb runs, so `argosy --help` imports neither jax nor numpy
-nor even Typer.
+141 when nobody reads the answer of a verb that only answers (where the result is on disk, the work decides). A verb's module is
+imported only when the verb runs, so `argosy --help` imports neither jax nor numpy nor even Typer.
 """
 
 import sys

@@ -15,7 +15,20 @@ from pydantic.fields import FieldInfo
 from argosy.core import mistakes
 from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.core.plain import dotted
-from argosy.core.schema import Also, BelongsTo, Choice, Settings, Shape, documented, item_hint, marks, meant, shape, shape_of, takes
+from argosy.core.schema import (
+    Also,
+    BelongsTo,
+    Choice,
+    Settings,
+    Shape,
+    documented,
+    item_hint,
+    marks,
+    meant,
+    shape,
+    shape_of,
+    takes,
+)
 from argosy.core.words import SELF, SettingsLayer
 
 DEFAULT = "default"

@@ -28,11 +28,10 @@ import numpy as np
 
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.files import sync
-from argosy.data.sources import is_prepared
 from argosy.data.batch import Fingerprint
 from argosy.data.encode import Encoder, puts_bos
 from argosy.data.pack import Corpus, Encoded
-from argosy.data.sources import Capped, Document, Source
+from argosy.data.sources import Capped, Document, Source, is_prepared
 
 if TYPE_CHECKING:
     from argosy.data.tokenize import Tokenizer

@@ -32,7 +32,8 @@ def settled(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) 
         reading = compose(Run, recipe, words, origin=origin)
     except UserError as error:
         # What is wrong beside the settings themselves.
-        others = mistakes_of(*inputs(error.good), lambda: check_place(error.good, recipe))
+        good = error.good
+        others = mistakes_of(*inputs(good), lambda: check_place(good, recipe))
         if others:
             raise SettingsError([*problems_of(error), *others]) from None
         raise
