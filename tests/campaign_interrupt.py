@@ -1,15 +1,21 @@
 """Ctrl-C at random moments of every verb that takes long: exit code 130, no traceback, out within three seconds.
 
-    ./run python tests/campaign_interrupt.py [n=20] [seed=0]
+    ./run python tests/campaign_interrupt.py [n=20] [seed=0] [verbs=train,generate] [within=SECONDS]
 
-Each verb is started n times in a session of its own and sent SIGINT after a random share of the time that it takes undisturbed. A
-command that ended before is not counted. Prints a line for each verb; exit code 1 where one was left with another code, a
-traceback, a segmentation fault, or later than `OUT_S`. While XLA compiles, training is out as soon as it returns; what is
-under way is said at once.
+Each verb runs twice undisturbed, without and with a cache of compiled programs, which gives the seconds among which the moments
+of its blows are drawn, unless `within` gives them. Then it is started n times in a session of its own, in turn without and with
+the cache, and its process group gets SIGINT, as from a terminal. A command that ended before its blow is not counted, nor one
+whose answer was complete: only the interpreter's teardown was left, and its exit code is 0.
+
+Prints a line for each verb; exit code 1 where one was left with another code, a traceback or a segmentation fault, left a process
+behind, or was out later than `OUT_S`. A run that trains saves its state first, and while XLA compiles it can only do so when the
+compiler returns; then it must have said so within `SAID_S`. cpu_s: CPU seconds from the signal to the end, which tell a slow
+ending from a loaded machine.
 """
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,37 +27,65 @@ from pathlib import Path
 from campaign_kill import SMALL
 
 OUT_S = 3.0
+SAID_S = 0.5
 PATIENCE_S = 300
+# Verbs that end only when they are stopped; their blows come within this time.
+ENDLESS_S = {"train": 12.0, "train with samples": 25.0, "sweep": 25.0}
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Blow:
-    """One Ctrl-C. after_s: after the start. out_s: from the signal to the end. code: None where the command had ended before."""
+    """One Ctrl-C. after_s: after the start. out_s, cpu_s: from the signal to the end. code: None where the command had ended
+    before. said: what was on stderr `SAID_S` after the signal, "" if the command was out by then."""
 
     verb: str
     after_s: float
-    out_s: float
-    code: int | None
-    err: str
+    out_s: float = 0.0
+    cpu_s: float = 0.0
+    code: int | None = None
+    err: str = ""
+    said: str = ""
+    answer: str = ""
+    is_orphaned: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it said at once that it saves first."""
+        return "stopping after this step" in self.said
+
+    @property
+    def was_over(self) -> bool:
+        return self.code is None or (self.code == 0 and self.answer.endswith("\n"))
 
     @property
     def good(self) -> bool:
-        quiet = not any(word in self.err for word in ("Traceback", "Segmentation", "ImportError"))
-        return self.code is None or (self.code == 130 and quiet and self.out_s <= OUT_S)
+        quiet = not any(word in self.err for word in ("Traceback", "Segmentation", "ImportError", "Error:"))
+        in_time = self.out_s <= OUT_S or self.waits
+        return self.was_over or (self.code == 130 and quiet and in_time and not self.is_orphaned)
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
     """The verbs, each with words that make it take seconds. `{i}` is the number of the blow."""
     text = folder / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 400_000)
-    run = folder / "trained"
-    words = ["train", "tiny", "steps=4", "data.max_bytes=100k", "eval.batches=0", f"dir={run}"]
-    subprocess.run(command(words), check=True, capture_output=True)
+    run, other = folder / "trained", folder / "other"
+    words = ["train", "tiny", "steps=4", "data.max_bytes=100k", "eval.batches=0"]
+    for where in (run, other):
+        subprocess.run(command([*words, f"dir={where}"]), check=True, capture_output=True)
     return {
         "train": ["train", "tiny", *SMALL, "steps=100k", f"dir={folder}/run{{i}}"],
+        "train with samples": ["train", "tiny", "steps=100k", "eval.every=5", "sample.every=7", f"dir={folder}/whole{{i}}"],
+        "sweep": ["sweep", "tiny", "seed=0,1,2", "eval.batches=1", "sample.every=none", f"dir={folder}/sweep{{i}}"],
         "generate": ["generate", str(run), "hello", "max_tokens=20", "ignore_eos=true"],
         "convert": ["convert", str(run), f"{folder}/hub{{i}}"],
+        "convert --check": ["convert", str(run), "--check", str(other)],
         "data prepare": ["data", "prepare", str(text), f"{folder}/prepared{{i}}"],
+        "data tokenizer": ["data", "tokenizer", "stdlib", f"{folder}/vocabulary{{i}}", "vocab=4096"],
+        "data inspect": ["data", "inspect", "tiny"],
+        "models show": ["models", "show", "qwen3-next-80b-a3b"],
+        "report": ["report", str(run)],
+        "doctor": ["doctor"],
         "quickstart": ["quickstart", f"dir={folder}/quick{{i}}"],
     }
 
@@ -60,55 +94,140 @@ def command(words: list[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "argosy", *words]
 
 
-def blow(verb: str, words: list[str], after_s: float, folder: Path) -> Blow:
-    """Starts the command, waits, sends SIGINT, and sees how it ends."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
-    errors = folder / "stderr"
-    with errors.open("wb") as file:
-        process = subprocess.Popen(
-            command(words), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file, env=environment,
-            cwd=folder, start_new_session=True,
-        )  # fmt: skip
+def start(words: list[str], folder: Path, cache: Path, errors: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    # Signals wait until the command takes them, as `./run` has it; a background job of a shell would ignore them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    with errors.open("wb") as file, errors.with_name("stdout").open("wb") as answer:
         try:
-            process.wait(after_s)
-            return Blow(verb, after_s, 0.0, None, "")
-        except subprocess.TimeoutExpired:
-            pass
-        start = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        try:
-            code = process.wait(PATIENCE_S)
+            return subprocess.Popen(
+                command(words), stdin=subprocess.DEVNULL, stdout=answer, stderr=file, env=environment,
+                cwd=folder, start_new_session=True,
+            )  # fmt: skip
         finally:
-            process.kill()
-    return Blow(verb, after_s, time.monotonic() - start, code, errors.read_text(errors="replace"))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def campaign(folder: Path, n: int, seed: int = 0, verbs: tuple[str, ...] = ()) -> list[Blow]:
+def undisturbed_s(words: list[str], folder: Path, cache: Path) -> float:
+    """Seconds that a command takes when nobody stops it."""
+    began = time.monotonic()
+    errors = folder / "stderr"
+    if code := start(words, folder, cache, errors).wait(PATIENCE_S):
+        raise SystemExit(f"{' '.join(words)}: exit code {code}\n{errors.read_text()[-2000:]}")
+    return time.monotonic() - began
+
+
+def blow(verb: str, words: list[str], after_s: float, folder: Path, cache: Path) -> Blow:
+    """Starts the command, waits, sends SIGINT to its process group, and sees how it ends."""
+    errors = folder / "stderr"
+    process = start(words, folder, cache, errors)
+    try:
+        process.wait(after_s)
+        return Blow(verb, after_s)
+    except subprocess.TimeoutExpired:
+        pass
+    spent, before = cpu_s(process.pid), os.times()
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    said = ""
+    try:
+        try:
+            code = process.wait(SAID_S)
+        except subprocess.TimeoutExpired:
+            said = errors.read_text(errors="replace")
+            code = process.wait(PATIENCE_S)
+        out_s, after = time.monotonic() - began, os.times()
+    finally:
+        is_orphaned = end_group(process.pid)
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    answer, err = (path.read_text(errors="replace") for path in (errors.with_name("stdout"), errors))
+    return Blow(verb, after_s, out_s, used - spent, code, err, said, answer, is_orphaned)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used, without those of its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def end_group(group: int) -> bool:
+    """Ends what is left of a process group; whether anything was."""
+    # A child that got the same signal may need a moment.
+    for _ in range(20):
+        if not (alive := in_group(group)):
+            return False
+        time.sleep(0.05)
+    for process in alive:
+        os.kill(process, signal.SIGKILL)
+    return True
+
+
+def in_group(group: int) -> list[int]:
+    """The processes of a group that are running: an orphan that ended may wait for init for ever."""
+    alive = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group, *_ = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            # It ended meanwhile.
+            continue
+        if int(its_group) == group and state != "Z":
+            alive.append(int(path.parent.name))
+    return alive
+
+
+def campaign(folder: Path, n: int, seed: int = 0, verbs: tuple[str, ...] = (), within_s: float = 0.0) -> list[Blow]:
     """n blows at each verb."""
     chance, blows = random.Random(seed), []
-    longest = {"train": 15.0, "quickstart": 40.0, "generate": 12.0, "convert": 4.0, "data prepare": 4.0}
     for verb, words in commands(folder).items():
         if verbs and verb not in verbs:
             continue
+        warm = folder / f"cache of {verb}"
+        if verb in ENDLESS_S or within_s:
+            longest = [within_s or ENDLESS_S[verb]] * 2
+        else:
+            longest = [undisturbed_s([w.format(i=i) for w in words], folder, warm) for i in ("cold", "warm")]
         for i in range(n):
+            cold = folder / f"cache {i}"
             # Python itself takes 30 ms to come to our code; nobody types faster than that.
-            after_s = chance.uniform(0.05, longest[verb])
-            blows.append(blow(verb, [word.format(i=i) for word in words], after_s, folder))
+            after_s = chance.uniform(0.05, longest[i % 2])
+            its = [word.format(i=i) for word in words]
+            blows.append(blow(verb, its, after_s, folder, warm if i % 2 else cold))
+            shutil.rmtree(cold, ignore_errors=True)
+            last = blows[-1]
+            print(f"  {verb} after {last.after_s:.1f} s: {last.code}, {last.out_s:.2f} s", file=sys.stderr, flush=True)
+        report([one for one in blows if one.verb == verb], longest)
     return blows
+
+
+def report(blows: list[Blow], longest: list[float]) -> None:
+    met = [one for one in blows if not one.was_over]
+    at_once = [one for one in met if not one.waits]
+    saved = [one for one in met if one.waits]
+    worst = max(at_once, key=lambda one: one.out_s, default=Blow("", 0.0))
+    latest = max(saved, key=lambda one: one.out_s, default=None)
+    then = f"; {len(saved)} saved first, slowest {latest.out_s:.2f} s (CPU {latest.cpu_s:.2f} s)" if latest else ""
+    print(
+        f"{blows[0].verb:15} {longest[0]:5.1f} s cold, {longest[1]:5.1f} s warm: {len(blows)} blows, {len(met)} landed, "
+        f"{sum(one.good for one in met)} well, slowest out in {worst.out_s:.2f} s (CPU {worst.cpu_s:.2f} s){then}",
+        flush=True,
+    )
+    for one in blows:
+        if not one.good:
+            print(
+                f"  after {one.after_s:.2f} s: exit code {one.code}, out in {one.out_s:.2f} s, CPU {one.cpu_s:.2f} s"
+                f"{', left a process' if one.is_orphaned else ''}\n{one.err[-2000:]}",
+                flush=True,
+            )
 
 
 def main() -> int:
     words = dict(word.split("=") for word in sys.argv[1:])
+    verbs = tuple(filter(None, words.get("verbs", "").split(",")))
     with tempfile.TemporaryDirectory() as name:
-        blows = campaign(Path(name), int(words.get("n", 20)), int(words.get("seed", 0)))
-    for verb in dict.fromkeys(one.verb for one in blows):
-        met = [one for one in blows if one.verb == verb and one.code is not None]
-        slowest = max((one.out_s for one in met), default=0.0)
-        print(f"{verb:13} {len(met):3} interrupted, {sum(one.good for one in met):3} well, slowest out in {slowest:.2f} s")
-    wrong = [one for one in blows if not one.good]
-    for one in wrong:
-        print(f"{one.verb} after {one.after_s:.2f} s: exit code {one.code}, out in {one.out_s:.2f} s\n{one.err[-2000:]}")
-    return bool(wrong)
+        blows = campaign(Path(name), int(words.get("n", 20)), int(words.get("seed", 0)), verbs, float(words.get("within", 0)))
+    return any(not one.good for one in blows)
 
 
 if __name__ == "__main__":

@@ -242,6 +242,8 @@ for code, words in [
     (0, ["models"]),
     (2, ["train", "tiny", "lr=3"]),
     (2, ["train", "tiny", "model=llama"]),
+    (2, ["train", "tiny", "model=smal", "data.source=gone.txt", "data.tokenizer=gone", "init.weights=gone", "mesh.data=3"]),
+    (2, ["train", "tiny", "data.source=gone.txt", "data.tokenizer=gone", "mesh.data=3"]),
     (2, ["train", "tiny", "optimizer.learning_rat=3", "model.widht=3"]),
     (2, ["train", "tiny", "--steps", "3"]),
     (2, ["generate", "x", "y", "max_tokns=3"]),

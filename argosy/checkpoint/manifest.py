@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput, Damaged
-from argosy.core.formats.files import sync
 
 NAME = "manifest.json"
 CHUNK_BYTES = 1 << 22
@@ -22,6 +21,9 @@ CHUNK_BYTES = 1 << 22
 
 def write(folder: Path) -> None:
     """Hashes and syncs every file, then commits the manifest by renaming it into place."""
+    # It imports numpy, which readers of a run directory do not need.
+    from argosy.core.formats.files import sync
+
     files = {str(f.relative_to(folder)): describe(f, sync=True) for f in _files(folder)}
     for directory in (folder, *(d for d in folder.rglob("*") if d.is_dir())):
         sync(directory)

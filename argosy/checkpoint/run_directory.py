@@ -99,13 +99,21 @@ class RunDirectory:
         """
         if self.has_run:
             return self._admit_resume(reading.value)
-        if self.store.is_local:
-            _check_place(self.path)
+        self.check_place()
         if self.steps():
             raise BadInput(f"{self} holds checkpoints but no {SETTINGS}", hint="dir=NEW starts a run elsewhere")
         # A run killed before its settings were written leaves a log, and may have made a tokenizer.
         if set(self.store.list()) - {TOKENIZER, LOG, LOCK}:
             raise BadInput(f"{self} is not empty and holds no run", hint="dir=NEW names another directory")
+
+    def check_place(self) -> None:
+        """Checks that a local directory can be created and written; a remote one is not tried.
+
+        Raises:
+            BadInput: it cannot.
+        """
+        if self.store.is_local:
+            _check_place(self.path)
 
     def _admit_resume(self, settings: Settings) -> None:
         changed = differences(self.stored()[0], settings)

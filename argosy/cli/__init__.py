@@ -1,11 +1,10 @@
 """The command line: `argosy VERB ...`. Data goes to stdout, words to stderr.
 
 Exit codes: 0; 1 it failed; 2 the user's mistake, found before work began; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP;
-141 when a pipe broke. A verb's module is imported only when the verb runs, so `argosy --help` imports neither jax nor numpy
-nor even Typer.
+141 when nobody reads the answer of a verb that only answers (where the result is on disk, the work decides). A verb's module is
+imported only when the verb runs, so `argosy --help` imports neither jax nor numpy nor even Typer.
 """
 
-import os
 import sys
 import traceback
 from importlib import import_module
@@ -14,6 +13,7 @@ from types import ModuleType
 from argosy.cli.output import fail, forgive
 from argosy.core.command import command
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
+from argosy.core.streams import silence
 
 # Verb -> the module whose `app` runs it, and its description.
 VERBS = {
@@ -48,9 +48,8 @@ def main(words: list[str] | None = None) -> int:
     code = _answered(sys.argv[1:])
     try:
         sys.stderr.flush()
-    # Nobody reads it. Python would flush it once more at exit, and change the exit code to 120.
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        silence(sys.stderr)
     signals.over()
     return code
 
@@ -65,8 +64,9 @@ def _answered(words: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head`: nobody is left to tell; stdout must not be flushed again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    # `| head`: nobody reads the answer.
+    except BrokenPipeError:
+        silence(sys.stdout)
         return 141
     except Exception:
         traceback.print_exc()

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from argosy.cli.output import answer, say
+from argosy.cli.output import answer, conclude, say
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.explain import annotated, explain, reference, value_text
 from argosy.core.settings import Settings, diff, dump, flatten
@@ -102,7 +102,7 @@ def new(
     except OSError as error:
         raise BadInput(f"cannot write {path}: {(error.strerror or '').lower()}") from None
     say(f"Next: argosy train {path}")
-    answer(str(path), {"recipe": str(path), "schema": str(path.parent / SCHEMA)}, as_json)
+    conclude(str(path), {"recipe": str(path), "schema": str(path.parent / SCHEMA)}, as_json)
 
 
 @app.command("reference")

@@ -4,14 +4,15 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO, cast
 
 import typer
 from pydantic import Field
 
-from argosy.cli.output import answer, say
+from argosy.cli.output import answer, conclude, say
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.core.streams import Unfailing
 from argosy.observe.readable import lasted
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -81,7 +82,7 @@ def convert(
     rate = (result["bytes"] - result["kept_bytes"]) / max(result["seconds"], 1e-9)
     kept = f", {_size(result['kept_bytes'])} of them kept from before" if result["kept_bytes"] else ""
     text += f"{_size(result['bytes'])} in {lasted(result['seconds'])}{kept}, {_size(rate)}/s; {memory(result['memory'])}"
-    answer(text, result, as_json)
+    conclude(text, result, as_json)
 
 
 def _check(a: str, b: str, words: list[str], as_json: bool) -> None:
@@ -138,7 +139,7 @@ class Progress:
     manager, which removes the line at the end."""
 
     def __init__(self, done: str, stream: TextIO | None = None):
-        self.done, self.stream = done, stream or sys.stderr
+        self.done, self.stream = done, cast(TextIO, Unfailing(stream or sys.stderr))
         self.is_live = self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self.start = self.shown = time.monotonic()
         self.new = 0

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import Field
 
-from argosy.cli.output import answer, can_color, say
+from argosy.cli.output import answer, can_color, conclude, say
 from argosy.core.settings import Settings, read_settings, words_layer
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -53,7 +53,7 @@ def prepare(
 
     settings = job.data_settings(source, words or [])
     result = job.prepare(settings, Path(target), say, Progress())
-    answer(prepared_text(result), result, as_json)
+    conclude(prepared_text(result), result, as_json)
 
 
 @app.command("inspect")
@@ -87,7 +87,7 @@ def tokenizer(
     result = job.train_tokenizer(settings, how.vocab, Path(target))
     if result["vocab"] < how.vocab:
         say(f"the text has repeated pairs for {result['vocab']} tokens only; {how.vocab} were asked for")
-    answer(f"{target}: {result['vocab']:,} tokens, from {result['bytes']:,} bytes of text", result, as_json)
+    conclude(f"{target}: {result['vocab']:,} tokens, from {result['bytes']:,} bytes of text", result, as_json)
 
 
 def prepared_text(result: dict[str, Any]) -> str:

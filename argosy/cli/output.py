@@ -11,15 +11,32 @@ from typing import Any, TextIO
 
 from argosy.core.command import command
 from argosy.core.errors import ArgosyError
+from argosy.core.streams import Unfailing, is_gone, silence
 
 
 def answer(text: str, document: Any, as_json: bool) -> None:
-    """Prints a verb's answer: `document` as JSON where --json was given, else `text`."""
+    """Prints a verb's answer: `document` as JSON where --json was given, else `text`.
+
+    Raises:
+        BrokenPipeError: nobody reads it.
+    """
     if as_json:
         plain = not is_utf8(sys.stdout)  # escapes lose nothing, question marks do
         print(json.dumps(_finite(document), indent=2, ensure_ascii=plain, allow_nan=False))
     else:
         print(text.rstrip("\n"))
+
+
+def conclude(text: str, document: Any, as_json: bool) -> None:
+    """`answer` for a verb whose result is on disk: the exit code says how the work ended, though nobody reads the answer."""
+    try:
+        answer(text, document, as_json)
+        sys.stdout.flush()
+    except OSError as error:
+        # A full disk under `> file` is a failure.
+        if not is_gone(error):
+            raise
+        silence(sys.stdout)
 
 
 def say(text: str) -> None:
@@ -31,11 +48,12 @@ def say(text: str) -> None:
 class Doing:
     """Prints on stderr what a command is doing while it prints nothing else: loading jax, compiling.
 
-    On a terminal each line replaces the previous one, and `done` removes it; elsewhere lines are printed. A context manager.
+    On a terminal each line replaces the previous one, and `done` removes it; elsewhere lines are printed. A context manager. A
+    terminal or pipe that is gone costs these lines and not the command.
     """
 
     def __init__(self, stream: TextIO | None = None):
-        self.stream = stream or sys.stderr
+        self.stream: Any = Unfailing(stream or sys.stderr)
         self.is_live = self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self.is_shown = False
 

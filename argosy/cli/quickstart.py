@@ -2,12 +2,13 @@
 
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from argosy.cli.output import answer, say
+from argosy.cli.output import conclude, say
 from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.core.streams import Unfailing
 from argosy.jobs import machine
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -34,7 +35,7 @@ def quickstart(
     from argosy.jobs.quickstart import quickstart as job
     from argosy.observe.terminal import Terminal
 
-    out = sys.stderr if as_json else sys.stdout
+    out: Any = Unfailing(sys.stderr if as_json else sys.stdout)
 
     def stream(text: str) -> None:
         print(text, end="", file=out, flush=True)
@@ -43,5 +44,5 @@ def quickstart(
     with Terminal() as view:
         story = job(how.dir, Stage(say, view, stream))
     if as_json:
-        answer("", asdict(story), True)
+        conclude("", asdict(story), True)
     return story.exit_code

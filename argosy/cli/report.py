@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.output import answer
+from argosy.cli.output import conclude
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -18,4 +18,4 @@ def report(
     from argosy.jobs.report import report as job
 
     path = job(run)
-    answer(str(path), {"report": str(path)}, as_json)
+    conclude(str(path), {"report": str(path)}, as_json)

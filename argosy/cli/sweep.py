@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.output import answer, say
+from argosy.cli.output import conclude, say
 from argosy.jobs import machine
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -46,5 +46,5 @@ def sweep(
     done = [one.dir for one in found if runs.is_run(one.dir)]
     if len(done) > 1:
         compared = runs.compare(done)
-        answer(comparison(compared), compared, as_json)
+        conclude(comparison(compared), compared, as_json)
     return code

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.output import answer, as_typed, say
+from argosy.cli.output import as_typed, conclude, say
 from argosy.core.signals import before_leaving
 from argosy.jobs import machine
-from argosy.jobs.compose import about, compose, recipes
+from argosy.jobs.compose import about, recipes
 
 RECIPES = "\n".join(f"  {name:12}{about(name)}" for name in recipes())
 HELP = f"""Trains by a recipe, or resumes: the run directory (dir=, by default runs/RECIPE) continues from its last good checkpoint.
@@ -37,21 +37,19 @@ def train(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
-    from argosy.jobs.run import Run
+    from argosy.jobs.preflight import directory_of, settled
 
     # A mistake is answered before jax is imported, which takes seconds.
-    reading = compose(Run, recipe, words or [])
-    from argosy.jobs.train import directory_of
-    from argosy.jobs.train import train as job
-
+    reading = settled(recipe, words or [])
     where = directory_of(reading, recipe)
     say(f"training {recipe} for {reading.value.steps:,} steps in {where}; loading jax ...")
     machine.start_jax()
+    from argosy.jobs.train import command_of, run
     from argosy.observe.terminal import Terminal
 
     stopped = "stopped; the same command continues from the last checkpoint, if there is one"
     with before_leaving(lambda: say(stopped)), Terminal() as view:
-        outcome = job(recipe, words or [], view)
+        outcome = run(reading, where, view, command_of(recipe, words or []))
     if outcome.done and outcome.seconds:
         shown = f", or open {outcome.dir}/report.html" if isinstance(outcome.dir, Path) else ""
         say(f"{outcome.dir}: step {outcome.step}. Next: argosy generate {outcome.dir}{shown}")
@@ -64,5 +62,5 @@ def train(
         say(f"stopped at step {outcome.step} of {outcome.steps}: {kept}")
     document = {"dir": str(outcome.dir), "step": outcome.step, "steps": outcome.steps, "last": dict(outcome.last)}
     if as_json:
-        answer("", document, True)
+        conclude("", document, True)
     return outcome.exit_code

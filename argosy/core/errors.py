@@ -12,8 +12,9 @@
 Printed as `error: WHAT`, the place on an indented line, a blank line, then `hint: FIX`: at most five lines each.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 
 class ArgosyError(Exception):
@@ -32,9 +33,18 @@ class ArgosyError(Exception):
 
 
 class UserError(ArgosyError):
-    """The user's mistake, found before work began."""
+    """The user's mistake, found before work began.
+
+    good: where settings were read, those of the root that have no mistakes, by name.
+    """
 
     exit_code = 2
+
+    def __init__(
+        self, what: str, *, where: str | None = None, hint: str | None = None, good: Mapping[str, Any] | None = None
+    ):
+        super().__init__(what, where=where, hint=hint)
+        self.good = dict(good or {})
 
 
 class BadInput(UserError):
@@ -64,12 +74,39 @@ class UnknownName(UserError, KeyError):
 class SettingsError(UserError):
     """Every mistake in the settings at once."""
 
-    def __init__(self, problems: Sequence[UserError]):
+    def __init__(self, problems: Sequence[UserError], good: Mapping[str, Any] | None = None):
         self.problems = list(problems)
-        super().__init__(f"{len(self.problems)} wrong settings" if len(self.problems) > 1 else self.problems[0].what)
+        what = f"{len(self.problems)} wrong settings" if len(self.problems) > 1 else self.problems[0].what
+        super().__init__(what, good=good)
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.problems))
+
+
+def problems_of(error: UserError) -> list[UserError]:
+    """The mistakes that an error reports: its own, or those it lists."""
+    return error.problems if isinstance(error, SettingsError) else [error]
+
+
+def mistakes_of(*checks: Callable[[], object]) -> list[UserError]:
+    """Runs every check, also after one that failed, and returns the mistakes of all of them."""
+    found: list[UserError] = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            found += problems_of(error)
+    return found
+
+
+def refuse(mistakes: Sequence[UserError]) -> None:
+    """Raises the mistakes at once; a single one as it is.
+
+    Raises:
+        UserError: there are any.
+    """
+    if mistakes:
+        raise mistakes[0] if len(mistakes) == 1 else SettingsError(mistakes)
 
 
 def complaint(error: Exception) -> str:

@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from argosy.core import mistakes
 from argosy.core.scalars import written
-from argosy.core.schema import Choice, Settings, Shape, members, shape, shape_of
+from argosy.core.schema import Choice, Settings, Shape, documented, members, shape, shape_of
 from argosy.core.settings import DEFAULT, Reading, dump, flatten
 
 _BOUNDS = (("gt", "> "), ("ge", "≥ "), ("lt", "< "), ("le", "≤ "), ("multiple_of", "multiple of "))
@@ -28,7 +28,7 @@ def reference(schema: type[Settings]) -> str:
 def _section(cls: type[Settings], prefix: str, title: str, about: str = "") -> list[str]:
     lines = [f"## {title}", "", *([about, ""] if about else [])]
     rows, below = [], []
-    for name, info in cls.model_fields.items():
+    for name, info in documented(cls).items():
         key, kind = f"{prefix}{name}", shape_of(info)
         if kind.kind in ("leaf", "list", "dict"):
             cells = [f"`{key}`", type_text(info), _default_text(info), info.description]
@@ -118,6 +118,13 @@ def _default_text(info: FieldInfo) -> str:
 class _AsWritten(GenerateJsonSchema):
     """Accepts in editors what `core.settings` accepts: `25k` as a number, `none`, `off` as a switch, `lang: no` as text."""
 
+    def model_schema(self, schema: Any) -> dict[str, Any]:
+        found = super().model_schema(schema)
+        for name, info in documented(schema["cls"]).items():
+            if info.description and name in (properties := found.get("properties", {})):
+                properties[name] = {"description": info.description} | properties[name]
+        return found
+
     def str_schema(self, schema: Any) -> dict[str, Any]:
         return super().str_schema(schema) | {"type": ["string", "number", "boolean"]}
 
@@ -203,7 +210,7 @@ def _field(tree: Any, path: list[str]) -> FieldInfo | Choice | None:
         if name not in type(tree).model_fields:
             found = shape_of(info) if info else None
             return found.of if found and found.kind == "choice" and i == len(path) - 1 else None
-        info, tree = type(tree).model_fields[name], getattr(tree, name)
+        info, tree = documented(type(tree))[name], getattr(tree, name)
     return info
 
 

@@ -15,7 +15,20 @@ from pydantic.fields import FieldInfo
 from argosy.core import mistakes
 from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.core.plain import dotted
-from argosy.core.schema import Also, BelongsTo, Choice, Settings, Shape, item_hint, marks, meant, shape, shape_of, takes
+from argosy.core.schema import (
+    Also,
+    BelongsTo,
+    Choice,
+    Settings,
+    Shape,
+    documented,
+    item_hint,
+    marks,
+    meant,
+    shape,
+    shape_of,
+    takes,
+)
 from argosy.core.words import SELF, SettingsLayer
 
 DEFAULT = "default"
@@ -47,6 +60,8 @@ class Reader:
         self.choices: dict[str, tuple[Choice, str]] = {}
         self.setter: dict[str, SettingsLayer] = {}
         self.tried: dict[str, list[tuple[str, Any]]] = {}
+        # The root's own settings that have no mistakes.
+        self.good: dict[str, Any] = {}
 
     def group(self, cls: type[Settings], key: str, given: list[Given], tag: str | None = None) -> Any:
         """Reads one group of settings. Returns `_FAILED` if it has mistakes."""
@@ -68,7 +83,10 @@ class Reader:
                 values[name] = self._part(info, path, _default(info) + its)
             if values.get(name) is _FAILED:
                 failed.add(name)
-        return self._build(cls, key, {name: value for name, value in values.items() if name not in failed}, failed)
+        good = {name: value for name, value in values.items() if name not in failed}
+        if not key:
+            self.good = good
+        return self._build(cls, key, good, failed)
 
     def _part(self, info: FieldInfo, key: str, given: list[Given]) -> Any:
         kind = shape_of(info)
@@ -189,7 +207,7 @@ class Reader:
             wrong = [e for e in wrong if e["type"] != "missing"]
         for name in dict.fromkeys(str(e["loc"][0]) for e in wrong):
             its = [e for e in wrong if e["loc"][0] == name]
-            self.problems += mistakes.wrong(dotted(key, name), cls.model_fields[name], its, self.setter.get)
+            self.problems += mistakes.wrong(dotted(key, name), documented(cls)[name], its, self.setter.get)
         if not (failed or wrong):
             leaves = self._leaves()
             self.problems += [mistakes.broken_rule(key, leaves, mistakes.message(e), self.setter.get) for e in errors]

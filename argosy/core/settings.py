@@ -67,6 +67,6 @@ def read_settings(schema: type[T], *layers: SettingsLayer) -> Reading[T]:
     names = mistakes.Names(reader.known, reader.choices, reader.also, reader.notes, schema.elsewhere)
     unknown = [mistakes.unknown(key, where, names) for key, where in reader.unknown]
     if problems := unknown + reader.problems:
-        raise SettingsError(problems)
+        raise SettingsError(problems, reader.good)
     origin = {key: reader.setter[key].origin if key in reader.setter else DEFAULT for key in flatten(value)}
     return Reading(value, origin, reader.tried, reader.choices, names)

@@ -18,6 +18,8 @@ from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.core.scalars import scalar
 
 COMMAND_LINE = "command line"
+# The origin of what `argosy.fit` is given in Python.
+CALL = "fit(...)"
 # The key of a group's own value, in `optimizer=muon optimizer.ns_steps=6`; YAML 1.1 uses the same key for that.
 SELF = "="
 MOST_LEVELS = 50
@@ -200,7 +202,7 @@ def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLay
     words, apart = _joined(list(words))
     for key, text in apart:
         hint = f"write `{key}={text}` without blanks"
-        problems.append(BadInput(f"blanks around the `=` of `{key}`", where=f"on the {origin}", hint=hint))
+        problems.append(BadInput(f"blanks around the `=` of `{key}`", where=_inside(origin), hint=hint))
     for word in words:
         key, equals, text = word.partition("=")
         if problem := _misspelt(word, key, equals, text, origin):
@@ -218,6 +220,10 @@ def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLay
     if problems:
         raise SettingsError(problems)
     return SettingsLayer(origin, values, marks)
+
+
+def _inside(origin: str) -> str:
+    return f"on the {origin}" if origin == COMMAND_LINE else f"in {origin}"
 
 
 def _joined(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -241,7 +247,7 @@ def _joined(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _misspelt(word: str, key: str, equals: str, text: str, origin: str) -> UserError | None:
-    where = f"on the {origin}"
+    where = _inside(origin)
     if key.startswith("-"):
         plain = f"{key.lstrip('-').replace('-', '_')}={text or 'value'}"
         return BadInput(f"unknown option `{key}`", where=where, hint=f"settings have no dashes: `{plain}`")
@@ -259,7 +265,7 @@ def _value(key: str, text: str, origin: str) -> tuple[Any, dict[str, Mark]]:
     """A word's value: YAML if it begins like a collection or a quotation, otherwise one plain scalar."""
     if text[0] not in "[{\"'":
         return scalar(text), {key: Mark(text)}
-    reader = _NodeReader(f"`{key}` on the {origin}", lines=False)
+    reader = _NodeReader(f"`{key}` {_inside(origin)}", lines=False)
     node = _parse(text, f"in {reader.origin}", lines=False)
     value = reader.read(node, key) if node else None
     if reader.problems:

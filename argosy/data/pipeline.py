@@ -28,7 +28,7 @@ from argosy.data.tables import ENDLESS, Data, Table, find, fitting, holds_out, s
 if TYPE_CHECKING:
     from argosy.data.tokenize import Tokenizer
 
-__all__ = ["build", "eval_batches", "find", "holds_out", "summary_of", "tokenizer_for"]
+__all__ = ["build", "eval_batches", "find", "fitting", "holds_out", "summary_of", "tokenizer_for"]
 
 # Batches per Grain element: its cost of 60 us is then small, and the first batch comes within 1 ms.
 BLOCK_TOKENS = 1 << 14

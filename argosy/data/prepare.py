@@ -31,7 +31,7 @@ from argosy.core.formats.files import sync
 from argosy.data.batch import Fingerprint
 from argosy.data.encode import Encoder, puts_bos
 from argosy.data.pack import Corpus, Encoded
-from argosy.data.sources import Capped, Document, Source
+from argosy.data.sources import Capped, Document, Source, is_prepared
 
 if TYPE_CHECKING:
     from argosy.data.tokenize import Tokenizer
@@ -324,11 +324,6 @@ class SplitWriter:
             sync(path)
         files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
         return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "files": files}
-
-
-def is_prepared(folder: str | Path) -> bool:
-    """Whether a prepared corpus lies there, good or damaged."""
-    return (Path(folder).expanduser() / "manifest.json").is_file()
 
 
 def open_prepared(folder: str | Path, *, verify: bool = False) -> Prepared:

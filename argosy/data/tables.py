@@ -25,12 +25,11 @@ from argosy.data.prepare import (
     Progress,
     fingerprint_of,
     grouped,
-    is_prepared,
     open_prepared,
     prepare,
 )
 from argosy.data.settings import MADE_WITH, DataSettings
-from argosy.data.sources import RowSource, Source, find_source
+from argosy.data.sources import RowSource, Source, find_source, is_prepared
 from argosy.data.summary import CorpusSummary
 
 if TYPE_CHECKING:

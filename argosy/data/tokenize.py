@@ -44,13 +44,26 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         from argosy.data.tokenizers.byte import ByteTokenizer
 
         return ByteTokenizer()
+    check_tokenizer(spec)
+    tokenizer = find_tokenizer(Path(spec).expanduser())
+    if tokenizer is None:
+        raise BadInput(f"no tokenizer in `{spec}`", where="it holds no vocabulary", hint=KINDS)
+    return tokenizer
+
+
+def check_tokenizer(spec: str | Path) -> None:
+    """Checks that there is a tokenizer, without reading it.
+
+    Raises:
+        BadInput: nothing is there, or a folder without a vocabulary.
+    """
     path = Path(spec).expanduser()
+    if str(spec) == "byte":
+        return
     if not path.exists():
         raise BadInput(f"no tokenizer at `{spec}`", where="no such file or folder", hint=KINDS)
-    tokenizer = find_tokenizer(path)
-    if tokenizer is None:
+    if path.is_dir() and not any(matching(folder, VOCABULARIES) for folder in (path, path / "tokenizer")):
         raise BadInput(f"no tokenizer in `{spec}`", where=f"it holds none of {', '.join(VOCABULARIES)}", hint=KINDS)
-    return tokenizer
 
 
 def find_tokenizer(path: str | Path) -> Tokenizer | None:

@@ -8,15 +8,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from argosy.core.errors import BadInput, Unsupported
+from argosy.core.errors import BadInput, Unsupported, mistakes_of, refuse
 from argosy.data import pipeline
 from argosy.data.batch import Batches
+from argosy.data.sources import RowSource
 from argosy.data.tokenize import Tokenizer
 from argosy.jobs.memory import batch_shapes, estimated_need
 from argosy.jobs.run import Run
@@ -184,18 +186,22 @@ class Assembly:
         return self.run.data.batch * self.run.model.training_flops(self.run.data.sequence)
 
 
-def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
-    """Checks and builds everything, without drawing or reading weights.
+def check_implementations(execution: Any) -> None:
+    """Checks that the implementations that the settings name exist.
 
     Raises:
-        UserError: a mistake in implementations, data, tokenizer, model, mesh, batch or memory.
+        UserError: one does not.
     """
-    backend()
-    for registry, name in ((ATTENTION, run.execution.attention), (EXPERTS, run.execution.experts)):
-        if name is not None:
-            registry[name]
-    if jax.process_count() > 1:
-        raise Unsupported("training over several processes is not built yet", hint="use the devices of one process")
+    named = ((ATTENTION, execution.attention), (EXPERTS, execution.experts))
+    refuse(mistakes_of(*(partial(registry.__getitem__, name) for registry, name in named if name is not None)))
+
+
+def mesh_of(run: Run) -> Mesh:
+    """The mesh of a run over the devices of this process.
+
+    Raises:
+        BadInput: it does not fit the devices, or the batch does not divide over it.
+    """
     mesh = run.mesh.build()
     shares, together = row_shares(mesh), run.objective.rows_per_group
     if run.data.batch % (shares * run.accumulate * together):
@@ -205,13 +211,44 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
             + (f" and groups of {together} rows" if together > 1 else ""),
             hint=f"make it a multiple of {shares * run.accumulate * together}",
         )
-    tokenizer = pipeline.tokenizer_for(run.data)
+    return mesh
+
+
+def data_of(run: Run) -> tuple[Any, Tokenizer | None]:
+    """The source of a run's data and its tokenizer.
+
+    Raises:
+        UserError: one of them is missing, or the tokenizer makes tokens that the model lacks.
+    """
+    source, tokenizer = pipeline.find(run.data), pipeline.tokenizer_for(run.data)
+    is_text = not isinstance(source, RowSource)
+    return source, pipeline.fitting(tokenizer, run.data, run.model.vocab) if is_text else tokenizer
+
+
+def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
+    """Checks and builds everything, without drawing or reading weights.
+
+    Raises:
+        UserError: a mistake in implementations, data, tokenizer, model, mesh, batch or memory.
+    """
+    backend()
+    if jax.process_count() > 1:
+        raise Unsupported("training over several processes is not built yet", hint="use the devices of one process")
+    parts: dict[str, Any] = {}
+    refuse(
+        mistakes_of(
+            lambda: check_implementations(run.execution),
+            lambda: parts.update(mesh=mesh_of(run)),
+            lambda: parts.update(data=data_of(run)),
+        )
+    )
+    mesh, (source, tokenizer) = parts["mesh"], parts["data"]
     common: dict[str, Any] = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress}
-    common |= {"process": jax.process_index(), "processes": jax.process_count(), "source": pipeline.find(run.data)}
+    common |= {"process": jax.process_index(), "processes": jax.process_count(), "source": source}
     common |= {"fields": run.objective.reads(), "rows_per_group": run.objective.rows_per_group}
     batches = pipeline.build(run.data, tokenizer, **common)
     evals = None
-    if run.eval.batches and pipeline.holds_out(run.data, common["source"]):
+    if run.eval.batches and pipeline.holds_out(run.data, source):
         evals = pipeline.eval_batches(run.data, tokenizer, limit=run.eval.batches, **common)
 
     model = run.model.build(decided.run(run.execution.remat))

@@ -11,15 +11,27 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from argosy.core import mistakes
-from argosy.core.errors import BadInput, UnknownName, UserError
+from argosy.core.errors import BadInput, SettingsError, UnknownName, UserError, problems_of
 from argosy.core.explain import json_schema
-from argosy.core.settings import Choice, Reading, Settings, SettingsLayer, read_settings, words_layer, yaml_layer
+from argosy.core.settings import (
+    COMMAND_LINE,
+    Choice,
+    Mark,
+    Reading,
+    Settings,
+    SettingsLayer,
+    read_settings,
+    words_layer,
+    yaml_layer,
+)
 from argosy.core.words import SELF
+from argosy.data.sources import is_prepared
 
 T = TypeVar("T", bound=Settings)
 
@@ -32,7 +44,11 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def compose(
-    schema: type[T], recipe: str | Path | None, words: Iterable[str] = (), configs: Path = CONFIGS
+    schema: type[T],
+    recipe: str | Path | None,
+    words: Iterable[str] = (),
+    configs: Path = CONFIGS,
+    origin: str = COMMAND_LINE,
 ) -> Reading[T]:
     """The settings of a run.
 
@@ -41,6 +57,7 @@ def compose(
         recipe: a name under `configs/recipes`, a YAML file, a run directory (its `settings.yml`), or None.
         words: `key=value`, as typed.
         configs: the folder of base.yml, models/ and recipes/.
+        origin: who gave the words.
 
     Raises:
         UnknownName: no such recipe or preset.
@@ -48,10 +65,40 @@ def compose(
     """
     layers = [yaml_layer(configs / "base.yml")] if (configs / "base.yml").exists() else []
     layers += recipe_layers(recipe, configs) if recipe is not None else []
-    layers.append(words_layer(words))
-    if "model" in schema.model_fields:
-        layers = with_preset(with_folders(layers), configs, _families(schema))
+    layers.append(words_layer(words, origin))
+    if "model" not in schema.model_fields:
+        return read_settings(schema, *layers)
+    layers = with_folders(layers)
+    try:
+        layers = with_preset(layers, configs, _families(schema))
+    except UserError as error:
+        others, error.good = _beside_the_preset(schema, layers, configs)
+        if others:
+            raise SettingsError([*problems_of(error), *others], error.good) from None
+        raise
     return read_settings(schema, *layers)
+
+
+def _beside_the_preset(
+    schema: type[Settings], layers: list[SettingsLayer], configs: Path
+) -> tuple[list[UserError], dict[str, Any]]:
+    """What else is wrong in settings whose preset does not exist, and the root's settings that are right. The nearest preset takes
+    its place, so what is said of the model must be true of any; where none is near, nothing is."""
+    layers = [_spelt_out(layer) for layer in layers]
+    naming = max(i for i, layer in enumerate(layers) if _preset_of(layer))
+    layer = layers[naming]
+    near = get_close_matches(str(_preset_of(layer)), presets(configs), n=1)
+    model = layer.values["model"] | {"preset": near[0]} if near else {}
+    layers[naming] = replace(layer, values={**layer.values, "model": model}, marks=dict(layer.marks) | {"model.preset": Mark()})
+    try:
+        good = read_settings(schema, *with_preset(layers, configs)).value
+    except SettingsError as error:
+        is_certain = ("unknown setting", " should be ") if near else ()
+        return [p for p in error.problems if "model" not in p.what or any(w in p.what for w in is_certain)], error.good
+    except UserError:
+        # The nearest preset is in a file with a mistake.
+        return [], {}
+    return [], {name: getattr(good, name) for name in type(good).model_fields}
 
 
 def recipes(configs: Path = CONFIGS) -> list[str]:
@@ -297,7 +344,8 @@ def _unknown_recipe(name: str, known: list[str], configs: Path) -> UserError:
         if path.is_file():
             return BadInput(error.what, hint=f"did you mean the file `{path}`?")
     if Path(name).is_file():
-        return BadInput(error.what, where=f"`{name}` is a file", hint="a recipe's name ends in .yml or .yaml")
+        hint = f"a recipe ends in .yml; to train on a text: argosy train {_usual(known)} data.source={name}"
+        return BadInput(error.what, where=f"`{name}` is a file", hint=hint)
     models = presets(configs)
     for what, close in [("a model", [m for m in models if m == name]), ("a model family", _of_family(name, models))]:
         if close and known:
@@ -319,6 +367,9 @@ def _run_file(path: Path) -> Path:
     if not path.is_dir():
         return path
     if not (path / "settings.yml").is_file():
+        if is_prepared(path):
+            hint = f"name a recipe first: argosy train tiny data.source={path}"
+            raise BadInput(f"`{path}` is a prepared corpus, not a recipe", hint=hint)
         where = "it holds no settings.yml"
         raise BadInput(f"`{path}` is not a run directory", where=where, hint="name a recipe or a YAML file")
     return path / "settings.yml"

@@ -10,9 +10,9 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.core.settings import dump, read_settings, words_layer
 from argosy.data import pipeline
-from argosy.data.prepare import Progress, is_prepared
+from argosy.data.prepare import Progress, open_prepared
 from argosy.data.settings import MADE_WITH, DataSettings
-from argosy.data.sources import Source, find_source
+from argosy.data.sources import Source, find_source, is_prepared
 from argosy.data.tokenize import load_tokenizer
 from argosy.jobs.compose import compose, recipes
 
@@ -48,7 +48,10 @@ def documents_of(settings: DataSettings) -> Source:
         BadInput: it has no text, or is already prepared.
     """
     if is_prepared(settings.source):
-        raise BadInput(f"`{settings.source}` is already prepared", hint="name the text it was made from")
+        made = open_prepared(settings.source).manifest.get("settings", {}).get("source")
+        hint = f"train on it: `argosy train tiny data.source={settings.source}`"
+        hint += f"; the text it was made from is `{made}`" if made else "; here, name the text it was made from"
+        raise BadInput(f"`{settings.source}` is already prepared", hint=hint)
     source = find_source(settings)
     if not isinstance(source, Source):
         raise BadInput(f"the data source `{settings.source}` has no documents", hint="its rows are made while training")

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from argosy.checkpoint.store import Checkpoints
 from argosy.core.settings import Reading, dump
 from argosy.jobs.assemble import Assembly
@@ -75,10 +77,23 @@ class Saver:
 
 
 class Evaluation:
-    """Evaluates the loss on held-out text, its perplexity, and bits per byte of text."""
+    """Evaluates the loss on held-out text, its perplexity, and bits per byte of text.
 
-    def __init__(self, assembly: Assembly, steps: int, saver: Saver, metrics: Metrics, view: View, clock: Clock):
-        self.assembly, self.steps, self.saver = assembly, steps, saver
+    A signal to stop is not kept waiting until all batches are through: the evaluation is given up, except that of the last step,
+    which nothing would make up for.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        steps: int,
+        saver: Saver,
+        metrics: Metrics,
+        view: View,
+        clock: Clock,
+        interrupted: Callable[[], bool] = lambda: False,
+    ):
+        self.assembly, self.steps, self.saver, self.interrupted = assembly, steps, saver, interrupted
         self.metrics, self.view, self.clock = metrics, view, clock
         self._program: Any = None
 
@@ -87,17 +102,26 @@ class Evaluation:
             return
         if self._program is None:
             self._program = self.assembly.compile_evaluation()
-        numbers = self.evaluate(now.state)
+        numbers = self.evaluate(now.state, (lambda: False) if now.last else self.interrupted)
+        if numbers is None:
+            return
         self.metrics.write({"step": now.step} | numbers)
         self.view.evaluation(now.step, numbers)
         with self.clock("checkpoint"):
             self.saver.evaluated(now, numbers["eval_loss"])
 
-    def evaluate(self, state: Any) -> dict[str, float]:
+    def evaluate(self, state: Any, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+        """The numbers of one evaluation; None if it was interrupted."""
         evals = self.assembly.evals
         assert evals is not None
         evals.rewind()
-        sums = [self._program(state, self.assembly.place(batch)) for batch in evals]
+        sums: list[Any] = []
+        for batch in evals:
+            if interrupted():
+                return None
+            sums.append(self._program(state, self.assembly.place(batch)))
+            # One batch is under way and one is queued: a signal would wait for all that are queued.
+            jax.block_until_ready(sums[-2:-1])
         total, weight = sum(float(s.total) for s in sums), sum(float(s.weight) for s in sums)
         loss = total / max(weight, 1e-30)
         numbers = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
@@ -107,16 +131,26 @@ class Evaluation:
 
 
 class Sampling:
-    """Generates text from the current weights, and logs it with its prompt."""
+    """Generates text from the current weights, and logs it with its prompt. Given up at a signal to stop, as an evaluation is."""
 
-    def __init__(self, assembly: Assembly, settings: Run, metrics: Metrics, view: View):
+    def __init__(
+        self,
+        assembly: Assembly,
+        settings: Run,
+        metrics: Metrics,
+        view: View,
+        interrupted: Callable[[], bool] = lambda: False,
+    ):
         from argosy.jobs.samples import Sampler
 
         self.sampler, self.settings, self.metrics, self.view = Sampler(assembly, settings), settings, metrics, view
+        self.interrupted = interrupted
 
     def __call__(self, now: Any) -> None:
         if is_stopping(now, self.settings.steps):
             return
-        prompt, text = self.settings.sample.prompt, self.sampler(now.state)
+        prompt, text = self.settings.sample.prompt, self.sampler(now.state, self.interrupted)
+        if text is None:
+            return
         self.metrics.write({"step": now.step, "sample": text, "prompt": prompt})
         self.view.sample(now.step, prompt, text)

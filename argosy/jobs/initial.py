@@ -16,7 +16,6 @@ from argosy.checkpoint.stored import Stored, config_of, open_model, read_into
 from argosy.core.errors import BadInput
 from argosy.core.settings import diff, dump
 from argosy.jobs.assemble import Assembly
-from argosy.jobs.compose import no_model
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, stored_addresses
 from argosy.models.parts.weight import split
@@ -81,8 +80,6 @@ def check_source(run: Run, say: Callable[[str], None] = lambda _: None) -> None:
         BadInput, Damaged: as `weights_for` and `state_from`.
     """
     if run.init.weights:
-        if "://" not in run.init.weights and not Path(run.init.weights).exists():
-            raise no_model(run.init.weights, "set by init.weights")
         _check_same(run.model, open_model(run.init.weights, say).config, run.init.weights)
     if run.init.state:
         _, meta = step_of(run.init.state, say)

@@ -15,6 +15,7 @@ import numpy as np
 from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
 from argosy.checkpoint.store import load_weights
 from argosy.core.errors import ArgosyError
+from argosy.core.progress import Say
 from argosy.core.signals import before_leaving
 from argosy.core.storage import Store
 from argosy.jobs.train import Quiet, train
@@ -38,8 +39,11 @@ class Proof:
         return self.same_losses and self.same_weights
 
 
-def prove(folder: Path, recipe: str, words: list[str], steps: int = 40, every: int = 10) -> Proof:
-    """Runs the recipe twice for `steps` steps under `folder`; the second run is a separate process and is killed on the way."""
+def prove(folder: Path, recipe: str, words: list[str], say: Say, steps: int = 40, every: int = 10) -> Proof:
+    """Runs the recipe twice for `steps` steps under `folder`; the second run is a separate process and is killed on the way.
+
+    say: called with each part before it begins.
+    """
     common = [
         *words,
         f"steps={steps}",
@@ -49,9 +53,13 @@ def prove(folder: Path, recipe: str, words: list[str], steps: int = 40, every: i
         "sample.every=none",
     ]
     alone, killed = folder / "alone", folder / "killed"
+    last = steps * 5 // 8
+    say(f"training {steps} steps, undisturbed ...")
     trained(recipe, [*common, f"dir={alone}"])
-    killed_at = kill_at(killed, recipe, [*common, f"dir={killed}"], steps * 5 // 8)
+    say(f"training the same {steps} steps in another process, to be killed after step {last} ...")
+    killed_at = kill_at(killed, recipe, [*common, f"dir={killed}"], last)
     resumed_from = max(RunDirectory(killed).steps(), default=0)
+    say(f"killed at step {killed_at}; resuming from step {resumed_from} ...")
     trained(recipe, [*common, f"dir={killed}"])
     losses = [by_step(read(Store(d)), "loss") for d in (alone, killed)]
     return Proof(

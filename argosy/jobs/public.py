@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from argosy.core.errors import BadInput, SettingsError, UserError
+from argosy.core.errors import BadInput
 from argosy.core.scalars import written
-from argosy.core.settings import COMMAND_LINE, Settings, dump
+from argosy.core.settings import Settings, dump
+from argosy.core.words import CALL
 from argosy.jobs import machine
 from argosy.jobs.compose import no_model, preset_config, presets, recipes
 from argosy.jobs.train import Outcome, View, train
@@ -79,17 +80,13 @@ def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> 
     """
     machine.start_jax()
     given = [*words, *(_word(key, value) for key, value in settings.items())]
-    try:
-        if view is not None:
-            outcome = train(recipe, given, view)
-        else:
-            from argosy.observe.terminal import Terminal
+    if view is not None:
+        outcome = train(recipe, given, view, CALL)
+    else:
+        from argosy.observe.terminal import Terminal
 
-            with Terminal() as terminal:
-                outcome = train(recipe, given, terminal)
-    except UserError as error:
-        _set_here(error, "an argument" if words else "a keyword")
-        raise
+        with Terminal() as terminal:
+            outcome = train(recipe, given, terminal, CALL)
     if outcome.exit_code == 130:
         raise KeyboardInterrupt
     if outcome.exit_code:
@@ -106,12 +103,6 @@ def _word(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         value = dict(value)
     return f"{key}={written(value)}"
-
-
-def _set_here(error: UserError, what: str) -> None:
-    """Says in the error, and in those it lists, that its settings were set in Python."""
-    for one in [error, *(error.problems if isinstance(error, SettingsError) else [])]:
-        one.where = one.where and one.where.replace(f"on the {COMMAND_LINE}", f"in {what}").replace(COMMAND_LINE, what)
 
 
 def _say(text: str) -> None:

@@ -171,11 +171,8 @@ def proof_of_resume(path: Path, words: list[str], speak: Callable[[str], None]) 
     from argosy.jobs.proof import prove
 
     folder = path / "proof"
-    proof = prove(folder, RECIPE, words)
+    proof = prove(folder, RECIPE, words, lambda what: speak(f"   {what}"))
     shutil.rmtree(folder)
-    speak(
-        f"   killed at step {proof.killed_at} of {proof.steps}, resumed from the checkpoint of step {proof.resumed_from}"
-    )
     verdict = "equal, bit for bit" if proof.holds else "DIFFERENT"
     speak(f"   {proof.steps} losses and all weights: {verdict}")
     return asdict(proof) | {"holds": proof.holds}
@@ -185,6 +182,7 @@ def talk(path: Path, stage: Stage) -> str:
     """Streams a completion of the trained model."""
     from argosy.infer.load import load
 
+    stage.speak("   loading the model, compiling the decoder ...")
     lm = load(path)
     pieces = []
     stage.stream("   " + PROMPT)
@@ -203,6 +201,7 @@ def export(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
     from argosy.jobs.convert import convert
 
     result = convert(str(path), path / "hub", "hub", None)
+    speak("   loading it back, comparing its logits with the run's ...")
     ids = [list(range(3, 67))]
     difference = float(np.abs(load(path).logits(ids) - load(path / "hub").logits(ids)).max())
     size = sum(f.stat().st_size for f in (path / "hub").iterdir())

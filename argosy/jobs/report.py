@@ -17,6 +17,7 @@ from argosy.core.errors import ArgosyError
 from argosy.core.explain import value_text
 from argosy.core.settings import COMMAND_LINE, Choice, yaml_layer
 from argosy.core.storage import Store
+from argosy.core.words import CALL
 from argosy.jobs import runs
 from argosy.models import FAMILIES
 from argosy.observe import environment, metrics
@@ -104,7 +105,7 @@ def command(path: Path, settings: Sequence[tuple[str, Any, str]], lines: Sequenc
     if len(recipes) != 1:
         return again
     recipe = recipes.pop().removeprefix("recipes/").removesuffix(".yml")
-    words = [f"{key}={value_text(value)}" for key, value, who in settings if who == COMMAND_LINE]
+    words = [f"{key}={value_text(value)}" for key, value, who in settings if who in (COMMAND_LINE, CALL)]
     return f"{again}\n\n# as it was typed\n{as_run()} train {shlex.join([recipe, *words])}"
 
 

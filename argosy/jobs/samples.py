@@ -1,5 +1,6 @@
 """Generates text from a model during training."""
 
+from collections.abc import Callable
 from typing import Any
 
 from argosy.core.errors import BadInput
@@ -24,16 +25,21 @@ class Sampler:
                 hint="shorten the prompt",
             )
 
-    def __call__(self, state: Any) -> str:
+    def __call__(self, state: Any, interrupted: Callable[[], bool] = lambda: False) -> str | None:
+        """The text, without the prompt; None if it was interrupted between two tokens."""
         sample, tokenizer = self.settings.sample, self.assembly.tokenizer
         model = merge(self.assembly.graph, state.params, state.rest)
         model.dtype = self.assembly.decided.dtype
         lm = LM(self.settings.model, model, tokenizer)
-        answer = lm.generate(
+        answers = lm.pieces(
             [self.prompt],
             sample.tokens,
             temperature=sample.temperature,
             seed=(self.settings.seed, int(state.step)),
             ignore_eos=True,
-        )[0]
+        )
+        for _ in answers:
+            if interrupted():
+                return None
+        answer = answers.completions[0]
         return answer.text if tokenizer is not None else " ".join(map(str, answer.tokens))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.core.errors import ArgosyError, BadInput, UserError
-from argosy.jobs.compose import compose, run_folder
-from argosy.jobs.run import Run
+from argosy.jobs.compose import run_folder
+from argosy.jobs.preflight import settled
 
 OPEN, CLOSE, QUOTES = "[{", "]}", "\"'"
 
@@ -49,7 +49,7 @@ def combinations(recipe: str, words: Sequence[str]) -> list[Combination]:
     if len({c.dir for c in found}) < len(found):
         raise BadInput("two runs of the sweep have the same settings", hint="name each value once")
     for one in found:
-        compose(Run, recipe, one.words)
+        settled(recipe, one.words)
     return found
 
 

@@ -5,18 +5,17 @@ takes, and only then write the first file.
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from argosy.checkpoint.run_directory import GENERATION, RunDirectory, is_run
+from argosy.checkpoint.run_directory import GENERATION, RunDirectory
 from argosy.core.command import command as as_run
-from argosy.core.errors import BadInput
 from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.signals import asked_to_stop
-from argosy.jobs.compose import compose
+from argosy.jobs.preflight import directory_of, settled
 from argosy.jobs.run import Run
 from argosy.jobs.view import Quiet, View
 from argosy.observe.goodput import Clock
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
 STOPPING = "stopping after this step, then saving; once more stops at once, without saving"
 
+# Where the first logged step is further away than this, the time of the first step is reported.
+SLOW_S = 10.0
 # Said where it takes longer than a second.
 DATA = "reading the data ..."
 
@@ -58,32 +59,23 @@ class Outcome:
         return self.step >= self.steps
 
 
-def train(recipe: str, words: list[str] | tuple[str, ...] = (), view: View | None = None) -> Outcome:
+def train(
+    recipe: str, words: list[str] | tuple[str, ...] = (), view: View | None = None, origin: str = COMMAND_LINE
+) -> Outcome:
     """Trains by a recipe. Given a run directory, it resumes in that directory, even if it was moved.
+
+    origin: who gave the words, for provenance.
 
     Raises:
         UserError: a mistake found before work began.
     """
-    reading = compose(Run, recipe, words)
-    command = shlex.join([as_run(), "train", str(recipe), *words])
-    return run(reading, directory_of(reading, recipe), view or Quiet(), command)
+    reading = settled(recipe, words, origin)
+    return run(reading, directory_of(reading, recipe), view or Quiet(), command_of(recipe, words))
 
 
-def directory_of(reading: Reading[Run], recipe: str) -> str:
-    """The directory of a run: `dir`, the run directory given as the recipe, or `runs/<recipe>`.
-
-    Raises:
-        BadInput: `dir` is empty.
-    """
-    directory = reading.value.dir
-    if is_run(recipe) and reading.origin["dir"] != COMMAND_LINE:
-        return str(Path(recipe))
-    if directory is None:
-        return f"runs/{Path(recipe).stem}"
-    if not directory.strip():
-        where = f"set by {reading.origin['dir']}"
-        raise BadInput("`dir` is empty", where=where, hint="name a directory; without `dir` it is runs/<recipe>")
-    return directory
+def command_of(recipe: str, words: Sequence[str]) -> str:
+    """What to type in a shell to train by this recipe with these words."""
+    return shlex.join([as_run(), "train", str(recipe), *words])
 
 
 def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outcome:
@@ -258,6 +250,10 @@ class Training:
 
         a, settings, metrics = self.assembly, self.settings, Metrics(self.directory.store)
         last: dict[str, float] = {}
+        began = int(state.step)
+
+        def pace(seconds: float) -> None:
+            self.say_pace(seconds, settings.steps - began)
 
         def log_step(step: int, numbers: dict[str, float]) -> None:
             last.clear()
@@ -275,15 +271,16 @@ class Training:
             self.view.say(f"memory      {memory_words(need.document())}")
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
             saver = Saver(a, self.reading, self.directory.checkpoints, self.hub)
-            hooks: list[Any] = []
-            if a.evals is not None:
-                evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock)
-                hooks.append(Every("evaluation", settings.eval.every, evaluation))
-            hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
-            if settings.sample.every:
-                hooks.append(Every("samples", settings.sample.every, Sampling(a, settings, metrics, self.view)))
-            meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every)
+            meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace)
             with asked_to_stop(STOPPING) as stop:
+                hooks: list[Any] = []
+                if a.evals is not None:
+                    evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock, stop)
+                    hooks.append(Every("evaluation", settings.eval.every, evaluation))
+                hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
+                if settings.sample.every:
+                    sampling = Sampling(a, settings, metrics, self.view, stop)
+                    hooks.append(Every("samples", settings.sample.every, sampling))
                 state = fit(
                     state, a.batches, update, settings.steps, hooks, place=a.place, meter=meter, interrupted=stop
                 )
@@ -301,6 +298,11 @@ class Training:
         outcome = Outcome(self.directory.place, step, settings.steps, stop.code, last, self.clock.shares(), saved)
         self.view.end(ending(outcome))
         return outcome
+
+    def say_pace(self, seconds: float, steps: int) -> None:
+        """Reports how long `steps` steps will take, where the first logged one is far away. seconds: of one step."""
+        if seconds * self.settings.log.every >= SLOW_S:
+            self.view.say(f"a step takes {lasted(seconds)}: about {lasted(seconds * steps)} for {steps:,} steps")
 
     def header(self) -> dict[str, Any]:
         """What the run is about to do, for its header."""

@@ -29,6 +29,8 @@ class Picture:
 
     def __init__(self, x: str = "auto"):
         self.x, self.steps, self.now, self.is_over = x, 0, 0, False
+        # Tokens of a step: they turn the rate of the first logged steps into seconds. 0: unknown.
+        self.tokens_per_step = 0
         self.sample: tuple[int, str, str] | None = None  # step, prompt, text
         self.numbers: Mapping[str, float] = {}
         self.evals: dict[int, Mapping[str, float]] = {}
@@ -50,9 +52,12 @@ class Picture:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds to the last step; None if there are too few steps to tell."""
-        if len(self._times) < 2 or not self.steps:
+        """Estimated seconds to the last step: from the last logged steps, or from the rate of the only one. None if there is none."""
+        if not self._times or not self.steps:
             return None
+        if len(self._times) < 2:
+            rate = self.numbers.get("tokens_per_s", 0.0)
+            return (self.steps - self.now) * self.tokens_per_step / rate if rate and self.tokens_per_step else None
         (t0, step0), (t1, step1) = self._times[0], self._times[-1]
         return (self.steps - step1) * (t1 - t0) / (step1 - step0) if step1 > step0 else None
 
@@ -100,7 +105,7 @@ class Picture:
 
     def _number_lines(self) -> list[str]:
         if not self.numbers:
-            return [f"compiling, {lasted(time.monotonic() - self._began)}"] if not self.is_over else []
+            return [f"no step logged yet, {lasted(time.monotonic() - self._began)}"] if not self.is_over else []
         lines = [stepped(self.numbers)]
         if self.evals:
             step = max(list(self.evals))

@@ -18,7 +18,7 @@ from argosy.observe.svg import Series, bar, chart
 
 # In the order of their colors.
 CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "other")
-DEFAULT, COMMAND_LINE = "default", "command line"
+DEFAULT, TYPED = "default", ("command line", "fit(...)")
 # Data sources that are Python's own code.
 PYTHON = ("stdlib", "docstrings")
 
@@ -281,7 +281,7 @@ def _settings(record: Record) -> str:
     head = ("setting", "value", "set by")
     rows = [(f"<code>{_text(k)}</code>", f"<code>{_text(v)}</code>", _text(who)) for k, v, who in record.settings]
     chosen = [row for row, (_, _, who) in zip(rows, record.settings) if who != DEFAULT]
-    chosen.sort(key=lambda row: row[2] != COMMAND_LINE)
+    chosen.sort(key=lambda row: row[2] not in TYPED)
     left = [row for row, (_, _, who) in zip(rows, record.settings) if who == DEFAULT]
     out = _table(head, chosen, numeric=3) if chosen else ""
     if left:

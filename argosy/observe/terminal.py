@@ -9,38 +9,14 @@ A terminal that hangs up or a pipe whose reader ends costs the display and not t
 import atexit
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TextIO
 
+from argosy.core.streams import Unfailing
 from argosy.observe.picture import Picture, evaluated, headed, line_of
 from argosy.observe.readable import harmless, one_line
 
 REDRAWS_PER_S = 4
-
-
-class Unfailing:
-    """A text stream that ignores its first OSError (EPIPE of a pipe, EIO of a terminal) and writes nothing after it."""
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-        self.is_lost = False
-
-    def write(self, text: str) -> int:
-        return self._tried(lambda: self.stream.write(text)) or 0
-
-    def flush(self) -> None:
-        self._tried(self.stream.flush)
-
-    def _tried(self, do: Callable[[], Any]) -> Any:
-        if not self.is_lost:
-            try:
-                return do()
-            except OSError:
-                self.is_lost = True
-        return None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
 
 
 class Terminal:
@@ -77,6 +53,7 @@ class Terminal:
     def header(self, facts: Mapping[str, Any]) -> None:
         """Prints what the run is about to do, and starts the live picture."""
         self.picture.steps = int(facts.get("steps") or 0)
+        self.picture.tokens_per_step = int(facts.get("tokens_per_step") or 0)
         for line in headed(facts):
             self.say(line)
         if self.is_live:

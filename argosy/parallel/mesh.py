@@ -77,6 +77,10 @@ class MeshSettings(Settings):
             if (size := getattr(self, name)) != 1:
                 hint = f"leave mesh.{name} at 1; mesh.fsdp and mesh.tensor split the weights of every model"
                 raise BadInput(f"{name} = {size}: {what} are not split over devices yet", hint=hint)
+        sizes = {name: getattr(self, name) for name in ORDER}
+        if list(sizes.values()).count(-1) > 1 or 0 in sizes.values():
+            shown = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size in (-1, 0))
+            raise BadInput(f"{shown}: at most one axis of a mesh may be -1, and none 0", hint="-1 takes all remaining devices")
         return self
 
     def build(self, devices: Any = None) -> "Mesh":
@@ -94,8 +98,6 @@ class MeshSettings(Settings):
         sizes = {name: getattr(self, name) for name in ORDER}
         open_axes = [name for name, size in sizes.items() if size == -1]
         fixed = math.prod(size for size in sizes.values() if size != -1)
-        if len(open_axes) > 1 or 0 in sizes.values():
-            raise BadInput(f"mesh {_shown(sizes)}: at most one axis may be -1, and none 0")
         if open_axes and len(devices) % fixed == 0:
             sizes[open_axes[0]] = len(devices) // fixed
         if math.prod(sizes.values()) != len(devices):

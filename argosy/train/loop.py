@@ -56,12 +56,16 @@ class Diverged(ArgosyError):
 
 @dataclass
 class Meter:
-    """Turns a step's metrics into the logged numbers: reads and checks them, and adds rates since the last logged step."""
+    """Turns a step's metrics into the logged numbers: reads and checks them, and adds rates since the last logged step.
+
+    pace: called once with the seconds of a step, when the first one was timed, unless a logged one comes earlier.
+    """
 
     clock: Clock
     tokens_per_step: int
     tell: StepLog
     every: int = 1
+    pace: Callable[[float], None] | None = None
     _since: dict[str, float] = field(default_factory=dict)
     _logged_step: int | None = None
 
@@ -75,6 +79,10 @@ class Meter:
             Diverged: the loss or the norm of the gradient is not finite.
         """
         telling = last or step % self.every == 0
+        # `certain` reads a step that was not waited for.
+        if self.pace is not None and not (telling or certain):
+            pace, self.pace = self.pace, None
+            pace(self._spent_s() / (step - (self._logged_step or 0)))
         if not (telling or certain):
             return
         with self.clock("step"):
@@ -88,14 +96,17 @@ class Meter:
             )
         if not telling:
             return
-        spent = {k: v - self._since.get(k, 0.0) for k, v in self.clock.seconds.items()}
+        self.pace = None
         steps = step - (self._logged_step or 0)
-        seconds = spent.get("step", 0.0) + spent.get("data", 0.0)
         numbers["tokens"] = step * self.tokens_per_step
-        numbers["tokens_per_s"] = steps * self.tokens_per_step / max(seconds, 1e-9)
-        numbers["data_wait_s"] = spent.get("data", 0.0)
+        numbers["tokens_per_s"] = steps * self.tokens_per_step / max(self._spent_s(), 1e-9)
+        numbers["data_wait_s"] = self._spent_s("data")
         self.tell(step, numbers)
         self.begin(step)
+
+    def _spent_s(self, *causes: str) -> float:
+        """Seconds since the last logged step that went into these causes; by default those of training."""
+        return sum(self.clock.seconds.get(c, 0.0) - self._since.get(c, 0.0) for c in causes or ("step", "data"))
 
 
 def fit(

@@ -112,6 +112,23 @@ def test_mistakes_cost_nothing(here, capsys, words, said):
     assert sorted(path.name for path in here.iterdir()) == ["text.txt"]
 
 
+def test_a_prepared_corpus_in_place_of_a_text_is_told_what_to_type(here, capsys):
+    assert run(capsys, "prepare", "text.txt", "corpus")[0] == 0
+    trains = "train on it: `argosy train tiny data.source=corpus`; the text it was made from is `text.txt`"
+    for words, hint in [
+        (["prepare", "corpus", "again"], trains),
+        (["tokenizer", "corpus", "words"], trains),
+        (["inspect", "corpus"], "argosy train tiny data.source=corpus"),
+        (["inspect", "text.txt"], "argosy train tiny data.source=text.txt"),
+        (["inspect", "tiny", "data.source=corpus/train"], "`data.source=corpus`"),
+        (["inspect", "tiny", "data.source=text:corpus"], "`data.source=corpus`"),
+    ]:
+        code, _, err = run(capsys, *words)
+        assert code == 2
+        assert hint in err
+        assert len(err.splitlines()) <= 5
+
+
 def test_making_a_vocabulary_imports_no_jax(here):
     import subprocess
     import sys

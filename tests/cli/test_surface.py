@@ -20,10 +20,12 @@ from schema_check import check
 import argosy.cli
 import argosy.cli.config
 from argosy.cli import main
-from argosy.cli.output import answer, as_typed, can_color, fail, forgive
+from argosy.cli.convert import Progress
+from argosy.cli.output import Doing, answer, as_typed, can_color, conclude, fail, forgive
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings
+from argosy.core.streams import silence
 from argosy.jobs.complete import SCRIPTS
 
 ROOT = Path(argosy.cli.__file__).parents[2]
@@ -199,6 +201,51 @@ def test_an_error_that_nobody_reads_keeps_its_exit_code():
     finally:
         os.close(writer)
     assert done.returncode == 2
+
+
+@pytest.fixture
+def dead_pipe():
+    """A pipe that nobody reads any more, as a text stream."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream:
+        yield stream
+        silence(stream)
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+@pytest.mark.parametrize("shown", [Doing, lambda stream: Progress("written", stream)], ids=["doing", "progress"])
+def test_progress_that_nobody_reads_does_not_end_a_verb(dead_pipe, is_live, shown, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", dead_pipe)
+    with shown(dead_pipe) as progress:
+        progress.is_live = is_live
+        progress.shown = -60.0
+        for _ in range(3):
+            progress(*(["loading"] if isinstance(progress, Doing) else [1, 10, 0]))
+
+
+def test_a_result_that_is_on_disk_needs_no_reader_and_an_answer_does(dead_pipe, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", dead_pipe)
+    with pytest.raises(BrokenPipeError):
+        answer("x" * 100_000, {}, as_json=False)
+    conclude("written", {}, as_json=False)
+    sys.stdout.flush()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a full device")
+def test_a_result_that_does_not_fit_on_the_disk_is_an_error(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(OSError, match="No space"):
+            conclude("written", {}, as_json=False)
+        silence(full)
+
+
+def test_verbs_that_write_files_conclude_and_verbs_that_look_answer():
+    """`| head` must not turn a finished training into a failure."""
+    files = {"train", "sweep", "quickstart", "convert", "report", "data", "config"}
+    concluding = {path.stem for path in Path(argosy.cli.__file__).parent.glob("*.py") if " conclude(" in path.read_text()}
+    assert concluding - {"output"} == files
 
 
 def test_color_only_where_it_is_wanted(monkeypatch, capsys):

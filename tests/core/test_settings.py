@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from argosy.core import schema
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.explain import annotated, explain, json_schema, reference
 from argosy.core.registry import Registry
+from argosy.core.schema import documented, shape_of
 from argosy.core.settings import (
     Also,
     Choice,
@@ -194,7 +196,41 @@ def test_a_number_is_no_switch():
 def test_settings_are_frozen_and_documented():
     with pytest.raises(ValidationError):
         Run().steps = 3
-    assert Run.model_fields["steps"].description == "Optimizer steps."
+    assert documented(Run)["steps"].description == "Optimizer steps."
+
+
+def test_documentation_is_read_only_where_it_is_shown(monkeypatch):
+    """Reading the source of every class took a sixth of a command."""
+    monkeypatch.setattr(schema, "_DOCUMENTED", [])
+    read_settings(Run, words_layer(["steps=3", "model.layers=2"]))
+    assert schema._DOCUMENTED == []
+    with pytest.raises(SettingsError, match="hint: Optimizer steps"):
+        read_settings(Run, words_layer(["steps=-1", "model.layers=2"]))
+    assert [Run] == schema._DOCUMENTED
+
+
+def test_documentation_is_that_of_the_class_itself_and_of_those_above_it():
+    class Above(Settings):
+        a: int = 1
+        """Of a."""
+        b: int = 2
+        """Of b."""
+        c: int = 3
+
+    class Below(Above):
+        b: int = 4
+        """Of b,
+        again."""
+
+    assert {name: info.description for name, info in documented(Below).items()} == {"a": "Of a.", "b": "Of b,\nagain.", "c": None}
+    assert {name: info.description for name, info in documented(Above).items()} == {"a": "Of a.", "b": "Of b.", "c": None}
+
+
+def test_the_shape_of_a_field_is_found_once():
+    """84 presets have 5,000 fields of 200 kinds: a third of `argosy models`."""
+    info = Run.model_fields["optimizer"]
+    assert shape_of(info) is shape_of(info)
+    assert shape_of(Run.model_fields["steps"]) is not shape_of(info)
 
 
 # ---- layers

@@ -339,6 +339,40 @@ def test_beside_an_unknown_optimizer_the_other_mistakes_are_found():
     assert len(found) == 5
 
 
+def test_beside_an_unknown_preset_the_other_mistakes_are_found():
+    found = _problems("model=lama3.2-1b", "lr=3", "model.widht=3", "model.layers=many", "stpes=5")
+    assert found["unknown model preset `lama3.2-1b`"] == "did you mean `llama3.2-1b`?"
+    assert found["unknown setting `model.widht`"] == "did you mean `model.width`?"
+    assert {"unknown setting `lr`", "unknown setting `stpes`", "`model.layers` should be a whole number, not `many`"} <= found.keys()
+    assert len(found) == 5
+    assert "`gemma` is a model family, which has no sizes" in _problems("model=gemma", "stpes=5")
+
+
+def test_beside_a_preset_that_is_near_none_nothing_is_said_of_the_model():
+    """The nearest preset is a guess: whether the data fits its context nobody knows."""
+    found = _problems("model=zzz", "model.foo=1", "stpes=5")
+    assert list(found) == ["unknown model preset `zzz`", "unknown setting `stpes`"]
+    with pytest.raises(UnknownName):
+        compose(TrainingRun, "tiny", ["model=tinyllama-1.2b", "data.sequence=100k"])
+
+
+def test_at_most_one_axis_takes_what_is_left():
+    found = _problems("mesh.data=-1", "stpes=3")
+    assert "`mesh`: data = -1, fsdp = -1: at most one axis of a mesh may be -1, and none 0" in found
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("name", ["my.txt", "corpus"])
+def test_data_in_place_of_a_recipe_is_told_what_to_type(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("text")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "manifest.json").write_text("{}")
+    with pytest.raises(BadInput) as caught:
+        compose(TrainingRun, name)
+    assert f"argosy train tiny data.source={name}" in (caught.value.hint or "")
+
+
 def test_a_choice_that_is_near_none_is_one_mistake():
     assert list(_problems("optimizer=zzz", "optimizer.foo=1")) == ["unknown optimizer `zzz` for `optimizer`"]
     assert next(iter(_problems("model.family=lama"))).startswith("unknown model family `lama`")

@@ -6,7 +6,10 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from argosy.jobs import samples
 from argosy.jobs.hooks import Evaluation
+from argosy.jobs.samples import Sampler
+from argosy.observe.goodput import Clock
 from argosy.train.objectives import Mean
 
 
@@ -30,3 +33,40 @@ def test_an_evaluation_weighs_each_batch_by_its_targets():
     assert numbers["eval_loss"] == pytest.approx(loss)
     assert numbers["eval_perplexity"] == pytest.approx(math.exp(loss))
     assert numbers["eval_bits_per_byte"] == pytest.approx(loss / math.log(2) / 2)
+
+
+@pytest.mark.parametrize(("last", "made"), [(False, 2), (True, 5)])
+def test_a_signal_ends_an_evaluation_between_two_batches_unless_it_is_the_last(last: bool, made: int):
+    """`eval.batches` batches of a large model take minutes."""
+    seen: list[int] = []
+    assembly = SimpleNamespace(evals=Held(range(5)), place=lambda batch: batch)
+    written: list[object] = []
+    metrics, view = SimpleNamespace(write=written.append), SimpleNamespace(evaluation=lambda *_: None)
+    evaluation = Evaluation(assembly, 9, SimpleNamespace(evaluated=lambda *_: None), metrics, view, Clock(), lambda: len(seen) > 1)  # pyright: ignore[reportArgumentType]
+    evaluation._program = lambda state, batch: seen.append(batch) or Mean(jnp.float32(1), jnp.float32(1))
+    evaluation(SimpleNamespace(step=9 if last else 3, last=last, state=None))
+    assert len(seen) == made
+    assert len(written) == last
+
+
+def test_a_signal_ends_a_sample_between_two_tokens(monkeypatch: pytest.MonkeyPatch):
+    made: list[int] = []
+
+    class Answers:
+        completions = (SimpleNamespace(text="abcde"),)
+
+        def __iter__(self):
+            for token in range(5):
+                made.append(token)
+                yield token
+
+    monkeypatch.setattr(samples, "merge", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(samples, "LM", lambda *_: SimpleNamespace(pieces=lambda *_, **__: Answers()))
+    sampler = Sampler.__new__(Sampler)
+    sampler.assembly = SimpleNamespace(tokenizer=object(), graph=None, decided=SimpleNamespace(dtype=None))  # pyright: ignore[reportAttributeAccessIssue]
+    sampler.settings = SimpleNamespace(sample=SimpleNamespace(tokens=5, temperature=1.0), seed=0, model=None)  # pyright: ignore[reportAttributeAccessIssue]
+    sampler.prompt = [1]
+    state = SimpleNamespace(params={}, rest={}, step=1)
+    assert sampler(state, lambda: len(made) > 1) is None
+    assert made == [0, 1]
+    assert sampler(state) == "abcde"

@@ -20,9 +20,10 @@ def asked(monkeypatch):
     """What `train` is asked for, and the exit code that it answers with."""
     calls: dict[str, Any] = {"code": 0}
 
-    def train(recipe, words, view):
+    def train(recipe, words, view, origin):
         view.say("step 1")
-        calls.update(settings=compose(Run, recipe, words).value, words=words)
+        reading = compose(Run, recipe, words, origin=origin)
+        calls.update(settings=reading.value, origin=reading.origin, words=words)
         return Outcome(Path("runs/x"), 3, 10, calls["code"], {}, {})
 
     monkeypatch.setattr(public, "train", train)
@@ -55,13 +56,19 @@ def test_a_wrong_keyword_is_answered(asked):
     assert caught.value.problems[0].hint == "did you mean `steps`?"
 
 
-def test_errors_name_the_keyword_and_not_the_command_line(asked):
+def test_errors_name_the_call_and_not_the_command_line(asked):
     with pytest.raises(SettingsError) as caught:
         argosy.fit("tiny", max_steps=10, **{"data.batch": "many"})
-    assert [problem.where for problem in caught.value.problems] == ["set by a keyword"] * 2
+    assert [problem.where for problem in caught.value.problems] == ["set by fit(...)"] * 2
     with pytest.raises(SettingsError) as caught:
         argosy.fit("tiny", "--steps=10")
-    assert caught.value.problems[0].where == "in an argument"
+    assert caught.value.problems[0].where == "in fit(...)"
+
+
+def test_provenance_names_the_call(asked):
+    argosy.fit("tiny", "seed=1", steps=10)
+    assert (asked["origin"]["steps"], asked["origin"]["seed"]) == ("fit(...)", "fit(...)")
+    assert asked["origin"]["dir"] == "default"
 
 
 def test_a_recipe_is_no_preset_and_a_hub_id_is_not_downloaded():

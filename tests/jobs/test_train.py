@@ -17,6 +17,7 @@ from campaign_kill import SMALL
 
 import argosy
 from argosy.checkpoint.run_directory import RunDirectory
+from argosy.cli import main
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged, UserError
 from argosy.core.settings import Reading
 from argosy.core.storage import Store
@@ -170,6 +171,15 @@ def test_the_header_says_where_the_weights_come_from_and_how_large_the_tokenizer
     assert Training.tokenizer(training) == "byte, 258 tokens of the model's 1,024"
 
 
+def test_a_run_that_nobody_reads_the_answer_of_ends_well(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    """`argosy train ... --json | true`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["train", "tiny", *WORDS, f"steps={STEPS}", f"dir={copy}", "--json"]) == 0
+
+
 def test_more_steps_and_other_intervals_may_be_asked_for(copy: Path):
     outcome, said = fit(copy, "steps=6", "checkpoint.every=5", "log.every=2", "eval.every=7")
     assert "resuming from step 4 of 6" in said
@@ -244,19 +254,19 @@ def test_who_set_what_is_kept_when_the_directory_is_the_recipe(copy: Path):
         return {line.strip(): who.strip() for line, _, who in lines}
 
     before = setters((copy / "settings.yml").read_text())
-    assert before["width: 16"] == "command line"
+    assert before["width: 16"] == "fit(...)"
     argosy.fit(str(copy), "steps=6")
     after = setters((copy / "settings.yml").read_text())
     changed = {line for line in after if before.get(line) != after[line]}
     assert {line.partition(":")[0] for line in changed} <= {"steps", "dir"}
-    assert after["steps: 6"] == "command line"
+    assert after["steps: 6"] == "fit(...)"
 
 
 def test_an_empty_directory_name_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match="`dir` is empty") as told:
         argosy.fit("tiny", *WORDS, "steps=2", "dir=''")
-    assert told.value.where == "set by an argument"
+    assert told.value.where == "set by fit(...)"
     assert not everything(tmp_path)
 
 

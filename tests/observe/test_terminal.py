@@ -68,7 +68,8 @@ def test_a_pipe_gets_one_plain_line_a_step():
     lines = out.getvalue().splitlines()
     assert lines[0] == "going on"
     assert sum("  loss " in line for line in lines) == 40
-    assert re.fullmatch(r"step   5/200  loss 1\.8000  45,123 tokens/s  lr 3\.00e-03  grad norm 0\.834", lines[5])
+    first = r"step   5/200  loss 1\.8000  45,123 tokens/s  lr 3\.00e-03  grad norm 0\.834  4\.4 s left"
+    assert re.fullmatch(first, lines[5])
     assert lines[-2] == "step 200/200  eval loss 1.2500  perplexity 3.49  0.900 bits/byte"
     assert lines[-1] == "step 200/200  prompt: def   sample: ·[31mred·]0;title· [bold]not markup[/bold]·\\nnext"
     assert not re.search(r"[^\n -~·]", out.getvalue())
@@ -230,6 +231,15 @@ def test_time_left_is_judged_by_the_last_steps(monkeypatch):
         picture.step(step, {"loss": 1.0})
     assert picture.left_s == pytest.approx(500 * 0.2)
     assert picture.line() == "step  500/1000  loss 1.0000  1:40 left"
+
+
+def test_the_first_line_has_an_estimate(monkeypatch):
+    """From its rate, since no second line gives a duration. 10 steps of 100 tokens at 50 tokens/s took 20 s."""
+    out = io.StringIO()
+    with Terminal(out, live=False) as view:
+        view.header({"steps": 1000, "tokens_per_step": 100})
+        view.step(10, {"loss": 2.0, "tokens_per_s": 50.0})
+    assert out.getvalue().splitlines()[-1] == "step   10/1000  loss 2.0000  50 tokens/s  33:00 left"
 
 
 def test_numbers_that_are_none_do_not_stop_the_picture():

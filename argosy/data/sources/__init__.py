@@ -153,6 +153,25 @@ def find_source(settings: "DataSettings") -> Source | RowSource:
     return source
 
 
+def check_readable(settings: "DataSettings") -> None:
+    """Checks that there is something to read and that the beginning of a text can be read, without tokenizing it.
+
+    Raises:
+        UserError: there is no such source, or its first document cannot be read.
+    """
+    name, _, _ = settings.source.partition(":")
+    if name in CORPORA or is_prepared(settings.source):
+        return
+    source = find_source(settings)
+    if isinstance(source, Source):
+        next(source.documents(), None)
+
+
+def is_prepared(folder: str | Path) -> bool:
+    """Whether `argosy data prepare` wrote the folder, good or damaged."""
+    return (Path(folder).expanduser() / "manifest.json").is_file()
+
+
 def reader_of(spec: str) -> str:
     """Which source reads a path: by what is there, then by its suffix. A file with any other suffix is text."""
     path = Path(spec).expanduser()

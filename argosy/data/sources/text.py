@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 
 from argosy.core.errors import BadInput, Damaged
-from argosy.data.sources import Document, Source, missing, reader_of
+from argosy.data.sources import Document, Source, is_prepared, missing, reader_of
 
 if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
@@ -96,6 +96,9 @@ class Folder(Source):
         matched = readable_below(root) if root.is_dir() else map(Path, sorted(glob(str(root), recursive=True)))
         self.paths = [path for path in matched if path.is_file()]
         if not self.paths:
+            if is_prepared(root.parent):
+                what = f"`{where}` is part of a prepared corpus"
+                raise BadInput(what, hint=f"name the whole of it: `data.source={root.parent}`")
             searched = f"a folder is searched for {' '.join(FOLDER_SUFFIXES)}, also with .gz"
             raise BadInput(f"no files to read: `{where}`", hint=searched)
         self.root = root if root.is_dir() else Path(os.path.commonpath([path.parent for path in self.paths]))

@@ -1,0 +1,56 @@
+"""Text streams whose reader may be gone: a pipe after `| head`, a terminal after a dropped connection.
+
+A verb whose result is on disk must not fail because nobody reads what it prints.
+"""
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Any, TextIO
+
+# EPIPE: a pipe without a reader. EIO: a terminal that hung up.
+GONE = (errno.EPIPE, errno.EIO)
+
+
+class Unfailing:
+    """A text stream that ignores its first OSError and writes nothing after it."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+        self.is_lost = False
+
+    def write(self, text: str) -> int:
+        return self._tried(lambda: self.stream.write(text)) or 0
+
+    def flush(self) -> None:
+        self._tried(self.stream.flush)
+
+    def _tried(self, do: Callable[[], Any]) -> Any:
+        if not self.is_lost:
+            try:
+                return do()
+            except OSError:
+                self.is_lost = True
+                silence(self.stream)
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def is_gone(error: OSError) -> bool:
+    """Whether the error means that nobody reads the stream any more."""
+    return error.errno in GONE
+
+
+def silence(stream: TextIO) -> None:
+    """Sends what is still in a stream's buffer, and all that follows, to the null device. Python flushes the standard streams once
+    more at exit, and would change the exit code to 120."""
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        # A stream in memory has no descriptor.
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, number)
+    os.close(null)

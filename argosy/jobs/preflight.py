@@ -1,0 +1,127 @@
+"""Reads the settings of a run and checks them against the files they name: everything that can be known without jax, all mistakes at
+once, before anything heavy is imported.
+
+Some mistakes appear only later: how many devices there are, whether the vocabulary fits, what stands further down in the text.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.run_directory import RunDirectory, is_run
+from argosy.core.errors import BadInput, SettingsError, UserError, mistakes_of, problems_of, refuse
+from argosy.core.settings import COMMAND_LINE, Reading
+from argosy.core.words import CALL
+from argosy.data.settings import DataSettings
+from argosy.data.sources import check_readable
+from argosy.data.tokenize import check_tokenizer
+from argosy.jobs.compose import compose, no_model, run_folder
+from argosy.jobs.run import Init, Run
+from argosy.parallel.mesh import MeshSettings
+
+Checks = Iterator[Callable[[], object]]
+
+
+def settled(recipe: str, words: Iterable[str] = (), origin: str = COMMAND_LINE) -> Reading[Run]:
+    """The settings of a run, checked.
+
+    Raises:
+        UserError: every mistake in the settings, in the data, in the weights to start from, and in the run directory.
+    """
+    try:
+        reading = compose(Run, recipe, words, origin=origin)
+    except UserError as error:
+        # What is wrong beside the settings themselves.
+        good = error.good
+        others = mistakes_of(*inputs(good), lambda: check_place(good, recipe))
+        if others:
+            raise SettingsError([*problems_of(error), *others]) from None
+        raise
+    values = {name: getattr(reading.value, name) for name in type(reading.value).model_fields}
+    made = steps_made(reading, recipe)
+    if made:
+        # What a run starts from may be gone when it resumes.
+        del values["init"]
+    checks = inputs(values) if made < reading.value.steps else []
+    refuse(mistakes_of(*checks, lambda: RunDirectory(directory_of(reading, recipe)).admit(reading)))
+    return reading
+
+
+def steps_made(reading: Reading[Run], recipe: str) -> int:
+    """The newest checkpoint of the run; 0 if there is none."""
+    try:
+        directory = RunDirectory(directory_of(reading, recipe))
+    except BadInput:
+        return 0
+    return max(directory.steps(), default=0) if directory.has_run else 0
+
+
+def check_place(values: Mapping[str, Any], recipe: str) -> None:
+    """Checks that the run directory can be written, as far as the settings tell which it is.
+
+    Raises:
+        BadInput: it cannot.
+    """
+    directory = values.get("dir") or run_folder(recipe)
+    if values and directory.strip() and not is_run(recipe):
+        RunDirectory(directory).check_place()
+
+
+def inputs(values: Mapping[str, Any]) -> Checks:
+    """The checks of what a run reads, and of how its rows divide. values: the settings that have no mistakes of their own."""
+    data, init, mesh = values.get("data"), values.get("init"), values.get("mesh", MeshSettings())
+    if isinstance(data, DataSettings):
+        yield lambda: check_readable(data)
+        if data.source.partition(":")[0] != "synthetic":
+            yield lambda: check_tokenizer(data.tokenizer)
+        if isinstance(mesh, MeshSettings):
+            yield lambda: check_rows(data.batch, values.get("accumulate", 1), mesh)
+    if isinstance(init, Init):
+        yield lambda: check_start(init)
+
+
+def check_start(init: Init) -> None:
+    """Checks that the model or the run to start from exists.
+
+    Raises:
+        BadInput: it does not.
+    """
+    if init.weights and "://" not in init.weights and not Path(init.weights).exists():
+        raise no_model(init.weights, "set by init.weights")
+    if init.state and "://" not in init.state and not Path(init.state).exists():
+        hint = "name a run directory or one of its checkpoints; init.weights takes the weights of any model"
+        raise BadInput(f"no such run: `{init.state}`", where="set by init.state", hint=hint)
+
+
+def check_rows(batch: int, accumulate: int, mesh: MeshSettings) -> None:
+    """Checks that the batch divides over the mesh axes whose sizes are set.
+
+    Raises:
+        BadInput: it does not, however many devices there are.
+    """
+    sizes = {name: getattr(mesh, name) for name in ("data", "fsdp") if getattr(mesh, name) > 1}
+    parts = accumulate
+    for size in sizes.values():
+        parts *= size
+    # Without a mesh, `Run` itself compares the two.
+    if sizes and batch % parts:
+        shown = " x ".join(f"mesh.{name} = {size}" for name, size in sizes.items())
+        shown += f" x accumulate = {accumulate}" if accumulate > 1 else ""
+        raise BadInput(f"data.batch = {batch} does not divide over {shown}", hint=f"make it a multiple of {parts}")
+
+
+def directory_of(reading: Reading[Run], recipe: str) -> str:
+    """The directory of a run: `dir`, the run directory given as the recipe, or `runs/<recipe>`.
+
+    Raises:
+        BadInput: `dir` is empty.
+    """
+    directory = reading.value.dir
+    if is_run(recipe) and reading.origin["dir"] not in (COMMAND_LINE, CALL):
+        return str(Path(recipe))
+    if directory is None:
+        return run_folder(recipe)
+    if not directory.strip():
+        where = f"set by {reading.origin['dir']}"
+        raise BadInput("`dir` is empty", where=where, hint="name a directory; without `dir` it is runs/<recipe>")
+    return directory

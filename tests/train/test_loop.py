@@ -1,0 +1,48 @@
+"""What the loop's meter reports, and when."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from argosy.observe.goodput import Clock
+from argosy.train.loop import Meter
+
+
+class Ticking(Clock):
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = {"step": 0.0, "data": 0.0}
+
+    def __call__(self, cause: str) -> Any:
+        return nullcontext()
+
+
+def measured(every: int, begin: int, steps: int, certain: bool = False) -> tuple[list[float], list[tuple[int, float]]]:
+    """The paces and the rates that a meter reports of steps of 3 s (2 of the step, 1 of data) and 6 tokens."""
+    clock, paces, rates = Ticking(), [], []
+    meter = Meter(clock, 6, lambda step, numbers: rates.append((step, numbers["tokens_per_s"])), every, paces.append)
+    meter.begin(begin)
+    for step in range(begin + 1, begin + steps + 1):
+        clock.seconds = {"step": clock.seconds["step"] + 2.0, "data": clock.seconds["data"] + 1.0}
+        meter.read(step, {"loss": 1.0}, certain=certain and step == begin + 1)
+    return paces, rates
+
+
+def test_the_first_step_is_timed_once():
+    paces, rates = measured(every=4, begin=0, steps=9)
+    assert paces == [3.0]
+    assert rates == [(4, pytest.approx(2.0)), (8, pytest.approx(2.0))]
+
+
+def test_a_first_step_that_is_logged_has_no_pace_of_its_own():
+    assert measured(every=1, begin=0, steps=3)[0] == []
+    assert measured(every=4, begin=3, steps=3)[0] == []
+
+
+def test_a_step_that_was_not_waited_for_is_not_timed():
+    """A hook reads it as soon as it is dispatched; the time of two is known after the next."""
+    assert measured(every=4, begin=0, steps=1, certain=True)[0] == []
+    assert measured(every=4, begin=0, steps=2, certain=True)[0] == [3.0]
