@@ -233,14 +233,15 @@ class Engine:
 
     def _look_for_new_weights(self) -> None:
         """Computes running sequences again and clears the prefix cache, if a weight was replaced since the last step."""
-        now = self.weights()
+        # Through `get_value`, looking at 270 weights takes 3 ms a step.
+        now = {address: v.get_raw_value() for address, v in self.variables.items()}
         if self._seen and any(self._seen[address]() is not a for address, a in now.items()):
             self._land_all()
             self.scheduler.begin_anew()
             self._weights = None
         if self._weights is None:
             self._seen = {address: weakref.ref(a) for address, a in now.items()}
-            self._weights = self.forward.prepared(now)
+            self._weights = self.forward.prepared(self.weights())
 
     @property
     def busy(self) -> bool:
