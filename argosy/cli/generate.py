@@ -29,12 +29,20 @@ class Generate(Settings):
     """Samples from the likeliest tokens whose probabilities first sum to p."""
     min_p: float | None = Field(None, ge=0, le=1)
     """Excludes tokens less likely than this share of the likeliest token's probability."""
+    typical_p: float | None = Field(None, gt=0, le=1)
+    """Samples from the tokens whose information is nearest to the entropy and whose probabilities first sum to p (arXiv:2202.00666)."""
     repetition_penalty: float | None = Field(None, gt=0)
     """Above 1, makes tokens of prompt and completion less likely (arXiv:1909.05858)."""
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     """Subtracted from the logit of each token that is in the completion."""
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     """Subtracted from the logit of a token for each time it is in the completion."""
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    """Added to the logits of token ids, such as `{198: -100}`, which bans token 198."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that may not be in the completion, such as `[one, two words]`."""
+    min_tokens: int = Field(0, ge=0)
+    """Tokens before the completion may end by an end-of-sequence token or the stop text."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Random seed of sampling."""
     n: int = Field(1, gt=0)
@@ -155,15 +163,17 @@ def start_of(lm: Any) -> list[int]:
 def chosen_sampling(how: Generate, generation: Any) -> dict[str, Any]:
     """The sampling settings: given on the command line, otherwise the model's generation config (which is printed), otherwise
     greedy."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    filters = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+    names = (*filters, "repetition_penalty", "presence_penalty", "frequency_penalty")
     given = {name: getattr(how, name) for name in names if getattr(how, name) is not None}
+    given |= {name: value for name in ("logit_bias", "bad_words", "min_tokens") if (value := getattr(how, name))}
     draws = bool(generation.get("do_sample"))
-    ours = names if draws else names[4:]  # penalties also apply to greedy decoding
+    ours = names if draws else names[len(filters) :]  # penalties also apply to greedy decoding
     own = {name: generation[name] for name in ours if generation.get(name) is not None}
     if draws:
         own = {"temperature": 1.0, "top_k": 50} | own  # the defaults of transformers
     # Greedy decoding has no use for filters.
-    left = given if given.get("temperature") != 0 else {*given, *names[:4]}
+    left = given if given.get("temperature") != 0 else {*given, *filters}
     own = {name: value for name, value in own.items() if name not in left}
     if own:
         say("sampling as its generation config says: " + " ".join(f"{k}={v}" for k, v in own.items()))

@@ -131,6 +131,7 @@ class LM:
                 else (to rounding), whatever the other prompts are. Streams of different (seed, row) have nothing in common.
             top: number of likeliest tokens to return with each token, at most 20.
             sampling: the settings of `infer.sample.Sampling`: temperature, top_k, top_p, min_p, penalties, logit_bias and so on.
+                `bad_words` may be texts too.
 
         There may be any number of prompts: 32 are continued at a time, and the others wait.
 
@@ -326,7 +327,7 @@ class Answers:
             lm._check(one, len(one))
         if max(map(len, ids)) >= lm.config.context:
             raise BadInput(f"the prompt fills the model's context of {lm.config.context} tokens", hint="shorten it")
-        how, ends = _sampling(sampling), frozenset(stop_tokens) | frozenset(() if ignore_eos else lm.stops())
+        how, ends = _sampling(lm, sampling), frozenset(stop_tokens) | frozenset(() if ignore_eos else lm.stops())
         self.requests = [Request(one, max_tokens, how, ends, seed, row, top) for row, one in enumerate(ids)]
         self.completions = [Completion("", [], None, len(one), []) for one in ids]
         self._texts = [Text(lm.tokenizer, one, stop) for one in ids]
@@ -402,14 +403,30 @@ def check_prompts(prompts: Sequence[Any]) -> None:
         raise BadInput("generate takes a list of prompts, not one list of token ids", hint="generate([ids])")
 
 
-def _sampling(given: Mapping[str, Any]) -> Sampling:
+def _sampling(lm: LM, given: Mapping[str, Any]) -> Sampling:
     from argosy.core.settings import SettingsLayer, read_settings
 
-    sampling = read_settings(Sampling, SettingsLayer("generate", dict(given))).value
-    idle = [name for name in ("top_k", "top_p", "min_p") if name in given and name in sampling.model_fields_set]
+    given = dict(given)
+    if "bad_words" in given:
+        given["bad_words"] = [ids for word in given["bad_words"] for ids in _spellings(lm, word)]
+    sampling = read_settings(Sampling, SettingsLayer("generate", given)).value
+    filters = ("top_k", "top_p", "min_p", "typical_p")
+    idle = [name for name in filters if name in given and name in sampling.model_fields_set]
     if idle and not sampling.temperature:
         raise BadInput(f"{', '.join(idle)}: no effect at temperature 0", hint="set temperature, such as 0.7")
     return sampling
+
+
+def _spellings(lm: LM, word: Prompt) -> list[list[int]]:
+    """The token ids of a word, at the beginning of a text and after a blank; token ids as they are."""
+    if not isinstance(word, str):
+        return [_ids(word).tolist()]
+    if lm.tokenizer is None:
+        raise BadInput("bad_words as text need a tokenizer", hint="give token ids")
+    if not word.strip():
+        raise BadInput(f"{word!r} among bad_words would ban nearly everything")
+    spelt = [lm.tokenizer.encode(blank + word.lstrip()) for blank in ("", " ")]
+    return spelt if spelt[0] != spelt[1] else spelt[:1]
 
 
 def _ids(tokens: Any) -> np.ndarray:

@@ -336,6 +336,29 @@ def test_the_likeliest_tokens_are_those_of_the_logits(lm):
     assert lm.generate([PROMPTS[0]], 2, ignore_eos=True)[0].top == []
 
 
+def test_bad_words_are_banned_as_text_and_as_ids(lm):
+    free = lm.generate([PROMPTS[0]], 12, ignore_eos=True)[0]
+    word = free.text[6:8]
+    assert word in free.text
+    for words in ([word], [[ord(c) if ord(c) < 0x100 else ord(c) - 0x100 for c in word]]):
+        answer = lm.generate([PROMPTS[0]], 12, bad_words=words, ignore_eos=True)[0]
+        assert word not in answer.text
+        assert answer.text[:6] == free.text[:6]
+    with pytest.raises(BadInput, match="nearly everything"):
+        lm.generate([PROMPTS[0]], 2, bad_words=[" "])
+
+
+def test_no_answer_ends_before_its_least_tokens(lm):
+    free = lm.generate([PROMPTS[0]], 12, ignore_eos=True)[0]
+    answer = lm.generate([PROMPTS[0]], 12, stop_tokens=[free.tokens[3]], min_tokens=6)[0]
+    assert len(answer.tokens) >= 6
+    assert free.tokens[3] not in answer.tokens[:6]
+    stop = free.text[2]
+    answer = lm.generate([PROMPTS[0]], 12, stop=[stop], min_tokens=6, ignore_eos=True)[0]
+    assert len(answer.tokens) >= 6
+    assert answer.tokens[:6] == free.tokens[:6]
+
+
 def test_what_ended_an_answer_is_told(lm):
     free = lm.generate([PROMPTS[0]], 12, ignore_eos=True)[0]
     by_token = lm.generate([PROMPTS[0]], 12, stop_tokens=[free.tokens[5]])[0]

@@ -1,0 +1,99 @@
+"""The engine on a CPU: what a step costs as one program and by layer, and tokens a second of `generate`.
+
+    ./run python bench/engine_cpu.py forward [PRESET] [ROWS ...]     compile and step, the two in turn
+    ./run python bench/engine_cpu.py generate [PRESET] [PROMPTS ...] 128 tokens in, 64 out; the first call compiles
+    ./run python bench/engine_cpu.py sampler [VOCABULARY]            compile and step by rows and settings
+
+CPU time of the process stands beside wall time, since the machines that this was written on are shared.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.infer import sampler
+from argosy.infer.engine import Engine, EngineSettings
+from argosy.infer.forward import ByLayer, Sizes, Whole, cut
+from argosy.infer.load import random
+from argosy.infer.sample import Sampling, table
+from argosy.jobs.public import preset_config
+
+PROMPT, ANSWER, HELD = 128, 64, 150
+
+
+def clocked(call: Callable[[], Any]) -> tuple[float, float]:
+    """Wall and CPU seconds of a call."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    jax.block_until_ready(call())
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def forward(preset: str = "smollm2-135m", *rows: str) -> None:
+    """A decode step of rows that hold 150 tokens each."""
+    model = random(preset_config(preset), 0).module
+    engine = Engine(model, EngineSettings(slots=32, context=2048))
+    for count in [int(word) for word in rows] or [1, 8, 32]:
+        sizes = Sizes(count, 0, 0, engine.table_pages)
+        words = np.zeros(sizes.words, np.int32)
+        d, _ = cut(words, sizes)
+        d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), HELD, -1
+        d["table"][:, :10] = np.arange(10 * count).reshape(count, 10)
+        picks, calls = np.arange(count, dtype=np.int32), {}
+        for kind in (Whole, ByLayer):
+            one = kind(model)
+            weights = one.prepared(engine.weights())
+
+            given = (words, picks, sizes)
+
+            def call(one: Any = one, weights: Any = weights, given: Any = given) -> Any:
+                logits, engine.caches = one(weights, engine.caches, engine.slots.last, *given)
+                return logits
+
+            calls[kind.__name__] = call
+            print(f"{count} rows, {kind.__name__}: compiled in {clocked(call)[1]:.1f} CPU s", flush=True)
+        spent: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+        for _ in range(20):
+            for name, call in calls.items():
+                spent[name].append(clocked(call))
+        for name, times in spent.items():
+            wall, cpu = 1e3 * np.median(times, 0)
+            print(f"{count} rows, {name}: {wall:.1f} ms a step, {cpu:.1f} CPU ms", flush=True)
+
+
+def generate(preset: str = "smollm2-135m", *prompts: str) -> None:
+    lm, rng = random(preset_config(preset), 0), np.random.default_rng(0)
+    for count in [int(word) for word in prompts] or [1, 8, 32]:
+        for turn in range(4):
+            given = [rng.integers(3, lm.config.vocab, PROMPT).tolist() for _ in range(count)]
+            wall, cpu = clocked(lambda given=given: lm.generate(given, ANSWER, ignore_eos=True))
+            made = count * ANSWER
+            first = " (first)" if not turn else ""
+            print(f"{count} prompts{first}: {made / wall:.0f} tokens/s, {1e3 * cpu / made:.1f} CPU ms a token", flush=True)
+
+
+def sampler_(vocabulary: str = "49152") -> None:
+    V = int(vocabulary)
+    for rows in (1, 8, 32):
+        state, owners = sampler.fresh(32, V), jnp.arange(rows, dtype=jnp.int32)
+        logits = jnp.asarray(3 * np.random.default_rng(0).standard_normal((rows, V)), jnp.float32)
+        began = time.process_time()
+        program = sampler.sample.lower(state, logits, owners).compile()
+        print(f"{rows} rows: compiled in {time.process_time() - began:.1f} CPU s", flush=True)
+        for how in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "typical_p": 0.9}):
+            columns = {name: jnp.asarray(column) for name, column in table([Sampling(**how)] * 32).items()}
+            state, spent = state._replace(settings=columns), []
+            for _ in range(8):
+                began = time.process_time()
+                state, out = program(state, logits, owners)
+                jax.block_until_ready(out)
+                spent.append(time.process_time() - began)
+            print(f"  {how or 'greedy'}: {1e3 * min(spent):.1f} CPU ms a step", flush=True)
+
+
+if __name__ == "__main__":
+    {"forward": forward, "generate": generate, "sampler": sampler_}[sys.argv[1]](*sys.argv[2:])
