@@ -1,12 +1,10 @@
 """Starting from what another run, or another house, made: in the other layout, on another mesh, or not at all."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from campaign_flip import compiled_once
 from campaign_kill import SMALL
 from helpers import relative
 
@@ -26,12 +24,6 @@ from argosy.observe.metrics import by_step, read
 LAYERS = "model.layers=2"  # so that scan has something to stack
 WORDS = [*SMALL, LAYERS, "checkpoint.every=4"]
 ROUNDING = 1e-5  # scan and unroll, or one mesh and another
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compiled_once(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 def fit(run: Path, *words: str) -> dict[int, float]:
@@ -78,8 +70,15 @@ def test_weights_from_one_step_and_from_a_hub_folder_are_the_same(source: Path, 
 OTHERS = [w for w in WORDS if not w.startswith("model.")]  # nothing said of the model
 
 
-@pytest.mark.parametrize("how", ["model={}", "init.weights={}"])
-@pytest.mark.parametrize("kind", ["run", "hub"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("hub", "model={}"),
+        ("run", "init.weights={}"),
+        pytest.param("hub", "init.weights={}", marks=pytest.mark.slow),
+        pytest.param("run", "model={}", marks=pytest.mark.slow),
+    ],
+)
 def test_a_folder_brings_its_sizes(source: Path, first: float, tmp_path: Path, how: str, kind: str):
     folder = source
     if kind == "hub":
