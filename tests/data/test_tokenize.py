@@ -287,7 +287,7 @@ def test_a_saved_tokenizer_comes_back_equal(name, tmp_path):
     assert again.encode(text, special=True) == tokenizer.encode(text, special=True)
 
 
-@pytest.mark.parametrize("name", ["byte", *FILES])
+@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow if n == "cl100k_base" else ()) for n in ("byte", *FILES))])
 def test_ids_are_below_the_vocabulary_and_no_id_breaks_decoding(name):
     tokenizer = tokenizer_of(name)
     assert all(token < tokenizer.vocab for text in golden("gpt2")[0] for token in tokenizer.encode(text))

@@ -127,8 +127,10 @@ def went_on(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 
 @pytest.mark.parametrize(
     "words",
-    [["execution.run=scan"], ["mesh.data=2", "mesh.fsdp=4"]],
-    ids=["the other layout", "another mesh"],
+    [
+        pytest.param(["execution.run=scan"], id="the other layout"),
+        pytest.param(["mesh.data=2", "mesh.fsdp=4"], id="another mesh", marks=pytest.mark.slow),
+    ],
 )
 def test_a_state_brings_optimizer_and_step(source: Path, went_on: dict[int, float], tmp_path: Path, words: list[str]):
     other = fit(tmp_path / "other", "steps=7", f"init.state={source}", *words)

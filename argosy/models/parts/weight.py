@@ -228,10 +228,10 @@ def _prefixed(key: Key[Array, ""]) -> bool:
 
 
 def _padded(kinds: dict[_Kind, list[_Todo]]) -> int:
-    """The number of normal numbers to draw if every tensor of a layer were as long as the longest."""
+    """The normal numbers that `_draw_rows` draws: every tensor of a layer is as long as the longest."""
     normal = {kind: some for kind, some in kinds.items() if kind.draw == "normal"}
     longest = max((math.prod(kind.shape) for kind in normal), default=0)
-    return longest * sum(len(one.hashes) for some in normal.values() for one in some)
+    return _up(longest) * _up(sum(len(one.hashes) for some in normal.values() for one in some))
 
 
 def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Callable[..., Any] | None) -> None:
@@ -262,7 +262,7 @@ def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Call
 
 def _up(n: int) -> int:
     """The next power of two."""
-    return 1 << (n - 1).bit_length()
+    return 1 << max(n - 1, 0).bit_length()
 
 
 @partial(jax.jit, static_argnums=(3, 4))
