@@ -59,6 +59,7 @@ def test_weights_in_the_other_layout_give_the_same_loss(source: Path, first: flo
     assert relative([scanned[1]], [first]) < ROUNDING
 
 
+@pytest.mark.slow
 def test_weights_from_one_step_and_from_a_hub_folder_are_the_same(source: Path, first: float, tmp_path: Path):
     step = source / "checkpoints" / "4"
     stored = open_model(step)

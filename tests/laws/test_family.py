@@ -342,7 +342,7 @@ def filled_with(cache, value):
     return jax.tree.map(lambda a: jnp.asarray(np.full(a.shape, value, a.dtype)), cache)
 
 
-@pytest.mark.parametrize("case", marked(CASES, ["gpt_oss", "qwen3_next"]))
+@pytest.mark.parametrize("case", marked(CASES, ["llama", "qwen3_next"]))
 def test_packed_equals_alone(case, full, known):
     config, tokens, _ = full(case)
     step = known[case][3]  # compiled already
@@ -369,7 +369,7 @@ def test_layouts_convert_without_a_change(case):
             assert (np.asarray(arrays[address]) == w).all(), address
 
 
-@each_layout(scan=["gemma"], unroll=["llama"])
+@each_layout(scan=["gpt_oss"], unroll=["llama"])
 def test_int8_stays_near(case, run, full):
     config, tokens, expected = full(case)
     model = in_float64(config, RUNS[run])

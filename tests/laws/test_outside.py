@@ -105,7 +105,7 @@ def test_it_obeys_every_law(example: str, tmp_path: Path):
         f"from argosy.models import FAMILIES\n\nFAMILIES.add({NAME!r}, {WHERE!r})\n", encoding="utf-8"
     )
     path = os.pathsep.join([str(tmp_path), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    picked = f"{NAME}-{example} or test_every_family_has_an_example"
+    picked = f"{NAME}-{example} or test_every_family_has_an_example or test_by_default"
     words = ["-p", "outside", "-p", "no:cacheprovider", "-rA", "-k", picked, "-m", ""]  # slow laws too
     run = subprocess.run(
         [sys.executable, "-m", "pytest", str(LAWS), *words],

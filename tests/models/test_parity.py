@@ -191,6 +191,7 @@ def stories_of(text: str) -> list[str]:
     return [(opening + piece).strip().replace("\n\n", "\n") for piece in pieces]
 
 
+@pytest.mark.slow
 def test_stories_loss_on_its_own_kind_of_text(stories: argosy.LM):
     golden = golden_json(STORIES)["tinystories_nll"]
     texts = stories_of(shared("text/tinystories_sample.txt").read_text(encoding="utf-8"))
