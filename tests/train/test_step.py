@@ -90,7 +90,8 @@ def test_frozen_weights_do_not_move():
 
 
 MESHES = [{"data": 8, "fsdp": 1}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
-LAYOUTS = [(run, mesh) for run in (Unroll(), Scan()) for mesh in MESHES]  # by default one; tests/laws/test_devices.py meets a tensor axis
+# By default one; tests/laws/test_devices.py meets a tensor axis.
+LAYOUTS = [(run, mesh) for run in (Unroll(), Scan()) for mesh in MESHES]
 
 
 @pytest.mark.parametrize(
