@@ -109,7 +109,7 @@ EDITS = [
         "argosy/models/parts/heads.py",
         "Score(self.scale, each.window, self.cap",
         "Score(self.scale, None, self.cap",
-        (f"{PARITY}[mistral-window]",),
+        (f"{PARITY}[mixtral-window]",),
     ),
     Edit(
         "packed texts see each other",

@@ -9,7 +9,7 @@ from fuzz import campaign, table
 from fuzz_inputs import KINDS, SHARES
 from helpers import shared
 
-EACH = 120
+EACH = 60
 
 
 def test_shares_are_of_every_kind_and_a_hundred():

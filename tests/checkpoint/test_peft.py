@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from golden_weights import write_model
 from helpers import LOGIT_ROUNDING, relative
-from laws.families import CASES
+from laws.families import CASES, FULLEST
 
 import argosy
 from argosy.adapt.lora import LoRA, merge, unmerge
@@ -148,7 +148,14 @@ def test_the_page_on_adapters_runs(tmp_path, monkeypatch):
     assert (tmp_path / "adapter" / WEIGHTS).exists()
 
 
-@pytest.mark.parametrize("name", [name for name, config in CASES.items() if config.causal])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FULLEST else pytest.mark.slow)
+        for name, config in CASES.items()
+        if config.causal
+    ],
+)
 def test_every_contraction_of_every_family_goes_out_and_in(name, tmp_path):
     """But for experts in one tensor, which PEFT has another form for."""
     config, draw = CASES[name], np.random.default_rng(0).standard_normal

@@ -262,6 +262,8 @@ def test_presets_have_the_published_parameters():
     assert {name: preset_config(name).parameters() for name in PUBLISHED} == PUBLISHED
 
 
+# Half a second each; a sixth of them are built by default in tests/models/test_presets.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", presets())
 def test_presets_build_what_they_count(name):
     config = preset_config(name)

@@ -197,7 +197,7 @@ def test_a_document_that_has_its_first_and_last_token_gets_no_second():
 
 def test_a_tokenizer_without_the_token_is_reported():
     with pytest.raises(BadInput, match="no beginning-of-sequence token"):
-        Encoder(tokenizer_of("qwen"), bos=True)
+        Encoder(tokenizer_of("bert_uncased"), bos=True)
 
 
 # ---- names of special tokens

@@ -270,7 +270,13 @@ def test_any_text_comes_back(name):
             assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("name", ["byte", *FILES, "gpt2.gguf", "stories260k.gguf"])
+RANKS = ("cl100k_base", "qwen")  # 100,000 merges: five seconds to save and read again
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in RANKS else ()) for n in ["byte", *FILES, "gpt2.gguf", "stories260k.gguf"]],
+)
 def test_a_saved_tokenizer_comes_back_equal(name, tmp_path):
     tokenizer = tokenizer_of(name)
     tokenizer.save(tmp_path / "tokenizer")
@@ -281,7 +287,7 @@ def test_a_saved_tokenizer_comes_back_equal(name, tmp_path):
     assert again.encode(text, special=True) == tokenizer.encode(text, special=True)
 
 
-@pytest.mark.parametrize("name", ["byte", *FILES])
+@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow if n == "cl100k_base" else ()) for n in ("byte", *FILES))])
 def test_ids_are_below_the_vocabulary_and_no_id_breaks_decoding(name):
     tokenizer = tokenizer_of(name)
     assert all(token < tokenizer.vocab for text in golden("gpt2")[0] for token in tokenizer.encode(text))
@@ -396,7 +402,8 @@ def test_special_tokens_without_a_role(place, file, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "reference"), [
-    (None, "gpt2"), ("GPT2Tokenizer", "gpt2"), ("Qwen2TokenizerFast", "qwen"), ("CLIPTokenizer", "clip"),
+    (None, "gpt2"), ("GPT2Tokenizer", "gpt2"), ("CLIPTokenizer", "clip"),
+    pytest.param("Qwen2TokenizerFast", "qwen", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_vocab_and_merges_are_read_as_their_class_says(kind, reference, tmp_path):
     """The two files of each, written out of its other form."""

@@ -87,7 +87,7 @@ def test_tokens_are_those_of_decoding_alone_though_pages_run_out(lm: LM, engine:
 
 STRUCTURES = [
     ("gemma", "3"),
-    ("qwen3_next", "mixed"),
+    pytest.param("qwen3_next", "mixed", marks=pytest.mark.slow),
     pytest.param("deepseek", "3.2", marks=pytest.mark.slow),
     pytest.param("deepseek", "2-lite", marks=pytest.mark.slow),
     pytest.param("gpt_oss", "plain", marks=pytest.mark.slow),

@@ -112,7 +112,13 @@ def interrupted(
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("words", [["to=hub", f"shard_gb={SHARD}"], ["to=argosy"]], ids=["hub", "argosy"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["to=hub", f"shard_gb={SHARD}"], id="hub"),
+        pytest.param(["to=argosy"], id="argosy", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_between_files_the_same_command_resumes(source, tmp_path, capsys, words):
     target = tmp_path / "target"
     assert interrupted(source, target, *words, files=3).returncode == -signal.SIGKILL

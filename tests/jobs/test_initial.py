@@ -1,12 +1,10 @@
 """Starting from what another run, or another house, made: in the other layout, on another mesh, or not at all."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from campaign_flip import compiled_once
 from campaign_kill import SMALL
 from helpers import relative
 
@@ -26,12 +24,6 @@ from argosy.observe.metrics import by_step, read
 LAYERS = "model.layers=2"  # so that scan has something to stack
 WORDS = [*SMALL, LAYERS, "checkpoint.every=4"]
 ROUNDING = 1e-5  # scan and unroll, or one mesh and another
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compiled_once(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 def fit(run: Path, *words: str) -> dict[int, float]:
@@ -67,6 +59,7 @@ def test_weights_in_the_other_layout_give_the_same_loss(source: Path, first: flo
     assert relative([scanned[1]], [first]) < ROUNDING
 
 
+@pytest.mark.slow
 def test_weights_from_one_step_and_from_a_hub_folder_are_the_same(source: Path, first: float, tmp_path: Path):
     step = source / "checkpoints" / "4"
     stored = open_model(step)
@@ -78,8 +71,15 @@ def test_weights_from_one_step_and_from_a_hub_folder_are_the_same(source: Path, 
 OTHERS = [w for w in WORDS if not w.startswith("model.")]  # nothing said of the model
 
 
-@pytest.mark.parametrize("how", ["model={}", "init.weights={}"])
-@pytest.mark.parametrize("kind", ["run", "hub"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("hub", "model={}"),
+        ("run", "init.weights={}"),
+        pytest.param("hub", "init.weights={}", marks=pytest.mark.slow),
+        pytest.param("run", "model={}", marks=pytest.mark.slow),
+    ],
+)
 def test_a_folder_brings_its_sizes(source: Path, first: float, tmp_path: Path, how: str, kind: str):
     folder = source
     if kind == "hub":
@@ -128,8 +128,10 @@ def went_on(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 
 @pytest.mark.parametrize(
     "words",
-    [["execution.run=scan"], ["mesh.data=2", "mesh.fsdp=4"]],
-    ids=["the other layout", "another mesh"],
+    [
+        pytest.param(["execution.run=scan"], id="the other layout"),
+        pytest.param(["mesh.data=2", "mesh.fsdp=4"], id="another mesh", marks=pytest.mark.slow),
+    ],
 )
 def test_a_state_brings_optimizer_and_step(source: Path, went_on: dict[int, float], tmp_path: Path, words: list[str]):
     other = fit(tmp_path / "other", "steps=7", f"init.state={source}", *words)

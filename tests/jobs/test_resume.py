@@ -2,14 +2,12 @@
 
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import campaign_flip
 import campaign_kill
 import numpy as np
 import pytest
-from campaign_flip import compiled_once
 from campaign_kill import SMALL
 
 import argosy
@@ -41,12 +39,6 @@ class Signalled(Quiet):
             signal.raise_signal(self.number)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compiled_once(tmp_path_factory.mktemp("programs")):
-        yield
-
-
 def fit(run: Path, *words: str, view: Quiet | None = None) -> argosy.Outcome:
     return train("tiny", [*WORDS, f"dir={run}", *words], view or Quiet())
 
@@ -72,7 +64,14 @@ def test_a_run_that_stopped_at_a_checkpoint(alone: Path, tmp_path: Path):
     assert same(run, alone)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_saves_ends_and_resumes(alone: Path, tmp_path: Path, number: int, code: int):
     run, view = tmp_path / "run", Signalled(5, number)
     handler = signal.getsignal(number)

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from campaign_flip import compiled_once
 from campaign_kill import SMALL
 
 import argosy
@@ -41,12 +40,6 @@ class Heard(Quiet):
 
     def say(self, text: str) -> None:
         self.words += text + "\n"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compiled_once(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 def fit(run: Path, *words: str) -> tuple[argosy.Outcome, str]:

@@ -7,43 +7,60 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from argosy.jobs.seams import RUNS, examples, fullest
-from argosy.jobs.seams import build as built
+from argosy.jobs.seams import RUNS, build, examples, fullest
 from argosy.jobs.seams import call as forward
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import put, split
 
 CASES = examples()
 FULLEST = fullest()
-# Five structures that differ: plain attention, window rings with caps, latent attention with experts and a module ahead,
-# recurrent states beside attention, sinks with clamped experts. Laws that compile run over these by default, over all
-# examples with the longer proofs: 31 examples in every law take 20 minutes.
-DIFFERENT = tuple(FAMILIES[name] for name in ("llama", "gemma", "gpt_oss", "deepseek", "qwen3_next"))
-STRUCTURES = [name for name in FULLEST if type(CASES[name]) in DIFFERENT]
+# The fullest example of each of five structures that differ: plain attention, window rings with caps, sinks with clamped experts,
+# latent attention with experts and a module ahead, recurrent states beside attention. A law that compiles runs over two or three
+# of them by default, named beside the law, and over all examples with the longer proofs: 31 examples in every law take an hour.
+SHORT = ("llama", "gemma", "gpt_oss", "deepseek", "qwen3_next")
+FULL_OF = {short: next(name for name in FULLEST if type(CASES[name]) is FAMILIES[short]) for short in SHORT}
+STRUCTURES = list(FULL_OF.values())
 
 __all__ = ["CASES", "RUNS", "STRUCTURES", "built", "each_layout", "forward", "in_float64", "marked", "tokens_of"]
 
 
-def marked(names: Iterable[str]) -> list[Any]:
-    """Examples as parameters of a test, slow but for one of each structure."""
-    return [pytest.param(name, marks=() if name in STRUCTURES else pytest.mark.slow) for name in names]
+def marked(names: Iterable[str], families: Iterable[str] = SHORT) -> list[Any]:
+    """Examples as parameters of a test. By default the fullest ones of these families; the rest is slow."""
+    default = {FULL_OF[family] for family in families}
+    return [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in names]
 
 
-def each_layout(turn: int, names: Iterable[str] = CASES) -> pytest.MarkDecorator:
-    """Examples in both layouts. By default one of each structure in one layout, which changes from structure to structure
-    and from law to law; the rest with the longer proofs."""
+def each_layout(*, scan: Iterable[str], unroll: Iterable[str], names: Iterable[str] = CASES) -> pytest.MarkDecorator:
+    """Examples in both layouts. By default the fullest ones of these families in this layout; the rest is slow."""
+    default = {(FULL_OF[family], "scan") for family in scan} | {(FULL_OF[family], "unroll") for family in unroll}
 
-    def one(case: str, run: str, place: int) -> Any:
-        by_default = case in STRUCTURES and (STRUCTURES.index(case) + turn + place) % 2 == 0
-        return pytest.param(case, run, marks=() if by_default else pytest.mark.slow, id=f"{run}-{case}")
+    def one(case: str, run: str) -> Any:
+        return pytest.param(case, run, marks=() if (case, run) in default else pytest.mark.slow, id=f"{run}-{case}")
 
-    return pytest.mark.parametrize(("case", "run"), [one(case, run, i) for case in names for i, run in enumerate(RUNS)])
+    return pytest.mark.parametrize(("case", "run"), [one(case, run) for case in names for run in RUNS])
+
+
+_WEIGHTS: dict[tuple[type, str, bool], dict[str, np.ndarray]] = {}
+
+
+def weights_of(config: Any, run: Any) -> dict[str, np.ndarray]:
+    """The weights of `built`, drawn once for each layout: drawing compiles a program."""
+    key = type(config), config.model_dump_json(), run.stacked
+    if key not in _WEIGHTS:
+        _WEIGHTS[key] = {address: np.asarray(w) for address, w in split(build(config, run))[1].items()}
+    return _WEIGHTS[key]
+
+
+def built(config: Any, run: Any, dtype: Any = np.float32) -> Any:
+    """A model with noise on every weight, the same in either layout (argosy/jobs/seams.py)."""
+    model = config.build(run)
+    put(model, {address: jnp.array(w.astype(dtype)) for address, w in weights_of(config, run).items()})
+    return model
 
 
 def in_float64(config: Any, run: Any) -> Any:
     """The model of `built` with its weights and activations in float64, which has to be enabled."""
-    model = built(config, run)
-    put(model, {address: w.astype(jnp.float64) for address, w in split(model)[1].items()})
+    model = built(config, run, np.float64)
     model.dtype = jnp.float64
     return model
 

@@ -103,7 +103,7 @@ def test_rematerialization_of_all_but_products_recomputes_no_product():
     assert flops("full") - flops("none") > attention + 2 * 64 * config.layers * 3 * how.active * how.ffn * config.width
 
 
-@pytest.mark.parametrize("case", marked(n for n, c in CASES.items() if c.causal))
+@pytest.mark.parametrize("case", marked((n for n, c in CASES.items() if c.causal), ["llama", "deepseek"]))
 def test_bfloat16_losses_agree_between_all_heads(case):
     """Logits leave the head in float32: rounded to bfloat16, 3 % of tokens tie and losses differ by a tenth of a nat."""
     config = CASES[case]

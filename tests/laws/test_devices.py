@@ -20,7 +20,7 @@ from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
 from argosy.train.step import make_step
 
-KINDS = [pytest.param(n, marks=() if n in ("dense", "experts") else pytest.mark.slow) for n in MODELS]
+KINDS = [pytest.param(n, marks=() if n == "experts" else pytest.mark.slow) for n in MODELS]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -4,6 +4,8 @@ Two ways to one number are compared in float64, where equal functions agree to 1
 float32 they differed by up to 2e-5 of the largest logit after recurrent layers, by how much being the processor's choice.
 """
 
+from inspect import signature
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,18 @@ import optax
 import pytest
 from flax import nnx
 from helpers import relative
-from laws.families import CASES, RUNS, built, each_layout, forward, in_float64, marked, tokens_of
+from laws.families import (
+    CASES,
+    FULLEST,
+    RUNS,
+    STRUCTURES,
+    built,
+    each_layout,
+    forward,
+    in_float64,
+    marked,
+    tokens_of,
+)
 
 from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import int8
@@ -33,16 +46,19 @@ from argosy.ops import grouped, paged_blocked
 TOLERANCE = 1e-10  # of the largest number, float64
 
 each_case = pytest.mark.parametrize("case", CASES)
-# Laws that compile: by default for the fullest example of each family, for all of them with the longer proofs.
-each_compiled = pytest.mark.parametrize("case", marked(CASES))
+# Laws that only trace: by default for the five structures. What reads a family's own tables: for the fullest of every family.
+each_traced = pytest.mark.parametrize("case", marked(CASES))
+each_family = pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name in FULLEST else pytest.mark.slow) for name in CASES]
+)
 CAUSAL = [name for name, config in CASES.items() if config.causal]
 
 
 def whole(case):
     config = CASES[case]
     tokens = tokens_of(config)
-    model = in_float64(config, Unroll())
-    return config, tokens, np.asarray(forward(model)(tokens, config.attend(jnp.ones_like(tokens)))[0])
+    step = forward(in_float64(config, Unroll()))
+    return config, tokens, np.asarray(step(tokens, config.attend(jnp.ones_like(tokens)))[0]), step
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +74,38 @@ def full(known):
     def of(case):
         if case not in known:
             known[case] = whole(case)
-        return known[case]
+        return known[case][:3]
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield of
+
+
+def by_default(law):
+    """The examples that a law meets by default, with the layout where it takes one."""
+    given = next(mark for mark in law.pytestmark if mark.name == "parametrize")
+    return [p.values for p in given.args[1] if not p.marks]
+
+
+def test_by_default_every_law_meets_both_layouts_and_every_structure_several_laws():
+    laws = {n: law for n, law in globals().items() if n.startswith("test_") and "full" in signature(law).parameters}
+    met = {name: by_default(law) for name, law in laws.items()}
+    assert len(met) == 8
+    for name, law in laws.items():
+        assert 2 <= len(met[name]) <= 3, name
+        if "run" in signature(law).parameters:
+            assert {run for _, run in met[name]} == set(RUNS), name
+    for case in STRUCTURES:
+        assert sum(case in {values[0] for values in some} for some in met.values()) >= 2, case
+    decoding = {values[0] for name, some in met.items() if "decode" in name or "ragged" in name for values in some}
+    assert len(decoding) >= 4
+    assert decoding >= {"deepseek-3.2", "qwen3_next-mixed"}, "latent attention with experts; recurrent states"
 
 
 def test_every_family_has_an_example():
     assert {type(c) for c in CASES.values()} == set(FAMILIES.values())
 
 
-@each_layout(0)
+@each_layout(scan=["gpt_oss"], unroll=["llama"])
 def test_export_equals_eager(case, run, full):
     """As portable StableHLO, both lengths left open, run on another shape than it was made for."""
     config, tokens, expected = full(case)
@@ -78,7 +115,7 @@ def test_export_equals_eager(case, run, full):
     assert relative(got, expected) < TOLERANCE
 
 
-@each_case
+@each_traced
 def test_bfloat16_meets_float32_by_rule(case):
     """No type is promoted in silence, in either layout; what is exact stays float32."""
     config = CASES[case]
@@ -104,7 +141,7 @@ def test_counts_are_those_of_what_is_built(case):
         assert count(abstract(config.build(run))) == config.parameters()
 
 
-@each_case
+@each_traced
 def test_flops_are_those_of_the_trace(case, monkeypatch):
     """Forward, and twice as much backward but for what only a choice follows from. Attention in full and experts by `ragged_dot`:
     what is needed, not what is padded."""
@@ -122,7 +159,7 @@ def test_flops_are_those_of_the_trace(case, monkeypatch):
     assert contraction_flops(both.jaxpr) == config.training_flops(23)
 
 
-@each_case
+@each_family
 def test_hub_folder_gives_the_model_again(case):
     """config.json and every tensor, written and read: settings equal, weights bit for bit, each filled once."""
     config = CASES[case]
@@ -137,14 +174,13 @@ def test_hub_folder_gives_the_model_again(case):
         np.testing.assert_array_equal(table.read(theirs, name), weight, err_msg=name)
 
 
-@each_compiled
+@pytest.mark.parametrize("case", marked(CASES, ["llama", "gemma"]))
 def test_scan_equals_unroll_gradients_too(case, full):
     config, tokens, expected = full(case)
-    scanned = in_float64(config, Scan())
-    assert relative(forward(scanned)(tokens, config.attend(jnp.ones_like(tokens)))[0], expected) < TOLERANCE
-    grads = {
-        name: gradients(in_float64(config, run), tokens) for name, run in (("unroll", Unroll()), ("scan", Scan("full")))
-    }
+    grads = {}
+    for name, run in (("unroll", Unroll()), ("scan", Scan("full"))):
+        logits, grads[name] = gradients(in_float64(config, run), tokens)
+        assert relative(logits, expected) < TOLERANCE, name
     # Without positions that turn, a bias on keys moves all scores of a query alike: its gradient is rounding.
     floor = 1e-4 * max(np.abs(g).max() for g in grads["unroll"].values())
     for address, g in grads["unroll"].items():
@@ -153,14 +189,20 @@ def test_scan_equals_unroll_gradients_too(case, full):
 
 
 def gradients(model, tokens):
-    """Of the mean cross-entropy, by per-layer name."""
+    """The logits, and the gradients of the mean cross-entropy by per-layer name."""
     graph, params, rest = split(model, nnx.Param)
 
     def loss(params):
-        attend = model.config.attend(jnp.ones_like(tokens))
-        return cross_entropy(merge(graph, params, rest)(tokens, attend)[0], tokens)
+        logits = merge(graph, params, rest)(tokens, model.config.attend(jnp.ones_like(tokens)))[0]
+        return cross_entropy(logits, tokens), logits
 
-    return {name: np.asarray(g) for name, g in to_layers(model, jax.jit(jax.grad(loss))(params)).items()}
+    grads, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
+    return logits, {name: np.asarray(g) for name, g in to_layers(model, numpy_of(grads)).items()}
+
+
+def numpy_of(arrays):
+    """Arrays that can be sliced without compiling a program for each shape."""
+    return {name: np.asarray(a) for name, a in arrays.items()}
 
 
 def cross_entropy(logits, tokens):
@@ -169,7 +211,7 @@ def cross_entropy(logits, tokens):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), following, -1))
 
 
-@each_layout(1, CAUSAL)
+@each_layout(scan=["qwen3_next"], unroll=["gemma"], names=CAUSAL)
 def test_contiguous_decode_equals_full(case, run, full):
     """Rows of unequal length: a padded prefill, then one token at a time, each row at its own place."""
     config, tokens, expected = full(case)
@@ -178,9 +220,10 @@ def test_contiguous_decode_equals_full(case, run, full):
     B, T = tokens.shape
     starts = np.asarray([9, 4])
     cache = filled_with(contiguous(model.layers.holds(), B, T + 3, jnp.float64), np.nan)
-    at = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (B, 9))
-    padded = jnp.where(at < starts[:, None], tokens[:, :9], 5)
-    logits, cache, _ = step(padded, Contiguous(at, at < starts[:, None]), cache)
+    at = np.broadcast_to(np.arange(9, dtype=np.int32), (B, 9))
+    padded = jnp.asarray(np.where(at < starts[:, None], np.asarray(tokens)[:, :9], 5), jnp.int32)
+    logits, cache, _ = step(padded, Contiguous(jnp.asarray(at), jnp.asarray(at < starts[:, None])), cache)
+    logits = np.asarray(logits)
     worst = max(relative(logits[b, : starts[b]], expected[b, : starts[b]]) for b in range(B))
     tokens_of_row = [
         (n, np.asarray(a)) for layer, arrays in cache.items() for n, a in arrays.items() if n in per_token(model, layer)
@@ -195,12 +238,13 @@ def test_contiguous_decode_equals_full(case, run, full):
         new = jnp.asarray(np.asarray(tokens)[np.arange(B), here][:, None])
         live = jnp.asarray(lengths < T)[:, None]
         logits, cache, _ = step(new, Contiguous(jnp.asarray(here, jnp.int32)[:, None], live), cache)
+        logits = np.asarray(logits)
         worst = max(worst, *(relative(logits[b, 0], expected[b, here[b]]) for b in range(B) if lengths[b] < T))
         lengths = np.minimum(lengths + 1, T)
     assert worst < TOLERANCE
 
 
-@each_layout(2, CAUSAL)
+@each_layout(scan=["llama"], unroll=["deepseek"], names=CAUSAL)
 def test_paged_decode_equals_full(case, run, full):
     """Shuffled pages, ragged chunks, a padding row, NaN in the pool and any word in dead tokens. What a table or slot names that
     is nobody's is -1, out of range, or somebody else's."""
@@ -223,14 +267,14 @@ def test_paged_decode_equals_full(case, run, full):
         padded = np.full((3, width), 5, np.int32)
         for b in range(2):
             padded[b, : new[b]] = np.asarray(tokens)[b, done[b] : done[b] + new[b]]
-        t = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (3, width))
+        t = jnp.asarray(np.broadcast_to(np.arange(width), (3, width)), jnp.int32)
         attend = Paged(table, slot, jnp.asarray([*done, 0], jnp.int32), jnp.asarray([*new, 0], jnp.int32), t)
         logits, cache, _ = step(jnp.asarray(padded), attend, cache)
         for b in range(2):
-            got[b].append(logits[b, : new[b]])
+            got[b].append(np.asarray(logits)[b, : new[b]])
             done[b] += new[b]
     assert done == [T, T]
-    assert max(relative(jnp.concatenate(got[b]), expected[b]) for b in range(2)) < TOLERANCE
+    assert max(relative(np.concatenate(got[b]), expected[b]) for b in range(2)) < TOLERANCE
     for arrays in cache.values():
         for a in arrays.values():
             pooled = a.shape[int(RUNS[run].stacked)] == pages  # else one entry a slot: rings, states
@@ -239,7 +283,7 @@ def test_paged_decode_equals_full(case, run, full):
             assert np.isnan(kept).all(), "a page or slot of nobody was written"
 
 
-@each_layout(3, CAUSAL)
+@each_layout(scan=["deepseek"], unroll=["gemma"], names=CAUSAL)
 def test_ragged_rows_equal_full(case, run, full, monkeypatch):
     """One sequence decodes while the other's prompt is computed in rows; rows that are nobody's fill both groups. Where all that a
     model caches lies in pages, the rows of a call belong to one sequence. Pages are read three at a time."""
@@ -255,8 +299,8 @@ def test_ragged_rows_equal_full(case, run, full, monkeypatch):
     def group(sequences, lengths, new, width):
         table = [own[b] if b >= 0 else [-1] * 11 for b in sequences]
         slots = [2 - b if b >= 0 else -1 for b in sequences]
-        t = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(new), width))
-        return Paged(*(jnp.asarray(a, jnp.int32) for a in (table, slots, lengths, new)), t)
+        t = np.broadcast_to(np.arange(width), (len(new), width))
+        return Paged(*(jnp.asarray(a, jnp.int32) for a in (table, slots, lengths, new, t)))
 
     done, got, text = [0, 0], [[], []], np.asarray(tokens)
     while min(done) < T:
@@ -278,13 +322,14 @@ def test_ragged_rows_equal_full(case, run, full, monkeypatch):
             )
         )
         logits, cache, _ = step(jnp.asarray([flat], jnp.int32), attend, cache)
+        logits = np.asarray(logits)
         for i, b in enumerate(decoding):
             got[b].append(logits[0, i : i + 1])
             done[b] += 1
         if count:
             got[filling].append(logits[0, 2 : 2 + count])
             done[filling] += count
-    assert max(relative(jnp.concatenate(got[b]), expected[b]) for b in range(2)) < TOLERANCE
+    assert max(relative(np.concatenate(got[b]), expected[b]) for b in range(2)) < TOLERANCE
 
 
 def per_token(model, layer: str) -> set[str]:
@@ -294,13 +339,13 @@ def per_token(model, layer: str) -> set[str]:
 
 
 def filled_with(cache, value):
-    return jax.tree.map(lambda a: jnp.full_like(a, value), cache)
+    return jax.tree.map(lambda a: jnp.asarray(np.full(a.shape, value, a.dtype)), cache)
 
 
-@each_compiled
-def test_packed_equals_alone(case, full):
+@pytest.mark.parametrize("case", marked(CASES, ["llama", "qwen3_next"]))
+def test_packed_equals_alone(case, full, known):
     config, tokens, _ = full(case)
-    step = forward(in_float64(config, Unroll()))
+    step = known[case][3]  # compiled already
     T, cut = tokens.shape[1], 20  # few lengths, since each is compiled
     segments = jnp.asarray(
         [[1] * cut + [2] * cut + [0] * (T - 2 * cut), [4] * 6 + [9] * cut + [0] * (T - 6 - cut)], jnp.int32
@@ -308,23 +353,23 @@ def test_packed_equals_alone(case, full):
     together = step(tokens, config.attend(segments))[0]
     for row, low, high in ((0, 0, cut), (0, cut, 2 * cut), (1, 0, 6), (1, 6, 6 + cut)):
         ones = jnp.ones((1, high - low), jnp.int32)
-        alone = step(tokens[row : row + 1, low:high], config.attend(ones))[0][0]
-        assert relative(together[row, low:high], alone) < TOLERANCE
+        alone = np.asarray(step(jnp.asarray(np.asarray(tokens)[row : row + 1, low:high]), config.attend(ones))[0])[0]
+        assert relative(np.asarray(together)[row, low:high], alone) < TOLERANCE
 
 
-@each_case
+@each_traced
 def test_layouts_convert_without_a_change(case):
     config = CASES[case]
     unrolled, scanned = built(config, Unroll()), built(config, Scan())
-    by_layer = to_layers(scanned, split(scanned)[1])
-    back = from_layers(scanned, to_layers(unrolled, split(unrolled)[1]))
-    for address, w in split(unrolled)[1].items():
-        assert (np.asarray(by_layer[address]) == np.asarray(w)).all(), address
-    for address, w in split(scanned)[1].items():
-        assert (np.asarray(back[address]) == np.asarray(w)).all(), address
+    stacked, by_layer = (numpy_of(split(model)[1]) for model in (scanned, unrolled))
+    apart = to_layers(scanned, stacked)
+    for arrays, expected in ((apart, by_layer), (from_layers(scanned, by_layer), stacked)):
+        assert arrays.keys() == expected.keys()
+        for address, w in expected.items():
+            assert (np.asarray(arrays[address]) == w).all(), address
 
 
-@each_layout(3)
+@each_layout(scan=["gpt_oss"], unroll=["llama"])
 def test_int8_stays_near(case, run, full):
     config, tokens, expected = full(case)
     model = in_float64(config, RUNS[run])
@@ -346,7 +391,7 @@ def weight_bytes(model) -> int:
     return sum(v.get_value().nbytes for v in variables(model).values())
 
 
-@each_layout(4)
+@each_layout(scan=["llama"], unroll=["gemma"])
 def test_lora_starts_at_the_base_trains_and_leaves_it_untouched(case, run, full):
     config, tokens, _ = full(case)
     model = in_float64(config, RUNS[run])
@@ -359,23 +404,23 @@ def test_lora_starts_at_the_base_trains_and_leaves_it_untouched(case, run, full)
     assert len(swapped) == len(contractions)
     assert len(fill(model, jax.random.key(1), addresses=layer_addresses(model))) == 2 * len(swapped)
     assert not undrawn(model)
-    assert relative(forward(model)(tokens, packed)[0], base) < TOLERANCE
-
     graph, adapters, rest = split(model, nnx.LoRAParam)
 
     def loss(adapters):
-        return cross_entropy(merge(graph, adapters, rest)(tokens, packed)[0], tokens)
+        logits = merge(graph, adapters, rest)(tokens, packed)[0]
+        return cross_entropy(logits, tokens), logits
 
     @jax.jit
     def descend(adapters):
-        value, grads = jax.value_and_grad(loss)(adapters)
+        (value, logits), grads = jax.value_and_grad(loss, has_aux=True)(adapters)
         step = 0.3 / optax.tree.norm(grads)  # of one length, or a model with steep places leaps
-        return value, jax.tree.map(lambda w, g: w - step * g, adapters, grads)
+        return value, logits, jax.tree.map(lambda w, g: w - step * g, adapters, grads)
 
     losses = []
-    for _ in range(5):
-        value, adapters = descend(adapters)
+    for turn in range(5):
+        value, logits, adapters = descend(adapters)
         losses.append(float(value))
+        assert turn or relative(logits, base) < TOLERANCE, "the start is not the base"
     assert losses[-1] < losses[0] - 1e-3
     still = {a.replace(".of.", "."): np.asarray(w) for a, w in rest.items()}
     assert set(still) == set(frozen)

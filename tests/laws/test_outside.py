@@ -1,8 +1,8 @@
 """A family in a package of its own: one file, one line that registers it, and everything acts on it.
 
 tests/fixtures/starcoder2.py was written by docs/new-family.md. It is held to the laws of our own families and to transformers
-(tests/reference/variants.py, OUTSIDE). The laws run in a process of their own, started as that package's author would start
-them, so that no other test meets the family.
+(tests/reference/variants.py, OUTSIDE). Laws that cost little are called here. All of them run, with the longer proofs, in a
+process of their own, started as that package's author would start them.
 """
 
 import ast
@@ -11,12 +11,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from golden_weights import write_model
 from helpers import LOGIT_ROUNDING, relative
+from laws import test_family
+from laws.families import CASES
 from safetensors.numpy import load_file
 
 import argosy
@@ -70,14 +74,38 @@ def test_it_is_short_and_uses_public_names_alone():
 # ---------------------------------------------------------------- the laws
 
 
-@pytest.mark.parametrize("example", ["window", pytest.param("bare", marks=pytest.mark.slow)])
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The last of its examples, among the cases of the laws for one test."""
+    monkeypatch.setitem(CASES, NAME, FAMILIES[NAME].examples()["window"])
+    return NAME
+
+
+TRACED = ["bfloat16_meets_float32_by_rule", "counts_are_those_of_what_is_built", "flops_are_those_of_the_trace"]
+TRACED += ["hub_folder_gives_the_model_again", "layouts_convert_without_a_change"]
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_it_obeys_the_laws_that_compile_nothing(name: str, example: str, monkeypatch: pytest.MonkeyPatch):
+    law = getattr(test_family, f"test_{name}")
+    law(example, monkeypatch) if "monkeypatch" in signature(law).parameters else law(example)
+
+
+def test_it_decodes_from_pages(example: str):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        full = test_family.whole(example)[:3]
+        test_family.test_paged_decode_equals_full(example, "scan", lambda case: full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["window", "bare"])
 def test_it_obeys_every_law(example: str, tmp_path: Path):
     """`pytest -p PACKAGE tests/laws -k FAMILY`, where importing the package registers the family."""
     (tmp_path / "outside.py").write_text(
         f"from argosy.models import FAMILIES\n\nFAMILIES.add({NAME!r}, {WHERE!r})\n", encoding="utf-8"
     )
     path = os.pathsep.join([str(tmp_path), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    picked = f"{NAME}-{example} or test_every_family_has_an_example"
+    picked = f"{NAME}-{example} or test_every_family_has_an_example or test_by_default"
     words = ["-p", "outside", "-p", "no:cacheprovider", "-rA", "-k", picked, "-m", ""]  # slow laws too
     run = subprocess.run(
         [sys.executable, "-m", "pytest", str(LAWS), *words],

@@ -121,10 +121,10 @@ def test_what_is_not_built_is_refused(said, match):
     ("changed", "of"),
     [
         ({"temper": None}, "interleaved"),
-        ({"qk_norm": True}, "interleaved"),
-        ({"qk_norm": False}, "plain"),
+        pytest.param({"qk_norm": True}, "interleaved", marks=pytest.mark.slow),
+        pytest.param({"qk_norm": False}, "plain", marks=pytest.mark.slow),
         ({"window": 8}, "plain"),
-        ({"rope": Rope(base=5e3, pairs="interleaved")}, "plain"),
+        pytest.param({"rope": Rope(base=5e3, pairs="interleaved")}, "plain", marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -29,8 +29,7 @@ CONFIGS = {
 KINDS = {kind for family in FAMILIES.values() if not family.causal for kind in family.hub_types}
 ENCODERS = [name for name, config in CONFIGS.items() if config["model_type"] in KINDS]  # tests/models/test_encoders.py
 NAMES = [name for name in CONFIGS if name not in ENCODERS]
-# By default one golden of each family, the one with most of its options; the others with the longer proofs. What sets the
-# others apart shows in their logits.
+# By default one golden of each family, the one with most of its options; the others with the longer proofs.
 DEFAULT = {
     "llama-llama3-mlp-bias-tied", "llama4-interleaved", "qwen3-moe-mixed", "mixtral-window", "gemma3-plain", "olmo3-yarn",
     "phi3-long", "gpt-oss-yarn", "deepseek_v32-plain", "qwen3-next-mixed", "gpt2-untied",
@@ -69,13 +68,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[Path, argosy
     return folder, argosy.load(folder, context=context), dict(np.load(GOLDENS / request.param / "golden.npz"))
 
 
-LONG = ("qwen3-next-plain", "qwen3-next-deep", "llama4-plain", "llama4-untempered")  # recurrent ones also in test_float64.py
-each_golden = pytest.mark.parametrize(
-    "case",
-    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in NAMES],
-    indirect=True,
-    scope="module",
-)
 one_of_each_family = pytest.mark.parametrize(
     "case",
     [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in NAMES],
@@ -124,7 +116,7 @@ def test_every_family_has_a_golden_that_runs_by_default():
     assert {of[CONFIGS[name]["model_type"]] for name in DEFAULT} == {f for f, c in FAMILIES.items() if c.causal}
 
 
-@each_golden
+@one_of_each_family
 def test_logits_equal_the_reference(case):
     _, lm, golden = case
     assert relative(lm.logits(golden["tokens"]), golden["logits"]) < RANDOM
@@ -199,6 +191,7 @@ def stories_of(text: str) -> list[str]:
     return [(opening + piece).strip().replace("\n\n", "\n") for piece in pieces]
 
 
+@pytest.mark.slow
 def test_stories_loss_on_its_own_kind_of_text(stories: argosy.LM):
     golden = golden_json(STORIES)["tinystories_nll"]
     texts = stories_of(shared("text/tinystories_sample.txt").read_text(encoding="utf-8"))

@@ -60,8 +60,8 @@ def test_active_parameters_are_those_published(name):
     assert preset_config(name).parameters(active=True) / 1e9 == pytest.approx(ACTIVE[name], rel=0.05)
 
 
-# By default every third one: those of a family differ in sizes.
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if i % 3 else ()) for i, n in enumerate(presets())])
+# By default every sixth one: those of a family differ in sizes.
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if i % 6 else ()) for i, n in enumerate(presets())])
 def test_every_preset_is_what_it_counts_and_can_be_written_for_the_hub(name):
     config = preset_config(name)
     assert count(abstract(config.build())) == config.parameters()

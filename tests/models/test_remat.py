@@ -37,7 +37,9 @@ def plain() -> tuple[Any, Any]:
     return gradient(Unroll())
 
 
-@pytest.mark.parametrize(("run", "most"), [(Unroll("full"), 0.4), (Unroll("dots"), 0.9), (Scan("full"), 0.4)])
+@pytest.mark.parametrize(
+    ("run", "most"), [(Unroll("full"), 0.4), pytest.param(Unroll("dots"), 0.9, marks=pytest.mark.slow), (Scan("full"), 0.4)]
+)
 def test_memory_falls_and_gradients_stay(plain: tuple[Any, Any], run: Any, most: float):
     program, weights = gradient(run)
     before = plain[0].memory_analysis().temp_size_in_bytes

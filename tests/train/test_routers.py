@@ -26,10 +26,10 @@ KEY = jax.random.key(0)
 RATE = 1e-3
 
 
-def case(**moe):
-    """One layer without experts, two with them, and the module ahead: what compiles soon."""
+def case(layers=2, **moe):
+    """One layer without experts, the others with them, and the module ahead: what compiles soon."""
     config = CASES["deepseek-3"]
-    return config.model_copy(update={"layers": 3, "dense": 1, "moe": config.moe.model_copy(update=moe)})
+    return config.model_copy(update={"layers": layers, "dense": 1, "moe": config.moe.model_copy(update=moe)})
 
 
 def loss_of(model, batch, **how):
@@ -65,9 +65,9 @@ def loads_of(model, batch):
 def test_biases_move_against_the_load_in_every_layout(run, accumulate):
     """Up where fewer tokens than even went, down where more, by the rate, in each layer and in the module ahead."""
     batch = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch_of())
-    expected = {a: np.asarray(n) for a, n in loads_of(built(case(), Unroll()), batch).items()}
+    expected = {a: np.asarray(n) for a, n in loads_of(built(case(layers=3), Unroll()), batch).items()}
     assert len(expected) == 3
-    model = built(case(), run)
+    model = built(case(layers=3), run)
     before, after, _ = updated(model, batch, accumulate)
     old, new = (to_layers(model, state.rest) for state in (before, after))
     assert set(old) == set(expected)
@@ -79,7 +79,7 @@ def test_biases_move_against_the_load_in_every_layout(run, accumulate):
 
 
 def test_biases_are_not_trained():
-    model = built(case(), Scan())
+    model = built(case(layers=3), Scan())
     moved = {a for a, v in variables(model).items() if isinstance(v, Moved)}
     assert moved == {"layers.experts.mlp.bias", "mtp.0.block.mlp.bias"}
     assert not moved & set(trained(model)[1])

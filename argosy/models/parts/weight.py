@@ -228,10 +228,10 @@ def _prefixed(key: Key[Array, ""]) -> bool:
 
 
 def _padded(kinds: dict[_Kind, list[_Todo]]) -> int:
-    """The number of normal numbers to draw if every tensor of a layer were as long as the longest."""
+    """The normal numbers that `_draw_rows` draws: every tensor of a layer is as long as the longest."""
     normal = {kind: some for kind, some in kinds.items() if kind.draw == "normal"}
     longest = max((math.prod(kind.shape) for kind in normal), default=0)
-    return longest * sum(len(one.hashes) for some in normal.values() for one in some)
+    return _up(longest) * _up(sum(len(one.hashes) for some in normal.values() for one in some))
 
 
 def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Callable[..., Any] | None) -> None:
@@ -250,12 +250,19 @@ def _draw_rows(key: Key[Array, ""], kinds: dict[_Kind, list[_Todo]], place: Call
     for dtype, some in normal.items():
         names = np.asarray([h for _, one in some for h in one.hashes], np.uint32)
         values = np.asarray([one.value for _, one in some for _ in one.hashes], dtype)
-        rows, at = _rows(key, names, values, max(math.prod(kind.shape) for kind, _ in some), dtype), 0
+        # Rounded up to powers of two, so that most models share a program. What a row begins with does not depend on its length.
+        size = _up(max(math.prod(kind.shape) for kind, _ in some))
+        more = (0, _up(len(names)) - len(names))
+        rows, at = np.asarray(_rows(key, np.pad(names, more), np.pad(values, more), size, dtype)), 0
         for kind, one in some:
-            shape = (len(one.hashes),) * one.stacked + kind.shape
-            array = _taken(rows, at, len(one.hashes), shape)
-            put(one, array)
-            at += len(one.hashes)
+            count, shape = len(one.hashes), (len(one.hashes),) * one.stacked + kind.shape
+            put(one, np.ascontiguousarray(rows[at : at + count, : math.prod(kind.shape)]).reshape(shape))
+            at += count
+
+
+def _up(n: int) -> int:
+    """The next power of two."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 @partial(jax.jit, static_argnums=(3, 4))
@@ -265,12 +272,6 @@ def _rows(key: Key[Array, ""], names: Array, values: Array, size: int, dtype: An
         return value * jax.random.normal(jax.random.fold_in(key, name), (size,), dtype)
 
     return jax.lax.map(row, (names, values))
-
-
-@partial(jax.jit, static_argnums=(2, 3))
-def _taken(rows: Array, at: Any, count: int, shape: tuple[int, ...]) -> Array:
-    """The tensors of `count` rows from `at` on, as one array of this shape."""
-    return jax.lax.dynamic_slice(rows, (at, 0), (count, math.prod(shape) // count)).reshape(shape)
 
 
 def _chunks(kinds: dict[_Kind, list[_Todo]]) -> Iterator[_Chunk]:
