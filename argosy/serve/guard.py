@@ -10,6 +10,8 @@ from argosy.serve.errors import ApiError
 
 # Probes come without a key, and learn nothing but whether the server works.
 PUBLIC = ("/health", "/ping")
+# Names and values together.
+HEADER_BYTES = 32_768
 
 
 class Guard:
@@ -34,8 +36,8 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        if len(headers) > self.headers:
-            return ApiError(f"more than {self.headers} headers", status=431)
+        if len(headers) > self.headers or sum(len(name) + len(value) for name, value in headers.raw) > HEADER_BYTES:
+            return ApiError(f"more than {self.headers} headers or {HEADER_BYTES} bytes of them", status=431)
         if self.local and not is_local(host_of(headers.get("host", ""))):
             what = "this server answers to localhost only; one with `api_key=` or `open=true` answers to any name"
             return ApiError(what, status=403, code="unknown_host")

@@ -19,13 +19,12 @@ from argosy.infer.engine import Engine, EngineSettings, Request
 from argosy.infer.lm import LM
 from argosy.serve.app import App
 from argosy.serve.front import Front
-from argosy.serve.guard import is_local
+from argosy.serve.guard import HEADER_BYTES, is_local
 from argosy.serve.metrics import Metrics
 from argosy.serve.sampling import defaults_of
 from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings
 
-HEADER_BYTES = 32_768
 # Responses that are being written when the drain is over.
 LAST_BYTES_S = 5
 
@@ -54,19 +53,20 @@ def bound(settings: ServeSettings) -> socket.socket:
     Raises:
         BadInput: the address is in use, or not one of this machine.
     """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family)
-        # Connections of a server that has just ended do not keep the port.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        hint = "another `port=`; port=0 takes a free one"
-        raise BadInput(f"cannot listen on {settings.host} port {settings.port}: {why}", hint=hint) from None
-    return listener
+    with contextlib.ExitStack() as undo:
+        try:
+            found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = found[0]
+            listener = undo.enter_context(socket.socket(family))
+            # Connections of a server that has just ended do not keep the port.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            hint = "another `port=`; port=0 takes a free one"
+            raise BadInput(f"cannot listen on {settings.host} port {settings.port}: {why}", hint=hint) from None
+        undo.pop_all()
+        return listener
 
 
 def service_of(lm: LM, name: str, settings: ServeSettings, engine_settings: EngineSettings, say: Say | None) -> Service:

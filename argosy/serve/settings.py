@@ -22,8 +22,8 @@ class Limits(Settings):
     """Prompt tokens of the answers that wait. An idle server accepts any prompt that fits the model."""
     answers: int = Field(128, gt=0)
     """Answers of one request: its prompts times n."""
-    logprobs: int = Field(20, ge=0)
-    """Likeliest tokens per position, of logprobs and top_logprobs."""
+    logprobs: int = Field(20, ge=0, le=20)
+    """Likeliest tokens per position, of logprobs and top_logprobs; the engine has at most 20."""
     stops: int = Field(16, ge=0)
     """Stop strings of a request. OpenAI allows 4, vLLM any number."""
     stop_length: int = Field(256, gt=0)

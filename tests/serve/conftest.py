@@ -83,13 +83,6 @@ def inside(app: Any, do: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
     return asyncio.run(go())
 
 
-@pytest.fixture(scope="module")
-def url(lm: LM) -> Iterator[str]:
-    """The address of a real server."""
-    with serving(lm) as service, listening(service) as address:
-        yield address
-
-
 @contextmanager
 def listening(service: Service, **settings: Any) -> Iterator[str]:
     """A real server in a thread, on a free port of the loopback, until the block ends."""
