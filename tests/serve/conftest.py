@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from argosy.checkpoint.load import random
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
-from argosy.infer.engine import Engine, EngineSettings
+from argosy.infer.engine import Engine, EngineSettings, Request
 from argosy.infer.lm import LM
+from argosy.infer.sample import Sampling
 from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App
@@ -28,6 +30,7 @@ TEMPLATE = (
     "<{{ m.role }}>{{ m.content }}{% endfor %}{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+EOS = frozenset({ByteTokenizer.eos})
 SIZES = EngineSettings(slots=4, page=8, context=128, pages=64, budget=64, beside=32)
 LIMITS = Limits(body=20_000, headers=20, answers=16, stops=4, stop_length=20, logprobs=5)
 
@@ -36,6 +39,26 @@ LIMITS = Limits(body=20_000, headers=20, answers=16, stops=4, stop_length=20, lo
 def lm() -> LM:
     config = FAMILIES["llama"].examples()["plain"].model_copy(update={"vocab": 258})
     return LM(config, random(config, 0).module, ByteTokenizer(TokenizerConfig(templates={"default": TEMPLATE})))
+
+
+@dataclass
+class Alone:
+    """An answer of the engine to one request that has it for itself, with the programs that the servers here use."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+
+
+def alone(lm: LM, prompt: str | list[int], most: int, seed: int = 0, ends: frozenset[int] = EOS, **how: Any) -> Alone:
+    engine = Engine(lm.module, SIZES)
+    ids = lm.encode(prompt)
+    engine.add(Request(ids, most, Sampling(**how), ends, seed))
+    events = list(engine.run())
+    made = events[:-1] if events[-1].reason == "stop" else events
+    tokens = [event.token for event in made if event.token is not None]
+    return Alone(lm.tokenizer.decode(tokens), tokens, [event.logprob for event in made], events[-1].reason)
 
 
 @contextmanager

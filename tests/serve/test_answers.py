@@ -12,10 +12,9 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from helpers import shared
-from serve.conftest import LIMITS, listening, serving
+from serve.conftest import LIMITS, Alone, listening, serving
+from serve.conftest import alone as answer_alone
 
-import argosy
 from argosy.infer.lm import LM
 from argosy.serve.service import Service
 
@@ -51,8 +50,8 @@ def events(served: tuple[str, Service], path: str = "/v1/completions", **body: A
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
-def alone(lm: LM, prompt: str | list[int] = PROMPT, most: int = 12, **how: Any) -> Any:
-    return lm.generate([prompt], max_tokens=most, **how)[0]
+def alone(lm: LM, prompt: str | list[int] = PROMPT, most: int = 12, **how: Any) -> Alone:
+    return answer_alone(lm, prompt, most, **how)
 
 
 # ---------------------------------------------------------------- the official client
@@ -60,7 +59,7 @@ def alone(lm: LM, prompt: str | list[int] = PROMPT, most: int = 12, **how: Any) 
 
 def test_a_completion_is_that_of_the_model(lm: LM, client: openai.OpenAI):
     answer = client.completions.create(prompt=PROMPT, max_tokens=12, **GREEDY)
-    expected = alone(lm)
+    expected = lm.generate([PROMPT], max_tokens=12)[0]
     assert answer.object == "text_completion"
     assert answer.model == "tiny"
     assert answer.id.startswith("cmpl-")
@@ -239,7 +238,7 @@ def test_a_stop_token_ends_the_answer_and_is_told(lm: LM, served: tuple[str, Ser
 def ending(lm: LM) -> tuple[list[int], int]:
     """A prompt after which, with a seed, the answer soon ends by itself; and that seed."""
     for seed in range(60):
-        one = lm.generate([[7]], max_tokens=90, seed=seed, temperature=2.0)[0]
+        one = alone(lm, [7], 90, seed=seed, temperature=2.0)
         if one.finish_reason == "stop" and one.tokens:
             return [7], seed
     raise AssertionError("no seed ends")
@@ -412,18 +411,6 @@ def test_headers_of_many_bytes_are_refused(served: tuple[str, Service]):
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 60_000 + b"\r\n\r\n")
         connection.settimeout(20)
         assert connection.recv(100).startswith(b"HTTP/1.1 4")
-
-
-# ---------------------------------------------------------------- a model that was trained
-
-
-def test_a_trained_model_tells_its_story():
-    lm = argosy.load(shared("models/stories260k"))
-    with serving(lm) as service, listening(service) as address:
-        found = post((address, service), prompt="Once upon a time", max_tokens=20, temperature=0)
-    assert found["choices"][0]["text"].startswith(", there was a little girl")
-    assert found["choices"][0]["text"] == lm.generate(["Once upon a time"], max_tokens=20)[0].text
-    assert found["usage"]["prompt_tokens"] == len(lm.encode("Once upon a time"))
 
 
 def test_the_event_loop_is_free_while_a_template_is_rendered(lm: LM, monkeypatch: pytest.MonkeyPatch):

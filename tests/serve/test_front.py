@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from serve.conftest import LIMITS, serving
+from serve.conftest import LIMITS, alone, serving
 
 from argosy.infer.engine import Request
 from argosy.infer.lm import LM
@@ -45,7 +45,7 @@ def test_each_answer_is_that_of_the_model_alone(lm: LM, service: Service):
             return await tokens(answers)
 
     found = asyncio.run(go())
-    expected = lm.generate([r.tokens for r in forever(3)], max_tokens=90, ignore_eos=True)
+    expected = [alone(lm, request.tokens, 90, ends=frozenset()) for request in forever(3)]
     assert [found[place] for place in range(3)] == [one.tokens for one in expected]
 
 
