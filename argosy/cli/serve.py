@@ -50,6 +50,8 @@ def serve(
         lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=engine_settings.context)
         name = settings.name or Path(model).resolve().name
         service = run.service_of(lm, name, settings, engine_settings, doing)
+    # A line that replaces itself would stay on the terminal.
+    service.front.engine.say = lambda what: say(f"{what} ...")
     told = " ".join(f"{key}={value}" for key, value in service.defaults.items())
     say(f"{name}: requests that say nothing are sampled with {told}")
     url = run.address_of(listener, settings)

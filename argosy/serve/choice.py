@@ -10,6 +10,8 @@ from argosy.infer.text import Text
 
 # JSON has no minus infinity. vLLM writes this.
 LEAST_LOGPROB = -9999.0
+# Tokens at either end of a prompt that are read before its answer.
+EDGE = 64
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Choice:
         self.finish: str | None = None
         self.stop_reason: str | int | None = None
         whole = tokenizer if tokenizer is None or ending.skip_special else _speaking(tokenizer)
-        self._text = Text(whole, prompt, ending.stops, include_stop=ending.include)
+        self._text = Text(whole, _ends_of(prompt), ending.stops, include_stop=ending.include)
 
     @property
     def text(self) -> str:
@@ -74,9 +76,9 @@ class Choice:
         token = Scored(event.token, max(event.logprob, LEAST_LOGPROB), _likeliest(event))
         self.tokens.append(token)
         ended_by_token = event.reason == "stop"
-        # Stop strings count in what comes after the least tokens, as in vLLM.
-        self._text.stop = tuple(self.ending.stops) if len(self.tokens) > self.ending.least else ()
-        text = "" if ended_by_token and not self.ending.include else self._text.push(event.token)
+        text = ""
+        if not ended_by_token or self.ending.include:
+            text = self._text.push(event.token, may_stop=len(self.tokens) > self.ending.least)
         if event.reason is not None:
             text += self._text.end()
         self.finish = event.reason
@@ -88,8 +90,14 @@ class Choice:
         return Piece(text, [token], self.finish)
 
 
+def _ends_of(prompt: Sequence[int]) -> Sequence[int]:
+    """A long prompt without its middle: how its answer decodes depends on whether text came before, and on its last bytes. Reading
+    all of it would take a second for each million tokens times n."""
+    return prompt if len(prompt) <= 2 * EDGE else [*prompt[:EDGE], *prompt[-EDGE:]]
+
+
 def _likeliest(event: Event) -> list[tuple[int, float]]:
-    return [(token, max(logprob, LEAST_LOGPROB)) for token, logprob in getattr(event, "top", None) or ()]
+    return [(token, max(logprob, LEAST_LOGPROB)) for token, logprob in event.top]
 
 
 def _speaking(tokenizer: Any) -> Any:

@@ -100,7 +100,7 @@ class StreamOptions(BaseModel):
 class Generation(Fields):
     """The fields that completions and chats share. None: the default of the model, or of the server.
 
-    Those of the sampler are here by the API's names; `sampling.NAMES` has ours.
+    Those of the sampler are here by the API's names; `sampling.OURS` has ours.
     """
 
     top_name: ClassVar[str] = "logprobs"

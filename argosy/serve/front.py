@@ -269,7 +269,7 @@ class Front:
 
     def _abort(self, row: Row) -> None:
         if self._rows.pop(row.number, None) is not None and self.failure is None:
-            self.engine.abort(row.number)
+            self.engine.end(row.number)
 
     def _report(self, events: list[Event]) -> None:
         now = time.monotonic()

@@ -10,21 +10,13 @@ from argosy.infer.sample import Sampling
 from argosy.serve.errors import ApiError, of_input
 from argosy.serve.fields import Generation
 
-# The API's name of a field -> the sampler's, and the value that asks for nothing.
-NAMES = {
-    "temperature": ("temperature", 0),
-    "top_p": ("top_p", 1),
-    "top_k": ("top_k", 0),
-    "min_p": ("min_p", 0),
-    "typical_p": ("typical_p", 1),
-    "repetition_penalty": ("repetition_penalty", 1),
-    "presence_penalty": ("presence_penalty", 0),
-    "frequency_penalty": ("frequency_penalty", 0),
-    "min_tokens": ("min_tokens", 0),
-    "logit_bias": ("logit_bias", {}),
-    "allowed_token_ids": ("allowed_tokens", None),
-    "bad_words": ("bad_words", []),
-}
+# The fields of the sampler, and its name where that differs from the API's.
+FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "typical_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
+)
+OURS = {"allowed_token_ids": "allowed_tokens"}
 
 # The settings that a model's generation_config.json may set.
 OF_THE_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -48,23 +40,18 @@ def sampling_of(fields: Generation, defaults: Mapping[str, Any], tokenizer: Any)
     """The sampler's settings for a request.
 
     Raises:
-        ApiError: a field that the sampler does not have, or a value it refuses.
+        ApiError: a value that the sampler refuses.
     """
     given = dict(defaults)
-    for name, (ours, nothing) in NAMES.items():
-        value = getattr(fields, name)
-        if value is None:
-            continue
-        if ours in Sampling.model_fields:
-            given[ours] = _converted(name, value, tokenizer)
-        elif value != nothing:
-            raise ApiError(f"`{name}` is not supported", param=name, code="unsupported_parameter")
+    for name in FIELDS:
+        if (value := getattr(fields, name)) is not None:
+            given[OURS.get(name, name)] = _converted(name, value, tokenizer)
     try:
         return Sampling(**given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         wrong = str(first["loc"][0]) if first["loc"] else None
-        name = next((api for api, (ours, _) in NAMES.items() if ours == wrong), wrong)
+        name = next((name for name in FIELDS if OURS.get(name, name) == wrong), wrong)
         raise ApiError(f"`{name}`: {first['msg'].removeprefix('Value error, ')}", param=name) from None
     except ArgosyError as error:
         raise of_input(error) from None

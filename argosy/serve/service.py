@@ -94,13 +94,13 @@ class Service:
         sampling = sampling_of(fields, self.defaults, self.lm.tokenizer)
         stops = frozenset(fields.stop_token_ids)
         ends = stops | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))
-        top, salt = _top(fields), fields.cache_salt or ""
+        top, salt = fields.top or 0, fields.cache_salt or ""
         found = []
         for ids in prompts:
             # One seed gives one answer, wherever its prompt stands in the request.
             seed = self.seeds.getrandbits(63) if fields.seed is None else fields.seed
             found += [
-                engines.Request(ids, most or self.context - len(ids), sampling, ends, seed, k, salt=salt, **top)
+                engines.Request(ids, most or self.context - len(ids), sampling, ends, seed, k, top, salt=salt)
                 for k in range(fields.n)
             ]
         return found
@@ -132,18 +132,3 @@ class Service:
 
 # Characters of the longest tokens of published vocabularies: 128 spaces, and some margin.
 LONGEST_TOKEN = 512
-
-
-def _top(fields: Generation) -> dict[str, int]:
-    """The field of the engine's request for the likeliest tokens of each position.
-
-    Raises:
-        ApiError: it has none.
-    """
-    if not fields.top:
-        return {}
-    if "top" not in engines.Request.__dataclass_fields__:
-        raise ApiError(
-            f"`{fields.top_name}` above 0 is not supported", param=fields.top_name, code="unsupported_parameter"
-        )
-    return {"top": fields.top}

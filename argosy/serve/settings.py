@@ -10,11 +10,11 @@ from argosy.core.settings import Settings
 class Limits(Settings):
     """What one client may ask for, and all of them together. Beyond a limit: 400, 413, 431 or 503, and the reason."""
 
-    body: int = Field(4_194_304, gt=0)
-    """Bytes of a request's body."""
+    body: int = Field(2_097_152, gt=0)
+    """Bytes of a request's body. Times `connections`, this is the most memory that bodies may take."""
     headers: int = Field(64, gt=0)
     """Headers of a request. Their bytes are limited to 32 kB."""
-    connections: int = Field(1024, gt=0)
+    connections: int = Field(512, gt=0)
     """Open connections."""
     queue: int = Field(1024, gt=0)
     """Answers that wait for the engine; more are refused with 503 and Retry-After."""

@@ -188,6 +188,7 @@ def test_samples_without_a_seed_differ_and_with_one_repeat(lm: LM, served: tuple
         {"top_k": 3},
         {"top_p": 0.5},
         {"min_p": 0.5},
+        {"typical_p": 0.2},
         {"repetition_penalty": 5.0},
         {"presence_penalty": 2.0, "temperature": 0.1},
         {"frequency_penalty": 2.0, "temperature": 0.1},
@@ -199,6 +200,50 @@ def test_a_sampling_field_reaches_the_sampler(lm: LM, served: tuple[str, Service
     assert found == alone(lm, most=20, seed=3, **how).text
     plain = {"temperature": how["temperature"]}
     assert found != post(served, prompt=PROMPT, max_tokens=20, seed=3, **plain)["choices"][0]["text"], "no effect here"
+
+
+def test_the_likeliest_tokens_are_told(lm: LM, served: tuple[str, Service], client: openai.OpenAI):
+    expected = alone(lm, most=3)
+    scores = post(served, prompt=PROMPT, max_tokens=3, temperature=0, logprobs=4)["choices"][0]["logprobs"]
+    logits = lm.logits([[*PROMPT.encode(), *expected.tokens]])[0, len(PROMPT) - 1 : -1].astype(np.float64)
+    own = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    best = np.argsort(-own, -1)[:, :4]
+    np.testing.assert_allclose(scores["token_logprobs"], own[range(3), expected.tokens], atol=1e-4)
+    ids = post(served, prompt=PROMPT, max_tokens=3, temperature=0, logprobs=4, return_tokens_as_token_ids=True)
+    for place, told in enumerate(ids["choices"][0]["logprobs"]["top_logprobs"]):
+        assert list(told) == [f"token_id:{token}" for token in best[place]]
+        np.testing.assert_allclose(list(told.values()), own[place, best[place]], atol=1e-4)
+    talk: Any = [{"role": "user", "content": "hi"}]
+    answer = client.chat.completions.create(messages=talk, logprobs=True, top_logprobs=2, max_tokens=2, **GREEDY)
+    assert answer.choices[0].logprobs is not None
+    for one in answer.choices[0].logprobs.content or []:
+        assert len(one.top_logprobs) == 2
+        assert one.top_logprobs[0].logprob == one.logprob, "greedy: the likeliest is the one"
+
+
+def tokens_of(served: tuple[str, Service], **how: Any) -> list[int]:
+    return post(served, prompt=PROMPT, return_token_ids=True, ignore_eos=True, **how)["choices"][0]["token_ids"]
+
+
+def test_tokens_can_be_forced_banned_and_restricted(served: tuple[str, Service]):
+    assert tokens_of(served, max_tokens=4, temperature=0, logit_bias={"65": 100.0}) == [65] * 4
+    assert set(tokens_of(served, max_tokens=20, allowed_token_ids=[65, 66])) == {65, 66}
+    greedy = tokens_of(served, max_tokens=4, temperature=0)
+    assert greedy[0] not in tokens_of(served, max_tokens=4, temperature=0, logit_bias={str(greedy[0]): -100.0})
+    few: dict[str, Any] = {"max_tokens": 60, "allowed_token_ids": [97, 98, 99], "seed": 1}
+    assert b"ab" in bytes(tokens_of(served, **few))
+    without = bytes(tokens_of(served, **few, bad_words=["ab"]))
+    assert b"ab" not in without
+    assert set(without) == set(b"abc")
+
+
+def test_an_answer_has_its_least_tokens_before_it_may_stop(lm: LM, served: tuple[str, Service]):
+    how: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 30, "allowed_token_ids": [97, 98], "seed": 4}
+    assert len(post(served, **how, stop="a")["choices"][0]["text"]) < 10
+    found = post(served, **how, stop="a", min_tokens=10, return_token_ids=True)["choices"][0]
+    assert found["finish_reason"] == "stop"
+    assert len(found["token_ids"]) > 10
+    assert "a" in found["text"], "the stop string does not count before"
 
 
 def test_top_k_of_minus_one_is_all(served: tuple[str, Service]):
