@@ -4,7 +4,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from argosy.data.chat import choose_template
 from argosy.serve.answer import Job
+from argosy.serve.calls import Calls, notation_of
 from argosy.serve.choice import Choice, Names, Piece, Scored
 from argosy.serve.completions import check_format
 from argosy.serve.errors import ApiError
@@ -28,7 +30,9 @@ def prepare(service: Service, body: Any) -> Job:
     prompt = service.chat_prompt(plain(fields.messages), tools)
     most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
     requests = service.requests(fields, [prompt], most)
-    return Job(service, fields, [prompt], requests, Shape(service, fields, prompt))
+    template = choose_template(service.lm.tokenizer.chat_templates, tools=bool(tools))
+    notation = notation_of(template) if tools else None
+    return Job(service, fields, [prompt], requests, Shape(service, fields, prompt, notation))
 
 
 def offered(fields: Chat) -> list[dict[str, Any]] | None:
@@ -108,37 +112,57 @@ def _calls(calls: Any, where: str) -> list[Any]:
 
 
 class Shape:
-    """Answers in the shape of /v1/chat/completions."""
+    """Answers in the shape of /v1/chat/completions.
+
+    Args:
+        notation: of the calls of tools in the answers; None: there are none.
+    """
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, fields: Chat, prompt: list[int]):
-        self.fields, self.prompt = fields, prompt
+    def __init__(self, service: Service, fields: Chat, prompt: list[int], notation: str | None):
+        self.fields, self.prompt, self.notation = fields, prompt, notation
+        self._calls: dict[int, Calls] = {}
         self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
 
     def opening(self, place: int) -> dict[str, Any] | None:
         return {"index": place, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def chunk(self, place: int, choice: Choice, piece: Piece) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text or piece.finish is None else {}
-        found = {"index": place, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": piece.finish}
-        if piece.finish is not None:
+        text, calls = self._parsed(place, piece.text, piece.finish is not None)
+        delta: dict[str, Any] = {"content": text} if text or (piece.finish is None and not self.notation) else {}
+        if calls:
+            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
+        finish = _finish(piece.finish, calls)
+        found = {"index": place, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
+        if finish is not None:
             found["stop_reason"] = choice.stop_reason
         if self.fields.return_token_ids:
             found["token_ids"] = [one.token for one in piece.tokens]
         return found
 
     def choice(self, place: int, choice: Choice) -> dict[str, Any]:
+        text, calls = self._parsed(place, choice.text, True)
+        message = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
         found = {
             "index": place,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message | {"tool_calls": calls} if calls else message,
             "logprobs": self._scores(choice.tokens),
-            "finish_reason": choice.finish,
+            "finish_reason": _finish(choice.finish, calls),
             "stop_reason": choice.stop_reason,
         }
         if self.fields.return_token_ids:
             found |= {"token_ids": [one.token for one in choice.tokens], "prompt_token_ids": self.prompt}
         return found
+
+    def _parsed(self, place: int, text: str, ends: bool) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a piece without calls, and the calls, which are told when the answer ends."""
+        if self.notation is None:
+            return text, []
+        calls = self._calls.setdefault(place, Calls(self.notation))
+        text = calls.push(text)
+        rest, found = calls.end() if ends else ("", [])
+        return text + rest, found
 
     def _scores(self, tokens: Sequence[Scored]) -> dict[str, Any] | None:
         if not self.fields.logprobs:
@@ -151,3 +175,7 @@ class Shape:
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.names(token), "logprob": logprob, "bytes": list(self.names.bytes(token))}
+
+
+def _finish(reason: str | None, calls: Sequence[Any]) -> str | None:
+    return "tool_calls" if reason == "stop" and calls else reason
