@@ -88,7 +88,9 @@ def test_a_cancelled_reader_frees_pages(service: Service):
             await task
         await settled(service.front)
 
+    before = service.front.engine.stats.drawn_tokens
     asyncio.run(go())
+    assert service.front.engine.stats.drawn_tokens < before + 180, "half of what they asked for"
     assert service.front.engine.pages.used == 0
     assert not service.front.opened
     assert (service.front.waiting, service.front.waiting_tokens) == (0, 0)
@@ -122,6 +124,17 @@ def test_a_slow_reader_does_not_stop_others(service: Service):
             return len((await tokens(slow))[0])
 
     assert asyncio.run(go()) == 89
+
+
+def test_a_row_that_is_ended_early_has_no_more_events_though_they_wait(service: Service):
+    async def go() -> list[int]:
+        async with service.front.open(forever(2)) as answers:
+            while answers.news.qsize() < 20:
+                await asyncio.sleep(0.01)
+            answers.end(0, "stop")
+            return [place async for place, _ in answers]
+
+    assert asyncio.run(go()) == [1] * 90
 
 
 def test_the_thread_sleeps_while_there_is_nothing_to_do(service: Service):
