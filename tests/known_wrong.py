@@ -339,6 +339,28 @@ EDITS = [
         '("SIGINT", "SIGTERM")',
         ("tests/core/test_signals.py::test_a_signal_ends_the_process_though_c_code_runs",),
     ),
+    # ---------------------------------------------------------------- the server
+    Edit(
+        "a client that left keeps its pages",
+        "argosy/serve/front.py",
+        "            self.engine.end(row.number)",
+        "            pass",
+        ("tests/serve/test_front.py::test_leaving_an_answer_frees_its_pages_before_the_next_step",),
+    ),
+    Edit(
+        "one seed for all requests without one",
+        "argosy/serve/service.py",
+        "self.seeds.getrandbits(63) if",
+        "7 if",
+        ("tests/serve/test_answers.py::test_samples_without_a_seed_differ_and_with_one_repeat",),
+    ),
+    Edit(
+        "the beginning of the API key suffices",
+        "argosy/serve/guard.py",
+        "if not hmac.compare_digest(sent, self._key):",
+        "if not sent.startswith(self._key[:11]):",
+        ("tests/serve/test_refusals.py::test_a_key_is_asked_of_everything_but_probes",),
+    ),
 ]
 
 

@@ -21,6 +21,7 @@ VERBS = {
     "train": ("argosy.cli.train", "train by a recipe, or resume a run"),
     "sweep": ("argosy.cli.sweep", "train with every combination of some settings, and compare"),
     "generate": ("argosy.cli.generate", "continue a prompt with a trained model"),
+    "serve": ("argosy.cli.serve", "serve a model over HTTP, with OpenAI's API"),
     "convert": ("argosy.cli.convert", "convert between Hub folder, GGUF (in) and Argosy checkpoint"),
     "data": ("argosy.cli.data", "tokenize a corpus, look at training rows, train a tokenizer"),
     "models": ("argosy.cli.models", "list model families and presets: sizes, memory, FLOPs"),
@@ -34,7 +35,7 @@ VERBS = {
 # What other trainers call the recipe.
 _RECIPE_OPTIONS = ("--config", "-c", "--recipe", "--config-file", "--config_file", "--config-name", "--job.config_file")
 
-COMPUTING = ("quickstart", "train", "sweep", "generate")
+COMPUTING = ("quickstart", "train", "sweep", "generate", "serve")
 
 
 def main(words: list[str] | None = None) -> int:

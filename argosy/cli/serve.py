@@ -1,0 +1,67 @@
+"""`argosy serve MODEL [key=value ...]`."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from argosy.cli.flags import translated
+from argosy.cli.output import Doing, say
+from argosy.core import signals
+from argosy.core.settings import read_settings, words_layer
+from argosy.jobs import machine
+from argosy.serve.settings import ServeSettings
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+KEY = "ARGOSY_API_KEY"
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key=value ...]",
+            help="settings: " + ", ".join(ServeSettings.model_fields) + ", engine.*; flags of `vllm serve` work too",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Serves a model over HTTP, with OpenAI's API."""
+    ours, engines = apart(translated(words or []))
+    settings = read_settings(ServeSettings, words_layer(ours)).value
+    settings = settings.model_copy(update={"api_key": settings.api_key or os.environ.get(KEY) or None})
+    with Doing() as doing:
+        doing("loading jax")
+        machine.start_jax()
+        from argosy.infer.engine import EngineSettings
+        from argosy.jobs.public import load
+        from argosy.serve import run
+
+        run.check(settings)
+        engine_settings = read_settings(EngineSettings, words_layer(engines)).value
+        listener = run.bound(settings)
+        doing(f"loading {model}")
+        lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=engine_settings.context)
+        name = settings.name or Path(model).resolve().name
+        service = run.service_of(lm, name, settings, engine_settings, doing)
+    # A line that replaces itself would stay on the terminal.
+    service.front.engine.say = lambda what: say(f"{what} ...")
+    told = " ".join(f"{key}={value}" for key, value in service.defaults.items())
+    say(f"{name}: requests that say nothing are sampled with {told}")
+    url = run.address_of(listener, settings)
+    with signals.asked_to_stop("finishing what runs; again to end now") as stop:
+        run.serve(service, settings, listener, stop=stop, ready=lambda: say(f"ready on {url}"))
+    raise typer.Exit(stop.code)
+
+
+def apart(words: list[str]) -> tuple[list[str], list[str]]:
+    """The server's words, and the engine's without `engine.`: its settings import jax, the server's do not."""
+    prefix = "engine."
+    engines = [word.removeprefix(prefix) for word in words if word.startswith(prefix)]
+    return [word for word in words if not word.startswith(prefix)], engines

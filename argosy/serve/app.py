@@ -1,0 +1,164 @@
+"""The routes. Each reads a body, does its work off the event loop where that is slow, and answers in JSON."""
+
+import asyncio
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.metadata import version
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from argosy.serve import chat, completions
+from argosy.serve.answer import Job
+from argosy.serve.body import read_json
+from argosy.serve.choice import Names
+from argosy.serve.errors import ApiError, Json
+from argosy.serve.fields import Detokenize, Tokenize
+from argosy.serve.front import died, shutting_down
+from argosy.serve.guard import Guard
+from argosy.serve.metrics import CONTENT_TYPE
+from argosy.serve.service import Service
+
+
+class App:
+    """The application around a service.
+
+    Args:
+        key: the API key, None for none. local: see `Guard`.
+    """
+
+    def __init__(self, service: Service, *, key: str | None = None, local: bool = False):
+        self.service = service
+        # One thread: tokenizers are not known to be safe in several. Rendering a template may take seconds.
+        self._slow = ThreadPoolExecutor(1, "prepare")
+        post, get = ["POST"], ["GET"]
+        routes = [
+            Route("/v1/completions", self._generating(completions.prepare), methods=post),
+            Route("/v1/chat/completions", self._generating(chat.prepare), methods=post),
+            Route("/v1/models", self.models, methods=get),
+            Route("/v1/models/{name:path}", self.model, methods=get),
+            Route("/tokenize", self._computing(tokenize), methods=post),
+            Route("/detokenize", self._computing(detokenize), methods=post),
+            Route("/health", self.health, methods=get),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/load", self.load, methods=get),
+            Route("/version", self.version, methods=get),
+            Route("/metrics", self.metrics, methods=get),
+        ]
+        guard = Middleware(Guard, key=key, local=local, headers=service.limits.headers)
+        handlers = {ApiError: refused, HTTPException: no_route, ClientDisconnect: gone, Exception: broken}
+        self.asgi = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
+
+    # ---------------------------------------------------------------- generating
+
+    def _generating(self, prepare: Callable[[Service, Any], Job]) -> Any:
+        async def route(request: Request) -> Response:
+            job = await self._prepared(request, prepare)
+            return await job.respond(request)
+
+        return route
+
+    def _computing(self, work: Callable[[Service, Any], Any]) -> Any:
+        async def route(request: Request) -> Response:
+            return Json(await self._prepared(request, work))
+
+        return route
+
+    async def _prepared(self, request: Request, work: Callable[[Service, Any], Any]) -> Any:
+        body = await read_json(request, self.service.limits)
+        return await asyncio.get_running_loop().run_in_executor(self._slow, work, self.service, body)
+
+    # ---------------------------------------------------------------- the server itself
+
+    async def models(self, request: Request) -> Response:
+        return Json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        self.service.check_model(request.path_params["name"])
+        return Json(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        service = self.service
+        return {
+            "id": service.name, "object": "model", "created": service.created, "owned_by": "argosy",
+            "root": service.name, "parent": None, "max_model_len": service.context,
+        }  # fmt: skip
+
+    async def health(self, request: Request) -> Response:
+        """200 with no body; 503 if the engine has died, or the server is about to end and takes no more requests."""
+        front = self.service.front
+        if front.failure is not None or front.draining:
+            raise died() if front.failure is not None else shutting_down()
+        return Response()
+
+    async def load(self, request: Request) -> Response:
+        return Json({"server_load": len(self.service.front.opened)})
+
+    async def version(self, request: Request) -> Response:
+        return Json({"version": version("argosy")})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.service.front.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+def tokenize(service: Service, body: Any) -> dict[str, Any]:
+    """/tokenize: the token ids of a text or of a conversation."""
+    fields = Tokenize.of(body)
+    service.check_model(fields.model)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise ApiError("give `prompt` or `messages`", param="prompt")
+    if fields.messages is not None:
+        ids = service.chat_prompt(chat.plain(fields.messages), fields.tools)
+    elif fields.prompt:
+        ids = service.encode(fields.prompt, fields.add_special_tokens)
+    else:
+        ids = service.lm.encode("") if fields.add_special_tokens and service.lm.tokenizer else []
+    names = Names(service.lm.tokenizer, False)
+    strings = [names(token) for token in ids] if fields.return_token_strs else None
+    return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": strings}
+
+
+def detokenize(service: Service, body: Any) -> dict[str, Any]:
+    """/detokenize: the text of token ids."""
+    fields = Detokenize.of(body)
+    service.check_model(fields.model)
+    tokenizer = service.lm.tokenizer
+    if tokenizer is None:
+        raise ApiError("the model has no tokenizer", param="tokens")
+    if wrong := [token for token in fields.tokens if not 0 <= token < service.lm.config.vocab]:
+        raise ApiError(f"{wrong[0]} is no token of this model", param="tokens")
+    return {"prompt": tokenizer.decode(fields.tokens)}
+
+
+# ---------------------------------------------------------------- errors
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} is not for" if error.status_code == 405 else "there is nothing at"
+    return ApiError(f"{what} this address", status=error.status_code, headers=dict(error.headers or {})).response()
+
+
+async def gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this."""
+    return Response(status_code=499)
+
+
+async def broken(request: Request, error: Exception) -> Response:
+    """What was not foreseen: the traceback goes to stderr, the client gets no part of it."""
+    with suppress(OSError):
+        traceback.print_exception(error, file=sys.stderr)
+    return ApiError("internal error", status=500).response()

@@ -1,0 +1,42 @@
+"""The body of a request: JSON, within the limits of its bytes and of the time it may take to arrive."""
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.requests import Request
+
+from argosy.serve.errors import ApiError
+from argosy.serve.settings import Limits
+
+
+async def read_json(request: Request, limits: Limits) -> Any:
+    """Reads and parses the body.
+
+    Raises:
+        ApiError: it is not JSON, too long, or too slow.
+        ClientDisconnect: the client went away before its end.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # Browsers send other types to any server without asking it first.
+    if kind != "application/json":
+        raise ApiError("send `Content-Type: application/json`", status=415)
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(limits.upload_seconds):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > limits.body:
+                    raise ApiError(f"the body has more than {limits.body} bytes", status=413)
+    except TimeoutError:
+        raise ApiError(f"the body took more than {limits.upload_seconds:g} seconds", status=408) from None
+    try:
+        return json.loads(bytes(raw), parse_constant=_no_number)
+    # A ValueError covers what is not UTF-8, and numbers of thousands of digits.
+    except (ValueError, RecursionError) as error:
+        why = f": {error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ApiError(f"the body is not JSON{why}") from None
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")

@@ -1,0 +1,101 @@
+"""Calls of tools in the text of an answer, in the two notations that most templates teach.
+
+    hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number, after text (Hermes, Qwen)
+    llama3    {"name": "f", "parameters": {...}}, separated by semicolons, and nothing else (Llama 3)
+
+Text that could be a call is held back until the answer ends. What does not parse is text.
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_CALL = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|\Z)", re.DOTALL)
+
+
+def notation_of(template: str) -> str | None:
+    """The notation that a chat template teaches; None: another one, and calls stay text."""
+    if OPEN in template:
+        return "hermes"
+    return "llama3" if '"parameters"' in template and "ipython" in template else None
+
+
+class Calls:
+    """The calls of one answer, whose text comes in pieces."""
+
+    def __init__(self, notation: str):
+        self.notation = notation
+        self._held = ""
+        self._holds = False
+
+    def push(self, text: str) -> str:
+        """The text that is certainly part of no call."""
+        self._held += text
+        if not self._holds:
+            self._holds, free = self._split()
+            text, self._held = self._held[:free], self._held[free:]
+            return text
+        return ""
+
+    def _split(self) -> tuple[bool, int]:
+        """Whether a call has begun, and the characters before it, or before what may become its beginning."""
+        held = self._held
+        if self.notation == "llama3":
+            begins = held.lstrip()[:1]
+            # Once other text has come, an answer is no call: nothing is held from then on.
+            self.notation = self.notation if begins in ("", "{") else "none"
+            return begins == "{", 0 if begins in ("", "{") else len(held)
+        if self.notation == "none":
+            return False, len(held)
+        if (at := held.find(OPEN)) >= 0:
+            return True, at
+        return False, len(held) - max((n for n in range(1, len(OPEN)) if held.endswith(OPEN[:n])), default=0)
+
+    def end(self) -> tuple[str, list[dict[str, Any]]]:
+        """What is left: text, and calls as the API writes them."""
+        held, self._held = self._held, ""
+        try:
+            found = _hermes(held) if self.notation == "hermes" else _llama3(held)
+        except (ValueError, RecursionError):
+            return held, []
+        if not self._holds or not found:
+            return held, []
+        text = _CALL.sub("", held).strip() if self.notation == "hermes" else ""
+        return text, [_written(one) for one in found]
+
+
+def _check(call: Any) -> Mapping[str, Any]:
+    """The call, if it is one.
+
+    Raises:
+        ValueError: no object with a name.
+    """
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError("no call")
+    return call
+
+
+def _hermes(text: str) -> list[Mapping[str, Any]]:
+    return [_check(json.loads(inside)) for inside in _CALL.findall(text)]
+
+
+def _llama3(text: str) -> list[Mapping[str, Any]]:
+    found, decoder = [], json.JSONDecoder()
+    while text := text.lstrip("; \n"):
+        one, end = decoder.raw_decode(text)
+        found.append(_check(one))
+        text = text[end:]
+    return found
+
+
+def _written(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call.get("arguments", call.get("parameters", {}))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call["name"], "arguments": text},
+    }

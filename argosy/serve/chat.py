@@ -1,0 +1,181 @@
+"""/v1/chat/completions: conversations, rendered with the model's chat template."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from argosy.data.chat import choose_template
+from argosy.serve.answer import Job
+from argosy.serve.calls import Calls, notation_of
+from argosy.serve.choice import Choice, Names, Piece, Scored
+from argosy.serve.completions import check_format
+from argosy.serve.errors import ApiError
+from argosy.serve.fields import Chat
+from argosy.serve.service import Service
+
+# Fields of a message that templates read.
+OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning", "reasoning_content"}
+
+
+def prepare(service: Service, body: Any) -> Job:
+    """The work that a body of /v1/chat/completions asks for.
+
+    Raises:
+        ApiError: it asks for what cannot be done.
+    """
+    fields = Chat.of(body)
+    service.check(fields)
+    check_format(fields.response_format)
+    tools = offered(fields)
+    prompt = service.chat_prompt(plain(fields.messages), tools)
+    most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
+    requests = service.requests(fields, [prompt], most)
+    template = choose_template(service.lm.tokenizer.chat_templates, tools=bool(tools))
+    notation = notation_of(template) if tools else None
+    return Job(service, fields, [prompt], requests, Shape(service, fields, prompt, notation))
+
+
+def offered(fields: Chat) -> list[dict[str, Any]] | None:
+    """The tools that the template is given.
+
+    Raises:
+        ApiError: a tool is no function, or calling one is demanded.
+    """
+    if fields.tool_choice not in (None, "none", "auto"):
+        what = '`tool_choice` other than "none" and "auto" is not supported'
+        raise ApiError(what, param="tool_choice", code="unsupported_parameter")
+    for i, tool in enumerate(fields.tools or []):
+        function = tool.get("function")
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            raise ApiError("a tool is a function with a name", param=f"tools.{i}")
+    return None if fields.tool_choice == "none" else fields.tools or None
+
+
+def plain(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates read them: parts of text joined, arguments of tool calls as objects.
+
+    Raises:
+        ApiError: a message without a role, with a field or a part that is not known; images and other media are refused, and no
+            address in them is ever opened.
+    """
+    return [_plain(message, f"messages.{i}") for i, message in enumerate(messages)]
+
+
+def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise ApiError(f"`{where}.role` is missing", param=f"{where}.role")
+    message = {name: value for name, value in message.items() if value is not None}
+    if unknown := sorted(set(message) - OF_A_MESSAGE):
+        raise ApiError(f"unknown field `{unknown[0][:64]}` of a message", param=f"{where}.{unknown[0][:64]}")
+    found = message | {"content": _text(message.get("content"), f"{where}.content")}
+    if "tool_calls" in message:
+        found["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
+    return found
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ApiError(f"`{where}` is a text or a list of parts", param=where)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = f"a part of type `{str(kind)[:32]}`" if kind not in (None, "text") else "a part without text"
+            raise ApiError(f"{what} is not supported: this model reads text", param=f"{where}.{i}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _calls(calls: Any, where: str) -> list[Any]:
+    """Tool calls with their arguments as objects: clients send them as JSON in a string."""
+    if not isinstance(calls, list):
+        raise ApiError(f"`{where}` is a list", param=where)
+    found = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ApiError(f"`{where}.{i}` is no call of a function", param=f"{where}.{i}")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                raise ApiError("the arguments of a call are not JSON", param=f"{where}.{i}") from None
+        found.append(call | {"function": function | {"arguments": arguments}})
+    return found
+
+
+class Shape:
+    """Answers in the shape of /v1/chat/completions.
+
+    Args:
+        notation: of the calls of tools in the answers; None: there are none.
+    """
+
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, service: Service, fields: Chat, prompt: list[int], notation: str | None):
+        self.fields, self.prompt, self.notation = fields, prompt, notation
+        self._calls: dict[int, Calls] = {}
+        self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
+
+    def opening(self, place: int) -> dict[str, Any] | None:
+        return {"index": place, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, place: int, choice: Choice, piece: Piece) -> dict[str, Any]:
+        text, calls = self._parsed(place, piece.text, piece.finish is not None)
+        delta: dict[str, Any] = {"content": text} if text or (piece.finish is None and not self.notation) else {}
+        if calls:
+            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
+        finish = _finish(piece.finish, calls)
+        found = {"index": place, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
+        if finish is not None:
+            found["stop_reason"] = choice.stop_reason
+        if self.fields.return_token_ids:
+            found["token_ids"] = [one.token for one in piece.tokens]
+        return found
+
+    def choice(self, place: int, choice: Choice) -> dict[str, Any]:
+        text, calls = self._parsed(place, choice.text, True)
+        message = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        found = {
+            "index": place,
+            "message": message | {"tool_calls": calls} if calls else message,
+            "logprobs": self._scores(choice.tokens),
+            "finish_reason": _finish(choice.finish, calls),
+            "stop_reason": choice.stop_reason,
+        }
+        if self.fields.return_token_ids:
+            found |= {"token_ids": [one.token for one in choice.tokens], "prompt_token_ids": self.prompt}
+        return found
+
+    def _parsed(self, place: int, text: str, ends: bool) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a piece without calls, and the calls, which are told when the answer ends."""
+        if self.notation is None:
+            return text, []
+        calls = self._calls.setdefault(place, Calls(self.notation))
+        text = calls.push(text)
+        rest, found = calls.end() if ends else ("", [])
+        return text + rest, found
+
+    def _scores(self, tokens: Sequence[Scored]) -> dict[str, Any] | None:
+        if not self.fields.logprobs:
+            return None
+        content = []
+        for one in tokens:
+            top = [self._named(token, logprob) for token, logprob in one.likeliest]
+            content.append(self._named(one.token, one.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.names(token), "logprob": logprob, "bytes": list(self.names.bytes(token))}
+
+
+def _finish(reason: str | None, calls: Sequence[Any]) -> str | None:
+    return "tool_calls" if reason == "stop" and calls else reason

@@ -1,0 +1,91 @@
+"""Errors of the API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+
+A message says what is wrong with the request. It never holds a path of this machine, nor anything of an unexpected exception:
+that goes to stderr.
+"""
+
+import json
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from argosy.core.errors import ArgosyError
+
+
+class ApiError(Exception):
+    """A request that is refused, or that failed.
+
+    status: of HTTP. param: the field of the request that is wrong. code: a word for programs. headers: of the response.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.message, self.status, self.param, self.code, self.headers = message, status, param, code, headers
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def type(self) -> str:
+        names = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        return names.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def response(self) -> Response:
+        return Json(self.body(), self.status, self.headers)
+
+
+class Json(Response):
+    """A JSON document. Lone surrogates, which a client's JSON can hold and UTF-8 cannot, become question marks."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
+
+
+def json_bytes(content: Any) -> bytes:
+    """Compact JSON in UTF-8."""
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def unavailable(message: str, code: str, retry: int = 1) -> ApiError:
+    """A refusal that is not the client's fault; it may come back after `retry` seconds."""
+    return ApiError(message, status=503, code=code, headers={"retry-after": str(retry)})
+
+
+def of_input(error: ArgosyError, param: str | None = None) -> ApiError:
+    """The error for a value that a lower room refuses. Its place is left out: it may be a path."""
+    return ApiError(f"{error.what} ({error.hint})" if error.hint else error.what, param=param)
+
+
+def of_validation(error: ValidationError, known: Iterable[str]) -> ApiError:
+    """The error for the first wrong field of a request."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = first["loc"]
+    name = str(place[0]) if place else None
+    param = shortened(".".join(map(str, place[:3])) if name == "messages" else name)
+    if first["type"] == "extra_forbidden":
+        close = get_close_matches(param or "", known, n=1, cutoff=0.6) if len(place) == 1 else []
+        hint = f", did you mean `{close[0]}`?" if close else ""
+        return ApiError(f"unknown field `{param}`{hint}", param=param, code="unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(f"`{param}` is missing", param=param, code="missing_required_parameter")
+    what = first["msg"].removeprefix("Value error, ")
+    return ApiError(f"`{param}`: {what[:1].lower()}{what[1:]}", param=param)
+
+
+def shortened(name: str | None) -> str | None:
+    """A client's own word, short enough to be repeated to it."""
+    return name if name is None or len(name) <= 64 else f"{name[:61]}..."

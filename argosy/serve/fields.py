@@ -1,0 +1,205 @@
+"""The fields of requests: OpenAI's, and those that vLLM adds.
+
+A field is used, or it is refused by name: an answer that ignored one would be wrong without a word. Three kinds are accepted
+without effect: `IGNORED`, which OpenAI documents as having none on the answer, and null, and the `NEUTRAL` value of a field that
+is not supported (`best_of=1`), because clients send it with everything.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from argosy.serve.errors import ApiError, of_validation
+
+IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+
+# Fields of OpenAI's API and of vLLM's that are not supported, with the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "mm_processor_kwargs": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "repetition_detection": (),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+}
+
+
+def _several(value: Any) -> Any:
+    return [] if value is None else [value] if isinstance(value, str) else value
+
+
+class Fields(BaseModel):
+    """A body whose fields are all known and have their type: "1" is no number, 1 no switch."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @classmethod
+    def of(cls, body: Any) -> Self:
+        """Reads a body.
+
+        Raises:
+            ApiError: a field that is unknown, not supported, or wrong.
+        """
+        if not isinstance(body, dict):
+            raise ApiError("the body is not a JSON object")
+        try:
+            return cls.model_validate(cls._supported(body))
+        except ValidationError as error:
+            raise of_validation(error, cls.model_fields) from None
+
+    @classmethod
+    def _supported(cls, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The body without fields that ask for nothing."""
+        left = {}
+        for name, value in body.items():
+            known = name in cls.model_fields
+            if (value is None and (known or name in NEUTRAL)) or name in IGNORED:
+                continue
+            if not known and name in NEUTRAL:
+                if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]):
+                    continue
+                raise ApiError(f"`{name}` is not supported", param=name, code="unsupported_parameter")
+            left[name] = value
+        return left
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Generation(Fields):
+    """The fields that completions and chats share. None: the default of the model, or of the server.
+
+    Those of the sampler are here by the API's names; `sampling.OURS` has ours.
+    """
+
+    top_name: ClassVar[str] = "logprobs"
+
+    model: str | None = None
+    n: int = Field(1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: Annotated[list[str], BeforeValidator(_several)] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    max_tokens: int | None = Field(None, ge=1)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    request_id: str | None = Field(None, min_length=1, max_length=128, pattern="^[!-~]*$")
+
+    # Bounds keep values apart from 0 and infinity in float32.
+    temperature: float | None = Field(None, ge=0, le=1000)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    min_tokens: int | None = Field(None, ge=0)
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    bad_words: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("`stream_options` need `stream: true`", param="stream_options")
+        return self
+
+    @property
+    def top(self) -> int | None:
+        """The number of likeliest tokens to report per position, besides the one that was drawn. None: no log-probabilities."""
+        raise NotImplementedError
+
+
+class Completions(Generation):
+    """A body of /v1/completions."""
+
+    # Its four forms are told apart in `completions`, with errors that name the wrong one.
+    prompt: Any
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0)
+    add_special_tokens: bool = True
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+
+class Chat(Generation):
+    """A body of /v1/chat/completions."""
+
+    top_name: ClassVar[str] = "top_logprobs"
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError("`top_logprobs` need `logprobs: true`", param="top_logprobs")
+        return self
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class Tokenize(Fields):
+    """A body of /tokenize: a text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class Detokenize(Fields):
+    """A body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]

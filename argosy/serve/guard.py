@@ -1,0 +1,65 @@
+"""What every request passes before a route sees it: number of headers, host, key."""
+
+import hmac
+from ipaddress import ip_address
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from argosy.serve.errors import ApiError
+
+# Probes come without a key, and learn nothing but whether the server works.
+PUBLIC = ("/health", "/ping")
+# Names and values together.
+HEADER_BYTES = 32_768
+
+
+class Guard:
+    """Refuses requests by their headers.
+
+    Args:
+        key: what clients must send as `Authorization: Bearer KEY`; None: no key.
+        local: only requests to a name of the loopback pass. Without this, a web page could use the server of whoever visits it, under
+            a name of its own that it lets point to 127.0.0.1 (DNS rebinding).
+        headers: the most headers of a request.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, local: bool, headers: int):
+        self.app, self.local, self.headers = app, local, headers
+        self._key = None if key is None else f"bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self._refusal(scope)):
+            await refusal.response()(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        if len(headers) > self.headers or sum(len(name) + len(value) for name, value in headers.raw) > HEADER_BYTES:
+            return ApiError(f"more than {self.headers} headers or {HEADER_BYTES} bytes of them", status=431)
+        if self.local and not is_local(host_of(headers.get("host", ""))):
+            what = "this server answers to localhost only; one with `api_key=` or `open=true` answers to any name"
+            return ApiError(what, status=403, code="unknown_host")
+        if self._key is not None and scope["path"] not in PUBLIC:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            sent = f"{scheme.lower()} {key.strip()}".encode()
+            if not hmac.compare_digest(sent, self._key):
+                more = {"www-authenticate": "Bearer"}
+                return ApiError("wrong or missing API key", status=401, code="invalid_api_key", headers=more)
+        return None
+
+
+def host_of(header: str) -> str:
+    """The name in a Host header, without the port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+def is_local(host: str) -> bool:
+    """Whether this is a name or an address of the loopback."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"

@@ -1,0 +1,100 @@
+"""Prometheus metrics under vLLM's names, so that its dashboards and autoscalers work here.
+
+A name is here only if it means what it means there. The event loop alone updates them; gauges are read from the engine when they
+are asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from argosy.infer.engine import Engine
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+# Upper bounds of the buckets, those of vLLM.
+FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+BETWEEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+LABELS = ("model_name", "engine")
+
+
+class Metrics:
+    """The metrics of one model."""
+
+    def __init__(self, model: str, engine: "Engine"):
+        self.registry = CollectorRegistry()
+        self._labels = (model, "0")
+        self.engine = engine
+        self._preemptions = 0
+        scheduler, pages = engine.scheduler, engine.pages
+        self._gauge("num_requests_running", "Answers being generated.").set_function(lambda: len(scheduler.running))
+        self._gauge("num_requests_waiting", "Answers that wait.").set_function(lambda: scheduler.waiting)
+        self._gauge("kv_cache_usage_perc", "Share of the cache's pages in use, 0 to 1.").set_function(
+            lambda: pages.used
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the answers that began.")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.")
+        self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there.")
+        self.preemptions = self._counter(
+            "num_preemptions", "Answers whose cache was given to others and computed again."
+        )
+        self.rejections = self._counter("admission_rejections", "Requests refused because the queue is full.")
+        self._ended = Counter(
+            "vllm:request_success", "Answers that ended.", (*LABELS, "finished_reason"), registry=self.registry
+        )
+        self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
+        self.between = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN_S)
+        self.whole = self._histogram("e2e_request_latency_seconds", "Arrival to end.", REQUEST_S)
+        self.queued = self._histogram(
+            "request_queue_time_seconds", "Arrival to the first step of an answer.", REQUEST_S
+        )
+        self.prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.generation = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        compilations = Counter(
+            "argosy:compilations", "Programs compiled since the server is ready.", LABELS, registry=self.registry
+        )
+        self.compilations = compilations.labels(*self._labels)
+        self._compilations = engine.stats.compilations
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(f"vllm:{name}", about, LABELS, registry=self.registry).labels(*self._labels)
+
+    def _counter(self, name: str, about: str) -> Counter:
+        return Counter(f"vllm:{name}", about, LABELS, registry=self.registry).labels(*self._labels)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"vllm:{name}", about, LABELS, buckets=buckets, registry=self.registry)
+        return histogram.labels(*self._labels)
+
+    def began(self, prompt: int, reused: int, queued: float) -> None:
+        """An answer takes part in its first step, `queued` seconds after it arrived; `reused` of its prompt tokens were cached."""
+        self.prompt_tokens.inc(prompt)
+        self.cache_queries.inc(prompt)
+        self.cached_tokens.inc(reused)
+        self.cache_hits.inc(reused)
+        self.prompt.observe(prompt)
+        self.queued.observe(queued)
+
+    def ended(self, reason: str, generated: int, seconds: float) -> None:
+        """An answer ended. reason: stop, length or abort."""
+        self._ended.labels(*self._labels, reason).inc()
+        self.generation.observe(generated)
+        self.whole.observe(seconds)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        self._advance(self.preemptions, "_preemptions", self.engine.scheduler.preemptions)
+        self._advance(self.compilations, "_compilations", self.engine.stats.compilations)
+        return generate_latest(self.registry)
+
+    def _advance(self, counter: Counter, seen: str, now: int) -> None:
+        counter.inc(now - getattr(self, seen))
+        setattr(self, seen, now)

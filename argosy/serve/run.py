@@ -1,0 +1,154 @@
+"""The server as a process: its address, its readiness, and its end.
+
+SIGTERM and Ctrl-C drain: new requests get 503, running ones finish within a limit. A second signal ends the process at once.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import uvicorn
+
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.infer.engine import Engine, EngineSettings, Request
+from argosy.infer.lm import LM
+from argosy.serve.app import App
+from argosy.serve.front import Front
+from argosy.serve.guard import HEADER_BYTES, is_local
+from argosy.serve.metrics import Metrics
+from argosy.serve.sampling import defaults_of
+from argosy.serve.service import Service
+from argosy.serve.settings import ServeSettings
+
+# Responses that are being written when the drain is over.
+LAST_BYTES_S = 5
+
+
+def check(settings: ServeSettings) -> None:
+    """Checks that strangers cannot use the server, before the model is loaded.
+
+    Raises:
+        BadInput: the address is no loopback and there is no key; or a certificate without its key, or files that do not exist.
+    """
+    if not settings.api_key and not settings.open and not is_local(settings.host):
+        raise BadInput(
+            f"host={settings.host} lets everybody on the network use this server",
+            hint="set `api_key=` or $ARGOSY_API_KEY, or say `open=true`",
+        )
+    if (settings.tls_certificate is None) != (settings.tls_key is None):
+        raise BadInput("TLS needs both `tls_certificate` and `tls_key`")
+    for name in ("tls_certificate", "tls_key"):
+        if (path := getattr(settings, name)) is not None and not Path(path).is_file():
+            raise BadInput(f"{name}: no file `{path}`")
+
+
+def bound(settings: ServeSettings) -> socket.socket:
+    """A socket on the address. It does not listen yet: clients are refused until the server is ready.
+
+    Raises:
+        BadInput: the address is in use, or not one of this machine.
+    """
+    with contextlib.ExitStack() as undo:
+        try:
+            found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = found[0]
+            listener = undo.enter_context(socket.socket(family))
+            # Connections of a server that has just ended do not keep the port.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            hint = "another `port=`; port=0 takes a free one"
+            raise BadInput(f"cannot listen on {settings.host} port {settings.port}: {why}", hint=hint) from None
+        undo.pop_all()
+        return listener
+
+
+def service_of(lm: LM, name: str, settings: ServeSettings, engine_settings: EngineSettings, say: Say | None) -> Service:
+    """The model with an engine whose first programs are compiled, and its thread started.
+
+    Raises:
+        BadInput: the model is an encoder, or its cache has no room.
+    """
+    lm.check_predicts()
+    engine = Engine(lm.module, engine_settings, say=say)
+    engine.add(Request([0], 2))
+    for _ in engine.run():
+        pass
+    front = Front(engine, settings.limits, Metrics(name, engine))
+    front.start()
+    return Service(lm, name, front, settings.limits, defaults_of(lm.generation), Random(settings.seed))
+
+
+def address_of(listener: socket.socket, settings: ServeSettings) -> str:
+    """The server's URL."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{'https' if settings.tls_certificate else 'http'}://{host}:{listener.getsockname()[1]}"
+
+
+def serve(
+    service: Service,
+    settings: ServeSettings,
+    listener: socket.socket,
+    *,
+    stop: Callable[[], Any],
+    ready: Callable[[], object],
+) -> None:
+    """Answers until `stop()` is true, then drains. Calls `ready` as soon as the first request can be answered."""
+    local = settings.api_key is None and not settings.open and is_local(settings.host)
+    app = App(service, key=settings.api_key, local=local)
+    config = uvicorn.Config(
+        app.asgi,
+        http="h11",
+        # uvloop takes the process's one wake-up descriptor for signals from `core.signals`: SIGTERM would do nothing.
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_level="info" if settings.log_requests else "warning",
+        access_log=settings.log_requests,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=settings.limits.connections,
+        # A client that keeps its connections longer than the server does loses a request now and then.
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=LAST_BYTES_S,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+    )
+    try:
+        _Server(config, service.front, settings.drain, stop, ready).run(sockets=[listener])
+    finally:
+        service.front.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with our signals, and a drain during which it still answers."""
+
+    def __init__(
+        self, config: uvicorn.Config, front: Front, drain: float, stop: Callable[[], Any], ready: Callable[[], object]
+    ):
+        super().__init__(config)
+        self.front, self.drain, self.stop, self.ready = front, drain, stop, ready
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The command line has its own handlers."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready()
+        self._stopping = asyncio.create_task(self._stop())
+
+    async def _stop(self) -> None:
+        # uvicorn looks at its own flag as often.
+        while not self.stop():
+            await asyncio.sleep(0.1)
+        await self.front.drain(self.drain)
+        self.should_exit = True

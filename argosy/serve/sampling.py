@@ -1,0 +1,84 @@
+"""From the fields of a request to the sampler's settings, and the defaults where a field is not given."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.infer.sample import Sampling
+from argosy.serve.errors import ApiError, of_input
+from argosy.serve.fields import Generation
+
+# The fields of the sampler, and its name where that differs from the API's.
+FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "typical_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
+)
+OURS = {"allowed_token_ids": "allowed_tokens"}
+
+# The settings that a model's generation_config.json may set.
+OF_THE_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def defaults_of(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's own sampling settings. As in OpenAI's API and vLLM's, the temperature is 1 where it says nothing.
+
+    Raises:
+        BadInput: its generation config holds a value that no sampler can have.
+    """
+    own = {name: generation[name] for name in OF_THE_MODEL if generation.get(name) is not None}
+    try:
+        Sampling(**own)
+    except (ValidationError, ArgosyError) as error:
+        raise BadInput(f"the model's generation config: {str(error).splitlines()[0]}") from None
+    return {"temperature": 1.0} | own
+
+
+def sampling_of(fields: Generation, defaults: Mapping[str, Any], tokenizer: Any) -> Sampling:
+    """The sampler's settings for a request.
+
+    Raises:
+        ApiError: a value that the sampler refuses.
+    """
+    given = dict(defaults)
+    for name in FIELDS:
+        if (value := getattr(fields, name)) is not None:
+            given[OURS.get(name, name)] = _converted(name, value, tokenizer)
+    try:
+        return Sampling(**given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        wrong = str(first["loc"][0]) if first["loc"] else None
+        name = next((name for name in FIELDS if OURS.get(name, name) == wrong), wrong)
+        raise ApiError(f"`{name}`: {first['msg'].removeprefix('Value error, ')}", param=name) from None
+    except ArgosyError as error:
+        raise of_input(error) from None
+
+
+def _converted(name: str, value: Any, tokenizer: Any) -> Any:
+    """A field's value as the sampler has it."""
+    if name == "top_k":
+        # vLLM writes -1 for all.
+        return max(value, 0)
+    if name == "logit_bias":
+        try:
+            return {int(token): bias for token, bias in value.items()}
+        except ValueError:
+            raise ApiError("`logit_bias`: keys are token ids", param="logit_bias") from None
+    if name == "allowed_token_ids":
+        return tuple(value)
+    if name == "bad_words":
+        return tuple(ids for word in value for ids in _spellings(word, tokenizer))
+    return value
+
+
+def _spellings(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
+    """The token ids of a word at the beginning of a text, and after a space."""
+    if tokenizer is None:
+        raise ApiError("`bad_words`: the model has no tokenizer", param="bad_words")
+    if not word.strip():
+        raise ApiError("`bad_words`: a word without letters", param="bad_words")
+    plain = word.lstrip()
+    return list(dict.fromkeys(tuple(tokenizer.encode(text)) for text in (plain, f" {plain}")))

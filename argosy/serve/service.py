@@ -1,0 +1,134 @@
+"""What every route stands on: the model, the engine's front, the limits; and the checks that completions and chats share."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from argosy.core.errors import ArgosyError
+from argosy.infer import engine as engines
+from argosy.infer.lm import LM
+from argosy.serve.choice import Choice, Ending
+from argosy.serve.errors import ApiError, of_input
+from argosy.serve.fields import Generation
+from argosy.serve.front import Front
+from argosy.serve.sampling import sampling_of
+from argosy.serve.settings import Limits
+
+MANY = "context_length_exceeded"
+
+
+@dataclass
+class Service:
+    """One model, served.
+
+    name: its name in the API. defaults: sampling settings of requests that give none. seeds: draws the seed of a request without
+    one.
+    """
+
+    lm: LM
+    name: str
+    front: Front
+    limits: Limits
+    defaults: dict[str, Any]
+    seeds: random.Random
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def context(self) -> int:
+        """The longest sequence in tokens, prompt and answer."""
+        return self.front.engine.context
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            what = f"the model `{name[:128]}` does not exist, this server has `{self.name}`"
+            raise ApiError(what, status=404, param="model", code="model_not_found")
+
+    def check(self, fields: Generation) -> None:
+        """Checks a request against the limits.
+
+        Raises:
+            ApiError: another model, or more than the limits allow.
+        """
+        self.check_model(fields.model)
+        limits = self.limits
+        if (fields.top or 0) > limits.logprobs:
+            raise ApiError(f"`{fields.top_name}` is {fields.top}, at most {limits.logprobs}", param=fields.top_name)
+        if len(fields.stop) + len(fields.stop_token_ids) > limits.stops:
+            raise ApiError(f"more than {limits.stops} stop strings and stop tokens", param="stop")
+        if any(not 0 < len(stop) <= limits.stop_length for stop in fields.stop):
+            raise ApiError(f"a stop string has 1 to {limits.stop_length} characters", param="stop")
+        if fields.stop and self.lm.tokenizer is None:
+            raise ApiError("stop strings need a tokenizer, and the model has none", param="stop")
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """The token ids of a prompt. An empty one begins with the model's first token."""
+        tokenizer = self.lm.tokenizer
+        if tokenizer is None:
+            raise ApiError("the model has no tokenizer: give token ids", param="prompt")
+        # No token is longer than this many characters, so a text that is cannot fit, and is not encoded.
+        if len(text) > self.context * LONGEST_TOKEN:
+            raise ApiError(f"the prompt is longer than the context of {self.context} tokens", param="prompt", code=MANY)
+        ids = self.lm.encode(text) if bos else tokenizer.encode(text)
+        if not ids:
+            ids = [next(token for token in (tokenizer.bos, tokenizer.eos, 0) if token is not None)]
+        return ids
+
+    def requests(self, fields: Generation, prompts: Sequence[list[int]], most: int | None) -> list[engines.Request]:
+        """`n` requests of the engine for each prompt.
+
+        Args:
+            most: limit on the tokens of an answer; None: up to the context.
+
+        Raises:
+            ApiError: the sampler does not support what is asked, or prompt and answer do not fit into the context.
+        """
+        if len(prompts) * fields.n > self.limits.answers:
+            what = f"{len(prompts)} prompts times n={fields.n} are more than {self.limits.answers} answers"
+            raise ApiError(what, param="n" if fields.n > 1 else "prompt")
+        for ids in prompts:
+            if len(ids) + (most or 1) > self.context:
+                asked = f"{len(ids)} tokens of prompt and {most or 'at least 1'} of answer"
+                raise ApiError(f"{asked} are more than the context of {self.context}", code=MANY)
+        sampling = sampling_of(fields, self.defaults, self.lm.tokenizer)
+        stops = frozenset(fields.stop_token_ids)
+        ends = stops | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))
+        top, salt = fields.top or 0, fields.cache_salt or ""
+        found = []
+        for ids in prompts:
+            # One seed gives one answer, wherever its prompt stands in the request.
+            seed = self.seeds.getrandbits(63) if fields.seed is None else fields.seed
+            found += [
+                engines.Request(ids, most or self.context - len(ids), sampling, ends, seed, k, top, salt=salt)
+                for k in range(fields.n)
+            ]
+        return found
+
+    def choice(self, fields: Generation, prompt: Sequence[int]) -> Choice:
+        """An empty answer to a prompt."""
+        tokenizer = self.lm.tokenizer
+        ending = Ending(
+            stops=fields.stop,
+            stop_tokens=frozenset(fields.stop_token_ids),
+            eos=None if tokenizer is None or fields.ignore_eos else tokenizer.eos,
+            least=fields.min_tokens or 0,
+            include=fields.include_stop_str_in_output,
+            skip_special=fields.skip_special_tokens,
+        )
+        return Choice(tokenizer, prompt, ending)
+
+    def chat_prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+        """The token ids of a conversation. Slow: a template is rendered in a process of its own.
+
+        Raises:
+            ApiError: there is no template, or it refuses these messages.
+        """
+        try:
+            return self.lm.chat_prompt(messages, tools=tools)
+        except ArgosyError as error:
+            raise of_input(error, "messages") from None
+
+
+# Characters of the longest tokens of published vocabularies: 128 spaces, and some margin.
+LONGEST_TOKEN = 512

@@ -1,0 +1,76 @@
+"""Settings of `argosy serve`. No jax here: mistakes are answered before it is imported."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from argosy.core.settings import Settings
+
+
+class Limits(Settings):
+    """What one client may ask for, and all of them together. Beyond a limit: 400, 413, 431 or 503, and the reason."""
+
+    body: int = Field(2_097_152, gt=0)
+    """Bytes of a request's body. Times `connections`, this is the most memory that bodies may take."""
+    headers: int = Field(64, gt=0)
+    """Headers of a request. Their bytes are limited to 32 kB."""
+    connections: int = Field(512, gt=0)
+    """Open connections."""
+    queue: int = Field(1024, gt=0)
+    """Answers that wait for the engine; more are refused with 503 and Retry-After."""
+    queue_tokens: int = Field(1_048_576, gt=0)
+    """Prompt tokens of the answers that wait. An idle server accepts any prompt that fits the model."""
+    answers: int = Field(128, gt=0)
+    """Answers of one request: its prompts times n."""
+    logprobs: int = Field(20, ge=0, le=20)
+    """Likeliest tokens per position, of logprobs and top_logprobs; the engine has at most 20."""
+    stops: int = Field(16, ge=0)
+    """Stop strings of a request. OpenAI allows 4, vLLM any number."""
+    stop_length: int = Field(256, gt=0)
+    """Characters of a stop string."""
+    seconds: float = Field(600, gt=0)
+    """Seconds until a request is ended, from its arrival to its last byte."""
+    upload_seconds: float = Field(30, gt=0)
+    """Seconds within which the body of a request must have arrived."""
+
+
+class ServeSettings(Settings):
+    """Settings of the server; those of the engine stand beside them, under `engine`."""
+
+    elsewhere: ClassVar = {
+        "served_model_name": "did you mean `name`?",
+        "max_model_len": "did you mean `engine.context`?",
+        "max_num_seqs": "did you mean `engine.slots`?",
+        "max_num_batched_tokens": "did you mean `engine.budget`?",
+        "block_size": "did you mean `engine.page`?",
+        "enable_prefix_caching": "did you mean `engine.reuse`?",
+        "ssl_certfile": "did you mean `tls_certificate`?",
+        "ssl_keyfile": "did you mean `tls_key`?",
+    }
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Other addresses than the loopback's need an `api_key`, or `open=true`."""
+    port: int = Field(8000, ge=0, lt=2**16)
+    """Port to listen on; 0 takes a free one."""
+    name: str | None = None
+    """Name of the model in the API; by default the last part of its path."""
+    api_key: str | None = None
+    """Key that clients must send as `Authorization: Bearer KEY`. Without it, that of $ARGOSY_API_KEY, which other users of the
+    machine cannot read in the list of processes."""
+    open: bool = False
+    """Lets everybody who reaches the address use the server without a key."""
+    tls_certificate: str | None = None
+    """PEM file of the server's certificate chain; the server then speaks HTTPS only."""
+    tls_key: str | None = None
+    """PEM file of the certificate's key."""
+    dtype: str | None = None
+    """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
+    adapter: str | None = None
+    """A folder of low-rank adapters in the PEFT library's format, to apply to the model."""
+    seed: int | None = None
+    """Random seed of the answers to requests that have none. None: different in every run of the server."""
+    drain: float = Field(30, ge=0)
+    """Seconds that running requests may take to finish after SIGTERM."""
+    log_requests: bool = False
+    """Prints a line per request on stderr: its path and status, never its content."""
+    limits: Limits = Limits()

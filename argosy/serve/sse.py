@@ -1,0 +1,82 @@
+"""Server-sent events, and work that ends when its client goes away."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from argosy.serve.errors import ApiError, json_bytes
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of the work, which is cancelled as soon as the client disconnects.
+
+    Raises:
+        ClientDisconnect: it did.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A stream of JSON documents, then `[DONE]`. An error after the first one is an event too, since the status has been sent.
+
+    Args:
+        events: closed when the client goes away or does not read for so long that the time is up.
+        first: the first document, which has been taken already, so that errors before it have their own status.
+        seconds: the most that the stream may take.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: Any, events: AsyncGenerator[Any], seconds: float):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.first, self.events, self.seconds = first, events, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def pump() -> None:
+            async with asyncio.timeout(self.seconds):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await part(_event(self.first))
+                try:
+                    async for document in self.events:
+                        await part(_event(document))
+                except ApiError as error:
+                    await part(_event(error.body()))
+                await part(DONE)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        def part(body: bytes) -> Any:
+            return send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            # Whoever does not read gets no word of it either.
+            with suppress(ClientDisconnect, TimeoutError):
+                await while_connected(receive, pump())
+        finally:
+            await self.events.aclose()
+
+
+def _event(document: Any) -> bytes:
+    return b"data: " + json_bytes(document) + b"\n\n"

@@ -1,0 +1,123 @@
+"""A tiny model with byte tokens, served: inside a test's own event loop, and over a socket."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from argosy.checkpoint.load import random
+from argosy.data.tokenizers.byte import ByteTokenizer
+from argosy.data.tokenizers.config import TokenizerConfig
+from argosy.infer.engine import Engine, EngineSettings, Request
+from argosy.infer.lm import LM
+from argosy.infer.sample import Sampling
+from argosy.models import FAMILIES
+from argosy.serve import run
+from argosy.serve.app import App
+from argosy.serve.front import Front
+from argosy.serve.metrics import Metrics
+from argosy.serve.service import Service
+from argosy.serve.settings import Limits, ServeSettings
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+EOS = frozenset({ByteTokenizer.eos})
+SIZES = EngineSettings(slots=4, page=8, context=128, pages=64, budget=64, beside=32)
+LIMITS = Limits(body=20_000, headers=20, answers=16, stops=4, stop_length=20, logprobs=5)
+
+
+@pytest.fixture(scope="session")
+def lm() -> LM:
+    config = FAMILIES["llama"].examples()["plain"].model_copy(update={"vocab": 258})
+    return LM(config, random(config, 0).module, ByteTokenizer(TokenizerConfig(templates={"default": TEMPLATE})))
+
+
+@dataclass
+class Alone:
+    """An answer of the engine to one request that has it for itself, with the programs that the servers here use."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+
+
+def alone(lm: LM, prompt: str | list[int], most: int, seed: int = 0, ends: frozenset[int] = EOS, **how: Any) -> Alone:
+    engine = Engine(lm.module, SIZES)
+    ids = lm.encode(prompt)
+    engine.add(Request(ids, most, Sampling(**how), ends, seed))
+    events = list(engine.run())
+    made = events[:-1] if events[-1].reason == "stop" else events
+    tokens = [event.token for event in made if event.token is not None]
+    return Alone(lm.tokenizer.decode(tokens), tokens, [event.logprob for event in made], events[-1].reason)
+
+
+@contextmanager
+def serving(lm: LM, limits: Limits = LIMITS, **defaults: Any) -> Iterator[Service]:
+    """A service whose thread ends with the block, and with no page in use."""
+    engine = Engine(lm.module, SIZES)
+    front = Front(engine, limits, Metrics("tiny", engine))
+    front.start()
+    try:
+        yield Service(lm, "tiny", front, limits, {"temperature": 1.0} | defaults, Random(0))
+    finally:
+        front.close()
+    if front.failure is None:
+        assert engine.pages.used == 0
+
+
+@pytest.fixture(scope="module")
+def service(lm: LM) -> Iterator[Service]:
+    with serving(lm) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def ask(service: Service) -> Callable[..., httpx.Response]:
+    """`ask(method, path, ...)`: one request to the application, without a socket."""
+    app = App(service).asgi
+
+    def ask(method: str, path: str, **how: Any) -> httpx.Response:
+        async def one(client: httpx.AsyncClient) -> httpx.Response:
+            return await client.request(method, path, **how)
+
+        return inside(app, one)
+
+    return ask
+
+
+def inside(app: Any, do: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    """What `do` makes of a client of the application, in a fresh event loop."""
+
+    async def go() -> Any:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            return await do(client)
+
+    return asyncio.run(go())
+
+
+@contextmanager
+def listening(service: Service, **settings: Any) -> Iterator[str]:
+    """A real server in a thread, on a free port of the loopback, until the block ends."""
+    how = ServeSettings(port=0, drain=5, **settings)
+    listener, stop, ready = run.bound(how), threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: run.serve(service, how, listener, stop=stop.is_set, ready=ready.set))
+    address = run.address_of(listener, how)
+    thread.start()
+    assert ready.wait(60)
+    try:
+        yield address
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive()

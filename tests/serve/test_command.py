@@ -1,0 +1,165 @@
+"""`argosy serve`: its flags, what it refuses before it loads a model, and its life as a process."""
+
+import contextlib
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers import shared
+from serve.conftest import listening, serving
+
+from argosy.cli import main
+from argosy.cli.flags import ANSWERS, SETTINGS, SWITCHES, translated
+from argosy.core.errors import BadInput
+from argosy.core.settings import read_settings, words_layer
+from argosy.infer.engine import EngineSettings
+from argosy.infer.lm import LM
+from argosy.serve import run
+from argosy.serve.sampling import defaults_of
+from argosy.serve.settings import ServeSettings
+
+
+def test_flags_of_vllm_are_settings():
+    words = "port=1 --host ::1 --max-model-len=64 --enable-prefix-caching --max_num_seqs 3 --enable-chunked-prefill"
+    expected = ["port=1", "host=::1", "engine.context=64", "engine.reuse=true", "engine.slots=3"]
+    assert translated(words.split()) == expected
+
+
+def test_every_flag_names_a_setting():
+    switches = [word.partition("=")[0] for words in SWITCHES.values() for word in words]
+    for name in [*SETTINGS.values(), *switches]:
+        kind = EngineSettings if name.startswith("engine.") else ServeSettings
+        parts = name.removeprefix("engine.").split(".")
+        for part in parts:
+            assert part in kind.model_fields, name
+            kind = kind.model_fields[part].annotation  # pyright: ignore[reportAssignmentType]
+    assert not set(SETTINGS) & set(ANSWERS)
+
+
+@pytest.mark.parametrize(
+    "words, what, hint",
+    [
+        (["--port"], "--port needs a value", "port=VALUE"),
+        (["--port", "--host", "x"], "--port needs a value", "port=VALUE"),
+        (["--trust-remote-code"], "no such option: --trust-remote-code", "no code of a model is ever run"),
+        (["--warp=9"], "no such option: --warp", "`warp=9`"),
+    ],
+)
+def test_other_flags_are_answered(words: list[str], what: str, hint: str):
+    with pytest.raises(BadInput, match=what) as error:
+        translated(words)
+    assert hint in (error.value.hint or "")
+
+
+def test_strangers_cannot_use_a_server_by_accident(tmp_path: Path):
+    for host in ("127.0.0.1", "::1", "localhost"):
+        run.check(ServeSettings(host=host))
+    for host in ("0.0.0.0", "::", "192.168.0.3", "example.org", ""):
+        with pytest.raises(BadInput, match="everybody on the network"):
+            run.check(ServeSettings(host=host))
+        run.check(ServeSettings(host=host, api_key="k"))
+        run.check(ServeSettings(host=host, open=True))
+    with pytest.raises(BadInput, match="both"):
+        run.check(ServeSettings(tls_key="x"))
+    with pytest.raises(BadInput, match="no file"):
+        run.check(ServeSettings(tls_key=str(tmp_path / "x"), tls_certificate=str(tmp_path / "y")))
+
+
+def test_an_address_in_use_is_a_mistake():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(BadInput, match="cannot listen on 127"):
+            run.bound(ServeSettings(port=taken.getsockname()[1]))
+    with pytest.raises(BadInput, match="cannot listen"):
+        run.bound(ServeSettings(host="no such host", api_key="k"))
+
+
+def test_defaults_come_from_the_generation_config():
+    assert defaults_of({}) == {"temperature": 1.0}
+    own = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "max_new_tokens": 3}
+    assert defaults_of(own) == {"temperature": 0.6, "top_p": 0.9}
+    with pytest.raises(BadInput, match="generation config"):
+        defaults_of({"top_p": 3})
+
+
+def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", "x", "porte=3"]) == 2
+    assert "did you mean `port`" in capsys.readouterr().err
+    assert main(["serve", "x", "--port", "a"]) == 2
+    assert main(["serve", "x", "host=0.0.0.0"]) == 2
+    assert "open=true" in capsys.readouterr().err
+    assert main(["serve", "x", "max_model_len=3"]) == 2
+    assert "engine.context" in capsys.readouterr().err
+    assert main(["serve"]) == 2
+
+
+def test_settings_are_documented():
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
+    limits = read_settings(ServeSettings, words_layer([])).value.limits
+    assert not [name for name in ServeSettings.model_fields if f"`{name}`" not in text]
+    assert not [name for name in type(limits).model_fields if f"`limits.{name}`" not in text]
+
+
+def test_fields_are_documented():
+    from argosy.serve.fields import IGNORED, NEUTRAL, Chat, Completions
+
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
+    fields = {*IGNORED, *NEUTRAL, *Chat.model_fields, *Completions.model_fields}
+    assert not sorted(name for name in fields if f"`{name}`" not in text)
+
+
+def test_metrics_are_documented(lm: LM):
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
+    with serving(lm) as service:
+        names = [metric.name for metric in service.front.metrics.registry.collect()]
+    assert not [name for name in names if f"`{name}" not in text]
+
+
+def test_a_certificate_makes_it_https(lm: LM, tmp_path: Path):
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", *words.split(), *names], check=True, capture_output=True)
+    with (
+        serving(lm) as service,
+        listening(service, tls_certificate=str(certificate), tls_key=str(key)) as address,
+    ):
+        assert address.startswith("https://127.0.0.1:")
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        assert httpx.get(f"{address}/health", verify=trusted).status_code == 200
+
+
+def test_the_command_says_when_it_is_ready_and_drains_on_sigterm():
+    words = [sys.executable, "-P", "-m", "argosy", "serve", str(shared("models/stories260k")), "--port", "0", "name=tales"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stderr is not None
+            told = []
+            for line in process.stderr:
+                told.append(line)
+                if line.startswith("ready on "):
+                    break
+            url = told[-1].split()[-1]
+            story = httpx.post(f"{url}/v1/completions", json={"prompt": "Once upon a time", "temperature": 0}, timeout=60)
+            assert story.json()["choices"][0]["text"].startswith(", there was a little girl")
+            body = {"prompt": "Once", "max_tokens": 400, "stream": True, "ignore_eos": True, "model": "tales"}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                rest = list(lines)
+            assert rest[-2:] == ["data: [DONE]", ""], "what ran was finished"
+            assert process.wait(60) == 143
+        finally:
+            with contextlib.suppress(OSError):
+                process.kill()
+    assert any("temperature=1.0" in line for line in told)
