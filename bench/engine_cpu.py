@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from argosy.infer import sampler
-from argosy.infer.engine import Engine, EngineSettings
+from argosy.infer.engine import Engine
 from argosy.infer.forward import ByLayer, Sizes, Whole, cut
 from argosy.infer.load import random
 from argosy.infer.sample import Sampling, table
+from argosy.infer.settings import EngineSettings
 from argosy.jobs.public import preset_config
 
 PROMPT, ANSWER, HELD = 128, 64, 150

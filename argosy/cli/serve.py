@@ -27,29 +27,26 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[key=value ...]",
-            help="settings: " + ", ".join(ServeSettings.model_fields) + ", engine.*; flags of `vllm serve` work too",
+            help="settings: " + ", ".join(ServeSettings.model_fields) + "; flags of `vllm serve` work too",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Serves a model over HTTP, with OpenAI's API."""
-    ours, engines = apart(translated(words or []))
-    settings = read_settings(ServeSettings, words_layer(ours)).value
+    settings = read_settings(ServeSettings, words_layer(translated(words or []))).value
     settings = settings.model_copy(update={"api_key": settings.api_key or os.environ.get(KEY) or None})
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
-        from argosy.infer.engine import EngineSettings
         from argosy.jobs.public import load
         from argosy.serve import run
 
         run.check(settings)
-        engine_settings = read_settings(EngineSettings, words_layer(engines)).value
         listener = run.bound(settings)
         doing(f"loading {model}")
-        lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=engine_settings.context)
+        lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.engine.context)
         name = settings.name or Path(model).resolve().name
-        service = run.service_of(lm, name, settings, engine_settings, doing)
+        service = run.service_of(lm, name, settings, doing)
     # A line that replaces itself would stay on the terminal.
     service.front.engine.say = lambda what: say(f"{what} ...")
     told = " ".join(f"{key}={value}" for key, value in service.defaults.items())
@@ -58,10 +55,3 @@ def serve(
     with signals.asked_to_stop("finishing what runs; again to end now") as stop:
         run.serve(service, settings, listener, stop=stop, ready=lambda: say(f"ready on {url}"))
     raise typer.Exit(stop.code)
-
-
-def apart(words: list[str]) -> tuple[list[str], list[str]]:
-    """The server's words, and the engine's without `engine.`: its settings import jax, the server's do not."""
-    prefix = "engine."
-    engines = [word.removeprefix(prefix) for word in words if word.startswith(prefix)]
-    return [word for word in words if not word.startswith(prefix)], engines

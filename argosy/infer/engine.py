@@ -25,11 +25,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from pydantic import Field
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
-from argosy.core.settings import Settings
 from argosy.infer.bans import Bias
 from argosy.infer.forward import Sizes, cut, forward_of
 from argosy.infer.pages import Pages
@@ -37,6 +35,7 @@ from argosy.infer.sample import Sampling, Seed, streams
 from argosy.infer.sampler import MOST_TOP, Sampled, biased, fresh, sample, settled
 from argosy.infer.schedule import Piece, Plan, Scheduler
 from argosy.infer.schedule import Sequence as Scheduled
+from argosy.infer.settings import ROW, EngineSettings
 from argosy.models.parts.cache import page_bytes, paged
 from argosy.models.parts.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, put, split, variable
@@ -45,30 +44,6 @@ Reason = Literal["stop", "length", "abort"]
 
 # The most bytes of a cache, unless one sequence needs more.
 CACHE = 4e9
-# Tokens per row of a prompt, if several rows may belong to one sequence.
-ROW = 32
-
-
-class EngineSettings(Settings):
-    """Settings of the engine: memory, and how prefill and decoding share a step."""
-
-    slots: int = Field(32, gt=0)
-    """Number of sequences that run at a time; others wait."""
-    page: int = Field(16, gt=0)
-    """Tokens per page of the cache."""
-    pages: int | None = Field(None, gt=0)
-    """Number of pages of the cache. By default enough for `slots` sequences of `context` tokens, but at most 4 GB, or what one
-    sequence needs if that is more."""
-    context: int | None = Field(None, gt=0)
-    """Longest sequence in tokens, prompt and answer; by default the model's context."""
-    budget: int = Field(512, ge=ROW)
-    """Prompt tokens per step, if no sequence decodes."""
-    beside: int = Field(128, ge=ROW)
-    """Prompt tokens per step, if sequences decode too. A lower value shortens the time between tokens, a higher one the time to
-    the first token."""
-    reuse: bool = True
-    """Prefix caching: the common beginning of prompts is computed once. Off for models with recurrent layers, whose states are not
-    kept."""
 
 
 @dataclass
@@ -126,13 +101,17 @@ class Engine:
         model: a decoder module. Its weights are read at each step. If one was replaced, running sequences are computed again from
             their first token, and the prefix cache is cleared.
         say: called with what is being compiled, if that takes longer than a second.
+        keeps: whether weights stay prepared while nothing runs. Not if they are trained meanwhile: views of them would make a
+            training step copy what it should reuse.
 
     Raises:
         BadInput: the cache has no room for one sequence of `context` tokens.
     """
 
-    def __init__(self, model: Any, settings: EngineSettings | None = None, *, say: Say | None = None):
-        self.model, self.settings, self.say = model, settings or EngineSettings(), say
+    def __init__(
+        self, model: Any, settings: EngineSettings | None = None, *, say: Say | None = None, keeps: bool = False
+    ):
+        self.model, self.settings, self.say, self.keeps = model, settings or EngineSettings(), say, keeps
         self.variables = {address: variable(model, address) for address in split(model)[1]}
         self.forward = forward_of(model, self.weights())
         self.dtype, self.vocab = model.dtype, model.config.vocab
@@ -259,7 +238,7 @@ class Engine:
         if self._flying and (len(self._flying) > 1 or not plan):
             self._land(*self._flying.pop(0))
         events, self._events = self._events, []
-        if not self.busy:
+        if not self.busy and not self.keeps:
             self._weights = None
         return events
 
@@ -328,6 +307,45 @@ class Engine:
             self._sequences.pop(wanted.number, None)
             self.scheduler.end(sequence)
 
+    def warm_up(self) -> int:
+        """Compiles every program that a step may need; returns their number. Later requests compile nothing.
+
+        Raises:
+            RuntimeError: requests are running.
+        """
+        if self.busy:
+            raise RuntimeError("warm_up is for an engine without requests")
+        self._look_for_new_weights()
+        before = self.stats.compilations
+        for sizes, counts in self._possible().items():
+            words = np.zeros(sizes.words, np.int32)
+            for part in cut(words, sizes):
+                part["slot"][:], part["table"][:] = -1, -1
+            for count in sorted(counts):
+                logits = self._passed(sizes, words, np.zeros(count, np.int32))
+                self._sampled(logits, np.full(count, -1, np.int32))
+        if not self.keeps:
+            self._weights = None
+        return self.stats.compilations - before
+
+    def _possible(self) -> dict[Sizes, set[int]]:
+        """The sizes of every step there may be, and for each the numbers of rows that the sampler may be called with."""
+        slots, P = self.settings.slots, self.table_pages
+        found: dict[Sizes, set[int]] = {}
+        for n in range(1, slots + 1):
+            sizes = Sizes(_decoding_rows(n, slots, alone=True), 0, 0, P)
+            found.setdefault(sizes, set()).add(_sampled_rows(n))
+        for n in range(slots):
+            decodes = _decoding_rows(n, slots, alone=False)
+            budget = self.settings.beside if n else self.settings.budget
+            most = budget // ROW if self.shares else 1
+            for rows in range(1, most + 1):
+                for width in {ROW} if self.shares else {ROW * _power(k, 4) for k in range(1, -(-budget // ROW) + 1)}:
+                    sizes = Sizes(decodes, _power(rows, 4), width, P)
+                    ended = range(min(rows, slots - n) + 1)
+                    found.setdefault(sizes, set()).update(_sampled_rows(n + k) for k in ended)
+        return found
+
     # ---------------------------------------------------------------- dispatch
 
     def _dispatch(self, plan: Plan) -> tuple[list[Scheduled], Sampled]:
@@ -341,16 +359,27 @@ class Engine:
         count = _sampled_rows(len(due))
         picks, owners = np.zeros(count, np.int32), np.full(count, -1, np.int32)
         picks[: len(due)], owners[: len(due)] = places, [sequence.slot for sequence in due]
-        what = f"a step of {sizes.decodes} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
-        logits, self.caches = self._run(
-            what, self.forward, (*sizes, count), self._weights, self.caches, self.slots.last, words, picks, sizes
-        )
+        logits = self._passed(sizes, words, picks)
         self._bias(due)
-        self.slots, sampled = self._run(f"the sampler for {count} rows", sample, (count,), self.slots, logits, owners)
+        sampled = self._sampled(logits, owners)
         for a in sampled[:3]:
             a.copy_to_host_async()
         self.stats.steps += 1
         return due, sampled
+
+    def _passed(self, sizes: Sizes, words: np.ndarray, picks: np.ndarray) -> jax.Array:
+        """The logits after the picked tokens."""
+        what = f"a step of {sizes.decodes} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
+        logits, self.caches = self._run(
+            what, self.forward, (*sizes, len(picks)), self._weights, self.caches, self.slots.last, words, picks, sizes
+        )
+        return logits
+
+    def _sampled(self, logits: jax.Array, owners: np.ndarray) -> Sampled:
+        """Samples a token for each row with an owner."""
+        count = len(owners)
+        self.slots, sampled = self._run(f"the sampler for {count} rows", sample, (count,), self.slots, logits, owners)
+        return sampled
 
     def _run(self, what: str, program: Any, sizes: tuple[Any, ...], *arguments: Any) -> Any:
         """Calls a program; counts and times the call if it compiles."""

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from argosy.core.progress import Say
-from argosy.infer.engine import CACHE, Engine, EngineSettings
+from argosy.infer.engine import CACHE, Engine
 from argosy.infer.sequences import Sequences
+from argosy.infer.settings import EngineSettings
 from argosy.models.parts.cache import page_bytes
 
 PAGE = 16

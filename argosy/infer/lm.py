@@ -15,7 +15,7 @@ from argosy.infer.engine import Event, Request
 from argosy.infer.held import Held
 from argosy.infer.sample import Sampling, Seed, words_of
 from argosy.infer.sequences import Sequences
-from argosy.infer.text import Text
+from argosy.infer.text import Text, spellings
 
 Prompt = str | Sequence[int]
 Reason = Literal["stop", "length"]
@@ -408,25 +408,14 @@ def _sampling(lm: LM, given: Mapping[str, Any]) -> Sampling:
 
     given = dict(given)
     if "bad_words" in given:
-        given["bad_words"] = [ids for word in given["bad_words"] for ids in _spellings(lm, word)]
+        words = [spellings(lm.tokenizer, w) if isinstance(w, str) else [_ids(w).tolist()] for w in given["bad_words"]]
+        given["bad_words"] = [ids for spelt in words for ids in spelt]
     sampling = read_settings(Sampling, SettingsLayer("generate", given)).value
     filters = ("top_k", "top_p", "min_p", "typical_p")
     idle = [name for name in filters if name in given and name in sampling.model_fields_set]
     if idle and not sampling.temperature:
         raise BadInput(f"{', '.join(idle)}: no effect at temperature 0", hint="set temperature, such as 0.7")
     return sampling
-
-
-def _spellings(lm: LM, word: Prompt) -> list[list[int]]:
-    """The token ids of a word, at the beginning of a text and after a blank; token ids as they are."""
-    if not isinstance(word, str):
-        return [_ids(word).tolist()]
-    if lm.tokenizer is None:
-        raise BadInput("bad_words as text need a tokenizer", hint="give token ids")
-    if not word.strip():
-        raise BadInput(f"{word!r} among bad_words would ban nearly everything")
-    spelt = [lm.tokenizer.encode(blank + word.lstrip()) for blank in ("", " ")]
-    return spelt if spelt[0] != spelt[1] else spelt[:1]
 
 
 def _ids(tokens: Any) -> np.ndarray:

@@ -71,3 +71,17 @@ class Text:
     def _rest(self) -> str:
         text, self._held = self._held, ""
         return text
+
+
+def spellings(tokenizer: Any, word: str) -> list[tuple[int, ...]]:
+    """The token ids of a word at the beginning of a text, and after a space.
+
+    Raises:
+        BadInput: no tokenizer, or nothing but spaces.
+    """
+    if tokenizer is None:
+        raise BadInput("bad_words as text need a tokenizer", hint="give token ids")
+    if not word.strip():
+        raise BadInput(f"{word!r} among bad_words would ban nearly everything")
+    plain = word.lstrip()
+    return list(dict.fromkeys(tuple(tokenizer.encode(text)) for text in (plain, f" {plain}")))

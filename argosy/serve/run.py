@@ -15,7 +15,7 @@ import uvicorn
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.engine import Engine, EngineSettings, Request
+from argosy.infer.engine import Engine, Request
 from argosy.infer.lm import LM
 from argosy.serve.app import App
 from argosy.serve.front import Front
@@ -69,17 +69,18 @@ def bound(settings: ServeSettings) -> socket.socket:
         return listener
 
 
-def service_of(lm: LM, name: str, settings: ServeSettings, engine_settings: EngineSettings, say: Say | None) -> Service:
-    """The model with an engine whose first programs are compiled, and its thread started.
+def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> Service:
+    """The model with an engine whose programs are compiled, and its thread started.
 
     Raises:
         BadInput: the model is an encoder, or its cache has no room.
     """
     lm.check_predicts()
-    engine = Engine(lm.module, engine_settings, say=say)
-    engine.add(Request([0], 2))
-    for _ in engine.run():
-        pass
+    engine = Engine(lm.module, settings.engine, say=say, keeps=True)
+    if settings.warm_up:
+        engine.warm_up()
+    else:
+        engine.generate([Request([0], 2)])
     front = Front(engine, settings.limits, Metrics(name, engine))
     front.start()
     return Service(lm, name, front, settings.limits, defaults_of(lm.generation), Random(settings.seed))

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.infer.sample import Sampling
+from argosy.infer.text import spellings
 from argosy.serve.errors import ApiError, of_input
 from argosy.serve.fields import Generation
 
@@ -70,15 +71,8 @@ def _converted(name: str, value: Any, tokenizer: Any) -> Any:
     if name == "allowed_token_ids":
         return tuple(value)
     if name == "bad_words":
-        return tuple(ids for word in value for ids in _spellings(word, tokenizer))
+        try:
+            return tuple(ids for word in value for ids in spellings(tokenizer, word))
+        except BadInput as error:
+            raise of_input(error, "bad_words") from None
     return value
-
-
-def _spellings(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
-    """The token ids of a word at the beginning of a text, and after a space."""
-    if tokenizer is None:
-        raise ApiError("`bad_words`: the model has no tokenizer", param="bad_words")
-    if not word.strip():
-        raise ApiError("`bad_words`: a word without letters", param="bad_words")
-    plain = word.lstrip()
-    return list(dict.fromkeys(tuple(tokenizer.encode(text)) for text in (plain, f" {plain}")))

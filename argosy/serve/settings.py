@@ -5,6 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from argosy.core.settings import Settings
+from argosy.infer.settings import EngineSettings
 
 
 class Limits(Settings):
@@ -35,7 +36,7 @@ class Limits(Settings):
 
 
 class ServeSettings(Settings):
-    """Settings of the server; those of the engine stand beside them, under `engine`."""
+    """Settings of the server."""
 
     elsewhere: ClassVar = {
         "served_model_name": "did you mean `name`?",
@@ -73,4 +74,7 @@ class ServeSettings(Settings):
     """Seconds that running requests may take to finish after SIGTERM."""
     log_requests: bool = False
     """Prints a line per request on stderr: its path and status, never its content."""
+    warm_up: bool = True
+    """Compiles every program before the server is ready, so that no request waits for the compiler."""
     limits: Limits = Limits()
+    engine: EngineSettings = EngineSettings()

@@ -11,10 +11,11 @@ import pytest
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
 from argosy.infer import engine as engine_module
-from argosy.infer.engine import Engine, EngineSettings, Request
+from argosy.infer.engine import Engine, Request
 from argosy.infer.forward import ByLayer, Whole
 from argosy.infer.lm import LM
 from argosy.infer.sample import Sampling, choose, penalized, streams, table
+from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.stack import Scan, from_layers
 from argosy.models.parts.weight import put, split
@@ -113,6 +114,28 @@ def test_what_a_request_asks_for_compiles_nothing(lm: LM, engine: Engine):
     asked = [{"temperature": 1.0}, {"top_k": 3, "temperature": 1.0}, {"min_p": 0.1, "temperature": 2.0}, SAMPLED]
     answers(engine, [Request(p, 12, Sampling(**asked[i % 4])) for i, p in enumerate(given)])
     assert engine.stats.compilations == before
+
+
+@pytest.mark.parametrize("family, example", [("llama", "plain"), pytest.param("qwen3_next", "mixed", marks=pytest.mark.slow)])
+def test_after_warming_up_no_request_compiles_anything(family: str, example: str):
+    lm = lm_of(family, example)
+    engine = Engine(lm.module, EngineSettings(slots=5, page=8, context=96, pages=40, budget=64, beside=32))
+    number = engine.warm_up()
+    assert number == engine.stats.compilations > 5
+    assert engine.pages.used == 0
+    chance = np.random.default_rng(0)
+    waiting = [
+        Request(chance.integers(3, lm.config.vocab, chance.integers(1, 60)).tolist(), int(chance.integers(1, 20)), row=i)
+        for i in range(40)
+    ]
+    while waiting or engine.busy:
+        for _ in range(min(chance.integers(0, 4), len(waiting))):
+            engine.add(waiting.pop())
+        engine.step()
+    assert engine.stats.compilations == number
+    prompt = prompts(lm.config.vocab)[0]
+    whole = lm.logits([[*prompt, *(found := answers(engine, [Request(prompt, 6)])[0])]])[0].argmax(-1)
+    assert found == whole[len(prompt) - 1 : -1].tolist(), "warming up leaves nothing in the cache"
 
 
 def test_a_common_beginning_is_computed_once(lm: LM, engine: Engine):

@@ -14,9 +14,10 @@ import pytest
 from argosy.checkpoint.load import random
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
-from argosy.infer.engine import Engine, EngineSettings, Request
+from argosy.infer.engine import Engine, Request
 from argosy.infer.lm import LM
 from argosy.infer.sample import Sampling
+from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App

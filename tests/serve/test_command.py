@@ -18,7 +18,6 @@ from argosy.cli import main
 from argosy.cli.flags import ANSWERS, SETTINGS, SWITCHES, translated
 from argosy.core.errors import BadInput
 from argosy.core.settings import read_settings, words_layer
-from argosy.infer.engine import EngineSettings
 from argosy.infer.lm import LM
 from argosy.serve import run
 from argosy.serve.sampling import defaults_of
@@ -34,9 +33,8 @@ def test_flags_of_vllm_are_settings():
 def test_every_flag_names_a_setting():
     switches = [word.partition("=")[0] for words in SWITCHES.values() for word in words]
     for name in [*SETTINGS.values(), *switches]:
-        kind = EngineSettings if name.startswith("engine.") else ServeSettings
-        parts = name.removeprefix("engine.").split(".")
-        for part in parts:
+        kind = ServeSettings
+        for part in name.split("."):
             assert part in kind.model_fields, name
             kind = kind.model_fields[part].annotation  # pyright: ignore[reportAssignmentType]
     assert not set(SETTINGS) & set(ANSWERS)
