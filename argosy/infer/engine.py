@@ -324,6 +324,12 @@ class Engine:
             for count in sorted(counts):
                 logits = self._passed(sizes, words, np.zeros(count, np.int32))
                 self._sampled(logits, np.full(count, -1, np.int32))
+        nobody = self.settings.slots
+        for rows in sorted({_power(n, 2) for n in range(1, nobody + 1)}):
+            self._biased(np.full(rows, nobody, np.int32), np.zeros((rows, self.vocab), np.float32))
+        # These two take no number of rows, and are compiled by the first request otherwise.
+        key = np.asarray(jax.random.key_data(streams(0, [0])))[0]
+        self.slots = settled(self.slots, nobody, Sampling(), key, 0, [0], [])
         if not self.keeps:
             self._weights = None
         return self.stats.compilations - before
@@ -416,7 +422,10 @@ class Engine:
             bias = np.zeros((len(where), self.vocab), np.float32)
             for i, (slot, row) in enumerate(rows):
                 where[i], bias[i] = slot, row
-            self.slots = self._run(f"{len(where)} biases", biased, ("bias", len(where)), self.slots, where, bias)
+            self._biased(where, bias)
+
+    def _biased(self, where: np.ndarray, bias: np.ndarray) -> None:
+        self.slots = self._run(f"{len(where)} biases", biased, ("bias", len(where)), self.slots, where, bias)
 
     def _rows(self, plan: Plan) -> list[tuple[Piece, int]]:
         """The rows of the prompts: each piece, and the place in it where the row begins."""

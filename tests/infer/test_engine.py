@@ -11,6 +11,7 @@ import pytest
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
 from argosy.infer import engine as engine_module
+from argosy.infer import sampler
 from argosy.infer.engine import Engine, Request
 from argosy.infer.forward import ByLayer, Whole
 from argosy.infer.lm import LM
@@ -125,14 +126,22 @@ def test_after_warming_up_no_request_compiles_anything(family: str, example: str
     assert engine.pages.used == 0
     chance = np.random.default_rng(0)
     waiting = [
-        Request(chance.integers(3, lm.config.vocab, chance.integers(1, 60)).tolist(), int(chance.integers(1, 20)), row=i)
+        Request(
+            chance.integers(3, lm.config.vocab, chance.integers(1, 60)).tolist(),
+            int(chance.integers(1, 20)),
+            Sampling(**BIASED[i % len(BIASED)]),
+            frozenset([11]),
+            row=i,
+        )
         for i in range(40)
     ]
+    sizes = sampler._settled._cache_size()
     while waiting or engine.busy:
         for _ in range(min(chance.integers(0, 4), len(waiting))):
             engine.add(waiting.pop())
         engine.step()
     assert engine.stats.compilations == number
+    assert sampler._settled._cache_size() == sizes
     prompt = prompts(lm.config.vocab)[0]
     whole = lm.logits([[*prompt, *(found := answers(engine, [Request(prompt, 6)])[0])]])[0].argmax(-1)
     assert found == whole[len(prompt) - 1 : -1].tolist(), "warming up leaves nothing in the cache"
