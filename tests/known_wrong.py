@@ -130,7 +130,7 @@ EDITS = [
         "argosy/models/parts/cache.py",
         "return jnp.where((index >= 0) & (index < size), index, size)",
         "return index",
-        (f"{ATTEND}indexes_out_of_range_are_nobodys",),
+        (f"{ATTEND}indexes_out_of_range_belong_to_no_row",),
     ),
     Edit(
         "NaN of a former owner is read",
