@@ -9,8 +9,8 @@ whose answer was complete: only the interpreter's teardown was left, and its exi
 
 Prints a line for each verb; exit code 1 where one was left with another code, a traceback or a segmentation fault, left a process
 behind, or was out later than `OUT_S`. A run that trains saves its state first, and while XLA compiles it can only do so when the
-compiler returns; then it must have said so within `SAID_S`. cpu_s: CPU seconds from the signal to the end, which tell a slow
-ending from a loaded machine.
+compiler returns; then it must have said so within `SAID_S`. From `OUT_S` on its stack is printed every second, and one that is not
+in the compiler counts as late. cpu_s: CPU seconds from the signal to the end, which tell a slow ending from a loaded machine.
 """
 
 import os
@@ -29,6 +29,13 @@ from campaign_kill import SMALL
 OUT_S = 3.0
 SAID_S = 0.5
 PATIENCE_S = 300
+# `python -m argosy`, which prints its stack into the file of the first word at SIGUSR1.
+WATCHED = (
+    "import faulthandler, runpy, signal, sys; "
+    "faulthandler.register(signal.SIGUSR1, file=open(sys.argv.pop(1), 'w'), all_threads=False); "
+    "runpy.run_module('argosy', run_name='__main__', alter_sys=True)"
+)
+COMPILER = "in backend_compile"
 # Verbs that end only when they are stopped; their blows come within this time.
 ENDLESS_S = {"train": 12.0, "train with samples": 25.0, "sweep": 25.0}
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -37,7 +44,8 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 @dataclass(frozen=True)
 class Blow:
     """One Ctrl-C. after_s: after the start. out_s, cpu_s: from the signal to the end. code: None where the command had ended
-    before. said: what was on stderr `SAID_S` after the signal, "" if the command was out by then."""
+    before. said: what was on stderr `SAID_S` after the signal, "" if the command was out by then. stack: where it was when it was
+    late, if not in the compiler."""
 
     verb: str
     after_s: float
@@ -48,6 +56,7 @@ class Blow:
     said: str = ""
     answer: str = ""
     is_orphaned: bool = False
+    stack: str = ""
 
     @property
     def waits(self) -> bool:
@@ -61,7 +70,7 @@ class Blow:
     @property
     def good(self) -> bool:
         quiet = not any(word in self.err for word in ("Traceback", "Segmentation", "ImportError", "Error:"))
-        in_time = self.out_s <= OUT_S or self.waits
+        in_time = self.out_s <= OUT_S or (self.waits and not self.stack)
         return self.was_over or (self.code == 130 and quiet and in_time and not self.is_orphaned)
 
 
@@ -102,7 +111,8 @@ def start(words: list[str], folder: Path, cache: Path, errors: Path) -> subproce
     with errors.open("wb") as file, errors.with_name("stdout").open("wb") as answer:
         try:
             return subprocess.Popen(
-                command(words), stdin=subprocess.DEVNULL, stdout=answer, stderr=file, env=environment,
+                [sys.executable, "-P", "-c", WATCHED, str(errors.with_name("stacks")), *words],
+                stdin=subprocess.DEVNULL, stdout=answer, stderr=file, env=environment,
                 cwd=folder, start_new_session=True,
             )  # fmt: skip
         finally:
@@ -136,13 +146,28 @@ def blow(verb: str, words: list[str], after_s: float, folder: Path, cache: Path)
             code = process.wait(SAID_S)
         except subprocess.TimeoutExpired:
             said = errors.read_text(errors="replace")
-            code = process.wait(PATIENCE_S)
+            code = late(process)
         out_s, after = time.monotonic() - began, os.times()
     finally:
         is_orphaned = end_group(process.pid)
     used = after.children_user + after.children_system - before.children_user - before.children_system
-    answer, err = (path.read_text(errors="replace") for path in (errors.with_name("stdout"), errors))
-    return Blow(verb, after_s, out_s, used - spent, code, err, said, answer, is_orphaned)
+    files = errors.with_name("stdout"), errors, errors.with_name("stacks")
+    answer, err, stacks = (path.read_text(errors="replace") for path in files)
+    outside = [stack for stack in stacks.split("Stack (most recent")[1:] if COMPILER not in stack]
+    return Blow(verb, after_s, out_s, used - spent, code, err, said, answer, is_orphaned, "\n".join(outside[:1]))
+
+
+def late(process: subprocess.Popen[bytes]) -> int:
+    """Waits for a process that is being stopped; once it is late, it prints its stack every second."""
+    began, patience = time.monotonic(), OUT_S - SAID_S
+    while True:
+        try:
+            return process.wait(patience)
+        except subprocess.TimeoutExpired:
+            if time.monotonic() - began > PATIENCE_S:
+                raise
+            process.send_signal(signal.SIGUSR1)
+            patience = 1.0
 
 
 def cpu_s(pid: int) -> float:
@@ -217,7 +242,7 @@ def report(blows: list[Blow], longest: list[float]) -> None:
         if not one.good:
             print(
                 f"  after {one.after_s:.2f} s: exit code {one.code}, out in {one.out_s:.2f} s, CPU {one.cpu_s:.2f} s"
-                f"{', left a process' if one.is_orphaned else ''}\n{one.err[-2000:]}",
+                f"{', left a process' if one.is_orphaned else ''}\n{one.err[-2000:]}\n{one.stack}",
                 flush=True,
             )
 

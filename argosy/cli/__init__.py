@@ -51,7 +51,7 @@ def main(words: list[str] | None = None) -> int:
         sys.stderr.flush()
     except OSError:
         silence(sys.stderr)
-    signals.over()
+    signals.over(code)
     return code
 
 

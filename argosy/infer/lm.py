@@ -353,8 +353,10 @@ class Answers:
                         engine.end(event.id)
                         del rows[event.id]
                     yield piece
-        except Exception:
-            # What the engine holds is not known any more.
+        except GeneratorExit:
+            raise
+        except BaseException:
+            # Nobody knows what the engine holds after half a step, which Ctrl-C may leave too.
             self.lm.forget()
             raise
         finally:

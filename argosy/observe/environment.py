@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.errors import BadInput
+from argosy.core.signals import before_leaving
 from argosy.observe.readable import sized
 
 PACKAGES = ("argosy", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_dtypes", "safetensors",
@@ -121,14 +122,22 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def devices(timeout_s: float = DEVICES_WITHIN_S) -> dict[str, Any]:
     """{"backend", "devices": [{kind, platform, memory_bytes}]}, or {"error": why jax has no devices}."""
-    try:
-        done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"jax did not answer within {timeout_s:.0f} s"}
-    if done.returncode == 0:
-        return json.loads(done.stdout.strip().splitlines()[-1])
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return {"error": lines[-1][:300] if lines else f"jax ended with code {done.returncode}"}
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, "-c", ASK], stdout=pipe, stderr=pipe, text=True)
+    # Ctrl-C reaches the child too, which may discard it while it imports jax.
+    with child, before_leaving(child.kill):
+        try:
+            answer, errors = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return {"error": f"jax did not answer within {timeout_s:.0f} s"}
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode == 0:
+        return json.loads(answer.strip().splitlines()[-1])
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    return {"error": lines[-1][:300] if lines else f"jax ended with code {child.returncode}"}
 
 
 def gpus() -> list[str]:

@@ -112,6 +112,7 @@ def interrupted(
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

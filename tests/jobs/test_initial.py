@@ -109,6 +109,7 @@ def test_what_is_reported_of_the_model_beside_a_folder_counts(source: Path, tmp_
     assert "model.ffn is 32 there, 48 here" in str(told.value)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_start_again_from_init(source: Path, tmp_path: Path):
     words = [f"init.weights={source}", f"dir={tmp_path / 'run'}"]
     begun = fit(tmp_path / "run", "steps=2", *words)

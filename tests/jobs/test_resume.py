@@ -123,6 +123,7 @@ def test_what_a_kill_left_half_written_is_not_gone_on_from(alone: Path, tmp_path
     assert not half.exists()
 
 
+@pytest.mark.slow
 def test_a_run_in_an_object_store_resumes_bit_for_bit(alone: Path, tmp_path: Path):
     run = f"memory://{tmp_path.name}/run"
     argosy.fit("tiny", *WORDS, f"dir={run}", "steps=8", view=Quiet())

@@ -263,6 +263,7 @@ def test_an_empty_directory_name_is_a_mistake(tmp_path: Path, monkeypatch: pytes
     assert not everything(tmp_path)
 
 
+@pytest.mark.slow
 def test_stretching_a_schedule_says_both_rates_and_the_way_out(tmp_path: Path):
     run, words = tmp_path / "run", ["schedule=cosine", "schedule.warmup=0"]
     fit(run, "steps=4", *words)

@@ -15,7 +15,7 @@ from argosy.models.parts.weight import put, split
 CASES = examples()
 FULLEST = fullest()
 # The fullest example of each of five structures that differ: plain attention, window rings with caps, sinks with clamped experts,
-# latent attention with experts and a module ahead, recurrent states beside attention. A law that compiles runs over two or three
+# latent attention with experts and a module ahead, recurrent states beside attention. A law that compiles runs over one or two
 # of them by default, named beside the law, and over all examples with the longer proofs: 31 examples in every law take an hour.
 SHORT = ("llama", "gemma", "gpt_oss", "deepseek", "qwen3_next")
 FULL_OF = {short: next(name for name in FULLEST if type(CASES[name]) is FAMILIES[short]) for short in SHORT}

@@ -104,7 +104,7 @@ def changed(name):
     ("name", "run"),
     [
         pytest.param(n, r, id=f"{n}-{type(r).__name__}", marks=() if (n, type(r)) in DEFAULTS else pytest.mark.slow)
-        for DEFAULTS in [{("experts", Unroll)}]
+        for DEFAULTS in [{("dense", Unroll)}]
         for n in CHANGES
         for r in (Unroll(), Scan())
     ],

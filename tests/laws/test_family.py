@@ -86,16 +86,15 @@ def by_default(law):
     return [p.values for p in given.args[1] if not p.marks]
 
 
-def test_by_default_every_law_meets_both_layouts_and_every_structure_several_laws():
+def test_by_default_laws_meet_both_layouts_and_every_structure():
+    """Each law one or two of them, since they compile; the longer proofs meet all."""
     laws = {n: law for n, law in globals().items() if n.startswith("test_") and "full" in signature(law).parameters}
     met = {name: by_default(law) for name, law in laws.items()}
     assert len(met) == 8
-    for name, law in laws.items():
-        assert 2 <= len(met[name]) <= 3, name
-        if "run" in signature(law).parameters:
-            assert {run for _, run in met[name]} == set(RUNS), name
-    for case in STRUCTURES:
-        assert sum(case in {values[0] for values in some} for some in met.values()) >= 2, case
+    assert {len(some) for some in met.values()} == {1, 2}
+    layouts = [values[1] for name, law in laws.items() if "run" in signature(law).parameters for values in met[name]]
+    assert min(layouts.count(run) for run in RUNS) >= 3
+    assert {values[0] for some in met.values() for values in some} == set(STRUCTURES)
     decoding = {values[0] for name, some in met.items() if "decode" in name or "ragged" in name for values in some}
     assert len(decoding) >= 4
     assert decoding >= {"deepseek-3.2", "qwen3_next-mixed"}, "latent attention with experts; recurrent states"
@@ -105,7 +104,7 @@ def test_every_family_has_an_example():
     assert {type(c) for c in CASES.values()} == set(FAMILIES.values())
 
 
-@each_layout(scan=["gpt_oss"], unroll=["llama"])
+@each_layout(scan=["gpt_oss"], unroll=[])
 def test_export_equals_eager(case, run, full):
     """As portable StableHLO, both lengths left open, run on another shape than it was made for."""
     config, tokens, expected = full(case)
@@ -174,7 +173,7 @@ def test_hub_folder_gives_the_model_again(case):
         np.testing.assert_array_equal(table.read(theirs, name), weight, err_msg=name)
 
 
-@pytest.mark.parametrize("case", marked(CASES, ["llama", "gemma"]))
+@pytest.mark.parametrize("case", marked(CASES, ["gemma"]))
 def test_scan_equals_unroll_gradients_too(case, full):
     config, tokens, expected = full(case)
     grads = {}
@@ -211,7 +210,7 @@ def cross_entropy(logits, tokens):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), following, -1))
 
 
-@each_layout(scan=["qwen3_next"], unroll=["gemma"], names=CAUSAL)
+@each_layout(scan=[], unroll=["gemma"], names=CAUSAL)
 def test_contiguous_decode_equals_full(case, run, full):
     """Rows of unequal length: a padded prefill, then one token at a time, each row at its own place."""
     config, tokens, expected = full(case)
@@ -244,7 +243,7 @@ def test_contiguous_decode_equals_full(case, run, full):
     assert worst < TOLERANCE
 
 
-@each_layout(scan=["llama"], unroll=["deepseek"], names=CAUSAL)
+@each_layout(scan=["llama"], unroll=[], names=CAUSAL)
 def test_paged_decode_equals_full(case, run, full):
     """Shuffled pages, ragged chunks, a padding row, NaN in the pool and any word in dead tokens. What a table or slot names that
     is nobody's is -1, out of range, or somebody else's."""
@@ -283,7 +282,7 @@ def test_paged_decode_equals_full(case, run, full):
             assert np.isnan(kept).all(), "a page or slot of nobody was written"
 
 
-@each_layout(scan=["deepseek"], unroll=["gemma"], names=CAUSAL)
+@each_layout(scan=["deepseek"], unroll=["qwen3_next"], names=CAUSAL)
 def test_ragged_rows_equal_full(case, run, full, monkeypatch):
     """One sequence decodes while the other's prompt is computed in rows; rows that are nobody's fill both groups. Where all that a
     model caches lies in pages, the rows of a call belong to one sequence. Pages are read three at a time."""
@@ -369,7 +368,7 @@ def test_layouts_convert_without_a_change(case):
             assert (np.asarray(arrays[address]) == w).all(), address
 
 
-@each_layout(scan=["gpt_oss"], unroll=["llama"])
+@each_layout(scan=[], unroll=["llama"])
 def test_int8_stays_near(case, run, full):
     config, tokens, expected = full(case)
     model = in_float64(config, RUNS[run])
@@ -391,7 +390,7 @@ def weight_bytes(model) -> int:
     return sum(v.get_value().nbytes for v in variables(model).values())
 
 
-@each_layout(scan=["llama"], unroll=["gemma"])
+@each_layout(scan=["llama"], unroll=[])
 def test_lora_starts_at_the_base_trains_and_leaves_it_untouched(case, run, full):
     config, tokens, _ = full(case)
     model = in_float64(config, RUNS[run])

@@ -50,7 +50,7 @@ def config_json(name: str) -> dict:
 
 
 @pytest.fixture(
-    scope="module", params=[*(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-2", "deepseek-3")), "deepseek-3.2"]
+    scope="module", params=["deepseek-2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-3", "deepseek-3.2"))]
 )
 def latent(request):
     config = CASES[request.param]
@@ -196,6 +196,7 @@ def is_index(address: str) -> bool:
     return ".attn.index." in address
 
 
+@pytest.mark.slow
 def test_a_step_leaves_the_index_alone():
     """With decay on everything: no gradient would bring back what it takes."""
     model = built(CASES["deepseek-3.2"], Unroll())
@@ -210,6 +211,7 @@ def test_a_step_leaves_the_index_alone():
     assert all((np.asarray(after.params[a]) != np.asarray(params[a])).any() for a in params)
 
 
+@pytest.mark.slow
 def test_no_gradient_goes_through_the_choice():
     """Nor to what the index reads: the whole model differentiated, its frozen weights too."""
     config = CASES["deepseek-3.2"]

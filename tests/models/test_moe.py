@@ -359,6 +359,7 @@ TINY = MixtralConfig(
 )
 
 
+@pytest.mark.slow
 def test_training_tells_what_is_dropped_and_nothing_else_drops(tmp_path):
     model = TINY.build(Unroll())
     fill(model, jax.random.key(0), addresses=layer_addresses(model))

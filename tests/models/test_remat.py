@@ -38,7 +38,12 @@ def plain() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("run", "most"), [(Unroll("full"), 0.4), pytest.param(Unroll("dots"), 0.9, marks=pytest.mark.slow), (Scan("full"), 0.4)]
+    ("run", "most"),
+    [
+        (Unroll("full"), 0.4),
+        pytest.param(Unroll("dots"), 0.9, marks=pytest.mark.slow),
+        pytest.param(Scan("full"), 0.4, marks=pytest.mark.slow),
+    ],
 )
 def test_memory_falls_and_gradients_stay(plain: tuple[Any, Any], run: Any, most: float):
     program, weights = gradient(run)

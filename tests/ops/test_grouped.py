@@ -75,6 +75,7 @@ def test_values_and_gradients(name, case):
     agree(jax.jit(lambda *a: value_and_gradients(run, *a))(x, w, g), oracle(x, w, g, sizes), 1e-5)
 
 
+@pytest.mark.slow
 def test_megablox_interpreted():
     """The kernel's body, run on the CPU: padding to tiles, and rows that it leaves unwritten."""
     from jax.experimental.pallas import tpu as pltpu

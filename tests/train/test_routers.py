@@ -61,7 +61,7 @@ def loads_of(model, batch):
     return out | {"mtp.0.block.mlp.bias": ahead(weights, x, later, attend)}
 
 
-@pytest.mark.parametrize(("run", "accumulate"), [(Unroll(), 1), pytest.param(Scan(), 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("run", "accumulate"), [pytest.param(Unroll(), 1, marks=pytest.mark.slow), (Scan(), 2)])
 def test_biases_move_against_the_load_in_every_layout(run, accumulate):
     """Up where fewer tokens than even went, down where more, by the rate, in each layer and in the module ahead."""
     batch = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch_of())
@@ -106,6 +106,7 @@ def test_experts_that_tell_nothing_are_an_error():
 # ---------------------------------------------------------------- further ahead
 
 
+@pytest.mark.slow
 def test_the_loss_of_later_tokens_by_hand():
     """Each target of a text but its last two, weighed by the mask of what is predicted, as a part of the whole loss."""
     batch, model = batch_of(), built(case(), Unroll())

@@ -72,6 +72,7 @@ def test_accumulation_splits_no_group():
     assert parts["margin"].tolist() == [[0, 2], [1, 3]]
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near_and_weights_stay_float32():
     _, state, step = prepared()
     _, _, low = prepared(precision="bfloat16")
@@ -90,13 +91,11 @@ def test_frozen_weights_do_not_move():
 
 
 MESHES = [{"data": 8, "fsdp": 1}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
-# By default one; tests/laws/test_devices.py meets a tensor axis.
-LAYOUTS = [(run, mesh) for run in (Unroll(), Scan()) for mesh in MESHES]
 
 
-@pytest.mark.parametrize(
-    ("run", "mesh"), [pytest.param(*how, marks=pytest.mark.slow if i != 4 else ()) for i, how in enumerate(LAYOUTS)]
-)
+# By default tests/laws/test_devices.py holds it, for one layout and mesh.
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "mesh"), [(run, mesh) for run in (Unroll(), Scan()) for mesh in MESHES])
 def test_eight_devices_equal_one(mesh, run):
     batch = rows(4)
     model, state, step = prepared(Muon(), run)

@@ -37,11 +37,11 @@ class Mean(NamedTuple):
 class Update:
     """How a weight changes by a rule instead of a gradient.
 
-    statistic: a sum over the batch; those of the parts of a batch are added. rule: (weight, statistic of the whole batch) -> new
-    weight.
+    statistic: an array (or its shape, while shapes are computed), a sum over the batch; those of the parts of a batch are added.
+    rule: (weight, statistic of the whole batch) -> new weight.
     """
 
-    statistic: Array
+    statistic: Any
     rule: Callable[[Array, Array], Array]
 
 
