@@ -227,6 +227,7 @@ def test_two_at_once_wait_for_each_other(ready: ModuleType):
 # ---------------------------------------------------------------- what can go wrong
 
 
+@pytest.mark.slow
 def test_no_network_is_reported_and_leaves_no_stamp(checkout: ModuleType):
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "UV_OFFLINE": "1"}
     done = call(checkout, "quickstart", env=nowhere | {"PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""})

@@ -1,4 +1,4 @@
-"""The generated pages of docs/reference, and the check that they are not stale: `./run docs`, `./run docs --check`.
+"""The generated pages of docs/reference: `./run docs` writes all, `./run docs seams.md` one; `./run docs --check` finds stale ones.
 
 They are written to the checkout, from whatever directory the command is run.
 """
@@ -160,7 +160,12 @@ def main() -> int:
         else:
             # Without the measured pages, which take minutes.
             fast = "--fast" in sys.argv[1:]
-            print("\n".join(map(str, write(CHECKED if fast else CHECKED | MEASURED))))
+            pages = CHECKED if fast else CHECKED | MEASURED
+            if names := [word for word in sys.argv[1:] if not word.startswith("-")]:
+                if unknown := set(names) - set(pages):
+                    raise BadInput(f"no page `{min(unknown)}`", hint=f"there are {', '.join(pages)}")
+                pages = {name: pages[name] for name in names}
+            print("\n".join(map(str, write(pages))))
     except BadInput as error:
         print(error, file=sys.stderr)
         return error.exit_code

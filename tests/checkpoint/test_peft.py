@@ -114,6 +114,7 @@ def test_parts_of_a_fused_module_that_differ_become_one_adapter(tmp_path):
     assert relative(lm.logits(tokens), adapted.logits(tokens)) > 1e-2
 
 
+@pytest.mark.slow
 def test_experts_have_an_adapter_each(tmp_path):
     base = write_model(ADAPTERS.parent / "models" / "mixtral-plain", tmp_path / "base")
     lm = argosy.load(base)

@@ -25,7 +25,8 @@ def test_there_are_some():
     assert len(NAMES) >= 3
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n.endswith("deep") else pytest.mark.slow) for n in NAMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_in_float64(name: str, tmp_path: Path):
     folder, golden = write_model(GOLDENS / name, tmp_path / name), np.load(GOLDENS / name / "golden.npz")
     tokens = jnp.asarray(golden["tokens"][:1], jnp.int32)

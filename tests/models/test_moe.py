@@ -328,7 +328,8 @@ def test_gpt_oss_has_an_activation_of_its_own():
         GptOssConfig(**sizes, moe=Experts(count=4, active=2, ffn=20, score="softmax_chosen"), activation="relu")
 
 
-@pytest.mark.parametrize("name", [pytest.param("deepseek-3", marks=pytest.mark.slow), "deepseek-3.2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek-3", "deepseek-3.2"])
 def test_the_bias_of_a_choice_stays_float32(name, tmp_path):
     """Rounded to bfloat16, a bias of eight with small differences would choose other experts."""
     model = CASES[name].build(Unroll())

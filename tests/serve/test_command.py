@@ -137,7 +137,8 @@ def test_a_certificate_makes_it_https(lm: LM, tmp_path: Path):
 
 
 def test_the_command_says_when_it_is_ready_and_drains_on_sigterm():
-    words = [sys.executable, "-P", "-m", "argosy", "serve", str(shared("models/stories260k")), "--port", "0", "name=tales"]
+    model = str(shared("models/stories260k"))
+    words = [sys.executable, "-P", "-m", "argosy", "serve", model, "--port", "0", "name=tales", "warm_up=false"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stderr is not None

@@ -64,7 +64,7 @@ def test_a_masked_target_changes_nothing():
     assert abs(float(NextToken()({"model": model}, counted, KEY).loss.total) - float(one.total)) > 1e-3
 
 
-@pytest.mark.parametrize("case", ["llama-plain", "llama-tied-biased"])
+@pytest.mark.parametrize("case", [pytest.param("llama-plain", marks=pytest.mark.slow), "llama-tied-biased"])
 def test_every_head_gives_the_same_loss_and_gradient(case):
     graph, params, rest = split(built(CASES[case], Unroll()), nnx.Param)
 

@@ -144,6 +144,7 @@ def test_targets_beyond_a_text_count_nothing():
     assert float(one.total) == pytest.approx(float(two.total), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_module_ahead_learns_and_all_of_it():
     model, batch = built(case(), Unroll()), batch_of()
     graph, params, rest = split(model, nnx.Param)

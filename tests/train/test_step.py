@@ -45,6 +45,7 @@ def moved(state, before):
     return {a: np.asarray(w) - np.asarray(before.params[a]) for a, w in state.params.items()}
 
 
+@pytest.mark.slow
 def test_accumulation_changes_nothing():
     batch = rows(2)
     batch["mask"] = batch["mask"].at[0].set(0.0)  # parts of unequal weight
@@ -117,7 +118,8 @@ def test_eight_devices_equal_one(mesh, run):
         assert relative(spread[0].params[a], w) < 1e-4, a
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_each_device_computes_its_own_rows_only(accumulate):
     """With weights split over D, every product still has this device's rows alone: 8 devices, an eighth of the FLOPs."""
     model, _, _ = prepared()
