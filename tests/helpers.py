@@ -1,7 +1,9 @@
-"""Where tests find the shared data, and how they compare."""
+"""Where tests find the shared data and described TPUs, and how they compare."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,3 +41,16 @@ def relative(a, b) -> float:
     assert np.isfinite(a).all()
     assert np.isfinite(b).all()
     return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def described_tpus(monkeypatch: pytest.MonkeyPatch, topology: str) -> list[Any]:
+    """The devices of a TPU topology such as "v5e:2x2", for which libtpu compiles without a TPU. Without libtpu the test is skipped."""
+    if not find_spec("libtpu"):
+        pytest.skip("libtpu is not installed: no TPU can be described")
+    from jax.experimental import topologies
+
+    alone = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_MIN_LOG_LEVEL": "3"}
+    # libtpu ends the process over a flag of XLA that it does not know.
+    for key, value in (alone | {"XLA_FLAGS": ""}).items():
+        monkeypatch.setitem(os.environ, key, value)
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices

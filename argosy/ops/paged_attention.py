@@ -1,8 +1,12 @@
 """Attention over pages: each row's keys and values are scattered over a pool (Kwon et al. 2023, arXiv:2309.06180).
 
 `reference` gathers the pages and then attends; it is the specification. Kernels that read pages in place register beside it.
+
+Pools come in two layouts: one of keys [pages page K H] and one of values [pages page K U], or a joined one [pages page 2K H] in
+which each key head is followed by its value head. TPU kernels read the joined one.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,9 +19,13 @@ from argosy.ops.choice import asked_for
 from argosy.parallel.scope import platform
 
 
+# (keys, values), or (joined,).
+Pools = tuple[Float[Array, "pages page _ _"], ...]
+
+
 def paged_attention(
     q: Float[Array, "B T N H"],
-    pools: tuple[Float[Array, "pages page K H"], Float[Array, "pages page K U"]],
+    pools: Pools,
     table: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     at: Int[Array, "B T"],
@@ -28,7 +36,7 @@ def paged_attention(
     """Causal attention of queries at positions `at` over the tokens that each row has in a pool of pages: [B T N U].
 
     Args:
-        pools: of keys and of values.
+        pools: of keys and of values, or joined.
         table: the pages of each row, in order. A page out of range, including -1, belongs to no row: its tokens are not seen.
         lengths: the number of tokens of each row in its pages, including these queries' own. What follows may be anything.
         lse: also returns the log-sum-exp of each query, [B T N] float32.
@@ -49,7 +57,7 @@ def paged_attention(
 
 def reference(
     q: Array,
-    pools: tuple[Array, Array],
+    pools: Pools,
     table: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     at: Int[Array, "B T"],
@@ -58,9 +66,20 @@ def reference(
     lse: bool = False,
 ) -> Any:
     """Gathers the pages of each row, then computes plain attention."""
-    keys, values = (gathered(pool, table, lengths).astype(q.dtype) for pool in pools)
+    keys, values = apart(gathered(pool, table, lengths).astype(q.dtype) for pool in pools)
     k_at = token_positions(table, lengths, *pools[0].shape[:2])
     return attention(q, keys, values, See(at, k_at), score, lse=lse)
+
+
+def joined(keys: Float[Array, "*B K H"], values: Float[Array, "*B K H"]) -> Float[Array, "*B 2*K H"]:
+    """Keys and values as a joined pool holds them."""
+    return jnp.stack([keys, values], -2).reshape(*keys.shape[:-2], -1, keys.shape[-1])
+
+
+def apart(pools: Iterable[Array]) -> tuple[Array, Array]:
+    """Keys and values of pools in either layout, or of what was gathered from them."""
+    first, *rest = pools
+    return (first, rest[0]) if rest else (first[..., 0::2, :], first[..., 1::2, :])
 
 
 def gathered(pool: Float[Array, "pages page *rest"], table: Int[Array, "B P"], lengths: Int[Array, "B"]) -> Array:
@@ -84,6 +103,16 @@ REFERENCE = Implementation(reference, lambda *_: None)
 IMPLEMENTATIONS = Registry("paged attention implementation")
 IMPLEMENTATIONS.add("reference", REFERENCE)
 IMPLEMENTATIONS.add("blocked", "argosy.ops.paged_blocked:BLOCKED")
+IMPLEMENTATIONS.add("ragged", "argosy.ops.paged_ragged:RAGGED")
 
 # What to try first on each platform. `blocked` reads only the pages in use, and is `reference` for tables of one block.
-PREFERENCE: dict[str, tuple[str, ...]] = dict.fromkeys(("cpu", "gpu", "tpu"), ("blocked",))
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("blocked",), "gpu": ("blocked",), "tpu": ("ragged", "blocked")}
+
+
+def reads_joined(heads: int, size: int, dtype: Any) -> bool:
+    """Whether layers on this platform should keep keys and values of these heads in joined pools."""
+    if (asked_for("paged_attention") or PREFERENCE.get(platform(), ("",))[0]) != "ragged":
+        return False
+    from argosy.ops.paged_ragged import cannot_hold
+
+    return cannot_hold(heads, size, dtype) is None

@@ -22,7 +22,7 @@ BLOCK = 256
 
 def blocked(
     q: Float[Array, "B T N H"],
-    pools: tuple[Float[Array, "pages page K H"], Float[Array, "pages page K U"]],
+    pools: paged.Pools,
     table: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     at: Int[Array, "B T"],
@@ -36,9 +36,10 @@ def blocked(
     plain = replace(score, sinks=None)
 
     def met(held: dict[str, Array], see: See) -> tuple[Array, Array]:
-        return attention(q, held["k"].astype(q.dtype), held["v"].astype(q.dtype), see, plain, lse=True)
+        keys, values = paged.apart(held[name].astype(q.dtype) for name in sorted(held))
+        return attention(q, keys, values, see, plain, lse=True)
 
-    y, total = over_blocks(met, {"k": pools[0], "v": pools[1]}, table, lengths, at, score)
+    y, total = over_blocks(met, {str(i): pool for i, pool in enumerate(pools)}, table, lengths, at, score)
     return (y.astype(q.dtype), total) if lse else y.astype(q.dtype)
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative
+from helpers import described_tpus, relative
 from laws.families import built
 
 from argosy.jobs.devices import MESHES, MODELS, config_of, step_cost
@@ -137,12 +137,7 @@ def test_constrain_lays_out_what_divides_and_leaves_the_rest():
         assert platform() == "cpu"
 
 
-def test_a_program_is_compiled_for_the_devices_of_its_mesh():
+def test_a_program_is_compiled_for_the_devices_of_its_mesh(monkeypatch):
     """Also for devices that are not here."""
-    topologies = pytest.importorskip("jax.experimental.topologies")
-    try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    except Exception:
-        pytest.skip("libtpu is not installed: no TPU can be described")
-    with scope(MeshSettings().build(described.devices)):
+    with scope(MeshSettings().build(described_tpus(monkeypatch, "v5e:2x2"))):
         assert platform() == "tpu"

@@ -1,6 +1,5 @@
 """Every implementation equals one product a group, in float64; on CPUs no more is computed than that; all compile for TPUs."""
 
-import os
 import re
 from importlib.util import find_spec
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative
+from helpers import described_tpus, relative
 
 from argosy.core.errors import UnknownName, Unsupported
 from argosy.ops import grouped_blocked
@@ -220,15 +219,10 @@ def test_what_cannot_run_says_so():
             grouped_matmul(x, w, sizes, implementation="tokamax")
 
 
-@pytest.mark.skipif(not find_spec("libtpu"), reason="libtpu is not installed")
 @pytest.mark.parametrize("name", ["ragged_dot", "megablox", *(["tokamax"] if find_spec("tokamax") else [])])
 def test_compiles_for_a_tpu(name, monkeypatch):
     """Forward and gradient, by the real compiler, as kernels: two products of a step back and one forward."""
-    from jax.experimental import topologies
-
-    for key, value in {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_MIN_LOG_LEVEL": "3"}.items():
-        monkeypatch.setitem(os.environ, key, value)
-    device = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices[0]
+    device = described_tpus(monkeypatch, "v5p:2x2x1")[0]
     on = jax.sharding.SingleDeviceSharding(device)
     shapes = [((4096, 1024), jnp.bfloat16), ((8, 1024, 512), jnp.bfloat16), ((8,), jnp.int32)]
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=on) for shape, dtype in shapes]

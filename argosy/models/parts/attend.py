@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from argosy.models.parts.cache import RING, ROW, Cache, beside, is_ring, nobodys, states, with_tokens
+from argosy.models.parts.cache import JOINED, RING, ROW, Cache, beside, is_ring, nobodys, states, with_tokens
 from argosy.ops.attention import Score, See, attention
-from argosy.ops.paged_attention import gathered, paged_attention, token_positions
+from argosy.ops.paged_attention import apart, gathered, joined, paged_attention, token_positions
 from argosy.ops.paged_blocked import fits_one_block, over_blocks
 
 # Cosines and sines of the tokens by `Rope.key`, computed once by a stack for all its layers.
@@ -328,6 +328,11 @@ def owned(a: Array, own: Bool[Array, "B S"]) -> Array:
     return jnp.where(own.reshape(*own.shape, *(1,) * (a.ndim - 2)), a, jnp.zeros((), a.dtype))
 
 
+def _parted(held: Cache) -> Cache:
+    """What was gathered from pools, by the layer's own names."""
+    return dict(zip("kv", apart([held[JOINED]]))) if JOINED in held else held
+
+
 @_strategy("absorb")
 class Paged(Recurs):
     """Row b owns the pages `table[b]` of a pool [pages page ...] and the slot `slots[b]` of rings and states. It has `lengths[b]`
@@ -361,11 +366,14 @@ class Paged(Recurs):
             rings = {n: jnp.take(cache[RING + n], self.slots, axis=0, mode="clip") for n in held}
             y = meet_ring(q, held, rings, self.lengths, at, self.live, read, score, self.absorb)
             return y, with_tokens(cache, self.slots, held, at, self.live)
+        if JOINED in cache:
+            held = {JOINED: joined(held["k"], held["v"])}
         where = self._places(*cache[next(iter(held))].shape[:2])
         pools = {n: cache[n].at[where].set(new.astype(cache[n].dtype), mode="drop") for n, new in held.items()}
         total = self.lengths + self.new
         if read is HEADS and not score.chunked:
-            y = paged_attention(q, (pools["k"], pools["v"]), self.table, total, at, score)
+            both = (pools[JOINED],) if JOINED in pools else (pools["k"], pools["v"])
+            y = paged_attention(q, both, self.table, total, at, score)
         else:
             y = self._met(q, pools, total, read, score)
         return y, cache | pools
@@ -376,12 +384,12 @@ class Paged(Recurs):
         pages, page = next(iter(pools.values())).shape[:2]
         if read.narrows or fits_one_block(self.table, page):
             mine = {n: gathered(pool, self.table, total).astype(q.dtype) for n, pool in pools.items()}
-            return meet(q, mine, read, score, See(at, token_positions(self.table, total, pages, page)), self.absorb)
+            return meet(q, _parted(mine), read, score, See(at, token_positions(self.table, total, pages, page)), self.absorb)
         plain = replace(score, sinks=None)
 
         def met(held: Cache, see: See) -> tuple[Array, Array]:
             held = {n: a.astype(q.dtype) for n, a in held.items()}
-            return meet(q, held, read, plain, see, self.absorb, lse=True)
+            return meet(q, _parted(held), read, plain, see, self.absorb, lse=True)
 
         return over_blocks(met, pools, self.table, total, at, score)[0].astype(q.dtype)
 

@@ -7,6 +7,8 @@ it. An entry is of one of three kinds, which is part of its array's name in a la
     "ring.k"     ring    one for each of the last `span` tokens, for layers that attend no further back (a window)
     "row.state"  row     one per sequence: the state of a recurrent layer
 
+Keys and values of one shape may share a pool, `"kv"`, where a kernel of the platform reads them so (`ops.paged_attention`).
+
 Token p is at p modulo the size of a ring, so the contents of a ring follow from the length of its sequence alone, and a slot need
 not be cleared for a new owner. With `slack`, a ring has that many more tokens than its layer attends to: a sequence can then be
 rolled back by as many (a rejected draft) and resumed. Pages and buffers need nothing for that, states need a `snapshot`.
@@ -21,12 +23,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from argosy.ops.attention import NOWHERE
+from argosy.ops.paged_attention import reads_joined
 from argosy.ops.precision import sums_in
 
 # Of one layer.
 Cache = dict[str, Array]
 Kind = Literal["token", "ring", "row"]
 RING, ROW = "ring.", "row."
+# The pool of keys and values together.
+JOINED = "kv"
 
 
 class Entry(NamedTuple):
@@ -88,7 +93,8 @@ def paged(
         longest: the most tokens of one sequence; layers that attend less far back have rings. The whole pool by default.
         slack: how many tokens a sequence may be rolled back.
     """
-    return _allocate(specs, (pages, page), slots, dtype, pages * page if longest is None else longest, slack)
+    longest = pages * page if longest is None else longest
+    return _allocate(specs, (pages, page), slots, dtype, longest, slack, joined=True)
 
 
 def page_bytes(specs: Specs, page: int, dtype: Any, longest: int | None = None, slack: int = 0) -> int:
@@ -97,16 +103,28 @@ def page_bytes(specs: Specs, page: int, dtype: Any, longest: int | None = None, 
     return max(bytes_of(one), 1)
 
 
-def _allocate(specs: Specs, token: tuple[int, int], rows: int, dtype: Any, longest: int, slack: int) -> Caches:
+def _allocate(
+    specs: Specs, token: tuple[int, int], rows: int, dtype: Any, longest: int, slack: int, *, joined: bool = False
+) -> Caches:
     def one(spec: Spec, layers: int | None) -> Cache:
         lead = () if layers is None else (layers,)
         place = {"token": token, "row": (rows,)}
+        entries = list(spec.entries(longest, slack))
         return {
             e.key: jnp.zeros((*lead, *place.get(e.kind, (rows, e.size)), *e.shape), dtype if e.dtype is None else sums_in(dtype))
-            for e in spec.entries(longest, slack)
+            for e in (_joined(entries, dtype) if joined else entries)
         }
 
     return {name: one(*spec) for name, spec in specs.items()}
+
+
+def _joined(entries: list[Entry], dtype: Any) -> list[Entry]:
+    """The entries with keys and values as one, where kernels read them so."""
+    tokens = {e.name: e.shape for e in entries if e.kind == "token"}
+    if set(tokens) != {"k", "v"} or tokens["k"] != tokens["v"] or not reads_joined(*tokens["k"], dtype):
+        return entries
+    heads, size = tokens["k"]
+    return [Entry(JOINED, (2 * heads, size), "token"), *(e for e in entries if e.kind != "token")]
 
 
 def is_ring(cache: Cache, held: Cache) -> bool:

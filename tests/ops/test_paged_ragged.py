@@ -1,0 +1,97 @@
+"""The TPU kernel for pages: called as its own reference wants it, over joined pools, and compiled by the real compiler."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import described_tpus
+
+from argosy.core.errors import Unsupported
+from argosy.infer.forward import Sizes, Whole
+from argosy.models.llama import LlamaConfig
+from argosy.models.parts.cache import paged
+from argosy.models.parts.weight import abstract, split
+from argosy.ops import paged_ragged
+from argosy.ops.attention import Score
+from argosy.ops.choice import implementations
+from argosy.ops.paged_attention import apart, joined, paged_attention, reference
+from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.scope import scope
+
+
+def given(T, score, lengths):
+    """Rows whose last tokens are padding, and what nobody owns is large."""
+    rng = np.random.default_rng(0)
+    pages, page, P, N, K, H = 24, 4, 6, 6, 2, 128
+    lengths = np.asarray(lengths, np.int32)
+    keys, values = (jnp.asarray(rng.normal(size=(pages, page, K, H)), jnp.float32) for _ in range(2))
+    table = np.full((len(lengths), P), -1, np.int32)
+    free = iter(rng.permutation(pages))
+    for row, length in zip(table, lengths):
+        row[: -(-length // page)] = [next(free) for _ in range(-(-length // page))]
+    q = jnp.asarray(rng.normal(size=(len(lengths), T, N, H)), jnp.float32)
+    new = np.minimum([T, 1, T, 2][: len(lengths)], lengths)
+    at = jnp.asarray((lengths - new)[:, None] + np.arange(T), jnp.int32)
+    return (q, (keys, values), jnp.asarray(table), jnp.asarray(lengths), at, score), np.arange(T) < new[:, None]
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 5}, {"cap": 3.0}])
+@pytest.mark.parametrize("T", [1, 4])
+def test_it_is_called_as_its_reference_wants_it(T, how):
+    """JAX's own reference of its kernel, through our call, gives what ours gives. The kernel itself runs on TPUs alone."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+
+    (q, pools, *rest), real = given(T, Score(0.3, **how), [7, 21, 0, 14])
+    y = paged_ragged._call(ref_ragged_paged_attention, q, joined(*pools), *rest)
+    expected = reference(q, pools, *rest)
+    np.testing.assert_allclose(y[real], expected[real], atol=1e-5)
+
+
+def test_both_layouts_of_pools_give_the_same():
+    (q, pools, *rest), real = given(4, Score(0.3), [7, 21, 0, 14])
+    both = joined(*pools)
+    assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(apart([both]), pools))
+    for name in ("reference", "blocked"):
+        with implementations(paged_attention=name):
+            one, two = (paged_attention(q, given, *rest) for given in (pools, (both,)))
+        np.testing.assert_array_equal(np.asarray(one)[real], np.asarray(two)[real])
+
+
+def test_what_it_cannot_do_is_refused():
+    (q, pools, *rest), _ = given(4, Score(0.3), [7, 21])
+    with implementations(paged_attention="ragged"), pytest.raises(Unsupported, match="is for TPUs"):
+        paged_attention(q, pools, *rest)
+    assert paged_ragged.cannot_hold(8, 128, jnp.bfloat16) is None
+    assert "multiple of 128" in (paged_ragged.cannot_hold(8, 64, jnp.bfloat16) or "")
+    assert "tile" in (paged_ragged.cannot_hold(3, 128, jnp.float32) or "")
+    assert "int8" in (paged_ragged.cannot_hold(8, 128, jnp.int8) or "")
+
+
+@pytest.mark.parametrize("name", ["v5e:2x2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("v6e:2x2", "v5p:2x2x1"))])
+def test_a_step_of_the_engine_compiles_for_a_tpu(name, monkeypatch):
+    """Decoding rows beside prompts: a kernel for each group in each layer, and the pools are updated in place."""
+    devices = described_tpus(monkeypatch, name)[:1]
+    config = LlamaConfig(vocab=512, width=512, layers=2, heads=4, kv_heads=2, head_size=128, ffn=1024, context=2048)
+    model = config.build()
+    model.dtype = jnp.bfloat16
+    sizes, picks = Sizes(8, 4, 32, 128), 12
+    on = jax.sharding.SingleDeviceSharding(devices[0])
+
+    def there(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=on)
+
+    with scope(MeshSettings().build(devices)):
+        forward = Whole(model)
+        caches = jax.eval_shape(lambda: paged(forward.specs, 8, 1024, 16, jnp.bfloat16, longest=2048))
+        assert {key for cache in caches.values() for key in cache} == {"kv"}
+        weights = {a: there(s.shape, jnp.bfloat16) for a, s in abstract(model).items()}
+        pools = jax.tree.map(lambda a: there(a.shape, a.dtype), caches)
+        words = [there((n,), jnp.int32) for n in (8, sizes.words, picks)]
+        compiled = forward._program.lower(weights, pools, *words, sizes).compile()
+    assert set(split(model)[1]) == set(weights)
+    kernels = re.findall('custom_call_target="tpu_custom_call"', compiled.as_text())
+    assert len(kernels) >= 2
+    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(caches))
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes, "the pools are not copied"
