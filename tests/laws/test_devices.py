@@ -137,6 +137,7 @@ def test_constrain_lays_out_what_divides_and_leaves_the_rest():
         assert platform() == "cpu"
 
 
+@pytest.mark.tpu
 def test_a_program_is_compiled_for_the_devices_of_its_mesh(monkeypatch):
     """Also for devices that are not here."""
     with scope(MeshSettings().build(described_tpus(monkeypatch, "v5e:2x2"))):

@@ -219,6 +219,7 @@ def test_what_cannot_run_says_so():
             grouped_matmul(x, w, sizes, implementation="tokamax")
 
 
+@pytest.mark.tpu
 @pytest.mark.parametrize("name", ["ragged_dot", "megablox", *(["tokamax"] if find_spec("tokamax") else [])])
 def test_compiles_for_a_tpu(name, monkeypatch):
     """Forward and gradient, by the real compiler, as kernels: two products of a step back and one forward."""

@@ -69,7 +69,8 @@ def test_what_it_cannot_do_is_refused():
     assert "int8" in (paged_ragged.cannot_hold(8, 128, jnp.int8) or "")
 
 
-@pytest.mark.parametrize("name", ["v5e:2x2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("v6e:2x2", "v5p:2x2x1"))])
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
 def test_a_step_of_the_engine_compiles_for_a_tpu(name, monkeypatch):
     """Decoding rows beside prompts: a kernel for each group in each layer, and the pools are updated in place."""
     devices = described_tpus(monkeypatch, name)[:1]
