@@ -18,7 +18,6 @@ from argosy.ops.attention import NOWHERE, Implementation, Score, See, attention
 from argosy.ops.choice import asked_for
 from argosy.parallel.scope import platform
 
-
 # (keys, values), or (joined,).
 Pools = tuple[Float[Array, "pages page _ _"], ...]
 
