@@ -175,8 +175,9 @@ class ChatSettings(Sampled):
     """Continues the conversation as plain text, without a chat template. A model without a template is always used so."""
     model: str | None = None
     """Name of the model at a server. None: the first of its /v1/models."""
-    context: int = Field(8192, gt=0)
-    """Longest conversation in tokens, at most the model's context; the cache has room for one of it. Servers have their own."""
+    context: int | None = Field(None, gt=0)
+    """Longest conversation in tokens; the cache has room for one of it. None: the model's context, but at most 8,192. Servers have
+    their own."""
     history: bool = True
     """Keeps what is typed in $XDG_STATE_HOME/argosy/chat_history, for the arrow keys of the next session."""
     dtype: str | None = None
