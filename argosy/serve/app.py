@@ -90,6 +90,8 @@ class App:
         return {
             "id": service.name, "object": "model", "created": service.created, "owned_by": "argosy",
             "root": service.name, "parent": None, "max_model_len": service.context,
+            # As llama.cpp tells it: what random token ids may be.
+            "meta": {"n_vocab": service.lm.config.vocab},
         }  # fmt: skip
 
     async def health(self, request: Request) -> Response:
