@@ -138,6 +138,9 @@ class Output:
         self.failed, self.prompt_tokens, self.tokens = 0, 0, 0
         self.first_error: str | None = None
         self.was_torn = False
+        # Bytes of whole lines.
+        self._whole = 0
+        self._broken: ArgosyError | None = None
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
@@ -168,16 +171,24 @@ class Output:
         Raises:
             ArgosyError: the disk is full, or gone.
         """
-        left = memoryview(json.dumps(document, allow_nan=False).encode() + b"\n")
+        if self._broken is not None:
+            raise self._broken
+        line = json.dumps(document, allow_nan=False).encode() + b"\n"
         try:
+            left = memoryview(line)
             while left:
                 left = left[os.write(self._file, left) :]
             if time.monotonic() - self._synced_at > SYNC_S:
                 self._synced_at = time.monotonic()
                 os.fsync(self._file)
         except OSError as error:
+            # Half a line may be there, and nothing may follow it.
+            with suppress(OSError):
+                os.ftruncate(self._file, self._whole)
             what = f"cannot write {self.path}: {(error.strerror or '').lower()}"
-            raise ArgosyError(what, hint="the same command resumes") from None
+            self._broken = ArgosyError(what, hint="the same command resumes")
+            raise self._broken from None
+        self._whole += len(line)
         self._count(document)
 
     def _lock(self) -> None:
@@ -215,21 +226,20 @@ class Output:
 
     def _read(self) -> None:
         """Learns what is done, and removes a last line that was cut short."""
-        whole = 0
         with open(self._file, "rb", closefd=False) as file:
             file.seek(0)
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     self.was_torn = True
                     break
-                whole += len(line)
+                self._whole += len(line)
                 try:
                     document = json.loads(line)
                     self._count(document)
                 except (ValueError, KeyError, TypeError, AttributeError):
                     raise Damaged(f"line {number} of {self.path} is no answer of this command") from None
         if self.was_torn:
-            os.ftruncate(self._file, whole)
+            os.ftruncate(self._file, self._whole)
 
     def _count(self, document: Mapping[str, Any]) -> None:
         self.done.add(int(document["id"].removeprefix("batch_req_")))
