@@ -99,18 +99,17 @@ def several(read: Callable[[str], str], first: str, more: str) -> str:
         EOFError: there is none. An end in the middle of several lines ends them.
     """
     line = read(first)
-    lines: list[str] = []
-    with suppress(EOFError):
-        if line.startswith(FENCE):
-            line = line.removeprefix(FENCE)
-            while not line.rstrip().endswith(FENCE):
-                lines.append(line)
+    if not line.startswith(FENCE):
+        lines = []
+        with suppress(EOFError):
+            while line.endswith("\\"):
+                lines.append(line.removesuffix("\\"))
                 line = ""
                 line = read(more)
-            lines.append(line.rstrip().removesuffix(FENCE))
-            return "\n".join(lines).strip("\n")
-        while line.endswith("\\"):
-            lines.append(line.removesuffix("\\"))
-            line = ""
-            line = read(more)
-    return "\n".join([*lines, line])
+        return "\n".join([*lines, line])
+    lines = [line.removeprefix(FENCE)]
+    with suppress(EOFError):
+        while not lines[-1].rstrip().endswith(FENCE):
+            lines.append(read(more))
+        lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
+    return "\n".join(lines).strip("\n")

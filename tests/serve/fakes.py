@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from queue import Queue
 from typing import Any
 
 # What a server does with a request: it is given the request's path and body, and a function that sends bytes.
@@ -101,6 +103,32 @@ def tokens(count: int, prompt: int, spoken: Sequence[str] = ()) -> list[bytes]:
     usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
     parts = [event({"choices": [{"text": text, "finish_reason": None}]}) for text in texts]
     return [STREAM, *parts, event({"choices": [], "usage": usage}) + END]
+
+
+@contextmanager
+def endless() -> Iterator[str]:
+    """A server in a thread whose answers never end; its address."""
+    ended, found = threading.Event(), Queue()
+
+    async def script(path: str, body: Any, send: Callable[[bytes], Awaitable[None]]) -> None:
+        await send(MODELS if path == "/v1/models" else STREAM)
+        while path != "/v1/models":
+            await send(event({"choices": [{"delta": {"content": "word "}}]}))
+            await asyncio.sleep(0.02)
+
+    async def go() -> None:
+        async with fake(script) as server:
+            found.put(server.url)
+            while not ended.is_set():
+                await asyncio.sleep(0.05)
+
+    thread = threading.Thread(target=lambda: asyncio.run(go()))
+    thread.start()
+    try:
+        yield found.get()
+    finally:
+        ended.set()
+        thread.join()
 
 
 MODELS = response(json.dumps({"data": [{"id": "fake", "meta": {"n_vocab": 100}}]}).encode())
