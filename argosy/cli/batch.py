@@ -21,9 +21,8 @@ from argosy.serve.batch_files import Output, fingerprint, rows, stamp
 from argosy.serve.client import Http, Inside, Transport, is_url
 from argosy.serve.client_settings import BatchSettings
 
-TELL_S = 1.0
-# Between lines of progress that are not on a terminal.
-TELL_LOG_S = 30.0
+# Seconds between updates of the progress line; between lines where there is no terminal.
+PROGRESS_S, PROGRESS_LOG_S = 1.0, 30.0
 # Rows wait in the engine's queue, so time since arrival means nothing: ten years.
 NO_LIMIT = 2**28
 
@@ -134,20 +133,20 @@ def work(
 ) -> int:
     """Answers what is missing; returns the exit code of the signal that stopped it, or 0."""
     before, start = out.tokens, time.monotonic()
-    told = start
+    printed_at = start
 
     async def go() -> None:
         try:
-            await batch.answer(requests, out, server, settings, tries=tries, stop=stop, say=tell)
+            await batch.answer(requests, out, server, settings, tries=tries, stop=stop, say=progress)
         finally:
             if isinstance(server, Http):
                 await server.close()
 
-    def tell() -> None:
-        nonlocal told
+    def progress() -> None:
+        nonlocal printed_at
         now = time.monotonic()
-        if now - told >= (TELL_S if doing.is_live else TELL_LOG_S):
-            told = now
+        if now - printed_at >= (PROGRESS_S if doing.is_live else PROGRESS_LOG_S):
+            printed_at = now
             doing(f"{len(out.done):,} of {total:,} rows, {(out.tokens - before) / (now - start):.0f} tokens/s")
 
     with Doing() as doing, signals.asked_to_stop("stopping; again to end now") as stop:

@@ -65,7 +65,7 @@ def serve(
 
     source = Source(settings)
     with Doing() as doing:
-        # Hundreds of lines in a log would tell nothing.
+        # In a log, hundreds of such lines would be noise.
         progress = doing if doing.is_live else None
         servers = [Server(one, settings, key_of(settings.api_key), progress) for one in urls]
         rounds = asyncio.run(run(servers, source, settings.rounds if settings.against else 1))
@@ -102,12 +102,12 @@ def key_of(given: str | None) -> str | None:
 
 
 def warn(one: Any, found: dict[str, Any], settings: BenchSettings) -> None:
-    """Says what makes figures doubtful."""
+    """Warns about failures, short answers and a client that was too busy."""
     if found["failed"]:
         say(f"{found['failed']:,} of {found['num_prompts']:,} requests to {one.url} failed, the first: {found['first_error']}")
     short = sum(o.error is None and o.output_len < o.asked for o in one.outcomes)
     if short and (settings.ignore_eos or (settings.ignore_eos is None and settings.data == "random")):
-        say(f"{short:,} answers of {one.url} ended before the length that was asked for: it may not know `ignore_eos`")
+        say(f"{short:,} answers of {one.url} are shorter than requested: it may not support `ignore_eos`")
     if found["client_cpu"] > BUSY:
         say(f"this client was busy for {found['client_cpu']:.0%} of the time of a core: the figures of {one.url} may be its own")
 

@@ -21,7 +21,7 @@ from argosy.serve.client import Http, Inside, Refused, is_url
 from argosy.serve.client_settings import ChatSettings, Sampled
 from argosy.serve.talk import Talk, first_model, too_long
 
-# Tokens of the longest conversation, unless told otherwise: 128k of them take gigabytes of cache.
+# Default limit on the tokens of a conversation: a cache of 128k tokens takes gigabytes.
 CONTEXT = 8192
 
 COMMANDS = {
@@ -31,7 +31,7 @@ COMMANDS = {
     "/undo": "removes the last question and its answer",
     "/reset": "forgets the conversation, but not the system message",
     "/save": "FILE  writes the conversation as JSON",
-    "/load": "FILE  goes on from one",
+    "/load": "FILE  loads a saved conversation",
     "/stats": "counts of this session",
     "/help": "this list",
     "/quit": "ends the session, as Ctrl-D does",
@@ -73,7 +73,7 @@ def chat(
     with opened(model, settings) as (talk, engine), asyncio.Runner() as runner:
         session = Session(talk, Lines(history_file() if settings.history else None, list(COMMANDS)), runner)
         if engine is not None:
-            engine.say = session.tell
+            engine.say = session.progress
         return session.run()
 
 
@@ -127,7 +127,7 @@ def sampled(settings: ChatSettings) -> Sampled:
 
 
 class Session:
-    """A person, or a pipe, at one end of a conversation."""
+    """Reads turns and commands from a terminal or a pipe, and prints the answers."""
 
     def __init__(self, talk: Talk, lines: Lines, runner: asyncio.Runner):
         self.talk, self.lines, self.runner = talk, lines, runner
@@ -193,8 +193,8 @@ class Session:
 
     # ---------------------------------------------------------------- asking
 
-    def tell(self, what: str) -> None:
-        """Says what the engine is doing, until the answer begins: later, a line that replaces itself would erase it."""
+    def progress(self, what: str) -> None:
+        """Shows what the engine is doing until the answer begins: later, a line that replaces itself would erase text."""
         if self.waits:
             self.doing(what)
 

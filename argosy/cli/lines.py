@@ -60,7 +60,7 @@ class Lines:
         return line.removesuffix("\n")
 
     def typed(self) -> str:
-        """What stood on the line that Ctrl-C ended, as far as is known."""
+        """The text of the line that Ctrl-C interrupted; empty without readline."""
         return self.readline.get_line_buffer() if self.readline is not None else ""
 
     def _readline(self) -> Any:

@@ -90,7 +90,7 @@ class App:
         return {
             "id": service.name, "object": "model", "created": service.created, "owned_by": "argosy",
             "root": service.name, "parent": None, "max_model_len": service.context,
-            # As llama.cpp tells it: what random token ids may be.
+            # Where llama.cpp has it too: benchmarks draw random token ids below it.
             "meta": {"n_vocab": service.lm.config.vocab},
         }  # fmt: skip
 

@@ -1,7 +1,6 @@
 """Answers the rows of a file through a server, or through the application of one in this process.
 
-Every row is handed over at once, as far as `concurrent` allows: the engine queues thousands and batches them as it steps. No jax
-here: a server is a `Transport`.
+Up to `concurrent` rows are queued at a time: the engine batches thousands as it steps. No jax here: a server is a `Transport`.
 """
 
 import asyncio

@@ -85,7 +85,7 @@ def _row(number: int, line: bytes) -> Row:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """What tells a file from a later version of it: size and sha256.
+    """Identifies the version of a file: size and sha256.
 
     Raises:
         BadInput: it cannot be read.
@@ -99,8 +99,8 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def stamp(model: str) -> dict[str, Any]:
-    """What tells a model from a later version of it, without reading it: the sizes and times of its files; of a run directory, its
-    newest checkpoint."""
+    """Identifies the version of a model without reading its weights: sizes and times of its files; for a run directory, its newest
+    checkpoint."""
     path = Path(model)
     if not path.exists():
         return {"address": model}
@@ -218,7 +218,7 @@ class Output:
         try:
             before = json.loads(self.note.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            what = f"{self.path} exists, and nothing tells what it was begun with"
+            what = f"{self.path} exists, but there is no record of the run that began it"
             raise BadInput(what, where=f"{self.note} is missing or damaged", hint=another) from None
         now = json.loads(json.dumps(begun))
         if different := list(_different(before, now)):

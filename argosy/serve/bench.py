@@ -22,7 +22,7 @@ from argosy.serve.client import Failed, Http, ask, documents
 from argosy.serve.client_settings import BenchSettings
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-# Vocabulary of a server that does not tell: no tokenizer has fewer than its 256 bytes.
+# Vocabulary of a server that does not report one: no tokenizer has fewer than 256 bytes.
 LEAST_VOCAB = 256
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark asks: random token ids of exact length, or the prompts of a file."""
+"""The prompts of a benchmark: random token ids of exact length, or those of a file."""
 
 import json
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
 
 @dataclass(frozen=True)
 class Sample:
-    """One request. prompt: text, token ids, or the messages of a chat. output_len: the most tokens of its answer; None: ask for as many
-    as its `reply` has, if it has one."""
+    """One request. prompt: text, token ids, or the messages of a chat. output_len: most tokens of its answer; None: as
+    many as `reply` has."""
 
     prompt: str | list[int] | list[dict[str, Any]]
     output_len: int | None
@@ -126,7 +126,7 @@ def _of_line(line: str, number: int, path: Path, output_len: int | None) -> Samp
 
 
 def _sharegpt(text: str, path: Path, output_len: int | None) -> list[Sample]:
-    """The first question of each conversation, and its answer, whose length is asked for."""
+    """The first question of each conversation, with its answer, whose length becomes `output_len`."""
     try:
         rows = json.loads(text)
     except ValueError as error:

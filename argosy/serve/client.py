@@ -392,28 +392,28 @@ class Inside:
             "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": headers,
             "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 80),
         }  # fmt: skip
-        told: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        gone, sent = asyncio.Event(), False
+        messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        gone, was_read = asyncio.Event(), False
 
         async def receive() -> dict[str, Any]:
-            nonlocal sent
-            if not sent:
-                sent = True
+            nonlocal was_read
+            if not was_read:
+                was_read = True
                 return {"type": "http.request", "body": content, "more_body": False}
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        async def tell(message: dict[str, Any]) -> None:
-            told.put_nowait(message)
+        async def send(message: dict[str, Any]) -> None:
+            messages.put_nowait(message)
 
         async def run() -> None:
             try:
-                await self.app(scope, receive, tell)
+                await self.app(scope, receive, send)
             finally:
-                told.put_nowait(None)
+                messages.put_nowait(None)
 
         async def blocks() -> AsyncGenerator[bytes, None]:
-            while (message := await told.get()) is not None:
+            while (message := await messages.get()) is not None:
                 if message.get("body"):
                     yield message["body"]
                 if not message.get("more_body"):
@@ -421,7 +421,7 @@ class Inside:
 
         work = asyncio.create_task(run())
         try:
-            start = await told.get()
+            start = await messages.get()
             if start is None:
                 await work
                 raise Failed(f"no answer to {method} {path}")

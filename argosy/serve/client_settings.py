@@ -26,34 +26,35 @@ class BenchSettings(Settings):
     }
 
     data: str = "random"
-    """What is asked: `random`, token ids drawn by `seed`, or a file. Text: a prompt a line. JSONL: a `prompt` (text or token ids) or
-    `messages` a line, and `max_tokens` if it has its own. A JSON list is read as ShareGPT."""
+    """Prompts: `random` (token ids drawn with `seed`), or a file. In a text file each line is a prompt; in JSONL each line has a
+    `prompt` (text or token ids) or `messages`, and optionally `max_tokens`; a JSON list is read as ShareGPT."""
     input_len: int = Field(1024, gt=0)
     """Tokens of a random prompt."""
     output_len: int | None = Field(None, gt=0)
     """Tokens of an answer. None: 128, or what the file says (in ShareGPT, the length of its own answer)."""
     range_ratio: float = Field(0.0, ge=0, lt=1)
-    """Spreads the lengths of random prompts and their answers evenly over length * (1 - ratio) to length * (1 + ratio)."""
+    """Draws the lengths of random prompts and their answers evenly from length * (1 - ratio) to length * (1 + ratio)."""
     prefix_len: int = Field(0, ge=0)
-    """Tokens that all random prompts begin with, before `input_len` of their own: what a prefix cache finds."""
+    """Length in tokens of a beginning that all random prompts share, before `input_len` tokens of their own. Measures a prefix cache."""
     vocab: int | None = Field(None, gt=1)
-    """Random token ids are below this. None: the size the server reports of its vocabulary, otherwise 256, which no model is below."""
+    """Random token ids are below this. None: the vocabulary size that the server reports, otherwise 256, the fewest of any
+    tokenizer."""
     num_prompts: int = Field(1000, gt=0)
     """Number of requests."""
     request_rate: float = Field(float("inf"), gt=0, allow_inf_nan=True)
-    """Requests per second, on average. Infinite: all at once, as far as `max_concurrency` lets them."""
+    """Requests per second, on average. Infinite: all at once, up to `max_concurrency`."""
     burstiness: float = Field(1.0, gt=0)
     """Shape of the gamma distribution of the time between requests: 1 is a Poisson process, less is burstier, more is more even."""
     max_concurrency: int | None = Field(None, gt=0)
     """Requests open at a time; others wait at the client, and their latency counts from when they are sent."""
     num_warmups: int = Field(0, ge=0)
-    """Requests before the clock starts, besides the one that checks that the server answers."""
+    """Requests before the clock starts, in addition to the one that checks the server."""
     api: Literal["completions", "chat"] = "completions"
     """The route: /v1/completions or /v1/chat/completions."""
     model: str | None = None
     """Name of the model at the server. None: the first of its /v1/models."""
     ignore_eos: bool | None = None
-    """Asks for answers of full length. None: for random prompts only, whose answers mean nothing."""
+    """Continues answers after the end-of-sequence token, to their full length. None: for random prompts only."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0 takes the likeliest token."""
     top_p: float | None = Field(None, gt=0, le=1)
@@ -63,7 +64,7 @@ class BenchSettings(Settings):
     seed: int = Field(0, ge=0)
     """Random seed of prompts, lengths, order and arrival times."""
     goodput: str | None = None
-    """Limits in milliseconds, such as `ttft:200 tpot:50`: `request_goodput` counts the requests per second that keep all of them."""
+    """Limits in milliseconds, such as `ttft:200 tpot:50`: `request_goodput` counts the requests per second within all of them."""
     percentile_metrics: str = "ttft,tpot,itl,e2el"
     """Which metrics are reported, separated by commas."""
     metric_percentiles: str = "99"
@@ -117,17 +118,17 @@ class BenchSettings(Settings):
 
 
 class BatchSettings(Settings):
-    """How a file of requests is answered."""
+    """Settings of `run-batch`."""
 
     elsewhere: ClassVar = {"input_file": "the input is the second word", "output_file": "the output is the third word"}
 
     name: str | None = None
-    """Name of the model, that requests may give as `model`; by default the last part of its path."""
+    """Name that rows may give as `model`; by default the last part of the model's path."""
     concurrent: int = Field(2048, gt=0)
-    """Requests that are handed to the engine at a time, or to a server; the engine runs `engine.slots` of them together."""
+    """Rows queued at a time, in the engine or at a server. The engine runs `engine.slots` of them together."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Random seed of the answers to requests that have none of their own. With the number of its line it makes the seed of a request,
-    so an answer does not depend on when it is computed."""
+    """Random seed for rows without one. It is combined with the line number of the row, so an answer does not depend on when it is
+    computed."""
     dtype: str | None = None
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     adapter: str | None = None
@@ -165,7 +166,7 @@ class Sampled(Settings):
 
 
 class ChatSettings(Sampled):
-    """How to talk to a model or a server."""
+    """Settings of `chat`."""
 
     elsewhere: ClassVar = {"system_prompt": "did you mean `system`?", "model_name": "did you mean `model`?"}
 

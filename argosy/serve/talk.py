@@ -23,7 +23,7 @@ PLAIN_TOKENS = 64
 
 @dataclass
 class Answer:
-    """One answer. tokens, prompt_tokens, cached: the server's counts; None if it was stopped before it told them. first, seconds: from
+    """One answer. tokens, prompt_tokens, cached: the server's counts; None if it was stopped before they arrived. first, seconds: from
     the request to the first text, and to the end."""
 
     text: str = ""
@@ -79,7 +79,7 @@ class Talk:
 
     def __init__(self, server: Transport, model: str, how: Sampled, *, system: str | None = None, plain: bool = False):
         self.server, self.model, self.how, self.plain = server, model, how, plain
-        # Called with what a reasoning model says before its answer, which is no part of the messages.
+        # Called with the reasoning before an answer, which is not kept in the messages.
         self.aside: Callable[[str], Any] = lambda text: None
         self.messages: list[dict[str, str]] = []
         self.totals = Totals()
@@ -132,7 +132,7 @@ class Talk:
             raise BadInput(f"cannot write {path}: {(error.strerror or '').lower()}") from None
 
     def load(self, path: Path) -> None:
-        """Goes on from messages that were saved, or from any list of messages; sampling stays as it is.
+        """Replaces the messages by those of a file: a saved conversation, or any list of messages. Sampling settings stay.
 
         Raises:
             BadInput: there are none.

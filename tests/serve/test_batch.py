@@ -240,7 +240,7 @@ def test_files_that_were_moved_are_the_same(files: tuple[Path, Path]):
 
 def test_a_file_of_something_else_is_left_alone(files: tuple[Path, Path]):
     files[1].write_text("my thesis\n")
-    with pytest.raises(BadInput, match="nothing tells what it was begun with"):
+    with pytest.raises(BadInput, match="no record of the run that began it"):
         Output(files[1], BEGUN)
     assert files[1].read_text() == "my thesis\n"
     files[1].write_text("")

@@ -166,7 +166,7 @@ def test_an_answer_that_is_too_short_is_told(capsys: pytest.CaptureFixture[str],
     round = Round(0, "http://h", "m", [Outcome(0, asked=9, output_len=3, latency=1.0)], 1.0, 0.9)
     warn(round, figures(round, settings), settings)
     err = capsys.readouterr().err
-    assert "1 answers of http://h ended before the length" in err
+    assert "1 answers of http://h are shorter than requested" in err
     assert "this client was busy for 90%" in err
 
 

@@ -217,7 +217,7 @@ def test_each_line_of_a_pipe_is_a_turn(piped: Callable[..., tuple[int, str, str]
     code, out, err = piped("hi", "", "more", "/stats")
     assert code == 0
     assert out == "".join(f"{text}\n" for text in expected)
-    assert err.count("4 tokens") == 2
+    assert err.count("[4 tokens") == 2
     assert "2 answers, 8 tokens" in err
     assert "4 messages" in err
     assert "> " not in out + err
@@ -375,3 +375,33 @@ def test_a_signal_at_the_prompt_gives_the_terminal_back(tmp_path: Path, number: 
         screen.process.send_signal(number)
         assert screen.process.wait(60) == code
         assert echoes(screen.number)
+
+
+# ---------------------------------------------------------------- without jax
+
+
+def test_mistakes_and_servers_that_are_gone_are_answered_without_jax(tmp_path: Path):
+    commands = [
+        ["chat", "http://h", "temprature=3"],
+        ["chat", "http://127.0.0.1:1"],
+        ["run-batch", ".", "missing", "out"],
+        ["run-batch", ".", ".", "out", "seeed=1"],
+        ["bench", "serve", "http://127.0.0.1:1", "num_prompts=1"],
+        ["bench", "serve", "http://h", "goodput=x"],
+    ]
+    program = f"import sys\nfrom argosy.cli import main\nprint([main(words) for words in {commands!r}], 'jax' in sys.modules)"
+    environment = os.environ | {"ARGOSY_HUGE_PAGES": "0"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.stdout == "[2, 1, 2, 2, 1, 2] False\n", done.stderr
+
+
+def test_verbs_complete_their_settings(capsys: pytest.CaptureFixture[str]):
+    for words, expected in (
+        (["bench", ""], "serve\n"),
+        (["bench", "serve", "http://h", "num_"], "num_prompts=\nnum_warmups=\n"),
+        (["bench", "serve", "http://h", "api="], "api=completions\napi=chat\n"),
+        (["chat", "x", "hist"], "history=\n"),
+        (["run-batch", "x", "y", "z", "concur"], "concurrent=\n"),
+    ):
+        assert main(["completion", "words", *words]) == 0
+        assert capsys.readouterr().out == expected
