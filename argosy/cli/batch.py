@@ -18,8 +18,9 @@ from argosy.core.settings import read_settings, words_layer
 from argosy.jobs import machine
 from argosy.serve import batch
 from argosy.serve.batch_files import Output, fingerprint, rows, stamp
-from argosy.serve.client import Http, Inside, Transport, is_url
+from argosy.serve.client import Inside, Transport, is_url
 from argosy.serve.client_settings import BatchSettings
+from argosy.serve.http import Http
 
 # Seconds between updates of the progress line; between lines where there is no terminal.
 PROGRESS_S, PROGRESS_LOG_S = 1.0, 30.0

@@ -12,8 +12,8 @@ from argosy.cli.flags import BENCH_SERVE, translated
 from argosy.cli.output import Doing, answer, as_typed, say
 from argosy.core.errors import BadInput
 from argosy.core.settings import read_settings, words_layer
-from argosy.serve.client import Http
 from argosy.serve.client_settings import BenchSettings
+from argosy.serve.http import Http
 
 # The first one that is set is the key of a server.
 KEYS = ("ARGOSY_API_KEY", "OPENAI_API_KEY")

@@ -17,8 +17,9 @@ from argosy.core import signals
 from argosy.core.errors import ArgosyError, BadInput, UnknownName
 from argosy.core.settings import SettingsLayer, read_settings, words_layer
 from argosy.jobs import machine
-from argosy.serve.client import Http, Inside, Refused, is_url
+from argosy.serve.client import Inside, Refused, is_url
 from argosy.serve.client_settings import ChatSettings, Sampled
+from argosy.serve.http import Http
 from argosy.serve.talk import Talk, first_model, too_long
 
 # Default limit on the tokens of a conversation: a cache of 128k tokens takes gigabytes.

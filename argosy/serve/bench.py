@@ -18,8 +18,9 @@ import numpy as np
 
 from argosy.core.errors import ArgosyError
 from argosy.serve.bench_data import OUTPUT_LEN, Sample, Source, prepared
-from argosy.serve.client import Failed, Http, ask, documents
+from argosy.serve.client import Failed, ask, documents
 from argosy.serve.client_settings import BenchSettings
+from argosy.serve.http import Http
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 # Vocabulary of a server that does not report one: no tokenizer has fewer than 256 bytes.

@@ -295,7 +295,7 @@ def test_a_server_without_time_is_asked_again_and_its_refusal_is_no_answer(
         await send(response(b'{"id": "x"}', "429 Too Many Requests" if busy else "200 OK"))
 
     async def go() -> None:
-        from argosy.serve.client import Http
+        from argosy.serve.http import Http
 
         async with fake(script) as server, Http(server.url) as http:
             with Output(files[1], BEGUN) as out:
@@ -472,7 +472,7 @@ def test_killed_again_and_again_it_answers_each_row_once_and_the_same(tmp_path: 
         assert process.returncode == 0, said
     assert "of 300 rows are there" in said
     found = written(target)
-    assert Counter(line["custom_id"] for line in found) == Counter(expected)
+    assert Counter(line["custom_id"] for line in found) == Counter(list(expected))
     assert {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in found} == expected
 
 

@@ -16,7 +16,8 @@ from serve.fakes import END, MODELS, STREAM, Hangup, chunk, event, fake, respons
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.infer.lm import LM
 from argosy.serve.app import App
-from argosy.serve.client import Failed, Http, Inside, Refused, Reply, ask, documents
+from argosy.serve.client import Failed, Inside, Refused, Reply, ask, documents
+from argosy.serve.http import Http
 from argosy.serve.service import Service
 
 

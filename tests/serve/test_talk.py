@@ -26,8 +26,9 @@ from argosy.cli.lines import Lines, several
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.infer.lm import LM
 from argosy.serve.app import App
-from argosy.serve.client import Failed, Http, Inside, Refused
+from argosy.serve.client import Failed, Inside, Refused
 from argosy.serve.client_settings import Sampled
+from argosy.serve.http import Http
 from argosy.serve.service import Service
 from argosy.serve.talk import Answer, Talk
 
