@@ -35,7 +35,7 @@ class BenchSettings(Settings):
     range_ratio: float = Field(0.0, ge=0, lt=1)
     """Draws the lengths of random prompts and their answers evenly from length * (1 - ratio) to length * (1 + ratio)."""
     prefix_len: int = Field(0, ge=0)
-    """Length in tokens of a beginning that all random prompts share, before `input_len` tokens of their own. Measures a prefix cache."""
+    """Tokens that all random prompts begin with, before `input_len` tokens of their own. Measures a prefix cache."""
     vocab: int | None = Field(None, gt=1)
     """Random token ids are below this. None: the vocabulary size that the server reports, otherwise 256, the fewest of any
     tokenizer."""
