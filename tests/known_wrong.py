@@ -39,6 +39,35 @@ LAWS, DEVICES, COSTS = (f"tests/laws/test_{name}.py::test_" for name in ("family
 ATTEND, MOE, EINSUM = (f"tests/models/test_{name}.py::test_" for name in ("attend", "moe", "einsum"))
 RESUME, RUNS, SURGERY = "tests/jobs/test_resume.py::test_", "tests/jobs/test_train.py::test_", "tests/adapt/test_surgery.py::test_"
 EDITS = [
+    # ---------------------------------------------------------------- batches, benchmarks, chat
+    Edit(
+        "a torn last line kept",
+        "argosy/serve/batch_files.py",
+        "        if self.was_torn:\n            os.ftruncate(self._file, self._whole)\n",
+        "",
+        ("tests/serve/test_batch.py::test_a_last_line_cut_at_any_byte_is_repaired",),
+    ),
+    Edit(
+        "a server without time recorded as an answer",
+        "argosy/serve/batch.py",
+        "NO_TIME = (429, 503)",
+        "NO_TIME = ()",
+        ("tests/serve/test_batch.py::test_a_server_without_time_is_asked_again_and_its_refusal_is_no_answer",),
+    ),
+    Edit(
+        "the first token in the time per output token",
+        "argosy/serve/bench.py",
+        "(self.latency - self.ttft) / (self.output_len - 1)",
+        "self.latency / self.output_len",
+        ("tests/serve/test_bench.py::test_figures_are_those_of_vllm",),
+    ),
+    Edit(
+        "a failed question left in the conversation",
+        "argosy/serve/talk.py",
+        "        except BaseException:\n            self.messages = before\n            raise\n",
+        "        except BaseException:\n            raise\n",
+        ("tests/serve/test_talk.py::test_a_question_that_fails_leaves_no_trace",),
+    ),
     # ---------------------------------------------------------------- the loss and the update
     Edit(
         "the mask ignored",

@@ -22,6 +22,9 @@ VERBS = {
     "sweep": ("argosy.cli.sweep", "train with every combination of some settings, and compare"),
     "generate": ("argosy.cli.generate", "continue a prompt with a trained model"),
     "serve": ("argosy.cli.serve", "serve a model over HTTP, with OpenAI's API"),
+    "chat": ("argosy.cli.chat", "talk to a model or a server in the terminal"),
+    "run-batch": ("argosy.cli.batch", "answer a file of OpenAI-style requests; killed, it resumes"),
+    "bench": ("argosy.cli.bench", "measure the speed of a running server"),
     "convert": ("argosy.cli.convert", "convert between Hub folder, GGUF (in) and Argosy checkpoint"),
     "data": ("argosy.cli.data", "tokenize a corpus, look at training rows, train a tokenizer"),
     "models": ("argosy.cli.models", "list model families and presets: sizes, memory, FLOPs"),
@@ -35,7 +38,7 @@ VERBS = {
 # What other trainers call the recipe.
 _RECIPE_OPTIONS = ("--config", "-c", "--recipe", "--config-file", "--config_file", "--config-name", "--job.config_file")
 
-COMPUTING = ("quickstart", "train", "sweep", "generate", "serve")
+COMPUTING = ("quickstart", "train", "sweep", "generate", "serve", "chat", "run-batch")
 
 
 def main(words: list[str] | None = None) -> int:

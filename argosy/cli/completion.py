@@ -12,6 +12,10 @@ OWN_SETTINGS = {  # verb -> the settings that are its own
     "convert": "argosy.cli.convert:Convert",
     "quickstart": "argosy.cli.quickstart:Quickstart",
     "data": "argosy.data.settings:DataSettings",
+    "serve": "argosy.serve.settings:ServeSettings",
+    "chat": "argosy.serve.client_settings:ChatSettings",
+    "run-batch": "argosy.serve.client_settings:BatchSettings",
+    "bench": "argosy.serve.client_settings:BenchSettings",
 }
 
 

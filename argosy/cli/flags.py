@@ -1,6 +1,25 @@
-"""The flags of `vllm serve` as our settings."""
+"""The flags of vLLM's commands as our settings."""
 
-from argosy.core.errors import BadInput
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from argosy.core.errors import BadInput, nearest
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags of one command.
+
+    settings: flag -> our setting. switches: flags without a value -> words. choices: flag -> value -> words. several: those of
+    `settings` with any number of values, which become one. answers: flags without a meaning here -> what to do.
+    """
+
+    settings: Mapping[str, str]
+    switches: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    choices: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    several: Sequence[str] = ()
+    answers: Mapping[str, str] = field(default_factory=dict)
+
 
 # vLLM's flag -> our setting.
 SETTINGS = {
@@ -51,7 +70,88 @@ ANSWERS = {
 }
 
 
-def translated(words: list[str]) -> list[str]:
+SERVE = Flags(SETTINGS, SWITCHES, answers=ANSWERS)
+
+BENCH_SERVE = Flags(
+    {
+        "--base-url": "url",
+        "--model": "model",
+        "--served-model-name": "model",
+        "--dataset-path": "data",
+        "--num-prompts": "num_prompts",
+        "--input-len": "input_len",
+        "--output-len": "output_len",
+        "--random-input-len": "input_len",
+        "--random-output-len": "output_len",
+        "--random-range-ratio": "range_ratio",
+        "--random-prefix-len": "prefix_len",
+        "--sharegpt-output-len": "output_len",
+        "--custom-output-len": "output_len",
+        "--request-rate": "request_rate",
+        "--burstiness": "burstiness",
+        "--max-concurrency": "max_concurrency",
+        "--num-warmups": "num_warmups",
+        "--temperature": "temperature",
+        "--top-p": "top_p",
+        "--top-k": "top_k",
+        "--seed": "seed",
+        "--goodput": "goodput",
+        "--percentile-metrics": "percentile_metrics",
+        "--metric-percentiles": "metric_percentiles",
+        "--result-filename": "save",
+    },
+    {"--ignore-eos": ["ignore_eos=true"], "--disable-tqdm": []},
+    choices={
+        "--backend": {"openai": [], "vllm": [], "openai-chat": ["api=chat"]},
+        "--endpoint": {"/v1/completions": [], "/v1/chat/completions": ["api=chat"]},
+        "--dataset-name": {"random": ["data=random"], "sharegpt": [], "custom": []},
+    },
+    several=("--goodput",),
+    answers={
+        "--host": "the address is the first word, such as http://127.0.0.1:8000",
+        "--port": "the address is the first word, such as http://127.0.0.1:8000",
+        "--save-result": "`save=FILE` saves the results, with those of every request",
+        "--save-detailed": "`save=FILE` saves the results, with those of every request",
+        "--result-dir": "`save=FOLDER/FILE`",
+        "--tokenizer": "leave it out: prompts are token ids, and the server counts its own tokens",
+        "--trust-remote-code": "leave it out: no code of a model is ever run",
+        "--header": "`api_key=KEY` is the only header that can be set",
+    },
+)
+
+RUN_BATCH = Flags(
+    {
+        "--served-model-name": "name",
+        "--api-key": "api_key",
+        "--dtype": "dtype",
+        "--seed": "seed",
+        **{flag: key for flag, key in SETTINGS.items() if key.startswith("engine.")},
+    },
+    {flag: words for flag, words in SWITCHES.items() if flag != "--enable-log-requests"},
+    answers={
+        "-i": "`run-batch MODEL IN.jsonl OUT.jsonl`",
+        "-o": "`run-batch MODEL IN.jsonl OUT.jsonl`",
+        "--input-file": "`run-batch MODEL IN.jsonl OUT.jsonl`",
+        "--output-file": "`run-batch MODEL IN.jsonl OUT.jsonl`",
+        **ANSWERS,
+    },
+)
+
+CHAT = Flags(
+    {
+        "--url": "url",
+        "--model-name": "model",
+        "--system-prompt": "system",
+        "--api-key": "api_key",
+        "--dtype": "dtype",
+        "--max-model-len": "context",
+        **{f"--{name.replace('_', '-')}": name for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")},
+    },
+    answers={"--model": "the model is the first word", "--quick": "`echo TEXT | argosy chat MODEL`"},
+)
+
+
+def translated(words: Sequence[str], flags: Flags = SERVE) -> list[str]:
     """The words with flags of vLLM written as settings: `--port 80` and `--port=80` as `port=80`.
 
     Raises:
@@ -65,14 +165,28 @@ def translated(words: list[str]) -> list[str]:
             continue
         flag, equals, value = word.partition("=")
         flag = flag.replace("_", "-")
-        if flag in SWITCHES and not equals:
-            found += SWITCHES[flag]
-        elif flag in SETTINGS:
+        if flag in flags.switches and not equals:
+            found += flags.switches[flag]
+        elif flag in flags.settings or flag in flags.choices:
             if not equals and (not rest or rest[0].startswith("--")):
-                raise BadInput(f"{flag} needs a value", hint=f"`{SETTINGS[flag]}=VALUE`")
-            found.append(f"{SETTINGS[flag]}={value if equals else rest.pop(0)}")
+                setting = flags.settings.get(flag)
+                hint = f"`{setting}=VALUE`" if setting else f"one of {', '.join(flags.choices[flag])}"
+                raise BadInput(f"{flag} needs a value", hint=hint)
+            values = [value] if equals else [rest.pop(0)]
+            while flag in flags.several and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+                values.append(rest.pop(0))
+            found += _words(flag, " ".join(values), flags)
         else:
             key = flag.lstrip("-").replace("-", "_")
-            hint = ANSWERS.get(flag, f"settings have no dashes: `{key}={value or 'VALUE'}`")
+            hint = flags.answers.get(flag, f"settings have no dashes: `{key}={value or 'VALUE'}`")
             raise BadInput(f"no such option: {flag}", hint=hint)
     return found
+
+
+def _words(flag: str, value: str, flags: Flags) -> list[str]:
+    if flag in flags.settings:
+        return [f"{flags.settings[flag]}={value}"]
+    choices = flags.choices[flag]
+    if value not in choices:
+        raise BadInput(f"{flag} {value} is not supported", hint=nearest(value, choices))
+    return list(choices[value])

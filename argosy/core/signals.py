@@ -42,6 +42,7 @@ class Stop:
 
 class _State:
     taken_over = False
+    writer = -1
     stops: list[Stop] = []  # noqa: RUF012
     leaving: list[Callable[[], object]] = []  # noqa: RUF012
     code: int | None = None
@@ -57,6 +58,7 @@ def take_over() -> None:
     atexit.register(_skip_teardown)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    _State.writer = writer
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in SIGNALS:
         if _is_handled(number):
@@ -124,6 +126,28 @@ def asked_to_stop(message: str = "stopping") -> Iterator[Stop]:
     try:
         yield stop
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """In here a signal raises in the main thread, where readline waits for a line and must give the terminal back as it was:
+    KeyboardInterrupt, or SystemExit with the code."""
+    if not _State.taken_over:
+        yield
+        return
+
+    def leave(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in SIGNALS if _is_handled(number)}
+    # The thread would end the process at once.
+    signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(_State.writer, warn_on_full_buffer=False)
         for number, handler in before.items():
             signal.signal(number, handler)
 

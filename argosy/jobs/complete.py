@@ -34,6 +34,8 @@ def complete(words: Sequence[str], verbs: Mapping[str, type[Settings] | None]) -
         return _settings_of_a_run(recipe or "tiny", last)
     if verb == "models":
         return _beginning(last, ["show"] if len(before) == 1 else presets())
+    if verb == "bench" and len(before) == 1:
+        return _beginning(last, ["serve"])
     schema = verbs.get(verb)
     return _of(schema, last) if schema else []
 

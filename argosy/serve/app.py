@@ -90,6 +90,8 @@ class App:
         return {
             "id": service.name, "object": "model", "created": service.created, "owned_by": "argosy",
             "root": service.name, "parent": None, "max_model_len": service.context,
+            # Where llama.cpp has it too: benchmarks draw random token ids below it.
+            "meta": {"n_vocab": service.lm.config.vocab},
         }  # fmt: skip
 
     async def health(self, request: Request) -> Response:

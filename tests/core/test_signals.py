@@ -150,3 +150,22 @@ def test_ctrl_c_at_random_moments_of_verbs(tmp_path: Path):
     blows = campaign_interrupt.campaign(tmp_path, 2, verbs=("train", "generate", "convert"))
     assert any(one.code is not None for one in blows)
     assert all(one.good for one in blows), [one for one in blows if not one.good]
+
+
+RAISED = f"""
+try:
+    with signals.raising():
+        {READY}
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+except SystemExit as end:
+    print("ends with", end.code, file=sys.stderr)
+{READY}
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number, said", [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "ends with 143\n")])
+def test_a_signal_raises_at_a_prompt_and_ends_the_process_after_it(number: int, said: str):
+    assert run(RAISED, number, signal.SIGTERM) == (143, said)

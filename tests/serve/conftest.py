@@ -107,6 +107,14 @@ def inside(app: Any, do: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
     return asyncio.run(go())
 
 
+@pytest.fixture(scope="module")
+def url(service: Service) -> Iterator[str]:
+    """The address of the service. Not for tests to start while their output is captured: uvicorn configures logging, which closes the
+    stream of absl's handler unless that is the current stderr."""
+    with listening(service) as found:
+        yield found
+
+
 @contextmanager
 def listening(service: Service, **settings: Any) -> Iterator[str]:
     """A real server in a thread, on a free port of the loopback, until the block ends."""

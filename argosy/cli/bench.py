@@ -1,0 +1,126 @@
+"""`argosy bench serve URL [key=value ...]`."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from argosy.cli.flags import BENCH_SERVE, translated
+from argosy.cli.output import Doing, answer, as_typed, say
+from argosy.core.errors import BadInput
+from argosy.core.settings import read_settings, words_layer
+from argosy.serve.client_settings import BenchSettings
+from argosy.serve.http import Http
+
+# The first one that is set is the key of a server.
+KEYS = ("ARGOSY_API_KEY", "OPENAI_API_KEY")
+# A client that needs more of a core than this measures itself.
+BUSY = 0.7
+
+HELP = """Loads a server of OpenAI's API with streamed requests, and measures it: Argosy's, vLLM's, llama.cpp's.
+
+\b
+Examples:
+  argosy bench serve http://127.0.0.1:8000 num_prompts=100 input_len=128 output_len=64 max_concurrency=8
+  argosy bench serve http://127.0.0.1:8000 request_rate=4 goodput="ttft:200 tpot:50"
+  argosy bench serve http://127.0.0.1:8000 data=prompts.jsonl api=chat save=result.json
+  argosy bench serve http://127.0.0.1:8000 against=http://127.0.0.1:8001
+  argosy bench serve http://127.0.0.1:8000 --num-prompts 100 --random-input-len 128     (flags of `vllm bench serve`)
+
+Exit code 1 if any request failed."""
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.callback(invoke_without_command=True)
+def bench(context: typer.Context) -> None:
+    """Measures the speed of a running server."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command("serve", context_settings={"ignore_unknown_options": True}, help=as_typed(HELP))
+def serve(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="URL [key=value ...]",
+            help="the server's address, then settings: " + ", ".join(BenchSettings.model_fields),
+            show_default=False,
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> int:
+    url, rest = address(translated(words, BENCH_SERVE))
+    settings = read_settings(BenchSettings, words_layer(rest)).value
+    urls = [Http(one).url for one in (url, settings.against) if one is not None]
+    if settings.save and not Path(settings.save).absolute().parent.is_dir():
+        raise BadInput(f"`save`: no folder {Path(settings.save).parent}")
+    from argosy.serve import bench_report as report
+    from argosy.serve.bench import Server, run
+    from argosy.serve.bench_data import Source
+
+    source = Source(settings)
+    with Doing() as doing:
+        # In a log, hundreds of such lines would be noise.
+        progress = doing if doing.is_live else None
+        servers = [Server(one, settings, key_of(settings.api_key), progress) for one in urls]
+        rounds = asyncio.run(run(servers, source, settings.rounds if settings.against else 1))
+    found = [report.figures(one, settings) | {"server": one.server} for one in rounds]
+    if settings.against:
+        document = report.compared(found, urls[0], urls[-1])
+        text = report.comparison(document, settings)
+    else:
+        document = {name: value for name, value in found[0].items() if name != "server"}
+        text = report.table(document, settings)
+    for one, its in zip(rounds, found):
+        warn(one, its, settings)
+    if settings.save:
+        save(Path(settings.save), document, [report.details(one) for one in rounds])
+    answer(text, document, as_json)
+    return 1 if any(one["failed"] for one in found) else 0
+
+
+def address(words: list[str]) -> tuple[str, list[str]]:
+    """The server's address, as the first word or as `url=`, and the other words.
+
+    Raises:
+        BadInput: there is none.
+    """
+    for i, word in enumerate(words):
+        if word.startswith("url=") or "=" not in word or "://" in word.partition("=")[0]:
+            return word.removeprefix("url="), words[:i] + words[i + 1 :]
+    raise BadInput("which server?", hint="its address is the first word, such as http://127.0.0.1:8000")
+
+
+def key_of(given: str | None) -> str | None:
+    """The key for a server: the one that was given, or that of the environment."""
+    return given or next((value for name in KEYS if (value := os.environ.get(name))), None)
+
+
+def warn(one: Any, found: dict[str, Any], settings: BenchSettings) -> None:
+    """Warns about failures, short answers and a client that was too busy."""
+    if found["failed"]:
+        say(f"{found['failed']:,} of {found['num_prompts']:,} requests to {one.url} failed, the first: {found['first_error']}")
+    short = sum(o.error is None and o.output_len < o.asked for o in one.outcomes)
+    if short and (settings.ignore_eos or (settings.ignore_eos is None and settings.data == "random")):
+        say(f"{short:,} answers of {one.url} are shorter than requested: it may not support `ignore_eos`")
+    if found["client_cpu"] > BUSY:
+        say(f"this client was busy for {found['client_cpu']:.0%} of the time of a core: the figures of {one.url} may be its own")
+
+
+def save(path: Path, document: dict[str, Any], rounds: list[dict[str, list[Any]]]) -> None:
+    """Writes the results with those of every request; one that is killed here leaves an older file as it was."""
+    whole = document | (rounds[0] if "rounds" not in document else {})
+    if "rounds" in document:
+        whole["rounds"] = [one | its for one, its in zip(document["rounds"], rounds)]
+    text = json.dumps(whole, allow_nan=False)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_text(text + "\n", encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {(error.strerror or '').lower()}") from None

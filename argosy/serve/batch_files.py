@@ -1,0 +1,281 @@
+"""The files of a batch, in OpenAI's layout: requests, and their answers, a line a row.
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}
+    {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
+
+The number in `id` is the row's line in the input, and that is all a resumed run needs to know which rows are done: answers are
+appended whole, in the order in which they end, and a last line without its line break is one that a kill cut short. What the output
+was begun with stands beside it in OUT.run.json, so that no file mixes the answers of two models.
+
+Knows nothing of servers.
+"""
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged
+
+FIELDS = {"custom_id", "method", "url", "body"}
+# Power may fail too: what was written by then is safe.
+SYNC_S = 5.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the input. fault: why it is no request, None if it is one."""
+
+    line: int
+    custom_id: str | None
+    url: str = ""
+    body: Any = None
+    fault: str | None = None
+
+
+def rows(path: Path) -> Iterator[Row]:
+    """The rows of a file; blank lines are none."""
+    seen: dict[str, int] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            row = _row(number, line)
+            if row.fault is None and row.custom_id is not None:
+                first = seen.setdefault(row.custom_id, number)
+                if first != number:
+                    fault = f"line {number}: `custom_id` {row.custom_id!r} is that of line {first}"
+                    row = Row(number, row.custom_id, fault=fault)
+            yield row
+
+
+def _row(number: int, line: bytes) -> Row:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError):
+        return Row(number, None, fault=f"line {number} is no JSON")
+    if not isinstance(given, dict):
+        return Row(number, None, fault=f"line {number} is no JSON object")
+    name, url, body = given.get("custom_id"), given.get("url"), given.get("body")
+    known = name if isinstance(name, str) else None
+
+    def wrong(what: str) -> Row:
+        return Row(number, known, fault=f"line {number}: {what}")
+
+    if unknown := sorted(set(given) - FIELDS):
+        return wrong(f"unknown field `{unknown[0][:64]}`")
+    if known is None:
+        return wrong("`custom_id` is missing or no text")
+    if given.get("method") != "POST":
+        return wrong('`method` is not "POST"')
+    if not isinstance(url, str) or not re.fullmatch(r"/[!-~]*", url):
+        return wrong("`url` is no route, such as /v1/completions")
+    if not isinstance(body, dict):
+        return wrong("`body` is no JSON object")
+    if body.get("stream"):
+        return wrong("`stream` is not for batches")
+    return Row(number, known, url, body)
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Identifies the version of a file: size and sha256.
+
+    Raises:
+        BadInput: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return {"bytes": file.tell(), "sha256": digest}
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {(error.strerror or '').lower()}") from None
+
+
+def stamp(model: str) -> dict[str, Any]:
+    """Identifies the version of a model without reading its weights: sizes and times of its files; for a run directory, its newest
+    checkpoint."""
+    path = Path(model)
+    if not path.exists():
+        return {"address": model}
+    found: dict[str, Any] = {"address": str(path.resolve())}
+    if (path / "checkpoints").is_dir():
+        steps = [int(one.name) for one in (path / "checkpoints").iterdir() if one.name.isdecimal()]
+        return found | {"step": max(steps, default=None)}
+    files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
+    return found | {"files": {one.name: [one.stat().st_size, one.stat().st_mtime_ns] for one in files}}
+
+
+def refused(row: Row) -> dict[str, Any]:
+    """The answer to a line that is no request."""
+    error = {"code": "invalid_line", "message": row.fault, "line": row.line}
+    return {"id": f"batch_req_{row.line}", "custom_id": row.custom_id, "response": None, "error": error}
+
+
+# ---------------------------------------------------------------- the output
+
+
+class Output:
+    """The file of answers, which is created, or repaired and continued.
+
+    Args:
+        begun: what the answers depend on: input, model, settings.
+
+    Raises:
+        BadInput: the file was begun with something else, or by something else. Busy: another process writes it. Damaged: a line that
+            is not the last one is no answer.
+    """
+
+    def __init__(self, path: Path, begun: Mapping[str, Any]):
+        self.path, self.note = path, path.with_name(f"{path.name}.run.json")
+        self.done: set[int] = set()
+        self.failed, self.prompt_tokens, self.tokens = 0, 0, 0
+        self.first_error: str | None = None
+        self.was_torn = False
+        # Bytes of whole lines.
+        self._whole = 0
+        self._broken: ArgosyError | None = None
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise BadInput(f"cannot write {path}: {(error.strerror or '').lower()}") from None
+        try:
+            self._lock()
+            if os.fstat(self._file).st_size:
+                self._check(begun)
+                self._read()
+            else:
+                self._begin(begun)
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._synced_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with suppress(OSError):  # a pipe or a device cannot be synced
+            os.fsync(self._file)
+        os.close(self._file)
+
+    def write(self, document: Mapping[str, Any]) -> None:
+        """Appends an answer.
+
+        Raises:
+            ArgosyError: the disk is full, or gone.
+        """
+        if self._broken is not None:
+            raise self._broken
+        line = json.dumps(document, allow_nan=False).encode() + b"\n"
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[os.write(self._file, left) :]
+            if time.monotonic() - self._synced_at > SYNC_S:
+                self._synced_at = time.monotonic()
+                os.fsync(self._file)
+        except OSError as error:
+            # Half a line may be there, and nothing may follow it.
+            with suppress(OSError):
+                os.ftruncate(self._file, self._whole)
+            what = f"cannot write {self.path}: {(error.strerror or '').lower()}"
+            self._broken = ArgosyError(what, hint="the same command resumes")
+            raise self._broken from None
+        self._whole += len(line)
+        self._count(document)
+
+    def _lock(self) -> None:
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Busy(f"another process is writing {self.path}") from None
+        except OSError:
+            # A file system without locks.
+            pass
+
+    def _begin(self, begun: Mapping[str, Any]) -> None:
+        """Notes what the answers depend on, before the first one."""
+        new = self.note.with_name(f".{self.note.name}.{os.getpid()}")
+        with new.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(begun, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self.note)
+
+    def _check(self, begun: Mapping[str, Any]) -> None:
+        another = f"another OUT, or remove {self.path} to start over"
+        try:
+            before = json.loads(self.note.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            what = f"{self.path} exists, but there is no record of the run that began it"
+            raise BadInput(what, where=f"{self.note} is missing or damaged", hint=another) from None
+        now = json.loads(json.dumps(begun))
+        if different := list(_different(before, now)):
+            raise BadInput(f"{self.path} was begun with {different[0]}", where="; ".join(different[1:]) or None, hint=another)
+
+    def _read(self) -> None:
+        """Learns what is done, and removes a last line that was cut short."""
+        with open(self._file, "rb", closefd=False) as file:
+            file.seek(0)
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    self.was_torn = True
+                    break
+                self._whole += len(line)
+                try:
+                    document = json.loads(line)
+                    self._count(document)
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    raise Damaged(f"line {number} of {self.path} is no answer of this command") from None
+        if self.was_torn:
+            os.ftruncate(self._file, self._whole)
+
+    def _count(self, document: Mapping[str, Any]) -> None:
+        self.done.add(int(document["id"].removeprefix("batch_req_")))
+        response = document["response"] or {}
+        body = response.get("body")
+        if document["error"] is not None or response.get("status_code") != 200:
+            self.failed += 1
+            self.first_error = self.first_error or _message(document)
+        usage = body.get("usage") if isinstance(body, dict) else None
+        if isinstance(usage, dict):
+            self.prompt_tokens += usage.get("prompt_tokens") or 0
+            self.tokens += usage.get("completion_tokens") or 0
+
+
+def _different(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """Where two trees differ, in words. A file that was moved is the same file."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        if "address" not in before or "address" not in now:
+            for key in sorted({*before, *now}):
+                yield from _different(before.get(key), now.get(key), key)
+            return
+        old, new = ({k: v for k, v in one.items() if k != "address"} or one["address"] for one in (before, now))
+        if old != new:
+            moved = before["address"] != now["address"]
+            yield f"the {name} {before['address']}, not {now['address']}" if moved else f"another version of its {name}"
+    elif before != now:
+        yield f"{name}={before}, not {now}"
+
+
+def _message(document: Mapping[str, Any]) -> str:
+    """Why a row failed."""
+    if document["error"] is not None:
+        return document["error"]["message"]
+    body = document["response"]["body"]
+    error = body.get("error") if isinstance(body, dict) else None
+    why = error.get("message") if isinstance(error, dict) else None
+    text = f"{document['custom_id']}: {why or 'status ' + str(document['response']['status_code'])}"
+    # JSON may hold half of a surrogate pair, which no terminal takes.
+    return text.encode("utf-8", "backslashreplace").decode()
