@@ -77,7 +77,7 @@ def cannot_hold(heads: int, size: int, dtype: Any) -> str | None:
     return None if tiles in (1, 2, 4, 8) or tiles % 8 == 0 else f"{heads} key heads, which no tile holds"
 
 
-def _refuses(q: Array, pools: Pools, table: Array, lengths: Array, score: Score, lse: bool) -> str | None:
+def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, lse: bool) -> str | None:
     if platform() != "tpu":
         return "is for TPUs"
     if len(pools) != 1:

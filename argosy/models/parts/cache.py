@@ -121,9 +121,11 @@ def _allocate(
 def _joined(entries: list[Entry], dtype: Any) -> list[Entry]:
     """The entries with keys and values as one, where kernels read them so."""
     tokens = {e.name: e.shape for e in entries if e.kind == "token"}
-    if set(tokens) != {"k", "v"} or tokens["k"] != tokens["v"] or not reads_joined(*tokens["k"], dtype):
+    if set(tokens) != {"k", "v"} or tokens["k"] != tokens["v"]:
         return entries
     heads, size = tokens["k"]
+    if not reads_joined(heads, size, dtype):
+        return entries
     return [Entry(JOINED, (2 * heads, size), "token"), *(e for e in entries if e.kind != "token")]
 
 
