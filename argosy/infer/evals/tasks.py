@@ -1,0 +1,309 @@
+"""The tasks: what each asks, how an answer is judged, and in which file its rows are.
+
+A task is a line of data here. Prompts of multiple choice, LAMBADA, MMLU, GSM8K and BBH are those of EleutherAI's
+lm-evaluation-harness, so figures can be compared with published ones on the same rows.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from argosy.core.errors import BadInput, UnknownName
+from argosy.infer.evals.rows import LAYOUTS, Fields, check_rows, is_rows, layout_of, read_rows
+from argosy.infer.evals.settings import EvalSettings
+
+Kind = Literal["perplexity", "choice", "continuation", "generation", "ifeval"]
+PERPLEXITY = "perplexity"
+WHERE = "files of JSON lines named by task, such as arc_easy.jsonl; the guide to evaluation says where to get them"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    layout: of its rows (`rows.LAYOUTS`). prompt: the question, with the row's fields in braces. before: goes before the examples.
+    shots: examples by default. examples: the file they are drawn from, if it is there; otherwise the rows of the task. alike: a field
+    that examples share with the question. answer: the field with the right answer of a generated one. stop, max_tokens: end a
+    generated answer. strict, flexible: regular expressions that find the answer in the text; `last` where the last match counts,
+    not the first. Without `strict`, the whole text is the answer.
+    """
+
+    name: str
+    kind: Kind
+    layout: str
+    about: str
+    prompt: str = ""
+    before: str = ""
+    shots: int = 0
+    examples: str = ""
+    alike: str = ""
+    answer: str = ""
+    stop: tuple[str, ...] = ("\n",)
+    max_tokens: int = 64
+    strict: str = ""
+    flexible: str = ""
+    last: bool = False
+
+
+NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
+QUESTION = "{query}\nAnswer:"
+LETTERS = "The following are multiple choice questions (with answers) about {subject}.\n\n"
+_BBH = {"kind": "generation", "layout": "input-target", "prompt": "Q: {input}\nA:", "answer": "target", "shots": 3}
+
+
+def _choice(name: str, about: str, prompt: str = QUESTION, layout: str = "choices", **more: Any) -> Task:
+    return Task(name, "choice", layout, about, prompt, **more)
+
+
+def _bbh(name: str, about: str, before: str, flexible: str, **more: Any) -> Task:
+    return Task(f"bbh_{name}", about=about, before=f"{before}\n\n", flexible=flexible, **_BBH, **more)
+
+
+_ALL = [
+    Task(PERPLEXITY, "perplexity", "text", "loss a token of any text"),
+    _choice("arc_easy", "grade-school science questions"),
+    _choice("arc_challenge", "the harder ones of them"),
+    _choice("boolq", "yes or no, from a passage"),
+    _choice("commonsense_qa", "lettered choices", "{query}"),
+    _choice("copa", "cause or effect", "{query}"),
+    _choice("openbook_qa", "elementary science", "{query}"),
+    _choice("piqa", "physical common sense"),
+    _choice("mmlu_dev", "57 subjects, lettered choices", "{question}", "letters", before=LETTERS, alike="subject"),
+    _choice("winograd_wsc", "which noun a pronoun means", "", "options"),
+    _choice("winogrande", "which noun fills the gap", "", "options"),
+    Task("lambada_openai", "continuation", "continuation", "the last word of a passage", "{context}"),
+    Task(
+        "simple_arithmetic",
+        "generation",
+        "continuation",
+        "sums, differences, products",
+        "{context}",
+        answer="continuation",
+        max_tokens=16,
+        flexible=NUMBER,
+    ),
+    Task(
+        "gsm8k",
+        "generation",
+        "question-answer",
+        "grade-school word problems",
+        "Question: {question}\nAnswer:",
+        shots=5,
+        examples="gsm8k_train",
+        answer="answer",
+        stop=("Question:", "\n\n"),
+        max_tokens=256,
+        strict=rf"#### ({NUMBER})",
+        flexible=NUMBER,
+        last=True,
+    ),
+    Task(
+        "svamp",
+        "generation",
+        "context-answer",
+        "one-step word problems",
+        "Question: {context}\nAnswer:",
+        shots=5,
+        answer="answer",
+        max_tokens=32,
+        flexible=NUMBER,
+        last=True,
+    ),
+    _bbh(
+        "boolean_expressions",
+        "True or False",
+        "Evaluate the result of a random Boolean expression.",
+        r"\b(?:True|False)\b",
+        max_tokens=8,
+    ),
+    _bbh("date_understanding", "lettered dates", "Infer the date from context.", r"\([A-Z]\)", max_tokens=16),
+    _bbh("multistep_arithmetic_two", "nested sums", "Solve multi-step arithmetic problems.", NUMBER, max_tokens=16),
+    _bbh(
+        "navigate",
+        "Yes or No",
+        "Given a series of navigation instructions, determine whether one would end up back at the starting point.",
+        r"\b(?:Yes|No|yes|no)\b",
+        max_tokens=8,
+    ),
+    _bbh("word_sorting", "words in order", "Sort a list of words.", "words", max_tokens=160),
+    Task(
+        "ifeval",
+        "ifeval",
+        "instructions",
+        "instructions that a program can check",
+        "{prompt}",
+        stop=(),
+        max_tokens=1280,
+    ),
+]
+TASKS: dict[str, Task] = {task.name: task for task in _ALL}
+
+# What rows of each layout ask if no known task is named.
+_PLAIN: dict[str, Task] = {
+    "instructions": TASKS["ifeval"],
+    "options": _choice("", "", "", "options"),
+    "choices": _choice("", "", "{query}"),
+    "letters": _choice("", "", "{question}", "letters"),
+    "continuation": TASKS["lambada_openai"],
+    "input-target": Task("", "generation", "input-target", "", "{input}", answer="target"),
+    "question-answer": Task("", "generation", "question-answer", "", "Question: {question}\nAnswer:", answer="answer"),
+    "context-answer": Task("", "generation", "context-answer", "", "{context}", answer="answer"),
+    "text": TASKS[PERPLEXITY],
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A task with its rows. path: their file. total: rows of the file. pool: rows that examples are drawn from. own: whether the pool
+    is the file itself."""
+
+    task: Task
+    path: Path
+    rows: list[Fields]
+    total: int
+    pool: list[Fields]
+    own: bool
+    shots: int
+
+    def __str__(self) -> str:
+        """`arc_easy (the first 100 of 600 rows, 5 shots)`."""
+        if not self.rows:
+            return f"{self.task.name} of {self.path}"
+        many = f"{self.total} rows" if self.total != 1 else "1 row"
+        some = many if len(self.rows) == self.total else f"the first {len(self.rows)} of {many}"
+        return f"{self.task.name} ({some}{f', {self.shots} shots' if self.shots else ''})"
+
+
+def plan(settings: EvalSettings) -> list[Planned]:
+    """The tasks that the settings name, with their rows, read and checked.
+
+    Raises:
+        UnknownName: no such task. BadInput: there is no file for one, or rows are not what the task needs.
+    """
+    if settings.data is None:
+        names(settings.tasks)
+        raise BadInput("no task files", where="`data` is not set", hint=f"data=FOLDER holds {WHERE}")
+    data = Path(settings.data)
+    if data.is_file():
+        return _of_file(data, settings)
+    if not data.is_dir():
+        raise BadInput(f"no file or folder {data}", where="set by data", hint=f"data=FOLDER holds {WHERE}")
+    return [_planned(task, find(task, data), settings) for task in names(settings.tasks)]
+
+
+def names(tasks: str | None) -> list[Task]:
+    """The tasks of a list of names, separated by commas.
+
+    Raises:
+        UnknownName: a name is neither a task nor the beginning of some. BadInput: there is none.
+    """
+    found: dict[str, Task] = {}
+    for name in filter(None, (part.strip() for part in (tasks or "").split(","))):
+        some = _named(name)
+        if not some:
+            raise _unknown(name)
+        found |= {task.name: task for task in some}
+    if not found:
+        raise BadInput("no tasks", hint=f"tasks=NAME,...: {', '.join(TASKS)}")
+    return list(found.values())
+
+
+def _named(name: str) -> list[Task]:
+    name = re.sub(r"_\d+$", "", name.removesuffix(".jsonl"))
+    return [TASKS[name]] if name in TASKS else [task for task in _ALL if task.name.startswith(f"{name}_")]
+
+
+def _unknown(name: str) -> UnknownName:
+    error, close = UnknownName("task", name, TASKS), get_close_matches(name, TASKS, n=1, cutoff=0.6)
+    error.where = f"tasks are {', '.join(TASKS)}"
+    error.hint = f"did you mean `{close[0]}`?" if close else "`data=FILE.jsonl` evaluates a file of your own"
+    return error
+
+
+def _of_file(path: Path, settings: EvalSettings) -> list[Planned]:
+    if not is_rows(path):
+        some = names(settings.tasks or PERPLEXITY)
+        if [task.name for task in some] != [PERPLEXITY]:
+            what = f"{path} is not a file of JSON lines, which {some[0].name} needs"
+            raise BadInput(what, hint="perplexity takes any text; other tasks take FILE.jsonl or a folder")
+        return [_text(path)]
+    rows = read_rows(path)
+    if settings.tasks:
+        some = names(settings.tasks)
+        if len(some) > 1:
+            what = f"{len(some)} tasks and one file"
+            raise BadInput(what, where=f"data={path}", hint="data=FOLDER with a file for each task")
+        return [_checked(some[0], path, rows, settings)]
+    stem = path.name.removesuffix(".gz").rpartition(".")[0]
+    known = _named(stem)
+    if len(known) == 1 and all(field in rows[0] for field in LAYOUTS[known[0].layout]):
+        return [_checked(known[0], path, rows, settings)]
+    return [_checked(replace(_PLAIN[layout_of(path, rows[0])], name=stem), path, rows, settings)]
+
+
+def find(task: Task, folder: Path) -> Path:
+    """The file of a task in a folder or a folder inside it: its name, maybe with a number of rows, `arc_easy_600.jsonl`.
+
+    Raises:
+        BadInput: there is none, or several.
+    """
+    if task.name == PERPLEXITY:
+        raise BadInput("perplexity needs one text", where=f"data={folder} is a folder", hint="data=FILE.txt")
+    found = list(_files(task.name, folder))
+    if not found:
+        what = f"no file of {task.name} in {folder}"
+        raise BadInput(what, where=f"looked for {task.name}.jsonl, there and one folder below", hint=f"data=FOLDER holds {WHERE}")
+    if len(found) > 1:
+        raise BadInput(f"{len(found)} files of {task.name}", where=", ".join(map(str, found[:4])), hint="data=FILE names one")
+    return found[0]
+
+
+def _files(stem: str, folder: Path) -> Iterator[Path]:
+    wanted = re.compile(rf"{re.escape(stem)}(_\d+|_test)?\.(jsonl|ndjson)(\.gz)?")
+    inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    for place in (folder, *inside):
+        for path in sorted(place.iterdir()):
+            if wanted.fullmatch(path.name) and path.is_file():
+                yield path
+
+
+def _text(path: Path) -> Planned:
+    return Planned(TASKS[PERPLEXITY], path, [], 0, [], False, 0)
+
+
+def _planned(task: Task, path: Path, settings: EvalSettings) -> Planned:
+    return _checked(task, path, read_rows(path), settings)
+
+
+def _checked(task: Task, path: Path, rows: list[Fields], settings: EvalSettings) -> Planned:
+    """The task with these rows.
+
+    Raises:
+        BadInput: a row is not what the task needs, a setting means nothing for it, or there are too few examples.
+    """
+    check_rows(path, rows, task.layout, task.name)
+    if task.kind == "ifeval":
+        from argosy.infer.evals.instructions import check_instructions
+
+        check_instructions(path, rows)
+    if settings.chat and (task.kind == "perplexity" or task.layout == "options"):
+        raise BadInput(f"chat=true: {task.name} asks no question", hint="leave chat=true out, or name other tasks")
+    if settings.shots and task.kind in ("perplexity", "ifeval"):
+        raise BadInput(f"shots={settings.shots}: {task.name} takes no examples", hint="leave shots out")
+    shots = task.shots if settings.shots is None else settings.shots
+    pool, own = (_pool(task, path, rows) if shots else ([], False))
+    return Planned(task, path, rows[: settings.limit], len(rows), pool, own, shots)
+
+
+def _pool(task: Task, path: Path, rows: list[Fields]) -> tuple[list[Fields], bool]:
+    beside = [p for p in _files(task.examples, path.parent) if p.parent == path.parent] if task.examples else []
+    if not beside:
+        return rows, True
+    found = read_rows(beside[0])
+    check_rows(beside[0], found, task.layout, task.name)
+    return found, False
+
+
