@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from argosy.cli.output import Doing, conclude, say
+from argosy.cli.output import Doing, answer, conclude, say
 from argosy.core import signals
 from argosy.core.settings import read_settings, words_layer
 from argosy.infer.evals.settings import EvalSettings
 from argosy.jobs import evaluate, machine
 from argosy.observe.readable import columns, one_line
-from argosy.observe.report import metrics_of
+from argosy.observe.report import metrics_of, shown
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -53,7 +53,9 @@ def evaluates(
         with signals.asked_to_stop("stopping; the tasks that are finished are printed; again to end now") as stop:
             document, stopped = evaluate.evaluate(lm, planned, settings, others, Steps(doing), stop)
     kept = evaluate.keep(model, settings, document)
-    conclude(table(document["tasks"]) if document["tasks"] else "no task was finished", document, as_json)
+    # Without a file that holds the results, the answer is all there is of them.
+    tell = conclude if kept is not None or settings.rows else answer
+    tell(table(document["tasks"]) if document["tasks"] else "no task was finished", document, as_json)
     if kept is not None:
         say(f"added to {kept}, whose report.html shows it")
     if stopped:
@@ -78,8 +80,8 @@ def table(tasks: Mapping[str, Mapping[str, Any]]) -> str:
     rows, notes, differences = [], [], []
     for name, numbers in tasks.items():
         for i, (metric, value, error) in enumerate(metrics_of(numbers)):
-            plus = "" if error is None else f"± {error:.4f}"
-            rows.append([name if i == 0 else "", metric, f"{value:.4f}", plus, f"{numbers['n']:,}" if i == 0 else ""])
+            plus = "" if error is None else f"± {shown(error)}"
+            rows.append([name if i == 0 else "", metric, shown(value), plus, f"{numbers['n']:,}" if i == 0 else ""])
         if numbers["truncated"]:
             notes.append(f"{name}: {numbers['truncated']:,} sequences lost tokens from the left, to fit the context")
         for metric, found in numbers.get("against", {}).items():

@@ -2,7 +2,7 @@
 the tests use it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -346,7 +346,11 @@ class Answers:
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces
 
-    def _run(self) -> Iterator[Piece]:
+    def close(self) -> None:
+        """Ends the answers that are not complete, and frees their pages."""
+        self._pieces.close()
+
+    def _run(self) -> Generator[Piece, None, None]:
         context = self.lm.config.context
         lengths = [min(len(request.tokens) + request.most, context) for request in self.requests]
         engine = self.lm._held.engine(self.lm.module, lengths, self.lm.say)

@@ -12,6 +12,7 @@ from typing import Any
 from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
 from argosy.core.errors import BadInput
 from argosy.core.settings import dump
+from argosy.infer.evals.prompts import examples
 from argosy.infer.evals.rows import read_rows
 from argosy.infer.evals.settings import EvalSettings
 from argosy.infer.evals.statistics import Row, paired
@@ -23,7 +24,7 @@ Others = Mapping[str, Sequence[Row]]
 
 
 def prepared(model: str, settings: EvalSettings) -> tuple[list[Planned], Others]:
-    """The tasks with their rows, and the rows to compare with.
+    """The tasks with their rows, for each of which there are enough examples, and the rows to compare with.
 
     Raises:
         UserError: there is no such model, task or file, or a file holds something else.
@@ -31,6 +32,10 @@ def prepared(model: str, settings: EvalSettings) -> tuple[list[Planned], Others]
     if "://" not in model and not Path(model).exists():
         raise no_model(model)
     planned = plan(settings)
+    for one in planned:
+        before = examples(one, settings.seed)
+        for number in range(len(one.rows)):
+            before(number)
     if settings.rows and not Path(settings.rows).resolve().parent.is_dir():
         raise BadInput(f"no folder for {settings.rows}", where="set by rows")
     if not settings.against:

@@ -214,6 +214,11 @@ def metrics_of(numbers: Mapping[str, Any]) -> list[tuple[str, float, float | Non
     return found
 
 
+def shown(value: float) -> str:
+    """A metric: four decimals, or six digits where it is large."""
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.6g}"
+
+
 def _evaluations(record: Record) -> str:
     rows = []
     for one in record.evaluations:
@@ -221,7 +226,7 @@ def _evaluations(record: Record) -> str:
             first = (_text(one.task), "" if one.step is None else f"{one.step:,}") if i == 0 else ("", "")
             n = one.numbers.get("n")
             many = f"{n:,}" if i == 0 and isinstance(n, int) else ""
-            rows.append((first[0], _text(metric), first[1], f"{value:.4f}", "" if error is None else f"± {error:.4f}", many))
+            rows.append((first[0], _text(metric), first[1], shown(value), "" if error is None else f"± {shown(error)}", many))
     head = ("task", "metric", "step", "value", "standard error", "rows")
     return _section("Evaluations", _table(head, rows, numeric=2)) if rows else ""
 

@@ -5,7 +5,6 @@ less. Through a chat template no stop string ends an answer, since chat models e
 least `CHAT` tokens.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from argosy.infer.evals import extract, ifeval

@@ -4,8 +4,8 @@ A context and its continuation are encoded as one text and divided where the tok
 context belong to the continuation, since tokenizers of this kind put the blank in front of a word into its token. Sequences beyond the
 context window lose tokens from the left. Both as EleutherAI's lm-evaluation-harness does.
 
-Each sequence is computed whole, so a context is computed once for each of its choices: 4 times for ARC. Where the choices of a context
-are single tokens (MMLU), they are read from one forward pass.
+Each sequence is computed whole, so a context is computed once for each of its choices: 4 times for ARC. Where all choices of a task are
+single tokens (MMLU), those of a question are read from one forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,16 +83,14 @@ def likelihoods(lm: Any, pairs: Sequence[Pair], batch: int, tick: Tick = lambda 
     found: dict[int, Likelihood] = {}
     left = _Left(pairs, tick)
     sequences = lm.sequences()
-    single = _single(pairs)
-    shared = [(ids, places) for ids, places in single.items() if len(places) > 1]
-    for some in batches([len(rows[places[0]]) - 1 for _, places in shared], batch, lm.config.context):
-        group = [shared[i][1] for i in some]
+    shared = _questions(pairs) if all(len(one.continuation) == 1 for one in pairs) else []
+    for some in batches([len(rows[places[0]]) - 1 for places in shared], batch, lm.config.context):
+        group = [shared[i] for i in some]
         firsts = [rows[places[0]][:-1] for places in group]
         logprobs = sequences.followers(firsts, [[pairs[i].continuation[0] for i in places] for places in group])
         for places, each in zip(group, logprobs, strict=True):
-            for i, logprob in zip(places, each):
-                # Which token of the whole vocabulary is the likeliest is not asked of choices.
-                found[i] = Likelihood(float(logprob), False)
+            # Which token of the whole vocabulary is the likeliest is not asked of choices.
+            found |= {i: Likelihood(float(logprob), False) for i, logprob in zip(places, each)}
             left.done(places)
     rest = [i for i in range(len(pairs)) if i not in found]
     for some in batches([len(rows[i]) - 1 for i in rest], batch, lm.config.context):
@@ -106,13 +104,12 @@ def likelihoods(lm: Any, pairs: Sequence[Pair], batch: int, tick: Tick = lambda 
     return Scored([found[i] for i in range(len(pairs))], cut)
 
 
-def _single(pairs: Sequence[Pair]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-    """The places of pairs of one row that differ in a single last token."""
+def _questions(pairs: Sequence[Pair]) -> list[list[int]]:
+    """The places of the pairs of each context that has several."""
     found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for i, one in enumerate(pairs):
-        if len(one.continuation) == 1:
-            found.setdefault((one.row, tuple(one.context)), []).append(i)
-    return found
+        found.setdefault((one.row, tuple(one.context)), []).append(i)
+    return [places for places in found.values() if len(places) > 1]
 
 
 class _Left:

@@ -88,10 +88,10 @@ def measure(lm: Any, planned: Planned, settings: EvalSettings, tick: Tick) -> tu
     for i, parts in enumerate(scored):
         loss, sizes = np.concatenate([*parts, np.zeros(0)]), encoded[i][1][1 : len(texts[i])]
         for at, end in _units([len(part) for part in parts], whole=len(documents) > 1):
-            total, n_bytes = float(loss[at:end].sum()), sum(sizes[at:end])
             if end > at:
-                values = {"loss": total / (end - at), "bits_per_byte": total / math.log(2) / max(n_bytes, 1)}
-                found.append(Row(len(found), values, {"loss": end - at, "bits_per_byte": max(n_bytes, 1)}))
+                total, tokens, n_bytes = float(loss[at:end].sum()), float(end - at), float(max(sum(sizes[at:end]), 1))
+                values = {"loss": total / tokens, "bits_per_byte": total / math.log(2) / n_bytes}
+                found.append(Row(len(found), values, {"loss": tokens, "bits_per_byte": n_bytes}))
     return found, 0
 
 

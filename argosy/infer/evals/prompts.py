@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from argosy.core.errors import BadInput
@@ -51,9 +52,9 @@ def examples(planned: Planned, seed: int) -> Callable[[int], str]:
         BadInput: there are fewer rows to draw from than examples.
     """
     task, shots = planned.task, planned.shots
-    drawn: dict[Any, list[Fields]] = {}
+    drawn: dict[Any, list[tuple[Any, Fields]]] = {}
     for i in random.Random(seed).sample(range(len(planned.pool)), len(planned.pool)):
-        drawn.setdefault(planned.pool[i].get(task.alike), []).append(planned.pool[i])
+        drawn.setdefault(planned.pool[i].get(task.alike), []).append((_asked(task, planned.pool[i]), planned.pool[i]))
 
     def before(number: int) -> str:
         row = planned.rows[number]
@@ -61,7 +62,8 @@ def examples(planned: Planned, seed: int) -> Callable[[int], str]:
         if not shots:
             return intro
         asked = _asked(task, row)
-        some = [one for one in drawn.get(row.get(task.alike), []) if one is not row and _asked(task, one) != asked][:shots]
+        others = (one for text, one in drawn.get(row.get(task.alike), []) if text != asked)
+        some = list(islice(others, shots))
         if len(some) < shots:
             among = f" of {task.alike} `{row.get(task.alike)}`" if task.alike else ""
             raise BadInput(f"shots={shots}, and there are {len(some)} other rows{among}", where=str(planned.path))

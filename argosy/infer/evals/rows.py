@@ -7,7 +7,7 @@ a score over the remaining rows would be that of another task.
 import gzip
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,22 +95,26 @@ def layout_of(path: Path, row: Mapping[str, Any]) -> str:
     )
 
 
-def check_rows(path: Path, rows: list[Fields], layout: str, task: str) -> None:
+def check_rows(path: Path, rows: list[Fields], layout: str, task: str, more: Iterable[str] = ()) -> None:
     """Checks every row against a layout.
+
+    Args:
+        more: further fields of text.
 
     Raises:
         BadInput: a field is missing or holds something else; the first such row is named.
     """
+    fields = LAYOUTS[layout] | dict.fromkeys((field for field in more if field not in LAYOUTS[layout]), "text")
     for number, row in enumerate(rows):
         where = f"{path}, row {number + 1} of {len(rows)}"
-        for field, holds in LAYOUTS[layout].items():
+        for field, holds in fields.items():
             if field not in row:
-                hint = f"rows of {task} have {', '.join(LAYOUTS[layout])}"
+                hint = f"rows of {task} have {', '.join(fields)}"
                 raise BadInput(f"no field `{field}`", where=where, hint=hint)
             if not _holds(row[field], holds):
                 raise BadInput(f"`{field}` should be {HOLDS[holds]}, not {_shown(row[field])}", where=where)
-        options = row.get("choices", row.get("context_options"))
-        if LAYOUTS[layout].get("gold") and not 0 <= row["gold"] < len(options):
+        options = row["context_options"] if layout == "options" else row.get("choices", ())
+        if "gold" in LAYOUTS[layout] and not 0 <= row["gold"] < len(options):
             what = f"gold = {row['gold']}, and there are {len(options)} choices"
             raise BadInput(what, where=where, hint=f"0 to {len(options) - 1}")
 

@@ -13,6 +13,8 @@ class EvalSettings(Settings):
     None: what the file of `data` holds."""
     data: str | None = None
     """A folder of task files, or one file: JSONL in a layout of the guide, or any text for perplexity."""
+    text: str | None = None
+    """The text for perplexity, where `data` is a folder of other tasks."""
     limit: int | None = Field(None, gt=0)
     """The first N rows of each task; of a text, the first N windows. None: all."""
     shots: int | None = Field(None, ge=0)
@@ -27,7 +29,7 @@ class EvalSettings(Settings):
     """Perplexity: tokens from one window to the next. Smaller than the window, each token sees more of the text before it, and windows
     cost window/stride times as much. None: the window, so each token is read once."""
     batch: int = Field(4096, gt=0)
-    """Tokens of one forward pass, padding included, where log-probabilities are computed. More keeps a GPU busy; a CPU gains nothing."""
+    """Tokens of one forward pass, padding included, where log-probabilities are computed. A GPU wants more; a CPU gains nothing."""
     max_tokens: int | None = Field(None, gt=0)
     """Most tokens of a generated answer. None: the number of the task."""
     dtype: str | None = None

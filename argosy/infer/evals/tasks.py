@@ -5,10 +5,11 @@ lm-evaluation-harness, so figures can be compared with published ones on the sam
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from string import Formatter
 from typing import Any, Literal
 
 from argosy.core.errors import BadInput, UnknownName
@@ -46,6 +47,11 @@ class Task:
     strict: str = ""
     flexible: str = ""
     last: bool = False
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields of a row that prompt and introduction name."""
+        return [field for part in (self.prompt, self.before) for _, field, _, _ in Formatter().parse(part) if field]
 
 
 NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
@@ -157,21 +163,22 @@ _PLAIN: dict[str, Task] = {
 
 @dataclass(frozen=True)
 class Planned:
-    """A task with its rows. path: their file. total: rows of the file. pool: rows that examples are drawn from. own: whether the pool
-    is the file itself."""
+    """A task with its rows; a text for perplexity has none. path: their file. total: rows of the file. pool: rows that examples are
+    drawn from. limit: windows of a text."""
 
     task: Task
     path: Path
     rows: list[Fields]
     total: int
     pool: list[Fields]
-    own: bool
     shots: int
+    limit: int | None = None
 
     def __str__(self) -> str:
         """`arc_easy (the first 100 of 600 rows, 5 shots)`."""
-        if not self.rows:
-            return f"{self.task.name} of {self.path}"
+        if self.task.kind == "perplexity" and not self.rows:
+            some = f", the first {self.limit} windows" if self.limit else ""
+            return f"{self.task.name} of {self.path}{some}"
         many = f"{self.total} rows" if self.total != 1 else "1 row"
         some = many if len(self.rows) == self.total else f"the first {len(self.rows)} of {many}"
         return f"{self.task.name} ({some}{f', {self.shots} shots' if self.shots else ''})"
@@ -183,6 +190,8 @@ def plan(settings: EvalSettings) -> list[Planned]:
     Raises:
         UnknownName: no such task. BadInput: there is no file for one, or rows are not what the task needs.
     """
+    if settings.data is None and settings.text is not None and names(settings.tasks or PERPLEXITY) == [TASKS[PERPLEXITY]]:
+        return [_of_folder(TASKS[PERPLEXITY], Path(), settings)]
     if settings.data is None:
         names(settings.tasks)
         raise BadInput("no task files", where="`data` is not set", hint=f"data=FOLDER holds {WHERE}")
@@ -191,7 +200,7 @@ def plan(settings: EvalSettings) -> list[Planned]:
         return _of_file(data, settings)
     if not data.is_dir():
         raise BadInput(f"no file or folder {data}", where="set by data", hint=f"data=FOLDER holds {WHERE}")
-    return [_planned(task, find(task, data), settings) for task in names(settings.tasks)]
+    return [_of_folder(task, data, settings) for task in names(settings.tasks)]
 
 
 def names(tasks: str | None) -> list[Task]:
@@ -229,7 +238,7 @@ def _of_file(path: Path, settings: EvalSettings) -> list[Planned]:
         if [task.name for task in some] != [PERPLEXITY]:
             what = f"{path} is not a file of JSON lines, which {some[0].name} needs"
             raise BadInput(what, hint="perplexity takes any text; other tasks take FILE.jsonl or a folder")
-        return [_text(path)]
+        return [Planned(TASKS[PERPLEXITY], path, [], 0, [], 0, settings.limit)]
     rows = read_rows(path)
     if settings.tasks:
         some = names(settings.tasks)
@@ -244,14 +253,23 @@ def _of_file(path: Path, settings: EvalSettings) -> list[Planned]:
     return [_checked(replace(_PLAIN[layout_of(path, rows[0])], name=stem), path, rows, settings)]
 
 
+def _of_folder(task: Task, folder: Path, settings: EvalSettings) -> Planned:
+    if task.name != PERPLEXITY:
+        path = find(task, folder)
+        return _checked(task, path, read_rows(path), settings)
+    if settings.text is None:
+        raise BadInput("perplexity needs a text", where=f"data={folder} is a folder", hint="text=FILE, or data=FILE")
+    if not Path(settings.text).is_file():
+        raise BadInput(f"no file {settings.text}", where="set by text")
+    return _of_file(Path(settings.text), settings.model_copy(update={"tasks": PERPLEXITY}))[0]
+
+
 def find(task: Task, folder: Path) -> Path:
     """The file of a task in a folder or a folder inside it: its name, maybe with a number of rows, `arc_easy_600.jsonl`.
 
     Raises:
         BadInput: there is none, or several.
     """
-    if task.name == PERPLEXITY:
-        raise BadInput("perplexity needs one text", where=f"data={folder} is a folder", hint="data=FILE.txt")
     found = list(_files(task.name, folder))
     if not found:
         what = f"no file of {task.name} in {folder}"
@@ -270,21 +288,13 @@ def _files(stem: str, folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _text(path: Path) -> Planned:
-    return Planned(TASKS[PERPLEXITY], path, [], 0, [], False, 0)
-
-
-def _planned(task: Task, path: Path, settings: EvalSettings) -> Planned:
-    return _checked(task, path, read_rows(path), settings)
-
-
 def _checked(task: Task, path: Path, rows: list[Fields], settings: EvalSettings) -> Planned:
     """The task with these rows.
 
     Raises:
         BadInput: a row is not what the task needs, a setting means nothing for it, or there are too few examples.
     """
-    check_rows(path, rows, task.layout, task.name)
+    check_rows(path, rows, task.layout, task.name, task.fields)
     if task.kind == "ifeval":
         from argosy.infer.evals.instructions import check_instructions
 
@@ -294,16 +304,16 @@ def _checked(task: Task, path: Path, rows: list[Fields], settings: EvalSettings)
     if settings.shots and task.kind in ("perplexity", "ifeval"):
         raise BadInput(f"shots={settings.shots}: {task.name} takes no examples", hint="leave shots out")
     shots = task.shots if settings.shots is None else settings.shots
-    pool, own = (_pool(task, path, rows) if shots else ([], False))
-    return Planned(task, path, rows[: settings.limit], len(rows), pool, own, shots)
+    return Planned(task, path, rows[: settings.limit], len(rows), _pool(task, path, rows) if shots else [], shots)
 
 
-def _pool(task: Task, path: Path, rows: list[Fields]) -> tuple[list[Fields], bool]:
+def _pool(task: Task, path: Path, rows: list[Fields]) -> list[Fields]:
+    """The rows that examples are drawn from: those of the task's own file for it, if that lies beside."""
     beside = [p for p in _files(task.examples, path.parent) if p.parent == path.parent] if task.examples else []
     if not beside:
-        return rows, True
+        return rows
     found = read_rows(beside[0])
-    check_rows(beside[0], found, task.layout, task.name)
-    return found, False
+    check_rows(beside[0], found, task.layout, task.name, task.fields)
+    return found
 
 
