@@ -29,8 +29,10 @@ class Check(NamedTuple):
 
 
 def follows(kind: str, response: str, given: Mapping[str, Any]) -> bool:
-    """Whether a response follows an instruction. Arguments that are None are left out, as the Hub's copy of the data writes them."""
-    return CHECKS[kind].held(response, **{name: value for name, value in given.items() if value is not None})
+    """Whether a response follows an instruction. Arguments that are None are left out, as the Hub's copy of the data writes them, and
+    3.0 is 3."""
+    some = {name: value for name, value in given.items() if value is not None}
+    return CHECKS[kind].held(response, **{k: int(v) if isinstance(v, float) else v for k, v in some.items()})
 
 
 def check_instructions(path: Path, rows: Sequence[Fields]) -> None:
@@ -62,7 +64,7 @@ def _check_arguments(kind: str, given: Mapping[str, Any], where: str) -> None:
 
 
 def _whole(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
 
 
 _ACCEPTS: dict[str, Callable[[Any], bool]] = {
@@ -76,7 +78,7 @@ _ACCEPTS: dict[str, Callable[[Any], bool]] = {
 _N, _TEXT, _TEXTS, _RELATION, _LANGUAGE, _LETTER = _ACCEPTS
 
 
-def _compared(count: int, relation: str, threshold: float) -> bool:
+def _compared(count: int, relation: str, threshold: int) -> bool:
     return count < threshold if relation == "less than" else count >= threshold
 
 

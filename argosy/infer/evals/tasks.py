@@ -238,6 +238,7 @@ def _of_file(path: Path, settings: EvalSettings) -> list[Planned]:
         if [task.name for task in some] != [PERPLEXITY]:
             what = f"{path} is not a file of JSON lines, which {some[0].name} needs"
             raise BadInput(what, hint="perplexity takes any text; other tasks take FILE.jsonl or a folder")
+        _check_settings(TASKS[PERPLEXITY], settings)
         return [Planned(TASKS[PERPLEXITY], path, [], 0, [], 0, settings.limit)]
     rows = read_rows(path)
     if settings.tasks:
@@ -299,12 +300,16 @@ def _checked(task: Task, path: Path, rows: list[Fields], settings: EvalSettings)
         from argosy.infer.evals.instructions import check_instructions
 
         check_instructions(path, rows)
+    _check_settings(task, settings)
+    shots = task.shots if settings.shots is None else settings.shots
+    return Planned(task, path, rows[: settings.limit], len(rows), _pool(task, path, rows) if shots else [], shots)
+
+
+def _check_settings(task: Task, settings: EvalSettings) -> None:
     if settings.chat and (task.kind == "perplexity" or task.layout == "options"):
         raise BadInput(f"chat=true: {task.name} asks no question", hint="leave chat=true out, or name other tasks")
     if settings.shots and task.kind in ("perplexity", "ifeval"):
         raise BadInput(f"shots={settings.shots}: {task.name} takes no examples", hint="leave shots out")
-    shots = task.shots if settings.shots is None else settings.shots
-    return Planned(task, path, rows[: settings.limit], len(rows), _pool(task, path, rows) if shots else [], shots)
 
 
 def _pool(task: Task, path: Path, rows: list[Fields]) -> list[Fields]:
