@@ -16,6 +16,8 @@ from argosy.infer.evals.language import KNOWN, language_of
 from argosy.infer.evals.rows import read_rows
 
 LEAST, LESS = "at least", "less than"
+SECTION = {"section_spliter": "Section", "num_sections": 2}
+SECOND_SO = {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"}
 
 CASES = [
     ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": LEAST}, "IT is A test", "IT is a test"),
@@ -37,7 +39,7 @@ CASES = [
     ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', '{"a": [1]'),
     # (authors) Any JSON value is JSON.
     ("detectable_format:json_format", {}, "3", "Here: {}"),
-    ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2}, "Section 1 a\nSection 2 b", "Section 1 a"),
+    ("detectable_format:multiple_sections", SECTION, "Section 1 a\nSection 2 b", "Section 1 a"),
     ("detectable_format:multiple_sections", {"section_spliter": "PARAGRAPH", "num_sections": 1}, "PARAGRAPH 1", "Paragraph 1"),
     ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n - b", "* a\n* b\n* c"),
     # (authors) Bold text at the beginning of a line is no bullet, and a rule of dashes is one.
@@ -56,10 +58,10 @@ CASES = [
     ("language:response_language", {"language": "de"}, "Das ist nicht das Ende der Welt.", "This is not the end of the world."),
     # (authors) A response without letters is in any language.
     ("language:response_language", {"language": "ta"}, "123 !", "this is not it"),
-    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"}, "a\n\n'So, b", "a\n\nb so"),
-    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "so"}, "so what", "so\n\nb"),
+    ("length_constraints:nth_paragraph_first_word", SECOND_SO, "a\n\n'So, b", "a\n\nb so"),
+    ("length_constraints:nth_paragraph_first_word", SECOND_SO | {"nth_paragraph": 1}, "so what\n\nb", "so"),
     # (authors) The place counts empty parts, the number does not.
-    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "b"}, "a\n\nb", "a\n\n\n\nb"),
+    ("length_constraints:nth_paragraph_first_word", SECOND_SO, "a\n\nso", "a\n\n\n\nso"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "***a *** b", "a *** *** b"),
     ("length_constraints:number_sentences", {"num_sentences": 2, "relation": LEAST}, "One. Two!", "One, two."),

@@ -190,7 +190,8 @@ def test_sequences_beyond_the_context_lose_tokens_from_the_left_and_are_counted(
 # ---------------------------------------------------------------- perplexity
 
 
-@pytest.mark.parametrize(("length", "window", "stride"), [(1, 8, 8), (2, 8, 8), (9, 8, 8), (10, 8, 8), (50, 8, 3), (50, 8, 1), (17, 8, 8)])
+@pytest.mark.parametrize("window, stride", [(8, 8), (8, 3), (8, 1)])
+@pytest.mark.parametrize("length", [1, 2, 9, 10, 17, 50])
 def test_each_token_but_the_first_is_scored_once(length: int, window: int, stride: int):
     found = list(perplexity.windows(length, window, stride))
     assert [i for one in found for i in range(one.counts, one.end)] == list(range(1, length))
