@@ -72,7 +72,7 @@ class Steps:
         if not self.doing.is_live and time.monotonic() - self.shown_s < QUIET_S:
             return
         self.shown_s = time.monotonic()
-        self.doing(f"{planned.task.name}: {done} of {of} rows" if of else f"{planned.task.name}: {done} windows")
+        self.doing(f"{planned.task.name}: {done} of {of} rows" if of else f"{planned.task.name}: {done} window{'s' * (done != 1)}")
 
 
 def table(tasks: Mapping[str, Mapping[str, Any]]) -> str:

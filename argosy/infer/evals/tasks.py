@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Literal
 
-from argosy.core.errors import BadInput, UnknownName
+from argosy.core.errors import BadInput, UnknownName, mistakes_of, refuse
 from argosy.infer.evals.rows import LAYOUTS, Fields, check_rows, is_rows, layout_of, read_rows
 from argosy.infer.evals.settings import EvalSettings
 
@@ -200,7 +200,10 @@ def plan(settings: EvalSettings) -> list[Planned]:
         return _of_file(data, settings)
     if not data.is_dir():
         raise BadInput(f"no file or folder {data}", where="set by data", hint=f"data=FOLDER holds {WHERE}")
-    return [_of_folder(task, data, settings) for task in names(settings.tasks)]
+    found: list[Planned] = []
+    some = names(settings.tasks)
+    refuse(mistakes_of(*(lambda task=task: found.append(_of_folder(task, data, settings)) for task in some)))
+    return found
 
 
 def names(tasks: str | None) -> list[Task]:
@@ -209,12 +212,9 @@ def names(tasks: str | None) -> list[Task]:
     Raises:
         UnknownName: a name is neither a task nor the beginning of some. BadInput: there is none.
     """
-    found: dict[str, Task] = {}
-    for name in filter(None, (part.strip() for part in (tasks or "").split(","))):
-        some = _named(name)
-        if not some:
-            raise _unknown(name)
-        found |= {task.name: task for task in some}
+    given = [name for name in (part.strip() for part in (tasks or "").split(",")) if name]
+    refuse([_unknown(name) for name in given if not _named(name)])
+    found = {task.name: task for name in given for task in _named(name)}
     if not found:
         raise BadInput("no tasks", hint=f"tasks=NAME,...: {', '.join(TASKS)}")
     return list(found.values())

@@ -14,6 +14,7 @@ from laws.families import CASES, built
 import argosy
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers.byte import ByteTokenizer
+from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.infer import sequences
 from argosy.infer.evals import generation, perplexity, run
 from argosy.infer.evals.choice import continuation, multiple_choice
@@ -70,8 +71,8 @@ def test_batches_hold_every_sequence_once_within_their_tokens(tokens: int):
 
 def test_a_batch_scores_as_one_at_a_time_and_few_sizes_are_compiled(lm: LM):
     rng = np.random.default_rng(1)
-    rows = [rng.integers(0, 256, n).tolist() for n in rng.integers(2, 97, 23)]
-    together = lm.score(rows, batch=256)
+    rows = [rng.integers(0, 256, n).tolist() for n in rng.integers(2, 49, 11)]
+    together = lm.score(rows, batch=128)
     sizes = {size[1] for size in lm.sequences()._sizes if size[0] == "scores"}
     assert all(b & (b - 1) == 0 for b, _ in sizes)
     # Two numbers of rows at most for each length.
@@ -278,6 +279,7 @@ def test_a_text_without_two_tokens_is_refused(lm: LM, tmp_path: Path):
         next(run.evaluate(lm, plan(EvalSettings(data=str(path))), EvalSettings(data=str(path))))
 
 
+@pytest.mark.slow
 def test_stories260k_has_its_golden_loss_document_by_document(tmp_path: Path):
     """models/stories260k/golden.json spells the procedure: stories apart, `<s>` before each, cut to 512 ids."""
     golden = json.loads((shared(STORIES) / "golden.json").read_text())["tinystories_nll"]
@@ -324,6 +326,29 @@ def test_a_prompt_that_leaves_no_room_keeps_its_end(lm: LM):
     assert cut == 1
     # Half of the context of 96 stays for the answer.
     assert texts == [lm.generate([row["context"][-48:]], 80, stop=["\n"])[0].text]
+
+
+# ---------------------------------------------------------------- chat
+
+
+@pytest.fixture(scope="module")
+def chats(lm: LM) -> LM:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    return LM(lm.config, lm.module, ByteTokenizer(TokenizerConfig(templates={"default": template})))
+
+
+def test_a_question_is_the_message_of_a_user_and_a_choice_the_whole_reply(chats: LM):
+    row = {"query": "Who?", "choices": ["Ann", "Bob"], "gold": 0}
+    found, _ = multiple_choice(chats, planned("copa", [row]), EvalSettings(chat=True), quiet)
+    expected = [obvious(chats, "<user>Who?</><a>", name)[0] for name in row["choices"]]
+    np.testing.assert_allclose(found[0].answer["logprobs"], expected, atol=ATOL)
+
+
+def test_a_chat_answer_ends_with_its_turn_and_not_at_a_stop_string(chats: LM, monkeypatch: pytest.MonkeyPatch):
+    row = {"context": "1 + 1 =", "continuation": " 2"}
+    monkeypatch.setattr(generation, "CHAT", 20)
+    texts, _ = generation.answers(chats, planned("simple_arithmetic", [row]), EvalSettings(chat=True), quiet)
+    assert texts == [chats.generate(["<user>1 + 1 =</><a>"], 20)[0].text]
 
 
 # ---------------------------------------------------------------- what cannot be evaluated
