@@ -17,6 +17,8 @@ from argosy.checkpoint.run_directory import RunDirectory
 from argosy.cli import eval as verb
 from argosy.cli import main
 from argosy.data.tokenizers.byte import ByteTokenizer
+from argosy.infer.evals.settings import EvalSettings
+from argosy.infer.evals.tasks import TASKS
 from argosy.infer.lm import LM
 from argosy.jobs.train import Quiet
 from argosy.models.parts.stack import Unroll
@@ -172,3 +174,8 @@ def test_a_model_that_is_not_there_or_cannot_be_evaluated(model: Path, data: Pat
     assert "without a tokenizer" in capsys.readouterr().err
     assert main(["eval", str(model), "tasks=copa", f"data={data}", "chat=true"]) == 2
     assert "no chat template" in capsys.readouterr().err
+
+
+def test_settings_and_tasks_are_documented():
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "evaluation.md").read_text(encoding="utf-8")
+    assert not [name for name in (*EvalSettings.model_fields, *TASKS) if f"`{name}`" not in text]
