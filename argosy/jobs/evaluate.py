@@ -12,11 +12,11 @@ from typing import Any
 from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
 from argosy.core.errors import BadInput
 from argosy.core.settings import dump
+from argosy.infer.evals.plan import Planned, plan
 from argosy.infer.evals.prompts import examples
 from argosy.infer.evals.rows import read_rows
 from argosy.infer.evals.settings import EvalSettings
 from argosy.infer.evals.statistics import Row, paired
-from argosy.infer.evals.tasks import Planned, plan
 from argosy.jobs import runs
 from argosy.jobs.compose import no_model
 

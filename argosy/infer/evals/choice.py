@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from argosy.infer.evals.likelihood import Pair, Tick, chat_pair, likelihoods, pair
+from argosy.infer.evals.plan import Planned
 from argosy.infer.evals.prompts import after_blank, choices, examples, question
 from argosy.infer.evals.settings import EvalSettings
 from argosy.infer.evals.statistics import Row
-from argosy.infer.evals.tasks import Planned
 
 Found = tuple[list[Row], int]
 Make = Callable[[Any, int, str, str], Pair]

@@ -9,10 +9,10 @@ from typing import Any
 
 from argosy.infer.evals import extract, ifeval
 from argosy.infer.evals.likelihood import Tick
+from argosy.infer.evals.plan import Planned
 from argosy.infer.evals.prompts import examples, question
 from argosy.infer.evals.settings import EvalSettings
 from argosy.infer.evals.statistics import Row
-from argosy.infer.evals.tasks import Planned
 
 CHAT = 256
 

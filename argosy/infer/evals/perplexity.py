@@ -19,10 +19,10 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.infer.evals.likelihood import Tick
+from argosy.infer.evals.plan import Planned
 from argosy.infer.evals.rows import read_text
 from argosy.infer.evals.settings import EvalSettings
 from argosy.infer.evals.statistics import Row
-from argosy.infer.evals.tasks import Planned
 from argosy.infer.sequences import batches
 
 WINDOW = 2048

@@ -6,8 +6,9 @@ from itertools import islice
 from typing import Any
 
 from argosy.core.errors import BadInput
+from argosy.infer.evals.plan import Planned
 from argosy.infer.evals.rows import Fields
-from argosy.infer.evals.tasks import Planned, Task
+from argosy.infer.evals.tasks import Task
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BETWEEN = "\n\n"

@@ -7,9 +7,9 @@ from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.infer.evals import choice, generation, perplexity
+from argosy.infer.evals.plan import Planned
 from argosy.infer.evals.settings import EvalSettings
 from argosy.infer.evals.statistics import Mean, Row, means
-from argosy.infer.evals.tasks import Planned
 
 MEASURES: dict[str, Callable[..., tuple[list[Row], int]]] = {
     "perplexity": perplexity.measure,

@@ -11,9 +11,10 @@ from helpers import shared
 
 from argosy.core.errors import BadInput, UnknownName
 from argosy.infer.evals.ifeval import judged, versions
-from argosy.infer.evals.instructions import CHECKS, check_instructions, follows, sentences_of, words_apart
+from argosy.infer.evals.instructions import CHECKS, check_instructions, follows
 from argosy.infer.evals.language import KNOWN, language_of
 from argosy.infer.evals.rows import read_rows
+from argosy.infer.evals.sentences import sentences_of, words_apart
 
 LEAST, LESS = "at least", "less than"
 SECTION = {"section_spliter": "Section", "num_sections": 2}

@@ -19,8 +19,9 @@ from argosy.infer import sequences
 from argosy.infer.evals import generation, perplexity, run
 from argosy.infer.evals.choice import continuation, multiple_choice
 from argosy.infer.evals.likelihood import Pair, likelihoods, pair
+from argosy.infer.evals.plan import Planned, plan
 from argosy.infer.evals.settings import EvalSettings
-from argosy.infer.evals.tasks import PERPLEXITY, TASKS, Planned, plan
+from argosy.infer.evals.tasks import PERPLEXITY, TASKS
 from argosy.infer.lm import LM
 from argosy.infer.sequences import batches, bucket
 from argosy.models.parts.stack import Unroll

@@ -9,10 +9,11 @@ from helpers import shared
 
 from argosy.core.errors import BadInput, UnknownName
 from argosy.infer.evals import extract
+from argosy.infer.evals.plan import find, names, plan
 from argosy.infer.evals.prompts import choices, example, examples, question
 from argosy.infer.evals.rows import LAYOUTS, read_rows
 from argosy.infer.evals.settings import EvalSettings
-from argosy.infer.evals.tasks import _PLAIN, TASKS, find, names, plan
+from argosy.infer.evals.tasks import PLAIN, TASKS
 
 CHOICES = [{"query": f"Question: number {i}", "choices": ["a", "b", "c"], "gold": i % 3} for i in range(12)]
 
@@ -80,7 +81,7 @@ def test_a_file_of_ones_own_is_recognized_by_its_fields(tmp_path: Path):
         "instructions": [{"prompt": "a", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}],
         "text": [{"text": "a"}],
     }
-    assert set(rows) == set(LAYOUTS) == set(_PLAIN)
+    assert set(rows) == set(LAYOUTS) == set(PLAIN)
     for layout, some in rows.items():
         (one,) = plan(EvalSettings(data=str(write(tmp_path / "mine.jsonl", some))))
         assert (one.task.name, one.task.layout) == ("mine", layout)
