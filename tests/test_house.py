@@ -247,6 +247,9 @@ for code, words in [
     (2, ["train", "tiny", "optimizer.learning_rat=3", "model.widht=3"]),
     (2, ["train", "tiny", "--steps", "3"]),
     (2, ["generate", "x", "y", "max_tokns=3"]),
+    (2, ["eval", "x", "tsks=arc_easy"]),
+    (2, ["eval", ".", "tasks=arc_esy"]),
+    (2, ["eval", ".", "tasks=arc_easy", "data=gone"]),
 ]:
     assert run(*words)[0] == code, (words, run(*words))
     assert not heavy("pydantic", "typer"), (words, heavy("pydantic", "typer"))

@@ -4,6 +4,7 @@
     metrics.jsonl    one line per logged step, evaluation and sample
     checkpoints/     <step>/
     tokenizer/       the tokenizer of the data
+    evaluations.jsonl  one line per `argosy eval` of the run
     log.txt  report.html  quickstart.json
 
 It may be a local folder or any address that `core.storage` knows. Importing this module imports no jax.
@@ -33,6 +34,8 @@ SETTINGS, LOG, REPORT, TOKENIZER, CHECKPOINTS = "settings.yml", "log.txt", "repo
 # What `argosy quickstart` did with the run, for its report.
 STORY = "quickstart.json"
 GENERATION = "generation_config.json"
+# One line per `argosy eval`: time, step, the settings that were given, and the numbers of each task.
+EVALUATIONS = "evaluations.jsonl"
 
 T = TypeVar("T", bound=Settings)
 
@@ -87,6 +90,23 @@ class RunDirectory:
         inside = self.store.list(CHECKPOINTS)
         found = [n for n in inside if n.isdecimal() and self.store.exists(f"{CHECKPOINTS}/{n}/{manifest.NAME}")]
         return sorted(map(int, found))
+
+    def add_evaluation(self, document: Mapping[str, Any]) -> None:
+        """Adds the results of an evaluation."""
+        self.store.append_line(EVALUATIONS, json.dumps(document, ensure_ascii=False))
+        self.store.flush()
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The results of all evaluations, oldest first; lines that a kill has torn are left out."""
+        if not self.store.exists(EVALUATIONS):
+            return []
+        found = []
+        for line in self.store.read_text(EVALUATIONS).splitlines():
+            try:
+                found.append(dict(json.loads(line)))
+            except (ValueError, TypeError):
+                continue
+        return found
 
     # ---------------------------------------------------------------- may these settings run here?
 

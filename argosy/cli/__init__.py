@@ -21,6 +21,7 @@ VERBS = {
     "train": ("argosy.cli.train", "train by a recipe, or resume a run"),
     "sweep": ("argosy.cli.sweep", "train with every combination of some settings, and compare"),
     "generate": ("argosy.cli.generate", "continue a prompt with a trained model"),
+    "eval": ("argosy.cli.eval", "evaluate a model: perplexity, multiple choice, exact match, IFEval"),
     "serve": ("argosy.cli.serve", "serve a model over HTTP, with OpenAI's API"),
     "chat": ("argosy.cli.chat", "talk to a model or a server in the terminal"),
     "run-batch": ("argosy.cli.batch", "answer a file of OpenAI-style requests; killed, it resumes"),
@@ -38,7 +39,7 @@ VERBS = {
 # What other trainers call the recipe.
 _RECIPE_OPTIONS = ("--config", "-c", "--recipe", "--config-file", "--config_file", "--config-name", "--job.config_file")
 
-COMPUTING = ("quickstart", "train", "sweep", "generate", "serve", "chat", "run-batch")
+COMPUTING = ("quickstart", "train", "sweep", "generate", "eval", "serve", "chat", "run-batch")
 
 
 def main(words: list[str] | None = None) -> int:

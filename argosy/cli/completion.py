@@ -9,6 +9,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 OWN_SETTINGS = {  # verb -> the settings that are its own
     "generate": "argosy.cli.generate:Generate",
+    "eval": "argosy.infer.evals.settings:EvalSettings",
     "convert": "argosy.cli.convert:Convert",
     "quickstart": "argosy.cli.quickstart:Quickstart",
     "data": "argosy.data.settings:DataSettings",

@@ -227,6 +227,11 @@ class Engine:
         """Whether a request waits or runs, or events have not been returned yet."""
         return bool(self._sequences or self._events or self._flying)
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request waits or runs. Without any, a step may still be in flight, for requests that were ended meanwhile."""
+        return bool(self._sequences)
+
     # ---------------------------------------------------------------- a step
 
     def step(self) -> list[Event]:

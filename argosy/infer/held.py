@@ -65,10 +65,12 @@ class Held:
         return self._sequences
 
     def engine(self, module: Any, lengths: Sequence[int], say: Say | None = None) -> Engine:
-        """An engine with room for sequences of these lengths, many of them one after the other."""
+        """An engine with room for sequences of these lengths, many of them one after the other. Requests that run in a smaller one
+        end there; another takes its place at once only where a sequence would not fit."""
         self._look(module)
         room = self._room.grown(lengths, module.config.context)
-        if self._engine is None or (room != self._room and not self._engine.busy):
+        fits = max(lengths) <= self._room.context
+        if self._engine is None or (room != self._room and not (fits and self._engine.has_requests)):
             self._engine = None  # its cache is free before the next one is allocated
             most = int(CACHE // page_bytes(module.layers.holds(), PAGE, module.dtype))
             pages = max(-(-room.context // PAGE), min(room.pages, most))

@@ -2,7 +2,7 @@
 the tests use it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from argosy.core.progress import Say
 from argosy.infer.engine import Event, Request
 from argosy.infer.held import Held
 from argosy.infer.sample import Sampling, Seed, words_of
-from argosy.infer.sequences import Sequences
+from argosy.infer.sequences import BATCH, Sequences, batches
 from argosy.infer.text import Text, spellings
 
 Prompt = str | Sequence[int]
@@ -89,11 +89,14 @@ class LM:
         self._check(ids.ravel(), ids.shape[1])
         return self.sequences().logits(ids)
 
-    def score(self, texts: Sequence[Prompt]) -> list[np.ndarray]:
+    def score(self, texts: Sequence[Prompt], *, batch: int = BATCH) -> list[np.ndarray]:
         """The log-probability of each token of these texts, given the tokens before it; float32, natural logarithm.
 
         A text of n ids has n - 1 of them, because nothing is before the first. `encode` gives the ids: where the tokenizer adds a
         beginning-of-sequence token, that is the first, and every token of the text has a log-probability.
+
+        Args:
+            batch: tokens of one forward pass, padding included. Texts of similar length share one.
 
         Raises:
             BadInput: text without a tokenizer, ids outside the vocabulary, more tokens than the context, an encoder.
@@ -103,7 +106,14 @@ class LM:
         rows = [np.asarray(self.encode(text)) for text in texts]
         for ids in rows:
             self._check(ids, len(ids))
-        return [self.sequences().scores(ids[None])[0] if len(ids) > 1 else np.zeros(0, np.float32) for ids in rows]
+        found = [np.zeros(0, np.float32)] * len(rows)
+        some = [i for i, ids in enumerate(rows) if len(ids) > 1]
+        sequences = self.sequences()
+        for places in batches([len(rows[i]) - 1 for i in some], batch, self.config.context):
+            scores = sequences.scores([rows[some[i]] for i in places])
+            for i, one in zip(places, scores, strict=True):
+                found[some[i]] = one.logprobs
+        return found
 
     # ---------------------------------------------------------------- text
 
@@ -336,7 +346,11 @@ class Answers:
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces
 
-    def _run(self) -> Iterator[Piece]:
+    def close(self) -> None:
+        """Ends the answers that are not complete, and frees their pages."""
+        self._pieces.close()
+
+    def _run(self) -> Generator[Piece, None, None]:
         context = self.lm.config.context
         lengths = [min(len(request.tokens) + request.most, context) for request in self.requests]
         engine = self.lm._held.engine(self.lm.module, lengths, self.lm.say)

@@ -36,8 +36,19 @@ def complete(words: Sequence[str], verbs: Mapping[str, type[Settings] | None]) -
         return _beginning(last, ["show"] if len(before) == 1 else presets())
     if verb == "bench" and len(before) == 1:
         return _beginning(last, ["serve"])
+    if verb == "eval" and last.startswith("tasks="):
+        return _tasks(last)
     schema = verbs.get(verb)
     return _of(schema, last) if schema else []
+
+
+def _tasks(last: str) -> list[str]:
+    """Tasks of `argosy eval`, after those that are named already."""
+    from argosy.infer.evals.tasks import TASKS
+
+    before, _, _ = last.rpartition("," if "," in last else "=")
+    start = last[: len(before) + 1]
+    return _beginning(last, [f"{start}{name}" for name in TASKS if name not in start.removeprefix("tasks=").split(",")])
 
 
 def _settings_of_a_run(recipe: str, last: str) -> list[str]:

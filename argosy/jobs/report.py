@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint.run_directory import CHECKPOINTS, REPORT, SETTINGS, STORY
+from argosy.checkpoint.run_directory import CHECKPOINTS, REPORT, SETTINGS, STORY, RunDirectory
 from argosy.core.command import command as as_run
 from argosy.core.errors import ArgosyError
 from argosy.core.explain import value_text
@@ -22,7 +22,7 @@ from argosy.jobs import runs
 from argosy.models import FAMILIES
 from argosy.observe import environment, metrics
 from argosy.observe.readable import sized
-from argosy.observe.report import Record, Saved, render
+from argosy.observe.report import Evaluated, Record, Saved, render
 
 STATES = {runs.CAN_RESUME: "stopped", runs.DAMAGED: "damaged"}
 
@@ -58,6 +58,7 @@ def record(path: Path) -> Record:
         environment=surroundings(),
         command=command(path, settings, lines),
         story=_story(path),
+        evaluations=_evaluations(path),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
 
@@ -115,6 +116,19 @@ def _story(path: Path) -> dict[str, Any]:
         return story if isinstance(story, dict) else {}
     except (OSError, ValueError):
         return {}
+
+
+def _evaluations(path: Path) -> list[Evaluated]:
+    """The last result of each task at each step."""
+    found: dict[tuple[str, int | None], Evaluated] = {}
+    for line in RunDirectory(path).evaluations():
+        step = runs.as_int(line.get("step"))
+        tasks = line.get("tasks")
+        for name, numbers in tasks.items() if isinstance(tasks, dict) else ():
+            if isinstance(numbers, dict):
+                found.pop((str(name), step), None)
+                found[str(name), step] = Evaluated(str(name), step, numbers)
+    return list(found.values())
 
 
 def _saved(path: Path, step: int) -> Saved | None:

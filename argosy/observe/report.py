@@ -19,6 +19,8 @@ from argosy.observe.svg import Series, bar, chart
 # In the order of their colors.
 CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "other")
 DEFAULT, TYPED = "default", ("command line", "fit(...)")
+# Of the numbers of an evaluated task, those that are no metrics.
+NO_METRICS = ("stderr", "n", "tokens", "truncated", "shots", "seconds", "against")
 # Data sources that are Python's own code.
 PYTHON = ("stdlib", "docstrings")
 
@@ -30,6 +32,16 @@ class Saved:
     step: int
     size_bytes: int
     eval_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What `argosy eval` found of one task. step: of the checkpoint; None: not known. numbers: metrics and their standard errors by
+    name (`acc`, `stderr`, `acc_norm`, `acc_norm_stderr`), and the number of rows, `n`."""
+
+    task: str
+    step: int | None
+    numbers: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,12 +64,13 @@ class Record:
     command: str = ""
     made: str = ""
     story: Mapping[str, Any] = field(default_factory=dict)
+    evaluations: Sequence[Evaluated] = ()
 
 
 def render(record: Record) -> str:
     """The report as an HTML page."""
     parts: list[Callable[[Record], str]] = [
-        _head, _samples, _losses, _speed, _optimizer, _experts, _time, _checkpoints, _settings, _environment, _command
+        _head, _samples, _losses, _evaluations, _speed, _optimizer, _experts, _time, _checkpoints, _settings, _environment, _command
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
     made = f" on {_text(record.made)}" if record.made else ""
@@ -188,6 +201,34 @@ def _losses(record: Record) -> str:
     )
     picture = chart(series, "loss by step", y="loss, nats per token", height=320, level=level)
     return _section("Loss", _key(series) + picture)
+
+
+def metrics_of(numbers: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
+    """(metric, value, standard error) of the numbers of one task."""
+    names = [name for name in numbers if name not in NO_METRICS and not name.endswith("_stderr")]
+    found = []
+    for i, name in enumerate(names):
+        value, error = numbers[name], numbers.get("stderr" if i == 0 else f"{name}_stderr")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found.append((name, float(value), float(error) if isinstance(error, int | float) else None))
+    return found
+
+
+def shown(value: float) -> str:
+    """A metric: four decimals, or six digits where it is large."""
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.6g}"
+
+
+def _evaluations(record: Record) -> str:
+    rows = []
+    for one in record.evaluations:
+        for i, (metric, value, error) in enumerate(metrics_of(one.numbers)):
+            first = (_text(one.task), "" if one.step is None else f"{one.step:,}") if i == 0 else ("", "")
+            n = one.numbers.get("n")
+            many = f"{n:,}" if i == 0 and isinstance(n, int) else ""
+            rows.append((first[0], _text(metric), first[1], shown(value), "" if error is None else f"± {shown(error)}", many))
+    head = ("task", "metric", "step", "value", "standard error", "rows")
+    return _section("Evaluations", _table(head, rows, numeric=2)) if rows else ""
 
 
 def _speed(record: Record) -> str:

@@ -399,6 +399,9 @@ def test_a_new_recipe_is_the_one_it_extends_and_every_comment_is_a_setting(tmp_p
         (["config", "show", "tiny", "see"], ["seed="]),
         (["generate", "x", "max"], ["max_tokens="]),
         (["models", "show", "gpt2-x"], ["gpt2-xl"]),
+        (["eval", "x", "win"], ["window="]),
+        (["eval", "x", "tasks=arc"], ["tasks=arc_easy", "tasks=arc_challenge"]),
+        (["eval", "x", "tasks=arc_easy,arc"], ["tasks=arc_easy,arc_challenge"]),
         (["report", ""], []),
     ],
 )

@@ -305,6 +305,25 @@ def test_two_answers_may_be_read_in_turn(lm):
     assert [first.completions[0].tokens, second.completions[0].tokens] == expected
 
 
+@pytest.mark.parametrize("how", ["stopped", "running"])
+def test_a_longer_prompt_gets_room_whatever_the_engine_was_doing(lm, how):
+    """A stop string is found after the next step has begun, so the engine was busy, and kept its size."""
+    own = LM(lm.config, lm.module, lm.tokenizer)
+    own.sequences()  # looks at the module, after which the room stays
+    own._held._room = held.Room(1, 32, 0)
+    word = lm.generate([PROMPTS[2]], 3, ignore_eos=True)[0].text[-1]
+    others = own.pieces([PROMPTS[0]], 12, stop=[word] if how == "stopped" else [], ignore_eos=True)
+    if how == "stopped":
+        own.generate([PROMPTS[2]], 12, stop=[word], ignore_eos=True)
+    else:
+        next(iter(others))
+    assert own._held._engine.context == 32
+    assert own.generate([PROMPTS[0] * 5], 4, ignore_eos=True)[0].tokens == slowly(lm, PROMPTS[0] * 5, 4)
+    list(others)
+    expected = lm.generate([PROMPTS[0]], 12, stop=[word] if how == "stopped" else [], ignore_eos=True)
+    assert others.completions[0].tokens == expected[0].tokens
+
+
 def test_an_answer_that_nobody_reads_on_frees_its_pages(lm):
     answers = lm.pieces([PROMPTS[0]], 50, ignore_eos=True)
     next(iter(answers))

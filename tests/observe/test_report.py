@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from argosy.observe.page import SCRIPT
-from argosy.observe.report import Record, Saved, numbers, render, seconds_by_cause, sentence
+from argosy.observe.report import Evaluated, Record, Saved, numbers, render, seconds_by_cause, sentence
 from argosy.observe.svg import BOTTOM, COLUMNS, LEFT, RIGHT, TOP, WIDTH, Series, bar, chart, running_mean, thinned
 
 VOID = {"meta", "br", "line", "rect", "path", "circle"}
@@ -98,6 +98,19 @@ def test_everything_is_there():
     assert page.text("pre") == [f"text of step {s}" for s in (60, 10, 20, 30, 40, 50)] + ["argosy train tiny"]
     assert page.text("span")[:1] == ["def "]
     assert page.text("summary") == ["5 earlier samples", "1 left at their defaults"]
+
+
+def test_evaluations_are_a_table_of_metrics_with_their_errors():
+    acc = {"acc": 0.51, "stderr": 0.02, "acc_norm": 0.43, "acc_norm_stderr": 0.03, "n": 600, "seconds": 3.0, "truncated": 0}
+    losses = {"loss": 1.25, "stderr": None, "perplexity": 12345.678, "perplexity_stderr": 2.5, "tokens": 20, "n": 1}
+    page = Page(render(full(evaluations=[Evaluated("arc_easy", 60, acc), Evaluated("<b>", None, losses)])))
+    assert "Evaluations" in page.text("h2")
+    cells = page.text("td")
+    at = cells.index("arc_easy")
+    assert cells[at : at + 6] == ["arc_easy", "acc", "60", "0.5100", "± 0.0200", "600"]
+    assert cells[at + 6 : at + 9] == ["acc_norm", "0.4300", "± 0.0300"]
+    assert cells[at + 9 : at + 13] == ["<b>", "loss", "1.2500", "1"]
+    assert cells[at + 13 : at + 16] == ["perplexity", "12,345.7", "± 2.5000"]
 
 
 STORY = {

@@ -1,0 +1,98 @@
+"""`argosy eval MODEL [tasks=NAME,... data=PATH ...]`."""
+
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from argosy.cli.output import Doing, answer, conclude, say
+from argosy.core import signals
+from argosy.core.settings import read_settings, words_layer
+from argosy.infer.evals.settings import EvalSettings
+from argosy.jobs import evaluate, machine
+from argosy.observe.readable import columns, one_line
+from argosy.observe.report import metrics_of, shown
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+# Seconds between two lines of progress where lines do not replace each other.
+QUIET_S = 10.0
+
+
+@app.command("eval")
+def evaluates(
+    model: Annotated[
+        str, typer.Argument(help="Hub folder, .gguf file, run directory or checkpoint", show_default=False)
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[tasks=NAME,... data=PATH ...]",
+            help="settings: " + ", ".join(EvalSettings.model_fields),
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> None:
+    """Evaluates a model: perplexity, multiple choice, exact match, IFEval."""
+    settings = read_settings(EvalSettings, words_layer(words or [])).value
+    planned, others = evaluate.prepared(model, settings)
+    say(f"{one_line(model)}: {', '.join(map(str, planned))}")
+    with Doing() as doing:
+        doing("loading jax")
+        machine.start_jax()
+        from argosy.infer.evals.run import check
+        from argosy.jobs.public import load
+
+        doing(f"loading {model}")
+        lm = load(model, dtype=settings.dtype, adapter=settings.adapter)
+        lm.say = doing
+        check(lm, settings)
+        doing.done()
+        with signals.asked_to_stop("stopping; the tasks that are finished are printed; again to end now") as stop:
+            document, stopped = evaluate.evaluate(lm, planned, settings, others, Steps(doing), stop)
+    kept = evaluate.keep(model, settings, document)
+    # Without a file that holds the results, the answer is all there is of them.
+    tell = conclude if kept is not None or settings.rows else answer
+    tell(table(document["tasks"]) if document["tasks"] else "no task was finished", document, as_json)
+    if kept is not None:
+        say(f"added to {kept}, whose report.html shows it")
+    if stopped:
+        raise typer.Exit(stop.code)
+
+
+class Steps:
+    """Shows how far a task is: each change on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self, doing: Doing):
+        self.doing, self.shown_s = doing, time.monotonic()
+
+    def __call__(self, planned: Any, done: int, of: int) -> None:
+        if not self.doing.is_live and time.monotonic() - self.shown_s < QUIET_S:
+            return
+        self.shown_s = time.monotonic()
+        self.doing(f"{planned.task.name}: {done} of {of} rows" if of else f"{planned.task.name}: {done} window{'s' * (done != 1)}")
+
+
+def table(tasks: Mapping[str, Mapping[str, Any]]) -> str:
+    """The results as text: a line for each metric, and what was cut; then the differences, if there are any."""
+    rows, notes, differences = [], [], []
+    for name, numbers in tasks.items():
+        for i, (metric, value, error) in enumerate(metrics_of(numbers)):
+            plus = "" if error is None else f"± {shown(error)}"
+            rows.append([name if i == 0 else "", metric, shown(value), plus, f"{numbers['n']:,}" if i == 0 else ""])
+        if numbers["truncated"]:
+            notes.append(f"{name}: {numbers['truncated']:,} sequences lost tokens from the left, to fit the context")
+        for metric, found in numbers.get("against", {}).items():
+            interval = found["interval"]
+            between = "" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"
+            difference = "" if found["difference"] is None else f"{found['difference']:+.4f}"
+            differences.append([name, metric, difference, between, f"{found['n']:,}"])
+    parts = [columns(("task", "metric", "value", "stderr", "n"), rows, figures=(2, 3, 4)), *notes]
+    if differences:
+        head = ("task", "metric", "difference", "95 % interval", "n")
+        parts.append("\n" + columns(head, differences, figures=(2, 3, 4)))
+    return "\n".join(parts)
+
+

@@ -1,0 +1,134 @@
+"""Task files: JSON lines in one of a few layouts, read and checked before any work begins.
+
+A file may be compressed (`.gz`). Every row must have the fields of the layout; a row that lacks one is an error with its line, because
+a score over the remaining rows would be that of another task.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import BadInput
+
+Fields = dict[str, Any]
+
+# Layout -> its fields and what each holds. The first layout whose fields a row has is that of the file.
+LAYOUTS: dict[str, dict[str, str]] = {
+    "instructions": {"prompt": "text", "instruction_id_list": "texts", "kwargs": "objects"},
+    "options": {"context_options": "choices", "continuation": "text", "gold": "place"},
+    "choices": {"query": "text", "choices": "choices", "gold": "place"},
+    "letters": {"question": "text", "choices": "choices", "gold": "place"},
+    "continuation": {"context": "text", "continuation": "text"},
+    "input-target": {"input": "text", "target": "text"},
+    "question-answer": {"question": "text", "answer": "text"},
+    "context-answer": {"context": "text", "answer": "text"},
+    "text": {"text": "text"},
+}
+HOLDS = {
+    "text": "text",
+    "texts": "a list of texts",
+    "choices": "a list of at least two texts",
+    "objects": "a list of objects",
+    "place": "the place of the right choice, from 0",
+}
+
+
+def is_rows(path: Path) -> bool:
+    """Whether a file holds JSON lines, by its name."""
+    return path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, which may be compressed.
+
+    Raises:
+        BadInput: it cannot be read, or is not UTF-8.
+    """
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 text", where=f"byte {error.start}") from None
+    except (gzip.BadGzipFile, zlib.error, EOFError):
+        raise BadInput(f"{path} is not a whole .gz file") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def read_rows(path: Path) -> list[Fields]:
+    """The rows of a file of JSON lines; blank lines are none.
+
+    Raises:
+        BadInput: it cannot be read, a line is not a JSON object, or there is no row.
+    """
+    rows = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"a line that is not JSON: {error}", where=f"{path}, line {number}") from None
+        if not isinstance(row, dict):
+            raise BadInput("a line that is not a JSON object", where=f"{path}, line {number}")
+        rows.append(row)
+    if not rows:
+        raise BadInput(f"{path} holds no rows", hint="one JSON object a line")
+    return rows
+
+
+def layout_of(path: Path, row: Mapping[str, Any]) -> str:
+    """The layout of a file, from its first row.
+
+    Raises:
+        BadInput: it has none of them.
+    """
+    for name, fields in LAYOUTS.items():
+        if all(field in row for field in fields):
+            return name
+    known = "; ".join(", ".join(fields) for fields in LAYOUTS.values())
+    raise BadInput(
+        f"{path} has rows of no known layout", where=f"fields: {', '.join(map(str, row))}", hint=f"layouts are {known}"
+    )
+
+
+def check_rows(path: Path, rows: list[Fields], layout: str, task: str, more: Iterable[str] = ()) -> None:
+    """Checks every row against a layout.
+
+    Args:
+        more: further fields of text.
+
+    Raises:
+        BadInput: a field is missing or holds something else; the first such row is named.
+    """
+    fields = LAYOUTS[layout] | dict.fromkeys((field for field in more if field not in LAYOUTS[layout]), "text")
+    for number, row in enumerate(rows):
+        where = f"{path}, row {number + 1} of {len(rows)}"
+        for field, holds in fields.items():
+            if field not in row:
+                hint = f"rows of {task} have {', '.join(fields)}"
+                raise BadInput(f"no field `{field}`", where=where, hint=hint)
+            if not _holds(row[field], holds):
+                raise BadInput(f"`{field}` should be {HOLDS[holds]}, not {_shown(row[field])}", where=where)
+        options = row["context_options"] if layout == "options" else row.get("choices", ())
+        if "gold" in LAYOUTS[layout] and not 0 <= row["gold"] < len(options):
+            what = f"gold = {row['gold']}, and there are {len(options)} choices"
+            raise BadInput(what, where=where, hint=f"0 to {len(options) - 1}")
+
+
+def _holds(value: Any, what: str) -> bool:
+    if what == "text":
+        return isinstance(value, str)
+    if what == "place":
+        return isinstance(value, int) and not isinstance(value, bool)
+    if not isinstance(value, list) or len(value) < (2 if what == "choices" else 1):
+        return False
+    return all(isinstance(item, dict if what == "objects" else str) for item in value)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,49 @@
+"""Sentences and words of English text, by rules: for checks that count them."""
+
+import re
+
+_TITLES = {
+    "mr", "mrs", "ms", "dr", "prof", "st", "sr", "jr", "rev", "gen", "col", "lt", "sgt", "capt", "gov", "sen", "rep",
+    "hon", "messrs",
+}
+_ABBREVIATIONS = {
+    "vs", "etc", "e.g", "i.e", "a.m", "p.m", "u.s", "u.k", "inc", "ltd", "co", "corp", "no", "vol", "fig", "approx",
+    "ph.d", "dept",
+}
+# What ends a sentence, with the quotes and brackets that close behind it; and the word after.
+_END = re.compile(r"""(?P<word>\S*?)(?P<mark>\.\.\.+|…|[.!?]+)(?P<close>["'”’)\]*]*)(?=\s+(?P<next>\S+)|\s*$)""")
+
+
+def sentences_of(text: str) -> list[str]:
+    """Sentences. They end with `.`, `!` or `?` before a blank; a line break alone ends none. A full stop after an abbreviation or an
+    initial ends none, and three dots only before a capital."""
+    found, at = [], 0
+    for match in _END.finditer(text):
+        mark, after = match["mark"], (match["next"] or "").lstrip("\"'“‘([*")
+        word = match["word"].lstrip("\"'“‘([*").lower()
+        if mark == ".":
+            initial = len(word) == 1 and word.isalpha() and word != "i"
+            ends = not (word in _TITLES or initial) and (word not in _ABBREVIATIONS or after[:1].isupper())
+            # `1.` before an item of a list.
+            ends = ends and not (word.isdigit() and text[at : match.start("mark")].strip() == match["word"])
+        else:
+            ends = not mark.startswith(("..", "…")) or after[:1].isupper()
+        if ends or not after:
+            found.append(text[at : match.end()].strip())
+            at = match.end()
+    return [sentence for sentence in (*found, text[at:].strip()) if sentence]
+
+
+_WORD = re.compile(r"[^\s,;:!?()\[\]{}<>\"“”`]+")
+_CONTRACTION = re.compile(r"(?i)(.+?)(n't|'(?:s|m|d|re|ve|ll))$")
+
+
+def words_apart(text: str) -> list[str]:
+    """Words, with contractions as two (`DON'T` is `DO` and `N'T`), as NLTK divides them."""
+    found: list[str] = []
+    for word in _WORD.findall(text.replace("’", "'")):
+        parts = [part for part in re.split(r"(?:--+|\.\.\.+)", word) if part]
+        for part in parts:
+            match = _CONTRACTION.fullmatch(part.rstrip("."))
+            found += match.groups() if match else [part]
+    return found

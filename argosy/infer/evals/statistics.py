@@ -1,0 +1,67 @@
+"""Means over rows, their standard errors, and paired differences.
+
+Every metric is a weighted mean over rows, R = sum(w x) / sum(w). Its standard error is that of a ratio of two sums over independent
+rows (linearized): sqrt(n / (n - 1) sum(w^2 (x - R)^2)) / sum(w). With equal weights that is the standard deviation over sqrt(n). A row
+is what is drawn independently: a question, an IFEval prompt with its several instructions, a window of text with its many tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+# Standard errors on each side of a 95 % interval, of a normal distribution.
+NORMAL_95 = 1.959964
+
+
+@dataclass(frozen=True)
+class Row:
+    """The numbers of one row. weights: of each value in the mean over rows; 1 where absent. answer: what to show with it."""
+
+    number: int
+    values: Mapping[str, float]
+    weights: Mapping[str, float] = field(default_factory=dict)
+    answer: Mapping[str, Any] = field(default_factory=dict)
+
+    def weight(self, name: str) -> float:
+        return self.weights.get(name, 1.0)
+
+
+class Mean(NamedTuple):
+    """A weighted mean and its standard error, which is None for a single row."""
+
+    value: float
+    stderr: float | None
+
+
+def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> Mean:
+    """The weighted mean of independent values; equal weights by default."""
+    weights = [1.0] * len(values) if weights is None else weights
+    total, n = math.fsum(weights), len(values)
+    value = math.fsum(w * x for w, x in zip(weights, values, strict=True)) / total
+    if n < 2:
+        return Mean(value, None)
+    squares = math.fsum((w * (x - value)) ** 2 for w, x in zip(weights, values))
+    return Mean(value, math.sqrt(n / (n - 1) * squares) / total)
+
+
+def means(rows: Sequence[Row]) -> dict[str, Mean]:
+    """Of every metric of these rows."""
+    names = list(dict.fromkeys(name for row in rows for name in row.values))
+    return {name: mean([r.values[name] for r in rows], [r.weight(name) for r in rows]) for name in names}
+
+
+def paired(rows: Sequence[Row], others: Sequence[Row], name: str) -> dict[str, Any]:
+    """The difference of a metric between two models on the same rows.
+
+    Returns:
+        difference: the first minus the second; stderr; interval: of 95 %, by the normal approximation; n: the rows that both have.
+    """
+    known = {row.number: row for row in others if name in row.values}
+    both = [(row, known[row.number]) for row in rows if name in row.values and row.number in known]
+    if not both:
+        return {"difference": None, "stderr": None, "interval": None, "n": 0}
+    found = mean([a.values[name] - b.values[name] for a, b in both], [a.weight(name) for a, _ in both])
+    half = None if found.stderr is None else NORMAL_95 * found.stderr
+    interval = None if half is None else [found.value - half, found.value + half]
+    return {"difference": found.value, "stderr": found.stderr, "interval": interval, "n": len(both)}

@@ -1,0 +1,152 @@
+"""The tasks: what each asks, and how an answer is judged.
+
+A task is a line of data here. Prompts of multiple choice, LAMBADA, MMLU, GSM8K and BBH are those of EleutherAI's
+lm-evaluation-harness, so figures can be compared with published ones on the same rows.
+"""
+
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any, Literal
+
+Kind = Literal["perplexity", "choice", "continuation", "generation", "ifeval"]
+PERPLEXITY = "perplexity"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    layout: of its rows (`rows.LAYOUTS`). prompt: the question, with the row's fields in braces. before: goes before the examples.
+    shots: examples by default. examples: the file they are drawn from, if it is there; otherwise the rows of the task. alike: a field
+    that examples share with the question. answer: the field with the right answer of a generated one. stop, max_tokens: end a
+    generated answer. strict, flexible: regular expressions that find the answer in the text; `last` where the last match counts,
+    not the first. Without `strict`, the whole text is the answer.
+    """
+
+    name: str
+    kind: Kind
+    layout: str
+    about: str
+    prompt: str = ""
+    before: str = ""
+    shots: int = 0
+    examples: str = ""
+    alike: str = ""
+    answer: str = ""
+    stop: tuple[str, ...] = ("\n",)
+    max_tokens: int = 64
+    strict: str = ""
+    flexible: str = ""
+    last: bool = False
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields of a row that prompt and introduction name."""
+        return [field for part in (self.prompt, self.before) for _, field, _, _ in Formatter().parse(part) if field]
+
+
+NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
+QUESTION = "{query}\nAnswer:"
+LETTERS = "The following are multiple choice questions (with answers) about {subject}.\n\n"
+_BBH = {"kind": "generation", "layout": "input-target", "prompt": "Q: {input}\nA:", "answer": "target", "shots": 3}
+
+
+def _choice(name: str, about: str, prompt: str = QUESTION, layout: str = "choices", **more: Any) -> Task:
+    return Task(name, "choice", layout, about, prompt, **more)
+
+
+def _bbh(name: str, about: str, before: str, flexible: str, **more: Any) -> Task:
+    return Task(f"bbh_{name}", about=about, before=f"{before}\n\n", flexible=flexible, **_BBH, **more)
+
+
+_ALL = [
+    Task(PERPLEXITY, "perplexity", "text", "loss a token of any text"),
+    _choice("arc_easy", "grade-school science questions"),
+    _choice("arc_challenge", "the harder ones of them"),
+    _choice("boolq", "yes or no, from a passage"),
+    _choice("commonsense_qa", "lettered choices", "{query}"),
+    _choice("copa", "cause or effect", "{query}"),
+    _choice("openbook_qa", "elementary science", "{query}"),
+    _choice("piqa", "physical common sense"),
+    _choice("mmlu_dev", "57 subjects, lettered choices", "{question}", "letters", before=LETTERS, alike="subject"),
+    _choice("winograd_wsc", "which noun a pronoun means", "", "options"),
+    _choice("winogrande", "which noun fills the gap", "", "options"),
+    Task("lambada_openai", "continuation", "continuation", "the last word of a passage", "{context}"),
+    Task(
+        "simple_arithmetic",
+        "generation",
+        "continuation",
+        "sums, differences, products",
+        "{context}",
+        answer="continuation",
+        max_tokens=16,
+        flexible=NUMBER,
+    ),
+    Task(
+        "gsm8k",
+        "generation",
+        "question-answer",
+        "grade-school word problems",
+        "Question: {question}\nAnswer:",
+        shots=5,
+        examples="gsm8k_train",
+        answer="answer",
+        stop=("Question:", "\n\n"),
+        max_tokens=256,
+        strict=rf"#### ({NUMBER})",
+        flexible=NUMBER,
+        last=True,
+    ),
+    Task(
+        "svamp",
+        "generation",
+        "context-answer",
+        "one-step word problems",
+        "Question: {context}\nAnswer:",
+        shots=5,
+        answer="answer",
+        max_tokens=32,
+        flexible=NUMBER,
+        last=True,
+    ),
+    _bbh(
+        "boolean_expressions",
+        "True or False",
+        "Evaluate the result of a random Boolean expression.",
+        r"\b(?:True|False)\b",
+        max_tokens=8,
+    ),
+    _bbh("date_understanding", "lettered dates", "Infer the date from context.", r"\([A-Z]\)", max_tokens=16),
+    _bbh("multistep_arithmetic_two", "nested sums", "Solve multi-step arithmetic problems.", NUMBER, max_tokens=16),
+    _bbh(
+        "navigate",
+        "Yes or No",
+        "Given a series of navigation instructions, determine whether one would end up back at the starting point.",
+        r"\b(?:Yes|No|yes|no)\b",
+        max_tokens=8,
+    ),
+    _bbh("word_sorting", "words in order", "Sort a list of words.", "words", max_tokens=160),
+    Task(
+        "ifeval",
+        "ifeval",
+        "instructions",
+        "instructions that a program can check",
+        "{prompt}",
+        stop=(),
+        max_tokens=1280,
+    ),
+]
+TASKS: dict[str, Task] = {task.name: task for task in _ALL}
+
+# What rows of each layout ask if no known task is named.
+PLAIN: dict[str, Task] = {
+    "instructions": TASKS["ifeval"],
+    "options": _choice("", "", "", "options"),
+    "choices": _choice("", "", "{query}"),
+    "letters": _choice("", "", "{question}", "letters"),
+    "continuation": TASKS["lambada_openai"],
+    "input-target": Task("", "generation", "input-target", "", "{input}", answer="target"),
+    "question-answer": Task("", "generation", "question-answer", "", "Question: {question}\nAnswer:", answer="answer"),
+    "context-answer": Task("", "generation", "context-answer", "", "{context}", answer="answer"),
+    "text": TASKS[PERPLEXITY],
+}

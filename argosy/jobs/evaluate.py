@@ -1,0 +1,130 @@
+"""`argosy eval`: evaluates a model, keeps the results with its run, compares them with those of another.
+
+What can be wrong without the model is found before jax is imported: settings, tasks, files, rows, what `against` holds.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
+from argosy.core.errors import BadInput
+from argosy.core.settings import dump
+from argosy.infer.evals.plan import Planned, plan
+from argosy.infer.evals.prompts import examples
+from argosy.infer.evals.rows import read_rows
+from argosy.infer.evals.settings import EvalSettings
+from argosy.infer.evals.statistics import Row, paired
+from argosy.jobs import runs
+from argosy.jobs.compose import no_model
+
+Others = Mapping[str, Sequence[Row]]
+
+
+def prepared(model: str, settings: EvalSettings) -> tuple[list[Planned], Others]:
+    """The tasks with their rows, for each of which there are enough examples, and the rows to compare with.
+
+    Raises:
+        UserError: there is no such model, task or file, or a file holds something else.
+    """
+    if "://" not in model and not Path(model).exists():
+        raise no_model(model)
+    planned = plan(settings)
+    for one in planned:
+        before = examples(one, settings.seed)
+        for number in range(len(one.rows)):
+            before(number)
+    if settings.rows and not Path(settings.rows).resolve().parent.is_dir():
+        raise BadInput(f"no folder for {settings.rows}", where="set by rows")
+    if not settings.against:
+        return planned, {}
+    others = read_against(Path(settings.against))
+    if missing := [one.task.name for one in planned if one.task.name not in others]:
+        where = f"it has {', '.join(others)}"
+        raise BadInput(f"{settings.against} has no rows of {missing[0]}", where=where, hint="evaluate both models on the same tasks")
+    return planned, others
+
+
+def read_against(path: Path) -> dict[str, list[Row]]:
+    """The rows that `rows=FILE` wrote, by task.
+
+    Raises:
+        BadInput: it is another kind of file.
+    """
+    found: dict[str, list[Row]] = {}
+    for number, line in enumerate(read_rows(path), 1):
+        try:
+            row = Row(int(line["row"]), dict(line["values"]), dict(line["weights"]))
+            found.setdefault(str(line["task"]), []).append(row)
+        except (KeyError, TypeError, ValueError):
+            hint = "against=FILE takes a file that `rows=FILE` wrote"
+            raise BadInput(f"{path} holds no rows of an evaluation", where=f"line {number}", hint=hint) from None
+    return found
+
+
+def evaluate(
+    lm: Any,
+    planned: Sequence[Planned],
+    settings: EvalSettings,
+    others: Others,
+    progress: Callable[[Planned, int, int], None],
+    stopped: Callable[[], bool],
+) -> tuple[dict[str, Any], bool]:
+    """The results as one document, and whether the evaluation was stopped before its last task.
+
+    Writes the file of `settings.rows` task by task.
+    """
+    from argosy.infer.evals.run import Stopped
+    from argosy.infer.evals.run import evaluate as results
+
+    tasks: dict[str, Any] = {}
+    if settings.rows:
+        Path(settings.rows).write_text("", encoding="utf-8")
+    try:
+        for result in results(lm, planned, settings, progress, stopped):
+            name = result.planned.task.name
+            tasks[name] = result.document()
+            if settings.rows:
+                write_rows(Path(settings.rows), name, result.rows)
+            if settings.against:
+                metrics = [metric for metric in result.numbers if metric != "perplexity"]
+                tasks[name]["against"] = {m: paired(result.rows, others[name], m) for m in metrics}
+    except Stopped:
+        return {"tasks": tasks}, True
+    return {"tasks": tasks}, False
+
+
+def write_rows(path: Path, task: str, rows: Iterable[Row]) -> None:
+    """Adds rows to a file: a JSON line each."""
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            line = {"task": task, "row": row.number, "values": row.values, "weights": row.weights, **row.answer}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def run_of(model: str) -> tuple[Path, int | None] | None:
+    """The run directory of a MODEL argument, and the step whose weights it means; None if it is of no run on this machine."""
+    path = Path(model)
+    if path.parent.name == CHECKPOINTS and path.name.isdecimal() and runs.is_run(path.parent.parent):
+        return path.parent.parent, int(path.name)
+    if not runs.is_run(path):
+        return None
+    # Loading takes the last one that is whole.
+    whole = [step for step in reversed(runs.checkpoints(path)) if runs.trouble(path, step) is None]
+    return path, whole[0] if whole else None
+
+
+def keep(model: str, settings: EvalSettings, document: Mapping[str, Any]) -> Path | None:
+    """Adds the results to the run that the model is of, and writes its report anew. Returns the run directory, if there is one."""
+    found = run_of(model)
+    if found is None or not document["tasks"]:
+        return None
+    from argosy.jobs.report import report
+
+    path, step = found
+    chosen = {name: value for name, value in dump(settings).items() if name in settings.model_fields_set}
+    RunDirectory(path).add_evaluation({"time": time.time(), "step": step, "settings": chosen, **document})
+    report(path)
+    return path
