@@ -37,6 +37,7 @@ class Bias:
         self._always[[word[0] for word in sampling.bad_words if len(word) == 1]] = -np.inf
         if not np.isfinite(np.delete(self._always, self.ends) if self.least else self._always).any():
             raise BadInput("the request allows no token", hint="allowed_tokens, bad_words and min_tokens leave nothing")
+        self._some = bool(self._always.any())
         self._told: tuple[int, ...] | None = None
 
     @property
@@ -45,7 +46,7 @@ class Bias:
         return bool(self.least or self.words)
 
     def __bool__(self) -> bool:
-        return self.changes or bool(self._always.any())
+        return self.changes or self._some
 
     def forget(self) -> None:
         """The next `row` is told though it is the same, because the slot is a new one."""
@@ -60,6 +61,12 @@ class Bias:
         row = self._always.copy()
         row[list(banned)] = -np.inf
         return row if np.isfinite(row).any() else self._always
+
+    def leaves(self, allowed: np.ndarray, answer: Sequence[int]) -> bool:
+        """Whether it bans less than all of the allowed tokens [V]."""
+        row = self._always.copy()
+        row[list(self._banned(answer))] = -np.inf
+        return bool(np.isfinite(row[allowed]).any())
 
     def _banned(self, answer: Sequence[int]) -> tuple[int, ...]:
         ends = self.ends if len(answer) < self.least else []
