@@ -30,7 +30,7 @@ from argosy.core.errors import BadInput
 from argosy.data.tokenizers import Tokenizer
 
 State = Literal["open", "complete", "blocked"]
-Kind = Literal["json", "json_object", "regex", "choice", "grammar"]
+Kind = Literal["json", "json_object", "regex", "choice", "grammar", "tools"]
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace")
@@ -44,6 +44,10 @@ COMPILING = 2
 LEXER_STATES = 50_000
 # Bytes of stack: chains of definitions took up to 1,000 for each byte of grammar.
 STACK, STACK_FOR_EACH_BYTE = 64 << 20, 2048
+
+
+class Crowded(BadInput):
+    """Too many grammars are being compiled."""
 
 
 @dataclass(frozen=True)
@@ -190,14 +194,17 @@ class Grammars:
 
         Raises:
             BadInput: llguidance does not support it, nothing matches it, or it takes too long.
+            Crowded: others are being compiled all that time.
         """
-        with self._lock:
-            if structure in self._found:
-                self._found.move_to_end(structure)
-                return self._found[structure]
+        if (known := self._known(structure)) is not None:
+            return known
+        self.library()
         end = None if seconds is None else time.monotonic() + seconds
         if not self._turns.acquire(timeout=seconds):
-            raise BadInput(f"no time to compile the grammar in {seconds:g} seconds: others are compiled", hint="try again")
+            raise Crowded(f"no turn to compile the grammar within {seconds:g} seconds", hint="try again")
+        if (known := self._known(structure)) is not None:
+            self._turns.release()
+            return known
         # Freed by the thread that compiles: one that takes too long goes on, and keeps its turn.
         found = _deep(lambda: Grammar(self, structure), _stack(structure), end, self._turns.release)
         if found is None:
@@ -208,13 +215,20 @@ class Grammars:
                 self._found.popitem(last=False)
         return found
 
+    def _known(self, structure: Structure) -> "Grammar | None":
+        with self._lock:
+            if structure in self._found:
+                self._found.move_to_end(structure)
+            return self._found.get(structure)
+
     def library(self) -> Any:
-        """llguidance's trie of the tokens. Building it takes 0.3 s for 49k tokens."""
+        """llguidance's trie of the tokens. Building it takes 0.7 s for 49k tokens."""
         with self._building:
             if self._library is None:
                 from llguidance import LLTokenizer
 
-                self._library = LLTokenizer(_Tokens(token_bytes(self.tokenizer, self.vocab)))
+                tokens: Any = _Tokens(token_bytes(self.tokenizer, self.vocab))
+                self._library = LLTokenizer(tokens)
             return self._library
 
 
@@ -249,7 +263,9 @@ class Grammar:
         self._inner = self._compiled()
         first = self.matcher(())
         if masks([first])[1] == ["blocked"]:
-            raise BadInput(f"`{structure.kind}`: no text of this model's tokens matches it")
+            error = first.inner.get_error()
+            why = _reason(error) if error and "NoExtension" not in error else "no text of this model's tokens matches it"
+            raise BadInput(f"`{structure.kind}`: {why}")
 
     def _compiled(self) -> Any:
         from llguidance import LLMatcher, LLParserLimits
@@ -327,10 +343,10 @@ def masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]:
             if matcher.inner.is_error():
                 full[i] = 0
     bits = full.view(np.uint32)
-    done = (bits[:, V // 32] >> np.uint32(V % 32)) & np.uint32(1) == 1
+    done: list[bool] = [word >= 1 << V % 32 for word in bits[:, V // 32].tolist()]
     bits[:, V // 32] &= np.uint32((1 << V % 32) - 1)
-    some = bits.any(1)
-    states: list[State] = ["open" if s else "complete" if d else "blocked" for s, d in zip(some.tolist(), done.tolist())]
+    some = [bool(row.any()) for row in bits]
+    states: list[State] = ["open" if s else "complete" if d else "blocked" for s, d in zip(some, done)]
     for row, matcher, complete in zip(bits, matchers, done):
         if complete:
             np.bitwise_or.at(row, matcher.ends // 32, np.uint32(1) << (matcher.ends % 32).astype(np.uint32))

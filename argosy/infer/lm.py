@@ -28,8 +28,9 @@ class Completion:
 
     tokens: ids, without the token that ended it. finish_reason: `stop`, `length`, or `blocked`: no token was left, because those that
     its grammar allows are banned, or the grammar has become too complex. logprobs: the model's own, one per token, before bias, mask,
-    penalties, temperature and filters. drawn: log-probabilities in the distributions that the tokens were drawn from; 0 at temperature 0. top: the likeliest
-    tokens with their log-probabilities, for each token, if asked. stopped_by: the id or the string that ended it; None: neither.
+    penalties, temperature and filters. drawn: log-probabilities in the distributions that the tokens were drawn from; 0 at
+    temperature 0. top: the likeliest tokens with their log-probabilities, for each token, if asked. stopped_by: the id or the string
+    that ended it; None: neither.
     """
 
     text: str
