@@ -1,5 +1,6 @@
 """`argosy generate MODEL [PROMPT] [key=value ...]`."""
 
+import json
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -54,7 +55,7 @@ class Generate(Settings):
     json_object: bool = False
     """The completion is a JSON object."""
     regex: str | None = None
-    """Regular expression that all of the completion must match."""
+    """Regular expression that all of the completion must match, without quotes of YAML."""
     choice: tuple[str, ...] = ()
     """Texts of which the completion must be one, such as `[yes, no]`."""
     grammar: str | None = None
@@ -89,7 +90,7 @@ def generate(
 ) -> None:
     """Continues a prompt with a trained model, streaming."""
     prompt, settings = split_prompt(words or [])
-    how = read_settings(Generate, words_layer(settings)).value
+    how = read_settings(Generate, words_layer([literal(word) for word in settings])).value
     if how.logprobs and not as_json:
         raise BadInput("logprobs need --json", hint="add --json")
     structured, text = structured_of(how), read_prompt(prompt)
@@ -144,6 +145,12 @@ def is_setting(word: str) -> bool:
     name, equals, value = word.partition("=")
     meant = get_close_matches(name, Generate.model_fields, n=1, cutoff=0.8) and name.isidentifier()
     return bool(equals and value and meant) and not value.startswith("=")
+
+
+def literal(word: str) -> str:
+    """A regular expression as a quoted text: as YAML, `regex=[ab]` would be a list."""
+    name, equals, value = word.partition("=")
+    return f"{name}={json.dumps(value)}" if name == "regex" and equals else word
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -34,8 +34,9 @@ Kind = Literal["json", "json_object", "regex", "choice", "grammar", "tools"]
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace")
-# Room for the line breaks and indents of nested JSON. Without a bound, a model that has lost its thread writes blanks to the end.
-WHITESPACE = r"[ \n\r\t]{1,64}"
+# What programs write: a space, or a line break and an indent. Where any whitespace is allowed, a model that has lost its thread
+# writes blanks until the limit of tokens.
+WHITESPACE = r" |\r?\n[ \t]{0,64}"
 # Compiled grammars that are kept.
 KEPT = 32
 # Grammars that are compiled at a time.
