@@ -450,11 +450,11 @@ class Engine:
         rows: list[tuple[int, np.ndarray]] = []
         for sequence, row, state in zip(due, *masks([sequence.what.matcher for sequence in due]), strict=True):
             wanted: _Wanted = sequence.what
-            if state == "open" and wanted.bias:
-                left = wanted.bias.leaves(unpacked(row, self.vocab), sequence.tokens[sequence.prompt :])
-                state = "open" if left else "blocked"
-            if state != "open":
-                self._close(sequence, "stop" if state == "complete" else "blocked")
+            goes_on, answer = state in ("open", "accepting"), sequence.tokens[sequence.prompt :]
+            if goes_on and wanted.bias:
+                goes_on = wanted.bias.leaves(unpacked(row, self.vocab), answer)
+            if not goes_on:
+                self._close(sequence, "stop" if state in ("accepting", "complete") else "blocked")
             elif (packed := row.tobytes()) != wanted.mask:
                 wanted.mask = packed
                 rows.append((sequence.slot, row))

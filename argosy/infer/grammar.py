@@ -29,7 +29,7 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.data.tokenizers import Tokenizer
 
-State = Literal["open", "complete", "blocked"]
+State = Literal["open", "accepting", "complete", "blocked"]
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "tools"]
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -316,16 +316,13 @@ class Matcher:
         self.inner = self.grammar.copy()
         return self.inner.consume_tokens(self.tokens)
 
-    def is_complete(self) -> bool:
-        """Whether the answer matches and nothing may follow."""
-        return masks([self])[1] == ["complete"]
-
 
 def masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]:
     """The tokens that may follow each answer: bits [rows, ceil(vocab / 32)] int32, the lowest bit first; in parallel.
 
-    A state is `complete` if the answer matches and nothing may follow, and `blocked` if no token may follow though it does not
-    match: a limit of llguidance was reached, or the model has no token for the text that is due.
+    A state is `accepting` if the answer matches and more may follow, `complete` if it matches and nothing may follow, `open` if it does
+    not match yet. It is `blocked` if it does not match and no token may follow: a limit of llguidance was reached, or the model has no
+    token for the text that is due.
     """
     from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
@@ -347,7 +344,9 @@ def masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]:
     done: list[bool] = [word >= 1 << V % 32 for word in bits[:, V // 32].tolist()]
     bits[:, V // 32] &= np.uint32((1 << V % 32) - 1)
     some = [bool(row.any()) for row in bits]
-    states: list[State] = ["open" if s else "complete" if d else "blocked" for s, d in zip(some, done)]
+    names: dict[tuple[bool, bool], State]
+    names = {(True, False): "open", (True, True): "accepting", (False, True): "complete", (False, False): "blocked"}
+    states = [names[one] for one in zip(some, done)]
     for row, matcher, complete in zip(bits, matchers, done):
         if complete:
             np.bitwise_or.at(row, matcher.ends // 32, np.uint32(1) << (matcher.ends % 32).astype(np.uint32))
@@ -417,6 +416,8 @@ def _reason(error: str) -> str:
         return "special tokens have no names in a grammar, write them by id, such as <[2]>"
     if "Default retriever does not fetch" in error:
         return "a `$ref` to another document, which is never fetched"
+    if "coerce_one_of" in error:
+        return "`oneOf` is supported where its cases exclude each other, write `anyOf`"
     inner = re.search(r"^error: (.+)$", error, re.MULTILINE)
     text = inner[1] if inner else error.partition("\n")[0]
     text = re.sub(r"^(at )?\d+\(\d+\): ", "", text).removeprefix("failed to compile JSON schema: ")

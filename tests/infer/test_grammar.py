@@ -146,7 +146,7 @@ def test_the_states_of_earlier_answers_do_not_fill_the_lexer_of_later_ones(monke
     for _ in range(40):
         matcher = grammar.matcher(EOS)
         for _ in range(12):
-            assert masks([matcher])[1] == ["open"]
+            assert masks([matcher])[1] in (["open"], ["accepting"])
             matcher.push(chance.choice(b"ab"))
     assert made, "the states of the lexer were renewed"
 
@@ -396,7 +396,6 @@ def test_a_mask_survives_preemption_and_new_weights_and_leaves_with_its_owner(lm
     assert engine.scheduler.preemptions > 4
     for number in numbers:
         assert re.fullmatch("(ab|cd){20}", text_of([event for event in events if event.id == number]))
-    assert not engine.slots.has_mask[0] or answers(engine, [Request([5], 12)])
     engine.swap_weights({address: a / 1.5 for address, a in engine.weights().items()})
     free = Engine(lm.module, SIZES)
     assert plain(answers(engine, [Request([5], 12)])[0]) == plain(answers(free, [Request([5], 12)])[0])
@@ -452,6 +451,12 @@ def test_bans_and_a_grammar_that_leave_nothing_end_the_answer_with_the_reason(lm
     assert text_of(held) == "bbc", "what bans leave of the grammar is said"
 
 
+def test_an_answer_that_matches_ends_by_stop_where_bans_leave_nothing_more(lm: LM, engine: Engine):
+    one = lm.grammar({"regex": "ab*"})
+    for how, ends in ({"bad_words": ((98,),)}, frozenset()), ({"bad_words": ((98,),), "min_tokens": 5}, EOS):
+        assert plain(answers(engine, [Request([5], 9, Sampling(**how), ends, grammar=one)])[0]) == [(97, None), (None, "stop")]
+
+
 def test_min_tokens_hold_the_end_back_while_the_grammar_allows_more(lm: LM, engine: Engine):
     digits = lm.grammar({"regex": "[0-9]*"})
     forced = {257: 60.0}
@@ -499,6 +504,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"json": {"x-guidance": {"lenient": True}}}, "x-guidance"),
     ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
     ({"json": {"not": {}}}, "not"),
+    ({"json": {"oneOf": [{"type": "integer"}, {"type": "integer", "minimum": 3}]}}, "write `anyOf`"),
     ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, "greater than maximum"),
     ({"json": {"$ref": "#"}}, "no text"),
     ({"json": {"$ref": "#/$defs/gone"}}, "json"),
