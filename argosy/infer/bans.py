@@ -38,7 +38,7 @@ class Bias:
         if not np.isfinite(np.delete(self._always, self.ends) if self.least else self._always).any():
             raise BadInput("the request allows no token", hint="allowed_tokens, bad_words and min_tokens leave nothing")
         self._some = bool(self._always.any())
-        self._told: tuple[int, ...] | None = None
+        self._last: tuple[int, ...] | None = None
 
     @property
     def changes(self) -> bool:
@@ -49,15 +49,15 @@ class Bias:
         return self.changes or self._some
 
     def forget(self) -> None:
-        """The next `row` is told though it is the same, because the slot is a new one."""
-        self._told = None
+        """The next call of `row` returns the bias even if it is the same, because the slot is a new one."""
+        self._last = None
 
     def row(self, answer: Sequence[int]) -> np.ndarray | None:
         """The bias [V] of the token after this answer; None if it is that of the last call."""
         banned = self._banned(answer)
-        if banned == self._told:
+        if banned == self._last:
             return None
-        self._told = banned
+        self._last = banned
         row = self._always.copy()
         row[list(banned)] = -np.inf
         return row if np.isfinite(row).any() else self._always

@@ -53,7 +53,7 @@ class Request:
     """One prompt, and how to answer it.
 
     tokens: prompt ids. most: limit on the tokens of the answer. ends: ids that end the answer. seed, row: folded into one random
-    stream, as in `infer.sample.streams`. top: number of likeliest tokens to tell with each token, at most 20. priority: lower runs
+    stream, as in `infer.sample.streams`. top: number of likeliest tokens to return with each token, at most 20. priority: lower runs
     first. salt: prompts share cached pages only under the same salt. grammar: the answer matches it, unless it ends too early by
     `length` or an end token that is text. The answer ends by `stop` once it is complete and nothing may follow.
     """
@@ -206,14 +206,14 @@ class Engine:
         return number
 
     def abort(self, number: int) -> bool:
-        """Ends a request, and tells so; the next step may use its pages. Returns False if it has ended already."""
+        """Ends a request with an `abort` event; the next step may use its pages. Returns False if it has ended already."""
         ended = self.end(number)
         if ended:
             self._events.append(Event(number, None, 0.0, "abort"))
         return ended
 
     def end(self, number: int) -> bool:
-        """Ends a request about which nothing more is told. Returns False if it has ended already."""
+        """Ends a request without any further event. Returns False if it has ended already."""
         self._kept.pop(number, None)
         sequence = self._sequences.pop(number, None)
         if sequence is not None:

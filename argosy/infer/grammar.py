@@ -82,6 +82,9 @@ def structure_of(given: Mapping[str, Any]) -> Structure:
         raise BadInput(f"`{options[0]}` has no effect on `{kind}`", hint="it is for json and json_object")
     if len(options) == 2:
         raise BadInput("`whitespace_pattern` and `disable_any_whitespace` exclude each other")
+    for name in ("json_object", "disable_any_whitespace"):
+        if given.get(name, True) is not True:
+            raise BadInput(f"`{name}` is true or false")
     value = given[kind]
     if kind == "json":
         return Structure(kind, json_rule("start", value, whitespace_of(given)))
@@ -98,7 +101,7 @@ def whitespace_of(given: Mapping[str, Any]) -> str | None:
     """The regular expression for whitespace in JSON; None: there is none."""
     if given.get("disable_any_whitespace"):
         return None
-    return _text("whitespace_pattern", given.get("whitespace_pattern") or WHITESPACE)
+    return _text("whitespace_pattern", given.get("whitespace_pattern", WHITESPACE)) or None
 
 
 def json_rule(name: str, schema: Any, whitespace: str | None = WHITESPACE) -> str:
@@ -311,7 +314,9 @@ class Matcher:
         return self.inner.is_stopped() and not self.inner.is_error()
 
     def again(self) -> bool:
-        """Reads the answer again with a fresh lexer, because a limit was reached. Returns whether that helped."""
+        """Reads the answer again with a fresh lexer, if earlier answers have filled the old one. Returns whether that helped."""
+        if "too many states" not in self.inner.get_error():
+            return False
         self.grammar.renew()
         self.inner = self.grammar.copy()
         return self.inner.consume_tokens(self.tokens)
@@ -346,7 +351,7 @@ def masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]:
     some = [bool(row.any()) for row in bits]
     names: dict[tuple[bool, bool], State]
     names = {(True, False): "open", (True, True): "accepting", (False, True): "complete", (False, False): "blocked"}
-    states = [names[one] for one in zip(some, done)]
+    states: list[State] = [names[one] for one in zip(some, done)]
     for row, matcher, complete in zip(bits, matchers, done):
         if complete:
             np.bitwise_or.at(row, matcher.ends // 32, np.uint32(1) << (matcher.ends % 32).astype(np.uint32))
@@ -396,6 +401,9 @@ def _deep(work: Callable[[], Any], stack: int, end: float | None, after: Callabl
         before = threading.stack_size(stack)
         try:
             thread.start()
+        except RuntimeError:
+            after()
+            raise BadInput(f"no memory for a stack of {stack >> 20} MB, to compile the grammar") from None
         finally:
             threading.stack_size(before)
     thread.join(None if end is None else max(0.0, end - time.monotonic()))

@@ -2,6 +2,7 @@
 the tests use it.
 """
 
+import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from argosy.infer.sequences import BATCH, Sequences, batches
 from argosy.infer.text import Text, spellings
 
 Prompt = str | Sequence[int]
+# A server compiles grammars in several threads.
+_MAKING = threading.Lock()
 Reason = Literal["stop", "length", "blocked"]
 
 
@@ -310,9 +313,10 @@ class LM:
         Raises:
             BadInput: no tokenizer, or one that is not supported.
         """
-        if self._grammars is None or self._grammars.tokenizer is not self.tokenizer:
-            self._grammars = Grammars(self.tokenizer, self.config.vocab)
-        return self._grammars
+        with _MAKING:
+            if self._grammars is None or self._grammars.tokenizer is not self.tokenizer:
+                self._grammars = Grammars(self.tokenizer, self.config.vocab)
+            return self._grammars
 
     def stops(self) -> set[int]:
         """The token ids that end an answer: those of the generation config, config.json and the tokenizer."""

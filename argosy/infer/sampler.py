@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from argosy.infer.sample import Sampling, choose, likeliest, penalized, penalizes, table
 
-# The most alternatives of a token that are told.
+# Upper limit on the likeliest tokens that come with a token.
 MOST_TOP = 20
 
 
@@ -20,7 +20,7 @@ class Slots(NamedTuple):
     """The state.
 
     last: the token sampled last. made: number of tokens sampled. keys: data of the random key. settings: from `sample.table`.
-    top: number of likeliest tokens told. seen: tokens in prompt or answer. counts: occurrences in the answer. bias: added to the
+    top: number of likeliest tokens returned. seen: tokens in prompt or answer. counts: occurrences in the answer. bias: added to the
     logits, in slots that have one. mask: a bit for each token that is allowed, the lowest first, in slots that have one.
     """
 

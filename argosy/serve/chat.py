@@ -229,7 +229,7 @@ class Shape:
         return found
 
     def _parsed(self, place: int, text: str, ends: bool) -> tuple[str, list[dict[str, Any]]]:
-        """The text of a piece without calls, and the calls, which are told when the answer ends."""
+        """The text of a piece without calls, and the calls, which come when the answer ends."""
         if self.notation is None:
             return text, []
         calls = self._calls.setdefault(place, Calls(self.notation))

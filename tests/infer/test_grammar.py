@@ -348,8 +348,9 @@ def test_whitespace_of_json_is_what_was_asked_for(lm: LM):
     runs = re.findall(r"\s+", loud)
     assert {run[0] for run in runs} == {"\n"}
     assert max(map(len, runs)) == 65
-    tight = lm.generate([[5]], 300, structured={"json": schema, "disable_any_whitespace": True}, logit_bias=blank)[0].text
-    assert not re.search(r"\s", tight)
+    for none in ({"disable_any_whitespace": True}, {"whitespace_pattern": ""}):
+        tight = lm.generate([[5]], 300, structured={"json": schema} | none, logit_bias=blank)[0].text
+        assert not re.search(r"\s", tight)
     own = lm.generate([[5]], 300, structured={"json": schema, "whitespace_pattern": " ?"}, logit_bias=blank)[0].text
     assert {len(run) for run in re.findall(r"\s+", own)} == {1}
 
@@ -513,6 +514,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"regex": "("}, "unclosed group"),
     ({"regex": "(?=a)a"}, "look-around"),
     ({"regex": 3}, "is a text"),
+    ({"json_object": 1}, "true or false"),
+    ({"json_object": True, "disable_any_whitespace": "no"}, "true or false"),
+    ({"json_object": True, "whitespace_pattern": 3}, "is a text"),
     ({"choice": []}, "list of texts"),
     ({"choice": "yes"}, "list of texts"),
     ({"grammar": "start: other"}, "other"),
@@ -562,6 +566,19 @@ def test_compiling_has_a_deadline_and_takes_turns(monkeypatch: pytest.MonkeyPatc
         found.get(structure_of({"regex": "c"}), seconds=0.01)
     hold.set()
     assert allowed(found.get(structure_of({"regex": "c"}), seconds=60.0).matcher(())) == {ord("c")}
+
+
+def test_a_thread_that_cannot_start_gives_its_turn_back(monkeypatch: pytest.MonkeyPatch):
+    def start(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    found = Grammars(ByteTokenizer(), VOCAB)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        for _ in range(grammars.COMPILING + 1):
+            with pytest.raises(BadInput, match="no memory for a stack of 64 MB"):
+                found.get(structure_of({"regex": "a"}), seconds=5.0)
+    assert found.get(structure_of({"regex": "a"}), seconds=60.0)
 
 
 def test_the_latest_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
