@@ -13,12 +13,14 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from helpers import shared
 from pydantic import BaseModel
 
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
+from argosy.data.tokenize import find_tokenizer
 from argosy.data.tokenizers import Tokenizer
-from argosy.data.tokenizers.byte import ByteTokenizer
+from argosy.data.tokenizers.byte import ByteTokenizer, tokenizer_json
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.fast import FastTokenizer
 from argosy.infer import grammar as grammars
@@ -155,15 +157,11 @@ def test_the_states_of_earlier_answers_do_not_fill_the_lexer_of_later_ones(monke
 
 
 def sentencepiece() -> Tokenizer:
-    from argosy.data.tokenize import find_tokenizer
-
-    return find_tokenizer(Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260k")
+    return find_tokenizer(shared("models/stories260k/tokenizer.model").parent)
 
 
 def bytelevel() -> Tokenizer:
-    from argosy.data.tokenize import find_tokenizer
-
-    return find_tokenizer(Path(__file__).parents[3] / "shared" / "data" / "tokenizers" / "smollm2")
+    return find_tokenizer(shared("tokenizers/smollm2/tokenizer.json").parent)
 
 
 def wordpiece() -> Tokenizer:
@@ -209,12 +207,16 @@ def test_answers_decode_to_the_very_bytes_that_the_grammar_saw(kind: str):
             assert not set(tokens) & tokenizer.hidden
 
 
-def test_a_special_token_is_never_text(lm: LM):
-    grammar = Grammars(bytelevel(), bytelevel().vocab).get(structure_of({"regex": r"<\|im_start\|>"}))
-    tokens, tokenizer = allowed(grammar.matcher(())), bytelevel()
-    assert tokens
-    assert {tokenizer.decode([token]) for token in tokens} <= {"<", "<|"}
-    assert 0 not in allowed(Grammars(ByteTokenizer(), VOCAB).get(structure_of({"regex": "(?s:.)*"})).matcher(())) - {0}
+def test_a_special_token_is_never_text():
+    """Neither by its name, nor where any text may stand, nor where bytes may that are no UTF-8."""
+    for tokenizer in (ByteTokenizer(), FastTokenizer(tokenizer_json(), TokenizerConfig(), Path("tokenizer.json"))):
+        assert tokenizer.piece(256, False) == b"<bos>"
+        found = Grammars(tokenizer, VOCAB)
+        assert allowed(found.get(structure_of({"choice": ["<bos>"]})).matcher(())) == {ord("<")}
+        for given in ({"regex": "(?s:.)*"}, {"grammar": "start: X\nX: ~/a/"}):
+            tokens = allowed(found.get(structure_of(given)).matcher(()))
+            assert len(tokens) > 150
+            assert not tokens & {255, 256, 257}
 
 
 def test_a_tokenizer_that_cannot_be_given_exactly_is_refused():
@@ -386,8 +388,9 @@ def test_an_answer_in_a_grammar_is_the_same_in_any_company(lm: LM, engine: Engin
 
 def test_a_mask_survives_preemption_and_new_weights_and_leaves_with_its_owner(lm: LM):
     engine = Engine(lm.module, EngineSettings(slots=4, page=8, context=64, pages=11, budget=64, beside=32))
-    one = lm.grammar({"regex": "(ab|cd){20}"})
-    asked = [Request([5, i], 50, Sampling(temperature=1.0), EOS, row=i, grammar=one) for i in range(4)]
+    wanted = ["(ab|cd){20}", "[ab]{40}"]  # another mask for each token, and the same for all
+    both = [lm.grammar({"regex": regex}) for regex in wanted]
+    asked = [Request([5, i], 50, Sampling(temperature=1.0), EOS, row=i, grammar=both[i % 2]) for i in range(4)]
     numbers = [engine.add(request) for request in asked]
     events: list[Event] = []
     for _ in range(12):
@@ -395,8 +398,8 @@ def test_a_mask_survives_preemption_and_new_weights_and_leaves_with_its_owner(lm
     engine.swap_weights({address: a * 1.5 for address, a in engine.weights().items()})
     events += list(engine.run())
     assert engine.scheduler.preemptions > 4
-    for number in numbers:
-        assert re.fullmatch("(ab|cd){20}", text_of([event for event in events if event.id == number]))
+    for i, number in enumerate(numbers):
+        assert re.fullmatch(wanted[i % 2], text_of([event for event in events if event.id == number]))
     engine.swap_weights({address: a / 1.5 for address, a in engine.weights().items()})
     free = Engine(lm.module, SIZES)
     assert plain(answers(engine, [Request([5], 12)])[0]) == plain(answers(free, [Request([5], 12)])[0])
