@@ -43,6 +43,9 @@ KEPT = 32
 COMPILING = 2
 # States of a lexer, at most 2 kB each, so one grammar may take 100 MB. The default of 250,000 is 500 MB.
 LEXER_STATES = 50_000
+# Work for one mask. With the default of 200,000, a regular expression of 16 kB holds the engine up for a second; a tenth of that
+# suffices for URLs, long texts and lists of 1,500 choices over 49k tokens.
+LEXER_FUEL = 50_000
 # Bytes of stack: chains of definitions took up to 1,000 for each byte of grammar.
 STACK, STACK_FOR_EACH_BYTE = 64 << 20, 2048
 
@@ -276,7 +279,7 @@ class Grammar:
 
         # Where only one text can follow, llguidance would force its own way to cut it into tokens.
         text = f'{self.structure.lark}\n%llguidance {{"no_forcing": true}}\n'
-        limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(max_lexer_states=LEXER_STATES, step_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         inner = LLMatcher(self.grammars.library(), text, log_level=0, limits=limits)
         if inner.is_error():
             raise BadInput(f"`{self.structure.kind}`: {_reason(inner.get_error())}")

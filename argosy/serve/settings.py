@@ -29,7 +29,7 @@ class Limits(Settings):
     """Stop strings of a request. OpenAI allows 4, vLLM any number."""
     stop_length: int = Field(256, gt=0)
     """Characters of a stop string."""
-    schema_bytes: int = Field(131_072, gt=0)
+    schema_bytes: int = Field(65_536, gt=0)
     """Bytes of a JSON schema, a regular expression, a list of choices, a grammar, or all tools of a request."""
     schema_depth: int = Field(64, gt=0)
     """Objects and lists inside each other in a JSON schema. OpenAI allows 10 levels of objects, which are up to 30 of these."""

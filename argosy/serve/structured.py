@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from argosy.serve.settings import Limits
 
 # GBNF is translated to Lark by a program whose time grows with the square of the text: 16 kB take 1 s, 118 kB a minute.
 MOST_GBNF = 16_384
+# Characters of a line, which may be a regular expression: compiling one of 16 kB may take 5 s, with the square of its length.
+MOST_LINE = 8_192
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ def checked(given: Mapping[str, Any], param: str, limits: Limits) -> Structure:
     Raises:
         ApiError: it is wrong, or larger or deeper than the limits allow.
     """
+    given = dict(given)
+    if isinstance(given.get("json"), str):
+        with suppress(ValueError, RecursionError):
+            given["json"] = json.loads(given["json"])
     check_size(given, param, limits)
     grammar = given.get("grammar")
     if isinstance(grammar, str) and "::=" in grammar and len(grammar) > MOST_GBNF:
@@ -82,6 +89,8 @@ def check_size(given: Any, param: str, limits: Limits) -> None:
     level, depth = [given], 0
     while level := [inner for one in level if isinstance(one, dict | list) for inner in _inside(one)]:
         depth += 1
+        if any(isinstance(one, str) and max(map(len, one.split("\n"))) > MOST_LINE for one in level):
+            raise ApiError(f"`{param}` has a line of more than {MOST_LINE} characters", param=param)
         if depth > limits.schema_depth + 1:
             raise ApiError(f"`{param}` is nested deeper than {limits.schema_depth} levels", param=param)
     size = len(json.dumps(given, ensure_ascii=False).encode("utf-8", "replace"))

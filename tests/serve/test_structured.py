@@ -266,8 +266,18 @@ def test_a_schema_has_limits_of_size_and_depth(served: tuple[str, Service]):
     assert post(served, structured_outputs={"json": deep["items"]}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "given", [{"regex": "a?" * 5_000}, {"json": {"pattern": "a?" * 5_000}}, {"json": json.dumps({"pattern": "a?" * 5_000})},
+              {"grammar": "start: A\nA: /" + "a?" * 5_000 + "/"}]
+)  # fmt: skip
+def test_a_regular_expression_has_a_limit_wherever_it_stands(given: dict[str, Any]):
+    with pytest.raises(ApiError, match="a line of more than 8192 characters"):
+        checked(given, "structured_outputs", Limits())
+    assert checked({"json": json.dumps({"enum": ["x" * 90] * 200})}, "structured_outputs", Limits()).kind == "json"
+
+
 def test_gbnf_has_a_limit_of_its_own():
-    rules = "root ::= " + " | ".join(f'"v{i}"' for i in range(3_000))
+    rules = "root ::= " + " |\n".join(f'"v{i}"' for i in range(3_000))
     with pytest.raises(ApiError, match="at most 16384 characters"):
         checked({"grammar": rules}, "structured_outputs", Limits())
     assert checked({"grammar": rules.replace("root ::=", "start:")}, "structured_outputs", Limits()).kind == "grammar"
