@@ -3,6 +3,7 @@
     ./run python bench/engine_cpu.py forward [PRESET] [ROWS ...]     compile and step, the two in turn
     ./run python bench/engine_cpu.py generate [PRESET] [PROMPTS ...] 128 tokens in, 64 out; the first call compiles
     ./run python bench/engine_cpu.py sampler [VOCABULARY]            compile and step by rows and settings
+    ./run python bench/engine_cpu.py schema TOKENIZER [PRESET] [ROWS ...]    a token with a JSON schema and without, in turn
 
 CPU time of the process stands beside wall time, since the machines that this was written on are shared.
 """
@@ -10,12 +11,14 @@ CPU time of the process stands beside wall time, since the machines that this wa
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from argosy.data.tokenize import find_tokenizer
 from argosy.infer import sampler
 from argosy.infer.engine import Engine
 from argosy.infer.forward import ByLayer, Sizes, Whole, cut
@@ -96,5 +99,59 @@ def sampler_(vocabulary: str = "49152") -> None:
             print(f"  {how or 'greedy'}: {1e3 * min(spent):.1f} CPU ms a step", flush=True)
 
 
+# Answers go on to the limit of tokens, through every kind of token that JSON has.
+SCHEMA = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}, "sort": {"enum": ["cat", "dog"]}},
+        "required": ["name", "age", "sort"],
+        "additionalProperties": False,
+    },
+}
+
+
+def schema(tokenizer: str, preset: str = "smollm2-135m", *rows: str) -> None:
+    lm = random(preset_config(preset), 0)
+    lm.tokenizer = find_tokenizer(Path(tokenizer))
+    began = time.process_time()
+    grammar = lm.grammar({"json": SCHEMA})
+    print(f"trie of {lm.config.vocab} tokens and grammar: {time.process_time() - began:.2f} CPU s", flush=True)
+    spent: list[float] = []
+    counted(spent)
+    for count in [int(word) for word in rows] or [1, 8, 32]:
+        prompts, turns = [[5 + i] * 16 for i in range(count)], {"without": None, "with": grammar}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
+        for turn in range(9 if count < 32 else 4):
+            for name, structured in turns.items():
+                del spent[:]
+                how: Any = {"ignore_eos": True, "temperature": 1.0, "structured": structured}
+                took = clocked(lambda given=prompts, how=how: lm.generate(given, ANSWER, **how))
+                if turn:
+                    times[name].append((1e3 * took[0] / ANSWER, 1e3 * took[1] / ANSWER))
+        masks = 1e3 * sum(spent) / ANSWER
+        wall, cpu = (np.asarray([[one[i] for one in times[name]] for name in turns]) for i in (0, 1))
+        for name, one in times.items():
+            print(f"{count} rows, {name}: {np.median(one, 0)[0]:.1f} ms a step, {np.median(one, 0)[1]:.1f} CPU ms", flush=True)
+        ratio = [100 * (float(np.median(a[1] / a[0])) - 1) for a in (wall, cpu)]
+        print(f"{count} rows: {ratio[0]:+.1f} % wall, {ratio[1]:+.1f} % CPU (pairs, median); masks {masks:.2f} ms a step", flush=True)
+
+
+def counted(spent: list[float]) -> None:
+    """Adds the wall time of each call of `masks` to the list."""
+    from argosy.infer import engine
+
+    inner = engine.masks
+
+    def masks(*given: Any) -> Any:
+        began = time.perf_counter()
+        found = inner(*given)
+        spent.append(time.perf_counter() - began)
+        return found
+
+    engine.masks = masks
+
+
 if __name__ == "__main__":
-    {"forward": forward, "generate": generate, "sampler": sampler_}[sys.argv[1]](*sys.argv[2:])
+    {"forward": forward, "generate": generate, "sampler": sampler_, "schema": schema}[sys.argv[1]](*sys.argv[2:])

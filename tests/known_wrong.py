@@ -132,6 +132,48 @@ EDITS = [
         "return jax.vmap(jax.random.key)(np.asarray(rows, np.uint32) + np.uint32(words_of(seed)[-1]))",
         ("tests/infer/test_sample.py::test_streams_of_seeds_and_rows_are_all_distinct",),
     ),
+    Edit(
+        "masks of grammars that are not applied",
+        "argosy/infer/sampler.py",
+        "scored = jax.lax.cond((live & has_mask).any(), allowed, lambda: scored)",
+        "allowed",
+        ("tests/infer/test_grammar.py::test_every_answer_to_a_regex_matches_all_of_it",),
+    ),
+    Edit(
+        "a mask that stays for the next owner of its slot",
+        "argosy/infer/sampler.py",
+        "has_mask=slots.has_mask.at[slot].set(False),",
+        "",
+        ("tests/infer/test_grammar.py::test_a_mask_survives_preemption_and_new_weights_and_leaves_with_its_owner",),
+    ),
+    Edit(
+        "a mask that is not sent to a new slot",
+        "argosy/infer/engine.py",
+        'wanted.mask = b""',
+        "pass",
+        ("tests/infer/test_grammar.py::test_a_mask_survives_preemption_and_new_weights_and_leaves_with_its_owner",),
+    ),
+    Edit(
+        "special tokens as text of grammars",
+        "argosy/infer/grammar.py",
+        "silent = {*tokenizer.hidden, tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.unknown}",
+        "silent = set()",
+        ("tests/infer/test_grammar.py::test_a_special_token_is_never_text",),
+    ),
+    Edit(
+        "a grammar that became too complex taken for a complete one",
+        "argosy/infer/grammar.py",
+        "            if matcher.inner.is_error():\n                full[i] = 0\n",
+        "",
+        ("tests/infer/test_grammar.py::test_a_grammar_that_has_become_too_complex_blocks_the_answer_and_never_ends_it",),
+    ),
+    Edit(
+        "bans that leave nothing of a grammar unseen",
+        "argosy/infer/engine.py",
+        "goes_on = wanted.bias.leaves(unpacked(row, self.vocab), answer)",
+        "goes_on = True",
+        ("tests/infer/test_grammar.py::test_bans_and_a_grammar_that_leave_nothing_end_the_answer_with_the_reason",),
+    ),
     # ---------------------------------------------------------------- models, attention, caches
     Edit(
         "the window forgotten",

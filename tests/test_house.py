@@ -41,6 +41,7 @@ DOORS = {
     "tokenizers": {"data"},
     "sentencepiece": {"data"},
     "jinja2": {"data"},
+    "llguidance": {"infer"},
 }
 WITHOUT_JAX = {"core"}                      # not even inside a function
 WITHOUT_JAX_AT_TOP = {"core", "data", "cli"}
@@ -179,6 +180,7 @@ def test_every_folder_is_a_room():
         ("models", "from jax.experimental import pallas as pl"),
         ("jobs", "import_module('yaml')"),
         ("checkpoint", "import safetensors.numpy"),
+        ("serve", "def f():\n    from llguidance import LLMatcher"),
         ("core", "def f():\n    import jax"),
         ("cli", "import jax.numpy as jnp"),
         ("data", "try:\n    import jax\nexcept ImportError:\n    pass"),

@@ -1,5 +1,6 @@
 """`argosy generate MODEL [PROMPT] [key=value ...]`."""
 
+import json
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -49,6 +50,16 @@ class Generate(Settings):
     """Number of completions of the prompt."""
     stop: str | None = None
     """Text that ends the completion and is not part of it."""
+    json_schema: str | None = None
+    """File of a JSON schema that the completion must match."""
+    json_object: bool = False
+    """The completion is a JSON object."""
+    regex: str | None = None
+    """Regular expression that all of the completion must match, without quotes of YAML."""
+    choice: tuple[str, ...] = ()
+    """Texts of which the completion must be one, such as `[yes, no]`."""
+    grammar: str | None = None
+    """File of a grammar in Lark or GBNF that the completion must match."""
     ignore_eos: bool = False
     """Continues after the end-of-sequence token."""
     logprobs: bool = False
@@ -79,10 +90,10 @@ def generate(
 ) -> None:
     """Continues a prompt with a trained model, streaming."""
     prompt, settings = split_prompt(words or [])
-    how = read_settings(Generate, words_layer(settings)).value
+    how = read_settings(Generate, words_layer([literal(word) for word in settings])).value
     if how.logprobs and not as_json:
         raise BadInput("logprobs need --json", hint="add --json")
-    text = read_prompt(prompt)
+    structured, text = structured_of(how), read_prompt(prompt)
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
@@ -101,6 +112,7 @@ def generate(
         stop=[how.stop] if how.stop else [],
         ignore_eos=how.ignore_eos,
         seed=how.seed,
+        structured=structured,
         **sampling,
     )
     with Doing() as doing:
@@ -135,19 +147,41 @@ def is_setting(word: str) -> bool:
     return bool(equals and value and meant) and not value.startswith("=")
 
 
+def literal(word: str) -> str:
+    """A regular expression as a quoted text: as YAML, `regex=[ab]` would be a list."""
+    name, equals, value = word.partition("=")
+    return f"{name}={json.dumps(value)}" if name == "regex" and equals else word
+
+
 def read_prompt(prompt: str | None) -> str:
     """The prompt itself, a file's text for @file, or standard input (also for `-`); the line break that ends a file is no
     part of it."""
     if prompt is None or prompt == "-":
         return "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
-    if not prompt.startswith("@"):
-        return prompt
+    return read_text(prompt[1:]).removesuffix("\n") if prompt.startswith("@") else prompt
+
+
+def read_text(path: str) -> str:
     try:
-        return Path(prompt[1:]).read_text(encoding="utf-8").removesuffix("\n")
+        return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise BadInput(f"{prompt[1:]} is not UTF-8 text") from None
+        raise BadInput(f"{path} is not UTF-8 text") from None
     except OSError as error:
-        raise BadInput(f"cannot read {prompt[1:]}: {(error.strerror or '').lower()}") from None
+        raise BadInput(f"cannot read {path}: {(error.strerror or '').lower()}") from None
+
+
+def structured_of(how: Generate) -> dict[str, Any] | None:
+    """What the completion must match, as `lm.generate(structured=)` takes it.
+
+    Raises:
+        BadInput: several of them, or a file that cannot be read.
+    """
+    names = ("json_schema", "json_object", "regex", "choice", "grammar")
+    given = {name: value for name in names if (value := getattr(how, name)) not in (None, False, ())}
+    if len(given) > 1:
+        raise BadInput(f"{' and '.join(given)} exclude each other", hint="give one of them")
+    files = {name: read_text(given[name]) for name in ("json_schema", "grammar") if name in given}
+    return {{"json_schema": "json"}.get(name, name): files.get(name, value) for name, value in given.items()} or None
 
 
 def start_of(lm: Any) -> list[int]:

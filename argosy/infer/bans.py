@@ -37,7 +37,8 @@ class Bias:
         self._always[[word[0] for word in sampling.bad_words if len(word) == 1]] = -np.inf
         if not np.isfinite(np.delete(self._always, self.ends) if self.least else self._always).any():
             raise BadInput("the request allows no token", hint="allowed_tokens, bad_words and min_tokens leave nothing")
-        self._told: tuple[int, ...] | None = None
+        self._some = bool(self._always.any())
+        self._last: tuple[int, ...] | None = None
 
     @property
     def changes(self) -> bool:
@@ -45,21 +46,27 @@ class Bias:
         return bool(self.least or self.words)
 
     def __bool__(self) -> bool:
-        return self.changes or bool(self._always.any())
+        return self.changes or self._some
 
     def forget(self) -> None:
-        """The next `row` is told though it is the same, because the slot is a new one."""
-        self._told = None
+        """The next call of `row` returns the bias even if it is the same, because the slot is a new one."""
+        self._last = None
 
     def row(self, answer: Sequence[int]) -> np.ndarray | None:
         """The bias [V] of the token after this answer; None if it is that of the last call."""
         banned = self._banned(answer)
-        if banned == self._told:
+        if banned == self._last:
             return None
-        self._told = banned
+        self._last = banned
         row = self._always.copy()
         row[list(banned)] = -np.inf
         return row if np.isfinite(row).any() else self._always
+
+    def leaves(self, allowed: np.ndarray, answer: Sequence[int]) -> bool:
+        """Whether it bans less than all of the allowed tokens [V]."""
+        row = self._always.copy()
+        row[list(self._banned(answer))] = -np.inf
+        return bool(np.isfinite(row[allowed]).any())
 
     def _banned(self, answer: Sequence[int]) -> tuple[int, ...]:
         ends = self.ends if len(answer) < self.least else []

@@ -13,8 +13,9 @@ the sampler. Sampled tokens stay on the device for the next step. The host plans
 Sampling settings are arrays on the device with a row per slot (`infer.sampler`), so a request with other settings compiles nothing.
 The forward pass (`infer.forward`) is compiled for a number of decoding rows and a number of prompt rows, both out of short lists.
 
-What a request adds to the logits may depend on its answer so far (`infer.bans`). Then the host reads the previous step's tokens while
-the device computes the forward pass, and hands over the bias before the sampler runs.
+What a request adds to the logits may depend on its answer so far (`infer.bans`), and so do the tokens that its grammar allows
+(`infer.grammar`). Then the host reads the previous step's tokens while the device computes the forward pass, and hands over biases
+and masks before the sampler runs.
 """
 
 import time
@@ -30,9 +31,10 @@ from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
 from argosy.infer.bans import Bias
 from argosy.infer.forward import Sizes, cut, forward_of
+from argosy.infer.grammar import Grammar, Matcher, masks, unpacked
 from argosy.infer.pages import Pages
 from argosy.infer.sample import Sampling, Seed, streams
-from argosy.infer.sampler import MOST_TOP, Sampled, biased, fresh, sample, settled
+from argosy.infer.sampler import MOST_TOP, Sampled, biased, fresh, masked, sample, settled
 from argosy.infer.schedule import Piece, Plan, Scheduler
 from argosy.infer.schedule import Sequence as Scheduled
 from argosy.infer.settings import ROW, EngineSettings
@@ -40,7 +42,7 @@ from argosy.models.parts.cache import page_bytes, paged
 from argosy.models.parts.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, put, split, variable
 
-Reason = Literal["stop", "length", "abort"]
+Reason = Literal["stop", "length", "abort", "blocked"]
 
 # The most bytes of a cache, unless one sequence needs more.
 CACHE = 4e9
@@ -51,8 +53,9 @@ class Request:
     """One prompt, and how to answer it.
 
     tokens: prompt ids. most: limit on the tokens of the answer. ends: ids that end the answer. seed, row: folded into one random
-    stream, as in `infer.sample.streams`. top: number of likeliest tokens to tell with each token, at most 20. priority: lower runs
-    first. salt: prompts share cached pages only under the same salt.
+    stream, as in `infer.sample.streams`. top: number of likeliest tokens to return with each token, at most 20. priority: lower runs
+    first. salt: prompts share cached pages only under the same salt. grammar: the answer matches it, unless it ends too early by
+    `length` or an end token that is text. The answer ends by `stop` once it is complete and nothing may follow.
     """
 
     tokens: list[int]
@@ -64,14 +67,17 @@ class Request:
     top: int = 0
     priority: int = 0
     salt: str = ""
+    grammar: Grammar | None = None
 
 
 class Event(NamedTuple):
     """A new token of a request, its end, or both.
 
-    token: None if the request was aborted. logprob: the model's own, before bias, penalties, temperature and filters. reason: why
-    the answer ended; None if it has not. The token that ended it by `stop` is the event's token. drawn: the log-probability in the
-    distribution that the token was drawn from; 0 at temperature 0. top: the likeliest tokens and their log-probabilities, if asked.
+    token: None if the request was aborted, or its grammar ended the answer. logprob: the model's own, before bias, mask, penalties,
+    temperature and filters. reason: why the answer ended; None if it has not. The token that ended it by `stop` is the event's
+    token. It is `blocked` if no token is left: those that the grammar allows are banned, or the grammar has become too complex.
+    drawn: the log-probability in the distribution that the token was drawn from; 0 at temperature 0. top: the likeliest tokens and
+    their log-probabilities, if asked.
     """
 
     id: int
@@ -169,7 +175,7 @@ class Engine:
 
         Raises:
             BadInput: an empty prompt, ids outside the vocabulary, a prompt that fills the context, a seed of more than 64 bits, more
-                than 20 likeliest tokens, no token that is allowed.
+                than 20 likeliest tokens, no token that is allowed, a grammar over another vocabulary.
         """
         ids = request.tokens
         if not ids:
@@ -188,22 +194,26 @@ class Engine:
         most = min(request.most, self.context - len(ids))
         sequence = Scheduled(list(ids), most, priority=request.priority, salt=request.salt)
         key = np.asarray(jax.random.key_data(streams(request.seed, [request.row])))[0]
-        bias = Bias(request.sampling, request.ends, self.vocab)
+        bias, matcher = Bias(request.sampling, request.ends, self.vocab), None
+        if request.grammar is not None:
+            if request.grammar.vocab != self.vocab:
+                raise BadInput(f"a grammar over {request.grammar.vocab} tokens for a model with {self.vocab}")
+            matcher = request.grammar.matcher(request.ends)
         number, self._next = self._next, self._next + 1
-        sequence.what = _Wanted(number, request, key, bias)
+        sequence.what = _Wanted(number, request, key, bias, matcher)
         self._sequences[number] = sequence
         self.scheduler.add(sequence)
         return number
 
     def abort(self, number: int) -> bool:
-        """Ends a request, and tells so; the next step may use its pages. Returns False if it has ended already."""
+        """Ends a request with an `abort` event; the next step may use its pages. Returns False if it has ended already."""
         ended = self.end(number)
         if ended:
             self._events.append(Event(number, None, 0.0, "abort"))
         return ended
 
     def end(self, number: int) -> bool:
-        """Ends a request about which nothing more is told. Returns False if it has ended already."""
+        """Ends a request without any further event. Returns False if it has ended already."""
         self._kept.pop(number, None)
         sequence = self._sequences.pop(number, None)
         if sequence is not None:
@@ -305,12 +315,23 @@ class Engine:
         reason: Reason | None = None
         if token in wanted.request.ends:
             reason = "stop"
+        elif wanted.matcher is not None and wanted.matcher.push(token):
+            self._events.append(Event(wanted.number, token, logprob, None, drawn, top))
+            return self._close(sequence, "stop")
         elif answer == sequence.most:
             reason = "length"
         self._events.append(Event(wanted.number, token, logprob, reason, drawn, top))
         if reason is not None:
-            self._sequences.pop(wanted.number, None)
-            self.scheduler.end(sequence)
+            self._forget(sequence)
+
+    def _close(self, sequence: Scheduled, reason: Reason) -> None:
+        """Ends an answer without a token."""
+        self._events.append(Event(sequence.what.number, None, 0.0, reason))
+        self._forget(sequence)
+
+    def _forget(self, sequence: Scheduled) -> None:
+        self._sequences.pop(sequence.what.number, None)
+        self.scheduler.end(sequence)
 
     def warm_up(self) -> int:
         """Compiles every program that a step may need; returns their number. Later requests compile nothing.
@@ -332,6 +353,8 @@ class Engine:
         nobody = self.settings.slots
         for rows in sorted({_power(n, 2) for n in range(1, nobody + 1)}):
             self._biased(np.full(rows, nobody, np.int32), np.zeros((rows, self.vocab), np.float32))
+        for rows in sorted({_sampled_rows(n) for n in range(1, nobody + 1)}):
+            self._masked(np.full(rows, nobody, np.int32), np.zeros((rows, -(-self.vocab // 32)), np.int32))
         # These two take no number of rows, and are compiled by the first request otherwise.
         key = np.asarray(jax.random.key_data(streams(0, [0])))[0]
         self.slots = settled(self.slots, nobody, Sampling(), key, 0, [0], [])
@@ -371,7 +394,7 @@ class Engine:
         picks, owners = np.zeros(count, np.int32), np.full(count, -1, np.int32)
         picks[: len(due)], owners[: len(due)] = places, [sequence.slot for sequence in due]
         logits = self._passed(sizes, words, picks)
-        self._bias(due)
+        self._constrain(due)
         sampled = self._sampled(logits, owners)
         for a in sampled[:3]:
             a.copy_to_host_async()
@@ -412,15 +435,43 @@ class Engine:
         self.slots = settled(self.slots, sequence.slot, asked.sampling, wanted.key, asked.top, prompt, answer)
         wanted.slot = (sequence.slot, sequence.preemptions)
         wanted.bias.forget()
+        wanted.mask = b""
+
+    def _constrain(self, due: list[Scheduled]) -> None:
+        """Hands over the biases and the masks that have changed, of the sequences that are sampled next."""
+        if any(sequence.what.bias.changes or sequence.what.matcher is not None for sequence in due):
+            self._land_all()
+        self._mask([sequence for sequence in due if sequence.what.matcher is not None and not sequence.done])
+        self._bias([sequence for sequence in due if sequence.what.bias and not sequence.done])
+
+    def _mask(self, due: list[Scheduled]) -> None:
+        if not due:
+            return
+        rows: list[tuple[int, np.ndarray]] = []
+        for sequence, row, state in zip(due, *masks([sequence.what.matcher for sequence in due]), strict=True):
+            wanted: _Wanted = sequence.what
+            goes_on, answer = state in ("open", "accepting"), sequence.tokens[sequence.prompt :]
+            if goes_on and wanted.bias:
+                goes_on = wanted.bias.leaves(unpacked(row, self.vocab), answer)
+            if not goes_on:
+                self._close(sequence, "stop" if state in ("accepting", "complete") else "blocked")
+            elif (packed := row.tobytes()) != wanted.mask:
+                wanted.mask = packed
+                rows.append((sequence.slot, row))
+        if rows:
+            where = np.full(_sampled_rows(len(rows)), self.settings.slots, np.int32)
+            bits = np.zeros((len(where), len(rows[0][1])), np.int32)
+            for i, (slot, row) in enumerate(rows):
+                where[i], bits[i] = slot, row
+            self._masked(where, bits)
+
+    def _masked(self, where: np.ndarray, bits: np.ndarray) -> None:
+        self.slots = self._run(f"{len(where)} masks", masked, ("mask", len(where)), self.slots, where, bits)
 
     def _bias(self, due: list[Scheduled]) -> None:
-        """Hands over the biases that have changed, of the sequences that are sampled next."""
-        some = [sequence for sequence in due if sequence.what.bias]
-        if any(sequence.what.bias.changes for sequence in some):
-            self._land_all()
         rows = []
-        for sequence in some:
-            if not sequence.done and (row := sequence.what.bias.row(sequence.tokens[sequence.prompt :])) is not None:
+        for sequence in due:
+            if (row := sequence.what.bias.row(sequence.tokens[sequence.prompt :])) is not None:
                 rows.append((sequence.slot, row))
         if rows:
             where = np.full(_power(len(rows), 2), self.settings.slots, np.int32)
@@ -471,12 +522,15 @@ class Engine:
 
 @dataclass(eq=False)
 class _Wanted:
-    """The engine's data of a sequence. slot: the slot, and the number of preemptions, when the sampler's rows were last written."""
+    """The engine's data of a sequence. slot: the slot, and the number of preemptions, when the sampler's rows were last written.
+    mask: the bits in that slot."""
 
     number: int
     request: Request
     key: np.ndarray
     bias: Bias
+    matcher: Matcher | None = None
+    mask: bytes = b""
     slot: tuple[int, int] | None = None
 
 

@@ -2,6 +2,7 @@
 the tests use it.
 """
 
+import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,22 +13,27 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.engine import Event, Request
+from argosy.infer.grammar import Grammar, Grammars, structure_of
 from argosy.infer.held import Held
 from argosy.infer.sample import Sampling, Seed, words_of
 from argosy.infer.sequences import BATCH, Sequences, batches
 from argosy.infer.text import Text, spellings
 
 Prompt = str | Sequence[int]
-Reason = Literal["stop", "length"]
+# A server compiles grammars in several threads.
+_MAKING = threading.Lock()
+Reason = Literal["stop", "length", "blocked"]
 
 
 @dataclass
 class Completion:
     """The answer to one prompt.
 
-    tokens: ids, without the token that ended it. logprobs: the model's own, one per token, before bias, penalties, temperature and
-    filters. drawn: log-probabilities in the distributions that the tokens were drawn from; 0 at temperature 0. top: the likeliest
-    tokens with their log-probabilities, for each token, if asked. stopped_by: the id or the string that ended it; None: neither.
+    tokens: ids, without the token that ended it. finish_reason: `stop`, `length`, or `blocked`: no token was left, because those that
+    its grammar allows are banned, or the grammar has become too complex. logprobs: the model's own, one per token, before bias, mask,
+    penalties, temperature and filters. drawn: log-probabilities in the distributions that the tokens were drawn from; 0 at
+    temperature 0. top: the likeliest tokens with their log-probabilities, for each token, if asked. stopped_by: the id or the string
+    that ended it; None: neither.
     """
 
     text: str
@@ -67,6 +73,7 @@ class LM:
     dtypes: Mapping[str, Any] = field(default_factory=dict, repr=False)
     merged: Mapping[str, Any] = field(default_factory=dict, repr=False)
     say: Say | None = field(default=None, repr=False, compare=False)
+    _grammars: Grammars | None = field(default=None, init=False, repr=False, compare=False)
     _held: Held = field(default_factory=Held, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -127,6 +134,7 @@ class LM:
         ignore_eos: bool = False,
         seed: Seed = 0,
         top: int = 0,
+        structured: Mapping[str, Any] | Grammar | None = None,
         **sampling: Any,
     ) -> list[Completion]:
         """Continues each prompt: text, or token ids, which are used as they are.
@@ -140,6 +148,9 @@ class LM:
                 stream a row: an answer depends on its own prompt, settings, seed and place among the prompts, and on nothing
                 else (to rounding), whatever the other prompts are. Streams of different (seed, row) have nothing in common.
             top: number of likeliest tokens to return with each token, at most 20.
+            structured: what every answer must match, by the names of vLLM's `structured_outputs`: {"json": schema}, {"regex": ...},
+                {"choice": [...]}, {"grammar": Lark or GBNF} or {"json_object": True}; a schema may be a pydantic class. See
+                `infer.grammar.structure_of`. An answer that `max_tokens` cuts short is a beginning of what matches.
             sampling: the settings of `infer.sample.Sampling`: temperature, top_k, top_p, min_p, penalties, logit_bias and so on.
                 `bad_words` may be texts too.
 
@@ -147,11 +158,12 @@ class LM:
 
         Raises:
             BadInput: text without a tokenizer, ids outside the vocabulary, a prompt that leaves no room in the context, a seed of
-                more than 64 bits, an encoder.
+                more than 64 bits, an encoder, a schema or grammar that is wrong or not supported.
         """
         if isinstance(prompts, str):
             raise BadInput("generate takes a list of prompts, not one text", hint="generate([text])")
-        answers = Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, top, sampling)
+        how: Any = (ignore_eos, seed, top, structured, sampling)
+        answers = Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), *how)
         for _ in answers:
             pass
         return answers.completions
@@ -172,10 +184,12 @@ class LM:
         ignore_eos: bool = False,
         seed: Seed = 0,
         top: int = 0,
+        structured: Mapping[str, Any] | Grammar | None = None,
         **sampling: Any,
     ) -> "Answers":
         """`generate`, step by step: iterating gives the text that each step adds; `completions` is complete at the end."""
-        return Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), ignore_eos, seed, top, sampling)
+        how: Any = (ignore_eos, seed, top, structured, sampling)
+        return Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), *how)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **how: Any) -> Completion:
         """The answer to a conversation, rendered with the model's chat template.
@@ -282,6 +296,28 @@ class LM:
         ids = self.tokenizer.encode(prompt)
         return [self.tokenizer.bos, *ids] if self.tokenizer.adds_bos else ids
 
+    def grammar(self, structured: Mapping[str, Any]) -> Grammar:
+        """Compiles what answers must match, for `generate(structured=)`. The latest 32 are kept, so this is called with each answer.
+
+        Args:
+            structured: as in `generate`.
+
+        Raises:
+            BadInput: no tokenizer, or a schema or grammar that is wrong or not supported.
+        """
+        return self.grammars().get(structure_of(structured))
+
+    def grammars(self) -> Grammars:
+        """The compiler of grammars over this model's tokens.
+
+        Raises:
+            BadInput: no tokenizer, or one that is not supported.
+        """
+        with _MAKING:
+            if self._grammars is None or self._grammars.tokenizer is not self.tokenizer:
+                self._grammars = Grammars(self.tokenizer, self.config.vocab)
+            return self._grammars
+
     def stops(self) -> set[int]:
         """The token ids that end an answer: those of the generation config, config.json and the tokenizer."""
         found = {self.tokenizer.eos} if self.tokenizer is not None and self.tokenizer.eos is not None else set()
@@ -320,6 +356,7 @@ class Answers:
         ignore_eos: bool,
         seed: Seed,
         top: int,
+        structured: Mapping[str, Any] | Grammar | None,
         sampling: Mapping[str, Any],
     ):
         lm.check_predicts()
@@ -338,9 +375,12 @@ class Answers:
         if max(map(len, ids)) >= lm.config.context:
             raise BadInput(f"the prompt fills the model's context of {lm.config.context} tokens", hint="shorten it")
         how, ends = _sampling(lm, sampling), frozenset(stop_tokens) | frozenset(() if ignore_eos else lm.stops())
-        self.requests = [Request(one, max_tokens, how, ends, seed, row, top) for row, one in enumerate(ids)]
+        grammar = lm.grammar(structured) if isinstance(structured, Mapping) else structured
+        self.requests = [
+            Request(one, max_tokens, how, ends, seed, row, top, grammar=grammar) for row, one in enumerate(ids)
+        ]
         self.completions = [Completion("", [], None, len(one), []) for one in ids]
-        self._texts = [Text(lm.tokenizer, one, stop) for one in ids]
+        self._texts = [Text(lm.tokenizer, one, stop, begun=grammar is not None) for one in ids]
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[Piece]:
@@ -381,7 +421,9 @@ class Answers:
         """Adds a token to an answer."""
         done, text, token = self.completions[row], self._texts[row], event.token
         if token is None:
-            raise RuntimeError(f"request {event.id} was aborted")
+            if event.reason not in ("stop", "blocked"):
+                raise RuntimeError(f"request {event.id} was aborted")
+            return self._end(row, event.reason, None)
         if event.reason == "stop":
             return self._end(row, "stop", token)
         done.tokens.append(token)

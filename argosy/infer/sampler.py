@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from argosy.infer.sample import Sampling, choose, likeliest, penalized, penalizes, table
 
-# The most alternatives of a token that are told.
+# Upper limit on the likeliest tokens that come with a token.
 MOST_TOP = 20
 
 
@@ -20,8 +20,8 @@ class Slots(NamedTuple):
     """The state.
 
     last: the token sampled last. made: number of tokens sampled. keys: data of the random key. settings: from `sample.table`.
-    top: number of likeliest tokens told. seen: tokens in prompt or answer. counts: occurrences in the answer. bias: added to the
-    logits, in slots that have one.
+    top: number of likeliest tokens returned. seen: tokens in prompt or answer. counts: occurrences in the answer. bias: added to the
+    logits, in slots that have one. mask: a bit for each token that is allowed, the lowest first, in slots that have one.
     """
 
     last: Int[Array, "N"]
@@ -33,6 +33,8 @@ class Slots(NamedTuple):
     counts: Int[Array, "N V"]
     bias: Float[Array, "N V"]
     has_bias: Bool[Array, "N"]
+    mask: Int[Array, "N W"]
+    has_mask: Bool[Array, "N"]
 
 
 class Sampled(NamedTuple):
@@ -59,6 +61,8 @@ def fresh(slots: int, vocab: int) -> Slots:
         counts=jnp.zeros((slots, vocab), jnp.int32),
         bias=jnp.zeros((slots, vocab), jnp.float32),
         has_bias=jnp.zeros(slots, bool),
+        mask=jnp.zeros((slots, -(-vocab // 32)), jnp.int32),
+        has_mask=jnp.zeros(slots, bool),
     )
 
 
@@ -86,6 +90,7 @@ def _settled(
         seen=slots.seen.at[slot].set(seen),
         counts=slots.counts.at[slot].set(counts),
         has_bias=slots.has_bias.at[slot].set(False),
+        has_mask=slots.has_mask.at[slot].set(False),
     )
 
 
@@ -95,6 +100,20 @@ def biased(slots: Slots, where: Int[Array, "B"], bias: Float[Array, "B V"]) -> S
     return slots._replace(
         bias=slots.bias.at[where].set(bias, mode="drop"), has_bias=slots.has_bias.at[where].set(True, mode="drop")
     )
+
+
+@partial(jax.jit, donate_argnums=0)
+def masked(slots: Slots, where: Int[Array, "B"], mask: Int[Array, "B W"]) -> Slots:
+    """The state with other masks in these slots; a slot out of range is dropped."""
+    return slots._replace(
+        mask=slots.mask.at[where].set(mask, mode="drop"), has_mask=slots.has_mask.at[where].set(True, mode="drop")
+    )
+
+
+def unpacked(mask: Int[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
+    """The bits of masks, one for each token."""
+    bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    return bits.reshape(len(mask), -1)[:, :vocab] == 1
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -114,6 +133,13 @@ def sample(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) -
         return penalized(logits + bias, settings, slots.seen[mine], slots.counts[mine])
 
     scored = jax.lax.cond((live & (has_bias | penalizes(settings))).any(), changed, lambda: logits)
+    has_mask = slots.has_mask[mine]
+
+    def allowed() -> Array:
+        left = unpacked(slots.mask[mine], logits.shape[-1]) | ~has_mask[:, None]
+        return jnp.where(left, scored, -jnp.inf)
+
+    scored = jax.lax.cond((live & has_mask).any(), allowed, lambda: scored)
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.keys[mine]), slots.made[mine])
     tokens, logprobs, drawn = choose(logits, scored, settings, keys, live)
     C = min(MOST_TOP, logits.shape[-1])

@@ -17,12 +17,21 @@ class Text:
         prompt: ids before the answer. The answer continues their text, so it keeps its leading space.
         stop: strings that end the answer. If several are complete with the same token, the one that begins first counts.
         include_stop: keeps the stop string in the text.
+        begun: the first token of the answer keeps its leading space even if the prompt has no text, as after `bos` alone.
 
     Raises:
         BadInput: an empty stop string, or stop strings without a tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), *, include_stop: bool = False):
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        begun: bool = False,
+    ):
         if any(not s for s in stop):
             raise BadInput("an empty stop string would stop everything")
         if stop and tokenizer is None:
@@ -34,6 +43,8 @@ class Text:
         if self._stream is not None:
             for token in prompt:
                 self._stream.push(token)
+            if begun:
+                self._stream.begun()
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """The text that is final with this token.

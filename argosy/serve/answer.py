@@ -1,9 +1,11 @@
 """From requests of the engine to one response: whole, or as a stream. The shapes of the API are given."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
@@ -11,11 +13,12 @@ from starlette.responses import Response
 
 from argosy.infer.engine import Request
 from argosy.serve.choice import Choice, Piece
-from argosy.serve.errors import Json
+from argosy.serve.errors import Json, unavailable
 from argosy.serve.fields import Generation
 from argosy.serve.front import Answers
 from argosy.serve.service import Service
 from argosy.serve.sse import EventStream, while_connected
+from argosy.serve.structured import Wanted
 
 
 class Shape(Protocol):
@@ -43,19 +46,39 @@ class Shape(Protocol):
 
 @dataclass
 class Job:
-    """One request to the API. prompts: their ids, each answered `n` times; requests: the engine's, in that order."""
+    """One request to the API. prompts: their ids, each answered `n` times; requests: the engine's, in that order. wanted: what the
+    answers must match."""
 
     service: Service
     fields: Generation
     prompts: Sequence[list[int]]
     requests: Sequence[Request]
     shape: Shape
+    wanted: Wanted | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.id = f"{self.shape.prefix}-{self.fields.request_id or uuid.uuid4().hex}"
         n = self.fields.n
-        self.choices = [self.service.choice(self.fields, self.prompts[i // n]) for i in range(len(self.requests))]
+        begun = self.wanted is not None
+        self.choices = [
+            self.service.choice(self.fields, self.prompts[i // n], begun=begun) for i in range(len(self.requests))
+        ]
+
+    async def compile(self, threads: Executor) -> None:
+        """Compiles the grammar of the answers.
+
+        Raises:
+            ApiError: it is not supported, takes too long, or others are being compiled.
+        """
+        assert self.wanted is not None
+        compiled = asyncio.get_running_loop().run_in_executor(threads, self.service.grammar, self.wanted)
+        try:
+            # One waits for a thread as long as it may take there.
+            grammar = await asyncio.wait_for(compiled, 2 * self.service.limits.compile_seconds)
+        except TimeoutError:
+            raise unavailable("too many grammars are being compiled, try again later", "grammar_queue_full") from None
+        self.requests = [replace(request, grammar=grammar) for request in self.requests]
 
     async def respond(self, http: HttpRequest) -> Response:
         """The response. It ends with its client, and the engine forgets what is left of it."""

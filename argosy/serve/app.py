@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from argosy.infer.grammar import COMPILING
 from argosy.serve import chat, completions
 from argosy.serve.answer import Job
 from argosy.serve.body import read_json
@@ -26,6 +27,7 @@ from argosy.serve.front import died, shutting_down
 from argosy.serve.guard import Guard
 from argosy.serve.metrics import CONTENT_TYPE
 from argosy.serve.service import Service
+from argosy.serve.sse import while_connected
 
 
 class App:
@@ -39,6 +41,8 @@ class App:
         self.service = service
         # One thread: tokenizers are not known to be safe in several. Rendering a template may take seconds.
         self._slow = ThreadPoolExecutor(1, "prepare")
+        # Apart, so that a schema that takes seconds to compile delays no request without one.
+        self._compiling = ThreadPoolExecutor(2 * COMPILING, "compile")
         post, get = ["POST"], ["GET"]
         routes = [
             Route("/v1/completions", self._generating(completions.prepare), methods=post),
@@ -62,6 +66,8 @@ class App:
     def _generating(self, prepare: Callable[[Service, Any], Job]) -> Any:
         async def route(request: Request) -> Response:
             job = await self._prepared(request, prepare)
+            if job.wanted is not None:
+                await while_connected(request.receive, job.compile(self._compiling))
             return await job.respond(request)
 
         return route

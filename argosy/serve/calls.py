@@ -4,13 +4,17 @@
     llama3    {"name": "f", "parameters": {...}}, separated by semicolons, and nothing else (Llama 3)
 
 Text that could be a call is held back until the answer ends. What does not parse is text.
+
+A grammar makes the model call a tool, or makes the arguments of its calls match the tools' schemas.
 """
 
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from argosy.infer.grammar import Structure, json_rule
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|\Z)", re.DOTALL)
@@ -65,6 +69,64 @@ class Calls:
             return held, []
         text = _CALL.sub("", held).strip() if self.notation == "hermes" else ""
         return text, [_written(one) for one in found]
+
+
+# ---------------------------------------------------------------- grammars
+
+
+def grammar_of(
+    notation: str, tools: Sequence[Mapping[str, Any]], *, must: bool, many: bool, answer: Structure | None = None
+) -> Structure:
+    """The answers that call these tools, with arguments that match their schemas.
+
+    Args:
+        must: an answer is a call and nothing else; otherwise text, then calls if any.
+        many: calls may follow each other. In the notation of Llama 3 there is one.
+        answer: what an answer matches that is no call, in the place of text.
+
+    Raises:
+        BadInput: the parameters of a tool are no schema.
+    """
+    functions = [tool["function"] for tool in tools]
+    rules = [json_rule(f"arguments_{i}", _parameters(function)) for i, function in enumerate(functions)]
+    for i, function in enumerate(functions):
+        field = "arguments" if notation == "hermes" else "parameters"
+        opening = json.dumps(f'{{"name": "{function["name"]}", "{field}": ')
+        rules.append(f'call_{i}: {opening} arguments_{i} "}}"')
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+    rules += _hermes_rules(many) if notation == "hermes" else _LLAMA3_RULES
+    if must:
+        rules.append("start: calls")
+    elif answer is not None:
+        rules += ["start: answer | calls", f"answer: {answer.lark.removeprefix('start: ')}"]
+    else:
+        rules.append("start: TEXT | after_text")
+    return Structure("tools", "\n".join(rules))
+
+
+def _hermes_rules(many: bool) -> list[str]:
+    closed = json.dumps(f"\n{CLOSE}")
+    more = '("\\n" one)*' if many else ""
+    return [
+        f"one: {json.dumps(f'{OPEN}{chr(10)}')} call {closed}",
+        f"calls: one {more}",
+        f"TEXT: /(?s:.*)/ & ~/(?s:.*){OPEN}(?s:.*)/",
+        f"opened[lazy]: /(?s:.*){OPEN}/",
+        f'after_text: opened "\\n" call {closed} {more}',
+    ]
+
+
+# Text that begins as a call does is one.
+_LLAMA3_RULES = ["calls: call", "after_text: calls", r"TEXT: /\s*([^{\s](?s:.*))?/"]
+
+
+def _parameters(function: Mapping[str, Any]) -> Any:
+    """The schema of a function's arguments. One without `parameters` has none, as OpenAI documents it."""
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    return nothing if function.get("parameters") is None else function["parameters"]
+
+
+# ---------------------------------------------------------------- reading
 
 
 def _check(call: Any) -> Mapping[str, Any]:

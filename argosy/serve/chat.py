@@ -1,18 +1,22 @@
 """/v1/chat/completions: conversations, rendered with the model's chat template."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from argosy.core.errors import BadInput
 from argosy.data.chat import choose_template
 from argosy.serve.answer import Job
-from argosy.serve.calls import Calls, notation_of
+from argosy.serve.calls import Calls, grammar_of, notation_of
 from argosy.serve.choice import Choice, Names, Piece, Scored
-from argosy.serve.completions import check_format
 from argosy.serve.errors import ApiError
 from argosy.serve.fields import Chat
 from argosy.serve.service import Service
+from argosy.serve.settings import Limits
+from argosy.serve.structured import Wanted, check_size, refused, wanted_by
 
+NAME = re.compile("[A-Za-z0-9_-]{1,64}")
 # Fields of a message that templates read.
 OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning", "reasoning_content"}
 
@@ -25,25 +29,23 @@ def prepare(service: Service, body: Any) -> Job:
     """
     fields = Chat.of(body)
     service.check(fields)
-    check_format(fields.response_format)
-    tools = offered(fields)
+    wanted, tools = wanted_by(fields, service.limits), offered(fields)
     prompt = service.chat_prompt(plain(fields.messages), tools)
     most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
     requests = service.requests(fields, [prompt], most)
     template = choose_template(service.lm.tokenizer.chat_templates, tools=bool(tools))
     notation = notation_of(template) if tools else None
-    return Job(service, fields, [prompt], requests, Shape(service, fields, prompt, notation))
+    if tools:
+        wanted = calls_wanted(fields, tools, notation, wanted, service.limits)
+    return Job(service, fields, [prompt], requests, Shape(service, fields, prompt, notation), wanted)
 
 
 def offered(fields: Chat) -> list[dict[str, Any]] | None:
     """The tools that the template is given.
 
     Raises:
-        ApiError: a tool is no function, or calling one is demanded.
+        ApiError: a tool is no function, or one is demanded that is not among them.
     """
-    if fields.tool_choice not in (None, "none", "auto"):
-        what = '`tool_choice` other than "none" and "auto" is not supported'
-        raise ApiError(what, param="tool_choice", code="unsupported_parameter")
     for i, tool in enumerate(fields.tools or []):
         function = tool.get("function")
         if (
@@ -52,7 +54,78 @@ def offered(fields: Chat) -> list[dict[str, Any]] | None:
             or not isinstance(function.get("name"), str)
         ):
             raise ApiError("a tool is a function with a name", param=f"tools.{i}")
+    names = [tool["function"]["name"] for tool in fields.tools or []]
+    if demanded(fields) and not names:
+        raise ApiError("`tool_choice` demands a call, and there are no `tools`", param="tool_choice")
+    name = named(fields)
+    if name is not None and name not in names:
+        raise ApiError(f"`tool_choice` names `{name[:64]}`, which is none of the `tools`", param="tool_choice")
     return None if fields.tool_choice == "none" else fields.tools or None
+
+
+def demanded(fields: Chat) -> bool:
+    """Whether the answer must be a call."""
+    return fields.tool_choice not in (None, "none", "auto")
+
+
+def named(fields: Chat) -> str | None:
+    """The function that the answer must call; None: any, or none.
+
+    Raises:
+        ApiError: another way to choose.
+    """
+    if fields.tool_choice in (None, "none", "auto", "required"):
+        return None
+    choice = fields.tool_choice
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict) or set(function) != {"name"} or not isinstance(function["name"], str):
+        what = '`tool_choice` is none, auto, required or {"type": "function", "function": {"name": ...}}'
+        raise ApiError(what, param="tool_choice", code="unsupported_parameter")
+    return function["name"]
+
+
+def calls_wanted(
+    fields: Chat, tools: Sequence[dict[str, Any]], notation: str | None, answer: Wanted | None, limits: Limits
+) -> Wanted | None:
+    """What the answer must match so that it calls what `tool_choice` demands, with arguments as strict tools demand, and no more than
+    one tool without `parallel_tool_calls`; None: any text.
+
+    Args:
+        answer: what it matches if it is no call.
+
+    Raises:
+        ApiError: the notation of the model's template is not known, or the parameters of a tool are no schema.
+    """
+    must, many = demanded(fields), fields.parallel_tool_calls
+    strict = any(tool["function"].get("strict") is True for tool in tools)
+    binds = must or strict or not many
+    if not binds and (answer is None or notation is None):
+        return answer
+    param = "tool_choice" if must else "tools" if strict else "parallel_tool_calls"
+    if notation is None:
+        what = f"`{param}` needs a chat template with calls in the notation of Hermes or Llama 3"
+        raise ApiError(what, param=param, code="unsupported_parameter")
+    if answer is not None and not must and (answer.structure.kind == "grammar" or notation == "llama3"):
+        # There a call begins as any JSON does.
+        what = f"`{answer.param}` with tools that may be called is not supported for this model, send `tool_choice: none`"
+        raise ApiError(what, param=answer.param, code="unsupported_parameter")
+    check_size(tools, "tools", limits)
+    callable_ = [tool for tool in tools if named(fields) in (None, tool["function"]["name"])]
+    for i, tool in enumerate(callable_):
+        if not NAME.fullmatch(tool["function"]["name"]):
+            raise ApiError("the name of a function has 1 to 64 letters, digits, `_` and `-`", param=f"tools.{i}")
+    # Where calls are free, only strict tools bind their arguments.
+    bound = [tool if must or tool["function"].get("strict") is True else _free(tool) for tool in callable_]
+    many = many and named(fields) is None
+    try:
+        text = None if answer is None else answer.structure
+        return Wanted(grammar_of(notation, bound, must=must, many=many, answer=text), "tools")
+    except BadInput as error:
+        raise refused(error, "tools") from None
+
+
+def _free(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool | {"function": tool["function"] | {"parameters": {"type": "object"}}}
 
 
 def plain(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -156,7 +229,7 @@ class Shape:
         return found
 
     def _parsed(self, place: int, text: str, ends: bool) -> tuple[str, list[dict[str, Any]]]:
-        """The text of a piece without calls, and the calls, which are told when the answer ends."""
+        """The text of a piece without calls, and the calls, which come when the answer ends."""
         if self.notation is None:
             return text, []
         calls = self._calls.setdefault(place, Calls(self.notation))

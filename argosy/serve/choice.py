@@ -56,23 +56,28 @@ class Choice:
     end-of-sequence token and for the length, as in vLLM.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], ending: Ending):
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], ending: Ending, *, begun: bool = False):
         self.ending = ending
         self.tokens: list[Scored] = []
         self.pieces: list[str] = []
         self.finish: str | None = None
         self.stop_reason: str | int | None = None
         whole = tokenizer if tokenizer is None or ending.skip_special else _speaking(tokenizer)
-        self._text = Text(whole, _ends_of(prompt), ending.stops, include_stop=ending.include)
+        self._text = Text(whole, _ends_of(prompt), ending.stops, include_stop=ending.include, begun=begun)
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
     def take(self, event: Event) -> Piece:
-        """Adds the token of an event."""
-        assert event.token is not None
+        """Adds the token of an event, or its end."""
         assert self.finish is None
+        if event.token is None:
+            self.finish, text = event.reason, self._text.end()
+            if self._text.stopped is not None:
+                self.finish, self.stop_reason = "stop", self._text.stopped
+            self.pieces.append(text)
+            return Piece(text, [], self.finish)
         token = Scored(event.token, max(event.logprob, LEAST_LOGPROB), _likeliest(event))
         self.tokens.append(token)
         ended_by_token = event.reason == "stop"

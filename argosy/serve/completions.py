@@ -8,6 +8,7 @@ from argosy.serve.choice import Choice, Names, Piece, Scored
 from argosy.serve.errors import ApiError
 from argosy.serve.fields import Completions
 from argosy.serve.service import Service
+from argosy.serve.structured import wanted_by
 
 # OpenAI's and vLLM's default.
 MAX_TOKENS = 16
@@ -21,14 +22,14 @@ def prepare(service: Service, body: Any) -> Job:
     """
     fields = Completions.of(body)
     service.check(fields)
-    check_format(fields.response_format)
+    wanted = wanted_by(fields, service.limits)
     if fields.echo and fields.logprobs is not None:
         raise ApiError("`echo` with `logprobs` is not supported", param="echo", code="unsupported_parameter")
     given = several(fields.prompt)
     prompts = [service.encode(one, fields.add_special_tokens) if isinstance(one, str) else one for one in given]
     requests = service.requests(fields, prompts, fields.max_tokens or MAX_TOKENS)
     texts = [echoed(service, one, fields) for one in given] if fields.echo else None
-    return Job(service, fields, prompts, requests, Shape(service, fields, texts, prompts))
+    return Job(service, fields, prompts, requests, Shape(service, fields, texts, prompts), wanted)
 
 
 def several(prompt: Any) -> list[str | list[int]]:
@@ -56,17 +57,6 @@ def echoed(service: Service, prompt: str | list[int], fields: Completions) -> st
     if isinstance(prompt, str) or service.lm.tokenizer is None:
         return prompt if isinstance(prompt, str) else ""
     return service.lm.tokenizer.decode(prompt, fields.skip_special_tokens)
-
-
-def check_format(wanted: Any) -> None:
-    """Only plain text is generated so far.
-
-    Raises:
-        ApiError: another format.
-    """
-    if wanted not in (None, {"type": "text"}):
-        raise ApiError('`response_format` other than {"type": "text"} is not supported', param="response_format",
-                       code="unsupported_parameter")  # fmt: skip
 
 
 class Shape:

@@ -6,7 +6,7 @@ is not supported (`best_of=1`), because clients send it with everything.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -41,7 +41,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
@@ -49,6 +48,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
+
+# What to write in the place of a field that is not supported.
+INSTEAD = {f"guided_{name}": f'"structured_outputs": {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")}
 
 
 def _several(value: Any) -> Any:
@@ -85,7 +87,8 @@ class Fields(BaseModel):
             if not known and name in NEUTRAL:
                 if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]):
                     continue
-                raise ApiError(f"`{name}` is not supported", param=name, code="unsupported_parameter")
+                instead = f", write {INSTEAD[name]}" if name in INSTEAD else ""
+                raise ApiError(f"`{name}` is not supported{instead}", param=name, code="unsupported_parameter")
             left[name] = value
         return left
 
@@ -134,6 +137,8 @@ class Generation(Fields):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = Field(None, min_length=1)
     bad_words: list[str] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Self:
@@ -155,7 +160,6 @@ class Completions(Generation):
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
     add_special_tokens: bool = True
-    response_format: dict[str, Any] | None = None
 
     @property
     def top(self) -> int | None:
@@ -173,8 +177,7 @@ class Chat(Generation):
     top_logprobs: int | None = Field(None, ge=0)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: Literal[True] | None = None
-    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:

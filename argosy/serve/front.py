@@ -206,11 +206,12 @@ class Front:
         for row, event in news.events:
             if row.done:
                 continue
-            row.made += 1
-            self.metrics.generated_tokens.inc()
-            since = self.metrics.first_token if row.last is None else self.metrics.between
-            since.observe(news.now - (row.answers.arrived if row.last is None else row.last))
-            row.last = news.now
+            if event.token is not None:
+                row.made += 1
+                self.metrics.generated_tokens.inc()
+                since = self.metrics.first_token if row.last is None else self.metrics.between
+                since.observe(news.now - (row.answers.arrived if row.last is None else row.last))
+                row.last = news.now
             if event.reason is not None:
                 self._over(row, event.reason, news.now)
             row.answers.news.put_nowait((row.place, event))
@@ -279,7 +280,7 @@ class Front:
             if row is not None and not row.admitted:
                 row.admitted = True
                 began.append((row, sequence.reused))
-        mine = [(row, event) for event in events if event.token is not None and (row := self._rows.get(event.id))]
+        mine = [(row, event) for event in events if event.reason != "abort" and (row := self._rows.get(event.id))]
         for _, event in mine:
             if event.reason is not None:
                 del self._rows[event.id]

@@ -84,7 +84,7 @@ class Metrics:
         self.queued.observe(queued)
 
     def ended(self, reason: str, generated: int, seconds: float) -> None:
-        """An answer ended. reason: stop, length or abort."""
+        """An answer ended. reason: stop, length, blocked or abort."""
         self._ended.labels(*self._labels, reason).inc()
         self.generation.observe(generated)
         self.whole.observe(seconds)

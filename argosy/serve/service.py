@@ -8,13 +8,15 @@ from typing import Any
 
 from argosy.core.errors import ArgosyError
 from argosy.infer import engine as engines
+from argosy.infer.grammar import Crowded, Grammar
 from argosy.infer.lm import LM
 from argosy.serve.choice import Choice, Ending
-from argosy.serve.errors import ApiError, of_input
+from argosy.serve.errors import ApiError, of_input, unavailable
 from argosy.serve.fields import Generation
 from argosy.serve.front import Front
 from argosy.serve.sampling import sampling_of
 from argosy.serve.settings import Limits
+from argosy.serve.structured import Wanted, refused
 
 MANY = "context_length_exceeded"
 
@@ -105,8 +107,12 @@ class Service:
             ]
         return found
 
-    def choice(self, fields: Generation, prompt: Sequence[int]) -> Choice:
-        """An empty answer to a prompt."""
+    def choice(self, fields: Generation, prompt: Sequence[int], *, begun: bool = False) -> Choice:
+        """An empty answer to a prompt.
+
+        Args:
+            begun: its first token keeps its leading space whatever the prompt is, as a grammar takes it.
+        """
         tokenizer = self.lm.tokenizer
         ending = Ending(
             stops=fields.stop,
@@ -116,7 +122,20 @@ class Service:
             include=fields.include_stop_str_in_output,
             skip_special=fields.skip_special_tokens,
         )
-        return Choice(tokenizer, prompt, ending)
+        return Choice(tokenizer, prompt, ending, begun=begun)
+
+    def grammar(self, wanted: Wanted) -> Grammar:
+        """Compiles what an answer must match. Slow.
+
+        Raises:
+            ApiError: it is not supported, or takes too long.
+        """
+        try:
+            return self.lm.grammars().get(wanted.structure, seconds=self.limits.compile_seconds)
+        except Crowded as error:
+            raise unavailable(error.what, "grammar_queue_full") from None
+        except ArgosyError as error:
+            raise refused(error, wanted.param) from None
 
     def chat_prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """The token ids of a conversation. Slow: a template is rendered in a process of its own.

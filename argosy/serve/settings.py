@@ -29,6 +29,12 @@ class Limits(Settings):
     """Stop strings of a request. OpenAI allows 4, vLLM any number."""
     stop_length: int = Field(256, gt=0)
     """Characters of a stop string."""
+    schema_bytes: int = Field(65_536, gt=0)
+    """Bytes of a JSON schema, a regular expression, a list of choices, a grammar, or all tools of a request."""
+    schema_depth: int = Field(64, gt=0)
+    """Objects and lists inside each other in a JSON schema. OpenAI allows 10 levels of objects, which are up to 30 of these."""
+    compile_seconds: float = Field(10, gt=0)
+    """Seconds to compile a schema or a grammar: 3,000 properties take 1."""
     seconds: float = Field(600, gt=0)
     """Seconds until a request is ended, from its arrival to its last byte."""
     upload_seconds: float = Field(30, gt=0)

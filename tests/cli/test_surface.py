@@ -24,7 +24,7 @@ from argosy.cli.convert import Progress
 from argosy.cli.output import Doing, answer, as_typed, can_color, conclude, fail, forgive
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.registry import Registry
-from argosy.core.settings import Choice, Settings
+from argosy.core.settings import Choice, Settings, read_settings, words_layer
 from argosy.core.streams import silence
 from argosy.jobs.complete import SCRIPTS
 
@@ -316,6 +316,26 @@ def test_what_is_given_replaces_only_itself_in_the_generation_config(given, samp
 
     config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
     assert chosen_sampling(Generate(**given), config) == sampling
+
+
+def test_structured_output_is_read_from_files_and_words(tmp_path):
+    from argosy.cli.generate import Generate, literal, structured_of
+
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "null"}')
+    assert structured_of(Generate()) is None
+    assert structured_of(Generate(json_schema=str(file))) == {"json": '{"type": "null"}'}
+    assert structured_of(Generate(grammar=str(file))) == {"grammar": '{"type": "null"}'}
+    assert structured_of(Generate(json_object=True)) == {"json_object": True}
+    assert structured_of(Generate(choice=("a", "b"))) == {"choice": ("a", "b")}
+    words = [literal(word) for word in ('regex=[A-Z]+: "\\d"', "stop=regex=[a]")]
+    how = read_settings(Generate, words_layer(words)).value
+    assert structured_of(how) == {"regex": '[A-Z]+: "\\d"'}
+    assert how.stop == "regex=[a]"
+    with pytest.raises(BadInput, match="regex and choice exclude each other"):
+        structured_of(Generate(regex="a", choice=("b",)))
+    with pytest.raises(BadInput, match="cannot read"):
+        structured_of(Generate(grammar=str(tmp_path / "gone")))
 
 
 # ---- argosy config

@@ -13,6 +13,7 @@ from argosy.serve.app import App
 from argosy.serve.fields import IGNORED, NEUTRAL, Chat, Completions
 from argosy.serve.service import Service
 
+TOOL = {"type": "function", "function": {"name": "f"}}
 Ask = Callable[..., httpx.Response]
 TEXT = {"prompt": "hi", "max_tokens": 2}
 TALK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -24,6 +25,7 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert "/" not in error["message"].replace("application/json", "")
+    assert len(error["message"]) < 400
     return error
 
 
@@ -60,7 +62,23 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"prompt": [True]}, "prompt"),
         ({"prompt": 3}, "prompt"),
         ({"prompt": ["a"] * 17}, "prompt"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_objects"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format"),
+        ({"response_format": "json_object"}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": 1}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "more": 1}}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"$ref": "http://127.0.0.1:9/x"}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a" * 5000}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "root ::= " + "x" * 17_000}}, "structured_outputs"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"request_id": "a\nb"}, "request_id"),
     ],
@@ -76,6 +94,7 @@ def test_a_field_that_is_not_supported_is_refused_unless_it_asks_for_nothing(ask
     path, body = ("/v1/chat/completions", TALK) if name != "suffix" else ("/v1/completions", TEXT)
     error = refused(ask("POST", path, json=body | {name: {"something": "else"}}))
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert ("structured_outputs" in error["message"]) == name.startswith("guided_")
     for value in (None, *NEUTRAL[name]):
         assert ask("POST", path, json=body | {name: value}).status_code == 200
 
@@ -131,8 +150,15 @@ def test_no_address_in_a_message_is_ever_opened(ask: Ask, monkeypatch: pytest.Mo
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 6}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "always", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools.0"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": False, "tools": [TOOL]}, "parallel_tool_calls"),
+        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
     ],
 )

@@ -29,6 +29,10 @@ class TextStream:
         self._text = codecs.getincrementaldecoder("utf-8")(tokenizer.invalid)
         self._first, self._strip, self._held = True, tokenizer.strips, ""
 
+    def begun(self) -> None:
+        """The next token continues a text, though no text has come yet: it keeps its leading space."""
+        self._first, self._strip = False, 0
+
     def push(self, token: int) -> str:
         """The characters that this token completes, perhaps none."""
         if self._skip_special and token in self._tokenizer.hidden:

@@ -1,0 +1,439 @@
+"""Structured output: which tokens may follow so that the answer matches a JSON schema, a regular expression, a list of choices or a
+grammar. Host only: NumPy, and llguidance, which walks a trie of all tokens through a parser of bytes.
+
+    grammars = Grammars(tokenizer, vocab)
+    grammar = grammars.get(structure_of({"json": schema}))
+    matcher = grammar.matcher(ends)              # one for each answer
+    bits, states = masks([matcher, ...])         # before each token; matcher.push(token) after it
+
+A token stands for the bytes that decoding gives for it after other text, so byte tokens may build a character together, and every
+way to cut a text into tokens is allowed. Special tokens stand for nothing: no text matches them. An end-of-sequence token is allowed
+where the text is complete.
+
+llguidance compiles recursively, and a chain of 2,000 definitions in 60 kB of schema overflows the 8 MB stack of a thread, which ends
+the process. So it compiles in a thread whose stack grows with the text.
+"""
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.tokenizers import Tokenizer
+
+State = Literal["open", "accepting", "complete", "blocked"]
+Kind = Literal["json", "json_object", "regex", "choice", "grammar", "tools"]
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+OPTIONS = ("whitespace_pattern", "disable_any_whitespace")
+# What programs write: a space, or a line break and an indent. Where any whitespace is allowed, a model that has lost its thread
+# writes blanks until the limit of tokens.
+WHITESPACE = r" |\r?\n[ \t]{0,64}"
+# Compiled grammars that are kept.
+KEPT = 32
+# Grammars that are compiled at a time.
+COMPILING = 2
+# States of a lexer, at most 2 kB each, so one grammar may take 100 MB. The default of 250,000 is 500 MB.
+LEXER_STATES = 50_000
+# Work for one mask. With the default of 200,000, a regular expression of 16 kB holds the engine up for a second; a tenth of that
+# suffices for URLs, long texts and lists of 1,500 choices over 49k tokens.
+LEXER_FUEL = 50_000
+# Bytes of stack: chains of definitions took up to 1,000 for each byte of grammar.
+STACK, STACK_FOR_EACH_BYTE = 64 << 20, 2048
+
+
+class Crowded(BadInput):
+    """Too many grammars are being compiled."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What an answer must match, as a Lark grammar. kind: the word it was asked by."""
+
+    kind: Kind
+    lark: str
+
+
+def structure_of(given: Mapping[str, Any]) -> Structure:
+    """Reads what an answer must match, by the names of vLLM's `structured_outputs`.
+
+    Args:
+        given: one of `json` (a JSON schema as a dict or as text, or a pydantic class), `json_object` (True), `regex`, `choice` (a
+            list of texts) and `grammar` (Lark or GBNF). With the first two also `whitespace_pattern`, a regular expression for the
+            whitespace between the tokens of JSON, or `disable_any_whitespace` (True).
+
+    Raises:
+        BadInput: none or several of these, an unknown name, or a value of another type.
+    """
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    if unknown := sorted(set(given) - {*KINDS, *OPTIONS}):
+        raise BadInput(f"structured output has no `{unknown[0]}`", hint=f"one of {', '.join(KINDS)}")
+    kinds = [name for name in KINDS if name in given]
+    if len(kinds) != 1:
+        what = "nothing" if not kinds else " and ".join(f"`{name}`" for name in kinds)
+        raise BadInput(f"structured output asks for {what}", hint=f"one of {', '.join(KINDS)}")
+    kind, options = kinds[0], [name for name in OPTIONS if name in given]
+    if options and not kind.startswith("json"):
+        raise BadInput(f"`{options[0]}` has no effect on `{kind}`", hint="it is for json and json_object")
+    if len(options) == 2:
+        raise BadInput("`whitespace_pattern` and `disable_any_whitespace` exclude each other")
+    for name in ("json_object", "disable_any_whitespace"):
+        if given.get(name, True) is not True:
+            raise BadInput(f"`{name}` is true or false")
+    value = given[kind]
+    if kind == "json":
+        return Structure(kind, json_rule("start", value, whitespace_of(given)))
+    if kind == "json_object":
+        return Structure(kind, json_rule("start", {"type": "object"}, whitespace_of(given)))
+    if kind == "regex":
+        return Structure(kind, _regex(_text(kind, value)))
+    if kind == "choice":
+        return Structure(kind, _regex("|".join(map(_literally, _choices(value)))))
+    return Structure("grammar", _lark(_text(kind, value)))
+
+
+def whitespace_of(given: Mapping[str, Any]) -> str | None:
+    """The regular expression for whitespace in JSON; None: there is none."""
+    if given.get("disable_any_whitespace"):
+        return None
+    return _text("whitespace_pattern", given.get("whitespace_pattern", WHITESPACE)) or None
+
+
+def json_rule(name: str, schema: Any, whitespace: str | None = WHITESPACE) -> str:
+    """A rule of a Lark grammar for the JSON documents of a schema, whose `$ref` are looked up in that schema only.
+
+    Raises:
+        BadInput: it is no schema.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"the schema is not JSON: {str(error)[:80]}") from None
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if not isinstance(schema, Mapping):
+        raise BadInput("a JSON schema is an object")
+    if "x-guidance" in schema:
+        raise BadInput("`x-guidance` in a schema is not supported", hint="whitespace_pattern sets the whitespace")
+    blanks = {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
+    try:
+        return f"{name}: %json {json.dumps({**schema, 'x-guidance': blanks}, allow_nan=False)}"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadInput(f"the schema is not JSON: {str(error)[:80]}") from None
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadInput(f"`{name}` is a text")
+    return value
+
+
+def _choices(value: Any) -> list[str]:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) for one in value):
+        raise BadInput("`choice` is a list of texts")
+    return list(value)
+
+
+def _literally(text: str) -> str:
+    """A regular expression that only this text matches."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _regex(regex: str) -> str:
+    from llguidance import regex_to_lark
+
+    # A literal of Lark ends with its line.
+    return "start: /" + regex_to_lark(regex, "").replace("\n", r"[\x0a]") + "/"
+
+
+def _lark(text: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        # GBNF is translated by a recursive parser.
+        return any_to_lark(text)
+    except (Exception, RecursionError) as error:
+        raise BadInput(
+            f"`grammar` is neither Lark nor GBNF: {_line(str(error))}", hint="Lark begins with a rule `start`, GBNF with `root`"
+        ) from None
+
+
+# ---------------------------------------------------------------- compiling
+
+
+class Grammars:
+    """Compiles grammars over the tokens of one model, and keeps the latest ones. Any thread may use it.
+
+    Args:
+        vocab: number of the model's tokens, which may be more than the tokenizer's.
+
+    Raises:
+        BadInput: no tokenizer, or one whose text is not that of its tokens one after the other.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab: int):
+        if tokenizer is None:
+            raise BadInput("structured output needs a tokenizer, and this model has none")
+        if tokenizer.trims:
+            raise BadInput(
+                f"structured output is not supported with this tokenizer: it drops {tokenizer.trims} spaces at the end of a text"
+            )
+        self.tokenizer, self.vocab = tokenizer, vocab
+        self._library: Any = None
+        self._found: OrderedDict[Structure, Grammar] = OrderedDict()
+        self._lock, self._building = threading.Lock(), threading.Lock()
+        self._turns = threading.Semaphore(COMPILING)
+
+    def get(self, structure: Structure, *, seconds: float | None = None) -> "Grammar":
+        """The compiled grammar.
+
+        Args:
+            seconds: limit on the time this takes.
+
+        Raises:
+            BadInput: llguidance does not support it, nothing matches it, or it takes too long.
+            Crowded: others are being compiled all that time.
+        """
+        if (known := self._known(structure)) is not None:
+            return known
+        self.library()
+        end = None if seconds is None else time.monotonic() + seconds
+        if not self._turns.acquire(timeout=seconds):
+            raise Crowded(f"no turn to compile the grammar within {seconds:g} seconds", hint="try again")
+        if (known := self._known(structure)) is not None:
+            self._turns.release()
+            return known
+        # Freed by the thread that compiles: one that takes too long goes on, and keeps its turn.
+        found = _deep(lambda: Grammar(self, structure), _stack(structure), end, self._turns.release)
+        if found is None:
+            raise BadInput(f"compiling the grammar takes more than {seconds:g} seconds", hint="make it simpler")
+        with self._lock:
+            self._found[structure] = found
+            while len(self._found) > KEPT:
+                self._found.popitem(last=False)
+        return found
+
+    def _known(self, structure: Structure) -> "Grammar | None":
+        with self._lock:
+            if structure in self._found:
+                self._found.move_to_end(structure)
+            return self._found.get(structure)
+
+    def library(self) -> Any:
+        """llguidance's trie of the tokens. Building it takes 0.7 s for 49k tokens."""
+        with self._building:
+            if self._library is None:
+                from llguidance import LLTokenizer
+
+                tokens: Any = _Tokens(token_bytes(self.tokenizer, self.vocab))
+                self._library = LLTokenizer(tokens)
+            return self._library
+
+
+def token_bytes(tokenizer: Tokenizer, vocab: int) -> list[bytes]:
+    """The bytes of each token after other text. None for special tokens, for the one that stands for unknown text, and for ids
+    beyond the tokenizer's."""
+    silent = {*tokenizer.hidden, tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.unknown}
+    found = [b"" if token in silent else tokenizer.piece(token, False) for token in range(vocab)]
+    # To llguidance, 0xff marks special tokens. No UTF-8 text has it.
+    return [b"" if b"\xff" in piece else piece for piece in found]
+
+
+class _Tokens:
+    """Tokens as llguidance takes them, and one more without bytes: allowed where the text is complete."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    special_token_ids = ()
+
+    def __init__(self, tokens: list[bytes]):
+        self.tokens, self.eos_token_id = [*tokens, b""], len(tokens)
+
+    def __call__(self, text: Any) -> list[int]:
+        raise RuntimeError("grammars do not force tokens")
+
+
+class Grammar:
+    """A compiled grammar. Its matchers share the states of its lexer."""
+
+    def __init__(self, grammars: Grammars, structure: Structure):
+        self.grammars, self.structure, self.vocab = grammars, structure, grammars.vocab
+        self._inner = self._compiled()
+        first = self.matcher(())
+        if masks([first])[1] == ["blocked"]:
+            error = first.inner.get_error()
+            why = _reason(error) if error and "NoExtension" not in error else "no text of this model's tokens matches it"
+            raise BadInput(f"`{structure.kind}`: {why}")
+
+    def _compiled(self) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        # Where only one text can follow, llguidance would force its own way to cut it into tokens.
+        text = f'{self.structure.lark}\n%llguidance {{"no_forcing": true}}\n'
+        limits = LLParserLimits(max_lexer_states=LEXER_STATES, step_lexer_fuel=LEXER_FUEL, verbose_errors=False)
+        inner = LLMatcher(self.grammars.library(), text, log_level=0, limits=limits)
+        if inner.is_error():
+            raise BadInput(f"`{self.structure.kind}`: {_reason(inner.get_error())}")
+        return inner
+
+    def matcher(self, ends: Collection[int]) -> "Matcher":
+        """A matcher of one answer.
+
+        Args:
+            ends: ids that may end it once it is complete.
+        """
+        return Matcher(self, ends)
+
+    def copy(self) -> Any:
+        return self._inner.deep_copy()
+
+    def renew(self) -> None:
+        """Forgets the states of the lexer, which many answers have filled."""
+        self._inner = _deep(self._compiled, _stack(self.structure), None)
+
+
+class Matcher:
+    """The state of one answer in its grammar."""
+
+    def __init__(self, grammar: Grammar, ends: Collection[int]):
+        self.grammar, self.tokens = grammar, []
+        self.ends = np.asarray(sorted(token for token in ends if 0 <= token < grammar.vocab), np.int64)
+        self.inner = grammar.copy()
+
+    def push(self, token: int) -> bool:
+        """Adds a token to the answer. Returns whether it is complete, so that nothing may follow."""
+        self.tokens.append(token)
+        if not self.inner.consume_token(token):
+            self.again()
+        return self.inner.is_stopped() and not self.inner.is_error()
+
+    def again(self) -> bool:
+        """Reads the answer again with a fresh lexer, if earlier answers have filled the old one. Returns whether that helped."""
+        if "too many states" not in self.inner.get_error():
+            return False
+        self.grammar.renew()
+        self.inner = self.grammar.copy()
+        return self.inner.consume_tokens(self.tokens)
+
+
+def masks(matchers: Sequence[Matcher]) -> tuple[np.ndarray, list[State]]:
+    """The tokens that may follow each answer: bits [rows, ceil(vocab / 32)] int32, the lowest bit first; in parallel.
+
+    A state is `accepting` if the answer matches and more may follow, `complete` if it matches and nothing may follow, `open` if it does
+    not match yet. It is `blocked` if it does not match and no token may follow: a limit of llguidance was reached, or the model has no
+    token for the text that is due.
+    """
+    from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+
+    V = matchers[0].grammar.vocab
+    full = np.zeros((len(matchers), V // 32 + 1), np.int32)
+    if len(matchers) == 1:
+        fill_next_token_bitmask(matchers[0].inner, full)
+    else:
+        fill_next_token_bitmask_par(_executor(), [(m.inner, i) for i, m in enumerate(matchers)], full)
+    for i, matcher in enumerate(matchers):
+        # In a state of error llguidance allows the end.
+        if matcher.inner.is_error():
+            full[i] = 0
+            if matcher.again():
+                fill_next_token_bitmask(matcher.inner, full, i)
+            if matcher.inner.is_error():
+                full[i] = 0
+    bits = full.view(np.uint32)
+    done: list[bool] = [word >= 1 << V % 32 for word in bits[:, V // 32].tolist()]
+    bits[:, V // 32] &= np.uint32((1 << V % 32) - 1)
+    some = [bool(row.any()) for row in bits]
+    names: dict[tuple[bool, bool], State]
+    names = {(True, False): "open", (True, True): "accepting", (False, True): "complete", (False, False): "blocked"}
+    states: list[State] = [names[one] for one in zip(some, done)]
+    for row, matcher, complete in zip(bits, matchers, done):
+        if complete:
+            np.bitwise_or.at(row, matcher.ends // 32, np.uint32(1) << (matcher.ends % 32).astype(np.uint32))
+    return full[:, : -(-V // 32)], states
+
+
+def unpacked(bits: np.ndarray, vocab: int) -> np.ndarray:
+    """Bits [W] int32 as booleans [vocab]."""
+    return np.unpackbits(np.ascontiguousarray(bits).view(np.uint8), bitorder="little")[:vocab].astype(bool)
+
+
+@cache
+def _executor() -> Any:
+    from llguidance import LLExecutor
+
+    return LLExecutor()
+
+
+# ---------------------------------------------------------------- threads with a deep stack
+
+
+def _stack(structure: Structure) -> int:
+    return STACK + STACK_FOR_EACH_BYTE * len(structure.lark.encode("utf-8", "replace"))
+
+
+_starting = threading.Lock()
+
+
+def _deep(work: Callable[[], Any], stack: int, end: float | None, after: Callable[[], object] = lambda: None) -> Any:
+    """What `work` returns, in a thread with a stack of so many bytes; None if it is not done by `end`.
+
+    Args:
+        after: called when the work ends, however long it takes.
+    """
+    found: list[Any] = []
+
+    def go() -> None:
+        try:
+            found.append((work(), None))
+        except BaseException as error:
+            found.append((None, error))
+        finally:
+            after()
+
+    thread = threading.Thread(target=go, daemon=True, name="grammar")
+    with _starting:
+        before = threading.stack_size(stack)
+        try:
+            thread.start()
+        except RuntimeError:
+            after()
+            raise BadInput(f"no memory for a stack of {stack >> 20} MB, to compile the grammar") from None
+        finally:
+            threading.stack_size(before)
+    thread.join(None if end is None else max(0.0, end - time.monotonic()))
+    if not found:
+        return None
+    made, error = found[0]
+    if error is not None:
+        raise error
+    return made
+
+
+# ---------------------------------------------------------------- errors
+
+
+def _reason(error: str) -> str:
+    """What llguidance found wrong, in a line: without its position, the text, and the stack of a panic."""
+    if error.startswith("panic: missing special token"):
+        return "special tokens have no names in a grammar, write them by id, such as <[2]>"
+    if "Default retriever does not fetch" in error:
+        return "a `$ref` to another document, which is never fetched"
+    if "coerce_one_of" in error:
+        return "`oneOf` is supported where its cases exclude each other, write `anyOf`"
+    inner = re.search(r"^error: (.+)$", error, re.MULTILINE)
+    text = inner[1] if inner else error.partition("\n")[0]
+    text = re.sub(r"^(at )?\d+\(\d+\): ", "", text).removeprefix("failed to compile JSON schema: ")
+    return _line(re.sub(r'^invalid regex ".*" \(in regex\): ', "", text))
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:200]
