@@ -81,13 +81,18 @@ def names_of(schema: type[Settings], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def seams_page() -> str:
-    from argosy.jobs.seams import table
+    """Without LLVM's optimizations and XLA's fusion emitters, with which one program here compiles for five minutes."""
+    import subprocess
 
+    flags = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    plain = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}"}
+    words = [sys.executable, "-P", "-c", "from argosy.jobs.seams import table; print(table())"]
+    table = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=plain, check=True).stdout
     return (
         "# The two seams\n\nThe fullest example of each family, the two ways layers run, and every use of the same weights. A cell is "
         "the largest difference of a logit from the whole sequence under unrolled layers, as a share of the largest logit, "
         "float32. Weights carry noise; sizes are odd. `LoRA at its start` must equal the base; int8 is compared with "
-        "itself, decoded page by page against whole.\n\n" + table() + "\n"
+        "itself, decoded page by page against whole.\n\n" + table
     )
 
 
