@@ -51,6 +51,7 @@ def serve(
     service.front.engine.say = lambda what: say(f"{what} ...")
     told = " ".join(f"{key}={value}" for key, value in service.defaults.items())
     say(f"{name}: requests that say nothing are sampled with {told}")
+    say(f"cache: {service.front.engine.described()}")
     url = run.address_of(listener, settings)
     with signals.asked_to_stop("finishing what runs; again to end now") as stop:
         run.serve(service, settings, listener, stop=stop, ready=lambda: say(f"ready on {url}"))

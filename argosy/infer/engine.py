@@ -38,14 +38,17 @@ from argosy.infer.sampler import MOST_TOP, Sampled, biased, fresh, masked, sampl
 from argosy.infer.schedule import Piece, Plan, Scheduler
 from argosy.infer.schedule import Sequence as Scheduled
 from argosy.infer.settings import ROW, EngineSettings
-from argosy.models.parts.cache import page_bytes, paged
+from argosy.models.parts.cache import bytes_of, page_bytes, paged
 from argosy.models.parts.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, put, split, variable
+from argosy.observe.environment import memory_bytes
+from argosy.observe.readable import sized
 
 Reason = Literal["stop", "length", "abort", "blocked"]
 
-# The most bytes of a cache, unless one sequence needs more.
-CACHE = 4e9
+# The most bytes of a cache in the memory of a CPU, and the share of what is free there, unless one sequence needs more. On other
+# devices the cache takes this share of what the weights leave: activations, logits and XLA's programs need the rest.
+CACHE, OF_FREE, OF_DEVICE = 4e9, 0.25, 0.8
 
 
 @dataclass
@@ -154,7 +157,13 @@ class Engine:
 
     def _default_pages(self) -> int:
         one = page_bytes(self.forward.specs, self.settings.page, self.dtype, self.context, self.context)
-        return min(self.settings.slots * self.table_pages, max(self.table_pages, int(CACHE // one)))
+        return min(self.settings.slots * self.table_pages, max(self.table_pages, int(room_for_cache(self.weights()) // one)))
+
+    def described(self) -> str:
+        """What the cache holds, in words."""
+        settings, size = self.settings, sized(bytes_of(self.caches))
+        tokens = self.pages.count * settings.page
+        return f"{tokens:,} tokens of {settings.slots} sequences of at most {self.context:,}, {size}"
 
     def weights(self) -> Leaves:
         """The current weights."""
@@ -532,6 +541,16 @@ class _Wanted:
     matcher: Matcher | None = None
     mask: bytes = b""
     slot: tuple[int, int] | None = None
+
+
+def room_for_cache(weights: Leaves) -> float:
+    """Bytes that a cache may take beside these weights, where they are."""
+    devices = {device for a in weights.values() if isinstance(a, jax.Array) for device in a.devices()}
+    stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
+    if stats and all("bytes_limit" in found for found in stats):
+        return OF_DEVICE * len(stats) * min(found["bytes_limit"] - found["bytes_in_use"] for found in stats)
+    free = memory_bytes()[1]
+    return CACHE if free is None else min(CACHE, OF_FREE * free)
 
 
 def _power(n: int, base: int) -> int:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from argosy.core.progress import Say
-from argosy.infer.engine import CACHE, Engine
+from argosy.infer.engine import Engine, room_for_cache
 from argosy.infer.sequences import Sequences
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.cache import page_bytes
+from argosy.models.parts.weight import variables
 
 PAGE = 16
 # The most sequences that run at a time.
@@ -72,7 +73,8 @@ class Held:
         fits = max(lengths) <= self._room.context
         if self._engine is None or (room != self._room and not (fits and self._engine.has_requests)):
             self._engine = None  # its cache is free before the next one is allocated
-            most = int(CACHE // page_bytes(module.layers.holds(), PAGE, module.dtype))
+            weights = {address: v.get_value() for address, v in variables(module).items()}
+            most = int(room_for_cache(weights) // page_bytes(module.layers.holds(), PAGE, module.dtype))
             pages = max(-(-room.context // PAGE), min(room.pages, most))
             settings = EngineSettings(slots=room.slots, page=PAGE, pages=pages, context=room.context)
             self._engine, self._room = Engine(module, settings), room

@@ -16,8 +16,8 @@ class EngineSettings(Settings):
     page: int = Field(16, gt=0)
     """Tokens per page of the cache."""
     pages: int | None = Field(None, gt=0)
-    """Number of pages of the cache. By default enough for `slots` sequences of `context` tokens, but at most 4 GB, or what one
-    sequence needs if that is more."""
+    """Number of pages of the cache. By default enough for `slots` sequences of `context` tokens, but on a CPU at most 4 GB and a
+    quarter of the free memory, elsewhere at most 0.8 of what the weights leave; or what one sequence needs if that is more."""
     context: int | None = Field(None, gt=0)
     """Longest sequence in tokens, prompt and answer; by default the model's context."""
     budget: int = Field(512, ge=ROW)

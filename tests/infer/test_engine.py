@@ -2,6 +2,7 @@
 cut and pages run out."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from argosy.infer.lm import LM
 from argosy.infer.sample import Sampling, choose, penalized, streams, table
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
+from argosy.models.parts.cache import page_bytes
 from argosy.models.parts.stack import Scan, from_layers
 from argosy.models.parts.weight import put, split
 
@@ -317,3 +319,14 @@ def test_bad_requests_are_refused_before_they_wait(engine: Engine):
     assert not engine.busy
     with pytest.raises(BadInput, match="holds no sequence"):
         Engine(engine.model, EngineSettings(context=96, page=8, pages=3))
+
+
+def test_the_cache_takes_a_share_of_the_memory_that_is_free(lm: LM, monkeypatch: pytest.MonkeyPatch):
+    how = EngineSettings(slots=8, page=8, context=64)
+    one = page_bytes(lm.module.layers.holds(), 8, lm.module.dtype)
+    for free, pages in ((4 * 20 * one, 20), (0, 8), (None, 64)):
+        monkeypatch.setattr(engine_module, "memory_bytes", lambda free=free: (None, free))
+        assert Engine(lm.module, how).pages.count == pages
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 1000.0, "bytes_in_use": 200.0})
+    monkeypatch.setattr(engine_module.jax, "Array", SimpleNamespace)
+    assert engine_module.room_for_cache({"w": SimpleNamespace(devices=lambda: {device})}) == 640

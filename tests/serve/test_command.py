@@ -162,3 +162,4 @@ def test_the_command_says_when_it_is_ready_and_drains_on_sigterm():
             with contextlib.suppress(OSError):
                 process.kill()
     assert any("temperature=1.0" in line for line in told)
+    assert "cache: 16,384 tokens of 32 sequences of at most 512, 20.0 MiB\n" in told
