@@ -4,6 +4,7 @@ cut and pages run out."""
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -327,6 +328,6 @@ def test_the_cache_takes_a_share_of_the_memory_that_is_free(lm: LM, monkeypatch:
     for free, pages in ((4 * 20 * one, 20), (0, 8), (None, 64)):
         monkeypatch.setattr(engine_module, "memory_bytes", lambda free=free: (None, free))
         assert Engine(lm.module, how).pages.count == pages
-    device = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 1000.0, "bytes_in_use": 200.0})
+    device = Mock(platform="gpu", memory_stats=lambda: {"bytes_limit": 1000.0, "bytes_in_use": 200.0})
     monkeypatch.setattr(engine_module.jax, "Array", SimpleNamespace)
     assert engine_module.room_for_cache({"w": SimpleNamespace(devices=lambda: {device})}) == 640
