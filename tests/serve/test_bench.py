@@ -355,6 +355,7 @@ def test_two_servers_alternate_and_are_compared():
     assert "2.000" in text
 
 
+@pytest.mark.slow
 def test_a_server_may_be_compared_with_itself(url: str, capsys: pytest.CaptureFixture[str]):
     words = f"against={url} num_prompts=2 input_len=24 output_len=2 rounds=1 seed=9"
     assert main(["bench", "serve", url, *words.split(), "--json"]) == 0

@@ -148,6 +148,7 @@ def test_the_last_word_has_the_loss_of_a_plain_loop(lm: LM):
         assert one.values == {"acc": float(greedy), "loss": pytest.approx(-logprob, abs=ATOL)}
 
 
+@pytest.mark.slow
 def test_greedy_is_true_of_what_greedy_decoding_gives_and_false_one_token_later(lm: LM):
     context = list(b"to be or not")
     answer = lm.generate([context], 6, ignore_eos=True)[0].tokens
@@ -321,6 +322,7 @@ def test_answers_are_what_the_engine_generates_and_stop_where_the_task_says(lm: 
     assert texts == [one.text for one in expected]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_leaves_no_room_keeps_its_end(lm: LM):
     row = {"context": "x" * 200 + " 1 + 1 =", "continuation": " 2"}
     texts, cut = generation.answers(lm, planned("simple_arithmetic", [row]), EvalSettings(max_tokens=80), quiet)
@@ -345,6 +347,7 @@ def test_a_question_is_the_message_of_a_user_and_a_choice_the_whole_reply(chats:
     np.testing.assert_allclose(found[0].answer["logprobs"], expected, atol=ATOL)
 
 
+@pytest.mark.slow
 def test_a_chat_answer_ends_with_its_turn_and_not_at_a_stop_string(chats: LM, monkeypatch: pytest.MonkeyPatch):
     row = {"context": "1 + 1 =", "continuation": " 2"}
     monkeypatch.setattr(generation, "CHAT", 20)
