@@ -22,7 +22,7 @@ from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App
 from argosy.serve.front import Front
-from argosy.serve.metrics import Metrics
+from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import Limits, ServeSettings
 
@@ -66,7 +66,7 @@ def alone(lm: LM, prompt: str | list[int], most: int, seed: int = 0, ends: froze
 def serving(lm: LM, limits: Limits = LIMITS, **defaults: Any) -> Iterator[Service]:
     """A service whose thread ends with the block, and with no page in use."""
     engine = Engine(lm.module, SIZES)
-    front = Front(engine, limits, Metrics("tiny", engine))
+    front = Front(engine, limits, EngineMetrics("tiny", engine))
     front.start()
     try:
         yield Service(lm, "tiny", front, limits, {"temperature": 1.0} | defaults, Random(0))
