@@ -165,7 +165,8 @@ class Encoder:
             dimensions: numbers to keep of each; None: all.
         """
         vectors = vectors[:, :dimensions]
-        return unit(vectors) if (self.steps.normalize if normalize is None else normalize) else vectors
+        scaled = self.steps.normalize if normalize is None else normalize
+        return unit(vectors) if scaled else vectors
 
 
 def unit(vectors: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N D"]:

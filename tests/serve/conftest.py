@@ -21,6 +21,7 @@ from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App
+from argosy.serve.encoder import EncoderService
 from argosy.serve.front import Front
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
@@ -116,7 +117,7 @@ def url(service: Service) -> Iterator[str]:
 
 
 @contextmanager
-def listening(service: Service, **settings: Any) -> Iterator[str]:
+def listening(service: Service | EncoderService, **settings: Any) -> Iterator[str]:
     """A real server in a thread, on a free port of the loopback, until the block ends."""
     how = ServeSettings(port=0, drain=5, **settings)
     listener, stop, ready = run.bound(how), threading.Event(), threading.Event()
