@@ -191,8 +191,8 @@ class EncoderService(Served[EncoderFront]):
         return self.front.engine.context
 
     @property
-    def about(self) -> str:
-        return f"{self.name}: vectors of {self.lm.config.width} numbers for texts of up to {self.context} tokens"
+    def about(self) -> list[str]:
+        return [f"{self.name}: vectors of {self.lm.config.width} numbers for texts of up to {self.context} tokens"]
 
     def tokenized(self, text: str, special: bool) -> list[int]:
         try:

@@ -41,8 +41,8 @@ class Served(Generic[F]):
         raise NotImplementedError
 
     @property
-    def about(self) -> str:
-        """What a user should know of it when the server starts."""
+    def about(self) -> list[str]:
+        """What a user should know of it when the server starts, a line each."""
         raise NotImplementedError
 
     def tokenized(self, text: str, special: bool) -> list[int]:
@@ -91,9 +91,10 @@ class Service(Served[Front]):
         return self.front.engine.context
 
     @property
-    def about(self) -> str:
+    def about(self) -> list[str]:
         told = " ".join(f"{key}={value}" for key, value in self.defaults.items())
-        return f"{self.name}: requests that say nothing are sampled with {told}"
+        sampled = f"{self.name}: requests that say nothing are sampled with {told}"
+        return [sampled, f"cache: {self.front.engine.described()}"]
 
     def tokenized(self, text: str, special: bool) -> list[int]:
         if text:

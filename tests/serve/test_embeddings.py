@@ -425,7 +425,7 @@ def test_each_kind_has_its_service(encoder: LM, lm: LM):
     service = run.serving(encoder, "small", ServeSettings(warm_up=False), None)
     service.front.close()
     assert isinstance(service, EncoderService)
-    assert service.about == "small: vectors of 44 numbers for texts of up to 40 tokens"
+    assert service.about == ["small: vectors of 44 numbers for texts of up to 40 tokens"]
 
 
 # ---------------------------------------------------------------- MiniLM, trained
