@@ -419,6 +419,27 @@ EDITS = [
         ("tests/serve/test_front.py::test_leaving_an_answer_frees_its_pages_before_the_next_step",),
     ),
     Edit(
+        "texts of a client that left are computed",
+        "argosy/serve/encoder.py",
+        "if texts.left and not texts.over]",
+        "if texts.left]",
+        ("tests/serve/test_embeddings.py::test_a_client_that_leaves_has_nothing_computed",),
+    ),
+    Edit(
+        "a client with many texts served to its end first",
+        "argosy/serve/encoder.py",
+        "            turns.append(turns.pop(0))\n",
+        "",
+        ("tests/serve/test_embeddings.py::test_clients_take_turns",),
+    ),
+    Edit(
+        "the last numbers of a vector kept",
+        "argosy/infer/embed.py",
+        "vectors[:, :dimensions]",
+        "vectors[:, -(dimensions or 0) :]",
+        ("tests/serve/test_embeddings.py::test_vectors_are_cut_where_the_folder_allows_it_before_they_are_scaled",),
+    ),
+    Edit(
         "one seed for all requests without one",
         "argosy/serve/service.py",
         "self.seeds.getrandbits(63) if",

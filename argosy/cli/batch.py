@@ -121,7 +121,7 @@ def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[Transport, 
         lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.engine.context)
         limits = Limits(queue=NO_LIMIT, queue_tokens=2**62, seconds=NO_LIMIT)
         how = ServeSettings(engine=settings.engine, limits=limits, warm_up=False, seed=settings.seed)
-        service = run.service_of(lm, settings.name or Path(model).resolve().name, how, doing)
+        service = run.serving(lm, settings.name or Path(model).resolve().name, how, doing)
     service.front.engine.say = None
     try:
         yield Inside(App(service).asgi), 1

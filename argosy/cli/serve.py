@@ -46,12 +46,11 @@ def serve(
         doing(f"loading {model}")
         lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.engine.context)
         name = settings.name or Path(model).resolve().name
-        service = run.service_of(lm, name, settings, doing)
+        service = run.serving(lm, name, settings, doing)
     # A line that replaces itself would stay on the terminal.
     service.front.engine.say = lambda what: say(f"{what} ...")
-    told = " ".join(f"{key}={value}" for key, value in service.defaults.items())
-    say(f"{name}: requests that say nothing are sampled with {told}")
-    say(f"cache: {service.front.engine.described()}")
+    for line in service.about:
+        say(line)
     url = run.address_of(listener, settings)
     with signals.asked_to_stop("finishing what runs; again to end now") as stop:
         run.serve(service, settings, listener, stop=stop, ready=lambda: say(f"ready on {url}"))

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from argosy.core.errors import BadInput, Damaged
+from argosy.core.progress import Say, telling
 from argosy.data.tokenizers.config import read_object, read_text
 from argosy.infer.lm import LM, Prompt
 from argosy.infer.sequences import bucket
@@ -64,10 +65,6 @@ def embed(
         BadInput: the model is not an encoder, there is text but no tokenizer, ids are outside the vocabulary, or a step is not
             built.
     """
-    if lm.config.causal:
-        raise BadInput(
-            "this model predicts tokens and is not an encoder", hint="use lm.logits and lm.generate"
-        )
     if isinstance(texts, str):
         raise BadInput("embed takes a list of texts, not one text", hint="embed([text])")
     if any(isinstance(text, int | np.integer) for text in texts):
@@ -76,43 +73,105 @@ def embed(
         raise BadInput(f"pooling `{pooling}` is not built", hint=f"one of {', '.join(POOLINGS)}")
     if batch < 1:
         raise BadInput(f"batch = {batch}", hint="at least 1")
-    steps = Steps() if lm.companions is None else read_steps(lm.companions, pooling)
-    rows = ids_of(lm, texts, steps)
-    model = lm.sequences()
-    pooled, weights = _pooled(model.graph, lm.module.dtype, pooling or steps.pooling), model.weights()
+    encoder = Encoder(lm, pooling)
+    rows = encoder.ids(texts, encoder.context)
     out = np.zeros((len(rows), lm.config.width), np.float32)
     # The longest first: if one does not fit in memory, that fails at once.
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
     for at in range(0, len(order), batch):
         chosen = order[at : at + batch]
-        vectors = pooled(weights, *_padded([rows[row] for row in chosen], lm.config.context))
-        out[chosen] = np.asarray(vectors)[: len(chosen)]
-    if steps.normalize if normalize is None else normalize:
-        out /= np.maximum(np.linalg.norm(out, axis=1, keepdims=True), 1e-12)
-    return out
+        out[chosen] = encoder.pooled([rows[row] for row in chosen])
+    return encoder.finished(out, normalize)
 
 
-def ids_of(lm: LM, texts: Sequence[Prompt], steps: Steps) -> list[list[int]]:
-    """The ids of each text: the tokenizer's between [CLS] and [SEP], cut to the longest sequence.
+class Encoder:
+    """An encoder with the steps of its folder, one step at a time: texts to ids, ids to pooled vectors, and those to the result. The
+    weights are those that the model has now.
+
+    Args:
+        pooling: overrides the folder's.
+        say: called with what is being compiled, if that takes longer than a second.
 
     Raises:
-        BadInput: there is no tokenizer, or it has no such tokens; ids outside the vocabulary, or none.
+        BadInput: the model is not an encoder, or its folder asks for a step that is not built.
     """
-    rows = [[] if isinstance(text, str) else lm.encode(text) for text in texts]
-    strings = [i for i, text in enumerate(texts) if isinstance(text, str)]
-    if strings:
-        first, last = frame(lm)
-        most = max(min(steps.tokens or lm.config.context, lm.config.context) - 2, 0)
-        whole = [steps.prompt + str(texts[i]).strip() for i in strings]
-        for i, ids in zip(
-            strings, lm.tokenizer.encode_many([t.lower() if steps.lower else t for t in whole]), strict=True
-        ):
-            rows[i] = [first, *ids[:most], last]
-    for row in rows:
-        if not row:
-            raise BadInput("a text without tokens", hint="a sequence has at least its [CLS]")
-        lm._check(row, len(row))
-    return rows
+
+    def __init__(self, lm: LM, pooling: str | None = None, say: Say | None = None):
+        if lm.config.causal:
+            raise BadInput(
+                "this model predicts tokens and is not an encoder", hint="use lm.logits and lm.generate"
+            )
+        self.lm, self.say = lm, say
+        self.steps = Steps() if lm.companions is None else read_steps(lm.companions, pooling)
+        self.context = min(self.steps.tokens or lm.config.context, lm.config.context)
+        model = lm.sequences()
+        self._program = _pooled(model.graph, lm.module.dtype, pooling or self.steps.pooling)
+        self._weights = model.weights()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def ids(self, texts: Sequence[Prompt], most: int | None = None, *, special: bool = True) -> list[list[int]]:
+        """The ids of each text: the tokenizer's between [CLS] and [SEP]. Texts that are token ids stay as they are.
+
+        Args:
+            most: the longest sequence; longer texts lose their end, but not their [SEP]. None: any length.
+            special: puts [CLS] before a text and [SEP] after it.
+
+        Raises:
+            BadInput: there is no tokenizer, or it has no such tokens; ids outside the vocabulary, or none; more than the context.
+        """
+        rows = [[] if isinstance(text, str) else self.lm.encode(text) for text in texts]
+        strings = [i for i, text in enumerate(texts) if isinstance(text, str)]
+        if strings:
+            first, last = frame(self.lm)
+            whole = [self.steps.prompt + str(texts[i]).strip() for i in strings]
+            found = self.lm.tokenizer.encode_many([t.lower() if self.steps.lower else t for t in whole])
+            for i, ids in zip(strings, found, strict=True):
+                if special:
+                    rows[i] = [first, *(ids if most is None else ids[: max(most - 2, 0)]), last]
+                else:
+                    rows[i] = ids[:most]
+        for row in rows:
+            if not row:
+                raise BadInput("a text without tokens", hint="a sequence has at least its [CLS]")
+            self.lm._check(row, 0 if most is None else len(row))
+        return rows
+
+    def pooled(self, rows: Sequence[Sequence[int]], shape: tuple[int, int] | None = None) -> Float[np.ndarray, "N D"]:
+        """The pooled vectors of these sequences, in one forward pass.
+
+        Args:
+            shape: rows and tokens to pad to; None: the next power of two, and the next length that programs are compiled for.
+        """
+        longest = max(map(len, rows))
+        shape = shape or (row_bucket(len(rows)), max(longest, min(bucket(longest), self.lm.config.context)))
+        tokens = np.zeros(shape, np.int32)
+        segments = np.zeros_like(tokens)
+        for row, ids in enumerate(rows):
+            tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
+        if shape in self.shapes:
+            return np.asarray(self._program(self._weights, tokens, segments))[: len(rows)]
+        with telling(self.say, f"compiling {shape[0]} x {shape[1]} tokens"):
+            vectors = np.asarray(self._program(self._weights, tokens, segments))[: len(rows)]
+        self.shapes.add(shape)
+        return vectors
+
+    def finished(
+        self, vectors: Float[np.ndarray, "N D"], normalize: bool | None = None, dimensions: int | None = None
+    ) -> Float[np.ndarray, "N d"]:
+        """Pooled vectors, cut to their first dimensions and then scaled.
+
+        Args:
+            normalize: scales vectors to length 1; None: as the folder says.
+            dimensions: numbers to keep of each; None: all.
+        """
+        vectors = vectors[:, :dimensions]
+        scaled = self.steps.normalize if normalize is None else normalize
+        return unit(vectors) if scaled else vectors
+
+
+def unit(vectors: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N D"]:
+    """The vectors at length 1."""
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
 def frame(lm: LM) -> tuple[int, int]:
@@ -190,16 +249,6 @@ def _prompt(config: Mapping[str, Any]) -> str:
 
 
 # ---------------------------------------------------------------- numbers
-
-
-def _padded(rows: list[list[int]], context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and segments [B T], with B and T rounded up to the sizes that programs are compiled for."""
-    longest = max(map(len, rows))
-    tokens = np.zeros((row_bucket(len(rows)), max(longest, min(bucket(longest), context))), np.int32)
-    segments = np.zeros_like(tokens)
-    for row, ids in enumerate(rows):
-        tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
-    return tokens, segments
 
 
 def row_bucket(rows: int) -> int:

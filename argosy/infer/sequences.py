@@ -35,9 +35,9 @@ class Scores(NamedTuple):
     greedy: Bool[np.ndarray, " S"]
 
 
-def bucket(length: int) -> int:
+def bucket(length: int, shortest: int = SHORTEST) -> int:
     """The next length that programs are compiled for: powers of two and the midpoints between them."""
-    size = SHORTEST
+    size = shortest
     while size < length:
         if size * 3 // 2 >= length:
             return size * 3 // 2

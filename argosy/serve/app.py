@@ -17,16 +17,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from argosy.infer.grammar import COMPILING
-from argosy.serve import chat, completions
+from argosy.serve import chat, completions, embeddings
+from argosy.serve.admission import died, shutting_down
 from argosy.serve.answer import Job
 from argosy.serve.body import read_json
 from argosy.serve.choice import Names
+from argosy.serve.encoder import EncoderFront, EncoderService
 from argosy.serve.errors import ApiError, Json
 from argosy.serve.fields import Detokenize, Tokenize
-from argosy.serve.front import died, shutting_down
 from argosy.serve.guard import Guard
 from argosy.serve.metrics import CONTENT_TYPE
-from argosy.serve.service import Service
+from argosy.serve.service import Served, Service
 from argosy.serve.sse import while_connected
 
 
@@ -37,7 +38,7 @@ class App:
         key: the API key, None for none. local: see `Guard`.
     """
 
-    def __init__(self, service: Service, *, key: str | None = None, local: bool = False):
+    def __init__(self, service: Service | EncoderService, *, key: str | None = None, local: bool = False):
         self.service = service
         # One thread: tokenizers are not known to be safe in several. Rendering a template may take seconds.
         self._slow = ThreadPoolExecutor(1, "prepare")
@@ -45,8 +46,7 @@ class App:
         self._compiling = ThreadPoolExecutor(2 * COMPILING, "compile")
         post, get = ["POST"], ["GET"]
         routes = [
-            Route("/v1/completions", self._generating(completions.prepare), methods=post),
-            Route("/v1/chat/completions", self._generating(chat.prepare), methods=post),
+            *self._answering(),
             Route("/v1/models", self.models, methods=get),
             Route("/v1/models/{name:path}", self.model, methods=get),
             Route("/tokenize", self._computing(tokenize), methods=post),
@@ -61,7 +61,33 @@ class App:
         handlers = {ApiError: refused, HTTPException: no_route, ClientDisconnect: gone, Exception: broken}
         self.asgi = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
 
-    # ---------------------------------------------------------------- generating
+    # ---------------------------------------------------------------- answers
+
+    def _answering(self) -> list[Route]:
+        """The routes of both kinds of models; those of the other kind say why they answer nothing."""
+        encodes = isinstance(self.service, EncoderService)
+        routes = []
+        for path, prepare in GENERATING.items():
+            routes.append(Route(path, self._other_kind if encodes else self._generating(prepare), methods=["POST"]))
+        for path, prepare in ENCODING.items():
+            routes.append(Route(path, self._encoding(prepare) if encodes else self._other_kind, methods=["POST"]))
+        return routes
+
+    async def _other_kind(self, request: Request) -> Response:
+        name = f"`{self.service.name}`"
+        if isinstance(self.service, EncoderService):
+            what = f"{name} is an encoder and generates no text; it answers /v1/embeddings, /score and /rerank"
+        else:
+            what = f"{name} generates text and is not an encoder; it answers /v1/completions and /v1/chat/completions"
+        raise ApiError(what, status=404, code="wrong_kind_of_model")
+
+    def _encoding(self, prepare: Callable[[EncoderService, Any], embeddings.Job]) -> Any:
+        async def route(request: Request) -> Response:
+            job = await self._prepared(request, prepare)
+            front: EncoderFront = self.service.front  # pyright: ignore[reportAssignmentType]
+            return Json(job.document(await while_connected(request.receive, front.vectors(job.rows))))
+
+        return route
 
     def _generating(self, prepare: Callable[[Service, Any], Job]) -> Any:
         async def route(request: Request) -> Response:
@@ -72,13 +98,13 @@ class App:
 
         return route
 
-    def _computing(self, work: Callable[[Service, Any], Any]) -> Any:
+    def _computing(self, work: Callable[[Any, Any], Any]) -> Any:
         async def route(request: Request) -> Response:
             return Json(await self._prepared(request, work))
 
         return route
 
-    async def _prepared(self, request: Request, work: Callable[[Service, Any], Any]) -> Any:
+    async def _prepared(self, request: Request, work: Callable[[Any, Any], Any]) -> Any:
         body = await read_json(request, self.service.limits)
         return await asyncio.get_running_loop().run_in_executor(self._slow, work, self.service, body)
 
@@ -117,7 +143,16 @@ class App:
         return Response(self.service.front.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
-def tokenize(service: Service, body: Any) -> dict[str, Any]:
+# What each route does with a body.
+GENERATING = {"/v1/completions": completions.prepare, "/v1/chat/completions": chat.prepare}
+ENCODING = {
+    "/v1/embeddings": embeddings.prepare,
+    **dict.fromkeys(("/score", "/v1/score"), embeddings.prepare_score),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), embeddings.prepare_rerank),
+}
+
+
+def tokenize(service: Served[Any], body: Any) -> dict[str, Any]:
     """/tokenize: the token ids of a text or of a conversation."""
     fields = Tokenize.of(body)
     service.check_model(fields.model)
@@ -125,16 +160,14 @@ def tokenize(service: Service, body: Any) -> dict[str, Any]:
         raise ApiError("give `prompt` or `messages`", param="prompt")
     if fields.messages is not None:
         ids = service.chat_prompt(chat.plain(fields.messages), fields.tools)
-    elif fields.prompt:
-        ids = service.encode(fields.prompt, fields.add_special_tokens)
     else:
-        ids = service.lm.encode("") if fields.add_special_tokens and service.lm.tokenizer else []
+        ids = service.tokenized(fields.prompt or "", fields.add_special_tokens)
     names = Names(service.lm.tokenizer, False)
     strings = [names(token) for token in ids] if fields.return_token_strs else None
     return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": strings}
 
 
-def detokenize(service: Service, body: Any) -> dict[str, Any]:
+def detokenize(service: Served[Any], body: Any) -> dict[str, Any]:
     """/detokenize: the text of token ids."""
     fields = Detokenize.of(body)
     service.check_model(fields.model)

@@ -32,8 +32,11 @@ def prepare(service: Service, body: Any) -> Job:
     return Job(service, fields, prompts, requests, Shape(service, fields, texts, prompts), wanted)
 
 
-def several(prompt: Any) -> list[str | list[int]]:
+def several(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
     """The prompts: a text, several texts, token ids, or several lists of token ids.
+
+    Args:
+        name: of the field, for errors.
 
     Raises:
         ApiError: something else.
@@ -45,7 +48,7 @@ def several(prompt: Any) -> list[str | list[int]]:
             return [prompt]
         if all(isinstance(one, str) or (isinstance(one, list) and one and all(map(_is_id, one))) for one in prompt):
             return prompt
-    raise ApiError("`prompt` is a text, a list of texts, a list of token ids, or a list of such lists", param="prompt")
+    raise ApiError(f"`{name}` is a text, a list of texts, a list of token ids, or a list of such lists", param=name)
 
 
 def _is_id(value: Any) -> bool:

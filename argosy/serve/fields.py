@@ -6,7 +6,7 @@ is not supported (`best_of=1`), because clients send it with everything.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -206,3 +206,39 @@ class Detokenize(Fields):
 
     model: str | None = None
     tokens: list[int]
+
+
+class Vectors(Fields):
+    """The fields that the routes of an encoder share.
+
+    truncate_prompt_tokens: the most tokens of a text, whose end is cut; -1: as many as the model takes.
+    """
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    request_id: str | None = Field(None, min_length=1, max_length=128, pattern="^[!-~]*$")
+
+
+class Embeddings(Vectors):
+    """A body of /v1/embeddings."""
+
+    # Its four forms are told apart in `embeddings`.
+    input: Any
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+    add_special_tokens: bool = True
+
+
+class Score(Vectors):
+    """A body of /score."""
+
+    text_1: Annotated[list[str], BeforeValidator(_several)]
+    text_2: Annotated[list[str], BeforeValidator(_several)]
+
+
+class Rerank(Vectors):
+    """A body of /rerank. top_n: how many of the documents to return; 0: all."""
+
+    query: str
+    documents: list[str] = Field(min_length=1)
+    top_n: int = Field(0, ge=0)

@@ -10,21 +10,17 @@ A reader that is slow delays nobody: its events wait in a queue, which the conte
 """
 
 import asyncio
-import sys
-import threading
 import time
-import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
-from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.infer.engine import Engine, Event, Request
-from argosy.serve.errors import ApiError, of_input, unavailable
-from argosy.serve.metrics import Metrics
+from argosy.serve.admission import Admission, died, timed_out
+from argosy.serve.errors import ApiError, of_input
+from argosy.serve.metrics import EngineMetrics
 from argosy.serve.settings import Limits
 
 
@@ -102,34 +98,17 @@ class Answers:
         return self.rows[place].reused
 
 
-class Front:
+class Front(Admission[Answers, EngineMetrics]):
     """The thread around an engine, and admission to it.
 
     Args:
         metrics: updated as tokens come.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
-        self.engine, self.limits, self.metrics = engine, limits, metrics
-        self.failure: Exception | None = None
-        self.draining = False
-        self.waiting, self.waiting_tokens = 0, 0
-        self.opened: set[Answers] = set()
-        self._empty: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        # None ends the thread.
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+    def __init__(self, engine: Engine, limits: Limits, metrics: EngineMetrics):
+        super().__init__(limits, metrics)
+        self.engine = engine
         self._rows: dict[int, Row] = {}
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread. From now on nobody else may call the engine."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ends the thread after the current step."""
-        self._tasks.put(None)
-        self._thread.join()
 
     # ---------------------------------------------------------------- the event loop's side
 
@@ -141,7 +120,7 @@ class Front:
             ApiError: the engine refuses one of them, too many wait already, the server is shutting down, or the engine has died.
         """
         self._loop = asyncio.get_running_loop()
-        self._check(requests)
+        self._check([len(r.tokens) for r in requests])
         answers = Answers(self, requests)
         self.opened.add(answers)
         self.waiting += len(requests)
@@ -163,38 +142,12 @@ class Front:
             for row in answers.rows:
                 if not row.done:
                     self.end(row, "abort")
-            self.opened.discard(answers)
-            if self._empty is not None and not self.opened:
-                self._empty.set()
-
-    def _check(self, requests: Sequence[Request]) -> None:
-        if self.failure is not None:
-            raise died()
-        if self.draining:
-            raise shutting_down()
-        tokens = sum(len(r.tokens) for r in requests)
-        many = self.waiting + len(requests) > self.limits.queue
-        long = self.waiting_tokens + tokens > self.limits.queue_tokens
-        if self.waiting and (many or long):
-            self.metrics.rejections.inc()
-            raise unavailable("too many requests wait already, try again later", "queue_full")
+            self._closed(answers)
 
     def end(self, row: Row, reason: str) -> None:
         """Ends a row early: the engine forgets it before its next step."""
         self._tasks.put(lambda: self._abort(row))
         self._over(row, reason, time.monotonic())
-
-    async def drain(self, seconds: float) -> None:
-        """Refuses new requests, and returns when those that run have ended; after `seconds` they are ended with an error."""
-        self.draining = True
-        self._empty = asyncio.Event()
-        if not self.opened:
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._empty.wait()
-        for answers in list(self.opened):
-            answers.fail(shutting_down())
 
     def _take(self, news: News) -> None:
         """Hands what a step made to its readers."""
@@ -202,7 +155,7 @@ class Front:
             if row.began is None and not row.done:
                 row.reused = reused
                 self._begin(row, news.now)
-                self.metrics.began(len(row.request.tokens), reused, news.now - row.answers.arrived)
+                self.metrics.admitted(len(row.request.tokens), reused, news.now - row.answers.arrived)
         for row, event in news.events:
             if row.done:
                 continue
@@ -226,12 +179,7 @@ class Front:
         if row.began is None:
             self._begin(row, now)
         row.done = True
-        self.metrics.ended(reason, row.made, now - row.answers.arrived)
-
-    def _broke(self, error: Exception) -> None:
-        self.failure = error
-        for answers in list(self.opened):
-            answers.fail(died())
+        self.metrics.answered(reason, row.made, now - row.answers.arrived)
 
     # ---------------------------------------------------------------- the thread's side
 
@@ -245,10 +193,7 @@ class Front:
             try:
                 self._report(self.engine.step())
             except Exception as error:
-                # The state of the engine is unknown: it is never stepped again, and /health says so.
-                traceback.print_exc(file=sys.stderr)
-                self.failure = error
-                self._tell(lambda error=error: self._broke(error))
+                self._failed(error)
 
     def _add(self, answers: Answers, added: "Future[None]") -> None:
         if not added.set_running_or_notify_cancel():
@@ -286,21 +231,3 @@ class Front:
                 del self._rows[event.id]
         if began or mine:
             self._tell(lambda: self._take(News(now, began, mine)))
-
-    def _tell(self, what: Callable[[], Any]) -> None:
-        # The loop is closed if the server ends while a step is under way: nobody is left to hear of it.
-        if self._loop is not None:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(what)
-
-
-def timed_out(seconds: float) -> ApiError:
-    return ApiError(f"the request took more than {seconds:g} seconds", status=504, code="timeout")
-
-
-def shutting_down() -> ApiError:
-    return unavailable("the server is shutting down", "shutting_down")
-
-
-def died() -> ApiError:
-    return unavailable("the engine has stopped after an error", "engine_dead", retry=60)

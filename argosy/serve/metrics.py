@@ -4,6 +4,7 @@ A name is here only if it means what it means there. The event loop alone update
 are asked for.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -25,44 +26,33 @@ LABELS = ("model_name", "engine")
 
 
 class Metrics:
-    """The metrics of one model."""
+    """The metrics that every kind of model has.
 
-    def __init__(self, model: str, engine: "Engine"):
+    Args:
+        model: its name.
+        compiled: the number of programs compiled so far.
+    """
+
+    def __init__(self, model: str, compiled: Callable[[], int]):
         self.registry = CollectorRegistry()
         self._labels = (model, "0")
-        self.engine = engine
-        self._preemptions = 0
-        scheduler, pages = engine.scheduler, engine.pages
-        self._gauge("num_requests_running", "Answers being generated.").set_function(lambda: len(scheduler.running))
-        self._gauge("num_requests_waiting", "Answers that wait.").set_function(lambda: scheduler.waiting)
-        self._gauge("kv_cache_usage_perc", "Share of the cache's pages in use, 0 to 1.").set_function(
-            lambda: pages.used
-        )
+        self._seen: dict[Counter, int] = {}
+        self._compiled = compiled
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the answers that began.")
-        self.cached_tokens = self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.")
-        self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there.")
-        self.preemptions = self._counter(
-            "num_preemptions", "Answers whose cache was given to others and computed again."
-        )
         self.rejections = self._counter("admission_rejections", "Requests refused because the queue is full.")
         self._ended = Counter(
             "vllm:request_success", "Answers that ended.", (*LABELS, "finished_reason"), registry=self.registry
         )
-        self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
-        self.between = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN_S)
         self.whole = self._histogram("e2e_request_latency_seconds", "Arrival to end.", REQUEST_S)
         self.queued = self._histogram(
             "request_queue_time_seconds", "Arrival to the first step of an answer.", REQUEST_S
         )
         self.prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self.generation = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         compilations = Counter(
             "argosy:compilations", "Programs compiled since the server is ready.", LABELS, registry=self.registry
         )
         self.compilations = compilations.labels(*self._labels)
-        self._compilations = engine.stats.compilations
+        self._seen[self.compilations] = compiled()
 
     def _gauge(self, name: str, about: str) -> Gauge:
         return Gauge(f"vllm:{name}", about, LABELS, registry=self.registry).labels(*self._labels)
@@ -74,27 +64,75 @@ class Metrics:
         histogram = Histogram(f"vllm:{name}", about, LABELS, buckets=buckets, registry=self.registry)
         return histogram.labels(*self._labels)
 
-    def began(self, prompt: int, reused: int, queued: float) -> None:
-        """An answer takes part in its first step, `queued` seconds after it arrived; `reused` of its prompt tokens were cached."""
+    def began(self, prompt: int, queued: float) -> None:
+        """An answer takes part in its first step, `queued` seconds after it arrived."""
         self.prompt_tokens.inc(prompt)
-        self.cache_queries.inc(prompt)
-        self.cached_tokens.inc(reused)
-        self.cache_hits.inc(reused)
         self.prompt.observe(prompt)
         self.queued.observe(queued)
 
-    def ended(self, reason: str, generated: int, seconds: float) -> None:
+    def ended(self, reason: str, seconds: float) -> None:
         """An answer ended. reason: stop, length, blocked or abort."""
         self._ended.labels(*self._labels, reason).inc()
-        self.generation.observe(generated)
         self.whole.observe(seconds)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        self._advance(self.preemptions, "_preemptions", self.engine.scheduler.preemptions)
-        self._advance(self.compilations, "_compilations", self.engine.stats.compilations)
+        self._advance(self.compilations, self._compiled())
         return generate_latest(self.registry)
 
-    def _advance(self, counter: Counter, seen: str, now: int) -> None:
-        counter.inc(now - getattr(self, seen))
-        setattr(self, seen, now)
+    def _advance(self, counter: Counter, now: int) -> None:
+        counter.inc(now - self._seen.get(counter, 0))
+        self._seen[counter] = now
+
+
+class EngineMetrics(Metrics):
+    """The metrics of a model that generates."""
+
+    def __init__(self, model: str, engine: "Engine"):
+        super().__init__(model, lambda: engine.stats.compilations)
+        self.engine = engine
+        scheduler, pages = engine.scheduler, engine.pages
+        self._gauge("num_requests_running", "Answers being generated.").set_function(lambda: len(scheduler.running))
+        self._gauge("num_requests_waiting", "Answers that wait.").set_function(lambda: scheduler.waiting)
+        self._gauge("kv_cache_usage_perc", "Share of the cache's pages in use, 0 to 1.").set_function(
+            lambda: pages.used
+        )
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.")
+        self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there.")
+        self.preemptions = self._counter(
+            "num_preemptions", "Answers whose cache was given to others and computed again."
+        )
+        self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
+        self.between = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN_S)
+        self.generation = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+
+    def admitted(self, prompt: int, reused: int, queued: float) -> None:
+        """As `began`; `reused` of the prompt tokens were found in the prefix cache."""
+        self.began(prompt, queued)
+        self.cache_queries.inc(prompt)
+        self.cached_tokens.inc(reused)
+        self.cache_hits.inc(reused)
+
+    def answered(self, reason: str, generated: int, seconds: float) -> None:
+        """As `ended`, after so many tokens."""
+        self.ended(reason, seconds)
+        self.generation.observe(generated)
+
+    def text(self) -> bytes:
+        self._advance(self.preemptions, self.engine.scheduler.preemptions)
+        return super().text()
+
+
+class EncoderMetrics(Metrics):
+    """The metrics of an encoder; its answers are the vectors of texts.
+
+    Args:
+        running, waiting: texts in the current forward pass, and those that have not begun.
+    """
+
+    def __init__(self, model: str, compiled: Callable[[], int], running: Callable[[], int], waiting: Callable[[], int]):
+        super().__init__(model, compiled)
+        self._gauge("num_requests_running", "Texts in the current forward pass.").set_function(running)
+        self._gauge("num_requests_waiting", "Texts that wait.").set_function(waiting)

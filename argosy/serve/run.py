@@ -15,12 +15,15 @@ import uvicorn
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
+from argosy.infer.embed import Encoder
 from argosy.infer.engine import Engine, Request
 from argosy.infer.lm import LM
+from argosy.serve.admission import Admission
 from argosy.serve.app import App
+from argosy.serve.encoder import EncoderFront, EncoderService, shapes_of
 from argosy.serve.front import Front
 from argosy.serve.guard import HEADER_BYTES, is_local
-from argosy.serve.metrics import Metrics
+from argosy.serve.metrics import EngineMetrics
 from argosy.serve.sampling import defaults_of
 from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings
@@ -81,9 +84,29 @@ def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> S
         engine.warm_up()
     else:
         engine.generate([Request([0], 2)])
-    front = Front(engine, settings.limits, Metrics(name, engine))
+    front = Front(engine, settings.limits, EngineMetrics(name, engine))
     front.start()
     return Service(lm, name, front, settings.limits, defaults_of(lm.generation), Random(settings.seed))
+
+
+def encoder_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> EncoderService:
+    """The encoder, its programs compiled, and its thread started.
+
+    Raises:
+        BadInput: the model predicts tokens, or its folder asks for a step that is not built.
+    """
+    encoder = Encoder(lm, say=say)
+    budget = settings.engine.budget
+    for shape in shapes_of(budget, encoder.context) if settings.warm_up else [(1, encoder.context)]:
+        encoder.pooled([[0]], shape)
+    front = EncoderFront(encoder, budget, settings.limits, name)
+    front.start()
+    return EncoderService(lm, name, front, settings.limits)
+
+
+def serving(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> Service | EncoderService:
+    """The model as a service of its kind. Errors are those of `service_of` and `encoder_of`."""
+    return (service_of if lm.config.causal else encoder_of)(lm, name, settings, say)
 
 
 def address_of(listener: socket.socket, settings: ServeSettings) -> str:
@@ -93,7 +116,7 @@ def address_of(listener: socket.socket, settings: ServeSettings) -> str:
 
 
 def serve(
-    service: Service,
+    service: Service | EncoderService,
     settings: ServeSettings,
     listener: socket.socket,
     *,
@@ -132,7 +155,12 @@ class _Server(uvicorn.Server):
     """uvicorn with our signals, and a drain during which it still answers."""
 
     def __init__(
-        self, config: uvicorn.Config, front: Front, drain: float, stop: Callable[[], Any], ready: Callable[[], object]
+        self,
+        config: uvicorn.Config,
+        front: Admission[Any, Any],
+        drain: float,
+        stop: Callable[[], Any],
+        ready: Callable[[], object],
     ):
         super().__init__(config)
         self.front, self.drain, self.stop, self.ready = front, drain, stop, ready

@@ -1,15 +1,16 @@
-"""What every route stands on: the model, the engine's front, the limits; and the checks that completions and chats share."""
+"""What the routes of a model share: the model, the thread that computes, the limits; and the checks of completions and chats."""
 
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from argosy.core.errors import ArgosyError
 from argosy.infer import engine as engines
 from argosy.infer.grammar import Crowded, Grammar
 from argosy.infer.lm import LM
+from argosy.serve.admission import Admission
 from argosy.serve.choice import Choice, Ending
 from argosy.serve.errors import ApiError, of_input, unavailable
 from argosy.serve.fields import Generation
@@ -21,31 +22,84 @@ from argosy.serve.structured import Wanted, refused
 MANY = "context_length_exceeded"
 
 
-@dataclass
-class Service:
-    """One model, served.
+F = TypeVar("F", bound=Admission[Any, Any])
 
-    name: its name in the API. defaults: sampling settings of requests that give none. seeds: draws the seed of a request without
-    one.
-    """
+
+@dataclass
+class Served(Generic[F]):
+    """One model, served: what every kind of model has. name: its name in the API."""
 
     lm: LM
     name: str
-    front: Front
+    front: F
     limits: Limits
+    created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
+
+    @property
+    def context(self) -> int:
+        """The longest sequence in tokens."""
+        raise NotImplementedError
+
+    @property
+    def about(self) -> list[str]:
+        """What a user should know of it when the server starts, a line each."""
+        raise NotImplementedError
+
+    def tokenized(self, text: str, special: bool) -> list[int]:
+        """The token ids of a text, for /tokenize.
+
+        Args:
+            special: with the special tokens that the model expects around it.
+        """
+        raise NotImplementedError
+
+    def check_model(self, name: str | None) -> None:
+        """Checks the `model` of a request.
+
+        Raises:
+            ApiError: this server has another one.
+        """
+        if name is not None and name != self.name:
+            what = f"the model `{name[:128]}` does not exist, this server has `{self.name}`"
+            raise ApiError(what, status=404, param="model", code="model_not_found")
+
+    def chat_prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+        """The token ids of a conversation. Slow: a template is rendered in a process of its own.
+
+        Raises:
+            ApiError: there is no template, or it refuses these messages.
+        """
+        try:
+            return self.lm.chat_prompt(messages, tools=tools)
+        except ArgosyError as error:
+            raise of_input(error, "messages") from None
+
+
+@dataclass
+class Service(Served[Front]):
+    """A model that generates.
+
+    defaults: sampling settings of requests that give none. seeds: draws the random seed of a request without one.
+    """
+
     defaults: dict[str, Any]
     seeds: random.Random
-    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def context(self) -> int:
         """The longest sequence in tokens, prompt and answer."""
         return self.front.engine.context
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            what = f"the model `{name[:128]}` does not exist, this server has `{self.name}`"
-            raise ApiError(what, status=404, param="model", code="model_not_found")
+    @property
+    def about(self) -> list[str]:
+        told = " ".join(f"{key}={value}" for key, value in self.defaults.items())
+        sampled = f"{self.name}: requests that say nothing are sampled with {told}"
+        return [sampled, f"cache: {self.front.engine.described()}"]
+
+    def tokenized(self, text: str, special: bool) -> list[int]:
+        if text:
+            return self.encode(text, special)
+        return self.lm.encode("") if special and self.lm.tokenizer else []
 
     def check(self, fields: Generation) -> None:
         """Checks a request against the limits.
@@ -136,17 +190,6 @@ class Service:
             raise unavailable(error.what, "grammar_queue_full") from None
         except ArgosyError as error:
             raise refused(error, wanted.param) from None
-
-    def chat_prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """The token ids of a conversation. Slow: a template is rendered in a process of its own.
-
-        Raises:
-            ApiError: there is no template, or it refuses these messages.
-        """
-        try:
-            return self.lm.chat_prompt(messages, tools=tools)
-        except ArgosyError as error:
-            raise of_input(error, "messages") from None
 
 
 # Characters of the longest tokens of published vocabularies: 128 spaces, and some margin.

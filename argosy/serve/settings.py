@@ -23,6 +23,8 @@ class Limits(Settings):
     """Prompt tokens of the answers that wait. An idle server accepts any prompt that fits the model."""
     answers: int = Field(128, gt=0)
     """Answers of one request: its prompts times n."""
+    texts: int = Field(2048, gt=0)
+    """Texts of one request to an encoder. OpenAI's limit."""
     logprobs: int = Field(20, ge=0, le=20)
     """Likeliest tokens per position, of logprobs and top_logprobs; the engine has at most 20."""
     stops: int = Field(16, ge=0)

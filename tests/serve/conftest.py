@@ -21,8 +21,9 @@ from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App
+from argosy.serve.encoder import EncoderService
 from argosy.serve.front import Front
-from argosy.serve.metrics import Metrics
+from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
 from argosy.serve.settings import Limits, ServeSettings
 
@@ -66,7 +67,7 @@ def alone(lm: LM, prompt: str | list[int], most: int, seed: int = 0, ends: froze
 def serving(lm: LM, limits: Limits = LIMITS, **defaults: Any) -> Iterator[Service]:
     """A service whose thread ends with the block, and with no page in use."""
     engine = Engine(lm.module, SIZES)
-    front = Front(engine, limits, Metrics("tiny", engine))
+    front = Front(engine, limits, EngineMetrics("tiny", engine))
     front.start()
     try:
         yield Service(lm, "tiny", front, limits, {"temperature": 1.0} | defaults, Random(0))
@@ -116,7 +117,7 @@ def url(service: Service) -> Iterator[str]:
 
 
 @contextmanager
-def listening(service: Service, **settings: Any) -> Iterator[str]:
+def listening(service: Service | EncoderService, **settings: Any) -> Iterator[str]:
     """A real server in a thread, on a free port of the loopback, until the block ends."""
     how = ServeSettings(port=0, drain=5, **settings)
     listener, stop, ready = run.bound(how), threading.Event(), threading.Event()

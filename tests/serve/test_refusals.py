@@ -234,7 +234,8 @@ def test_a_server_without_a_key_answers_to_names_of_the_loopback_only(service: S
 
 def test_what_was_not_foreseen_is_a_500_that_says_nothing(service: Service, capsys: pytest.CaptureFixture[str]):
     app = App(service)
-    app.asgi.router.routes[2].app = broken  # pyright: ignore[reportAttributeAccessIssue]
+    models: Any = next(route for route in app.asgi.router.routes if getattr(route, "path", None) == "/v1/models")
+    models.app = broken
 
     async def go() -> httpx.Response:
         transport = httpx.ASGITransport(app.asgi, raise_app_exceptions=False)

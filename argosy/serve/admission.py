@@ -1,0 +1,122 @@
+"""Which requests a server takes: limits on those that wait, the end of one that takes too long, and the drain before the server
+ends. `front.Front` and `encoder.EncoderFront` add the thread that computes."""
+
+import asyncio
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+from argosy.serve.errors import ApiError, unavailable
+from argosy.serve.metrics import Metrics
+from argosy.serve.settings import Limits
+
+
+class Opened(Protocol):
+    """What one request of a client has asked for."""
+
+    def fail(self, error: ApiError) -> None:
+        """Ends it with this error."""
+        ...
+
+
+O = TypeVar("O", bound=Opened)
+M = TypeVar("M", bound=Metrics)
+
+
+class Admission(Generic[O, M]):
+    """One thread that computes, and the requests admitted to it.
+
+    failure: the exception that stopped the thread. waiting, waiting_tokens: what has been admitted and has not begun. opened:
+    requests that have not ended.
+    """
+
+    def __init__(self, limits: Limits, metrics: M):
+        self.limits, self.metrics = limits, metrics
+        self.failure: Exception | None = None
+        self.draining = False
+        self.waiting, self.waiting_tokens = 0, 0
+        self.opened: set[O] = set()
+        self._empty: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # None ends the thread.
+        self._tasks: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread. From now on nobody else may call the engine."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after the current step."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    async def drain(self, seconds: float) -> None:
+        """Refuses new requests, and returns when those that run have ended; after `seconds` they are ended with an error."""
+        self.draining = True
+        self._empty = asyncio.Event()
+        if not self.opened:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._empty.wait()
+        for one in list(self.opened):
+            one.fail(shutting_down())
+
+    def _check(self, lengths: Sequence[int]) -> None:
+        """Checks that sequences of these lengths may wait.
+
+        Raises:
+            ApiError: too many wait already, the server is shutting down, or the thread has stopped.
+        """
+        if self.failure is not None:
+            raise died()
+        if self.draining:
+            raise shutting_down()
+        many = self.waiting + len(lengths) > self.limits.queue
+        long = self.waiting_tokens + sum(lengths) > self.limits.queue_tokens
+        if self.waiting and (many or long):
+            self.metrics.rejections.inc()
+            raise unavailable("too many requests wait already, try again later", "queue_full")
+
+    def _closed(self, one: O) -> None:
+        """A request has ended."""
+        self.opened.discard(one)
+        if self._empty is not None and not self.opened:
+            self._empty.set()
+
+    def _work(self) -> None:
+        """The thread."""
+        raise NotImplementedError
+
+    def _failed(self, error: Exception) -> None:
+        """Ends all requests, now and later: the thread does not know its state. For its `except` block."""
+        traceback.print_exc(file=sys.stderr)
+        self.failure = error
+        self._tell(self._broke)
+
+    def _broke(self) -> None:
+        for one in list(self.opened):
+            one.fail(died())
+
+    def _tell(self, what: Callable[[], Any]) -> None:
+        # The loop is closed if the server ends while a step is under way: nobody is left to hear of it.
+        if self._loop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(what)
+
+
+def timed_out(seconds: float) -> ApiError:
+    return ApiError(f"the request took more than {seconds:g} seconds", status=504, code="timeout")
+
+
+def shutting_down() -> ApiError:
+    return unavailable("the server is shutting down", "shutting_down")
+
+
+def died() -> ApiError:
+    return unavailable("the engine has stopped after an error", "engine_dead", retry=60)
