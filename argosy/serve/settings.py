@@ -82,5 +82,7 @@ class ServeSettings(Settings):
     """Prints a line per request on stderr: its path and status, never its content."""
     warm_up: bool = True
     """Compiles every program before the server is ready, so that no request waits for the compiler."""
+    web: bool = True
+    """Serves a playground and a live dashboard at `/`. The page itself needs no key; its requests do."""
     limits: Limits = Limits()
     engine: EngineSettings = EngineSettings()
