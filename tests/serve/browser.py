@@ -33,7 +33,9 @@ class Page:
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._session: str | None = None
-        threading.Thread(target=self._read, daemon=True).start()
+        self._number = 0
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -61,7 +63,7 @@ class Page:
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         """The result of a command of the protocol."""
-        number = self._number = getattr(self, "_number", 0) + 1
+        number = self._number = self._number + 1
         reply = self._replies[number] = Queue()
         message = {"id": number, "method": method, "params": params}
         if self._session is not None:
@@ -73,6 +75,12 @@ class Page:
             raise AssertionError(f"Chromium does not answer {method}") from None
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
+
+    def close(self) -> None:
+        """After the browser has ended."""
+        self._reader.join(30)
+        self._commands.close()
+        self._answers.close()
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression, awaited."""
@@ -109,7 +117,9 @@ class Page:
 
     def place(self, selector: str) -> tuple[float, float]:
         """The middle of an element, scrolled into sight."""
-        script = f"""(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: "center"}});
+        script = f"""(async () => {{ const e = document.querySelector({json.dumps(selector)});
+            e.scrollIntoView({{block: "center"}});
+            for (const _ of [1, 2]) await new Promise(requestAnimationFrame);
             const r = e.getClientRects()[0]; return [r.x + r.width / 2, r.y + r.height / 2]; }})()"""
         x, y = self.run(script)
         return x, y
@@ -154,8 +164,10 @@ def opened() -> Iterator[Page]:
             process = subprocess.Popen(words, pass_fds=(theirs_in, theirs_out), stdout=log, stderr=log)
         os.close(theirs_in)
         os.close(theirs_out)
+        page = Page(ours_out, ours_in)
         try:
-            yield Page(ours_out, ours_in)
+            yield page
         finally:
             process.terminate()
             process.wait(30)
+            page.close()

@@ -95,7 +95,7 @@ function chart([title, unit, series, most]) {
 }
 
 function drawn(lines, limit, scale, label) {
-  const width = Math.max(260, Math.min(560, innerWidth - 60)), height = 150, left = 44, right = 8, top = 8, bottom = 22;
+  const width = parseFloat(getComputedStyle($("charts")).gridTemplateColumns) || 320, height = 150, left = 44, right = 8, top = 8, bottom = 22;
   const end = readings.at(-1).at;
   // At first the time axis is one minute, then as long as the history.
   const span = Math.min(HISTORY_MS, Math.max(60_000, 60_000 * Math.ceil((end - readings[0].at) / 60_000)));
@@ -126,13 +126,13 @@ function drawn(lines, limit, scale, label) {
     // A line of length 0 makes a lone point a dot.
     parts.push(make("path", { class: `line s${i}`, d: path.replace(/M([^ML]+)(?=M|$)/g, "M$1h0") }));
   });
-  return make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, ...parts);
+  return make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label }, ...parts);
 }
 
-/** The next number of 1, 2, 5 times a power of ten; at least 1, so that counts of 0 have an axis. */
+/** The end of an axis: an even number with few digits, since half of it is written too. */
 function nice(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
-  return [1, 2, 5, 10].map(times => times * power).find(bound => bound >= value);
+  return [2, 4, 6, 8, 10].map(times => times * power).find(bound => bound >= value);
 }
 
 setInterval(read, EVERY_MS);

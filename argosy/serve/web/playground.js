@@ -17,7 +17,9 @@ const NUMBERS = [
   ["max_tokens", "Max tokens", 1, 1, 2 ** 31 - 1],
   ["seed", "Seed", 1, -(2 ** 53), 2 ** 53],
 ];
-const NEUTRAL = { top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0, seed: "random" };
+const NEUTRAL = {
+  top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0, max_tokens: "context", seed: "random",
+};
 const NAMES = ["A", "B"];
 
 let model = null;
@@ -66,7 +68,7 @@ function row(name, label, make, wide = false) {
 }
 
 function area(c, id, name, label) {
-  const made = el("textarea", { id, rows: 2, "aria-label": `${label} ${state.compare ? NAMES[c] : ""}`.trim() });
+  const made = el("textarea", { id, rows: 2, placeholder: state.compare ? NAMES[c] : "", "aria-label": `${label} ${state.compare ? NAMES[c] : ""}`.trim() });
   made.value = state.settings[c][name] ?? "";
   return made;
 }
@@ -306,7 +308,8 @@ async function start() {
     ? `Chat, with the model's template. Context: ${model.context.toLocaleString("en")} tokens.`
     : `This model has no chat template: it continues your text, and every prompt stands alone. Context: ${
       model.context.toLocaleString("en")} tokens.`;
-  for (const settings of state.settings) settings.max_tokens ??= String(Math.min(256, Math.floor(model.context / 2)));
+  // The API's own default for completions is 16 tokens. Chats end by themselves, or with the context.
+  if (!model.chat) for (const settings of state.settings) settings.max_tokens ??= String(Math.min(256, Math.floor(model.context / 2)));
   showSettings();
   showTurns();
 }
