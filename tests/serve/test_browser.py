@@ -287,11 +287,12 @@ def test_the_key_is_asked_for_and_stays_in_the_tab(chromium: Page, lm: LM):
 def test_the_dashboard_draws_what_the_server_does(page: Page, service: Service):
     page.run("location.hash = '#dashboard'")
     page.until("document.querySelectorAll('#charts svg').length == 7")
+    label = "[...document.querySelectorAll('#charts svg')].map(e => e.getAttribute('aria-label'))"
+    assert page.run(f"{label}[3]") == "Requests: running 0, waiting 0", "gauges need no earlier reading"
     page.run("location.hash = '#playground'")
     ask(page, "Hello")
     page.run("location.hash = '#dashboard'")
     page.until("[...document.querySelectorAll('#charts svg')][0].querySelectorAll('path')[1].getAttribute('d')")
-    label = "[...document.querySelectorAll('#charts svg')].map(e => e.getAttribute('aria-label'))"
     page.until(f"/^Throughput: prompt [\\d.]+, generated [1-9][\\d.]* tokens\\/s/.test({label}[0])")
     page.until(f"/p50 (≤ )?[\\d.]+, p95 (≤ )?[\\d.]+ m?s/.test({label}[1])")
     # This server did not warm up.

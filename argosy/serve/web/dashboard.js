@@ -6,12 +6,13 @@ const EVERY_MS = 2000, HISTORY_MS = 600_000, WINDOW_MS = 10_000;
 const SVG = "http://www.w3.org/2000/svg";
 const $ = id => document.getElementById(id);
 
-// A reading: {at, values, buckets}. A series is a function of (now, the reading before, the one `WINDOW_MS` before): number,
-// {value, sign}, or null for none.
+// A reading: {at, values, buckets}. A series is a function of (now, the reading before, the one `WINDOW_MS` before), which gives a
+// number, {value, sign}, or null for none. The earlier readings are null at first, and after the page was out of sight.
 const gauge = (name, times = 1) => now => now.values[name] * times;
-const rate = name => (now, last) => 1000 * (now.values[name] - last.values[name]) / (now.at - last.at);
-const late = (name, q) => (now, last, past) => quantile(q, past.buckets[name], now.buckets[name]);
+const rate = name => (now, last) => last && 1000 * (now.values[name] - last.values[name]) / (now.at - last.at);
+const late = (name, q) => (now, last, past) => past && quantile(q, past.buckets[name], now.buckets[name]);
 const hits = (now, last, past) => {
+  if (!past) return null;
   const grew = name => now.values[`vllm:prefix_cache_${name}_total`] - past.values[`vllm:prefix_cache_${name}_total`];
   return grew("queries") > 0 ? 100 * grew("hits") / grew("queries") : null;
 };
@@ -30,16 +31,19 @@ const CHARTS = [
   }],
 ];
 
-let readings = [];
+let readings = [], reading = false;
 
 async function read() {
-  if (document.hidden || (document.documentElement.dataset.key === "true" && !key.get())) return;
+  if (reading || document.hidden || (document.documentElement.dataset.key === "true" && !key.get())) return;
+  reading = true;
   try {
     const text = await (await request("/metrics")).text();
     add({ at: Date.now(), ...metrics(text) });
     $("state").textContent = "Read every 2 s; percentiles and hits are those of the last 10 s.";
   } catch (error) {
     $("state").textContent = `No measurement: ${error.message}.`;
+  } finally {
+    reading = false;
   }
   if (!$("dashboard").hidden) show();
 }
@@ -51,14 +55,14 @@ function add(reading) {
   readings = [...readings.filter(one => reading.at - one.at <= HISTORY_MS), reading];
 }
 
-/** A series as [time, {value, sign}]; null where there is no value, or the page was out of sight. */
+/** A series as [time, {value, sign} or null]. */
 function points(series) {
   let from = 0;
   return readings.map((now, i) => {
-    while (now.at - readings[from].at > WINDOW_MS && from < i) from++;
-    const last = readings[i - 1];
-    if (!last || now.at - last.at > 3 * EVERY_MS) return [now.at, null];
-    const found = series(now, last, readings[Math.min(from, i - 1)]);
+    const last = readings[i - 1], near = last && now.at - last.at <= 3 * EVERY_MS;
+    if (!near) from = i;
+    while (now.at - readings[from].at > WINDOW_MS && from < i - 1) from++;
+    const found = near ? series(now, last, readings[from]) : series(now, null, null);
     const value = typeof found === "number" ? { value: found, sign: "" } : found;
     return [now.at, value && Number.isFinite(value.value) ? value : null];
   });
@@ -89,7 +93,7 @@ function chart([title, unit, series, most]) {
   const write = one => (one ? `${one.sign}${number(one.value * scale)}` : "none");
   const now = lines.map(([name, line]) => [name, write(line.at(-1)[1])]);
   const key = now.map(([name, value], i) => el("span", {}, el("i", { class: `swatch s${i}` }), `${name} `, el("b", {}, value)));
-  const label = `${title}: ${now.map(pair => pair.join(" ")).join(", ")} ${shown}`;
+  const label = `${title}: ${now.map(pair => pair.join(" ")).join(", ")} ${shown}`.trim();
   return el("figure", {}, el("figcaption", {}, el("h2", {}, title), el("span", { class: "soft" }, shown)),
     el("div", { class: "legend" }, ...key), drawn(lines, limit, scale, label));
 }
@@ -137,5 +141,5 @@ function nice(value) {
 
 setInterval(read, EVERY_MS);
 document.addEventListener("visibilitychange", read);
-addEventListener("hashchange", show);
+for (const event of ["hashchange", "resize"]) addEventListener(event, show);
 read();
