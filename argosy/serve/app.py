@@ -169,7 +169,7 @@ async def gone(request: Request, error: Exception) -> Response:
 
 
 async def broken(request: Request, error: Exception) -> Response:
-    """What was not foreseen: the traceback goes to stderr, the client gets no part of it."""
+    """An unexpected exception: its traceback goes to stderr, and none of it to the client."""
     with suppress(OSError):
         traceback.print_exception(error, file=sys.stderr)
     return ApiError("internal error", status=500).response()

@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: number of headers, host, key."""
+"""Checks of every request before a route sees it: number of headers, host, key."""
 
 import hmac
 from collections.abc import Iterable

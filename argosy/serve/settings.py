@@ -9,7 +9,7 @@ from argosy.infer.settings import EngineSettings
 
 
 class Limits(Settings):
-    """What one client may ask for, and all of them together. Beyond a limit: 400, 413, 431 or 503, and the reason."""
+    """Limits on what one client, and all of them together, may ask for. Beyond one: 400, 408, 413, 431, 503 or 504, with the reason."""
 
     body: int = Field(2_097_152, gt=0)
     """Bytes of a request's body. Times `connections`, this is the most memory that bodies may take."""

@@ -152,12 +152,13 @@ def test_two_settings_answer_side_by_side_at_once(page: Page, service: Service, 
     page.click("#compare")
     page.type("#temperature-0", "0")
     page.type("#temperature-1", "0")
-    page.type("#max_tokens-0", "3")
+    page.type("#max_tokens-0", "30")
     page.type("#max_tokens-1", "40")
     slow(service, monkeypatch)
     send(page, "Hello")
-    page.until("[...document.querySelectorAll('.answer .text')].every(e => e.textContent)")
-    assert service.front.metrics.engine.scheduler.running, "both under way"
+    notes = page.until("""[...document.querySelectorAll('.answer .text')].every(e => e.textContent)
+        && [...document.querySelectorAll('.note')].map(e => e.textContent)""")
+    assert notes == ["", ""], "both have text, and none has ended"
     monkeypatch.undo()
     page.until(DONE)
     left, right = texts(page)
