@@ -48,7 +48,8 @@ def page(chromium: Page, server: str) -> Iterator[Page]:
 
 
 def opened(page: Page, address: str) -> Page:
-    page.open(f"{address}/web/icon.svg")
+    page.open(f"{address}/")
+    page.until("document.querySelector('#model').textContent || !document.querySelector('#key').hidden")
     page.run("localStorage.clear(); sessionStorage.clear()")
     page.errors.clear()
     page.requests.clear()
