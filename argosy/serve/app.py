@@ -1,4 +1,4 @@
-"""The routes. Each reads a body, does its work off the event loop where that is slow, and answers in JSON."""
+"""The routes of the API. Each reads a body, does slow work off the event loop, and answers in JSON."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from argosy.infer.grammar import COMPILING
-from argosy.serve import chat, completions, embeddings
+from argosy.serve import chat, completions, embeddings, playground
 from argosy.serve.admission import died, shutting_down
 from argosy.serve.answer import Job
 from argosy.serve.body import read_json
@@ -35,10 +35,13 @@ class App:
     """The application around a service.
 
     Args:
-        key: the API key, None for none. local: see `Guard`.
+        key: the API key, None for none. local: see `Guard`. web: serves the playground and the dashboard at `/`, for models that
+            generate text.
     """
 
-    def __init__(self, service: Service | EncoderService, *, key: str | None = None, local: bool = False):
+    def __init__(
+        self, service: Service | EncoderService, *, key: str | None = None, local: bool = False, web: bool = True
+    ):
         self.service = service
         # One thread: tokenizers are not known to be safe in several. Rendering a template may take seconds.
         self._slow = ThreadPoolExecutor(1, "prepare")
@@ -57,7 +60,11 @@ class App:
             Route("/version", self.version, methods=get),
             Route("/metrics", self.metrics, methods=get),
         ]
-        guard = Middleware(Guard, key=key, local=local, headers=service.limits.headers)
+        public = ()
+        if web and isinstance(service, Service):
+            routes += playground.routes(service, key is not None)
+            public = playground.files()
+        guard = Middleware(Guard, key=key, local=local, headers=service.limits.headers, public=public)
         handlers = {ApiError: refused, HTTPException: no_route, ClientDisconnect: gone, Exception: broken}
         self.asgi = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
 
@@ -199,7 +206,7 @@ async def gone(request: Request, error: Exception) -> Response:
 
 
 async def broken(request: Request, error: Exception) -> Response:
-    """What was not foreseen: the traceback goes to stderr, the client gets no part of it."""
+    """An unexpected exception: its traceback goes to stderr, and none of it to the client."""
     with suppress(OSError):
         traceback.print_exception(error, file=sys.stderr)
     return ApiError("internal error", status=500).response()

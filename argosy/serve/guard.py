@@ -1,6 +1,7 @@
-"""What every request passes before a route sees it: number of headers, host, key."""
+"""Checks of every request before a route sees it: number of headers, host, key."""
 
 import hmac
+from collections.abc import Iterable
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers
@@ -8,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from argosy.serve.errors import ApiError
 
-# Probes come without a key, and learn nothing but whether the server works.
+# Probes send no key, and learn only whether the server works.
 PUBLIC = ("/health", "/ping")
 # Names and values together.
 HEADER_BYTES = 32_768
@@ -19,13 +20,15 @@ class Guard:
 
     Args:
         key: what clients must send as `Authorization: Bearer KEY`; None: no key.
-        local: only requests to a name of the loopback pass. Without this, a web page could use the server of whoever visits it, under
-            a name of its own that it lets point to 127.0.0.1 (DNS rebinding).
+        local: only requests to a name of the loopback pass. Otherwise a web page could use the server of whoever visits it, under a
+            name of its own that it points to 127.0.0.1 (DNS rebinding).
         headers: the most headers of a request.
+        public: paths that need no key, besides those of probes.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None, local: bool, headers: int):
+    def __init__(self, app: ASGIApp, key: str | None, local: bool, headers: int, public: Iterable[str] = ()):
         self.app, self.local, self.headers = app, local, headers
+        self.public = frozenset((*PUBLIC, *public))
         self._key = None if key is None else f"bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,7 +44,7 @@ class Guard:
         if self.local and not is_local(host_of(headers.get("host", ""))):
             what = "this server answers to localhost only; one with `api_key=` or `open=true` answers to any name"
             return ApiError(what, status=403, code="unknown_host")
-        if self._key is not None and scope["path"] not in PUBLIC:
+        if self._key is not None and scope["path"] not in self.public:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             sent = f"{scheme.lower()} {key.strip()}".encode()
             if not hmac.compare_digest(sent, self._key):

@@ -125,7 +125,7 @@ def serve(
 ) -> None:
     """Answers until `stop()` is true, then drains. Calls `ready` as soon as the first request can be answered."""
     local = settings.api_key is None and not settings.open and is_local(settings.host)
-    app = App(service, key=settings.api_key, local=local)
+    app = App(service, key=settings.api_key, local=local, web=settings.web)
     config = uvicorn.Config(
         app.asgi,
         http="h11",

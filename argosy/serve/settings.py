@@ -9,7 +9,7 @@ from argosy.infer.settings import EngineSettings
 
 
 class Limits(Settings):
-    """What one client may ask for, and all of them together. Beyond a limit: 400, 413, 431 or 503, and the reason."""
+    """Limits on what one client, and all of them together, may ask for. Beyond one: 400, 408, 413, 431, 503 or 504, with the reason."""
 
     body: int = Field(2_097_152, gt=0)
     """Bytes of a request's body. Times `connections`, this is the most memory that bodies may take."""
@@ -84,5 +84,7 @@ class ServeSettings(Settings):
     """Prints a line per request on stderr: its path and status, never its content."""
     warm_up: bool = True
     """Compiles every program before the server is ready, so that no request waits for the compiler."""
+    web: bool = True
+    """Serves a playground and a live dashboard at `/`, for models that generate text. The page itself needs no key; its requests do."""
     limits: Limits = Limits()
     engine: EngineSettings = EngineSettings()
