@@ -157,6 +157,9 @@ def check() -> None:
 
 
 def main() -> int:
+    if wrong := [word for word in sys.argv[1:] if word.startswith("-") and word not in ("--check", "--fast")]:
+        print(__doc__ if wrong[0] in ("--help", "-h") else f"error: no option `{wrong[0]}`\n\nhint: --check, --fast, or pages")
+        return 0 if wrong[0] in ("--help", "-h") else 2
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     try:
