@@ -44,6 +44,8 @@ class App:
         self._slow = ThreadPoolExecutor(1, "prepare")
         # Apart, so that a schema that takes seconds to compile delays no request without one.
         self._compiling = ThreadPoolExecutor(2 * COMPILING, "compile")
+        # One, because XLA compiles with several threads of its own.
+        self._compiling_prompts = ThreadPoolExecutor(1, "compile prompts")
         post, get = ["POST"], ["GET"]
         routes = [
             *self._answering(),
@@ -94,6 +96,8 @@ class App:
             job = await self._prepared(request, prepare)
             if job.wanted is not None:
                 await while_connected(request.receive, job.compile(self._compiling))
+            if job.scored:
+                await while_connected(request.receive, job.compile_prompts(self._compiling_prompts))
             return await job.respond(request)
 
         return route

@@ -7,6 +7,7 @@ from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.data.chat import choose_template
+from argosy.infer.prompts import PromptScores
 from argosy.serve.answer import Job
 from argosy.serve.calls import Calls, grammar_of, notation_of
 from argosy.serve.choice import Choice, Names, Piece, Scored
@@ -195,6 +196,7 @@ class Shape:
 
     def __init__(self, service: Service, fields: Chat, prompt: list[int], notation: str | None):
         self.fields, self.prompt, self.notation = fields, prompt, notation
+        self.scores: Sequence[PromptScores] = ()
         self._calls: dict[int, Calls] = {}
         self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
 
@@ -227,6 +229,11 @@ class Shape:
         if self.fields.return_token_ids:
             found |= {"token_ids": [one.token for one in choice.tokens], "prompt_token_ids": self.prompt}
         return found
+
+    def about_prompt(self) -> dict[str, Any]:
+        if self.fields.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": self.names.prompt_logprobs(self.prompt, self.scores[0], self.fields.prompt_logprobs)}
 
     def _parsed(self, place: int, text: str, ends: bool) -> tuple[str, list[dict[str, Any]]]:
         """The text of a piece without calls, and the calls, which come when the answer ends."""

@@ -36,7 +36,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "repetition_detection": (),
     "service_tier": ("auto", "default"),
@@ -119,6 +118,7 @@ class Generation(Fields):
     skip_special_tokens: bool = True
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     max_tokens: int | None = Field(None, ge=1)
+    prompt_logprobs: int | None = Field(None, ge=0)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
@@ -144,12 +144,20 @@ class Generation(Fields):
     def _options_of_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ApiError("`stream_options` need `stream: true`", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            what = "`prompt_logprobs` do not come in a stream, as in vLLM; completions stream them with `echo` and `logprobs`"
+            raise ApiError(what, param="prompt_logprobs")
         return self
 
     @property
     def top(self) -> int | None:
         """The number of likeliest tokens to report per position, besides the one that was drawn. None: no log-probabilities."""
         raise NotImplementedError
+
+    @property
+    def scoring(self) -> str | None:
+        """The field that asks for log-probabilities of the prompt, None if none does."""
+        return None if self.prompt_logprobs is None else "prompt_logprobs"
 
 
 class Completions(Generation):
@@ -159,11 +167,22 @@ class Completions(Generation):
     prompt: Any
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0)
     add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _nothing_but_the_prompt(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError("`max_tokens` is 0, which needs `echo: true`", param="max_tokens")
+        return self
 
     @property
     def top(self) -> int | None:
         return self.logprobs
+
+    @property
+    def scoring(self) -> str | None:
+        return "echo" if self.echo and self.logprobs is not None else super().scoring
 
 
 class Chat(Generation):

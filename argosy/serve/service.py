@@ -111,6 +111,9 @@ class Service(Served[Front]):
         limits = self.limits
         if (fields.top or 0) > limits.logprobs:
             raise ApiError(f"`{fields.top_name}` is {fields.top}, at most {limits.logprobs}", param=fields.top_name)
+        if (fields.prompt_logprobs or 0) > limits.logprobs:
+            what = f"`prompt_logprobs` is {fields.prompt_logprobs}, at most {limits.logprobs}"
+            raise ApiError(what, param="prompt_logprobs")
         if len(fields.stop) + len(fields.stop_token_ids) > limits.stops:
             raise ApiError(f"more than {limits.stops} stop strings and stop tokens", param="stop")
         if any(not 0 < len(stop) <= limits.stop_length for stop in fields.stop):
@@ -135,7 +138,7 @@ class Service(Served[Front]):
         """`n` requests of the engine for each prompt.
 
         Args:
-            most: limit on the tokens of an answer; None: up to the context.
+            most: limit on the tokens of an answer; None: up to the context; 0: no requests.
 
         Raises:
             ApiError: the sampler does not support what is asked, or prompt and answer do not fit into the context.
@@ -143,16 +146,22 @@ class Service(Served[Front]):
         if len(prompts) * fields.n > self.limits.answers:
             what = f"{len(prompts)} prompts times n={fields.n} are more than {self.limits.answers} answers"
             raise ApiError(what, param="n" if fields.n > 1 else "prompt")
+        least, longest = 1 if most is None else most, self.front.prompts.longest
         for ids in prompts:
-            if len(ids) + (most or 1) > self.context:
-                asked = f"{len(ids)} tokens of prompt and {most or 'at least 1'} of answer"
+            if len(ids) + least > self.context:
+                asked = f"{len(ids)} tokens of prompt and {most or f'at least {least}'} of answer"
                 raise ApiError(f"{asked} are more than the context of {self.context}", code=MANY)
+            if fields.scoring is not None and len(ids) > longest:
+                what = f"log-probabilities of a prompt of {len(ids)} tokens, this server computes those of at most {longest}"
+                raise ApiError(what, param=fields.scoring)
+            if wrong := [token for token in ids if not 0 <= token < self.lm.config.vocab]:
+                raise ApiError(f"{wrong[0]} is no token of this model", param="prompt")
         sampling = sampling_of(fields, self.defaults, self.lm.tokenizer)
         stops = frozenset(fields.stop_token_ids)
         ends = stops | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))
         top, salt = fields.top or 0, fields.cache_salt or ""
         found = []
-        for ids in prompts:
+        for ids in prompts if most != 0 else ():
             # One seed gives one answer, wherever its prompt stands in the request.
             seed = self.seeds.getrandbits(63) if fields.seed is None else fields.seed
             found += [

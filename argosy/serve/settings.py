@@ -27,6 +27,9 @@ class Limits(Settings):
     """Texts of one request to an encoder. OpenAI's limit."""
     logprobs: int = Field(20, ge=0, le=20)
     """Likeliest tokens per position, of logprobs and top_logprobs; the engine has at most 20."""
+    prompt_logprobs_tokens: int = Field(2048, ge=0)
+    """Longest prompt in tokens whose log-probabilities a request may ask for; 0: none. It is computed in one pass, and running answers
+    wait for that: 2,048 tokens of SmolLM2 135M take SECONDS s on two CPU cores."""
     stops: int = Field(16, ge=0)
     """Stop strings of a request. OpenAI allows 4, vLLM any number."""
     stop_length: int = Field(256, gt=0)
@@ -84,5 +87,8 @@ class ServeSettings(Settings):
     """Prints a line per request on stderr: its path and status, never its content."""
     warm_up: bool = True
     """Compiles every program before the server is ready, so that no request waits for the compiler."""
+    warm_up_prompt_logprobs: bool = False
+    """Compiles the programs of prompt log-probabilities before the server is ready too, about two for each power of two up to
+    `limits.prompt_logprobs_tokens`. Without it each is compiled when the first request needs it, which alone waits."""
     limits: Limits = Limits()
     engine: EngineSettings = EngineSettings()

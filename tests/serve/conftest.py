@@ -34,7 +34,10 @@ TEMPLATE = (
 )
 EOS = frozenset({ByteTokenizer.eos})
 SIZES = EngineSettings(slots=4, page=8, context=128, pages=64, budget=64, beside=32)
-LIMITS = Limits(body=20_000, headers=20, answers=16, stops=4, stop_length=20, logprobs=5, schema_bytes=3_000, schema_depth=12)
+LIMITS = Limits(
+    body=20_000, headers=20, answers=16, stops=4, stop_length=20, logprobs=5, prompt_logprobs_tokens=64,
+    schema_bytes=3_000, schema_depth=12,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
