@@ -31,10 +31,11 @@ def prepare(service: Service, body: Any) -> Job:
     fields = Chat.of(body)
     service.check(fields)
     wanted, tools = wanted_by(fields, service.limits), offered(fields)
-    prompt = service.chat_prompt(plain(fields.messages), tools)
+    prompt = service.chat_prompt(plain(fields.messages), tools, fields)
     most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
     requests = service.requests(fields, [prompt], most)
-    template = choose_template(service.lm.tokenizer.chat_templates, tools=bool(tools))
+    templates = service.lm.tokenizer.chat_templates
+    template = fields.chat_template or choose_template(templates, tools=bool(tools))
     notation = notation_of(template) if tools else None
     if tools:
         wanted = calls_wanted(fields, tools, notation, wanted, service.limits)

@@ -16,13 +16,8 @@ IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
 
 # Fields of OpenAI's API and of vLLM's that are not supported, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "audio": (),
     "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -47,6 +42,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
+
+# Names that `chat_template_kwargs` cannot set: of fields of their own, and of the parameters of `LM.chat_prompt` and `chat.render`.
+OF_RENDERING = {
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template",
+    "tokenize", "template", "special", "now", "self",
+}  # fmt: skip
 
 # What to write in the place of a field that is not supported.
 INSTEAD = {f"guided_{name}": f'"structured_outputs": {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")}
@@ -185,7 +186,28 @@ class Completions(Generation):
         return "echo" if self.echo and self.logprobs is not None else super().scoring
 
 
-class Chat(Generation):
+class Rendered(Fields):
+    """The fields that decide how messages become a prompt, on /v1/chat/completions and /tokenize."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _exclude_each_other(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            what = "`continue_final_message` needs `add_generation_prompt: false`"
+            raise ApiError(what, param="continue_final_message")
+        if wrong := sorted(set(self.chat_template_kwargs) & OF_RENDERING):
+            raise ApiError(f"`chat_template_kwargs` cannot set `{wrong[0]}`", param="chat_template_kwargs")
+        return self
+
+
+class Chat(Generation, Rendered):
     """A body of /v1/chat/completions."""
 
     top_name: ClassVar[str] = "top_logprobs"
@@ -194,7 +216,6 @@ class Chat(Generation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
-    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
@@ -209,15 +230,22 @@ class Chat(Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class Tokenize(Fields):
+class Tokenize(Rendered):
     """A body of /tokenize: a text, or messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
     return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _of_messages(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError("give `prompt` or `messages`", param="prompt")
+        of_text = {*Tokenize.model_fields} - {*Rendered.model_fields} | {"add_special_tokens"}
+        if self.prompt is not None and (wrong := sorted(self.model_fields_set - of_text)):
+            raise ApiError(f"`{wrong[0]}` is for `messages`", param=wrong[0])
+        return self
 
 
 class Detokenize(Fields):

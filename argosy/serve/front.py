@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.infer.engine import Engine, Event, Request

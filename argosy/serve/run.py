@@ -88,7 +88,8 @@ def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> S
     if settings.warm_up_prompt_logprobs:
         front.prompts.compile(front.prompts.sizes())
     front.start()
-    return Service(lm, name, front, settings.limits, defaults_of(lm.generation), Random(settings.seed))
+    defaults, templates = defaults_of(lm.generation), settings.request_chat_template
+    return Service(lm, name, front, settings.limits, defaults, Random(settings.seed), request_templates=templates)
 
 
 def encoder_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> EncoderService:

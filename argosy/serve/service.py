@@ -13,7 +13,7 @@ from argosy.infer.lm import LM
 from argosy.serve.admission import Admission
 from argosy.serve.choice import Choice, Ending
 from argosy.serve.errors import ApiError, of_input, unavailable
-from argosy.serve.fields import Generation
+from argosy.serve.fields import Generation, Rendered
 from argosy.serve.front import Front
 from argosy.serve.sampling import sampling_of
 from argosy.serve.settings import Limits
@@ -27,12 +27,14 @@ F = TypeVar("F", bound=Admission[Any, Any])
 
 @dataclass
 class Served(Generic[F]):
-    """One model, served: what every kind of model has. name: its name in the API."""
+    """One model, served: what every kind of model has. name: its name in the API. request_templates: a request may bring its own
+    chat template."""
 
     lm: LM
     name: str
     front: F
     limits: Limits
+    request_templates: bool = field(default=False, kw_only=True)
     created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
 
     @property
@@ -63,14 +65,28 @@ class Served(Generic[F]):
             what = f"the model `{name[:128]}` does not exist, this server has `{self.name}`"
             raise ApiError(what, status=404, param="model", code="model_not_found")
 
-    def chat_prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+    def chat_prompt(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, fields: Rendered
+    ) -> list[int]:
         """The token ids of a conversation. Slow: a template is rendered in a process of its own.
 
+        Args:
+            tools: those that the template is given.
+
         Raises:
-            ApiError: there is no template, or it refuses these messages.
+            ApiError: there is no template, it refuses these messages, or it came with the request and this server takes none.
         """
+        if fields.chat_template is not None and not self.request_templates:
+            what = "this server takes no `chat_template` from requests (its setting `request_chat_template` allows them)"
+            raise ApiError(what, param="chat_template", code="unsupported_parameter")
+        variables: dict[str, Any] = fields.chat_template_kwargs | ({"documents": fields.documents} if fields.documents else {})
+        how: Any = {
+            "template": fields.chat_template, "add_generation_prompt": fields.add_generation_prompt,
+            "continue_final_message": fields.continue_final_message,
+            "add_special_tokens": bool(fields.add_special_tokens),
+        }  # fmt: skip
         try:
-            return self.lm.chat_prompt(messages, tools=tools)
+            return self.lm.chat_prompt(messages, tools=tools, **how, **variables)
         except ArgosyError as error:
             raise of_input(error, "messages") from None
 
@@ -155,7 +171,8 @@ class Service(Served[Front]):
                 what = f"log-probabilities of a prompt of {len(ids)} tokens, this server computes those of at most {longest}"
                 raise ApiError(what, param=fields.scoring)
             if wrong := [token for token in ids if not 0 <= token < self.lm.config.vocab]:
-                raise ApiError(f"{wrong[0]} is no token of this model", param="prompt")
+                what = f"token id {wrong[0]} is outside the model's vocabulary of {self.lm.config.vocab}"
+                raise ApiError(what, param="prompt")
         sampling = sampling_of(fields, self.defaults, self.lm.tokenizer)
         stops = frozenset(fields.stop_token_ids)
         ends = stops | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))

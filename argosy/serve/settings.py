@@ -56,6 +56,7 @@ class ServeSettings(Settings):
         "max_num_batched_tokens": "did you mean `engine.budget`?",
         "block_size": "did you mean `engine.page`?",
         "enable_prefix_caching": "did you mean `engine.reuse`?",
+        "trust_request_chat_template": "did you mean `request_chat_template`?",
         "ssl_certfile": "did you mean `tls_certificate`?",
         "ssl_keyfile": "did you mean `tls_key`?",
     }
@@ -87,6 +88,9 @@ class ServeSettings(Settings):
     """Prints a line per request on stderr: its path and status, never its content."""
     warm_up: bool = True
     """Compiles every program before the server is ready, so that no request waits for the compiler."""
+    request_chat_template: bool = False
+    """Lets requests bring a `chat_template` of their own. Each is rendered in a process with limits on
+    time and memory, one at a time."""
     warm_up_prompt_logprobs: bool = False
     """Compiles the programs of prompt log-probabilities before the server is ready too, about two for each power of two up to
     `limits.prompt_logprobs_tokens`. Without it each is compiled when the first request needs it, which alone waits."""

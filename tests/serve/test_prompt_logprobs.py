@@ -150,7 +150,7 @@ def test_running_answers_go_on_between_passes(lm: LM, service: Service):
     front.prompts.score = scored  # pyright: ignore[reportAttributeAccessIssue]
     prompts = [list(bytes([97 + i]) * (20 + i)) for i in range(44)]
 
-    async def go() -> tuple[list[int], list[Any]]:
+    async def go() -> tuple[list[int | None], list[Any]]:
         requests = [Request(list(PROMPT.encode()), 60, ends=frozenset())]
         async with front.open(requests, prompts) as answers:
             tokens = [event.token async for _, event in answers]
