@@ -83,6 +83,6 @@ def test_clients_can_read_the_special_tokens_and_the_template(lm: LM):
     tokenizer = ByteTokenizer(TokenizerConfig(roles={"eos_token": "<eos>"}, templates={"default": TEMPLATE}))
     with serving(replace(lm, tokenizer=tokenizer)) as service:
         found = asking(service)("GET", "/tokenizer_info").json()
-        assert found == {"eos_token": "<eos>", "add_bos_token": False, "chat_template": TEMPLATE}
+        assert found == {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": False, "chat_template": TEMPLATE}
     with serving(replace(lm, tokenizer=None)) as service:
         assert asking(service)("GET", "/tokenizer_info").status_code == 404
