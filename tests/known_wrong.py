@@ -314,22 +314,22 @@ EDITS = [
     Edit(
         "BOS twice before a text",
         "argosy/infer/lm.py",
-        "[self.tokenizer.bos, *ids] if",
-        "[self.tokenizer.bos, self.tokenizer.bos, *ids] if",
+        "[self.tokenizer.bos, *ids] if self.",
+        "[self.tokenizer.bos, self.tokenizer.bos, *ids] if self.",
         ("tests/infer/test_encode.py",),
     ),
     Edit(
         "BOS twice before a conversation",
         "argosy/infer/lm.py",
-        "return self.tokenizer.encode(text, special=True)",
-        "return [self.tokenizer.bos, *self.tokenizer.encode(text, special=True)]",
+        "ids = self.tokenizer.encode(text, special=True)",
+        "ids = [self.tokenizer.bos, *self.tokenizer.encode(text, special=True)]",
         ("tests/infer/test_encode.py",),
     ),
     Edit(
         "special tokens of a conversation as text",
         "argosy/infer/lm.py",
-        "return self.tokenizer.encode(text, special=True)",
-        "return self.tokenizer.encode(text)",
+        "ids = self.tokenizer.encode(text, special=True)",
+        "ids = self.tokenizer.encode(text)",
         ("tests/infer/test_encode.py",),
     ),
     Edit(

@@ -24,6 +24,8 @@ from typing import Any
 from argosy.core.errors import ArgosyError, BadInput, nearest
 
 Message = Mapping[str, Any]
+# As in transformers, with a space at its end.
+MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 # Limit for a render on a busy machine; the real bound of a template is its 2 s of CPU.
 WALL_S = 60.0
@@ -42,6 +44,7 @@ def render(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
     now: datetime | None = None,
     **extra: Any,
 ) -> str:
@@ -53,14 +56,39 @@ def render(
         special: the texts of special tokens by their role, as in `Tokenizer.special`.
         tools: JSON schemas of functions.
         add_generation_prompt: end with the tokens that open an answer.
+        continue_final_message: end with the content of the last message, so that an answer continues it. Where the template drops
+            spaces at its end, they are dropped here too.
         now: the clock of `strftime_now`; the machine's where not given.
         extra: further variables, such as `documents` or `enable_thinking`.
 
     Raises:
-        BadInput: the template refuses these messages, is not Jinja, or costs too much; or its variables are not JSON.
+        BadInput: the template refuses these messages, is not Jinja, or costs too much; or its variables are not JSON; or the last
+            message cannot be continued.
     """
+    if continue_final_message:
+        if add_generation_prompt:
+            raise BadInput("continue_final_message and add_generation_prompt exclude each other", hint="set one of them")
+        messages = marked(template, messages)
     variables = {"tools": tools, "add_generation_prompt": add_generation_prompt} | extra
-    return rendered(template, messages, special, variables, now)["text"]
+    text = rendered(template, messages, special, variables, now)["text"]
+    return cut(text, messages[-1]["content"].removesuffix(MARK)) if continue_final_message else text
+
+
+def marked(template: str, messages: Sequence[Message]) -> list[Message]:
+    """The messages with a mark behind the content of the last one."""
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str) or "content" not in template:
+        raise BadInput("continue_final_message: the last message has no content to continue")
+    return [*messages[:-1], {**messages[-1], "content": content + MARK}]
+
+
+def cut(text: str, content: str) -> str:
+    """A conversation up to the mark behind its last message."""
+    if content.strip() not in text or MARK.strip() not in text:
+        raise BadInput("continue_final_message: the chat template drops part of the last message", hint="send another message")
+    at = text.rindex(MARK.strip())
+    # A template that has dropped the mark's own space would have dropped the spaces in front of the mark too.
+    return text[:at] if text[at:].startswith(MARK) else text[:at].rstrip()
 
 
 def choose_template(templates: Mapping[str, str], *, name: str | None = None, tools: bool = False) -> str:

@@ -203,26 +203,43 @@ class LM:
         return self.generate([self.chat_prompt(messages)], max_tokens, **how)[0]
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        **variables: Any,
     ) -> list[int]:
         """A conversation as token ids, rendered with the model's chat template.
 
         Args:
             tools: JSON descriptions of functions, for templates that list them.
+            template: Jinja, in place of the model's. It is rendered in a process with limits, as that is.
+            add_generation_prompt: end with the tokens that open an answer.
+            continue_final_message: end with the content of the last message, so that an answer continues it; needs
+                `add_generation_prompt=False`.
+            add_special_tokens: put the beginning-of-sequence token in front, where the tokenizer adds one. Most templates write it
+                themselves.
+            variables: of the template, such as `documents` or `enable_thinking`. It ignores those it does not read.
 
         Raises:
-            BadInput: there is no tokenizer or no template, or the template refuses these messages.
+            BadInput: there is no tokenizer or no template, the template refuses these messages, or the last one cannot be continued.
         """
         templates = getattr(self.tokenizer, "chat_templates", None) or {}
-        if not templates:
+        if not templates and (template is None or self.tokenizer is None):
             raise BadInput(
                 "this model has no chat template", hint="generate without --chat, or give messages as one text"
             )
         from argosy.data.chat import choose_template, render
 
-        template = choose_template(templates, tools=bool(tools))
-        text = render(template, list(messages), self.tokenizer.special, tools=tools, add_generation_prompt=True)
-        return self.tokenizer.encode(text, special=True)
+        how: Any = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        chosen = template if template is not None else choose_template(templates, tools=bool(tools))
+        text = render(chosen, list(messages), self.tokenizer.special, tools=tools, **how, **variables)
+        ids = self.tokenizer.encode(text, special=True)
+        return [self.tokenizer.bos, *ids] if add_special_tokens and self.tokenizer.adds_bos else ids
 
     # ---------------------------------------------------------------- vectors
 

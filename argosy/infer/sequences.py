@@ -86,7 +86,7 @@ class Sequences:
 
     def logits(self, ids: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T V"]:
         """Logits at every token, causal."""
-        return np.asarray(self._run("logits", _logits(self.graph, self.dtype), *self.padded(ids)))[:, : ids.shape[1]]
+        return np.asarray(self.run("logits", _logits(self.graph, self.dtype), *self.padded(ids)))[:, : ids.shape[1]]
 
     def scores(self, rows: Sequence[Sequence[int] | np.ndarray]) -> list[Scores]:
         """The log-probability of each token of these sequences given those before it, in one forward pass. A sequence may have one
@@ -95,7 +95,7 @@ class Sequences:
         following = np.zeros_like(tokens)
         for i, row in enumerate(rows):
             following[i, : len(row) - 1] = row[1:]
-        found = self._run("scores", _scores(self.graph, self.dtype), tokens, segments, following)
+        found = self.run("scores", _scores(self.graph, self.dtype), tokens, segments, following)
         logprobs, greedy = map(np.asarray, found)
         return [Scores(logprobs[i, : len(row) - 1], greedy[i, : len(row) - 1]) for i, row in enumerate(rows)]
 
@@ -108,7 +108,7 @@ class Sequences:
         last, wanted = np.zeros(len(padded), np.int32), np.zeros((len(padded), _power(max(map(len, tokens)))), np.int32)
         for i, (row, some) in enumerate(zip(rows, tokens, strict=True)):
             last[i], wanted[i, : len(some)] = len(row) - 1, some
-        found = self._run("the next tokens", _followers(self.graph, self.dtype), padded, segments, last, wanted)
+        found = self.run("the next tokens", _followers(self.graph, self.dtype), padded, segments, last, wanted)
         return [each[: len(some)] for each, some in zip(np.asarray(found), tokens)]
 
     def _batch(self, rows: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -120,7 +120,8 @@ class Sequences:
             tokens[i, : len(row)], segments[i, : len(row)] = row, 1
         return tokens, segments
 
-    def _run(self, what: str, program: Any, tokens: np.ndarray, *more: np.ndarray) -> Any:
+    def run(self, what: str, program: Any, tokens: np.ndarray, *more: np.ndarray) -> Any:
+        """Calls a program with the current weights, and says so if it compiles."""
         size = (what, tokens.shape, *(a.shape for a in more))
         if size in self._sizes:
             return program(self.weights(), tokens, *more)

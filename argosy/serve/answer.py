@@ -12,6 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from argosy.infer.engine import Request
+from argosy.infer.prompts import PromptScores
+from argosy.serve.admission import timed_out
 from argosy.serve.choice import Choice, Piece
 from argosy.serve.errors import Json, unavailable
 from argosy.serve.fields import Generation
@@ -24,12 +26,14 @@ from argosy.serve.structured import Wanted
 class Shape(Protocol):
     """What differs between completions and chats.
 
-    prefix, whole, part: the beginning of the id, and the name of a document: a whole one, and one of a stream.
+    prefix, whole, part: the beginning of the id, and the name of a document: a whole one, and one of a stream. scores: of each prompt,
+    if asked; set before `opening` or `choice` is called.
     """
 
     prefix: str
     whole: str
     part: str
+    scores: Sequence[PromptScores]
 
     def opening(self, place: int) -> dict[str, Any] | None:
         """The choice that opens the stream of an answer, before its first token."""
@@ -43,11 +47,15 @@ class Shape(Protocol):
         """The choice of a whole answer."""
         ...
 
+    def about_prompt(self) -> dict[str, Any]:
+        """Further fields of a whole document."""
+        ...
+
 
 @dataclass
 class Job:
-    """One request to the API. prompts: their ids, each answered `n` times; requests: the engine's, in that order. wanted: what the
-    answers must match."""
+    """One request to the API. prompts: their ids, each answered `n` times; requests: the engine's, in that order, none if the answers
+    are the prompts alone. wanted: what the answers must match."""
 
     service: Service
     fields: Generation
@@ -61,9 +69,11 @@ class Job:
         self.id = f"{self.shape.prefix}-{self.fields.request_id or uuid.uuid4().hex}"
         n = self.fields.n
         begun = self.wanted is not None
-        self.choices = [
-            self.service.choice(self.fields, self.prompts[i // n], begun=begun) for i in range(len(self.requests))
-        ]
+        self.choices = [self.service.choice(self.fields, ids, begun=begun) for ids in self.prompts for _ in range(n)]
+        if not self.requests:
+            for choice in self.choices:
+                choice.finish = "length"
+        self.scored = self.prompts if self.fields.scoring else ()
 
     async def compile(self, threads: Executor) -> None:
         """Compiles the grammar of the answers.
@@ -80,6 +90,20 @@ class Job:
             raise unavailable("too many grammars are being compiled, try again later", "grammar_queue_full") from None
         self.requests = [replace(request, grammar=grammar) for request in self.requests]
 
+    async def compile_prompts(self, threads: Executor) -> None:
+        """Compiles what the log-probabilities of the prompts need; running answers go on meanwhile.
+
+        Raises:
+            ApiError: it takes too long.
+        """
+        prompts, limit = self.service.front.prompts, self.service.limits.seconds
+        if sizes := prompts.missing(self.scored):
+            compiled = asyncio.get_running_loop().run_in_executor(threads, prompts.compile, sizes)
+            try:
+                await asyncio.wait_for(compiled, limit)
+            except TimeoutError:
+                raise timed_out(limit) from None
+
     async def respond(self, http: HttpRequest) -> Response:
         """The response. It ends with its client, and the engine forgets what is left of it."""
         if not self.fields.stream:
@@ -91,16 +115,21 @@ class Job:
 
     async def answered(self) -> dict[str, Any]:
         """The whole answer."""
-        async with self.service.front.open(self.requests) as answers:
+        async with self.service.front.open(self.requests, self.scored) as answers:
             async for place, event in answers:
                 self._take(answers, place, event)
+            if self.scored:
+                self.shape.scores = await answers.scored()
         choices = [self.shape.choice(place, choice) for place, choice in enumerate(self.choices)]
-        return self._document(self.shape.whole, choices) | {"usage": self.usage(answers)}
+        more = self.shape.about_prompt() | {"usage": self.usage(answers)}
+        return self._document(self.shape.whole, choices) | more
 
     async def streamed(self) -> AsyncGenerator[dict[str, Any]]:
         """The documents of the stream."""
         options, part = self.fields.stream_options, self.shape.part
-        async with self.service.front.open(self.requests) as answers:
+        async with self.service.front.open(self.requests, self.scored) as answers:
+            if self.scored:
+                self.shape.scores = await answers.scored()
             for place in range(len(self.choices)):
                 if opening := self.shape.opening(place):
                     yield self._document(part, [opening])
@@ -128,7 +157,7 @@ class Job:
         """Token counts so far. A prompt counts once, whatever n is; tokens that ended an answer count, as in vLLM."""
         prompt = sum(map(len, self.prompts))
         made = sum(len(choice.tokens) for choice in self.choices)
-        cached = sum(answers.reused(place) for place in range(0, len(self.choices), self.fields.n))
+        cached = sum(answers.reused(place) for place in range(0, len(self.requests), self.fields.n))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": made,

@@ -47,12 +47,15 @@ class App:
         self._slow = ThreadPoolExecutor(1, "prepare")
         # Apart, so that a schema that takes seconds to compile delays no request without one.
         self._compiling = ThreadPoolExecutor(2 * COMPILING, "compile")
+        # One, because XLA compiles with several threads of its own.
+        self._compiling_prompts = ThreadPoolExecutor(1, "compile prompts")
         post, get = ["POST"], ["GET"]
         routes = [
             *self._answering(),
             Route("/v1/models", self.models, methods=get),
             Route("/v1/models/{name:path}", self.model, methods=get),
             Route("/tokenize", self._computing(tokenize), methods=post),
+            Route("/tokenizer_info", self.tokenizer_info, methods=get),
             Route("/detokenize", self._computing(detokenize), methods=post),
             Route("/health", self.health, methods=get),
             Route("/ping", self.health, methods=["GET", "POST"]),
@@ -101,6 +104,8 @@ class App:
             job = await self._prepared(request, prepare)
             if job.wanted is not None:
                 await while_connected(request.receive, job.compile(self._compiling))
+            if job.scored:
+                await while_connected(request.receive, job.compile_prompts(self._compiling_prompts))
             return await job.respond(request)
 
         return route
@@ -133,6 +138,14 @@ class App:
             "meta": {"n_vocab": service.lm.config.vocab},
         }  # fmt: skip
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        """The model's tokenizer_config.json, as vLLM has it: special tokens by role, and the chat template."""
+        tokenizer = self.service.lm.tokenizer
+        if tokenizer is None:
+            raise ApiError("the model has no tokenizer", status=404)
+        more = {} if tokenizer.chat_template is None else {"chat_template": tokenizer.chat_template}
+        return Json(dict(tokenizer.special) | {"add_bos_token": tokenizer.adds_bos} | more)
+
     async def health(self, request: Request) -> Response:
         """200 with no body; 503 if the engine has died, or the server is about to end and takes no more requests."""
         front = self.service.front
@@ -163,12 +176,10 @@ def tokenize(service: Served[Any], body: Any) -> dict[str, Any]:
     """/tokenize: the token ids of a text or of a conversation."""
     fields = Tokenize.of(body)
     service.check_model(fields.model)
-    if (fields.prompt is None) == (fields.messages is None):
-        raise ApiError("give `prompt` or `messages`", param="prompt")
     if fields.messages is not None:
-        ids = service.chat_prompt(chat.plain(fields.messages), fields.tools)
+        ids = service.chat_prompt(chat.plain(fields.messages), fields.tools, fields)
     else:
-        ids = service.tokenized(fields.prompt or "", fields.add_special_tokens)
+        ids = service.tokenized(fields.prompt or "", fields.add_special_tokens is not False)
     names = Names(service.lm.tokenizer, False)
     strings = [names(token) for token in ids] if fields.return_token_strs else None
     return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": strings}

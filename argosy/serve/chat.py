@@ -7,6 +7,7 @@ from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.data.chat import choose_template
+from argosy.infer.prompts import PromptScores
 from argosy.serve.answer import Job
 from argosy.serve.calls import Calls, grammar_of, notation_of
 from argosy.serve.choice import Choice, Names, Piece, Scored
@@ -30,10 +31,11 @@ def prepare(service: Service, body: Any) -> Job:
     fields = Chat.of(body)
     service.check(fields)
     wanted, tools = wanted_by(fields, service.limits), offered(fields)
-    prompt = service.chat_prompt(plain(fields.messages), tools)
+    prompt = service.chat_prompt(plain(fields.messages), tools, fields)
     most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
     requests = service.requests(fields, [prompt], most)
-    template = choose_template(service.lm.tokenizer.chat_templates, tools=bool(tools))
+    templates = service.lm.tokenizer.chat_templates
+    template = fields.chat_template or choose_template(templates, tools=bool(tools))
     notation = notation_of(template) if tools else None
     if tools:
         wanted = calls_wanted(fields, tools, notation, wanted, service.limits)
@@ -195,6 +197,7 @@ class Shape:
 
     def __init__(self, service: Service, fields: Chat, prompt: list[int], notation: str | None):
         self.fields, self.prompt, self.notation = fields, prompt, notation
+        self.scores: Sequence[PromptScores] = ()
         self._calls: dict[int, Calls] = {}
         self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
 
@@ -227,6 +230,11 @@ class Shape:
         if self.fields.return_token_ids:
             found |= {"token_ids": [one.token for one in choice.tokens], "prompt_token_ids": self.prompt}
         return found
+
+    def about_prompt(self) -> dict[str, Any]:
+        if self.fields.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": self.names.prompt_logprobs(self.prompt, self.scores[0], self.fields.prompt_logprobs)}
 
     def _parsed(self, place: int, text: str, ends: bool) -> tuple[str, list[dict[str, Any]]]:
         """The text of a piece without calls, and the calls, which come when the answer ends."""

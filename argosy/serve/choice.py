@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from argosy.infer.engine import Event
+from argosy.infer.prompts import PromptScores
 from argosy.infer.text import Text
 
 # JSON has no minus infinity. vLLM writes this.
@@ -33,11 +34,13 @@ class Ending:
 
 @dataclass(frozen=True)
 class Scored:
-    """A token of an answer. logprob: the model's own. likeliest: (token, logprob) of the likeliest tokens, descending."""
+    """A token. logprob: the model's own. likeliest: (token, logprob) of the likeliest tokens, descending. rank: of a prompt's token,
+    1 for the likeliest."""
 
     token: int
     logprob: float
     likeliest: Sequence[tuple[int, float]] = ()
+    rank: int = 0
 
 
 @dataclass
@@ -105,6 +108,16 @@ def _likeliest(event: Event) -> list[tuple[int, float]]:
     return [(token, max(logprob, LEAST_LOGPROB)) for token, logprob in event.top]
 
 
+def scored_prompt(ids: Sequence[int], scores: PromptScores, top: int) -> list[Scored]:
+    """The tokens of a prompt from its second on, with `top` likeliest tokens each."""
+    likeliest = zip(scores.ids[:, :top].tolist(), scores.likeliest[:, :top].tolist(), strict=True)
+    rows = zip(ids[1:], scores.logprobs.tolist(), likeliest, scores.ranks.tolist(), strict=True)
+    return [
+        Scored(token, max(logprob, LEAST_LOGPROB), [(one, max(p, LEAST_LOGPROB)) for one, p in zip(*top)], rank)
+        for token, logprob, top, rank in rows
+    ]
+
+
 def _speaking(tokenizer: Any) -> Any:
     """The tokenizer, with special tokens as text."""
     return SimpleNamespace(stream=lambda: tokenizer.stream(False))
@@ -125,3 +138,12 @@ class Names:
 
     def bytes(self, token: int) -> bytes:
         return b"" if self.tokenizer is None else self.tokenizer.piece(token, False)
+
+    def prompt_logprobs(self, ids: Sequence[int], scores: PromptScores, top: int) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: for each token of a prompt its own entry and those of the likeliest; null for the first."""
+        found: list[dict[str, Any] | None] = [None]
+        for one in scored_prompt(ids, scores, top):
+            others = ((t, p, i) for i, (t, p) in enumerate(one.likeliest, 1) if t != one.token)
+            entries = [(one.token, one.logprob, one.rank), *others]
+            found.append({str(t): {"logprob": p, "rank": r, "decoded_token": self(t)} for t, p, r in entries})
+        return found

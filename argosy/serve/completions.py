@@ -1,10 +1,12 @@
 """/v1/completions: prompts as text or token ids, in OpenAI's older shape."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from argosy.infer.prompts import PromptScores
 from argosy.serve.answer import Job
-from argosy.serve.choice import Choice, Names, Piece, Scored
+from argosy.serve.choice import Choice, Names, Piece, Scored, scored_prompt
 from argosy.serve.errors import ApiError
 from argosy.serve.fields import Completions
 from argosy.serve.service import Service
@@ -23,13 +25,11 @@ def prepare(service: Service, body: Any) -> Job:
     fields = Completions.of(body)
     service.check(fields)
     wanted = wanted_by(fields, service.limits)
-    if fields.echo and fields.logprobs is not None:
-        raise ApiError("`echo` with `logprobs` is not supported", param="echo", code="unsupported_parameter")
     given = several(fields.prompt)
     prompts = [service.encode(one, fields.add_special_tokens) if isinstance(one, str) else one for one in given]
-    requests = service.requests(fields, prompts, fields.max_tokens or MAX_TOKENS)
-    texts = [echoed(service, one, fields) for one in given] if fields.echo else None
-    return Job(service, fields, prompts, requests, Shape(service, fields, texts, prompts), wanted)
+    requests = service.requests(fields, prompts, MAX_TOKENS if fields.max_tokens is None else fields.max_tokens)
+    echoes = [echoed(service, *both, fields) for both in zip(given, prompts, strict=True)] if fields.echo else None
+    return Job(service, fields, prompts, requests, Shape(service, fields, echoes, prompts), wanted)
 
 
 def several(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
@@ -55,64 +55,113 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
-def echoed(service: Service, prompt: str | list[int], fields: Completions) -> str:
-    """The text of a prompt in front of its answers."""
-    if isinstance(prompt, str) or service.lm.tokenizer is None:
-        return prompt if isinstance(prompt, str) else ""
-    return service.lm.tokenizer.decode(prompt, fields.skip_special_tokens)
+@dataclass(frozen=True)
+class Echo:
+    """The text of a prompt in front of its answers. offsets: characters before each of its tokens; a token that begins within a
+    character has the offset of that character, and one that is not in the text, such as the first of the model, those of the next."""
+
+    text: str = ""
+    offsets: Sequence[int] = ()
+
+
+def echoed(service: Service, prompt: str | list[int], ids: list[int], fields: Completions) -> Echo:
+    """The echo of a prompt. ids: its tokens."""
+    tokenizer, given = service.lm.tokenizer, isinstance(prompt, str)
+    if tokenizer is None:
+        return Echo("", [0] * len(ids))
+    # Special tokens are no part of a text that was given.
+    skip = given or fields.skip_special_tokens
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip)
+    if fields.logprobs is None:
+        return Echo(text)
+    stream, offsets, at = tokenizer.stream(skip), [], 0
+    for token in ids:
+        offsets.append(min(at, len(text)))
+        at += len(stream.push(token))
+    return Echo(text, offsets)
 
 
 class Shape:
     """Answers in the shape of /v1/completions.
 
     Args:
-        texts: the text in front of each prompt's answers, None for none.
+        echoes: in front of each prompt's answers, None for none.
     """
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, service: Service, fields: Completions, texts: list[str] | None, prompts: Sequence[list[int]]):
-        self.fields, self.texts, self.prompts = fields, texts, prompts
+    def __init__(self, service: Service, fields: Completions, echoes: list[Echo] | None, prompts: Sequence[list[int]]):
+        self.fields, self.echoes, self.prompts = fields, echoes, prompts
+        self.scores: Sequence[PromptScores] = ()
         self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
         # Characters and tokens of each answer that were sent already.
         self._sent: dict[int, int] = {}
 
     def opening(self, place: int) -> dict[str, Any] | None:
-        text = self._echo(place)
-        return self._choice(place, text, None, None, None) if text else None
+        if self.echoes is None:
+            return None
+        # An answer of no tokens ends where it opens.
+        finish = "length" if self.fields.max_tokens == 0 else None
+        text, scores = self._echo(place), self._with_prompt(place, None)
+        return self._choice(place, text, scores, finish, None) if text or scores or finish else None
+
+    def about_prompt(self) -> dict[str, Any]:
+        return {}
 
     def chunk(self, place: int, choice: Choice, piece: Piece) -> dict[str, Any]:
         start = self._sent.get(place, len(self._echo(place)))
         self._sent[place] = start + len(piece.text)
-        found = self._choice(place, piece.text, self._scores(piece.tokens, start), piece.finish, choice.stop_reason)
+        found = self._choice(place, piece.text, self._scores(piece.tokens, [piece.text], start), piece.finish, choice.stop_reason)
         if self.fields.return_token_ids:
             found["token_ids"] = [one.token for one in piece.tokens]
         return found
 
     def choice(self, place: int, choice: Choice) -> dict[str, Any]:
         echo = self._echo(place)
-        scores = self._scores(choice.tokens, len(echo))
+        scores = self._with_prompt(place, self._scores(choice.tokens, choice.pieces, len(echo)))
         found = self._choice(place, echo + choice.text, scores, choice.finish, choice.stop_reason)
         if self.fields.return_token_ids:
             found["token_ids"] = [one.token for one in choice.tokens]
             found["prompt_token_ids"] = self.prompts[place // self.fields.n]
+        if (top := self.fields.prompt_logprobs) is not None:
+            prompt = place // self.fields.n
+            found["prompt_logprobs"] = self.names.prompt_logprobs(self.prompts[prompt], self.scores[prompt], top)
         return found
 
     def _echo(self, place: int) -> str:
-        return self.texts[place // self.fields.n] if self.texts else ""
+        return self.echoes[place // self.fields.n].text if self.echoes else ""
+
+    def _with_prompt(self, place: int, answer: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Log-probabilities of an answer behind those of its prompt, if that is echoed. Nothing is before its first token: null."""
+        if self.echoes is None or self.fields.logprobs is None:
+            return answer
+        prompt = place // self.fields.n
+        ids = self.prompts[prompt]
+        tokens = scored_prompt(ids, self.scores[prompt], self.fields.logprobs)
+        found: dict[str, Any] = {
+            "text_offset": list(self.echoes[prompt].offsets),
+            "tokens": [self.names(token) for token in ids],
+            "token_logprobs": [None, *(one.logprob for one in tokens)],
+            "top_logprobs": [None, *(self._top(one) for one in tokens)],
+        }
+        return found if answer is None else {name: found[name] + answer[name] for name in found}
 
     def _choice(self, place: int, text: str, scores: Any, finish: str | None, reason: Any) -> dict[str, Any]:
         return {"index": place, "text": text, "logprobs": scores, "finish_reason": finish, "stop_reason": reason}
 
-    def _scores(self, tokens: Sequence[Scored], offset: int) -> dict[str, Any] | None:
-        """Log-probabilities as four lists. text_offset: characters before each token."""
+    def _scores(self, tokens: Sequence[Scored], pieces: Sequence[str], offset: int) -> dict[str, Any] | None:
+        """Log-probabilities as four lists. text_offset: characters that were final before each token.
+
+        Args:
+            pieces: the text that each token added.
+        """
         if self.fields.logprobs is None:
             return None
         names = [self.names(one.token) for one in tokens]
         offsets = []
-        for name in names:
+        for _, piece in zip(tokens, pieces):
             offsets.append(offset)
-            offset += len(name)
+            offset += len(piece)
         return {
             "text_offset": offsets,
             "tokens": names,

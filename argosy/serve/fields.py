@@ -16,13 +16,8 @@ IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
 
 # Fields of OpenAI's API and of vLLM's that are not supported, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "audio": (),
     "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -36,7 +31,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "repetition_detection": (),
     "service_tier": ("auto", "default"),
@@ -48,6 +42,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
+
+# Names that `chat_template_kwargs` cannot set: of fields of their own, and of the parameters of `LM.chat_prompt` and `chat.render`.
+OF_RENDERING = {
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template",
+    "tokenize", "template", "special", "now", "self",
+}  # fmt: skip
 
 # What to write in the place of a field that is not supported.
 INSTEAD = {f"guided_{name}": f'"structured_outputs": {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")}
@@ -119,6 +119,7 @@ class Generation(Fields):
     skip_special_tokens: bool = True
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     max_tokens: int | None = Field(None, ge=1)
+    prompt_logprobs: int | None = Field(None, ge=0)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
@@ -144,12 +145,20 @@ class Generation(Fields):
     def _options_of_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ApiError("`stream_options` need `stream: true`", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            what = "`prompt_logprobs` do not come in a stream, as in vLLM; completions stream them with `echo` and `logprobs`"
+            raise ApiError(what, param="prompt_logprobs")
         return self
 
     @property
     def top(self) -> int | None:
         """The number of likeliest tokens to report per position, besides the one that was drawn. None: no log-probabilities."""
         raise NotImplementedError
+
+    @property
+    def scoring(self) -> str | None:
+        """The field that asks for log-probabilities of the prompt, None if none does."""
+        return None if self.prompt_logprobs is None else "prompt_logprobs"
 
 
 class Completions(Generation):
@@ -159,14 +168,46 @@ class Completions(Generation):
     prompt: Any
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0)
     add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _nothing_but_the_prompt(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError("`max_tokens` is 0, which needs `echo: true`", param="max_tokens")
+        return self
 
     @property
     def top(self) -> int | None:
         return self.logprobs
 
+    @property
+    def scoring(self) -> str | None:
+        return "echo" if self.echo and self.logprobs is not None else super().scoring
 
-class Chat(Generation):
+
+class Rendered(Fields):
+    """The fields that decide how messages become a prompt, on /v1/chat/completions and /tokenize."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _exclude_each_other(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            what = "`continue_final_message` needs `add_generation_prompt: false`"
+            raise ApiError(what, param="continue_final_message")
+        if wrong := sorted(set(self.chat_template_kwargs) & OF_RENDERING):
+            raise ApiError(f"`chat_template_kwargs` cannot set `{wrong[0]}`", param="chat_template_kwargs")
+        return self
+
+
+class Chat(Generation, Rendered):
     """A body of /v1/chat/completions."""
 
     top_name: ClassVar[str] = "top_logprobs"
@@ -175,7 +216,6 @@ class Chat(Generation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
-    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
@@ -190,15 +230,22 @@ class Chat(Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class Tokenize(Fields):
+class Tokenize(Rendered):
     """A body of /tokenize: a text, or messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
     return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _of_messages(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError("give `prompt` or `messages`", param="prompt")
+        of_text = {*Tokenize.model_fields} - {*Rendered.model_fields} | {"add_special_tokens"}
+        if self.prompt is not None and (wrong := sorted(self.model_fields_set - of_text)):
+            raise ApiError(f"`{wrong[0]}` is for `messages`", param=wrong[0])
+        return self
 
 
 class Detokenize(Fields):

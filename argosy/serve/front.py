@@ -7,17 +7,24 @@
 The thread sleeps while there is nothing to do. Everything it is told to do runs between two steps, so a request that is left is
 aborted before the next one, and its pages are free by then. A step reports to the event loop once, however many tokens it made.
 A reader that is slow delays nobody: its events wait in a queue, which the context of the model bounds.
+
+Log-probabilities of prompts (`open(requests, prompts)`, then `await answers.scored()`) are computed between two steps, one pass at a
+time, so running answers wait for one pass at most; `infer.prompts` bounds its length.
 """
 
 import asyncio
+import sys
 import time
+import traceback
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.infer.engine import Engine, Event, Request
+from argosy.infer.prompts import NOTHING, Prompts, PromptScores
 from argosy.serve.admission import Admission, died, timed_out
 from argosy.serve.errors import ApiError, of_input
 from argosy.serve.metrics import EngineMetrics
@@ -57,8 +64,9 @@ class News:
 class Answers:
     """The answers to the requests of one client, in the order in which their tokens come."""
 
-    def __init__(self, front: "Front", requests: Sequence[Request]):
-        self.front, self.arrived = front, time.monotonic()
+    def __init__(self, front: "Front", requests: Sequence[Request], prompts: Sequence[Sequence[int]] = ()):
+        self.front, self.arrived, self.prompts = front, time.monotonic(), prompts
+        self.scores: asyncio.Future[list[PromptScores]] = asyncio.get_running_loop().create_future()
         self.rows = [Row(place, request, self) for place, request in enumerate(requests)]
         self.news: asyncio.Queue[tuple[int, Event] | ApiError] = asyncio.Queue()
 
@@ -79,6 +87,14 @@ class Answers:
                 return item
         raise StopAsyncIteration
 
+    async def scored(self) -> list[PromptScores]:
+        """The scores of the prompts.
+
+        Raises:
+            ApiError: as `__anext__`, or they cannot be computed.
+        """
+        return await self.scores
+
     def end(self, place: int, reason: str) -> None:
         """Ends one of the requests, if it has not ended: its text has reached a stop string. It has no further events, though the
         engine may have been a token ahead."""
@@ -91,6 +107,10 @@ class Answers:
         """Ends all of them; the reader gets the error."""
         for row in self.rows:
             self.end(row.place, "abort")
+        if not self.scores.done():
+            self.scores.set_exception(error)
+            # It counts as read: a reader that does not ask for scores gets the error from the queue.
+            self.scores.exception()
         self.news.put_nowait(error)
 
     def reused(self, place: int) -> int:
@@ -108,23 +128,41 @@ class Front(Admission[Answers, EngineMetrics]):
     def __init__(self, engine: Engine, limits: Limits, metrics: EngineMetrics):
         super().__init__(limits, metrics)
         self.engine = engine
+        self.prompts = Prompts(engine.model, min(limits.prompt_logprobs_tokens, engine.context), engine.say)
+        metrics.prompts = self.prompts
         self._rows: dict[int, Row] = {}
+        # Prompts to be scored, first come first served: whose, which of them, and its ids.
+        self._unscored: list[tuple[Answers, int, Sequence[int]]] = []
+        self._scores: dict[Answers, dict[int, PromptScores]] = {}
 
     # ---------------------------------------------------------------- the event loop's side
 
     @asynccontextmanager
-    async def open(self, requests: Sequence[Request]) -> AsyncIterator[Answers]:
+    async def open(
+        self, requests: Sequence[Request], prompts: Sequence[Sequence[int]] = ()
+    ) -> AsyncIterator[Answers]:
         """Hands requests to the engine: all of them, or none. Leaving the context aborts those that have not ended.
+
+        Args:
+            prompts: token ids to be scored, at most `self.prompts.longest` of each.
 
         Raises:
             ApiError: the engine refuses one of them, too many wait already, the server is shutting down, or the engine has died.
         """
         self._loop = asyncio.get_running_loop()
-        self._check([len(r.tokens) for r in requests])
-        answers = Answers(self, requests)
+        scoring, tokens = len(prompts), sum(map(len, prompts))
+        self._check([*(len(r.tokens) for r in requests), *map(len, prompts)])
+        answers = Answers(self, requests, prompts)
         self.opened.add(answers)
-        self.waiting += len(requests)
-        self.waiting_tokens += sum(len(r.tokens) for r in requests)
+        self.waiting += len(requests) + scoring
+        self.waiting_tokens += sum(len(r.tokens) for r in requests) + tokens
+
+        def scored(_: Any) -> None:
+            self.waiting -= scoring
+            self.waiting_tokens -= tokens
+
+        if prompts:
+            answers.scores.add_done_callback(scored)
         overdue = self._loop.call_later(self.limits.seconds, answers.fail, timed_out(self.limits.seconds))
         try:
             added: Future[None] = Future()
@@ -142,6 +180,9 @@ class Front(Admission[Answers, EngineMetrics]):
             for row in answers.rows:
                 if not row.done:
                     self.end(row, "abort")
+            if prompts:
+                self._tasks.put(lambda: self._leave(answers))
+            answers.scores.cancel()
             self._closed(answers)
 
     def end(self, row: Row, reason: str) -> None:
@@ -186,12 +227,15 @@ class Front(Admission[Answers, EngineMetrics]):
     def _work(self) -> None:
         while True:
             task = None
-            while self.failure is not None or not self.engine.busy or not self._tasks.empty():
+            while self.failure is not None or not (self.engine.busy or self._unscored) or not self._tasks.empty():
                 if (task := self._tasks.get()) is None:
                     return
                 task()
             try:
-                self._report(self.engine.step())
+                if self.engine.busy:
+                    self._report(self.engine.step())
+                if self._unscored:
+                    self._score()
             except Exception as error:
                 self._failed(error)
 
@@ -206,12 +250,57 @@ class Front(Admission[Answers, EngineMetrics]):
                 row.number = self.engine.add(row.request)
                 self._rows[row.number] = row
                 done.append(row)
+            if answers.prompts:
+                self._await_scores(answers)
         except Exception as error:
             for row in done:
                 self._abort(row)
             added.set_exception(error)
         else:
             added.set_result(None)
+
+    def _await_scores(self, answers: Answers) -> None:
+        self._scores[answers] = {}
+        # A prompt of one token has nothing to score.
+        for place, ids in enumerate(answers.prompts):
+            if len(ids) > 1:
+                self._unscored.append((answers, place, ids))
+            else:
+                self._scores[answers][place] = NOTHING
+        self._hand_over(answers)
+
+    def _score(self) -> None:
+        """One pass over the prompts that have waited longest."""
+        places = self.prompts.batch([ids for _, _, ids in self._unscored])
+        taken = [self._unscored[i] for i in places]
+        readers = {answers for answers, _, _ in taken}
+        try:
+            scores = self.prompts.score([ids for _, _, ids in taken])
+        except Exception:
+            # Only these readers lose by it: the state of the engine is not touched.
+            traceback.print_exc(file=sys.stderr)
+            for answers in readers:
+                self._leave(answers)
+                self._tell(lambda answers=answers: answers.fail(ApiError("internal error", status=500)))
+            return
+        self._unscored = [one for i, one in enumerate(self._unscored) if i not in places]
+        for (answers, place, _), found in zip(taken, scores, strict=True):
+            self._scores[answers][place] = found
+        for answers in readers:
+            self._hand_over(answers)
+
+    def _hand_over(self, answers: Answers) -> None:
+        """Gives a reader the scores of its prompts, if they are complete."""
+        found = self._scores[answers]
+        if len(found) == len(answers.prompts):
+            del self._scores[answers]
+            scores = [found[place] for place in range(len(found))]
+            self._tell(lambda: None if answers.scores.done() else answers.scores.set_result(scores))
+
+    def _leave(self, answers: Answers) -> None:
+        """Forgets the prompts of a reader that is gone."""
+        self._unscored = [one for one in self._unscored if one[0] is not answers]
+        self._scores.pop(answers, None)
 
     def _abort(self, row: Row) -> None:
         if self._rows.pop(row.number, None) is not None and self.failure is None:

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 
 if TYPE_CHECKING:
     from argosy.infer.engine import Engine
+    from argosy.infer.prompts import Prompts
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -89,8 +90,10 @@ class EngineMetrics(Metrics):
     """The metrics of a model that generates."""
 
     def __init__(self, model: str, engine: "Engine"):
-        super().__init__(model, lambda: engine.stats.compilations)
         self.engine = engine
+        # Set by the front: what it compiles for log-probabilities of prompts counts too.
+        self.prompts: Prompts | None = None
+        super().__init__(model, self._programs)
         scheduler, pages = engine.scheduler, engine.pages
         self._gauge("num_requests_running", "Answers being generated.").set_function(lambda: len(scheduler.running))
         self._gauge("num_requests_waiting", "Answers that wait.").set_function(lambda: scheduler.waiting)
@@ -119,6 +122,9 @@ class EngineMetrics(Metrics):
         """As `ended`, after so many tokens."""
         self.ended(reason, seconds)
         self.generation.observe(generated)
+
+    def _programs(self) -> int:
+        return self.engine.stats.compilations + (0 if self.prompts is None else self.prompts.compilations)
 
     def text(self) -> bytes:
         self._advance(self.preemptions, self.engine.scheduler.preemptions)

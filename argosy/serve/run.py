@@ -85,8 +85,11 @@ def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> S
     else:
         engine.generate([Request([0], 2)])
     front = Front(engine, settings.limits, EngineMetrics(name, engine))
+    if settings.warm_up_prompt_logprobs:
+        front.prompts.compile(front.prompts.sizes())
     front.start()
-    return Service(lm, name, front, settings.limits, defaults_of(lm.generation), Random(settings.seed))
+    defaults, templates = defaults_of(lm.generation), settings.request_chat_template
+    return Service(lm, name, front, settings.limits, defaults, Random(settings.seed), request_templates=templates)
 
 
 def encoder_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> EncoderService:

@@ -13,7 +13,7 @@ from argosy.infer.lm import LM
 from argosy.serve.admission import Admission
 from argosy.serve.choice import Choice, Ending
 from argosy.serve.errors import ApiError, of_input, unavailable
-from argosy.serve.fields import Generation
+from argosy.serve.fields import Generation, Rendered
 from argosy.serve.front import Front
 from argosy.serve.sampling import sampling_of
 from argosy.serve.settings import Limits
@@ -27,12 +27,14 @@ F = TypeVar("F", bound=Admission[Any, Any])
 
 @dataclass
 class Served(Generic[F]):
-    """One model, served: what every kind of model has. name: its name in the API."""
+    """One model, served: what every kind of model has. name: its name in the API. request_templates: a request may bring its own
+    chat template."""
 
     lm: LM
     name: str
     front: F
     limits: Limits
+    request_templates: bool = field(default=False, kw_only=True)
     created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
 
     @property
@@ -63,14 +65,28 @@ class Served(Generic[F]):
             what = f"the model `{name[:128]}` does not exist, this server has `{self.name}`"
             raise ApiError(what, status=404, param="model", code="model_not_found")
 
-    def chat_prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+    def chat_prompt(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, fields: Rendered
+    ) -> list[int]:
         """The token ids of a conversation. Slow: a template is rendered in a process of its own.
 
+        Args:
+            tools: those that the template is given.
+
         Raises:
-            ApiError: there is no template, or it refuses these messages.
+            ApiError: there is no template, it refuses these messages, or it came with the request and this server takes none.
         """
+        if fields.chat_template is not None and not self.request_templates:
+            what = "this server takes no `chat_template` from requests (its setting `request_chat_template` allows them)"
+            raise ApiError(what, param="chat_template", code="unsupported_parameter")
+        variables: dict[str, Any] = fields.chat_template_kwargs | ({"documents": fields.documents} if fields.documents else {})
+        how: Any = {
+            "template": fields.chat_template, "add_generation_prompt": fields.add_generation_prompt,
+            "continue_final_message": fields.continue_final_message,
+            "add_special_tokens": bool(fields.add_special_tokens),
+        }  # fmt: skip
         try:
-            return self.lm.chat_prompt(messages, tools=tools)
+            return self.lm.chat_prompt(messages, tools=tools, **how, **variables)
         except ArgosyError as error:
             raise of_input(error, "messages") from None
 
@@ -111,6 +127,9 @@ class Service(Served[Front]):
         limits = self.limits
         if (fields.top or 0) > limits.logprobs:
             raise ApiError(f"`{fields.top_name}` is {fields.top}, at most {limits.logprobs}", param=fields.top_name)
+        if (fields.prompt_logprobs or 0) > limits.logprobs:
+            what = f"`prompt_logprobs` is {fields.prompt_logprobs}, at most {limits.logprobs}"
+            raise ApiError(what, param="prompt_logprobs")
         if len(fields.stop) + len(fields.stop_token_ids) > limits.stops:
             raise ApiError(f"more than {limits.stops} stop strings and stop tokens", param="stop")
         if any(not 0 < len(stop) <= limits.stop_length for stop in fields.stop):
@@ -135,7 +154,7 @@ class Service(Served[Front]):
         """`n` requests of the engine for each prompt.
 
         Args:
-            most: limit on the tokens of an answer; None: up to the context.
+            most: limit on the tokens of an answer; None: up to the context; 0: no requests.
 
         Raises:
             ApiError: the sampler does not support what is asked, or prompt and answer do not fit into the context.
@@ -143,16 +162,23 @@ class Service(Served[Front]):
         if len(prompts) * fields.n > self.limits.answers:
             what = f"{len(prompts)} prompts times n={fields.n} are more than {self.limits.answers} answers"
             raise ApiError(what, param="n" if fields.n > 1 else "prompt")
+        least, longest = 1 if most is None else most, self.front.prompts.longest
         for ids in prompts:
-            if len(ids) + (most or 1) > self.context:
-                asked = f"{len(ids)} tokens of prompt and {most or 'at least 1'} of answer"
+            if len(ids) + least > self.context:
+                asked = f"{len(ids)} tokens of prompt and {most or f'at least {least}'} of answer"
                 raise ApiError(f"{asked} are more than the context of {self.context}", code=MANY)
+            if fields.scoring is not None and len(ids) > longest:
+                what = f"log-probabilities of a prompt of {len(ids)} tokens, this server computes those of at most {longest}"
+                raise ApiError(what, param=fields.scoring)
+            if wrong := [token for token in ids if not 0 <= token < self.lm.config.vocab]:
+                what = f"token id {wrong[0]} is outside the model's vocabulary of {self.lm.config.vocab}"
+                raise ApiError(what, param="prompt")
         sampling = sampling_of(fields, self.defaults, self.lm.tokenizer)
         stops = frozenset(fields.stop_token_ids)
         ends = stops | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))
         top, salt = fields.top or 0, fields.cache_salt or ""
         found = []
-        for ids in prompts:
+        for ids in prompts if most != 0 else ():
             # One seed gives one answer, wherever its prompt stands in the request.
             seed = self.seeds.getrandbits(63) if fields.seed is None else fields.seed
             found += [

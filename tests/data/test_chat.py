@@ -62,6 +62,30 @@ def test_templates_render_as_in_transformers(name):
         assert expected["error"].partition(": ")[2] in str(caught.value), case
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_options_render_as_in_transformers(name):
+    """A last message that is continued, thinking switched off, documents."""
+    golden = json.loads((Path(__file__).parents[1] / "goldens" / "chat_options.json").read_text("utf-8"))
+    template = shared(f"chat_templates/{name}.jinja").read_text()
+    assert len(golden["renders"][name]) == 5
+    for case, expected in golden["renders"][name].items():
+        given = golden["cases"][case]
+        text = render(template, given["messages"], SPECIAL, **given["how"], now=datetime(2025, 1, 2, 3, 4, 5))
+        assert text == expected, case
+
+
+@pytest.mark.parametrize(("template", "messages", "how", "word"), [
+    ("{{ messages[0].content }}", HI, {"add_generation_prompt": True}, "exclude each other"),
+    ("{{ messages[0].content }}", [{"role": "assistant", "content": None}], {}, "no content"),
+    ("{{ messages[0].role }}", HI, {}, "no content"),
+    ("{{ messages[0].content[:1] }}", HI, {}, "drops part"),
+    ("{{ messages[0].content[1:] }}", HI, {}, "drops part"),
+])  # fmt: skip
+def test_a_message_that_cannot_be_continued_is_refused(template, messages, how, word):
+    with pytest.raises(BadInput, match=word):
+        render(template, messages, SPECIAL, continue_final_message=True, **how)
+
+
 def test_every_golden_template_is_tested():
     assert set(json.loads(shared("chat_templates/golden.json").read_text())["renders"]) == set(NAMES)
 

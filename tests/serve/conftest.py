@@ -30,11 +30,15 @@ from argosy.serve.settings import Limits, ServeSettings
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
+    "{% for d in documents or [] %}({{ d.title }}){% endfor %}{% if enable_thinking is false %}!{% endif %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 EOS = frozenset({ByteTokenizer.eos})
 SIZES = EngineSettings(slots=4, page=8, context=128, pages=64, budget=64, beside=32)
-LIMITS = Limits(body=20_000, headers=20, answers=16, stops=4, stop_length=20, logprobs=5, schema_bytes=3_000, schema_depth=12)
+LIMITS = Limits(
+    body=20_000, headers=20, answers=16, stops=4, stop_length=20, logprobs=5, prompt_logprobs_tokens=64,
+    schema_bytes=3_000, schema_depth=12,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -64,13 +68,13 @@ def alone(lm: LM, prompt: str | list[int], most: int, seed: int = 0, ends: froze
 
 
 @contextmanager
-def serving(lm: LM, limits: Limits = LIMITS, **defaults: Any) -> Iterator[Service]:
+def serving(lm: LM, limits: Limits = LIMITS, templates: bool = False, **defaults: Any) -> Iterator[Service]:
     """A service whose thread ends with the block, and with no page in use."""
     engine = Engine(lm.module, SIZES)
     front = Front(engine, limits, EngineMetrics("tiny", engine))
     front.start()
     try:
-        yield Service(lm, "tiny", front, limits, {"temperature": 1.0} | defaults, Random(0))
+        yield Service(lm, "tiny", front, limits, {"temperature": 1.0} | defaults, Random(0), request_templates=templates)
     finally:
         front.close()
     if front.failure is None:

@@ -10,7 +10,7 @@ import pytest
 from serve.conftest import LIMITS, inside
 
 from argosy.serve.app import App
-from argosy.serve.fields import IGNORED, NEUTRAL, Chat, Completions
+from argosy.serve.fields import IGNORED, NEUTRAL, OF_RENDERING, Chat, Completions
 from argosy.serve.service import Service
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -55,7 +55,13 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"logprobs": 6}, "logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options"),
-        ({"echo": True, "logprobs": 0}, "echo"),
+        ({"echo": True, "logprobs": 6}, "logprobs"),
+        ({"prompt_logprobs": 6}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"prompt": "a" * 65, "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"prompt": "a" * 65, "echo": True, "logprobs": 0}, "echo"),
+        ({"prompt": [1, 258], "echo": True, "max_tokens": 0}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
@@ -87,6 +93,31 @@ def test_a_wrong_value_is_refused_by_its_name(ask: Ask, more: dict[str, Any], pa
     error = refused(ask("POST", "/v1/completions", json=TEXT | more))
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "more, param",
+    [
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template": 3}, "chat_template"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        *(({"chat_template_kwargs": {name: "x"}}, "chat_template_kwargs") for name in sorted(OF_RENDERING)),
+        ({"documents": ["a"]}, "documents"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt"),
+        ({"add_special_tokens": 1}, "add_special_tokens"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_wrong_option_of_a_template_is_refused_by_its_name(ask: Ask, path: str, more: dict[str, Any], param: str):
+    assert refused(ask("POST", path, json={"messages": TALK["messages"]} | more))["param"] == param
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "documents", "tools"])
+def test_options_of_a_template_are_not_for_a_text(ask: Ask, name: str):
+    value: Any = [] if name in ("documents", "tools") else False
+    assert refused(ask("POST", "/tokenize", json={"prompt": "hi", name: value}))["param"] == name
 
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))

@@ -1,0 +1,151 @@
+"""Log-probabilities of the tokens of prompts, with the likeliest tokens at each place, while an engine answers other requests.
+
+A prompt is scored in one forward pass over the whole of it, without the engine's cache. The pass cannot be interrupted, so its
+length bounds how long running answers wait: `longest` for one prompt, `TOGETHER` tokens for several that share a pass. Each length
+costs a program (`sequences.bucket`), and a second one for full batches; `compile` makes them in any thread.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from argosy.core.progress import Say
+from argosy.infer.sample import likeliest
+from argosy.infer.sampler import MOST_TOP
+from argosy.infer.sequences import CHUNK, Sequences, bucket
+from argosy.models.parts.attend import Packed
+from argosy.models.parts.weight import Leaves, merge
+
+# Tokens of one pass over several prompts, padding included: those of one prefill step of the engine (`budget`).
+TOGETHER = 512
+
+
+class PromptScores(NamedTuple):
+    """The tokens of one prompt, from the second on (the first has nothing before it). logprobs: natural logarithms. ranks: 1 for the
+    likeliest token. ids, likeliest: the likeliest tokens and their log-probabilities, descending."""
+
+    logprobs: Float[np.ndarray, " S"]
+    ranks: Int[np.ndarray, " S"]
+    ids: Int[np.ndarray, "S K"]
+    likeliest: Float[np.ndarray, "S K"]
+
+
+# Of a prompt of one token.
+NOTHING = PromptScores(np.zeros(0), np.zeros(0, int), np.zeros((0, 0), int), np.zeros((0, 0)))
+
+
+class Prompts:
+    """Scores prompts with one model. `score` is called by the thread that steps the engine, `compile` by any.
+
+    Args:
+        longest: the longest prompt in tokens.
+        say: called with what is being compiled, if that takes longer than a second.
+    """
+
+    def __init__(self, model: Any, longest: int, say: Say | None = None):
+        self.sequences, self.longest = Sequences(model, say), longest
+        self.compilations = 0
+        self._compiled: set[tuple[int, int]] = set()
+        self._lock = Lock()
+
+    def sizes(self) -> Iterator[tuple[int, int]]:
+        """(rows, length) of every pass there may be."""
+        length = 0
+        while length < self._padded(self.longest):
+            length = self._padded(length + 1)
+            yield 1, length
+            if (rows := self._rows(length)) > 1:
+                yield rows, length
+
+    def sizes_of(self, prompts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
+        """(rows, length) of the passes over these prompts, whatever else is scored beside them."""
+        lengths = [self._padded(len(ids) - 1) for ids in prompts if len(ids) > 1]
+        rows = {length: self._rows(length) for length in lengths}
+        many = {(rows[length], length) for length in lengths if lengths.count(length) > rows[length] // 2}
+        return {(1, length) for length in lengths} | many
+
+    def missing(self, prompts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
+        """Those of `sizes_of` that are not compiled."""
+        return self.sizes_of(prompts) - self._compiled
+
+    def compile(self, sizes: Iterable[tuple[int, int]]) -> int:
+        """Compiles the programs of these sizes that are not compiled; returns their number. Slow: seconds each."""
+        made = 0
+        with self._lock:
+            for rows, length in sizes:
+                if (rows, length) not in self._compiled:
+                    self._scored([[0] * (length + 1)] * rows)
+                    self._compiled.add((rows, length))
+                    made += 1
+            self.compilations += made
+        return made
+
+    def batch(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """The places of the prompts that the next pass scores: the first alone, or with others of its length if they fill more than
+        half of a batch."""
+        length = self._padded(len(prompts[0]) - 1)
+        rows = self._rows(length)
+        places = [i for i, ids in enumerate(prompts) if self._padded(len(ids) - 1) == length][:rows]
+        return places if len(places) > rows // 2 and (rows, length) in self._compiled else [0]
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[PromptScores]:
+        """One pass over a batch. Compiles nothing that `compile` has made."""
+        length = self._padded(max(len(ids) for ids in prompts) - 1)
+        rows = 1 if len(prompts) == 1 else self._rows(length)
+        if (rows, length) not in self._compiled:
+            self.compile({(rows, length)})
+        return self._scored([*prompts, *[[]] * (rows - len(prompts))])[: len(prompts)]
+
+    def _padded(self, length: int) -> int:
+        # A model with a short context has its own as the last length.
+        return min(bucket(max(length, 1)), self.sequences.context)
+
+    @staticmethod
+    def _rows(length: int) -> int:
+        """Prompts of this length that share a pass: a power of two."""
+        return 1 << max(TOGETHER // length, 1).bit_length() - 1
+
+    def _scored(self, rows: Sequence[Sequence[int]]) -> list[PromptScores]:
+        sequences = self.sequences
+        length = self._padded(max(map(len, rows)) - 1)
+        tokens, segments, following = (np.zeros((len(rows), length), np.int32) for _ in range(3))
+        for i, row in enumerate(rows):
+            count = max(len(row) - 1, 0)
+            tokens[i, :count], segments[i, :count], following[i, :count] = row[:count], 1, row[1:]
+        found = sequences.run("prompts", _prompts(sequences.graph, sequences.dtype), tokens, segments, following)
+        arrays = [np.asarray(a) for a in found]
+        return [PromptScores(*(a[i, : max(len(row) - 1, 0)] for a in arrays)) for i, row in enumerate(rows)]
+
+
+@lru_cache(maxsize=64)
+def _prompts(graph: Any, dtype: Any) -> Any:
+    """(weights, tokens [B T], segments [B T], the tokens that follow them [B T]) -> their log-probabilities [B T] and ranks [B T],
+    the likeliest tokens [B T K] and their log-probabilities [B T K]."""
+
+    def prompts(weights: Leaves, tokens: Array, segments: Array, following: Array) -> tuple[Array, ...]:
+        model = merge(graph, weights)
+        model.dtype = dtype
+        x = model.hidden(tokens, Packed(segments))[0]
+        count = tokens.size
+        chunk = min(CHUNK, count)
+        rest = -count % chunk
+        x = jnp.pad(x.reshape(count, -1), ((0, rest), (0, 0))).reshape(-1, chunk, x.shape[-1])
+        following = jnp.pad(following.reshape(-1), (0, rest)).reshape(-1, chunk)
+
+        def of(part: tuple[Array, Array]) -> tuple[Array, ...]:
+            logits = model.unembed(part[0][None])[0]
+            own = jnp.take_along_axis(logits, part[1][:, None], -1)
+            total = jax.nn.logsumexp(logits, -1, keepdims=True)
+            top, ids = likeliest(logits, MOST_TOP)
+            return (own - total)[:, 0], 1 + (logits > own).sum(-1), ids, top - total
+
+        found = jax.lax.map(of, (x, following))
+        return tuple(a.reshape(-1, *a.shape[2:])[:count].reshape(*tokens.shape, *a.shape[2:]) for a in found)
+
+    return jax.jit(prompts)
