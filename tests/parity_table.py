@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from golden_weights import write_model
+from golden_weights import CONTEXTS, write_model
 from helpers import relative
 
 import argosy
@@ -33,7 +33,7 @@ COLUMNS = [
 def row(name: str, scratch: Path, exports: dict[str, float]) -> str:
     golden = dict(np.load(GOLDENS / name / "golden.npz"))
     folder = write_model(GOLDENS / name, scratch / name)
-    lm = argosy.load(folder)
+    lm = argosy.load(folder, context=CONTEXTS.get(name))
     if lm.config.causal:
         apart, text = relative(lm.logits(golden["tokens"]), golden["logits"]), greedy(lm, golden["greedy"].tolist())
     else:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_weights import write_model
+from golden_weights import CONTEXTS, write_model
 from helpers import LOGIT_ROUNDING, relative, shared
 
 import argosy
@@ -64,9 +64,7 @@ def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 def case(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[Path, argosy.LM, dict[str, np.ndarray]]:
     """A golden's model as a folder, what we make of it, and what the reference says."""
     folder = write_model(GOLDENS / request.param, tmp_path_factory.mktemp("golden") / request.param)
-    # The reference takes LongRoPE's short table for a sequence within the original context, 50 tokens here.
-    context = 50 if request.param == "phi3-short" else None
-    return folder, argosy.load(folder, context=context), dict(np.load(GOLDENS / request.param / "golden.npz"))
+    return folder, argosy.load(folder, context=CONTEXTS.get(request.param)), dict(np.load(GOLDENS / request.param / "golden.npz"))
 
 
 one_of_each_family = pytest.mark.parametrize(
