@@ -138,18 +138,40 @@ def raising() -> Iterator[None]:
         yield
         return
 
+    done = threading.Event()
+
     def leave(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        if not done.is_set():
+            done.set()
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     before = {number: signal.signal(number, leave) for number in SIGNALS if _is_handled(number)}
-    # The thread would end the process at once.
-    signal.set_wakeup_fd(-1)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # The other thread would end the process at once.
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    again = threading.Thread(target=_send_again, args=(reader, done), daemon=True, name="signals at a prompt")
+    again.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(_State.writer, warn_on_full_buffer=False)
+        done.set()
+        signal.set_wakeup_fd(-1)
+        os.close(writer)
+        # A signal that it sends now must not count as another one.
+        again.join()
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(_State.writer, warn_on_full_buffer=False)
+
+
+def _send_again(reader: int, done: threading.Event) -> None:
+    """Sends a signal to the main thread again until it is seen. Python looks for signals, then waits for a key; one that comes
+    between the two, or to another thread, would be seen with the next key."""
+    number = os.read(reader, 1)
+    while number and not done.wait(0.05):
+        signal.pthread_kill(threading.main_thread().ident or 0, number[0])
+    os.close(reader)
 
 
 @contextmanager
