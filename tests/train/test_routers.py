@@ -61,7 +61,8 @@ def loads_of(model, batch):
     return out | {"mtp.0.block.mlp.bias": ahead(weights, x, later, attend)}
 
 
-@pytest.mark.parametrize(("run", "accumulate"), [pytest.param(Unroll(), 1, marks=pytest.mark.slow), (Scan(), 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "accumulate"), [(Unroll(), 1), (Scan(), 2)])
 def test_biases_move_against_the_load_in_every_layout(run, accumulate):
     """Up where fewer tokens than even went, down where more, by the rate, in each layer and in the module ahead."""
     batch = jax.tree.map(lambda a: jnp.concatenate([a, a]), batch_of())
