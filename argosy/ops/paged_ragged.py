@@ -1,8 +1,10 @@
 """Paged attention on TPUs: the ragged kernel of JAX, which reads joined pools in place (arXiv:2604.15464).
 
-It takes tokens flat, each row's queries as the last tokens of the row. A row here has as many queries as every other, padding at its
-end: so the kernel is told of a row that is longer by its padding. Queries that are real see nothing of it, because attention is
-causal, and the results of padding have no meaning anyway.
+It takes queries flat, those of a row as the last tokens of the row, and reads the pages of rows that have some. So rows without new
+tokens are moved behind the others, and padding queries are left out: a row that counted its padding would read what a previous owner
+left in its pages, and one NaN there would reach every query.
+
+Unlike `reference`, it gives nothing of meaning for a row with a page out of range within its length. The engine makes no such row.
 """
 
 from functools import partial
@@ -16,6 +18,7 @@ from argosy.ops.attention import Implementation, Score
 from argosy.ops.paged_attention import Pools
 from argosy.parallel.scope import platform
 
+# Bytes of the kernel's two buffers of pages, of 16 MB that it may take by default.
 BUFFERS = 4 << 20
 
 
@@ -40,26 +43,34 @@ def _call(
     kernel: Any, q: Array, pool: Array, table: Int[Array, "B P"], lengths: Int[Array, "B"], at: Int[Array, "B T"], score: Score
 ) -> Array:
     B, T, N, H = q.shape
-    live = lengths > 0
-    # A row without tokens is not read; the kernel takes the first `rows` of them.
-    rows = jnp.max(jnp.where(live, jnp.arange(1, B + 1, dtype=jnp.int32), 0), keepdims=True)
+    pages, page = pool.shape[:2]
+    first = jnp.arange(table.shape[1], dtype=jnp.int32) * page
+    whole = jnp.all((first >= lengths[:, None]) | ((table >= 0) & (table < pages)), 1)
+    new = jnp.where(whole, jnp.clip(lengths - at[:, 0], 0, T), 0)
+    order = jnp.argsort(new == 0, stable=True)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new[order], dtype=jnp.int32)])
+    # The place of each query among the flat ones; past their end for padding.
+    own = jnp.zeros(B, jnp.int32).at[order].set(starts[:-1])
+    t = jnp.arange(T, dtype=jnp.int32)
+    places = jnp.where(t < new[:, None], own[:, None] + t, B * T).reshape(-1)
+    flat = jnp.zeros((B * T, N, H), pool.dtype).at[places].set(q.reshape(B * T, N, H).astype(pool.dtype), mode="drop")
     y = kernel(
-        q.reshape(B * T, N, H).astype(pool.dtype),
+        flat,
         pool,
-        jnp.where(live, at[:, 0] + T, T).astype(jnp.int32),
-        jnp.clip(table, 0, len(pool) - 1),
-        jnp.arange(B + 1, dtype=jnp.int32) * T,
-        rows,
+        lengths[order],
+        jnp.clip(table[order], 0, pages - 1),
+        starts,
+        jnp.sum(new > 0, keepdims=True, dtype=jnp.int32),
         sm_scale=score.scale,
         sliding_window=score.window,
         soft_cap=score.cap,
     )
-    return y.reshape(B, T, N, H).astype(q.dtype)
+    return jnp.take(y, places, 0, mode="clip").reshape(B, T, N, H).astype(q.dtype)
 
 
 def _blocks(pool: Array, tokens: int, pages: int) -> dict[str, int]:
     """Sizes of the kernel's blocks. On a TPU it looks them up in a table of measurements; a program that is compiled for one elsewhere
-    gets two buffers of pages of `BUFFERS` bytes."""
+    gets buffers of `BUFFERS`."""
     if jax.default_backend() == "tpu":
         return {}
     one = pool[0].size * pool.dtype.itemsize
