@@ -23,7 +23,8 @@ from jaxtyping import Array, Bool, Float
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.progress import Say, telling
 from argosy.data.tokenizers.config import read_object, read_text
-from argosy.infer.lm import LM, Prompt
+from argosy.infer.answers import Prompt
+from argosy.infer.lm import LM
 from argosy.infer.sequences import bucket
 from argosy.models.parts.weight import merge
 
@@ -133,7 +134,7 @@ class Encoder:
         for row in rows:
             if not row:
                 raise BadInput("a text without tokens", hint="a sequence has at least its [CLS]")
-            self.lm._check(row, 0 if most is None else len(row))
+            self.lm.check_ids(row, 0 if most is None else len(row))
         return rows
 
     def pooled(self, rows: Sequence[Sequence[int]], shape: tuple[int, int] | None = None) -> Float[np.ndarray, "N D"]:

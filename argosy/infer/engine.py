@@ -32,24 +32,20 @@ from argosy.core.progress import Say, telling
 from argosy.infer.bans import Bias
 from argosy.infer.forward import Sizes, cut, forward_of
 from argosy.infer.grammar import Grammar, Matcher, masks, unpacked
+from argosy.infer.memory import room_for_cache
+from argosy.infer.packing import Packing, power, sampled_rows
 from argosy.infer.pages import Pages
 from argosy.infer.sample import Sampling, Seed, streams
 from argosy.infer.sampler import MOST_TOP, Sampled, biased, fresh, masked, sample, settled
-from argosy.infer.schedule import Piece, Plan, Scheduler
+from argosy.infer.schedule import Plan, Scheduler
 from argosy.infer.schedule import Sequence as Scheduled
 from argosy.infer.settings import ROW, EngineSettings
 from argosy.models.parts.cache import bytes_of, page_bytes, paged
 from argosy.models.parts.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, put, split, variable
-from argosy.observe.environment import memory_bytes
 from argosy.observe.readable import sized
 
 Reason = Literal["stop", "length", "abort", "blocked"]
-
-# The most bytes of a cache in the memory of a CPU, and the share of what is free there, unless one sequence needs more. On other
-# devices the cache takes this share of what the weights leave: activations, logits and XLA's programs need the rest.
-CACHE, OF_FREE, OF_DEVICE = 4e9, 0.25, 0.8
-
 
 @dataclass
 class Request:
@@ -139,6 +135,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.pages, page, slots, self.settings.budget, self.settings.beside, self.row, None if self.shares else 1
         )
+        self.packing = Packing(self.settings, self.table_pages, self.shares)
         self.caches, self.slots = self._empty(slots, self.pages.count), fresh(slots, self.vocab)
         self.stats = Stats()
         self._sequences: dict[int, Scheduled] = {}
@@ -352,7 +349,7 @@ class Engine:
             raise RuntimeError("warm_up is for an engine without requests")
         self._look_for_new_weights()
         before = self.stats.compilations
-        for sizes, counts in self._possible().items():
+        for sizes, counts in self.packing.possible().items():
             words = np.zeros(sizes.words, np.int32)
             for part in cut(words, sizes):
                 part["slot"][:], part["table"][:] = -1, -1
@@ -360,9 +357,9 @@ class Engine:
                 logits = self._passed(sizes, words, np.zeros(count, np.int32))
                 self._sampled(logits, np.full(count, -1, np.int32))
         nobody = self.settings.slots
-        for rows in sorted({_power(n, 2) for n in range(1, nobody + 1)}):
+        for rows in sorted({power(n, 2) for n in range(1, nobody + 1)}):
             self._biased(np.full(rows, nobody, np.int32), np.zeros((rows, self.vocab), np.float32))
-        for rows in sorted({_sampled_rows(n) for n in range(1, nobody + 1)}):
+        for rows in sorted({sampled_rows(n) for n in range(1, nobody + 1)}):
             self._masked(np.full(rows, nobody, np.int32), np.zeros((rows, -(-self.vocab // 32)), np.int32))
         # These two take no number of rows, and are compiled by the first request otherwise.
         key = np.asarray(jax.random.key_data(streams(0, [0])))[0]
@@ -370,24 +367,6 @@ class Engine:
         if not self.keeps:
             self._weights = None
         return self.stats.compilations - before
-
-    def _possible(self) -> dict[Sizes, set[int]]:
-        """The sizes of every step there may be, and for each the numbers of rows that the sampler may be called with."""
-        slots, P = self.settings.slots, self.table_pages
-        found: dict[Sizes, set[int]] = {}
-        for n in range(1, slots + 1):
-            sizes = Sizes(_decoding_rows(n, slots, alone=True), 0, 0, P)
-            found.setdefault(sizes, set()).add(_sampled_rows(n))
-        for n in range(slots):
-            decodes = _decoding_rows(n, slots, alone=False)
-            budget = self.settings.beside if n else self.settings.budget
-            most = budget // ROW if self.shares else 1
-            for rows in range(1, most + 1):
-                for width in {ROW} if self.shares else {ROW * _power(k, 4) for k in range(1, -(-budget // ROW) + 1)}:
-                    sizes = Sizes(decodes, _power(rows, 4), width, P)
-                    ended = range(min(rows, slots - n) + 1)
-                    found.setdefault(sizes, set()).update(_sampled_rows(n + k) for k in ended)
-        return found
 
     # ---------------------------------------------------------------- dispatch
 
@@ -397,18 +376,14 @@ class Engine:
                 self._settle(piece.sequence)
                 self.stats.reused_tokens += piece.start
             self.stats.prompt_tokens += len(piece.tokens)
-        sizes, words = self._packed(plan)
-        places, due = self._due(plan, sizes)
-        count = _sampled_rows(len(due))
-        picks, owners = np.zeros(count, np.int32), np.full(count, -1, np.int32)
-        picks[: len(due)], owners[: len(due)] = places, [sequence.slot for sequence in due]
-        logits = self._passed(sizes, words, picks)
-        self._constrain(due)
-        sampled = self._sampled(logits, owners)
+        step = self.packing(plan)
+        logits = self._passed(step.sizes, step.words, step.picks)
+        self._constrain(step.due)
+        sampled = self._sampled(logits, step.owners)
         for a in sampled[:3]:
             a.copy_to_host_async()
         self.stats.steps += 1
-        return due, sampled
+        return step.due, sampled
 
     def _passed(self, sizes: Sizes, words: np.ndarray, picks: np.ndarray) -> jax.Array:
         """The logits after the picked tokens."""
@@ -468,7 +443,7 @@ class Engine:
                 wanted.mask = packed
                 rows.append((sequence.slot, row))
         if rows:
-            where = np.full(_sampled_rows(len(rows)), self.settings.slots, np.int32)
+            where = np.full(sampled_rows(len(rows)), self.settings.slots, np.int32)
             bits = np.zeros((len(where), len(rows[0][1])), np.int32)
             for i, (slot, row) in enumerate(rows):
                 where[i], bits[i] = slot, row
@@ -483,7 +458,7 @@ class Engine:
             if (row := sequence.what.bias.row(sequence.tokens[sequence.prompt :])) is not None:
                 rows.append((sequence.slot, row))
         if rows:
-            where = np.full(_power(len(rows), 2), self.settings.slots, np.int32)
+            where = np.full(power(len(rows), 2), self.settings.slots, np.int32)
             bias = np.zeros((len(where), self.vocab), np.float32)
             for i, (slot, row) in enumerate(rows):
                 where[i], bias[i] = slot, row
@@ -491,42 +466,6 @@ class Engine:
 
     def _biased(self, where: np.ndarray, bias: np.ndarray) -> None:
         self.slots = self._run(f"{len(where)} biases", biased, ("bias", len(where)), self.slots, where, bias)
-
-    def _rows(self, plan: Plan) -> list[tuple[Piece, int]]:
-        """The rows of the prompts: each piece, and the place in it where the row begins."""
-        if not self.shares:
-            return [(piece, 0) for piece in plan.pieces]
-        return [(piece, at) for piece in plan.pieces for at in range(0, len(piece.tokens), ROW)]
-
-    def _packed(self, plan: Plan) -> tuple[Sizes, np.ndarray]:
-        """A plan as one array, for one transfer to the device."""
-        rows = self._rows(plan)
-        longest = max((len(piece.tokens) for piece in plan.pieces), default=0)
-        width = ROW * (1 if self.shares else _power(-(-longest // ROW), 4))
-        decodes = _decoding_rows(len(plan.decodes), self.settings.slots, alone=not rows)
-        sizes = Sizes(decodes, _power(len(rows), 4), width if rows else 0, self.table_pages)
-        words = np.zeros(sizes.words, np.int32)
-        d, c = cut(words, sizes)
-        d["slot"][:], d["table"][:], c["slot"][:], c["table"][:] = -1, -1, -1, -1
-        for i, sequence in enumerate(plan.decodes):
-            d["slot"][i], d["length"][i] = sequence.slot, sequence.computed - 1
-            d["table"][i, : len(sequence.pages)] = sequence.pages
-        for i, (piece, at) in enumerate(rows):
-            tokens, sequence = piece.tokens[at : at + width], piece.sequence
-            c["slot"][i], c["length"][i], c["new"][i] = sequence.slot, piece.start + at, len(tokens)
-            c["table"][i, : len(sequence.pages)] = sequence.pages
-            c["tokens"][i, : len(tokens)] = tokens
-        return sizes, words
-
-    def _due(self, plan: Plan, sizes: Sizes) -> tuple[list[int], list[Scheduled]]:
-        """The sequences that are sampled, and the place of the last token of each."""
-        places, due = list(range(len(plan.decodes))), list(plan.decodes)
-        for i, (piece, at) in enumerate(self._rows(plan)):
-            left = len(piece.tokens) - at
-            if piece.ends and left <= sizes.width:
-                places.append(sizes.decodes + i * sizes.width + left - 1)
-                due.append(piece.sequence)
-        return places, due
 
 
 @dataclass(eq=False)
@@ -541,37 +480,3 @@ class _Wanted:
     matcher: Matcher | None = None
     mask: bytes = b""
     slot: tuple[int, int] | None = None
-
-
-def room_for_cache(weights: Leaves) -> float:
-    """Bytes that a cache may take beside these weights, where they are."""
-    devices = {device for a in weights.values() if isinstance(a, jax.Array) for device in a.devices()}
-    stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
-    if stats and all("bytes_limit" in found for found in stats):
-        return OF_DEVICE * len(stats) * min(found["bytes_limit"] - found["bytes_in_use"] for found in stats)
-    free = memory_bytes()[1]
-    return CACHE if free is None else min(CACHE, OF_FREE * free)
-
-
-def _power(n: int, base: int) -> int:
-    """The next larger power of the base; 0 for 0."""
-    size = min(n, 1)
-    while size < n:
-        size *= base
-    return size
-
-
-def _decoding_rows(n: int, slots: int, *, alone: bool) -> int:
-    """The number of decoding rows that a step is compiled for: alone 1, 4, 8, 16 and so on; beside prompts, where more rows cost
-    little, 8 or all slots."""
-    if n == 0:
-        return 0
-    if alone:
-        return 4 if n == 2 else _power(n, 2)
-    most = _power(slots, 2)
-    return min(8, most) if n <= 8 else most
-
-
-def _sampled_rows(n: int) -> int:
-    """The number of rows that the sampler is compiled for, which takes 3 CPU seconds: 1, 8, 32, 64 and so on."""
-    return 1 if n <= 1 else 8 if n <= 8 else max(32, _power(n, 2))

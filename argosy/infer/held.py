@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from argosy.core.progress import Say
-from argosy.infer.engine import Engine, room_for_cache
+from argosy.infer.engine import Engine
+from argosy.infer.memory import room_for_cache
 from argosy.infer.sequences import Sequences
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.cache import page_bytes

@@ -3,7 +3,7 @@ the tests use it.
 """
 
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,47 +12,15 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.engine import Event, Request
+from argosy.infer.answers import Answers, Completion, Prompt, check_prompts, ids_of
+from argosy.infer.engine import Engine
 from argosy.infer.grammar import Grammar, Grammars, structure_of
 from argosy.infer.held import Held
-from argosy.infer.sample import Sampling, Seed, words_of
+from argosy.infer.sample import Seed
 from argosy.infer.sequences import BATCH, Sequences, batches
-from argosy.infer.text import Text, spellings
 
-Prompt = str | Sequence[int]
 # A server compiles grammars in several threads.
 _MAKING = threading.Lock()
-Reason = Literal["stop", "length", "blocked"]
-
-
-@dataclass
-class Completion:
-    """The answer to one prompt.
-
-    tokens: ids, without the token that ended it. finish_reason: `stop`, `length`, or `blocked`: no token was left, because those that
-    its grammar allows are banned, or the grammar has become too complex. logprobs: the model's own, one per token, before bias, mask,
-    penalties, temperature and filters. drawn: log-probabilities in the distributions that the tokens were drawn from; 0 at
-    temperature 0. top: the likeliest tokens with their log-probabilities, for each token, if asked. stopped_by: the id or the string
-    that ended it; None: neither.
-    """
-
-    text: str
-    tokens: list[int]
-    finish_reason: Reason | None
-    prompt_tokens: int
-    logprobs: list[float]
-    drawn: list[float] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
-    stopped_by: int | str | None = None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text that a step added to a row, in whole characters. done: the row has ended."""
-
-    row: int
-    text: str
-    done: bool
 
 
 @dataclass
@@ -91,9 +59,9 @@ class LM:
             BadInput: ids outside the vocabulary, a sequence longer than the model's context, an encoder.
         """
         self.check_predicts()
-        ids = _ids(tokens)
+        ids = ids_of(tokens)
         ids = ids[None] if ids.ndim == 1 else ids
-        self._check(ids.ravel(), ids.shape[1])
+        self.check_ids(ids.ravel(), ids.shape[1])
         return self.sequences().logits(ids)
 
     def score(self, texts: Sequence[Prompt], *, batch: int = BATCH) -> list[np.ndarray]:
@@ -109,10 +77,10 @@ class LM:
             BadInput: text without a tokenizer, ids outside the vocabulary, more tokens than the context, an encoder.
         """
         self.check_predicts()
-        check_prompts(texts)
+        check_prompts(texts, "score")
         rows = [np.asarray(self.encode(text)) for text in texts]
         for ids in rows:
-            self._check(ids, len(ids))
+            self.check_ids(ids, len(ids))
         found = [np.zeros(0, np.float32)] * len(rows)
         some = [i for i, ids in enumerate(rows) if len(ids) > 1]
         sequences = self.sequences()
@@ -162,8 +130,8 @@ class LM:
         """
         if isinstance(prompts, str):
             raise BadInput("generate takes a list of prompts, not one text", hint="generate([text])")
-        how: Any = (ignore_eos, seed, top, structured, sampling)
-        answers = Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), *how)
+        ends: Any = {"stop": stop, "stop_tokens": stop_tokens, "ignore_eos": ignore_eos}
+        answers = self.pieces(prompts, max_tokens, **ends, seed=seed, top=top, structured=structured, **sampling)
         for _ in answers:
             pass
         return answers.completions
@@ -174,22 +142,9 @@ class LM:
             if piece.text:
                 yield piece.text
 
-    def pieces(
-        self,
-        prompts: Sequence[Prompt],
-        max_tokens: int = 64,
-        *,
-        stop: Sequence[str] = (),
-        stop_tokens: Sequence[int] = (),
-        ignore_eos: bool = False,
-        seed: Seed = 0,
-        top: int = 0,
-        structured: Mapping[str, Any] | Grammar | None = None,
-        **sampling: Any,
-    ) -> "Answers":
+    def pieces(self, prompts: Sequence[Prompt], max_tokens: int = 64, **how: Any) -> Answers:
         """`generate`, step by step: iterating gives the text that each step adds; `completions` is complete at the end."""
-        how: Any = (ignore_eos, seed, top, structured, sampling)
-        return Answers(self, list(prompts), max_tokens, list(stop), list(stop_tokens), *how)
+        return Answers(self, prompts, max_tokens, **how)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **how: Any) -> Completion:
         """The answer to a conversation, rendered with the model's chat template.
@@ -300,6 +255,10 @@ class LM:
         """The forward pass of the model in its current state, including surgery and changed weights."""
         return self._held.sequences(self.module, self.say)
 
+    def engine(self, lengths: Sequence[int]) -> Engine:
+        """The engine, with room for sequences of these lengths."""
+        return self._held.engine(self.module, lengths, self.say)
+
     def forget(self) -> None:
         """Frees the cache of earlier answers."""
         self._held.forget()
@@ -307,7 +266,7 @@ class LM:
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, with the beginning-of-sequence token in front where the tokenizer adds one."""
         if not isinstance(prompt, str):
-            return _ids(prompt).tolist()
+            return ids_of(prompt).tolist()
         if self.tokenizer is None:
             raise BadInput("this model came without a tokenizer", hint="give token ids")
         ids = self.tokenizer.encode(prompt)
@@ -351,161 +310,15 @@ class LM:
         if not self.config.causal:
             raise BadInput("this model is an encoder: it predicts no tokens", hint="lm.embed(texts) returns its vectors")
 
-    def _check(self, ids: Any, length: int) -> None:
+    def check_ids(self, ids: Any, length: int) -> None:
+        """Checks token ids, and that the context has room for a length.
+
+        Raises:
+            BadInput: ids outside the vocabulary, a length beyond the context.
+        """
         ids = np.asarray(ids)
         if ids.size and (ids.min() < 0 or ids.max() >= self.config.vocab):
             wrong = int(ids[(ids < 0) | (ids >= self.config.vocab)][0])
             raise BadInput(f"token id {wrong} is outside the model's vocabulary of {self.config.vocab}")
         if length > self.config.context:
             raise BadInput(f"{length} tokens are more than the model's context of {self.config.context}")
-
-
-class Answers:
-    """Prompts being continued; iterating yields what each token adds."""
-
-    def __init__(
-        self,
-        lm: LM,
-        prompts: list[Prompt],
-        max_tokens: int,
-        stop: list[str],
-        stop_tokens: list[int],
-        ignore_eos: bool,
-        seed: Seed,
-        top: int,
-        structured: Mapping[str, Any] | Grammar | None,
-        sampling: Mapping[str, Any],
-    ):
-        lm.check_predicts()
-        check_prompts(prompts)
-        if max_tokens < 1:
-            raise BadInput(f"max_tokens = {max_tokens}", hint="at least 1")
-        words_of(seed)
-        self.lm = lm
-        ids = [lm.encode(p) for p in prompts]
-        for one in ids:
-            if not one:
-                raise BadInput(
-                    "an empty prompt, and the model has no beginning-of-sequence token", hint="give some text"
-                )
-            lm._check(one, len(one))
-        if max(map(len, ids)) >= lm.config.context:
-            raise BadInput(f"the prompt fills the model's context of {lm.config.context} tokens", hint="shorten it")
-        how, ends = _sampling(lm, sampling), frozenset(stop_tokens) | frozenset(() if ignore_eos else lm.stops())
-        grammar = lm.grammar(structured) if isinstance(structured, Mapping) else structured
-        self.requests = [
-            Request(one, max_tokens, how, ends, seed, row, top, grammar=grammar) for row, one in enumerate(ids)
-        ]
-        self.completions = [Completion("", [], None, len(one), []) for one in ids]
-        self._texts = [Text(lm.tokenizer, one, stop, begun=grammar is not None) for one in ids]
-        self._pieces = self._run()
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
-
-    def close(self) -> None:
-        """Ends the answers that are not complete, and frees their pages."""
-        self._pieces.close()
-
-    def _run(self) -> Generator[Piece, None, None]:
-        context = self.lm.config.context
-        lengths = [min(len(request.tokens) + request.most, context) for request in self.requests]
-        engine = self.lm._held.engine(self.lm.module, lengths, self.lm.say)
-        rows: dict[int, int] = {}
-        try:
-            for row, request in enumerate(self.requests):
-                rows[engine.add(request)] = row
-            while rows:
-                for event in engine.collect(rows):
-                    if event.id not in rows:
-                        continue
-                    piece = self._take(rows[event.id], event)
-                    if piece.done:
-                        engine.end(event.id)
-                        del rows[event.id]
-                    yield piece
-        except GeneratorExit:
-            raise
-        except BaseException:
-            # Nobody knows what the engine holds after half a step, which Ctrl-C may leave too.
-            self.lm.forget()
-            raise
-        finally:
-            for number in rows:
-                engine.end(number)
-
-    def _take(self, row: int, event: Event) -> Piece:
-        """Adds a token to an answer."""
-        done, text, token = self.completions[row], self._texts[row], event.token
-        if token is None:
-            if event.reason not in ("stop", "blocked"):
-                raise RuntimeError(f"request {event.id} was aborted")
-            return self._end(row, event.reason, None)
-        if event.reason == "stop":
-            return self._end(row, "stop", token)
-        done.tokens.append(token)
-        done.logprobs.append(event.logprob)
-        done.drawn.append(event.drawn)
-        if event.top:
-            done.top.append(list(event.top))
-        new = text.push(token, may_stop=len(done.tokens) > self.requests[row].sampling.min_tokens)
-        done.text += new
-        if text.stopped is not None:
-            return self._end(row, "stop", text.stopped, new)
-        if event.reason == "length":
-            return self._end(row, "length", None, new)
-        return Piece(row, new, False)
-
-    def _end(self, row: int, reason: Reason, by: int | str | None, new: str = "") -> Piece:
-        done, rest = self.completions[row], self._texts[row].end()
-        done.text += rest
-        done.finish_reason, done.stopped_by = reason, by
-        return Piece(row, new + rest, True)
-
-
-def check_prompts(prompts: Sequence[Any]) -> None:
-    """Checks that these are prompts.
-
-    Raises:
-        BadInput: there is none, or they are the messages of a conversation, or the token ids of one prompt.
-    """
-    if not prompts:
-        raise BadInput("no prompt")
-    first = [p[0] if isinstance(p, list | tuple) and p else p for p in prompts]
-    if any(isinstance(one, Mapping) for one in first):
-        raise BadInput("generate takes prompts, not messages", hint="lm.generate([lm.chat_prompt(messages)])")
-    if any(isinstance(p, int | np.integer) for p in prompts):
-        raise BadInput("generate takes a list of prompts, not one list of token ids", hint="generate([ids])")
-
-
-def _sampling(lm: LM, given: Mapping[str, Any]) -> Sampling:
-    from argosy.core.settings import SettingsLayer, read_settings
-
-    given = dict(given)
-    if "bad_words" in given:
-        words = [spellings(lm.tokenizer, w) if isinstance(w, str) else [_ids(w).tolist()] for w in given["bad_words"]]
-        given["bad_words"] = [ids for spelt in words for ids in spelt]
-    sampling = read_settings(Sampling, SettingsLayer("generate", given)).value
-    filters = ("top_k", "top_p", "min_p", "typical_p")
-    idle = [name for name in filters if name in given and name in sampling.model_fields_set]
-    if idle and not sampling.temperature:
-        raise BadInput(f"{', '.join(idle)}: no effect at temperature 0", hint="set temperature, such as 0.7")
-    return sampling
-
-
-def _ids(tokens: Any) -> np.ndarray:
-    """Token ids as an array of whole numbers.
-
-    Raises:
-        BadInput: rows of unequal length, or values that are not whole numbers.
-    """
-    try:
-        ids = np.asarray(tokens)
-    except ValueError:
-        raise BadInput(
-            "rows of tokens have unequal lengths", hint="call logits once per row"
-        ) from None
-    if ids.size and not np.issubdtype(ids.dtype, np.integer):
-        raise BadInput(f"token ids are whole numbers, not {ids.dtype}")
-    return ids
-

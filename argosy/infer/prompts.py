@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from argosy.core.progress import Say
 from argosy.infer.sample import likeliest
 from argosy.infer.sampler import MOST_TOP
-from argosy.infer.sequences import CHUNK, Sequences, bucket
+from argosy.infer.sequences import Sequences, bucket, over_chunks
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.weight import Leaves, merge
 
@@ -132,20 +132,13 @@ def _prompts(graph: Any, dtype: Any) -> Any:
         model = merge(graph, weights)
         model.dtype = dtype
         x = model.hidden(tokens, Packed(segments))[0]
-        count = tokens.size
-        chunk = min(CHUNK, count)
-        rest = -count % chunk
-        x = jnp.pad(x.reshape(count, -1), ((0, rest), (0, 0))).reshape(-1, chunk, x.shape[-1])
-        following = jnp.pad(following.reshape(-1), (0, rest)).reshape(-1, chunk)
 
-        def of(part: tuple[Array, Array]) -> tuple[Array, ...]:
-            logits = model.unembed(part[0][None])[0]
-            own = jnp.take_along_axis(logits, part[1][:, None], -1)
+        def of(logits: Array, following: Array) -> tuple[Array, ...]:
+            own = jnp.take_along_axis(logits, following[:, None], -1)
             total = jax.nn.logsumexp(logits, -1, keepdims=True)
             top, ids = likeliest(logits, MOST_TOP)
             return (own - total)[:, 0], 1 + (logits > own).sum(-1), ids, top - total
 
-        found = jax.lax.map(of, (x, following))
-        return tuple(a.reshape(-1, *a.shape[2:])[:count].reshape(*tokens.shape, *a.shape[2:]) for a in found)
+        return over_chunks(model, x, following, of)
 
     return jax.jit(prompts)

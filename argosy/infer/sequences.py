@@ -157,21 +157,26 @@ def _scores(graph: Any, dtype: Any) -> Any:
         model = merge(graph, weights)
         model.dtype = dtype
         x = model.hidden(tokens, Packed(segments))[0]
-        count = tokens.size
-        chunk = min(CHUNK, count)
-        rest = -count % chunk
-        x = jnp.pad(x.reshape(count, -1), ((0, rest), (0, 0))).reshape(-1, chunk, x.shape[-1])
-        following = jnp.pad(following.reshape(-1), (0, rest)).reshape(-1, chunk)
 
-        def of(part: tuple[Array, Array]) -> tuple[Array, Array]:
-            logits = model.unembed(part[0][None])[0]
-            own = jnp.take_along_axis(logits, part[1][:, None], -1)[:, 0]
-            return of_tokens(logits, part[1]), own >= logits.max(-1)
+        def of(logits: Array, following: Array) -> tuple[Array, Array]:
+            own = jnp.take_along_axis(logits, following[:, None], -1)[:, 0]
+            return of_tokens(logits, following), own >= logits.max(-1)
 
-        logprobs, greedy = jax.lax.map(of, (x, following))
-        return logprobs.reshape(-1)[:count].reshape(tokens.shape), greedy.reshape(-1)[:count].reshape(tokens.shape)
+        return over_chunks(model, x, following, of)
 
     return jax.jit(scores)
+
+
+def over_chunks(model: Any, x: Float[Array, "B T D"], following: Int[Array, "B T"], of: Any) -> Any:
+    """The results [B T ...] of `of` on the logits [tokens V] after each token and the tokens that follow them [tokens], with the
+    logits of `CHUNK` tokens in memory at a time."""
+    count = following.size
+    chunk = min(CHUNK, count)
+    rest = -count % chunk
+    parts = jnp.pad(x.reshape(count, -1), ((0, rest), (0, 0))).reshape(-1, chunk, x.shape[-1])
+    wanted = jnp.pad(following.reshape(-1), (0, rest)).reshape(-1, chunk)
+    found = jax.lax.map(lambda part: of(model.unembed(part[0][None])[0], part[1]), (parts, wanted))
+    return tuple(a.reshape(-1, *a.shape[2:])[:count].reshape(*following.shape, *a.shape[2:]) for a in found)
 
 
 @lru_cache(maxsize=64)

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Float
 
 from argosy.core.errors import ArgosyError
+from argosy.infer.answers import Prompt
 from argosy.infer.embed import Encoder
-from argosy.infer.lm import Prompt
 from argosy.infer.sequences import bucket
 from argosy.serve.admission import Admission, timed_out
 from argosy.serve.errors import ApiError, of_input

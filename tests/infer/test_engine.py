@@ -13,7 +13,7 @@ import pytest
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
 from argosy.infer import engine as engine_module
-from argosy.infer import sampler
+from argosy.infer import memory, sampler
 from argosy.infer.engine import Engine, Request
 from argosy.infer.forward import ByLayer, Whole
 from argosy.infer.lm import LM
@@ -326,8 +326,8 @@ def test_the_cache_takes_a_share_of_the_memory_that_is_free(lm: LM, monkeypatch:
     how = EngineSettings(slots=8, page=8, context=64)
     one = page_bytes(lm.module.layers.holds(), 8, lm.module.dtype)
     for free, pages in ((4 * 20 * one, 20), (0, 8), (None, 64)):
-        monkeypatch.setattr(engine_module, "memory_bytes", lambda free=free: (None, free))
+        monkeypatch.setattr(memory, "memory_bytes", lambda free=free: (None, free))
         assert Engine(lm.module, how).pages.count == pages
     device = Mock(platform="gpu", memory_stats=lambda: {"bytes_limit": 1000.0, "bytes_in_use": 200.0})
-    monkeypatch.setattr(engine_module.jax, "Array", SimpleNamespace)
-    assert engine_module.room_for_cache({"w": SimpleNamespace(devices=lambda: {device})}) == 640
+    monkeypatch.setattr(memory.jax, "Array", SimpleNamespace)
+    assert memory.room_for_cache({"w": SimpleNamespace(devices=lambda: {device})}) == 640

@@ -18,9 +18,8 @@ from argosy.adapt.surgery import swap
 from argosy.checkpoint.load import as_dtype
 from argosy.core import progress
 from argosy.core.errors import BadInput, SettingsError
+from argosy.infer import answers, held, sequences
 from argosy.infer import engine as engine_module
-from argosy.infer import held, sequences
-from argosy.infer import lm as lm_module
 from argosy.infer import load as load_module
 from argosy.infer.lm import LM
 from argosy.infer.load import load
@@ -438,7 +437,7 @@ def test_adapters_are_merged_before_a_model_is_saved(tmp_path):
 @pytest.mark.parametrize("prompts", [[{"role": "user", "content": "hi"}], [[{"role": "user", "content": "hi"}]]])
 def test_messages_are_answered_by_chat_prompt(prompts):
     with pytest.raises(BadInput, match="not messages") as caught:
-        lm_module.check_prompts(prompts)
+        answers.check_prompts(prompts, "generate")
     assert caught.value.hint == "lm.generate([lm.chat_prompt(messages)])"
 
 
