@@ -1,6 +1,7 @@
-"""Where tests find the shared data and described TPUs, and how they compare."""
+"""Where tests find the shared data and described TPUs, how they compare, and which parameters are slow."""
 
 import os
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,3 +55,13 @@ def described_tpus(monkeypatch: pytest.MonkeyPatch, topology: str) -> list[Any]:
     for key, value in (alone | {"XLA_FLAGS": ""}).items():
         monkeypatch.setitem(os.environ, key, value)
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def default(*kept: Any, of: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: these are tried by default, the others are slow. A tuple is one value for each argument."""
+    values = list(of)
+    assert all(one in values for one in kept)
+    return [
+        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if one in kept else pytest.mark.slow)
+        for one in values
+    ]

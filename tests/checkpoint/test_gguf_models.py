@@ -32,7 +32,7 @@ from argosy.models.settings import Experts, Llama3
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 LOGITS = """llama-llama3-old mixtral-plain qwen2-tied qwen2-moe qwen3-tied-biased gemma-plain gemma2-plain
     gemma3-plain phi3-long phi3-short deepseek_v2-groups deepseek_v3-groups""".split()  # noqa: SIM905
-BY_DEFAULT = ("llama-llama3-old", "mixtral-plain", "qwen2-tied", "gemma3-plain", "phi3-long", "deepseek_v3-groups")
+BY_DEFAULT = ("llama-llama3-old", "mixtral-plain", "qwen2-tied", "gemma3-plain")
 SAME = """llama-llama3-mlp-bias-tied llama-multi-query-tied llama-linear-attention-bias llama-yarn mistral-window
     mistral-window-tied mixtral-window qwen2-plain qwen2-yarn qwen3-plain qwen3-moe gemma-multi-query gemma2-uncapped phi3-window
     deepseek_v2-lite gpt-oss-yarn""".split()  # noqa: SIM905

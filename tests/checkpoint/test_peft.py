@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from golden_weights import write_model
-from helpers import LOGIT_ROUNDING, relative
+from helpers import LOGIT_ROUNDING, default, relative
 from laws.families import CASES, FULLEST
 
 import argosy
@@ -28,7 +28,7 @@ ADAPTERS = Path(__file__).parents[1] / "goldens" / "adapters"
 NAMES = sorted(folder.name for folder in ADAPTERS.iterdir())
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=default("gemma2-plain", "llama-grouped", of=NAMES))
 def case(request, tmp_path_factory) -> tuple[Path, Path, dict[str, np.ndarray]]:
     """The base model's folder, the adapter's, and what PEFT says."""
     base = write_model(ADAPTERS.parent / "models" / request.param, tmp_path_factory.mktemp("base") / request.param)

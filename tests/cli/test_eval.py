@@ -58,6 +58,7 @@ def _quiet_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert jax.config.jax_compilation_cache_dir == before  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 def test_json_has_every_task_with_its_metrics(model: Path, data: Path, capsys: pytest.CaptureFixture[str]):
     tasks = "copa,lambada,simple_arithmetic,ifeval,perplexity"
     assert main(["eval", str(model), f"tasks={tasks}", f"data={data}", f"text={data / 'a.txt'}", *SHORT]) == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from helpers import shared
+from helpers import default, shared
 from tokenizers import Tokenizer as Library
 
 from argosy.core.errors import BadInput, Damaged, Unsupported
@@ -270,12 +270,13 @@ def test_any_text_comes_back(name):
             assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-RANKS = ("cl100k_base", "qwen")  # 100,000 merges: five seconds to save and read again
+# The others take seconds to save and read again.
+SMALL = ("byte", "smollm2", "clip", "stories260k", "stories260k.gguf")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in RANKS else ()) for n in ["byte", *FILES, "gpt2.gguf", "stories260k.gguf"]],
+    default(*SMALL, of=["byte", *FILES, "gpt2.gguf", "stories260k.gguf"]),
 )
 def test_a_saved_tokenizer_comes_back_equal(name, tmp_path):
     tokenizer = tokenizer_of(name)
@@ -401,10 +402,10 @@ def test_special_tokens_without_a_role(place, file, tmp_path):
     assert attributes(load_tokenizer(tmp_path / "again")) == attributes(tokenizer)
 
 
-@pytest.mark.parametrize(("kind", "reference"), [
-    (None, "gpt2"), ("GPT2Tokenizer", "gpt2"), ("CLIPTokenizer", "clip"),
-    pytest.param("Qwen2TokenizerFast", "qwen", marks=pytest.mark.slow),
-])  # fmt: skip
+CLASSES = [(None, "gpt2"), ("GPT2Tokenizer", "gpt2"), ("CLIPTokenizer", "clip"), ("Qwen2TokenizerFast", "qwen")]
+
+
+@pytest.mark.parametrize(("kind", "reference"), default(*CLASSES[:1], of=CLASSES))
 def test_vocab_and_merges_are_read_as_their_class_says(kind, reference, tmp_path):
     """The two files of each, written out of its other form."""
     content = json.loads(tokenizer_of(reference)._text)["model"]
@@ -520,6 +521,7 @@ def test_each_family_cuts_in_its_own_way(name, pieces):
 # ---- what else decides
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_of_the_content_and_not_of_its_spelling():
     path = shared("tokenizers/smollm2/tokenizer.json")
     content = json.loads(path.read_text())

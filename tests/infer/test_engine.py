@@ -92,16 +92,17 @@ def test_tokens_are_those_of_decoding_alone_though_pages_run_out(lm: LM, engine:
 
 STRUCTURES = [
     ("gemma", "3"),
-    pytest.param("qwen3_next", "mixed", marks=pytest.mark.slow),
-    pytest.param("deepseek", "3.2", marks=pytest.mark.slow),
-    pytest.param("deepseek", "2-lite", marks=pytest.mark.slow),
-    pytest.param("gpt_oss", "plain", marks=pytest.mark.slow),
-    pytest.param("llama4", "interleaved", marks=pytest.mark.slow),
-    pytest.param("mixtral", "plain", marks=pytest.mark.slow),
-    pytest.param("gpt2", "untied", marks=pytest.mark.slow),
+    ("qwen3_next", "mixed"),
+    ("deepseek", "3.2"),
+    ("deepseek", "2-lite"),
+    ("gpt_oss", "plain"),
+    ("llama4", "interleaved"),
+    ("mixtral", "plain"),
+    ("gpt2", "untied"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, example", STRUCTURES)
 def test_every_structure_is_served_in_pieces_and_rows(family: str, example: str):
     lm = lm_of(family, example)
@@ -216,6 +217,7 @@ def test_log_probabilities_are_the_models_own(lm: LM, engine: Engine):
     np.testing.assert_allclose([e.logprob for e in events], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_one_program_and_programs_by_layer_give_the_same(lm: LM, engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """Whole is for accelerators; both layouts of weights."""
     given = prompts(lm.config.vocab, (5, 40, 17))

@@ -288,7 +288,8 @@ def text_of(events: list[Event]) -> str:
     return bytes(tokens).decode()
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_every_answer_of_a_random_model_matches_its_schema(lm: LM, engine: Engine, seed: int):
     assert len(SCHEMAS) == 30
     found = [lm.grammar({"json": schema} | COMPACT) for schema in SCHEMAS for _ in range(2)]
@@ -471,6 +472,7 @@ def test_min_tokens_hold_the_end_back_while_the_grammar_allows_more(lm: LM, engi
     assert plain(answers(engine, [Request([5], 9, Sampling(min_tokens=4), EOS, grammar=short)])[0]) == [(97, None), (None, "stop")]
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warming_up(lm: LM):
     engine = Engine(lm.module, EngineSettings(slots=3, page=8, context=64, pages=24, budget=64, beside=32))
     number = engine.warm_up()

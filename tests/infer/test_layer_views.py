@@ -18,7 +18,7 @@ PROMPTS = [[5, 9, 23, 7], [17]]
 
 
 VIEWED = [(case, quantized) for quantized in (False, True) for case in STRUCTURES]
-BY_DEFAULT = {(FULL_OF["gemma"], False), (FULL_OF["qwen3_next"], False), (FULL_OF["gpt_oss"], True)}
+BY_DEFAULT = {(FULL_OF["gemma"], True), (FULL_OF["qwen3_next"], False)}
 
 
 @pytest.mark.parametrize(

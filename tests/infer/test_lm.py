@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import relative, shared
+from helpers import default, relative, shared
 from laws.families import CASES, built
 
 import argosy
@@ -29,7 +29,7 @@ from argosy.models.parts.weight import put, variable
 PROMPTS = [[5, 9, 100, 23, 7, 60, 61, 62, 63], [17], [1, 2, 3, 4]]
 
 
-@pytest.fixture(scope="module", params=["unroll", "scan"])
+@pytest.fixture(scope="module", params=default("unroll", of=("unroll", "scan")))
 def lm(request):
     config = CASES["llama-plain"]
     return LM(config, built(config, Unroll() if request.param == "unroll" else Scan()), LettersTokenizer())

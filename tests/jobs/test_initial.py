@@ -54,6 +54,7 @@ def test_weights_change_the_first_loss(source: Path, first: float):
     assert abs(first - random) > 1e-3
 
 
+@pytest.mark.slow
 def test_weights_in_the_other_layout_give_the_same_loss(source: Path, first: float, tmp_path: Path):
     scanned = fit(tmp_path / "run", "steps=1", f"init.weights={source}", "execution.run=scan")
     assert relative([scanned[1]], [first]) < ROUNDING
@@ -74,8 +75,8 @@ OTHERS = [w for w in WORDS if not w.startswith("model.")]  # nothing said of the
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("hub", "model={}"),
         ("run", "init.weights={}"),
+        pytest.param("hub", "model={}", marks=pytest.mark.slow),
         pytest.param("hub", "init.weights={}", marks=pytest.mark.slow),
         pytest.param("run", "model={}", marks=pytest.mark.slow),
     ],
@@ -191,6 +192,7 @@ def test_both_at_once_is_a_mistake(source: Path, tmp_path: Path):
         fit(tmp_path / "run", "steps=6", f"init.state={source}", f"init.weights={source}")
 
 
+@pytest.mark.slow
 def test_a_damaged_source_is_walked_back_and_left_alone(source: Path, tmp_path: Path):
     run = Path(shutil.copytree(source, tmp_path / "source"))
     shutil.copytree(run / "checkpoints" / "4", run / "checkpoints" / "8")

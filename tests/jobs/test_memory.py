@@ -26,6 +26,7 @@ def traced(run: Run, tokens: int | None = None, remat: str = "none") -> int:
     return activation_bytes(run.model, rows, tokens or run.data.sequence, run.objective, "float32", remat)
 
 
+@pytest.mark.slow
 def test_the_state_is_counted_exactly_and_the_estimate_is_below_the_compiled_figure():
     run = run_of()
     assembly = assemble(run, Decided.here(run))

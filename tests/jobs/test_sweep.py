@@ -59,6 +59,7 @@ def test_a_failure_does_not_end_the_others_and_a_signal_does():
     assert sweep(runs[:1], train, said.append) == 0
 
 
+@pytest.mark.slow
 def test_a_sweep_from_the_command_line_skips_what_is_done_and_ends_in_a_comparison(tmp_path, monkeypatch, capsys):
     from campaign_kill import SMALL
 

@@ -210,6 +210,7 @@ def test_a_refusal_offers_the_state_where_it_can_be_used_and_only_there(copy: Pa
     assert "init." not in str(told.value)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_mesh(copy: Path, finished: Path, tmp_path: Path):
     same = Path(shutil.copytree(finished, tmp_path / "same"))
     fit(same, "steps=6")
@@ -500,6 +501,7 @@ def test_a_disk_that_fills_up_costs_a_checkpoint_and_not_the_run(tmp_path: Path,
     assert sorted(d.name for d in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "6"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_is_an_error_with_what_was_saved_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from argosy.checkpoint import manifest
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative
+from helpers import default, relative
 from laws.families import CASES, FULLEST, RUNS, built, marked, tokens_of
 
 from argosy.jobs.devices import COMMON, EXPERTS
@@ -35,8 +35,9 @@ def strategies():
     }
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("how", ["contiguous", "paged"])
+@pytest.mark.parametrize(
+    ("how", "run"), default(("paged", "scan"), of=[(how, run) for how in ("contiguous", "paged") for run in RUNS])
+)
 def test_a_decode_step_needs_little_beside_its_cache(how, run):
     """Caches that went through a scan as inputs and outputs took 459 MB of temporaries for 268 MB."""
     model = DEEP.build(RUNS[run])
@@ -103,7 +104,7 @@ def test_rematerialization_of_all_but_products_recomputes_no_product():
     assert flops("full") - flops("none") > attention + 2 * 64 * config.layers * 3 * how.active * how.ffn * config.width
 
 
-@pytest.mark.parametrize("case", marked((n for n, c in CASES.items() if c.causal), ["llama", "deepseek"]))
+@pytest.mark.parametrize("case", marked((n for n, c in CASES.items() if c.causal), ["llama"]))
 def test_bfloat16_losses_agree_between_all_heads(case):
     """Logits leave the head in float32: rounded to bfloat16, 3 % of tokens tie and losses differ by a tenth of a nat."""
     config = CASES[case]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import described_tpus, relative
+from helpers import default, described_tpus, relative
 from laws.families import built
 
 from argosy.jobs.devices import MESHES, MODELS, config_of, step_cost
@@ -20,7 +20,7 @@ from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
 from argosy.train.step import make_step
 
-KINDS = [pytest.param(n, marks=() if n == "experts" else pytest.mark.slow) for n in MODELS]
+KINDS = default("dense", of=MODELS)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import relative
+from helpers import default, relative
 
 from argosy.core.errors import UnknownName, Unsupported
 from argosy.models.parts.attend import Contiguous, Packed, Paged, Score, See
@@ -216,7 +216,7 @@ def test_chunks_are_decoded_as_they_are_read(ring):
     assert (done == LONG).all()
 
 
-@pytest.mark.parametrize("ring", [True, False])
+@pytest.mark.parametrize("ring", default(False, of=(True, False)))
 def test_chunks_are_served_as_they_are_read(ring):
     """Shuffled pages that are longer than a chunk, or rings in slots; ragged pieces; a row of nobody."""
     q, k, v = heads(2)
@@ -266,7 +266,7 @@ class Both(nnx.Module):
 
 def both(run, span):
     """Two layers that hold both, and `step(x, attend, cache) -> y, cache` over them."""
-    stack = Stack([Layer("mix", span)] * 2, lambda kind: Both(), run=run)
+    stack = Stack([Layer("mix", span)] * 2, lambda kind: Both(), run=LAYOUTS[run])
     fill(stack, jax.random.key(0), addresses=layer_addresses(stack))
     graph, weights = split(stack)
     step = jax.jit(lambda x, attend, cache: merge(graph, weights)(x, cache, attend)[:2])
@@ -286,8 +286,11 @@ def paged_step(step, x, done, new, cache, slots=(2, 0)):
     return step(x[:, done : done + new], attend, cache)
 
 
-@pytest.mark.parametrize("span", [None, 3])
-@pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
+LAYOUTS = {"unroll": Unroll(), "scan": Scan()}
+LAYOUTS_AND_SPANS = [(run, span) for run in LAYOUTS for span in (None, 3)]
+
+
+@pytest.mark.parametrize(("run", "span"), default(("unroll", 3), ("scan", None), of=LAYOUTS_AND_SPANS))
 def test_a_layer_may_hold_tokens_and_a_state(run, span):
     specs, step, x = both(run, span)
     whole, _ = step(x, Packed(jnp.ones((B, T), jnp.int32)), None)
@@ -301,8 +304,7 @@ def test_a_layer_may_hold_tokens_and_a_state(run, span):
         assert relative(y[:, 0], whole[:, t]) < 1e-5
 
 
-@pytest.mark.parametrize("span", [None, 3])
-@pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
+@pytest.mark.parametrize(("run", "span"), default(("scan", 3), ("unroll", None), of=LAYOUTS_AND_SPANS))
 def test_a_rejected_draft_is_rolled_back_and_decoding_resumes(run, span):
     """Four tokens are drafted and rejected. A ring with slack needs its length alone, a state its snapshot; a snapshot of both
     goes on in another slot, too."""
@@ -329,7 +331,7 @@ def test_a_rejected_draft_is_rolled_back_and_decoding_resumes(run, span):
 
 def test_indexes_out_of_range_belong_to_no_row():
     """A slot or page of -1 would wrap round into the last one; a token beyond its table would overwrite the row's last page."""
-    specs, step, x = both(Unroll(), None)
+    specs, step, x = both("unroll", None)
     cache = jax.tree.map(lambda a: jnp.full_like(a, 5.0), paged(specs, 3, 8, 4))
     outside = Paged(
         jnp.asarray([[-1], [7]], jnp.int32),

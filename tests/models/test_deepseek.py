@@ -39,7 +39,7 @@ from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_step
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
-FORMS = [True, *(pytest.param(form, marks=pytest.mark.slow) for form in (False, None))]
+FORMS = (True, False, None)
 
 
 def config_json(name: str) -> dict:
@@ -60,12 +60,14 @@ def latent(request):
     return model, step, tokens, np.asarray(expanded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absorb", FORMS)
 def test_packed_forms_are_equal(latent, absorb):
     _, step, tokens, expected = latent
     assert relative(step(tokens, Packed(jnp.ones_like(tokens), absorb))[0], expected) < LOGIT_ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absorb", FORMS)
 def test_contiguous_forms_are_equal(latent, absorb):
     model, step, tokens, expected = latent
@@ -183,7 +185,8 @@ def test_an_index_that_picks_everything_changes_nothing():
         assert (relative(got[:, 40], plain[:, 40]) < LOGIT_ROUNDING) == same
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32-plain", pytest.param("deepseek_v32-groups", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v32-plain", "deepseek_v32-groups"])
 def test_the_goldens_depend_on_what_is_picked(name: str, tmp_path: Path):
     """test_parity would pass on an index that is never asked, if nothing followed from it."""
     folder = write_model(GOLDENS / name, tmp_path / "model")

@@ -123,7 +123,7 @@ def test_what_is_not_built_is_refused(said, match):
         ({"temper": None}, "interleaved"),
         pytest.param({"qk_norm": True}, "interleaved", marks=pytest.mark.slow),
         pytest.param({"qk_norm": False}, "plain", marks=pytest.mark.slow),
-        ({"window": 8}, "plain"),
+        pytest.param({"window": 8}, "plain", marks=pytest.mark.slow),
         pytest.param({"rope": Rope(base=5e3, pairs="interleaved")}, "plain", marks=pytest.mark.slow),
     ],
     ids=str,

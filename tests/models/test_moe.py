@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative
+from helpers import default, relative
 from laws.families import CASES
 
 import argosy
@@ -117,7 +117,7 @@ def run(moe: MoE, x, live):
     return jax.jit(lambda leaves, x, live: merge(graph, leaves)(x, live))(leaves, x, live)
 
 
-@pytest.mark.parametrize("name", HOWS)
+@pytest.mark.parametrize("name", default("softmax", "sigmoid, groups of two, bias", "sigmoid, on what is read", of=HOWS))
 def test_dropless_equals_every_expert_on_every_token(name):
     moe = made(HOWS[name])
     x, live = inputs()
@@ -210,7 +210,7 @@ def test_a_capacity_serves_first_choices_first(name, bias):
 
 
 @pytest.mark.parametrize("weigh", ["output", "input"])
-@pytest.mark.parametrize("capacity", [None, 0.6])
+@pytest.mark.parametrize("capacity", default(None, of=(None, 0.6)))
 def test_tokens_that_are_not_live_reach_no_expert(capacity, weigh):
     """Their contents, NaN too, change nothing of the others; they take no place and are counted nowhere."""
     moe = made(HOWS["softmax"].model_copy(update={"capacity": capacity, "weigh": weigh}))
@@ -273,7 +273,7 @@ def test_gradients_reach_router_and_experts_through_a_capacity(name):
     assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in grads.values())
 
 
-@pytest.mark.parametrize("name", ["softmax", "sigmoid, groups of two, bias", "sigmoid, on what is read"])
+@pytest.mark.parametrize("name", default("softmax", of=["softmax", "sigmoid, groups of two, bias", "sigmoid, on what is read"]))
 def test_gradients_of_dropless_are_those_of_every_expert(name):
     """Of the weights, of what comes in, and through the choice's weights of the router."""
     moe = made(HOWS[name])

@@ -37,13 +37,10 @@ def plain() -> tuple[Any, Any]:
     return gradient(Unroll())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "most"),
-    [
-        (Unroll("full"), 0.4),
-        pytest.param(Unroll("dots"), 0.9, marks=pytest.mark.slow),
-        pytest.param(Scan("full"), 0.4, marks=pytest.mark.slow),
-    ],
+    [(Unroll("full"), 0.4), (Unroll("dots"), 0.9), (Scan("full"), 0.4)],
 )
 def test_memory_falls_and_gradients_stay(plain: tuple[Any, Any], run: Any, most: float):
     program, weights = gradient(run)

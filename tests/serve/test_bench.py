@@ -324,6 +324,7 @@ def test_nothing_completed_is_zeros_and_no_crash():
     assert (found["output_throughput"], found["mean_ttft_ms"], found["max_concurrent_requests"]) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_two_servers_alternate_and_are_compared():
     order: list[str] = []
 

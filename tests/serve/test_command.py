@@ -136,6 +136,7 @@ def test_a_certificate_makes_it_https(lm: LM, tmp_path: Path):
         assert httpx.get(f"{address}/health", verify=trusted).status_code == 200
 
 
+@pytest.mark.slow
 def test_the_command_says_when_it_is_ready_and_drains_on_sigterm():
     model = str(shared("models/stories260k"))
     words = [sys.executable, "-P", "-m", "argosy", "serve", model, "--port", "0", "name=tales", "warm_up=false"]

@@ -135,6 +135,7 @@ def test_prompt_logprobs_have_vllms_shape(lm: LM, ask: Ask, path: str):
     assert "prompt_logprobs" not in ask("POST", path, json=asked | {"max_tokens": 2}).json()
 
 
+@pytest.mark.slow
 def test_running_answers_go_on_between_passes(lm: LM, service: Service):
     """One pass between two steps, however many prompts wait."""
     front, order = service.front, []
