@@ -1,11 +1,12 @@
 """Log-probabilities of the tokens of prompts, with the likeliest tokens at each place, while an engine answers other requests.
 
-A prompt is scored in one forward pass over the whole of it, without the engine's cache. The pass cannot be interrupted, so its
-length bounds how long running answers wait: `longest` for one prompt, `TOGETHER` tokens for several that share a pass. Each length
-costs a program (`sequences.bucket`), and a second one for full batches; `compile` makes them in any thread.
+A pass cannot be interrupted, so its length bounds how long running answers wait: `PASS` tokens. Short prompts of one length share a
+pass, without the engine's cache. A longer prompt takes several passes, with a cache of its own, and other work is done between them.
+Each length costs a program (`sequences.bucket`), and a second one for full batches; `compile` makes them in any thread.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -15,15 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from argosy.core.progress import Say
+from argosy.core.progress import Say, telling
 from argosy.infer.sample import likeliest
 from argosy.infer.sampler import MOST_TOP
 from argosy.infer.sequences import Sequences, bucket, over_chunks
-from argosy.models.parts.attend import Packed
+from argosy.models.parts.attend import Contiguous, Packed
+from argosy.models.parts.cache import Caches, Specs, contiguous
 from argosy.models.parts.weight import Leaves, merge
 
-# Tokens of one pass over several prompts, padding included: those of one prefill step of the engine (`budget`).
-TOGETHER = 512
+# Tokens of one pass, padding included. SmolLM2 135M takes half a second for them on two CPU cores.
+PASS = 256
 
 
 class PromptScores(NamedTuple):
@@ -50,9 +52,11 @@ class Prompts:
 
     def __init__(self, model: Any, longest: int, say: Say | None = None):
         self.sequences, self.longest = Sequences(model, say), longest
+        self._specs: Specs = model.layers.holds()
         self.compilations = 0
         self._compiled: set[tuple[int, int]] = set()
         self._lock = Lock()
+        self._long: _Long | None = None
 
     def sizes(self) -> Iterator[tuple[int, int]]:
         """(rows, length) of every pass there may be."""
@@ -80,11 +84,21 @@ class Prompts:
         with self._lock:
             for rows, length in sizes:
                 if (rows, length) not in self._compiled:
-                    self._scored([[0] * (length + 1)] * rows)
+                    self._compile(rows, length)
                     self._compiled.add((rows, length))
                     made += 1
             self.compilations += made
         return made
+
+    def _compile(self, rows: int, length: int) -> None:
+        sequences = self.sequences
+        if length <= PASS:
+            self._scored([[0] * (length + 1)] * rows)
+            return
+        one = np.zeros((1, PASS), np.int32)
+        caches = contiguous(self._specs, 1, length, sequences.dtype)
+        with telling(sequences.say, f"compiling prompts of {length} tokens"):
+            _passes(sequences.graph, sequences.dtype)(sequences.weights(), one, one, one > 0, np.int32(0), caches)
 
     def batch(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """The places of the prompts that the next pass scores: the first alone, or with others of its length if they fill more than
@@ -94,13 +108,39 @@ class Prompts:
         places = [i for i, ids in enumerate(prompts) if self._padded(len(ids) - 1) == length][:rows]
         return places if len(places) > rows // 2 and (rows, length) in self._compiled else [0]
 
-    def score(self, prompts: Sequence[Sequence[int]]) -> list[PromptScores]:
-        """One pass over a batch. Compiles nothing that `compile` has made."""
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[PromptScores] | None:
+        """One pass over a batch; None if its one prompt needs another pass: then call this again with it. Compiles nothing that
+        `compile` has made. Of a long prompt the passes are remembered until another long one is begun."""
         length = self._padded(max(len(ids) for ids in prompts) - 1)
         rows = 1 if len(prompts) == 1 else self._rows(length)
         if (rows, length) not in self._compiled:
             self.compile({(rows, length)})
+        if length > PASS:
+            found = self._one_more_pass(prompts[0], length)
+            return None if found is None else [found]
         return self._scored([*prompts, *[[]] * (rows - len(prompts))])[: len(prompts)]
+
+    def forget(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Frees the cache of a prompt that nobody waits for any more."""
+        if self._long is not None and any(ids is self._long.ids for ids in prompts):
+            self._long = None
+
+    def _one_more_pass(self, ids: Sequence[int], length: int) -> PromptScores | None:
+        if self._long is None or self._long.ids is not ids:
+            self._long = None  # its cache is free before the next one is allocated
+            self._long = _Long(ids, contiguous(self._specs, 1, length, self.sequences.dtype))
+        long, sequences = self._long, self.sequences
+        at = PASS * len(long.found)
+        tokens, following, live = np.zeros((1, PASS), np.int32), np.zeros((1, PASS), np.int32), np.zeros((1, PASS), bool)
+        count = min(PASS, len(ids) - 1 - at)
+        tokens[0, :count], following[0, :count], live[0, :count] = ids[at : at + count], ids[at + 1 : at + count + 1], True
+        program = _passes(sequences.graph, sequences.dtype)
+        *found, long.caches = program(sequences.weights(), tokens, following, live, np.int32(at), long.caches)
+        long.found.append([np.asarray(a)[0, :count] for a in found])
+        if at + count < len(ids) - 1:
+            return None
+        self._long = None
+        return PromptScores(*(np.concatenate(parts) for parts in zip(*long.found)))
 
     def _padded(self, length: int) -> int:
         # A model with a short context has its own as the last length.
@@ -109,7 +149,7 @@ class Prompts:
     @staticmethod
     def _rows(length: int) -> int:
         """Prompts of this length that share a pass: a power of two."""
-        return 1 << max(TOGETHER // length, 1).bit_length() - 1
+        return 1 << max(PASS // length, 1).bit_length() - 1
 
     def _scored(self, rows: Sequence[Sequence[int]]) -> list[PromptScores]:
         sequences = self.sequences
@@ -123,6 +163,23 @@ class Prompts:
         return [PromptScores(*(a[i, : max(len(row) - 1, 0)] for a in arrays)) for i, row in enumerate(rows)]
 
 
+@dataclass
+class _Long:
+    """A prompt that takes several passes, the cache of its tokens, and what the passes so far found."""
+
+    ids: Sequence[int]
+    caches: Caches
+    found: list[list[np.ndarray]] = field(default_factory=list)
+
+
+def _of_logits(logits: Array, following: Array) -> tuple[Array, ...]:
+    """Log-probabilities and ranks of the tokens that follow [tokens]; the likeliest tokens and their log-probabilities [tokens K]."""
+    own = jnp.take_along_axis(logits, following[:, None], -1)
+    total = jax.nn.logsumexp(logits, -1, keepdims=True)
+    top, ids = likeliest(logits, MOST_TOP)
+    return (own - total)[:, 0], 1 + (logits > own).sum(-1), ids, top - total
+
+
 @lru_cache(maxsize=64)
 def _prompts(graph: Any, dtype: Any) -> Any:
     """(weights, tokens [B T], segments [B T], the tokens that follow them [B T]) -> their log-probabilities [B T] and ranks [B T],
@@ -131,14 +188,21 @@ def _prompts(graph: Any, dtype: Any) -> Any:
     def prompts(weights: Leaves, tokens: Array, segments: Array, following: Array) -> tuple[Array, ...]:
         model = merge(graph, weights)
         model.dtype = dtype
-        x = model.hidden(tokens, Packed(segments))[0]
-
-        def of(logits: Array, following: Array) -> tuple[Array, ...]:
-            own = jnp.take_along_axis(logits, following[:, None], -1)
-            total = jax.nn.logsumexp(logits, -1, keepdims=True)
-            top, ids = likeliest(logits, MOST_TOP)
-            return (own - total)[:, 0], 1 + (logits > own).sum(-1), ids, top - total
-
-        return over_chunks(model, x, following, of)
+        return over_chunks(model, model.hidden(tokens, Packed(segments))[0], following, _of_logits)
 
     return jax.jit(prompts)
+
+
+@lru_cache(maxsize=64)
+def _passes(graph: Any, dtype: Any) -> Any:
+    """(weights, tokens [1 T], the tokens that follow them, which of them are real, how many are cached, caches) -> as `_prompts`, and
+    the caches with these tokens, in place."""
+
+    def one(weights: Leaves, tokens: Array, following: Array, live: Array, done: Array, caches: Caches) -> tuple[Any, ...]:
+        model = merge(graph, weights)
+        model.dtype = dtype
+        at = done + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        x, caches, *_ = model.hidden(tokens, Contiguous(at, live), caches)
+        return *over_chunks(model, x, following, _of_logits), caches
+
+    return jax.jit(one, donate_argnums=5)

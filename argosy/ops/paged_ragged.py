@@ -20,6 +20,7 @@ from argosy.parallel.scope import platform
 
 # Bytes of the kernel's two buffers of pages, of 16 MB that it may take by default.
 BUFFERS = 4 << 20
+OLD = ("TPU v2", "TPU v3")
 
 
 def ragged(
@@ -91,6 +92,8 @@ def cannot_hold(heads: int, size: int, dtype: Any) -> str | None:
 def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, lse: bool) -> str | None:
     if platform() != "tpu":
         return "is for TPUs"
+    if jax.devices()[0].device_kind in OLD:
+        return "is for TPU v4 and later"
     if len(pools) != 1:
         return "reads joined pools"
     if lse:

@@ -9,7 +9,7 @@ aborted before the next one, and its pages are free by then. A step reports to t
 A reader that is slow delays nobody: its events wait in a queue, which the context of the model bounds.
 
 Log-probabilities of prompts (`open(requests, prompts)`, then `await answers.scored()`) are computed between two steps, one pass at a
-time, so running answers wait for one pass at most; `infer.prompts` bounds its length.
+time, so running answers wait for one pass at most. A long prompt takes several passes (`infer.prompts`).
 """
 
 import asyncio
@@ -283,6 +283,8 @@ class Front(Admission[Answers, EngineMetrics]):
                 self._leave(answers)
                 self._tell(lambda answers=answers: answers.fail(ApiError("internal error", status=500)))
             return
+        if scores is None:
+            return
         self._unscored = [one for i, one in enumerate(self._unscored) if i not in places]
         for (answers, place, _), found in zip(taken, scores, strict=True):
             self._scores[answers][place] = found
@@ -301,6 +303,7 @@ class Front(Admission[Answers, EngineMetrics]):
         """Forgets the prompts of a reader that is gone."""
         self._unscored = [one for one in self._unscored if one[0] is not answers]
         self._scores.pop(answers, None)
+        self.prompts.forget(answers.prompts)
 
     def _abort(self, row: Row) -> None:
         if self._rows.pop(row.number, None) is not None and self.failure is None:

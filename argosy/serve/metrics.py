@@ -50,7 +50,7 @@ class Metrics:
         )
         self.prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         compilations = Counter(
-            "argosy:compilations", "Programs compiled since the server is ready.", LABELS, registry=self.registry
+            "argosy:compilations", "Programs compiled after warm-up; without it, since the start.", LABELS, registry=self.registry
         )
         self.compilations = compilations.labels(*self._labels)
         self._seen[self.compilations] = compiled()

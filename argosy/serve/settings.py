@@ -27,9 +27,9 @@ class Limits(Settings):
     """Texts of one request to an encoder. OpenAI's limit."""
     logprobs: int = Field(20, ge=0, le=20)
     """Likeliest tokens per position, of logprobs and top_logprobs; the engine has at most 20."""
-    prompt_logprobs_tokens: int = Field(2048, ge=0)
-    """Longest prompt in tokens whose log-probabilities a request may ask for; 0: none. It is computed in one pass, and running answers
-    wait for that: 1,024 tokens of SmolLM2 135M took 10.6 s on two busy CPU cores."""
+    prompt_logprobs_tokens: int = Field(8192, ge=0)
+    """Longest prompt in tokens whose log-probabilities a request may ask for; 0: none. It is computed in passes of 256 tokens, between
+    which running answers go on, with a cache of its own."""
     stops: int = Field(16, ge=0)
     """Stop strings of a request. OpenAI allows 4, vLLM any number."""
     stop_length: int = Field(256, gt=0)

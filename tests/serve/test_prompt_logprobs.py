@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from serve.conftest import LIMITS, alone, inside, serving
 
+from argosy.checkpoint.load import random
+from argosy.infer import prompts as prompts_module
 from argosy.infer.engine import Request
 from argosy.infer.lm import LM
-from argosy.infer.prompts import TOGETHER, Prompts
+from argosy.infer.prompts import PASS, Prompts
+from argosy.models import FAMILIES
 from argosy.serve.app import App
 from argosy.serve.errors import ApiError
 from argosy.serve.service import Service
@@ -144,7 +147,7 @@ def test_running_answers_go_on_between_passes(lm: LM, service: Service):
 
     def scored(prompts: Any) -> Any:
         order.append("pass")
-        assert len(prompts) * max(map(len, prompts)) <= max(TOGETHER, 64)
+        assert len(prompts) * max(map(len, prompts)) <= PASS
         return score(prompts)
 
     front.engine.step = lambda: (order.append("step"), step())[1]  # pyright: ignore[reportAttributeAccessIssue]
@@ -172,16 +175,39 @@ def test_running_answers_go_on_between_passes(lm: LM, service: Service):
 def test_nothing_compiles_after_the_sizes_are(lm: LM):
     prompts = Prompts(lm.module, 128)
     sizes = list(prompts.sizes())
-    assert sizes == [(1, 32), (16, 32), (1, 48), (8, 48), (1, 64), (8, 64), (1, 96), (4, 96), (1, 128), (4, 128)]
+    assert sizes == [(1, 32), (8, 32), (1, 48), (4, 48), (1, 64), (4, 64), (1, 96), (2, 96), (1, 128), (2, 128)]
     assert prompts.compile(sizes[:4]) == 4
     rows = [[97] * n for n in (2, 33, 34, 49)]
     assert not prompts.missing(rows)
     assert prompts.missing([[97] * 50]) == {(1, 64)}
-    for batch in ([rows[0]], [rows[1]] * 9, [rows[3]] * 8):
+    for batch in ([rows[0]], [rows[1]] * 5, [rows[3]] * 4):
         prompts.score(batch)
     assert prompts.compilations == 4
-    assert prompts.batch([rows[1]] * 20) == list(range(16))
-    assert prompts.batch([rows[1]] * 8) == [0], "more than half of a batch"
+    assert prompts.batch([rows[1]] * 20) == list(range(8))
+    assert prompts.batch([rows[1]] * 4) == [0], "more than half of a batch"
+
+
+@pytest.mark.parametrize("family, example", [("llama", "plain"), ("qwen3_next", "mixed")])
+def test_a_long_prompt_takes_several_passes_with_other_work_between_them(family: str, example: str, monkeypatch: pytest.MonkeyPatch):
+    """One pass of 1,024 tokens of SmolLM2 stopped all running answers for ten seconds."""
+    monkeypatch.setattr(prompts_module, "PASS", 16)
+    config = FAMILIES[family].examples()[example]
+    of = LM(config, random(config, 0).module)
+    long, other = ([i * k % 97 for i in range(1, 60)] for k in (5, 7))
+    prompts = Prompts(of.module, 96)
+    assert prompts.compile(prompts.sizes_of([long])) == 1
+    for ids in (long, other):
+        if ids is other:  # begun and left: of it nothing remains
+            assert prompts.score([long]) is None
+            prompts.forget([long])
+            assert prompts._long is None
+        found = [prompts.score([ids]) for _ in range(4)]
+        assert found[:3] == [None] * 3
+        (one,) = found[3]
+        rows = truth(of, ids)
+        np.testing.assert_allclose(one.logprobs, [r[t] for r, t in zip(rows, ids[1:])], rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(one.ids[:, 0], rows.argmax(-1))
+    assert prompts.compilations == 1
 
 
 def test_what_is_compiled_for_a_request_is_counted(lm: LM):
