@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from argosy.checkpoint.hub import Mapped, read_json
 from argosy.checkpoint.peft import put_adapter, read_adapter
@@ -19,8 +20,10 @@ from argosy.checkpoint.stored import Stored, open_model, read_into
 from argosy.core.errors import BadInput
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
-from argosy.models.parts.weight import fill, kept_in, put, variables
+from argosy.models.parts.weight import fill, kept_in, logical, put, variables
 from argosy.observe.environment import check_fits
+from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.rules import DEFAULT, shardings
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ def load(
     run: Execution | None = None,
     adapter: str | Path | None = None,
     context: int | None = None,
+    tensor: int = 1,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Loaded:
     """Loads a Hub folder, a GGUF file, a run directory or one checkpoint.
@@ -57,9 +61,10 @@ def load(
         context: the longest sequence the model will get, in tokens; selects between tables of rotary positions where a model has
             two (LongRoPE). The model's own context by default.
         adapter: a PEFT folder. Layers are then unrolled, because each may carry adapters of its own.
+        tensor: number of devices that share heads, feed-forward features and vocabulary (arXiv:1909.08053).
 
     Raises:
-        BadInput: there is no model, its family is not built, or it does not fit into memory.
+        BadInput: there is no model, its family is not built, it does not fit into memory, or it cannot be shared by so many devices.
         Damaged: a file differs from what was written.
     """
     stored = open_model(path, warn)
@@ -68,7 +73,7 @@ def load(
     adapters = read_adapter(adapter, config) if adapter is not None else {}
     check_memory(config, dtype)
     model = config.build(Unroll() if adapters else run or default_run(config))
-    read_into(model, stored.weights, dtype=dtype)
+    read_into(model, stored.weights, dtype=dtype, place=None if tensor == 1 else places(model, tensor).__getitem__)
     if adapters:
         put_adapter(model, adapters)
     model.dtype = dtype
@@ -80,6 +85,24 @@ def load(
             hint="they do not belong together",
         )
     return Loaded(config, model, tokenizer, generation_of(stored), stored.hub, stored.companions, dtypes_of(stored))
+
+
+def places(model: Any, tensor: int) -> dict[str, NamedSharding]:
+    """Where each weight of a model lies if several devices share its heads, feed-forward features and vocabulary.
+
+    Raises:
+        BadInput: there are fewer devices, or the number divides none of these.
+    """
+    devices = jax.devices()
+    if tensor > len(devices):
+        raise BadInput(f"tensor = {tensor}, but this process has {len(devices)} device{'s' * (len(devices) > 1)}")
+    mesh = MeshSettings(fsdp=1, tensor=tensor).build(devices[:tensor])
+    found = shardings(logical(model), {a: v.shape for a, v in variables(model).items()}, DEFAULT, mesh)
+    if all(not any(place.spec) for place in found.values()):
+        raise BadInput(
+            f"tensor = {tensor} divides neither the heads, nor the feed-forward features, nor the vocabulary of this model"
+        )
+    return found
 
 
 def random(config: FamilyConfig, seed: int, *, dtype: Any = None, run: Execution | None = None) -> Loaded:

@@ -29,6 +29,7 @@ SETTINGS = {
     "--api-key": "api_key",
     "--dtype": "dtype",
     "--seed": "seed",
+    "--tensor-parallel-size": "tensor",
     "--ssl-certfile": "tls_certificate",
     "--ssl-keyfile": "tls_key",
     "--shutdown-timeout": "drain",
@@ -56,9 +57,8 @@ SWITCHES = {
 # Flags whose meaning there is nothing of here, and what to do.
 ANSWERS = {
     "--model": "the model is the first word",
-    "--tensor-parallel-size": "models are served on one device so far",
-    "--pipeline-parallel-size": "models are served on one device so far",
-    "--data-parallel-size": "models are served on one device so far",
+    "--pipeline-parallel-size": "layers are not split over devices; `tensor=N` shares each of them",
+    "--data-parallel-size": "a server has one copy of the model so far",
     "--gpu-memory-utilization": "the cache has `engine.pages` pages of `engine.page` tokens",
     "--kv-cache-memory-bytes": "the cache has `engine.pages` pages of `engine.page` tokens",
     "--trust-remote-code": "leave it out: no code of a model is ever run",

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -44,7 +44,8 @@ def serve(
         run.check(settings)
         listener = run.bound(settings)
         doing(f"loading {model}")
-        lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.engine.context)
+        how: Any = {"dtype": settings.dtype, "adapter": settings.adapter, "tensor": settings.tensor}
+        lm = load(model, **how, context=settings.engine.context)
         name = settings.name or Path(model).resolve().name
         service = run.serving(lm, name, settings, doing)
     # A line that replaces itself would stay on the terminal.

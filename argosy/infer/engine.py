@@ -21,18 +21,20 @@ and masks before the sampler runs.
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
 from argosy.infer.bans import Bias
 from argosy.infer.forward import Sizes, cut, forward_of
 from argosy.infer.grammar import Grammar, Matcher, masks, unpacked
-from argosy.infer.memory import room_for_cache
+from argosy.infer.memory import mesh_of, pages_for_cache
 from argosy.infer.packing import Packing, power, sampled_rows
 from argosy.infer.pages import Pages
 from argosy.infer.sample import Sampling, Seed, streams
@@ -40,10 +42,11 @@ from argosy.infer.sampler import MOST_TOP, Sampled, biased, fresh, masked, sampl
 from argosy.infer.schedule import Plan, Scheduler
 from argosy.infer.schedule import Sequence as Scheduled
 from argosy.infer.settings import ROW, EngineSettings
-from argosy.models.parts.cache import bytes_of, page_bytes, paged
+from argosy.models.parts.cache import bytes_of, laid_out, paged
 from argosy.models.parts.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, put, split, variable
 from argosy.observe.readable import sized
+from argosy.parallel.scope import scope
 
 Reason = Literal["stop", "length", "abort", "blocked"]
 
@@ -118,7 +121,10 @@ class Engine:
     ):
         self.model, self.settings, self.say, self.keeps = model, settings or EngineSettings(), say, keeps
         self.variables = {address: variable(model, address) for address in split(model)[1]}
-        self.forward = forward_of(model, self.weights())
+        weights = self.weights()
+        self.mesh = mesh_of(weights)
+        with self._on_mesh():
+            self.forward = forward_of(model, weights)
         self.dtype, self.vocab = model.dtype, model.config.vocab
         self.context = min(self.settings.context or model.config.context, model.config.context)
         page, slots = self.settings.page, self.settings.slots
@@ -136,7 +142,7 @@ class Engine:
             self.pages, page, slots, self.settings.budget, self.settings.beside, self.row, None if self.shares else 1
         )
         self.packing = Packing(self.settings, self.table_pages, self.shares)
-        self.caches, self.slots = self._empty(slots, self.pages.count), fresh(slots, self.vocab)
+        self.caches, self.slots = self._empty(slots, self.pages.count), self._everywhere(fresh(slots, self.vocab))
         self.stats = Stats()
         self._sequences: dict[int, Scheduled] = {}
         self._next = 0
@@ -150,11 +156,27 @@ class Engine:
 
     def _empty(self, slots: int, pages: int) -> Any:
         specs, page = self.forward.specs, self.settings.page
-        return paged(specs, slots, pages, page, self.dtype, longest=self.context, slack=self.context)
+
+        def empty() -> Any:
+            return paged(specs, slots, pages, page, self.dtype, longest=self.context, slack=self.context)
+
+        if self.mesh is None:
+            return empty()
+        with scope(self.mesh):
+            return jax.jit(lambda: laid_out(specs, empty()))()
+
+    def _everywhere(self, arrays: Any) -> Any:
+        """Arrays of which each device has all."""
+        return arrays if self.mesh is None else jax.device_put(arrays, NamedSharding(self.mesh, PartitionSpec()))
+
+    def _on_mesh(self) -> Any:
+        """The scope of programs over several devices."""
+        return nullcontext() if self.mesh is None else scope(self.mesh)
 
     def _default_pages(self) -> int:
-        one = page_bytes(self.forward.specs, self.settings.page, self.dtype, self.context, self.context)
-        return min(self.settings.slots * self.table_pages, max(self.table_pages, int(room_for_cache(self.weights()) // one)))
+        how: Any = {"longest": self.context, "slack": self.context}
+        most = pages_for_cache(self.forward.specs, self.weights(), self.settings.page, self.dtype, **how)
+        return min(self.settings.slots * self.table_pages, max(self.table_pages, most))
 
     def described(self) -> str:
         """What the cache holds, in words."""
@@ -363,7 +385,8 @@ class Engine:
             self._masked(np.full(rows, nobody, np.int32), np.zeros((rows, -(-self.vocab // 32)), np.int32))
         # These two take no number of rows, and are compiled by the first request otherwise.
         key = np.asarray(jax.random.key_data(streams(0, [0])))[0]
-        self.slots = settled(self.slots, nobody, Sampling(), key, 0, [0], [])
+        with self._on_mesh():
+            self.slots = settled(self.slots, nobody, Sampling(), key, 0, [0], [])
         if not self.keeps:
             self._weights = None
         return self.stats.compilations - before
@@ -402,9 +425,10 @@ class Engine:
     def _run(self, what: str, program: Any, sizes: tuple[Any, ...], *arguments: Any) -> Any:
         """Calls a program; counts and times the call if it compiles."""
         if sizes in self._sizes:
-            return program(*arguments)
+            with self._on_mesh():
+                return program(*arguments)
         start = time.monotonic()
-        with telling(self.say, f"compiling {what}"):
+        with telling(self.say, f"compiling {what}"), self._on_mesh():
             out = program(*arguments)
         self._sizes.add(sizes)
         self.stats.compilations += 1
@@ -416,7 +440,8 @@ class Engine:
         wanted: _Wanted = sequence.what
         prompt, answer = sequence.tokens[: sequence.prompt], sequence.tokens[sequence.prompt :]
         asked = wanted.request
-        self.slots = settled(self.slots, sequence.slot, asked.sampling, wanted.key, asked.top, prompt, answer)
+        with self._on_mesh():
+            self.slots = settled(self.slots, sequence.slot, asked.sampling, wanted.key, asked.top, prompt, answer)
         wanted.slot = (sequence.slot, sequence.preemptions)
         wanted.bias.forget()
         wanted.mask = b""

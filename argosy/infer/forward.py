@@ -15,14 +15,16 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from argosy.infer.views import Views, viewable
 from argosy.models.parts.attend import Attend, Paged
-from argosy.models.parts.cache import Caches, Specs
+from argosy.models.parts.cache import Caches, Specs, laid_out
 from argosy.models.parts.ragged import Ragged
 from argosy.models.parts.stack import Layer, run_block
 from argosy.models.parts.weight import Leaves, merge, split
+from argosy.parallel.scope import axis_sizes
 
 
 class Sizes(NamedTuple):
@@ -179,8 +181,14 @@ def _whole(graph: Any, dtype: Any) -> Any:
 
     def whole(weights: Leaves, caches: Caches, last: Array, words: Array, picks: Array, sizes: Sizes) -> Passed:
         model = _model(graph, weights, dtype)
+        specs = model.layers.holds()
         x, caches, _ = model.hidden(*_read(last, words, sizes), caches)
-        return model.unembed(x[:, picks])[0], caches
+        logits = model.unembed(x[:, picks])[0]
+        if max(axis_sizes().values(), default=1) > 1:
+            # In each step as before it, or XLA might choose others and the next step would compile again.
+            caches = laid_out(specs, caches)
+            logits = jax.lax.with_sharding_constraint(logits, PartitionSpec())
+        return logits, caches
 
     return jax.jit(whole, donate_argnums=1, static_argnums=5)
 

@@ -13,10 +13,9 @@ from flax import nnx
 
 from argosy.core.progress import Say
 from argosy.infer.engine import Engine
-from argosy.infer.memory import room_for_cache
+from argosy.infer.memory import pages_for_cache
 from argosy.infer.sequences import Sequences
 from argosy.infer.settings import EngineSettings
-from argosy.models.parts.cache import page_bytes
 from argosy.models.parts.weight import variables
 
 PAGE = 16
@@ -75,7 +74,7 @@ class Held:
         if self._engine is None or (room != self._room and not (fits and self._engine.has_requests)):
             self._engine = None  # its cache is free before the next one is allocated
             weights = {address: v.get_value() for address, v in variables(module).items()}
-            most = int(room_for_cache(weights) // page_bytes(module.layers.holds(), PAGE, module.dtype))
+            most = pages_for_cache(module.layers.holds(), weights, PAGE, module.dtype)
             pages = max(-(-room.context // PAGE), min(room.pages, most))
             settings = EngineSettings(slots=room.slots, page=PAGE, pages=pages, context=room.context)
             self._engine, self._room = Engine(module, settings), room

@@ -17,11 +17,13 @@ def load(
     run: Execution | None = None,
     adapter: str | Path | None = None,
     context: int | None = None,
+    tensor: int = 1,
     warn: Callable[[str], None] = lambda _: None,
 ) -> LM:
     """Loads a language model from a Hub folder, a GGUF file, a run directory or one checkpoint. Arguments and errors are those of
     `checkpoint.load.load`."""
-    return LM(**vars(loading.load(path, dtype=dtype, run=run, adapter=adapter, context=context, warn=warn)))
+    how: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor, "warn": warn}
+    return LM(**vars(loading.load(path, **how)))
 
 
 def random(config: FamilyConfig, seed: int, *, dtype: Any = None, run: Execution | None = None) -> LM:

@@ -25,6 +25,7 @@ def load(
     dtype: Any = None,
     adapter: str | Path | None = None,
     context: int | None = None,
+    tensor: int = 1,
 ) -> "LM":
     """Loads a language model: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`. An encoder has `.embed`
     instead of `.logits` and `.generate`.
@@ -39,12 +40,15 @@ def load(
         context: the longest sequence the model will get, in tokens, if that is less than its own context; selects between the
             tables of rotary positions of a model that has two (LongRoPE).
         adapter: a folder of low-rank adapters in the PEFT library's format; `lm.merge()` merges them into the weights.
+        tensor: number of devices that share heads, feed-forward features, vocabulary and cache (arXiv:1909.08053).
 
     Raises:
-        UnknownName, BadInput, Damaged: there is no such model, or it is not one.
+        UnknownName, BadInput, Damaged: there is no such model, it is not one, or so many devices cannot share it.
     """
     if random is not None and adapter is not None:
         raise BadInput("an adapter needs the weights it was trained on", hint="give the folder of that model instead of `random`")
+    if random is not None and tensor != 1:
+        raise BadInput("random weights are on one device", hint="leave out `tensor`")
     machine.start_jax()
     from argosy.infer import load as loading
 
@@ -55,7 +59,7 @@ def load(
         return loading.random(preset_config(str(model)), random, dtype=dtype)
     if "://" not in str(model) and not Path(model).exists():
         raise no_model(str(model))
-    return loading.load(model, dtype=dtype, adapter=adapter, context=context, warn=_say)
+    return loading.load(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, warn=_say)
 
 
 def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> Outcome:

@@ -80,6 +80,8 @@ class ServeSettings(Settings):
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     adapter: str | None = None
     """A folder of low-rank adapters in the PEFT library's format, to apply to the model."""
+    tensor: int = Field(1, gt=0)
+    """Number of devices that share heads, feed-forward features, vocabulary and cache, for models that one device cannot hold."""
     seed: int | None = None
     """Random seed of the answers to requests that have none. None: different in every run of the server."""
     drain: float = Field(30, ge=0)

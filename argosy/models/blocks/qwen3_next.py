@@ -67,7 +67,8 @@ class DeltaNet(nnx.Module):
         d = dict(self.d)
         K, G, H, U, back = d["K"], d["G"], d["H"], d["U"], d["W"] - 1
         inputs = ("q", (back, K, H)), ("k", (back, K, H)), ("v", (back, K, G, U))
-        return Spec(row=(*inputs, ("state", (K, G, H, U))))
+        letters = ("q", "W K H"), ("k", "W K H"), ("v", "W K G U"), ("state", "K G H U")
+        return Spec(row=(*inputs, ("state", (K, G, H, U))), letters=letters)
 
     def __call__(
         self, x: Float[Array, "B T D"], each: Any, cache: Cache | None, attend: Attend

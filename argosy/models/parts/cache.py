@@ -14,17 +14,19 @@ not be cleared for a new owner. With `slack`, a ring has that many more tokens t
 rolled back by as many (a rejected draft) and resumed. Pages and buffers need nothing for that, states need a `snapshot`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from argosy.ops.attention import NOWHERE
 from argosy.ops.paged_attention import reads_joined
 from argosy.ops.precision import sums_in
+from argosy.parallel.scope import activation_spec
 
 # Of one layer.
 Cache = dict[str, Array]
@@ -55,11 +57,16 @@ class Entry(NamedTuple):
 @dataclass(frozen=True)
 class Spec:
     """What one layer caches: (name, shape) of the arrays per token and per sequence, and how many tokens back it attends,
-    including the token itself (None: all of them). States are float32 at least, because they sum over thousands of tokens."""
+    including the token itself (None: all of them). States are float32 at least, because they sum over thousands of tokens.
+
+    letters: of the shapes, such as ("k", "K H"), for the rules that split arrays over devices. An array without letters is whole on
+    every device.
+    """
 
     token: tuple[tuple[str, tuple[int, ...]], ...] = ()
     row: tuple[tuple[str, tuple[int, ...]], ...] = ()
     span: int | None = None
+    letters: tuple[tuple[str, str], ...] = ()
 
     def entries(self, longest: int, slack: int = 0) -> Iterator[Entry]:
         """Its arrays, for sequences of at most `longest` tokens; rings if these are shorter."""
@@ -97,12 +104,6 @@ def paged(
     return _allocate(specs, (pages, page), slots, dtype, longest, slack, joined=True)
 
 
-def page_bytes(specs: Specs, page: int, dtype: Any, longest: int | None = None, slack: int = 0) -> int:
-    """Bytes of one page of `paged`, in all layers."""
-    one = jax.eval_shape(lambda: paged(specs, 0, 1, page, dtype, longest=longest, slack=slack))
-    return max(bytes_of(one), 1)
-
-
 def _allocate(
     specs: Specs, token: tuple[int, int], rows: int, dtype: Any, longest: int, slack: int, *, joined: bool = False
 ) -> Caches:
@@ -127,6 +128,30 @@ def _joined(entries: list[Entry], dtype: Any) -> list[Entry]:
     if not reads_joined(heads, size, dtype):
         return entries
     return [Entry(JOINED, (2 * heads, size), "token"), *(e for e in entries if e.kind != "token")]
+
+
+def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, PartitionSpec]]:
+    """How the rules split these caches, or shapes of them, over the mesh in scope."""
+
+    def one(key: str, shape: tuple[int, ...], letters: Mapping[str, str], heads: int | None) -> PartitionSpec:
+        name = key.split(".")[-1]
+        named = letters.get("k" if name == JOINED else name, "").split()
+        whole = (None,) * (len(shape) - len(named))
+        # A joined pool is split between heads, never between keys and values of one.
+        sizes = shape[len(whole) :] if name != JOINED else (heads, *shape[len(whole) + 1 :])
+        return PartitionSpec(*whole, *activation_spec(" ".join(named), sizes))
+
+    def of(spec: Spec, cache: Mapping[str, Any]) -> dict[str, PartitionSpec]:
+        letters, shapes = dict(spec.letters), dict(spec.token)
+        heads = shapes["k"][0] if "k" in shapes else None
+        return {key: one(key, a.shape, letters, heads) for key, a in cache.items()}
+
+    return {name: of(specs[name][0], cache) for name, cache in caches.items()}
+
+
+def laid_out(specs: Specs, caches: Caches) -> Caches:
+    """These caches, split as `layouts` says."""
+    return jax.tree.map(jax.lax.with_sharding_constraint, caches, layouts(specs, caches))
 
 
 def is_ring(cache: Cache, held: Cache) -> bool:

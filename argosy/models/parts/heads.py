@@ -60,7 +60,8 @@ class Attention(nnx.Module):
         self.sinks = weight((N,), Meaning("N"), Draw("normal", 1.0)) if sinks else None
 
     def holds(self, each: Reach) -> Spec:
-        return Spec(token=(("k", self.held), ("v", self.held)), span=each.window)
+        letters = (("k", "K H"), ("v", "K H"))
+        return Spec(token=(("k", self.held), ("v", self.held)), span=each.window, letters=letters)
 
     def turns(self, each: Reach) -> Turns:
         return () if each.rope is None else ((each.rope, each.rope.turned(self.held[1])),)

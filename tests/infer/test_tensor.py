@@ -1,0 +1,88 @@
+"""An engine over several devices that share heads, features, vocabulary and cache."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from helpers import default
+
+from argosy.checkpoint import load as loading
+from argosy.core.errors import BadInput
+from argosy.infer import sampler
+from argosy.infer.engine import Engine, Request
+from argosy.infer.lm import LM
+from argosy.infer.load import load
+from argosy.infer.memory import mesh_of
+from argosy.infer.sample import Sampling
+from argosy.infer.settings import EngineSettings
+from argosy.models import FAMILIES
+from argosy.models.parts.weight import put, split
+
+SMALL = EngineSettings(slots=3, page=8, context=64, pages=20, budget=64, beside=32)
+PROMPTS = [[(7 * i + k) % 90 for i in range(n)] for k, n in enumerate((5, 40, 17, 3, 21))]
+STRUCTURES = [("llama", "plain"), ("qwen3_next", "mixed"), ("deepseek", "3.2"), ("gpt_oss", "plain"), ("gemma", "3")]
+
+
+def requests() -> list[Request]:
+    how = (Sampling(), Sampling(temperature=0.8, top_k=20), Sampling(presence_penalty=0.5))
+    return [Request(ids, 12, how[i % 3], seed=i, top=2) for i, ids in enumerate(PROMPTS)]
+
+
+def tokens(engine: Engine) -> list[list[Any]]:
+    return [[(e.token, e.reason) for e in events] for events in engine.generate(requests())]
+
+
+# Heads, key heads or features of each divide by this.
+COUNTS = {"qwen3_next": 3}
+
+
+def split_over(module: Any, count: int) -> None:
+    places = loading.places(module, count)
+    put(module, {address: jax.device_put(a, places[address]) for address, a in split(module)[1].items()})
+
+
+@pytest.mark.parametrize(("family", "example"), default(*STRUCTURES[:2], of=STRUCTURES))
+def test_several_devices_answer_as_one_does_and_compile_nothing_later(family: str, example: str):
+    config = FAMILIES[family].examples()[example]
+    module = loading.random(config, 0).module
+    alone = tokens(Engine(module, SMALL))
+    split_over(module, COUNTS.get(family, 2))
+    engine = Engine(module, SMALL)
+    number = engine.warm_up()
+    programs = (engine.forward._program, sampler.sample, sampler._settled, sampler.biased)
+    sizes = [program._cache_size() for program in programs]
+    assert tokens(engine) == alone
+    assert engine.stats.compilations == number
+    assert [program._cache_size() for program in programs] == sizes
+
+
+SHARED = [
+    ("llama", "plain", {"k", "v"}),
+    ("qwen3_next", "mixed", {"row.q", "row.k", "row.v", "row.state"}),
+    ("deepseek", "3", set()),
+]
+
+
+@pytest.mark.parametrize(("family", "example", "shared"), SHARED)
+def test_each_device_has_its_heads_of_the_cache(family: str, example: str, shared: set[str]):
+    module = loading.random(FAMILIES[family].examples()[example], 0).module
+    split_over(module, COUNTS.get(family, 2))
+    engine = Engine(module, SMALL)
+    found = {key for cache in engine.caches.values() for key, a in cache.items() if a.sharding.shard_shape(a.shape) != a.shape}
+    assert found == shared
+    assert mesh_of(engine.weights()) is not None
+
+
+def test_a_folder_is_loaded_onto_two_devices(tmp_path: Path):
+    config = FAMILIES["llama"].examples()["plain"]
+    lm = LM(config, loading.random(config, 0).module)
+    lm.save(tmp_path / "model")
+    two = load(tmp_path / "model", tensor=2)
+    mine = lm.generate(PROMPTS, 8)
+    assert [one.tokens for one in two.generate(PROMPTS, 8)] == [one.tokens for one in mine]
+    assert any(len(a.devices()) == 2 and not a.is_fully_replicated for a in split(two.module)[1].values())
+    with pytest.raises(BadInput, match="this process has 8 devices"):
+        load(tmp_path / "model", tensor=9)
+    with pytest.raises(BadInput, match="divides neither the heads"):
+        load(tmp_path / "model", tensor=3)
