@@ -95,12 +95,16 @@ def places(model: Any, tensor: int) -> dict[str, NamedSharding]:
     """
     devices = jax.devices()
     if tensor > len(devices):
-        raise BadInput(f"tensor = {tensor}, but this process has {len(devices)} device{'s' * (len(devices) > 1)}")
+        raise BadInput(
+            f"tensor = {tensor}, but this process has {len(devices)} device{'s' * (len(devices) > 1)}",
+            hint=f"to try it on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={tensor}",
+        )
     mesh = MeshSettings(fsdp=1, tensor=tensor).build(devices[:tensor])
     found = shardings(logical(model), {a: v.shape for a, v in variables(model).items()}, DEFAULT, mesh)
     if all(not any(place.spec) for place in found.values()):
         raise BadInput(
-            f"tensor = {tensor} divides neither the heads, nor the feed-forward features, nor the vocabulary of this model"
+            f"tensor = {tensor} divides neither the heads, nor the feed-forward features, nor the vocabulary of this model",
+            hint="a number that divides the heads, such as a power of two",
         )
     return found
 

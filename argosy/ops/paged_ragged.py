@@ -7,16 +7,18 @@ left in its pages, and one NaN there would reach every query.
 Unlike `reference`, it gives nothing of meaning for a row with a page out of range within its length. The engine makes no such row.
 """
 
+import math
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from argosy.ops.attention import Implementation, Score
 from argosy.ops.paged_attention import Pools
-from argosy.parallel.scope import platform
+from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, platform
 
 # Bytes of the kernel's two buffers of pages, of 16 MB that it may take by default.
 BUFFERS = 4 << 20
@@ -37,7 +39,18 @@ def ragged(
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     blocks = _blocks(pools[0], q.shape[0] * q.shape[1], table.shape[1])
-    return _call(partial(ragged_paged_attention, **blocks), q, pools[0], table, lengths, at, score)
+    call = partial(_call, partial(ragged_paged_attention, **blocks), score=score)
+    if max(axis_sizes().values(), default=1) > 1:
+        # XLA cannot split a kernel; each device computes its own heads.
+        heads = PartitionSpec(None, None, *_split(pools[0]), None)
+        whole = PartitionSpec()
+        call = jax.shard_map(call, in_specs=(heads, heads, whole, whole, whole), out_specs=heads, check_vma=False)
+    return call(q, pools[0], table, lengths, at)
+
+
+def _split(pool: Array) -> PartitionSpec:
+    """How the key heads of a joined pool are split over devices."""
+    return activation_spec("K", (pool.shape[2] // 2,))
 
 
 def _call(
@@ -98,9 +111,17 @@ def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, l
         return "reads joined pools"
     if lse:
         return "gives no log-sum-exp"
+    if max(axis_sizes().values(), default=1) > 1 and not axes_in(_split(pools[0])):
+        return "needs key heads that the devices share"
     if score.sinks is not None or score.chunked:
         return "has neither sinks nor chunks"
-    return cannot_hold(pools[0].shape[2] // 2, q.shape[-1], pools[0].dtype)
+    return cannot_hold(pools[0].shape[2] // 2 // _shares(pools[0]), q.shape[-1], pools[0].dtype)
+
+
+def _shares(pool: Array) -> int:
+    """The number of devices over which the key heads of a joined pool are split."""
+    sizes = axis_sizes()
+    return math.prod(sizes[axis] for axis in axes_in(_split(pool)))
 
 
 RAGGED = Implementation(ragged, _refuses)

@@ -7,17 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import default, described_tpus
+from jax.sharding import NamedSharding, PartitionSpec
 
 from argosy.core.errors import Unsupported
 from argosy.infer.forward import Sizes, Whole
 from argosy.models.llama import LlamaConfig
-from argosy.models.parts.cache import paged
-from argosy.models.parts.weight import abstract, split
+from argosy.models.parts.cache import layouts, paged
+from argosy.models.parts.weight import abstract, logical, split
 from argosy.ops import paged_ragged
 from argosy.ops.attention import Score
 from argosy.ops.choice import implementations
 from argosy.ops.paged_attention import apart, joined, paged_attention, reference
 from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
 
 
@@ -74,29 +76,31 @@ def test_what_it_cannot_do_is_refused():
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("name", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
-def test_a_step_of_the_engine_compiles_for_a_tpu(name, monkeypatch):
-    """Decoding rows beside prompts: a kernel for each group in each layer, and the pools are updated in place."""
-    devices = described_tpus(monkeypatch, name)[:1]
+@pytest.mark.parametrize(("name", "tensor"), [("v5e:2x2", 1), ("v6e:2x2", 1), ("v6e:2x2", 2), ("v5p:2x2x1", 1)])
+def test_a_step_of_the_engine_compiles_for_a_tpu(name, tensor, monkeypatch):
+    """Decoding rows beside prompts: a kernel for each group in each layer, and the pools are updated in place. Several devices share
+    the heads."""
+    devices = described_tpus(monkeypatch, name)[:tensor]
     config = LlamaConfig(vocab=512, width=512, layers=2, heads=4, kv_heads=2, head_size=128, ffn=1024, context=2048)
     model = config.build()
     model.dtype = jnp.bfloat16
     sizes, picks = Sizes(8, 4, 32, 128), 12
-    on = jax.sharding.SingleDeviceSharding(devices[0])
+    mesh = MeshSettings(fsdp=1, tensor=tensor).build(devices)
+    places = shardings(logical(model), {a: s.shape for a, s in abstract(model).items()}, DEFAULT, mesh)
 
-    def there(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=on)
+    def there(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    with scope(MeshSettings().build(devices)):
+    with scope(mesh):
         forward = Whole(model)
         caches = jax.eval_shape(lambda: paged(forward.specs, 8, 1024, 16, jnp.bfloat16, longest=2048))
         assert {key for cache in caches.values() for key in cache} == {"kv"}
-        weights = {a: there(s.shape, jnp.bfloat16) for a, s in abstract(model).items()}
-        pools = jax.tree.map(lambda a: there(a.shape, a.dtype), caches)
-        words = [there((n,), jnp.int32) for n in (8, sizes.words, picks)]
+        weights = {a: there(s.shape, jnp.bfloat16, places[a].spec) for a, s in abstract(model).items()}
+        pools = jax.tree.map(lambda a, spec: there(a.shape, a.dtype, spec), caches, layouts(forward.specs, caches))
+        words = [there((n,), jnp.int32, PartitionSpec()) for n in (8, sizes.words, picks)]
         compiled = forward._program.lower(weights, pools, *words, sizes).compile()
     assert set(split(model)[1]) == set(weights)
     kernels = re.findall('custom_call_target="tpu_custom_call"', compiled.as_text())
     assert len(kernels) >= 2
-    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(caches))
+    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(caches)) / tensor
     assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes, "the pools are not copied"

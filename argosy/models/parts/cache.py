@@ -133,7 +133,7 @@ def _joined(entries: list[Entry], dtype: Any) -> list[Entry]:
 def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, PartitionSpec]]:
     """How the rules split these caches, or shapes of them, over the mesh in scope."""
 
-    def one(key: str, shape: tuple[int, ...], letters: Mapping[str, str], heads: int | None) -> PartitionSpec:
+    def one(key: str, shape: tuple[int, ...], letters: Mapping[str, str], heads: int) -> PartitionSpec:
         name = key.split(".")[-1]
         named = letters.get("k" if name == JOINED else name, "").split()
         whole = (None,) * (len(shape) - len(named))
@@ -143,7 +143,7 @@ def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, PartitionSpec]]:
 
     def of(spec: Spec, cache: Mapping[str, Any]) -> dict[str, PartitionSpec]:
         letters, shapes = dict(spec.letters), dict(spec.token)
-        heads = shapes["k"][0] if "k" in shapes else None
+        heads = shapes["k"][0] if "k" in shapes else 0
         return {key: one(key, a.shape, letters, heads) for key, a in cache.items()}
 
     return {name: of(specs[name][0], cache) for name, cache in caches.items()}
