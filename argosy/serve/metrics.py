@@ -53,7 +53,7 @@ class Metrics:
             "argosy:compilations", "Programs compiled after warm-up; without it, since the start.", LABELS, registry=self.registry
         )
         self.compilations = compilations.labels(*self._labels)
-        self._seen[self.compilations] = compiled()
+        self.ready()
 
     def _gauge(self, name: str, about: str) -> Gauge:
         return Gauge(f"vllm:{name}", about, LABELS, registry=self.registry).labels(*self._labels)
@@ -75,6 +75,10 @@ class Metrics:
         """An answer ended. reason: stop, length, blocked or abort."""
         self._ended.labels(*self._labels, reason).inc()
         self.whole.observe(seconds)
+
+    def ready(self) -> None:
+        """Programs compiled so far were compiled before the first request."""
+        self._seen[self.compilations] = self._compiled()
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

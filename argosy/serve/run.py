@@ -87,6 +87,7 @@ def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> S
     front = Front(engine, settings.limits, EngineMetrics(name, engine))
     if settings.warm_up_prompt_logprobs:
         front.prompts.compile(front.prompts.sizes())
+        front.metrics.ready()
     front.start()
     defaults, templates = defaults_of(lm.generation), settings.request_chat_template
     return Service(lm, name, front, settings.limits, defaults, Random(settings.seed), request_templates=templates)

@@ -10,7 +10,7 @@ import httpx
 import jax
 import numpy as np
 import pytest
-from serve.conftest import LIMITS, alone, inside, serving
+from serve.conftest import LIMITS, SIZES, alone, inside, serving
 
 from argosy.checkpoint.load import random
 from argosy.infer import prompts as prompts_module
@@ -18,9 +18,11 @@ from argosy.infer.engine import Request
 from argosy.infer.lm import LM
 from argosy.infer.prompts import PASS, Prompts
 from argosy.models import FAMILIES
+from argosy.serve import run
 from argosy.serve.app import App
 from argosy.serve.errors import ApiError
 from argosy.serve.service import Service
+from argosy.serve.settings import ServeSettings
 
 PROMPT = "It was a dark"
 Ask = Callable[..., httpx.Response]
@@ -265,3 +267,14 @@ def test_a_server_that_ends_says_so_to_who_waits_for_scores(lm: LM):
                     await answers.scored()
 
     asyncio.run(go())
+
+
+def test_programs_of_the_warm_up_are_not_counted_as_compiled_later(lm: LM):
+    limits = LIMITS.model_copy(update={"prompt_logprobs_tokens": 33})
+    how = ServeSettings(warm_up=False, warm_up_prompt_logprobs=True, engine=SIZES, limits=limits)
+    service = run.service_of(lm, "tiny", how, None)
+    try:
+        assert service.front.prompts.compilations == 4
+        assert 'argosy:compilations_total{engine="0",model_name="tiny"} 0.0' in service.front.metrics.text().decode()
+    finally:
+        service.front.close()
