@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from argosy.core.errors import BadInput
+from argosy.infer.beam import Beam, Beams
 from argosy.infer.engine import Event, Request
 from argosy.infer.grammar import Grammar
 from argosy.infer.sample import Sampling, Seed, words_of
@@ -67,22 +68,10 @@ class Answers:
         structured: Mapping[str, Any] | Grammar | None = None,
         **sampling: Any,
     ):
-        lm.check_predicts()
-        check_prompts(prompts, "generate")
-        if max_tokens < 1:
-            raise BadInput(f"max_tokens = {max_tokens}", hint="at least 1")
         words_of(seed)
         self.lm = lm
-        ids = [lm.encode(p) for p in prompts]
-        for one in ids:
-            if not one:
-                raise BadInput(
-                    "an empty prompt, and the model has no beginning-of-sequence token", hint="give some text"
-                )
-            lm.check_ids(one, len(one))
-        if max(map(len, ids)) >= lm.config.context:
-            raise BadInput(f"the prompt fills the model's context of {lm.config.context} tokens", hint="shorten it")
-        how, ends = _sampling(lm, sampling), frozenset(stop_tokens) | frozenset(() if ignore_eos else lm.stops())
+        ids = _encoded(lm, prompts, max_tokens, "generate")
+        how, ends = _sampling(lm, sampling), _ends(lm, stop_tokens, ignore_eos)
         grammar = lm.grammar(structured) if isinstance(structured, Mapping) else structured
         self.requests = [
             Request(one, max_tokens, how, ends, seed, row, top, grammar=grammar) for row, one in enumerate(ids)
@@ -152,6 +141,57 @@ class Answers:
         done.text += rest
         done.finish_reason, done.stopped_by = reason, by
         return Piece(row, new + rest, True)
+
+
+def beam_search(
+    lm: Any,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    beam_width: int,
+    length_penalty: float,
+    stop_tokens: Sequence[int],
+    ignore_eos: bool,
+) -> list[list[Completion]]:
+    """As `LM.beam_search`."""
+    rows, ends, context = _encoded(lm, prompts, max_tokens, "beam_search"), _ends(lm, stop_tokens, ignore_eos), lm.config.context
+    searches = [Beams(ids, beam_width, min(max_tokens, context - len(ids)), ends, length_penalty) for ids in rows]
+    engine = lm.engine([min(len(ids) + max_tokens, context) for ids in rows for _ in range(beam_width)])
+    try:
+        while running := [one for one in searches if one.open]:
+            answers = iter(engine.generate([request for one in running for request in one.requests()]))
+            for one in running:
+                one.take([next(answers) for _ in one.open])
+    except BaseException:
+        lm.forget()
+        raise
+    return [[_completed(lm, one.prompt, beam) for beam in one.best()] for one in searches]
+
+
+def _completed(lm: Any, prompt: list[int], beam: Beam) -> Completion:
+    text = Text(lm.tokenizer, prompt, [])
+    whole = "".join([*(text.push(token) for token in beam.tokens), text.end()])
+    reason: Reason = "length" if beam.ended_by is None else "stop"
+    tokens, logprobs = list(beam.tokens), list(beam.logprobs[: len(beam.tokens)])
+    return Completion(whole, tokens, reason, len(prompt), logprobs, stopped_by=beam.ended_by)
+
+
+def _encoded(lm: Any, prompts: Sequence[Prompt], max_tokens: int, method: str) -> list[list[int]]:
+    lm.check_predicts()
+    check_prompts(prompts, method)
+    if max_tokens < 1:
+        raise BadInput(f"max_tokens = {max_tokens}", hint="at least 1")
+    ids = [lm.encode(p) for p in prompts]
+    for one in ids:
+        if not one:
+            raise BadInput("an empty prompt, and the model has no beginning-of-sequence token", hint="give some text")
+        lm.check_ids(one, len(one))
+    if max(map(len, ids)) >= lm.config.context:
+        raise BadInput(f"the prompt fills the model's context of {lm.config.context} tokens", hint="shorten it")
+    return ids
+
+
+def _ends(lm: Any, stop_tokens: Sequence[int], ignore_eos: bool) -> frozenset[int]:
+    return frozenset(stop_tokens) | frozenset(() if ignore_eos else lm.stops())
 
 
 def check_prompts(prompts: Sequence[Any], method: str) -> None:

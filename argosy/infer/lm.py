@@ -12,7 +12,7 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.infer.answers import Answers, Completion, Prompt, check_prompts, ids_of
+from argosy.infer.answers import Answers, Completion, Prompt, beam_search, check_prompts, ids_of
 from argosy.infer.engine import Engine
 from argosy.infer.grammar import Grammar, Grammars, structure_of
 from argosy.infer.held import Held
@@ -145,6 +145,29 @@ class LM:
     def pieces(self, prompts: Sequence[Prompt], max_tokens: int = 64, **how: Any) -> Answers:
         """`generate`, step by step: iterating gives the text that each step adds; `completions` is complete at the end."""
         return Answers(self, prompts, max_tokens, **how)
+
+    def beam_search(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int = 64,
+        *,
+        beam_width: int = 4,
+        length_penalty: float = 1.0,
+        stop_tokens: Sequence[int] = (),
+        ignore_eos: bool = False,
+    ) -> list[list[Completion]]:
+        """The `beam_width` continuations of each prompt with the highest scores, best first (`infer.beam`).
+
+        Args:
+            max_tokens: the most tokens of each answer.
+            beam_width: number of beams, 1 to 10.
+            length_penalty: scores are log-probabilities divided by the number of tokens to this power; above 0 it favors long answers.
+            stop_tokens, ignore_eos: as in `generate`.
+
+        Raises:
+            BadInput: as `generate`, or a width out of range.
+        """
+        return beam_search(self, prompts, max_tokens, beam_width, length_penalty, stop_tokens, ignore_eos)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **how: Any) -> Completion:
         """The answer to a conversation, rendered with the model's chat template.
