@@ -3,9 +3,8 @@
     Whole      one program; for accelerators, and for weights on several devices
     ByLayer    one program for each kind of layer, called layer by layer; for a CPU
 
-XLA:CPU compiles a program in time proportional to its layers, and runs a scan over stacked layers at half the speed (it copies each
-layer's slice). `ByLayer` compiles each kind of layer once: SmolLM2 135M takes 2.5 CPU seconds where the unrolled program takes 10
-to 14, and a step costs the same to 5 %. Layers of stacked weights are views (`infer.views`).
+XLA:CPU compiles a program in time proportional to its layers (`infer.layers`), and runs a scan over stacked layers at half the speed,
+because it copies each layer's slice. So `ByLayer` takes layers of stacked weights as views (`infer.views`).
 """
 
 from collections.abc import Sequence
@@ -18,12 +17,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from argosy.infer.layers import Layers, model_of
 from argosy.infer.views import Views, viewable
 from argosy.models.parts.attend import Attend, Paged
 from argosy.models.parts.cache import Caches, Specs, laid_out
 from argosy.models.parts.ragged import Ragged
-from argosy.models.parts.stack import Layer, run_block
-from argosy.models.parts.weight import Leaves, merge, split
+from argosy.models.parts.weight import Leaves, split
 from argosy.parallel.scope import axis_sizes
 
 
@@ -115,46 +114,23 @@ class ByLayer:
     def __init__(self, model: Any):
         self.views = Views(model) if model.layers.run.stacked else None
         model = model if self.views is None else self.views.model
-        stack, (graph, weights) = model.layers, split(model)
-        self.specs: Specs = stack.holds()
-        layers = [split(getattr(stack, str(i))) for i in range(len(stack.plan))]
-        self._addresses = [{own: f"layers.{i}.{own}" for own in leaves} for i, (_, leaves) in enumerate(layers)]
-        inside = {address for own in self._addresses for address in own.values()}
-        absent = {address: jax.ShapeDtypeStruct(a.shape, a.dtype) for address, a in weights.items() if address in inside}
-        self._outside = [address for address in weights if address not in inside]
-        self._layers = [_layer(own, layer) for (own, _), layer in zip(layers, stack.plan)]
-        self._before, self._after = _before(graph, model.dtype, _Absent(absent)), _after(graph, model.dtype, _Absent(absent))
+        self.specs: Specs = model.layers.holds()
+        self.layers = Layers(model)
+        self._before, self._after = _before(*self.layers.outside), _after(*self.layers.outside)
 
     def prepared(self, weights: Leaves) -> tuple[Leaves, list[Leaves]]:
-        weights = weights if self.views is None else self.views.of(weights)
-        layers = [{own: weights[address] for own, address in names.items()} for names in self._addresses]
-        return {address: weights[address] for address in self._outside}, layers
+        return self.layers.prepared(weights if self.views is None else self.views.of(weights))
 
     def __call__(
         self, weights: tuple[Leaves, Sequence[Leaves]], caches: Caches, last: Array, words: Any, picks: Any, sizes: Sizes
     ) -> Passed:
         outside, layers = weights
         x, attend = self._before(outside, last, words, sizes)
-        kept = {}
-        for i, (layer, own) in enumerate(zip(self._layers, layers)):
-            x, kept[str(i)] = layer(own, x, caches[str(i)], attend)
+        x, kept = self.layers(layers, x, caches, attend)
         return self._after(outside, x, picks), kept
 
 
 # ---------------------------------------------------------------- programs
-
-
-class _Absent(dict[str, jax.ShapeDtypeStruct]):
-    """Weights that a program does not use, as descriptions. Hashable, because what is compiled does not depend on them."""
-
-    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return hash(frozenset(self))
-
-
-def _model(graph: Any, weights: Leaves, dtype: Any) -> Any:
-    model = merge(graph, weights)
-    model.dtype = dtype
-    return model
 
 
 def _read(last: Array, words: Array, sizes: Sizes) -> tuple[Int[Array, "B T"], Ragged]:
@@ -180,7 +156,7 @@ def _whole(graph: Any, dtype: Any) -> Any:
     """(weights, caches, last, words, picks, Sizes) -> (logits, caches)."""
 
     def whole(weights: Leaves, caches: Caches, last: Array, words: Array, picks: Array, sizes: Sizes) -> Passed:
-        model = _model(graph, weights, dtype)
+        model = model_of(graph, weights, dtype)
         specs = model.layers.holds()
         x, caches, _ = model.hidden(*_read(last, words, sizes), caches)
         logits = model.unembed(x[:, picks])[0]
@@ -194,33 +170,23 @@ def _whole(graph: Any, dtype: Any) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _before(graph: Any, dtype: Any, absent: _Absent) -> Any:
+def _before(graph: Any, dtype: Any, absent: Any) -> Any:
     """(weights outside the layers, last, words, Sizes) -> (input of the layers, strategy)."""
 
     def before(outside: Leaves, last: Array, words: Array, sizes: Sizes) -> tuple[Array, Attend]:
-        model = _model(graph, outside | absent, dtype)
+        model = model_of(graph, outside, dtype, absent)
         tokens, attend = _read(last, words, sizes)
         return model.embedded(tokens, attend), model.layers.with_angles(attend)
 
     return jax.jit(before, static_argnums=3)
 
 
-@lru_cache(maxsize=256)
-def _layer(graph: Any, layer: Layer) -> Any:
-    """(weights, x, cache, strategy) -> (x, cache)."""
-
-    def one(weights: Leaves, x: Array, cache: Any, attend: Attend) -> tuple[Array, Any]:
-        return run_block(graph, layer, weights, x, cache, attend, "none", unrolled=True)[:2]
-
-    return jax.jit(one, donate_argnums=2)
-
-
 @lru_cache(maxsize=16)
-def _after(graph: Any, dtype: Any, absent: _Absent) -> Any:
+def _after(graph: Any, dtype: Any, absent: Any) -> Any:
     """(weights outside the layers, output of the layers, picks) -> logits."""
 
     def after(outside: Leaves, x: Array, picks: Array) -> Array:
-        model = _model(graph, outside | absent, dtype)
+        model = model_of(graph, outside, dtype, absent)
         return model.unembed(model.norm(x[:, picks]))[0]
 
     return jax.jit(after)

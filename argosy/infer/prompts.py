@@ -7,7 +7,6 @@ Each length costs a program (`sequences.bucket`), and a second one for full batc
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -16,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from argosy.core.progress import Say, telling
+from argosy.core.progress import Say
 from argosy.infer.sample import likeliest
 from argosy.infer.sampler import MOST_TOP
 from argosy.infer.sequences import Sequences, bucket, over_chunks
-from argosy.models.parts.attend import Contiguous, Packed
+from argosy.models.parts.attend import Contiguous
 from argosy.models.parts.cache import Caches, Specs, contiguous
-from argosy.models.parts.weight import Leaves, merge
 
 # Tokens of one pass, padding included. SmolLM2 135M takes half a second for them on two CPU cores.
 PASS = 256
@@ -97,8 +95,7 @@ class Prompts:
             return
         one = np.zeros((1, PASS), np.int32)
         caches = contiguous(self._specs, 1, length, sequences.dtype)
-        with telling(sequences.say, f"compiling prompts of {length} tokens"):
-            _passes(sequences.graph, sequences.dtype)(sequences.weights(), one, one, one > 0, np.int32(0), caches)
+        sequences.advance("prompts", _scored, one, Contiguous(jnp.asarray(one), jnp.asarray(one > 0)), caches, one)
 
     def batch(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """The places of the prompts that the next pass scores: the first alone, or with others of its length if they fill more than
@@ -134,8 +131,9 @@ class Prompts:
         tokens, following, live = np.zeros((1, PASS), np.int32), np.zeros((1, PASS), np.int32), np.zeros((1, PASS), bool)
         count = min(PASS, len(ids) - 1 - at)
         tokens[0, :count], following[0, :count], live[0, :count] = ids[at : at + count], ids[at + 1 : at + count + 1], True
-        program = _passes(sequences.graph, sequences.dtype)
-        *found, long.caches = program(sequences.weights(), tokens, following, live, np.int32(at), long.caches)
+        places = np.arange(at, at + PASS, dtype=np.int32)[None]
+        attend = Contiguous(jnp.asarray(places), jnp.asarray(live))
+        found, long.caches = sequences.advance("prompts", _scored, tokens, attend, long.caches, following)
         long.found.append([np.asarray(a)[0, :count] for a in found])
         if at + count < len(ids) - 1:
             return None
@@ -158,7 +156,7 @@ class Prompts:
         for i, row in enumerate(rows):
             count = max(len(row) - 1, 0)
             tokens[i, :count], segments[i, :count], following[i, :count] = row[:count], 1, row[1:]
-        found = sequences.run("prompts", _prompts(sequences.graph, sequences.dtype), tokens, segments, following)
+        found = sequences.run("prompts", _scored, tokens, segments, following)
         arrays = [np.asarray(a) for a in found]
         return [PromptScores(*(a[i, : max(len(row) - 1, 0)] for a in arrays)) for i, row in enumerate(rows)]
 
@@ -180,29 +178,6 @@ def _of_logits(logits: Array, following: Array) -> tuple[Array, ...]:
     return (own - total)[:, 0], 1 + (logits > own).sum(-1), ids, top - total
 
 
-@lru_cache(maxsize=64)
-def _prompts(graph: Any, dtype: Any) -> Any:
-    """(weights, tokens [B T], segments [B T], the tokens that follow them [B T]) -> their log-probabilities [B T] and ranks [B T],
-    the likeliest tokens [B T K] and their log-probabilities [B T K]."""
-
-    def prompts(weights: Leaves, tokens: Array, segments: Array, following: Array) -> tuple[Array, ...]:
-        model = merge(graph, weights)
-        model.dtype = dtype
-        return over_chunks(model, model.hidden(tokens, Packed(segments))[0], following, _of_logits)
-
-    return jax.jit(prompts)
-
-
-@lru_cache(maxsize=64)
-def _passes(graph: Any, dtype: Any) -> Any:
-    """(weights, tokens [1 T], the tokens that follow them, which of them are real, how many are cached, caches) -> as `_prompts`, and
-    the caches with these tokens, in place."""
-
-    def one(weights: Leaves, tokens: Array, following: Array, live: Array, done: Array, caches: Caches) -> tuple[Any, ...]:
-        model = merge(graph, weights)
-        model.dtype = dtype
-        at = done + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        x, caches, *_ = model.hidden(tokens, Contiguous(at, live), caches)
-        return *over_chunks(model, x, following, _of_logits), caches
-
-    return jax.jit(one, donate_argnums=5)
+def _scored(model: Any, x: Array, following: Array) -> tuple[Array, ...]:
+    """Log-probabilities and ranks of the tokens that follow [B T]; the likeliest tokens and their log-probabilities [B T K]."""
+    return over_chunks(model, x, following, _of_logits)

@@ -5,7 +5,7 @@ each pair of them is a program that takes seconds to compile.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +14,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from argosy.core.progress import Say, telling
+from argosy.infer.layers import Tail, pass_of
 from argosy.infer.sample import of_tokens
-from argosy.models.parts.attend import Packed
-from argosy.models.parts.weight import Leaves, merge, split, variable
+from argosy.models.parts.attend import Attend, Packed
+from argosy.models.parts.cache import Caches
+from argosy.models.parts.weight import Leaves, split, variable
 
 # The shortest length that programs are compiled for, in tokens.
 SHORTEST = 32
@@ -70,8 +72,9 @@ class Sequences:
 
     def __init__(self, model: Any, say: Say | None = None):
         self.say, self.dtype, self.context = say, model.dtype, model.config.context
-        self.graph, weights = split(model)
+        weights = split(model)[1]
         self.variables = {address: variable(model, address) for address in weights}
+        self._pass = pass_of(model, weights)
         self._sizes: set[tuple[Any, ...]] = set()
 
     def weights(self) -> Leaves:
@@ -86,7 +89,7 @@ class Sequences:
 
     def logits(self, ids: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T V"]:
         """Logits at every token, causal."""
-        return np.asarray(self.run("logits", _logits(self.graph, self.dtype), *self.padded(ids)))[:, : ids.shape[1]]
+        return np.asarray(self.run("logits", _logits, *self.padded(ids)))[:, : ids.shape[1]]
 
     def scores(self, rows: Sequence[Sequence[int] | np.ndarray]) -> list[Scores]:
         """The log-probability of each token of these sequences given those before it, in one forward pass. A sequence may have one
@@ -95,7 +98,7 @@ class Sequences:
         following = np.zeros_like(tokens)
         for i, row in enumerate(rows):
             following[i, : len(row) - 1] = row[1:]
-        found = self.run("scores", _scores(self.graph, self.dtype), tokens, segments, following)
+        found = self.run("scores", _scores, tokens, segments, following)
         logprobs, greedy = map(np.asarray, found)
         return [Scores(logprobs[i, : len(row) - 1], greedy[i, : len(row) - 1]) for i, row in enumerate(rows)]
 
@@ -108,7 +111,7 @@ class Sequences:
         last, wanted = np.zeros(len(padded), np.int32), np.zeros((len(padded), _power(max(map(len, tokens)))), np.int32)
         for i, (row, some) in enumerate(zip(rows, tokens, strict=True)):
             last[i], wanted[i, : len(some)] = len(row) - 1, some
-        found = self.run("the next tokens", _followers(self.graph, self.dtype), padded, segments, last, wanted)
+        found = self.run("the next tokens", _followers, padded, segments, last, wanted)
         return [each[: len(some)] for each, some in zip(np.asarray(found), tokens)]
 
     def _batch(self, rows: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -120,13 +123,20 @@ class Sequences:
             tokens[i, : len(row)], segments[i, : len(row)] = row, 1
         return tokens, segments
 
-    def run(self, what: str, program: Any, tokens: np.ndarray, *more: np.ndarray) -> Any:
-        """Calls a program with the current weights, and says so if it compiles."""
-        size = (what, tokens.shape, *(a.shape for a in more))
-        if size in self._sizes:
-            return program(self.weights(), tokens, *more)
-        with telling(self.say, f"compiling {what} of {tokens.shape[0]} x {tokens.shape[1]} tokens"):
-            out = program(self.weights(), tokens, *more)
+    def run(self, what: str, tail: Tail, tokens: np.ndarray, segments: np.ndarray, *more: np.ndarray) -> Any:
+        """What a tail makes of the hidden states of sequences, with the current weights."""
+        return self.advance(what, tail, tokens, Packed(jnp.asarray(segments)), None, *more)[0]
+
+    def advance(
+        self, what: str, tail: Tail, tokens: np.ndarray, attend: Attend, caches: Caches | None, *more: np.ndarray
+    ) -> tuple[Any, Any]:
+        """As `Pass`, with the current weights; says so if it compiles."""
+        size = (what, tokens.shape, *(a.shape for a in [*jax.tree.leaves(caches), *more]))
+        told = nullcontext()
+        if size not in self._sizes:
+            told = telling(self.say, f"compiling {what} of {tokens.shape[0]} x {tokens.shape[1]} tokens")
+        with told:
+            out = self._pass(self.weights(), tail, tokens, attend, caches, *more)
         self._sizes.add(size)
         return out
 
@@ -136,35 +146,25 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@lru_cache(maxsize=64)
-def _logits(graph: Any, dtype: Any) -> Any:
-    """(weights, tokens [B T], segments [B T]) -> logits [B T V]."""
-
-    def logits(weights: Leaves, tokens: Array, segments: Array) -> Array:
-        model = merge(graph, weights)
-        model.dtype = dtype
-        return model(tokens, Packed(segments))[0]
-
-    return jax.jit(logits)
+def _logits(model: Any, x: Array) -> Array:
+    """Logits [B T V]."""
+    return model.unembed(x)
 
 
-@lru_cache(maxsize=64)
-def _scores(graph: Any, dtype: Any) -> Any:
-    """(weights, tokens [B T], segments [B T], the tokens that follow them [B T]) -> the log-probability of each that follows, and
-    whether it is the likeliest [B T]."""
+def _scores(model: Any, x: Array, following: Array) -> tuple[Array, Array]:
+    """The log-probability of each token that follows [B T], and whether it is the likeliest [B T]."""
 
-    def scores(weights: Leaves, tokens: Array, segments: Array, following: Array) -> tuple[Array, Array]:
-        model = merge(graph, weights)
-        model.dtype = dtype
-        x = model.hidden(tokens, Packed(segments))[0]
+    def of(logits: Array, following: Array) -> tuple[Array, Array]:
+        own = jnp.take_along_axis(logits, following[:, None], -1)[:, 0]
+        return of_tokens(logits, following), own >= logits.max(-1)
 
-        def of(logits: Array, following: Array) -> tuple[Array, Array]:
-            own = jnp.take_along_axis(logits, following[:, None], -1)[:, 0]
-            return of_tokens(logits, following), own >= logits.max(-1)
+    return over_chunks(model, x, following, of)
 
-        return over_chunks(model, x, following, of)
 
-    return jax.jit(scores)
+def _followers(model: Any, x: Array, last: Array, candidates: Array) -> Array:
+    """The log-probabilities [B C] of candidates [B C] after the tokens at these places [B]."""
+    x = jnp.take_along_axis(x, last[:, None, None], 1)
+    return jnp.take_along_axis(jax.nn.log_softmax(model.unembed(x)[:, 0], -1), candidates, -1)
 
 
 def over_chunks(model: Any, x: Float[Array, "B T D"], following: Int[Array, "B T"], of: Any) -> Any:
@@ -177,17 +177,3 @@ def over_chunks(model: Any, x: Float[Array, "B T D"], following: Int[Array, "B T
     wanted = jnp.pad(following.reshape(-1), (0, rest)).reshape(-1, chunk)
     found = jax.lax.map(lambda part: of(model.unembed(part[0][None])[0], part[1]), (parts, wanted))
     return tuple(a.reshape(-1, *a.shape[2:])[:count].reshape(*following.shape, *a.shape[2:]) for a in found)
-
-
-@lru_cache(maxsize=64)
-def _followers(graph: Any, dtype: Any) -> Any:
-    """(weights, tokens [B T], segments [B T], place of the last token [B], candidates [B C]) -> their log-probabilities [B C]."""
-
-    def followers(weights: Leaves, tokens: Array, segments: Array, last: Array, candidates: Array) -> Array:
-        model = merge(graph, weights)
-        model.dtype = dtype
-        x = jnp.take_along_axis(model.hidden(tokens, Packed(segments))[0], last[:, None, None], 1)
-        logprobs = jax.nn.log_softmax(model.unembed(x)[:, 0], -1)
-        return jnp.take_along_axis(logprobs, candidates, -1)
-
-    return jax.jit(followers)
