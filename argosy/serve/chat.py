@@ -3,16 +3,18 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.data.chat import choose_template
-from argosy.infer.prompts import PromptScores
-from argosy.serve.answer import Job
-from argosy.serve.calls import Calls, grammar_of, notation_of
+from argosy.infer.engine import Request
+from argosy.serve.answer import Choices, Job, Shape
+from argosy.serve.calls import grammar_of, notation_of
 from argosy.serve.choice import Choice, Names, Piece, Scored
 from argosy.serve.errors import ApiError
 from argosy.serve.fields import Chat
+from argosy.serve.reading import Parts, Reader, Reading
+from argosy.serve.reasoning import after_thoughts, start_of, thinks, with_reasoning
 from argosy.serve.service import Service
 from argosy.serve.settings import Limits
 from argosy.serve.structured import Wanted, check_size, refused, wanted_by
@@ -22,24 +24,53 @@ NAME = re.compile("[A-Za-z0-9_-]{1,64}")
 OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning", "reasoning_content"}
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a conversation asks of the engine. prompt: its ids. wanted: what the answers must match."""
+
+    fields: Chat
+    prompt: list[int]
+    requests: Sequence[Request]
+    wanted: Wanted | None
+    reading: Reading
+
+    def job(self, service: Service, shape: Shape) -> Job:
+        return Job(service, self.fields, [self.prompt], self.requests, shape, self.wanted, self.reading)
+
+
 def prepare(service: Service, body: Any) -> Job:
     """The work that a body of /v1/chat/completions asks for.
 
     Raises:
         ApiError: it asks for what cannot be done.
     """
-    fields = Chat.of(body)
+    found = asked(service, Chat.of(body))
+    return found.job(service, Completion(service, found.fields, found.prompt, found.reading.notation is not None))
+
+
+def asked(service: Service, fields: Chat) -> Asked:
+    """What a conversation asks of the engine, whichever API it came through.
+
+    Raises:
+        ApiError: it asks for what cannot be done.
+    """
     service.check(fields)
     wanted, tools = wanted_by(fields, service.limits), offered(fields)
-    prompt = service.chat_prompt(plain(fields.messages), tools, fields)
+    messages = plain(fields.messages)
+    prompt = service.chat_prompt(messages, tools, fields)
     most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
     requests = service.requests(fields, [prompt], most)
-    templates = service.lm.tokenizer.chat_templates
-    template = fields.chat_template or choose_template(templates, tools=bool(tools))
+    template = service.template(tools, fields)
     notation = notation_of(template) if tools else None
+    start = None
+    if thinks(service.reasoning, template):
+        continued = messages[-1]["content"] if fields.continue_final_message else None
+        start = start_of(service.reasoning, service.lm.tokenizer, prompt, continued)
     if tools:
         wanted = calls_wanted(fields, tools, notation, wanted, service.limits)
-    return Job(service, fields, [prompt], requests, Shape(service, fields, prompt, notation), wanted)
+    if wanted is not None and start is not None:
+        wanted = replace(wanted, structure=after_thoughts(wanted.structure, start))
+    return Asked(fields, prompt, requests, wanted, Reading(notation, start, fields.include_reasoning))
 
 
 def offered(fields: Chat) -> list[dict[str, Any]] | None:
@@ -146,7 +177,7 @@ def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None}
     if unknown := sorted(set(message) - OF_A_MESSAGE):
         raise ApiError(f"unknown field `{unknown[0][:64]}` of a message", param=f"{where}.{unknown[0][:64]}")
-    found = message | {"content": _text(message.get("content"), f"{where}.content")}
+    found = with_reasoning(message) | {"content": _text(message.get("content"), f"{where}.content")}
     if "tool_calls" in message:
         found["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
     return found
@@ -186,30 +217,29 @@ def _calls(calls: Any, where: str) -> list[Any]:
     return found
 
 
-class Shape:
+class Completion(Choices):
     """Answers in the shape of /v1/chat/completions.
 
     Args:
-        notation: of the calls of tools in the answers; None: there are none.
+        calls: the answers may have calls of tools.
     """
 
-    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, kind, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, fields: Chat, prompt: list[int], notation: str | None):
-        self.fields, self.prompt, self.notation = fields, prompt, notation
-        self.scores: Sequence[PromptScores] = ()
-        self._calls: dict[int, Calls] = {}
+    def __init__(self, service: Service, fields: Chat, prompt: list[int], calls: bool):
+        super().__init__(fields)
+        self.fields, self.prompt, self.calls = fields, prompt, calls
         self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
 
-    def opening(self, place: int) -> dict[str, Any] | None:
+    def opened(self, place: int) -> dict[str, Any] | None:
         return {"index": place, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def chunk(self, place: int, choice: Choice, piece: Piece) -> dict[str, Any]:
-        text, calls = self._parsed(place, piece.text, piece.finish is not None)
-        delta: dict[str, Any] = {"content": text} if text or (piece.finish is None and not self.notation) else {}
-        if calls:
-            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
-        finish = _finish(piece.finish, calls)
+    def chunk(self, place: int, choice: Choice, piece: Piece, parts: Parts) -> dict[str, Any]:
+        says = parts.text or not (parts.thought or piece.finish or self.calls)
+        delta: dict[str, Any] = _thought(parts.thought) | ({"content": parts.text} if says else {})
+        if parts.calls:
+            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(parts.calls)]
+        finish = _finish(piece.finish, parts.calls)
         found = {"index": place, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
         if finish is not None:
             found["stop_reason"] = choice.stop_reason
@@ -217,14 +247,14 @@ class Shape:
             found["token_ids"] = [one.token for one in piece.tokens]
         return found
 
-    def choice(self, place: int, choice: Choice) -> dict[str, Any]:
-        text, calls = self._parsed(place, choice.text, True)
-        message = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+    def choice(self, place: int, choice: Choice, reader: Reader) -> dict[str, Any]:
+        text = reader.text or None if reader.calls or reader.thinking else reader.text
+        message = {"role": "assistant", "content": text, "refusal": None} | _thought(reader.thought)
         found = {
             "index": place,
-            "message": message | {"tool_calls": calls} if calls else message,
+            "message": message | {"tool_calls": reader.calls} if reader.calls else message,
             "logprobs": self._scores(choice.tokens),
-            "finish_reason": _finish(choice.finish, calls),
+            "finish_reason": _finish(choice.finish, reader.calls),
             "stop_reason": choice.stop_reason,
         }
         if self.fields.return_token_ids:
@@ -235,15 +265,6 @@ class Shape:
         if self.fields.prompt_logprobs is None:
             return {}
         return {"prompt_logprobs": self.names.prompt_logprobs(self.prompt, self.scores[0], self.fields.prompt_logprobs)}
-
-    def _parsed(self, place: int, text: str, ends: bool) -> tuple[str, list[dict[str, Any]]]:
-        """The text of a piece without calls, and the calls, which come when the answer ends."""
-        if self.notation is None:
-            return text, []
-        calls = self._calls.setdefault(place, Calls(self.notation))
-        text = calls.push(text)
-        rest, found = calls.end() if ends else ("", [])
-        return text + rest, found
 
     def _scores(self, tokens: Sequence[Scored]) -> dict[str, Any] | None:
         if not self.fields.logprobs:
@@ -260,3 +281,8 @@ class Shape:
 
 def _finish(reason: str | None, calls: Sequence[Any]) -> str | None:
     return "tool_calls" if reason == "stop" and calls else reason
+
+
+def _thought(text: str) -> dict[str, Any]:
+    """A thought under both names that clients read: vLLM's, and that of DeepSeek, llama.cpp and older vLLM."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}

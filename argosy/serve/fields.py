@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from argosy.serve.errors import ApiError, of_validation
+from argosy.serve.reasoning import Effort
 
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
 
@@ -31,7 +32,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "priority": (0,),
     "prompt_embeds": (),
-    "reasoning_effort": ("none",),
     "repetition_detection": (),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
@@ -196,6 +196,7 @@ class Rendered(Fields):
     chat_template_kwargs: dict[str, Any] = {}
     documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    reasoning_effort: Effort | None = None
 
     @model_validator(mode="after")
     def _exclude_each_other(self) -> Self:
@@ -218,6 +219,7 @@ class Chat(Generation, Rendered):
     top_logprobs: int | None = Field(None, ge=0)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:

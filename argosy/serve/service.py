@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from argosy.core.errors import ArgosyError
+from argosy.data.chat import choose_template
 from argosy.infer import engine as engines
 from argosy.infer.grammar import Crowded, Grammar
 from argosy.infer.lm import LM
@@ -15,6 +16,7 @@ from argosy.serve.choice import Choice, Ending
 from argosy.serve.errors import ApiError, of_input, unavailable
 from argosy.serve.fields import Generation, Rendered
 from argosy.serve.front import Front
+from argosy.serve.reasoning import Parser, variables_of
 from argosy.serve.sampling import sampling_of
 from argosy.serve.settings import Limits
 from argosy.serve.structured import Wanted, refused
@@ -65,6 +67,22 @@ class Served(Generic[F]):
             what = f"the model `{name[:128]}` does not exist, this server has `{self.name}`"
             raise ApiError(what, status=404, param="model", code="model_not_found")
 
+    def template(self, tools: list[dict[str, Any]] | None, fields: Rendered) -> str:
+        """The chat template that renders a request.
+
+        Raises:
+            ApiError: there is none, or it came with the request and this server takes none.
+        """
+        if fields.chat_template is not None:
+            if not self.request_templates:
+                what = "this server takes no `chat_template` from requests (its setting `request_chat_template` allows them)"
+                raise ApiError(what, param="chat_template", code="unsupported_parameter")
+            return fields.chat_template
+        try:
+            return choose_template(getattr(self.lm.tokenizer, "chat_templates", None) or {}, tools=bool(tools))
+        except ArgosyError as error:
+            raise of_input(error, "messages") from None
+
     def chat_prompt(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, fields: Rendered
     ) -> list[int]:
@@ -76,12 +94,11 @@ class Served(Generic[F]):
         Raises:
             ApiError: there is no template, it refuses these messages, or it came with the request and this server takes none.
         """
-        if fields.chat_template is not None and not self.request_templates:
-            what = "this server takes no `chat_template` from requests (its setting `request_chat_template` allows them)"
-            raise ApiError(what, param="chat_template", code="unsupported_parameter")
-        variables: dict[str, Any] = fields.chat_template_kwargs | ({"documents": fields.documents} if fields.documents else {})
+        template = self.template(tools, fields)
+        variables: dict[str, Any] = variables_of(fields.reasoning_effort, template) | fields.chat_template_kwargs
+        variables |= {"documents": fields.documents} if fields.documents else {}
         how: Any = {
-            "template": fields.chat_template, "add_generation_prompt": fields.add_generation_prompt,
+            "template": template, "add_generation_prompt": fields.add_generation_prompt,
             "continue_final_message": fields.continue_final_message,
             "add_special_tokens": bool(fields.add_special_tokens),
         }  # fmt: skip
@@ -95,11 +112,13 @@ class Served(Generic[F]):
 class Service(Served[Front]):
     """A model that generates.
 
-    defaults: sampling settings of requests that give none. seeds: draws the random seed of a request without one.
+    defaults: sampling settings of requests that give none. seeds: draws the random seed of a request without one. reasoning: how
+    thoughts are split off answers.
     """
 
     defaults: dict[str, Any]
     seeds: random.Random
+    reasoning: Parser = field(default="auto", kw_only=True)
 
     @property
     def context(self) -> int:
