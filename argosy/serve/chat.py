@@ -60,7 +60,7 @@ def asked(service: Service, fields: Chat) -> Asked:
     prompt = service.chat_prompt(messages, tools, fields)
     most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
     requests = service.requests(fields, [prompt], most)
-    template = service.template(tools, fields)
+    template = service.template(tools, fields.chat_template)
     notation = notation_of(template) if tools else None
     start = None
     if thinks(service.reasoning, template):
@@ -71,6 +71,15 @@ def asked(service: Service, fields: Chat) -> Asked:
     if wanted is not None and start is not None:
         wanted = replace(wanted, structure=after_thoughts(wanted.structure, start))
     return Asked(fields, prompt, requests, wanted, Reading(notation, start, fields.include_reasoning))
+
+
+def prompt_of(service: Service, fields: Chat) -> list[int]:
+    """The prompt of a conversation, which need not be answered.
+
+    Raises:
+        ApiError: it cannot be rendered.
+    """
+    return service.chat_prompt(plain(fields.messages), offered(fields), fields)
 
 
 def offered(fields: Chat) -> list[dict[str, Any]] | None:

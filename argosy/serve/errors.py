@@ -1,11 +1,14 @@
-"""Errors of the API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+"""Errors of the API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; those of /v1/messages in Anthropic's:
+{"type": "error", "error": {"type", "message"}}.
 
 A message says what is wrong with the request. It never holds a path of this machine, nor anything of an unexpected exception:
 that goes to stderr.
 """
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -42,8 +45,44 @@ class ApiError(Exception):
         names = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         return names.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
-    def response(self) -> Response:
-        return Json(self.body(), self.status, self.headers)
+    def anthropic(self) -> dict[str, Any]:
+        """The body in Anthropic's shape, which has no `param`: the message names it."""
+        kind = ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> Response:
+        """The response, in the shape of the API that the path belongs to."""
+        body = self.anthropic() if path.startswith("/v1/messages") else self.body()
+        return Json(body, self.status, self.headers)
+
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """The error of a request that was translated.
+
+        Args:
+            names: of its fields, by those of the translation.
+        """
+        name, dot, rest = (self.param or "").partition(".")
+        if name not in names:
+            return self
+        message = re.sub(rf"`{re.escape(name)}(?=[`.])", f"`{names[name]}", self.message)
+        return ApiError(
+            message, status=self.status, param=names[name] + dot + rest, code=self.code, headers=self.headers
+        )
+
+
+ANTHROPIC = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors inside of it are `ApiError.renamed`."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from None
 
 
 class Json(Response):

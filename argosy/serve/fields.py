@@ -5,7 +5,7 @@ without effect: `IGNORED`, which OpenAI documents as having none on the answer, 
 is not supported (`best_of=1`), because clients send it with everything.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -57,10 +57,19 @@ def _several(value: Any) -> Any:
     return [] if value is None else [value] if isinstance(value, str) else value
 
 
+Stops = Annotated[list[str], BeforeValidator(_several)]
+
+
 class Fields(BaseModel):
-    """A body whose fields are all known and have their type: "1" is no number, 1 no switch."""
+    """A body whose fields are all known and have their type: "1" is no number, 1 no switch.
+
+    ignored, neutral: see `IGNORED` and `NEUTRAL`.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    ignored: ClassVar[Collection[str]] = IGNORED
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
 
     @classmethod
     def of(cls, body: Any) -> Self:
@@ -82,10 +91,10 @@ class Fields(BaseModel):
         left = {}
         for name, value in body.items():
             known = name in cls.model_fields
-            if (value is None and (known or name in NEUTRAL)) or name in IGNORED:
+            if (value is None and (known or name in cls.neutral)) or (name in cls.ignored and not known):
                 continue
-            if not known and name in NEUTRAL:
-                if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]):
+            if not known and name in cls.neutral:
+                if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in cls.neutral[name]):
                     continue
                 instead = f", write {INSTEAD[name]}" if name in INSTEAD else ""
                 raise ApiError(f"`{name}` is not supported{instead}", param=name, code="unsupported_parameter")
@@ -100,30 +109,20 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class Generation(Fields):
-    """The fields that completions and chats share. None: the default of the model, or of the server.
+class Sampled(Fields):
+    """The fields that all routes share which generate text. None: the default of the model, or of the server.
 
     Those of the sampler are here by the API's names; `sampling.OURS` has ours.
     """
 
-    top_name: ClassVar[str] = "logprobs"
-
     model: str | None = None
-    n: int = Field(1, ge=1)
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    stop: Annotated[list[str], BeforeValidator(_several)] = []
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    max_tokens: int | None = Field(None, ge=1)
-    prompt_logprobs: int | None = Field(None, ge=0)
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    request_id: str | None = Field(None, min_length=1, max_length=128, pattern="^[!-~]*$")
 
     # Bounds keep values apart from 0 and infinity in float32.
     temperature: float | None = Field(None, ge=0, le=1000)
@@ -138,8 +137,27 @@ class Generation(Fields):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = Field(None, min_length=1)
     bad_words: list[str] | None = None
-    response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+
+    def sampled(self) -> dict[str, Any]:
+        """Those of these fields that were given."""
+        return {name: getattr(self, name) for name in Sampled.model_fields if name in self.model_fields_set}
+
+
+class Generation(Sampled):
+    """The fields that completions and chats share."""
+
+    top_name: ClassVar[str] = "logprobs"
+
+    n: int = Field(1, ge=1)
+    stream_options: StreamOptions | None = None
+    stop: Stops = []
+    max_tokens: int | None = Field(None, ge=1)
+    prompt_logprobs: int | None = Field(None, ge=0)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    request_id: str | None = Field(None, min_length=1, max_length=128, pattern="^[!-~]*$")
+    response_format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Self:

@@ -19,7 +19,7 @@ class Guard:
     """Refuses requests by their headers.
 
     Args:
-        key: what clients must send as `Authorization: Bearer KEY`; None: no key.
+        key: what clients must send as `Authorization: Bearer KEY` or, as Anthropic's do, as `x-api-key: KEY`; None: no key.
         local: only requests to a name of the loopback pass. Otherwise a web page could use the server of whoever visits it, under a
             name of its own that it points to 127.0.0.1 (DNS rebinding).
         headers: the most headers of a request.
@@ -33,7 +33,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope)):
-            await refusal.response()(scope, receive, send)
+            await refusal.response(scope["path"])(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -46,8 +46,9 @@ class Guard:
             return ApiError(what, status=403, code="unknown_host")
         if self._key is not None and scope["path"] not in self.public:
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            sent = f"{scheme.lower()} {key.strip()}".encode()
-            if not hmac.compare_digest(sent, self._key):
+            sent = f"{scheme.lower()} {key.strip()}", f"bearer {headers.get('x-api-key', '')}"
+            # Both are compared, so that the time does not tell which was sent.
+            if not [one for one in sent if hmac.compare_digest(one.encode(), self._key)]:
                 more = {"www-authenticate": "Bearer"}
                 return ApiError("wrong or missing API key", status=401, code="invalid_api_key", headers=more)
         return None

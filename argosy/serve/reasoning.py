@@ -8,18 +8,36 @@ at a point where the model decides.
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from argosy.core.errors import BadInput
 from argosy.infer.grammar import Structure
 from argosy.serve.errors import ApiError
+from argosy.serve.settings import Parser
 
 OPEN, CLOSE = "<think>", "</think>"
 # Tokens at the end of a prompt that may hold a mark: `</think>` and line breaks, a byte a token at worst.
 TAIL = 16
 
-# vLLM's names. deepseek_r1: an answer starts inside its thoughts even where neither it nor its prompt has `<think>`.
-Parser = Literal["auto", "none", "qwen3", "deepseek_r1"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Where an answer starts: inside its thoughts, after them, or inside them only if it writes `<think>` itself.
 Start = Literal["inside", "after", "open"]
+
+
+def parser_of(parser: Parser, tokenizer: Any) -> Parser:
+    """The parser for a model.
+
+    Raises:
+        BadInput: its tokenizer has `</think>` as a special token, which is no text of an answer.
+    """
+    if parser == "none" or tokenizer is None:
+        return "none"
+    if not tokenizer.hidden.isdisjoint(tokenizer.encode(CLOSE, special=True)):
+        if parser == "auto":
+            return "none"
+        what = (
+            f"reasoning_parser={parser} needs `{CLOSE}` as text, and this model's tokenizer has it as a special token"
+        )
+        raise BadInput(what, hint="leave it out, or set reasoning_parser=none")
+    return parser
 
 
 def thinks(parser: Parser, template: str) -> bool:
@@ -127,7 +145,7 @@ def after_thoughts(structure: Structure, start: Start) -> Structure:
     """What an answer must match so that it matches the structure after its thoughts, which are free."""
     if start == "after":
         return structure
-    thoughts = f'thoughts BLANK? answer\nthoughts: {"" if start == "inside" else "OPENING "}thought'
+    thoughts = f"thoughts BLANK? answer\nthoughts: {'' if start == 'inside' else 'OPENING '}thought"
     rules = [
         f"start: {thoughts}" if start == "inside" else f"start: answer | {thoughts}",
         f'OPENING: "{OPEN}"',

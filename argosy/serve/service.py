@@ -16,9 +16,10 @@ from argosy.serve.choice import Choice, Ending
 from argosy.serve.errors import ApiError, of_input, unavailable
 from argosy.serve.fields import Generation, Rendered
 from argosy.serve.front import Front
-from argosy.serve.reasoning import Parser, variables_of
+from argosy.serve.reasoning import variables_of
 from argosy.serve.sampling import sampling_of
-from argosy.serve.settings import Limits
+from argosy.serve.settings import Limits, Parser
+from argosy.serve.store import Store
 from argosy.serve.structured import Wanted, refused
 
 MANY = "context_length_exceeded"
@@ -67,17 +68,20 @@ class Served(Generic[F]):
             what = f"the model `{name[:128]}` does not exist, this server has `{self.name}`"
             raise ApiError(what, status=404, param="model", code="model_not_found")
 
-    def template(self, tools: list[dict[str, Any]] | None, fields: Rendered) -> str:
+    def template(self, tools: list[dict[str, Any]] | None, given: str | None) -> str:
         """The chat template that renders a request.
+
+        Args:
+            given: the one that came with it, if any.
 
         Raises:
             ApiError: there is none, or it came with the request and this server takes none.
         """
-        if fields.chat_template is not None:
+        if given is not None:
             if not self.request_templates:
                 what = "this server takes no `chat_template` from requests (its setting `request_chat_template` allows them)"
                 raise ApiError(what, param="chat_template", code="unsupported_parameter")
-            return fields.chat_template
+            return given
         try:
             return choose_template(getattr(self.lm.tokenizer, "chat_templates", None) or {}, tools=bool(tools))
         except ArgosyError as error:
@@ -94,7 +98,7 @@ class Served(Generic[F]):
         Raises:
             ApiError: there is no template, it refuses these messages, or it came with the request and this server takes none.
         """
-        template = self.template(tools, fields)
+        template = self.template(tools, fields.chat_template)
         variables: dict[str, Any] = variables_of(fields.reasoning_effort, template) | fields.chat_template_kwargs
         variables |= {"documents": fields.documents} if fields.documents else {}
         how: Any = {
@@ -113,12 +117,13 @@ class Service(Served[Front]):
     """A model that generates.
 
     defaults: sampling settings of requests that give none. seeds: draws the random seed of a request without one. reasoning: how
-    thoughts are split off answers.
+    thoughts are split off answers. store: of /v1/responses; None: nothing is kept.
     """
 
     defaults: dict[str, Any]
     seeds: random.Random
     reasoning: Parser = field(default="auto", kw_only=True)
+    store: Store | None = field(default=None, kw_only=True)
 
     @property
     def context(self) -> int:

@@ -1,11 +1,14 @@
 """Settings of `argosy serve`. No jax here: mistakes are answered before it is imported."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from argosy.core.settings import Settings
 from argosy.infer.settings import EngineSettings
+
+# vLLM's names. deepseek_r1: an answer starts inside its thoughts even where neither it nor its prompt has `<think>`.
+Parser = Literal["auto", "none", "qwen3", "deepseek_r1"]
 
 
 class Limits(Settings):
@@ -56,6 +59,7 @@ class ServeSettings(Settings):
         "max_num_batched_tokens": "did you mean `engine.budget`?",
         "block_size": "did you mean `engine.page`?",
         "enable_prefix_caching": "did you mean `engine.reuse`?",
+        "enable_responses_api_store": "did you mean `stored_responses`?",
         "trust_request_chat_template": "did you mean `request_chat_template`?",
         "ssl_certfile": "did you mean `tls_certificate`?",
         "ssl_keyfile": "did you mean `tls_key`?",
@@ -92,6 +96,15 @@ class ServeSettings(Settings):
     """Compiles every program before the server is ready, so that no request waits for the compiler."""
     web: bool = True
     """Serves a playground and a live dashboard at `/`, for models that generate text. The page itself needs no key; its requests do."""
+    reasoning_parser: Parser = "auto"
+    """How thoughts are split off the answers of chats: auto, none, qwen3 or deepseek_r1. qwen3: they stand between `<think>` and
+    `</think>`, and the prompt or the answer opens them. deepseek_r1: the same, but an answer starts with its thoughts even where
+    nothing opens them. auto: qwen3 for chat templates that contain `</think>`, as those of reasoning models do because they drop old
+    thoughts; none for others."""
+    stored_responses: int = Field(0, ge=0)
+    """Responses of /v1/responses that are kept in memory for `previous_response_id`, `background` and GET; the oldest are dropped
+    first, and all of them when the server ends. Each may hold its whole conversation, up to `limits.body`. 0: none are kept, and
+    requests that need one are refused."""
     request_chat_template: bool = False
     """Lets requests bring a `chat_template` of their own. Each is rendered in a process with limits on
     time and memory, one at a time."""
