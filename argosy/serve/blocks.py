@@ -26,7 +26,7 @@ def messages_of(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for i, message in enumerate(given):
         where, role = f"messages.{i}", message.get("role")
-        if role not in OF_ROLE:
+        if not isinstance(role, str) or role not in OF_ROLE:
             raise ApiError(f"`{where}.role` is one of {', '.join(OF_ROLE)}", param=f"{where}.role")
         if unknown := sorted(set(message) - {"role", "content"}):
             name = f"{where}.{unknown[0][:64]}"
