@@ -1,4 +1,4 @@
-"""From requests of the engine to one response: whole, or as a stream. The shapes of the APIs are given."""
+"""Runs the engine requests of one API request and builds the response, whole or streamed. A `Shape` writes it for one API."""
 
 import asyncio
 import time
@@ -28,8 +28,11 @@ Documents = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens of a response so far. A prompt counts once, whatever n is; tokens that ended an answer count, as in vLLM. cached: of the
-    prompts, found in the prefix cache. thinking: of the answers, up to the end of their thoughts."""
+    """Token counts of a response so far.
+
+    prompt: each prompt once, whatever n is. made: generated tokens, with those that ended an answer, as in vLLM. cached: prompt tokens
+    found in the prefix cache. thinking: generated tokens up to the end of the thoughts.
+    """
 
     prompt: int
     made: int
@@ -38,10 +41,10 @@ class Counts:
 
 
 class Shape(Protocol):
-    """What differs between the APIs.
+    """How one API writes a response.
 
-    prefix: the beginning of the id. named: events of a stream have a name, which is the `type` of their document. scores: of each
-    prompt, if asked; set before any document is made.
+    prefix: of the response id. named: stream events carry a name, the `type` of their document. scores: log-probabilities of each
+    prompt if requested, set before any document is built.
     """
 
     prefix: str
@@ -53,26 +56,29 @@ class Shape(Protocol):
         ...
 
     def opening(self, job: "Job") -> Documents:
-        """What opens a stream, before the first token."""
+        """Documents that open a stream, before the first token."""
         ...
 
     def step(self, job: "Job", place: int, piece: Piece, parts: Parts) -> Documents:
-        """The documents of a stream for what a token added."""
+        """Stream documents for one new token."""
         ...
 
     def closing(self, job: "Job") -> Documents:
-        """What ends a stream."""
+        """Documents that end a stream."""
         ...
 
     def failure(self, job: "Job", error: ApiError) -> dict[str, Any]:
-        """What ends a stream that has failed."""
+        """The last document of a stream that has failed."""
         ...
 
 
 @dataclass
 class Job:
-    """One request to the API. prompts: their ids, each answered `n` times; requests: the engine's, in that order, none if the answers
-    are the prompts alone. wanted: what the answers must match."""
+    """One API request.
+
+    prompts: token ids, each answered `n` times. requests: engine requests in that order, empty if only the prompts are scored.
+    wanted: what the answers must match. reading: how answers are split into thoughts, text and calls.
+    """
 
     service: Service
     fields: Generation
@@ -99,19 +105,19 @@ class Job:
         """Compiles the grammar of the answers.
 
         Raises:
-            ApiError: it is not supported, takes too long, or others are being compiled.
+            ApiError: it is unsupported, takes too long, or too many others are being compiled.
         """
         assert self.wanted is not None
         compiled = asyncio.get_running_loop().run_in_executor(threads, self.service.grammar, self.wanted)
         try:
-            # One waits for a thread as long as it may take there.
+            # A grammar may wait for a thread as long as one may compile.
             grammar = await asyncio.wait_for(compiled, 2 * self.service.limits.compile_seconds)
         except TimeoutError:
             raise unavailable("too many grammars are being compiled, try again later", "grammar_queue_full") from None
         self.requests = [replace(request, grammar=grammar) for request in self.requests]
 
     async def compile_prompts(self, threads: Executor) -> None:
-        """Compiles what the log-probabilities of the prompts need; running answers go on meanwhile.
+        """Compiles the programs that score the prompts, while other answers keep running.
 
         Raises:
             ApiError: it takes too long.
@@ -125,17 +131,17 @@ class Job:
                 raise timed_out(limit) from None
 
     async def respond(self, http: HttpRequest) -> Response:
-        """The response. It ends with its client, and the engine forgets what is left of it."""
+        """The HTTP response. A client that disconnects cancels its engine requests."""
         if not self.fields.stream:
             return Json(await while_connected(http.receive, self.answered()))
         documents = self.streamed()
-        # Errors until here have a status of their own.
+        # Errors before the first document still get their own HTTP status.
         first = await while_connected(http.receive, anext(documents))
         seconds = self.service.limits.seconds
         return EventStream(first, documents, seconds, self.shape.named, lambda error: self.shape.failure(self, error))
 
     async def answered(self) -> dict[str, Any]:
-        """The whole answer."""
+        """The response as one document."""
         async with self.service.front.open(self.requests, self.scored) as answers:
             self._answers = answers
             async for place, event in answers:
@@ -176,9 +182,9 @@ class Job:
 
 
 class Choices:
-    """The shape that completions and chats share: documents with a list of choices.
+    """What completions and chats share: documents with a list of choices.
 
-    prefix, kind, part: the beginning of the id, and the name of a document: a whole one, and one of a stream.
+    prefix: of the response id. kind, part: the `object` of a whole document and of a stream chunk.
     """
 
     prefix: str
@@ -191,11 +197,11 @@ class Choices:
         self.scores: Sequence[PromptScores] = ()
 
     def opened(self, place: int) -> dict[str, Any] | None:
-        """The choice that opens the stream of an answer, before its first token."""
+        """The choice that opens the stream of an answer, before its first token; None for none."""
         raise NotImplementedError
 
     def chunk(self, place: int, choice: Choice, piece: Piece, parts: Parts) -> dict[str, Any]:
-        """The choice of a stream for what a token added."""
+        """The choice of a stream chunk for one new token."""
         raise NotImplementedError
 
     def choice(self, place: int, choice: Choice, reader: Reader) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The routes of the API. Each reads a body, does slow work off the event loop, and answers in JSON."""
+"""The routes of the API. Each reads a JSON body, does slow work off the event loop, and responds in JSON."""
 
 import asyncio
 import sys
@@ -46,7 +46,7 @@ class App:
         self.service = service
         # One thread: tokenizers are not known to be safe in several. Rendering a template may take seconds.
         self._slow = ThreadPoolExecutor(1, "prepare")
-        # Apart, so that a schema that takes seconds to compile delays no request without one.
+        # Separate, so that a schema that takes seconds to compile delays no request without one.
         self._compiling = ThreadPoolExecutor(2 * COMPILING, "compile")
         # One, because XLA compiles with several threads of its own.
         self._compiling_prompts = ThreadPoolExecutor(1, "compile prompts")
@@ -75,7 +75,7 @@ class App:
     # ---------------------------------------------------------------- answers
 
     def _answering(self) -> list[Route]:
-        """The routes of both kinds of models; those of the other kind say why they answer nothing."""
+        """Routes that run the model. Those of the other kind of model respond with 404 and the reason."""
         encodes = isinstance(self.service, EncoderService)
         routes = []
         for path, prepare in GENERATING.items():
@@ -187,7 +187,7 @@ class App:
         return Response(self.service.front.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
-# What each route does with a body.
+# Route -> what turns a body into a job.
 GENERATING = {
     "/v1/completions": completions.prepare,
     "/v1/chat/completions": chat.prepare,

@@ -1,4 +1,4 @@
-"""The messages of /v1/messages, made of blocks, as messages of a chat."""
+"""Translates between the content blocks of /v1/messages and chat messages."""
 
 import json
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from typing import Any
 
 from argosy.serve.errors import ApiError
 
-# The fields of each type of block. What is cached, cited or signed has no effect on an answer here. Chat templates have no place for
-# `is_error`: what failed stands in the result.
+# Fields by block type. Caching, citations and signatures have no effect on the answer. Chat templates have no place for `is_error`:
+# the result itself says what failed.
 FIELDS = {
     "text": {"text", "cache_control", "citations"},
     "thinking": {"thinking", "signature"},
@@ -18,16 +18,16 @@ OF_ROLE = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "t
 
 
 def messages_of(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a chat. Results of tools become messages of their own, in front of the text beside them.
+    """Chat messages. Each tool result becomes a message of its own, before the text of the same message.
 
     Raises:
-        ApiError: another role, or a block or field of another kind.
+        ApiError: an unsupported role or block, or an unknown field.
     """
     found: list[dict[str, Any]] = []
     for i, message in enumerate(given):
         where, role = f"messages.{i}", message.get("role")
         if not isinstance(role, str) or role not in OF_ROLE:
-            raise ApiError(f"`{where}.role` is one of {', '.join(OF_ROLE)}", param=f"{where}.role")
+            raise ApiError(f"`{where}.role` must be one of {', '.join(OF_ROLE)}", param=f"{where}.role")
         if unknown := sorted(set(message) - {"role", "content"}):
             name = f"{where}.{unknown[0][:64]}"
             raise ApiError(f"unknown field `{name}`", param=name, code="unknown_parameter")
@@ -49,20 +49,20 @@ def messages_of(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a content that has nothing else.
+    """The text of a content.
 
     Raises:
-        ApiError: it has.
+        ApiError: it has blocks other than text.
     """
     return "\n".join(block["text"] for block in _blocks(content, where, ("text",)))
 
 
 def _blocks(content: Any, where: str, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """The blocks of a content, which may be one text."""
+    """The validated blocks of a content; a plain text is one block."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise ApiError(f"`{where}` is a text or a list of blocks", param=where)
+        raise ApiError(f"`{where}` must be a text or a list of blocks", param=where)
     return [_block(block, f"{where}.{i}", kinds) for i, block in enumerate(content)]
 
 
@@ -78,7 +78,7 @@ def _block(block: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     types = {"text": {"text": str}, "thinking": {"thinking": str}, "tool_result": {"tool_use_id": str}}
     for name, of in types.get(kind, {"id": str, "name": str, "input": dict}).items():
         if not isinstance(block.get(name), of):
-            what = f"`{where}.{name}` is {'a text' if of is str else 'an object'}, and must be given"
+            what = f"`{where}.{name}` must be {'a text' if of is str else 'an object'}"
             raise ApiError(what, param=f"{where}.{name}")
     return block
 
@@ -93,8 +93,8 @@ def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def written(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of a chat's answer as a block. Arguments that are no object, which only a model without a grammar writes, are the
-    `input` of one."""
+    """A tool call of a chat answer as a `tool_use` block. Arguments that are not an object, which unconstrained models may write,
+    become `{"input": ...}`."""
     function = call["function"]
     try:
         given = json.loads(function["arguments"])

@@ -26,7 +26,8 @@ OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "refusa
 
 @dataclass(frozen=True)
 class Asked:
-    """What a conversation asks of the engine. prompt: its ids. wanted: what the answers must match."""
+    """A validated chat request. prompt: token ids of the rendered conversation. wanted: what the answers must match. reading: how
+    answers are split into thoughts, text and calls."""
 
     fields: Chat
     prompt: list[int]
@@ -39,20 +40,20 @@ class Asked:
 
 
 def prepare(service: Service, body: Any) -> Job:
-    """The work that a body of /v1/chat/completions asks for.
+    """Validates a body of /v1/chat/completions and turns it into a job.
 
     Raises:
-        ApiError: it asks for what cannot be done.
+        ApiError: a field is invalid or unsupported.
     """
     found = asked(service, Chat.of(body))
     return found.job(service, Completion(service, found.fields, found.prompt, found.reading.notation is not None))
 
 
 def asked(service: Service, fields: Chat) -> Asked:
-    """What a conversation asks of the engine, whichever API it came through.
+    """Validates a chat request and renders its prompt, whichever API it came through.
 
     Raises:
-        ApiError: it asks for what cannot be done.
+        ApiError: a field is invalid or unsupported.
     """
     service.check(fields)
     wanted, tools = wanted_by(fields, service.limits), offered(fields)
@@ -74,19 +75,19 @@ def asked(service: Service, fields: Chat) -> Asked:
 
 
 def prompt_of(service: Service, fields: Chat) -> list[int]:
-    """The prompt of a conversation, which need not be answered.
+    """Token ids of a rendered conversation.
 
     Raises:
-        ApiError: it cannot be rendered.
+        ApiError: the template refuses it, or a tool is invalid.
     """
     return service.chat_prompt(plain(fields.messages), offered(fields), fields)
 
 
 def offered(fields: Chat) -> list[dict[str, Any]] | None:
-    """The tools that the template is given.
+    """The tools to render into the prompt.
 
     Raises:
-        ApiError: a tool is no function, or one is demanded that is not among them.
+        ApiError: a tool is not a function, or `tool_choice` requires one that is not in the list.
     """
     for i, tool in enumerate(fields.tools or []):
         function = tool.get("function")
@@ -95,33 +96,33 @@ def offered(fields: Chat) -> list[dict[str, Any]] | None:
             or not isinstance(function, dict)
             or not isinstance(function.get("name"), str)
         ):
-            raise ApiError("a tool is a function with a name", param=f"tools.{i}")
+            raise ApiError("a tool must be a function with a name", param=f"tools.{i}")
     names = [tool["function"]["name"] for tool in fields.tools or []]
     if demanded(fields) and not names:
-        raise ApiError("`tool_choice` demands a call, and there are no `tools`", param="tool_choice")
+        raise ApiError("`tool_choice` requires a call, and there are no `tools`", param="tool_choice")
     name = named(fields)
     if name is not None and name not in names:
-        raise ApiError(f"`tool_choice` names `{name[:64]}`, which is none of the `tools`", param="tool_choice")
+        raise ApiError(f"`tool_choice` names `{name[:64]}`, which is not in `tools`", param="tool_choice")
     return None if fields.tool_choice == "none" else fields.tools or None
 
 
 def demanded(fields: Chat) -> bool:
-    """Whether the answer must be a call."""
+    """Whether the answer must call a tool."""
     return fields.tool_choice not in (None, "none", "auto")
 
 
 def named(fields: Chat) -> str | None:
-    """The function that the answer must call; None: any, or none.
+    """Name of the function that the answer must call; None if it may choose.
 
     Raises:
-        ApiError: another way to choose.
+        ApiError: another form of `tool_choice`.
     """
     if fields.tool_choice in (None, "none", "auto", "required"):
         return None
     choice = fields.tool_choice
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     if not isinstance(function, dict) or set(function) != {"name"} or not isinstance(function["name"], str):
-        what = '`tool_choice` is none, auto, required or {"type": "function", "function": {"name": ...}}'
+        what = '`tool_choice` must be none, auto, required or {"type": "function", "function": {"name": ...}}'
         raise ApiError(what, param="tool_choice", code="unsupported_parameter")
     return function["name"]
 
@@ -129,14 +130,14 @@ def named(fields: Chat) -> str | None:
 def calls_wanted(
     fields: Chat, tools: Sequence[dict[str, Any]], notation: str | None, answer: Wanted | None, limits: Limits
 ) -> Wanted | None:
-    """What the answer must match so that it calls what `tool_choice` demands, with arguments as strict tools demand, and no more than
-    one tool without `parallel_tool_calls`; None: any text.
+    """The grammar that enforces `tool_choice`, the argument schemas of strict tools, and at most one call without
+    `parallel_tool_calls`; None if nothing needs enforcing.
 
     Args:
-        answer: what it matches if it is no call.
+        answer: what an answer without calls must match.
 
     Raises:
-        ApiError: the notation of the model's template is not known, or the parameters of a tool are no schema.
+        ApiError: the template's call notation is unknown, or a tool's parameters are not a schema.
     """
     must, many = demanded(fields), fields.parallel_tool_calls
     strict = any(tool["function"].get("strict") is True for tool in tools)
@@ -148,15 +149,15 @@ def calls_wanted(
         what = f"`{param}` needs a chat template with calls in the notation of Hermes or Llama 3"
         raise ApiError(what, param=param, code="unsupported_parameter")
     if answer is not None and not must and (answer.structure.kind == "grammar" or notation == "llama3"):
-        # There a call begins as any JSON does.
+        # In Llama 3 notation a call starts like any other JSON.
         what = f"`{answer.param}` with tools that may be called is not supported for this model, send `tool_choice: none`"
         raise ApiError(what, param=answer.param, code="unsupported_parameter")
     check_size(tools, "tools", limits)
     callable_ = [tool for tool in tools if named(fields) in (None, tool["function"]["name"])]
     for i, tool in enumerate(callable_):
         if not NAME.fullmatch(tool["function"]["name"]):
-            raise ApiError("the name of a function has 1 to 64 letters, digits, `_` and `-`", param=f"tools.{i}")
-    # Where calls are free, only strict tools bind their arguments.
+            raise ApiError("a function name has 1 to 64 letters, digits, `_` and `-`", param=f"tools.{i}")
+    # With optional calls, only strict tools constrain their arguments.
     bound = [tool if must or tool["function"].get("strict") is True else _free(tool) for tool in callable_]
     many = many and named(fields) is None
     try:
@@ -171,11 +172,11 @@ def _free(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates read them: parts of text joined, arguments of tool calls as objects.
+    """Messages as templates read them: text parts joined, arguments of tool calls as objects.
 
     Raises:
-        ApiError: a message without a role, with a field or a part that is not known; images and other media are refused, and no
-            address in them is ever opened.
+        ApiError: a message without a role, or with an unknown field or part. Images and other media are refused, and their URLs are
+            never opened.
     """
     return [_plain(message, f"messages.{i}") for i, message in enumerate(messages)]
 
@@ -196,7 +197,7 @@ def _text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise ApiError(f"`{where}` is a text or a list of parts", param=where)
+        raise ApiError(f"`{where}` must be a text or a list of parts", param=where)
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -208,14 +209,14 @@ def _text(content: Any, where: str) -> str:
 
 
 def _calls(calls: Any, where: str) -> list[Any]:
-    """Tool calls with their arguments as objects: clients send them as JSON in a string."""
+    """Tool calls with their arguments as objects; clients send them as a JSON string."""
     if not isinstance(calls, list):
-        raise ApiError(f"`{where}` is a list", param=where)
+        raise ApiError(f"`{where}` must be a list", param=where)
     found = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            raise ApiError(f"`{where}.{i}` is no call of a function", param=f"{where}.{i}")
+            raise ApiError(f"`{where}.{i}` is not a function call", param=f"{where}.{i}")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -227,10 +228,10 @@ def _calls(calls: Any, where: str) -> list[Any]:
 
 
 class Completion(Choices):
-    """Answers in the shape of /v1/chat/completions.
+    """Responses of /v1/chat/completions.
 
     Args:
-        calls: the answers may have calls of tools.
+        calls: answers may contain tool calls.
     """
 
     prefix, kind, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -293,5 +294,5 @@ def _finish(reason: str | None, calls: Sequence[Any]) -> str | None:
 
 
 def _thought(text: str) -> dict[str, Any]:
-    """A thought under both names that clients read: vLLM's, and that of DeepSeek, llama.cpp and older vLLM."""
+    """A thought under both names that clients read: `reasoning` (vLLM), `reasoning_content` (DeepSeek, llama.cpp, older vLLM)."""
     return {"reasoning": text, "reasoning_content": text} if text else {}

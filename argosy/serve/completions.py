@@ -17,10 +17,10 @@ MAX_TOKENS = 16
 
 
 def prepare(service: Service, body: Any) -> Job:
-    """The work that a body of /v1/completions asks for.
+    """Validates a body of /v1/completions and turns it into a job.
 
     Raises:
-        ApiError: it asks for what cannot be done.
+        ApiError: a field is invalid or unsupported.
     """
     fields = Completions.of(body)
     service.check(fields)
@@ -82,10 +82,10 @@ def echoed(service: Service, prompt: str | list[int], ids: list[int], fields: Co
 
 
 class Shape(Choices):
-    """Answers in the shape of /v1/completions.
+    """Responses of /v1/completions.
 
     Args:
-        echoes: in front of each prompt's answers, None for none.
+        echoes: the text of each prompt, to put before its answers; None for none.
     """
 
     prefix, kind, part = "cmpl-", "text_completion", "text_completion"
@@ -94,7 +94,7 @@ class Shape(Choices):
         super().__init__(fields)
         self.fields, self.echoes, self.prompts = fields, echoes, prompts
         self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
-        # Characters and tokens of each answer that were sent already.
+        # Characters of each answer sent so far.
         self._sent: dict[int, int] = {}
 
     def opened(self, place: int) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """The fields of requests: OpenAI's, and those that vLLM adds.
 
-A field is used, or it is refused by name: an answer that ignored one would be wrong without a word. Three kinds are accepted
-without effect: `IGNORED`, which OpenAI documents as having none on the answer, and null, and the `NEUTRAL` value of a field that
-is not supported (`best_of=1`), because clients send it with everything.
+A field is honored or refused by name, never silently ignored. Three kinds are accepted without effect: `IGNORED`, which OpenAI
+documents as having none on the answer; null; and the `NEUTRAL` value of an unsupported field (`best_of=1`), because clients send it
+with every request.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,7 +15,7 @@ from argosy.serve.reasoning import Effort
 
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
 
-# Fields of OpenAI's API and of vLLM's that are not supported, with the values that ask for nothing.
+# Unsupported fields of OpenAI's API and of vLLM's, with the values that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -43,13 +43,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Names that `chat_template_kwargs` cannot set: of fields of their own, and of the parameters of `LM.chat_prompt` and `chat.render`.
+# Names that `chat_template_kwargs` cannot set: they are fields themselves, or parameters of `LM.chat_prompt` and `chat.render`.
 OF_RENDERING = {
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template",
     "tokenize", "template", "special", "now", "self",
 }  # fmt: skip
 
-# What to write in the place of a field that is not supported.
+# What to write instead of an unsupported field.
 INSTEAD = {f"guided_{name}": f'"structured_outputs": {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")}
 
 
@@ -61,7 +61,7 @@ Stops = Annotated[list[str], BeforeValidator(_several)]
 
 
 class Fields(BaseModel):
-    """A body whose fields are all known and have their type: "1" is no number, 1 no switch.
+    """A body that is checked strictly: no unknown fields, and no conversions ("1" is not a number, 1 is not a boolean).
 
     ignored, neutral: see `IGNORED` and `NEUTRAL`.
     """
@@ -76,7 +76,7 @@ class Fields(BaseModel):
         """Reads a body.
 
         Raises:
-            ApiError: a field that is unknown, not supported, or wrong.
+            ApiError: a field is unknown, unsupported or invalid.
         """
         if not isinstance(body, dict):
             raise ApiError("the body is not a JSON object")
@@ -87,7 +87,7 @@ class Fields(BaseModel):
 
     @classmethod
     def _supported(cls, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The body without fields that ask for nothing."""
+        """The body without fields that change nothing."""
         left = {}
         for name, value in body.items():
             known = name in cls.model_fields
@@ -110,9 +110,9 @@ class StreamOptions(BaseModel):
 
 
 class Sampled(Fields):
-    """The fields that all routes share which generate text. None: the default of the model, or of the server.
+    """Fields of every route that generates text. None: the default of the model, or of the server.
 
-    Those of the sampler are here by the API's names; `sampling.OURS` has ours.
+    Sampler fields have the API's names; `sampling.OURS` maps them to ours.
     """
 
     model: str | None = None
@@ -124,7 +124,7 @@ class Sampled(Fields):
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
-    # Bounds keep values apart from 0 and infinity in float32.
+    # The bounds keep values distinct from 0 and infinity in float32.
     temperature: float | None = Field(None, ge=0, le=1000)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
@@ -140,12 +140,12 @@ class Sampled(Fields):
     structured_outputs: dict[str, Any] | None = None
 
     def sampled(self) -> dict[str, Any]:
-        """Those of these fields that were given."""
+        """The fields of this class that the request has set."""
         return {name: getattr(self, name) for name in Sampled.model_fields if name in self.model_fields_set}
 
 
 class Generation(Sampled):
-    """The fields that completions and chats share."""
+    """Fields of completions and chats."""
 
     top_name: ClassVar[str] = "logprobs"
 
@@ -170,19 +170,19 @@ class Generation(Sampled):
 
     @property
     def top(self) -> int | None:
-        """The number of likeliest tokens to report per position, besides the one that was drawn. None: no log-probabilities."""
+        """How many of the likeliest tokens to report per position, besides the drawn one. None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def scoring(self) -> str | None:
-        """The field that asks for log-probabilities of the prompt, None if none does."""
+        """Name of the field that requests log-probabilities of the prompt; None if none does."""
         return None if self.prompt_logprobs is None else "prompt_logprobs"
 
 
 class Completions(Generation):
     """A body of /v1/completions."""
 
-    # Its four forms are told apart in `completions`, with errors that name the wrong one.
+    # `completions.several` checks its four forms.
     prompt: Any
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
@@ -205,7 +205,7 @@ class Completions(Generation):
 
 
 class Rendered(Fields):
-    """The fields that decide how messages become a prompt, on /v1/chat/completions and /tokenize."""
+    """Fields that decide how messages are rendered, on /v1/chat/completions and /tokenize."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -289,7 +289,7 @@ class Vectors(Fields):
 class Embeddings(Vectors):
     """A body of /v1/embeddings."""
 
-    # Its four forms are told apart in `embeddings`.
+    # `embeddings` checks its four forms.
     input: Any
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)

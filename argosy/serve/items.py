@@ -1,31 +1,32 @@
-"""The input of /v1/responses as messages of a chat."""
+"""Translates the input items of /v1/responses into chat messages."""
 
 import json
 from typing import Any
 
 from argosy.serve.errors import ApiError
 
-# The fields of each type of item. `id`, `status`, `phase`, `annotations` and `logprobs` come back from responses and mean nothing here.
+# Fields by item type. `id`, `status` and `phase` appear when output items are sent back, and have no effect.
 FIELDS = {
     "message": {"type", "id", "status", "phase", "role", "content"},
     "function_call": {"type", "id", "status", "call_id", "name", "arguments"},
     "function_call_output": {"type", "id", "status", "call_id", "output"},
     "reasoning": {"type", "id", "status", "summary", "content", "encrypted_content"},
 }
-# Chat templates know the first three.
+# Most chat templates have no developer role.
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
 def messages_of(given: Any) -> list[dict[str, Any]]:
-    """The messages of `input`: a text, or a list of items. What an assistant thinks, says and calls in a row is one message.
+    """Chat messages of an `input`, which is a text or a list of items. Consecutive reasoning, text and calls of the assistant become
+    one message.
 
     Raises:
-        ApiError: an item, a part or a field of another kind.
+        ApiError: an unsupported item or part, or an unknown field.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise ApiError("`input` is a text or a list of items", param="input")
+        raise ApiError("`input` must be a text or a list of items", param="input")
     found: list[dict[str, Any]] = []
     for i, item in enumerate(given):
         _add(found, item, f"input.{i}")
@@ -33,8 +34,8 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
 
 
 def with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages behind instructions. They and the system messages that open the conversation are one, because many chat templates
-    take no second one."""
+    """Messages with instructions in front. Instructions and leading system messages are joined into one, because many chat templates
+    refuse a second system message."""
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     texts = [*([instructions] if instructions else []), *(message["content"] for message in messages[:count])]
     return [*([{"role": "system", "content": "\n\n".join(texts)}] if texts else []), *messages[count:]]
@@ -51,7 +52,7 @@ def _add(found: list[dict[str, Any]], item: Any, where: str) -> None:
     if kind == "message":
         role = _text(item, "role", where)
         if role not in ROLES:
-            raise ApiError(f"`{where}.role` is one of {', '.join(ROLES)}", param=f"{where}.role")
+            raise ApiError(f"`{where}.role` must be one of {', '.join(ROLES)}", param=f"{where}.role")
         content = text_of(item.get("content"), f"{where}.content")
         if role == "assistant":
             _turn(found, "content", "tool_calls")["content"] = content
@@ -66,7 +67,7 @@ def _add(found: list[dict[str, Any]], item: Any, where: str) -> None:
         found.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
     else:
         if "encrypted_content" in item:
-            what = f"`{where}.encrypted_content` is another server's, and cannot be read here"
+            what = f"`{where}.encrypted_content` cannot be decrypted here"
             raise ApiError(what, param=f"{where}.encrypted_content", code="unsupported_parameter")
         thought = text_of(item.get("content", []), f"{where}.content")
         turn = _turn(found, "content", "tool_calls")
@@ -74,7 +75,8 @@ def _add(found: list[dict[str, Any]], item: Any, where: str) -> None:
 
 
 def _turn(found: list[dict[str, Any]], *before: str) -> dict[str, Any]:
-    """The message that an assistant's item belongs to: the last one, unless it has a part already which comes after this one."""
+    """The assistant message to add an item to: the last message, or a new one if that is not the assistant's or already has one of
+    the fields `before`."""
     if not found or found[-1]["role"] != "assistant" or any(name in found[-1] for name in before):
         found.append({"role": "assistant"})
     return found[-1]
@@ -88,7 +90,7 @@ def _known(item: dict[str, Any], names: set[str], where: str) -> None:
 
 def _text(item: dict[str, Any], name: str, where: str) -> str:
     if not isinstance(item.get(name), str):
-        raise ApiError(f"`{where}.{name}` is a text, and must be given", param=f"{where}.{name}")
+        raise ApiError(f"`{where}.{name}` must be a text", param=f"{where}.{name}")
     return item[name]
 
 
@@ -103,15 +105,15 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a content: a text, or a list of parts of text, which are joined by line breaks as in chats.
+    """The text of a message's content: a text, or a list of text parts, joined by line breaks as in chats.
 
     Raises:
-        ApiError: other parts.
+        ApiError: a part that is not text.
     """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ApiError(f"`{where}` is a text or a list of parts", param=where)
+        raise ApiError(f"`{where}` must be a text or a list of parts", param=where)
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None

@@ -1,4 +1,4 @@
-"""Answers in the shape of /v1/messages: blocks of content, and the events that announce them."""
+"""Writes responses of /v1/messages: content blocks, and their stream events."""
 
 import json
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ DELTAS = {"thinking": "thinking_delta", "text": "text_delta"}
 
 
 class Message:
-    """One message of the model."""
+    """One response."""
 
     prefix, named = "msg_", True
 
     def __init__(self, service: Service):
         self.service = service
         self.scores: Sequence[PromptScores] = ()
-        # Blocks that the stream has begun, and the type of the one that is open.
+        # Number of blocks started in the stream, and type of the open one.
         self._begun = 0
         self._open: str | None = None
 
@@ -32,7 +32,7 @@ class Message:
         return self._document(job, blocks_of(job.readers[0])) | ended(job) | {"usage": usage(job)}
 
     def opening(self, job: Job) -> Documents:
-        # What the cache had of the prompt is known when its first token comes, and told at the end.
+        # The number of cached tokens is known only with the first token; message_delta reports it.
         document = self._document(job, []) | {"stop_reason": None, "stop_sequence": None, "usage": usage(job)}
         return [{"type": "message_start", "message": document}, PING]
 
@@ -67,7 +67,7 @@ class Message:
         return [started, self._delta({"type": "input_json_delta", "partial_json": text}), self._stop()]
 
     def _stopped(self) -> list[dict[str, Any]]:
-        """Ends the block that is open, if any. A thought ends with its signature, which is empty: nothing checks it."""
+        """Ends the open block, if any. Thoughts end with an empty signature, because nothing verifies it."""
         kind, self._open = self._open, None
         signed = [self._delta({"type": "signature_delta", "signature": ""})] if kind == "thinking" else []
         return [*signed, self._stop()] if kind else []
@@ -84,18 +84,18 @@ class Message:
 
 
 def empty(kind: str) -> dict[str, Any]:
-    """A block of thoughts or of text."""
+    """An empty thinking or text block."""
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
 def blocks_of(reader: Reader) -> list[dict[str, Any]]:
-    """The content of a whole message."""
+    """The content blocks of a whole answer."""
     said = [empty(kind) | {kind: text} for kind, text in (("thinking", reader.thought), ("text", reader.text)) if text]
     return [*said, *map(written, reader.calls)]
 
 
 def ended(job: Job) -> dict[str, Any]:
-    """Why the message ended. `blocked`, for which Anthropic has no word, is a refusal."""
+    """Why the answer ended. `blocked`, for which Anthropic has no word, is reported as `refusal`."""
     choice: Choice = job.choices[0]
     stop = choice.stop_reason if choice.stop_reason in job.fields.stop else None
     reason = {"length": "max_tokens", "blocked": "refusal"}.get(choice.finish or "", "end_turn")
@@ -105,7 +105,7 @@ def ended(job: Job) -> dict[str, Any]:
 
 
 def usage(job: Job) -> dict[str, Any]:
-    """Tokens so far. As Anthropic counts them, those of the input are without those that the cache had."""
+    """Token counts so far. As in Anthropic's API, `input_tokens` excludes cached ones."""
     counts = job.counts()
     return {
         "input_tokens": counts.prompt - counts.cached,

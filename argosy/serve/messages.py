@@ -26,7 +26,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class Thinking(BaseModel):
-    """Whether the model thinks. A budget of tokens cannot be kept, so `enabled`, which has one, is refused."""
+    """Whether the model thinks. `enabled` is refused, because its budget of tokens cannot be enforced."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -42,9 +42,9 @@ class OutputConfig(BaseModel):
 
 
 class Conversation(Sampled):
-    """The fields of /v1/messages that make the prompt. max_tokens is not needed to count its tokens."""
+    """Fields of /v1/messages that make the prompt, and all that /v1/messages/count_tokens needs."""
 
-    # Caches are shared whatever they say.
+    # `cache_control` has no effect on the answer.
     ignored: ClassVar = {"metadata", "cache_control"}
     neutral: ClassVar = {
         "container": (), "context_management": (), "diagnostics": (), "inference_geo": (), "mcp_servers": ([],),
@@ -77,10 +77,10 @@ class Messages(Conversation):
 
 
 def prepare(service: Service, body: Any) -> Job:
-    """The work that a body of /v1/messages asks for.
+    """Validates a body of /v1/messages and turns it into a job.
 
     Raises:
-        ApiError: it asks for what cannot be done.
+        ApiError: a field is invalid or unsupported.
     """
     fields = Messages.of(body)
     more = {"max_completion_tokens": fields.max_tokens, "stop": fields.stop_sequences}
@@ -90,7 +90,7 @@ def prepare(service: Service, body: Any) -> Job:
 
 
 def count_tokens(service: Service, body: Any) -> dict[str, Any]:
-    """/v1/messages/count_tokens: the tokens of the prompt.
+    """/v1/messages/count_tokens: the number of prompt tokens.
 
     Raises:
         ApiError: as for /v1/messages.
@@ -102,8 +102,8 @@ def count_tokens(service: Service, body: Any) -> dict[str, Any]:
 
 
 def _chat(service: Service, fields: Conversation) -> dict[str, Any]:
-    """The body of a chat. Without `thinking` the model does not think, where its chat template can switch that off; elsewhere its
-    thoughts are left out."""
+    """The body of a chat. Without `thinking`, thinking is switched off where the chat template can do that; elsewhere the thoughts are
+    left out of the response."""
     tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(fields.tools)]
     choice, many = _choice(fields.tool_choice)
     system = text_of(fields.system, "system") if fields.system is not None else ""
@@ -125,7 +125,7 @@ def _chat(service: Service, fields: Conversation) -> dict[str, Any]:
 
 
 def _switched_off(service: Service, tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """The variables of the chat template that switch thinking off, if it has any."""
+    """Template variables that switch thinking off; none if the template has no switch."""
     try:
         return variables_of("none", service.template(tools, None))
     except ApiError:
@@ -133,15 +133,15 @@ def _switched_off(service: Service, tools: list[dict[str, Any]]) -> dict[str, An
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A tool as a chat has it.
+    """A tool in the form of a chat.
 
     Raises:
-        ApiError: it is one that would run on the server, or has other fields.
+        ApiError: it would run on the server, or has unsupported fields.
     """
     if tool.get("type") not in (None, "custom"):
         what = f"`{where}` is of type `{str(tool['type'])[:64]}`: only tools with an `input_schema` are supported"
         raise ApiError(what, param=where, code="unsupported_parameter")
-    # Neither where a prompt is cached nor how soon arguments are sent changes an answer.
+    # Caching and early streaming of arguments do not change the answer.
     plain = {"type", "cache_control", "eager_input_streaming"}
     tool = {name: value for name, value in tool.items() if value is not None and name not in plain}
     if unknown := sorted(set(tool) - {"name", "description", "input_schema", "strict"}):
@@ -154,17 +154,17 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _choice(given: Mapping[str, Any] | None) -> tuple[Any, bool]:
-    """A `tool_choice` as a chat has it, and whether several calls are allowed.
+    """A `tool_choice` in the form of a chat, and whether several calls are allowed.
 
     Raises:
-        ApiError: another way to choose.
+        ApiError: another form.
     """
     if given is None:
         return None, True
     kind, one = given.get("type"), given.get("disable_parallel_tool_use") or False
     known = {"type", "disable_parallel_tool_use", *(["name"] if kind == "tool" else [])}
     if kind not in (*CHOICES, "tool") or set(given) - known or not isinstance(one, bool):
-        what = '`tool_choice` is {"type": ...} with auto, any, none or tool; tool has a `name`'
+        what = '`tool_choice` must be {"type": ...} with auto, any, none or tool; tool has a `name`'
         raise ApiError(what, param="tool_choice", code="unsupported_parameter")
     if kind != "tool":
         return CHOICES[kind], not one
@@ -175,11 +175,11 @@ def _format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """An `output_config.format` as the `response_format` of a chat.
 
     Raises:
-        ApiError: it is no JSON schema.
+        ApiError: it is not a JSON schema.
     """
     if given is None:
         return None
     if given.get("type") != "json_schema" or set(given) != {"type", "schema"}:
-        what = '`output_config.format` is {"type": "json_schema", "schema": ...}'
+        what = '`output_config.format` must be {"type": "json_schema", "schema": ...}'
         raise ApiError(what, param="output_config.format", code="unsupported_parameter")
     return {"type": "json_schema", "json_schema": {"name": "format", "schema": given["schema"]}}

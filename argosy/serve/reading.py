@@ -1,4 +1,4 @@
-"""The text of an answer as its parts: thoughts, what is said, calls of tools."""
+"""Splits the text of an answer into thoughts, text and tool calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from argosy.serve.reasoning import Start, Thoughts
 
 @dataclass(frozen=True)
 class Reading:
-    """How the answers of a request are read.
+    """How to read the answers of a request.
 
-    notation: of calls of tools; None: there are none. start: where answers start; None: they have no thoughts. shows: thoughts are
-    part of the response.
+    notation: of tool calls; None: no tools. start: where answers start; None: thoughts are not split off. shows: include the thoughts
+    in the response.
     """
 
     notation: str | None = None
@@ -24,7 +24,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a piece added to an answer. calls come when it ends. tokens: those of what is said, with calls and the end."""
+    """What one piece adds to an answer. calls: all at the end of the answer. tokens: those after the thoughts, with tool calls and the
+    end token."""
 
     thought: str = ""
     text: str = ""
@@ -34,8 +35,7 @@ class Parts:
 
 @dataclass
 class Reader:
-    """Reads one answer, whose pieces come one after the other. thought, text, calls, tokens: all of them so far. thinking: tokens up to
-    the end of the thoughts."""
+    """Reads one answer piece by piece. thought, text, calls, tokens: the answer so far."""
 
     reading: Reading
     thought: str = ""
@@ -51,10 +51,11 @@ class Reader:
 
     @property
     def thinking(self) -> int:
+        """Number of tokens up to and including the closing mark of the thoughts."""
         return self._passed if self._thoughts is not None and self._thoughts.any else 0
 
     def push(self, piece: Piece) -> Parts:
-        """Reads the next piece."""
+        """Adds the next piece."""
         found = self._read(piece)
         self.thought += found.thought
         self.text += found.text
@@ -81,7 +82,7 @@ class Reader:
         return Parts(thought if self.reading.shows else "", text, calls, tokens)
 
     def _scored(self, tokens: Sequence[Scored], ends: bool) -> list[Scored]:
-        """The tokens of what is said. Those before it is known whether the answer has thoughts wait for that."""
+        """The tokens after the thoughts. They are held back until it is certain whether the answer has thoughts."""
         assert self._thoughts is not None
         self._passed += len(tokens)
         self._pending += tokens

@@ -1,8 +1,8 @@
 """Reasoning models write thoughts between `<think>` and `</think>` before the answer (Qwen 3, DeepSeek R1, SmolLM 3).
 
-Some chat templates open `<think>` at the end of the prompt, so that the answer has the closing mark alone; others write an empty
-pair there to switch thinking off. The rendered prompt therefore says where an answer starts: inside its thoughts, after them, or
-at a point where the model decides.
+Some chat templates open `<think>` at the end of the prompt, so the answer contains only the closing mark. Others switch thinking off
+by writing an empty pair there. So the end of the rendered prompt decides whether an answer starts inside its thoughts or after them;
+if it has neither mark, the model decides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,34 +14,32 @@ from argosy.serve.errors import ApiError
 from argosy.serve.settings import Parser
 
 OPEN, CLOSE = "<think>", "</think>"
-# Tokens at the end of a prompt that may hold a mark: `</think>` and line breaks, a byte a token at worst.
+# Prompt tokens to search for a mark: `</think>` and line breaks take at most this many, even as single bytes.
 TAIL = 16
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Where an answer starts: inside its thoughts, after them, or inside them only if it writes `<think>` itself.
+# Where an answer starts. open: inside its thoughts only if it writes `<think>` itself.
 Start = Literal["inside", "after", "open"]
 
 
 def parser_of(parser: Parser, tokenizer: Any) -> Parser:
-    """The parser for a model.
+    """The parser to use with a tokenizer: `auto` becomes `none` where the marks cannot be found in text.
 
     Raises:
-        BadInput: its tokenizer has `</think>` as a special token, which is no text of an answer.
+        BadInput: a named parser, and the tokenizer has `</think>` as a special token, which decodes to nothing.
     """
     if parser == "none" or tokenizer is None:
         return "none"
     if not tokenizer.hidden.isdisjoint(tokenizer.encode(CLOSE, special=True)):
         if parser == "auto":
             return "none"
-        what = (
-            f"reasoning_parser={parser} needs `{CLOSE}` as text, and this model's tokenizer has it as a special token"
-        )
+        what = f"reasoning_parser={parser} needs `{CLOSE}` as text, and it is a special token of this model's tokenizer"
         raise BadInput(what, hint="leave it out, or set reasoning_parser=none")
     return parser
 
 
 def thinks(parser: Parser, template: str) -> bool:
-    """Whether thoughts are split off the answers of a chat template."""
+    """Whether to split thoughts off the answers of a model with this chat template."""
     return parser != "none" and (parser != "auto" or CLOSE in template)
 
 
@@ -49,11 +47,11 @@ def start_of(parser: Parser, tokenizer: Any, prompt: Sequence[int], continued: s
     """Where the answer to a prompt starts.
 
     Args:
-        continued: the content of the last message, if the answer continues it.
+        continued: content of the last message, if the answer continues that message.
     """
     if continued is not None:
         return "inside" if continued.rfind(OPEN) > continued.rfind(CLOSE) else "after"
-    # Only the end of the prompt counts: a user may write the marks too.
+    # Only the end of the prompt counts, because user messages may contain the marks too.
     tail = tokenizer.decode(list(prompt[-TAIL:])).rstrip()
     if tail.endswith(CLOSE):
         return "after"
@@ -61,11 +59,11 @@ def start_of(parser: Parser, tokenizer: Any, prompt: Sequence[int], continued: s
 
 
 def variables_of(effort: Effort | None, template: str) -> dict[str, Any]:
-    """The variables of a chat template that set how much the model thinks. Where the template only has a switch, every effort but
-    none turns it on.
+    """Template variables that set how much the model thinks: `enable_thinking`, which is true for every effort but none, and
+    `reasoning_effort`.
 
     Raises:
-        ApiError: the template has neither a switch nor efforts, or no way to switch thinking off.
+        ApiError: the template reads neither, or cannot switch thinking off.
     """
     if effort is None:
         return {}
@@ -81,23 +79,23 @@ def variables_of(effort: Effort | None, template: str) -> dict[str, Any]:
 
 
 class Thoughts:
-    """Splits the thoughts off an answer whose text comes in pieces. Line breaks around either part are dropped, as templates drop
+    """Splits thoughts from the answer as text arrives in pieces. Line breaks around the thoughts are dropped, as chat templates drop
     them when they render the message again.
 
-    over: the thoughts have ended, or there are none. any: the answer has started with thoughts.
+    over: the thoughts have ended, or there are none. any: the answer has thoughts.
     """
 
     def __init__(self, start: Start):
         self.start, self.any = start, start == "inside"
         self.over = start == "after"
         self._held = ""
-        # The opening mark may still come. A model may repeat the one in its prompt.
+        # The opening mark may still come; some models repeat the one in their prompt.
         self._begins = not self.over
         # Line breaks between the closing mark and the answer may still come.
         self._trims = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """The thought and the answer that are certain with this text."""
+        """The pieces of thought and of answer that no later text can change."""
         self._held += text
         if self._begins and not self._begun():
             return "", ""
@@ -113,7 +111,7 @@ class Thoughts:
         return thought, ""
 
     def _begun(self) -> bool:
-        """Drops the opening mark. Returns whether it is known by now if there is one."""
+        """Drops the opening mark, if any. Returns false while it may still come."""
         text = self._held.lstrip()
         if text.startswith(OPEN):
             self.any, self._held = True, text[len(OPEN) :]
@@ -134,7 +132,7 @@ class Thoughts:
         return text
 
     def end(self) -> tuple[str, str]:
-        """What is left once there is no more text."""
+        """The rest of the thought and of the answer, at the end of the text."""
         held, self._held = self._held, ""
         if self.any and not self.over:
             return held.rstrip("\n"), ""
@@ -142,7 +140,7 @@ class Thoughts:
 
 
 def after_thoughts(structure: Structure, start: Start) -> Structure:
-    """What an answer must match so that it matches the structure after its thoughts, which are free."""
+    """The grammar of any thoughts followed by the structure. Where the model decides whether to think, thoughts are optional."""
     if start == "after":
         return structure
     thoughts = f"thoughts BLANK? answer\nthoughts: {'' if start == 'inside' else 'OPENING '}thought"
@@ -151,13 +149,13 @@ def after_thoughts(structure: Structure, start: Start) -> Structure:
         f'OPENING: "{OPEN}"',
         f"thought[lazy]: /(?s:.*){CLOSE.replace('/', chr(92) + '/')}/",
         r"BLANK: /\n{1,4}/",
-        # A grammar of its own: the names of its rules cannot clash with these.
+        # Nested, so that its rule names cannot clash with these.
         f"answer: %lark {{\n{structure.lark}\n}}",
     ]
     return Structure(structure.kind, "\n".join(rules))
 
 
 def with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its thoughts under both names that chat templates read."""
+    """A message with its thoughts under both names, because chat templates read one or the other."""
     thought = message.get("reasoning_content") or message.get("reasoning")
     return dict(message) | ({"reasoning_content": thought, "reasoning": thought} if thought else {})

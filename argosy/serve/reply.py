@@ -1,4 +1,4 @@
-"""Answers in the shape of /v1/responses: items of output, and the events that announce them."""
+"""Writes responses of /v1/responses: output items, and their stream events."""
 
 import time
 import uuid
@@ -13,7 +13,7 @@ from argosy.serve.reading import Parts
 from argosy.serve.service import Service
 from argosy.serve.store import Store, Stored
 
-# An item of reasoning or a message: the type of its part, and of the events of its text.
+# Item type -> type of its content part, and prefix of its text events.
 PARTS = {"reasoning": ("reasoning_text", "reasoning_text"), "message": ("output_text", "output_text")}
 IDS = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
 
@@ -22,9 +22,9 @@ class Reply:
     """One response.
 
     Args:
-        fields: of the request, which the response repeats.
+        fields: of the request; the response repeats them.
         messages: the conversation before the answer, without the instructions.
-        store: keeps the response; None: nothing does.
+        store: where to keep the response; None: nowhere.
     """
 
     prefix, named = "resp_", True
@@ -37,7 +37,7 @@ class Reply:
         self.names = Names(service.lm.tokenizer, False)
         self.output: list[dict[str, Any]] = []
         self._sent = 0
-        # The item at the end of the output is not complete. Its tokens that no event has told of yet.
+        # Whether the last item is incomplete, and scored tokens not sent in an event yet.
         self._open = False
         self._scores = "message.output_text.logprobs" in fields["include"]
         self._waiting: list[Scored] = []
@@ -64,11 +64,11 @@ class Reply:
         return self._event("response.failed", response=self.failed(job, error))
 
     def failed(self, job: Job, error: ApiError) -> dict[str, Any]:
-        """The response to a request that has failed under way."""
+        """The response to a request that failed while running."""
         return self.document(job, "failed") | {"error": {"code": "server_error", "message": error.message}}
 
     def _finished(self, job: Job) -> dict[str, Any]:
-        """The response with its usage. It goes to the store."""
+        """The final response with its usage. Stores it."""
         finish, counts = job.choices[0].finish, job.counts()
         status = {"length": "incomplete", "blocked": "failed"}.get(finish or "", "completed")
         document = self.document(job, status)
@@ -84,7 +84,7 @@ class Reply:
         elif status == "incomplete":
             document["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
-            what = "no token was left that both the format and the request's other fields allow"
+            what = "the format and the request's other fields together allow no further token"
             document["error"] = {"code": "server_error", "message": what}
         if self.store is not None:
             reader = job.readers[0]
@@ -95,7 +95,7 @@ class Reply:
         return document
 
     def document(self, job: Job, status: str) -> dict[str, Any]:
-        """The response as far as it is known."""
+        """The response so far."""
         fields, defaults = self.fields, self.service.defaults
         return {
             "id": job.id, "object": "response", "created_at": job.created, "status": status, "error": None,
@@ -112,7 +112,7 @@ class Reply:
     # ---------------------------------------------------------------- items
 
     def _items(self, parts: Parts, finish: str | None) -> Documents:
-        """Adds to the output, and returns the events for that."""
+        """Adds new parts of the answer to the output. Returns their events."""
         found = self._said("reasoning", parts.thought) if parts.thought else []
         self._waiting += parts.tokens if self._scores else ()
         if parts.text:
@@ -120,7 +120,7 @@ class Reply:
         if finish is None:
             return found
         if not (self.output or parts.calls):
-            # An answer of nothing is an empty message.
+            # An empty answer is an empty message.
             found += self._start("message")
         found += self._end("incomplete" if finish == "length" else "completed")
         for call in parts.calls:
@@ -128,7 +128,7 @@ class Reply:
         return found
 
     def _said(self, kind: str, text: str) -> list[dict[str, Any]]:
-        """Adds text to an item of reasoning or a message."""
+        """Adds text to a reasoning item or a message."""
         found = []
         if not self._open or self.output[-1]["type"] != kind:
             found += [*self._end("completed"), *self._start(kind)]
@@ -154,14 +154,14 @@ class Reply:
         return [added, self._of_part("content_part.added", part=dict(part))]
 
     def _end(self, status: str) -> list[dict[str, Any]]:
-        """Ends the item that is open, if any."""
+        """Completes the open item, if any."""
         if not self._open:
             return []
         item, self._open = self.output[-1], False
         item["status"] = status
         part, more = item["content"][0], {}
         if item["type"] == "message":
-            # The token that ended the answer has no text.
+            # The end token has no text, and so no delta.
             part["logprobs"] += [self._scored(one) for one in self._waiting]
             more, self._waiting = {"logprobs": part["logprobs"]}, []
         return [
@@ -185,7 +185,7 @@ class Reply:
         ]
 
     def _of_part(self, name: str, /, **more: Any) -> dict[str, Any]:
-        """An event about the text of the last item."""
+        """An event about the content part of the last item."""
         place = {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1, "content_index": 0}
         return self._event(f"response.{name}", **place, **more)
 

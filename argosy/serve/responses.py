@@ -33,12 +33,12 @@ class TextOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     format: dict[str, Any] | None = None
-    # The only one that asks for nothing.
+    # The default of OpenAI, and the only one supported.
     verbosity: Literal["medium"] | None = None
 
 
 class ReasoningOptions(BaseModel):
-    """summary: `auto` allows none, and there is none: the thoughts themselves are in the response."""
+    """summary: only `auto`, which permits none; the thoughts themselves are in the response."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -56,7 +56,7 @@ class Responses(Sampled):
         "stream_options": ({}, {"include_obfuscation": False}), "truncation": ("disabled",),
     }  # fmt: skip
 
-    # Its forms are told apart in `items`, with errors that name the wrong item.
+    # `items.messages_of` checks its forms.
     input: Any
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -67,7 +67,7 @@ class Responses(Sampled):
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = ReasoningOptions()
     include_reasoning: bool = True
-    # Thoughts are never encrypted: items of reasoning have them as text, and can be sent back.
+    # Encrypted content has no effect: reasoning items carry their text, which can be sent back.
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field([])
     top_logprobs: int | None = Field(None, ge=0)
     chat_template_kwargs: dict[str, Any] = Field({})
@@ -94,10 +94,10 @@ class Responses(Sampled):
 
 
 def prepare(service: Service, body: Any) -> Job:
-    """The work that a body of /v1/responses asks for.
+    """Validates a body of /v1/responses and turns it into a job.
 
     Raises:
-        ApiError: it asks for what cannot be done.
+        ApiError: a field is invalid or unsupported.
     """
     fields = Responses.of(body)
     store = store_of(service, fields)
@@ -123,10 +123,10 @@ def prepare(service: Service, body: Any) -> Job:
 
 
 def store_of(service: Service, fields: Responses) -> Store | None:
-    """Where the response is kept; None: nowhere.
+    """The store to keep the response in; None: it is not kept.
 
     Raises:
-        ApiError: it needs to be, and this server keeps none.
+        ApiError: a field needs the store, and this server has none.
     """
     if service.store is None:
         asks = {
@@ -148,7 +148,7 @@ def no_store(name: str | None = None) -> ApiError:
 
 
 def _before(store: Store | None, name: str | None) -> list[dict[str, Any]]:
-    """The conversation up to an earlier response."""
+    """Messages of the conversation up to an earlier response."""
     if name is None or store is None:
         return []
     try:
@@ -169,13 +169,13 @@ def _format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A tool as a chat has it.
+    """A tool in the form of a chat.
 
     Raises:
-        ApiError: it is no function, so that it would run on the server.
+        ApiError: it is a hosted tool, which would run on the server, or has unknown fields.
     """
     if tool.get("type") != "function":
-        what = f"`{where}` is of type `{str(tool.get('type'))[:64]}`: only functions are supported, which the client calls itself"
+        what = f"`{where}` is of type `{str(tool.get('type'))[:64]}`: only functions, which the client runs, are supported"
         raise ApiError(what, param=where, code="unsupported_parameter")
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     if unknown := sorted(set(function) - {"name", "description", "parameters", "strict"}):
@@ -185,21 +185,21 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
-    """A `tool_choice` as a chat has it.
+    """A `tool_choice` in the form of a chat.
 
     Raises:
-        ApiError: another way to choose.
+        ApiError: another form.
     """
     if choice in (None, "none", "auto", "required"):
         return choice
     if not isinstance(choice, dict) or choice.get("type") != "function" or set(choice) != {"type", "name"}:
-        what = '`tool_choice` is none, auto, required or {"type": "function", "name": ...}'
+        what = '`tool_choice` must be none, auto, required or {"type": "function", "name": ...}'
         raise ApiError(what, param="tool_choice", code="unsupported_parameter")
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
 class Work(Job):
-    """A response: its client waits for it, reads its stream, or lets it be made in the background."""
+    """A response: whole, streamed, or generated in the background."""
 
     reply: Reply
     background = False
@@ -225,7 +225,7 @@ class Work(Job):
 
     async def _in_background(self, store: Store) -> None:
         try:
-            # The shape puts the response into the store.
+            # `Reply.whole` stores it.
             await self.answered()
         except ApiError as error:
             store.put(Stored(self.reply.failed(self, error)))
@@ -235,18 +235,18 @@ class Work(Job):
 
 
 async def cancelled(store: Store, name: str) -> dict[str, Any]:
-    """Ends a response that is being made in the background.
+    """Cancels a background response. A finished one is returned as it is.
 
     Raises:
-        ApiError: there is none, or its client waited for it.
+        ApiError: there is none, or it was not requested with `background: true`.
     """
     stored = store.get(name)
     if not stored.document["background"]:
-        what = "only a response that was asked for with `background: true` can be cancelled; others end with their connection"
+        what = "only responses requested with `background: true` can be cancelled; others end with their connection"
         raise ApiError(what, code="not_in_background")
     if stored.task is not None:
         await _ended(stored.task)
-        # It may have come to its end meanwhile.
+        # It may have finished before the cancellation.
         stored = store.get(name)
         if stored.task is not None:
             stored = Stored(stored.document | {"status": "cancelled"})
@@ -255,7 +255,7 @@ async def cancelled(store: Store, name: str) -> dict[str, Any]:
 
 
 async def deleted(store: Store, name: str) -> dict[str, Any]:
-    """Forgets a response, and ends the work on it.
+    """Removes a response, and cancels it if it is still running.
 
     Raises:
         ApiError: there is none.

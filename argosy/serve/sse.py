@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when its client goes away."""
+"""Server-sent events, and work that is cancelled when its client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -39,14 +39,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A stream of JSON documents, one event each. An error after the first one is an event too, since the status has been sent.
+    """A stream of JSON documents, one event each. An error after the first one is an event too, since the status is already sent.
 
     Args:
-        events: closed when the client goes away or does not read for so long that the time is up.
-        first: the first document, which has been taken already, so that errors before it have their own status.
-        seconds: the most that the stream may take.
-        named: the name of each event is the `type` of its document; otherwise events have no name, and `[DONE]` follows the last one.
-        failure: the document for an error.
+        events: closed when the client disconnects, or when time runs out because it does not read.
+        first: the first document, already taken, so that errors before it get their own HTTP status.
+        seconds: time limit of the stream.
+        named: each event is named by the `type` of its document. Otherwise events have no name, and `[DONE]` follows the last one.
+        failure: makes the document for an error.
     """
 
     media_type = "text/event-stream"
@@ -81,7 +81,7 @@ class EventStream(Response):
             return send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
-            # Whoever does not read gets no word of it either.
+            # A client that does not read cannot be told that time ran out.
             with suppress(ClientDisconnect, TimeoutError):
                 await while_connected(receive, pump())
         finally:

@@ -1,4 +1,4 @@
-"""Responses of /v1/responses that are kept in memory."""
+"""Keeps responses of /v1/responses in memory."""
 
 import asyncio
 import threading
@@ -12,7 +12,8 @@ from argosy.serve.errors import ApiError, unavailable
 
 @dataclass(frozen=True)
 class Stored:
-    """A response. messages: the conversation up to its end, without the instructions. task: what still works on it."""
+    """A response. messages: the conversation including the answer, without the instructions. task: generates it in the background;
+    None: it has ended."""
 
     document: dict[str, Any]
     messages: Sequence[dict[str, Any]] = ()
@@ -20,10 +21,10 @@ class Stored:
 
 
 class Store:
-    """The latest responses by their id. Any thread may use it.
+    """The latest responses by id. Thread-safe.
 
     Args:
-        most: responses that are kept.
+        most: number of responses to keep. While that many are running in the background, one finished response is kept besides them.
     """
 
     def __init__(self, most: int):
@@ -32,26 +33,27 @@ class Store:
         self._lock = threading.Lock()
 
     def put(self, stored: Stored) -> None:
-        """Keeps a response, in the place of an earlier state of it. The oldest that nothing works on any more makes room.
+        """Stores a response, or replaces its earlier state. The oldest finished response makes room.
 
         Raises:
-            ApiError: something works on all that may be kept.
+            ApiError: this response runs in the background, and so do all others.
         """
         name = stored.document["id"]
         with self._lock:
             if name not in self._found and len(self._found) >= self.most:
                 done = next((old for old, one in self._found.items() if one.task is None), None)
-                if done is None:
-                    raise unavailable(
-                        f"{self.most} responses are under way in the background, try again later", "store_full"
-                    )
-                del self._found[done]
+                if done is not None:
+                    del self._found[done]
+                elif stored.task is not None:
+                    what = f"{self.most} responses are running in the background, try again later"
+                    raise unavailable(what, "store_full")
             self._found[name] = stored
 
     def get(self, name: str) -> Stored:
-        """
+        """A stored response.
+
         Raises:
-            ApiError: it is not here, or no more.
+            ApiError: there is none with this id, or it has been dropped.
         """
         with self._lock:
             if name not in self._found:
@@ -59,9 +61,10 @@ class Store:
             return self._found[name]
 
     def delete(self, name: str) -> Stored:
-        """
+        """Removes a stored response.
+
         Raises:
-            ApiError: it is not here, or no more.
+            ApiError: there is none with this id, or it has been dropped.
         """
         stored = self.get(name)
         with self._lock:

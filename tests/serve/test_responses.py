@@ -14,11 +14,12 @@ from serve.test_reasoning import with_template
 
 from argosy.infer.lm import LM
 from argosy.serve.app import App
+from argosy.serve.errors import ApiError
 from argosy.serve.fields import Fields
 from argosy.serve.items import messages_of, with_instructions
 from argosy.serve.responses import Responses
 from argosy.serve.service import Service
-from argosy.serve.store import Store
+from argosy.serve.store import Store, Stored
 
 # A call in a conversation is shown as its name; thoughts as (...).
 TEMPLATE = (
@@ -405,6 +406,21 @@ def test_what_is_under_way_is_not_dropped_for_something_new(said: Service):
             assert (await client.post(f"/v1/responses/{one}/cancel", json={})).json()["status"] == "cancelled"
 
     in_background(said, go)
+
+
+def test_an_answer_is_not_lost_where_everything_stored_is_still_running():
+    async def go() -> None:
+        store, task = Store(1), asyncio.create_task(asyncio.sleep(0))
+        store.put(Stored({"id": "running"}, task=task))
+        for name in ("a", "b"):
+            store.put(Stored({"id": name}))
+        assert store.get("running").task is task
+        assert store.get("b").document == {"id": "b"}
+        with pytest.raises(ApiError, match="no response"):
+            store.get("a")
+        await task
+
+    asyncio.run(go())
 
 
 def test_only_what_is_in_the_background_can_be_cancelled(said: Service, client: openai.OpenAI):
