@@ -104,6 +104,14 @@ def test_without_thinking_a_model_is_told_not_to_or_its_thoughts_are_left_out(sa
             assert post(always, HI | more).json()["content"] == [{"type": "text", "text": "Hello"}]
 
 
+def test_a_message_counts_cached_tokens_apart(said: Service, client: anthropic.Anthropic):
+    says(said, "Hello")
+    usage = client.messages.create(thinking=ADAPTIVE, **HI).usage
+    assert (usage.cache_read_input_tokens, usage.cache_creation_input_tokens) == (3, 0)
+    assert usage.input_tokens == len("<user>hi<assistant>\n") - 3
+    assert usage.output_tokens == len("Hello") + 1
+
+
 def test_a_stop_sequence_is_told(said: Service, client: anthropic.Anthropic):
     says(said, "Hello you")
     found = client.messages.create(stop_sequences=["lo", "x"], **HI)
