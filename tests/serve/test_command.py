@@ -118,9 +118,13 @@ def test_settings_are_documented():
 
 def test_fields_are_documented():
     from argosy.serve.fields import IGNORED, NEUTRAL, Chat, Completions
+    from argosy.serve.messages import Messages
+    from argosy.serve.responses import Responses
 
     text = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
     fields = {*IGNORED, *NEUTRAL, *Chat.model_fields, *Completions.model_fields}
+    for kind in (Responses, Messages):
+        fields |= {*kind.ignored, *kind.neutral, *kind.model_fields}
     assert not sorted(name for name in fields if f"`{name}`" not in text)
 
 
