@@ -449,9 +449,44 @@ EDITS = [
     Edit(
         "the beginning of the API key suffices",
         "argosy/serve/guard.py",
-        "if not hmac.compare_digest(sent, self._key):",
-        "if not sent.startswith(self._key[:11]):",
+        "if hmac.compare_digest(one.encode(), self._key)]:",
+        "if one.encode().startswith(self._key[:11])]:",
         ("tests/serve/test_refusals.py::test_a_key_is_asked_of_everything_but_probes",),
+    ),
+    Edit(
+        "thoughts that a prompt has closed may be opened again",
+        "argosy/serve/reasoning.py",
+        "if tail.endswith(CLOSE):",
+        "if tail.endswith(OPEN + CLOSE):",
+        ("tests/serve/test_reasoning.py::test_a_prompt_that_closes_its_thoughts_is_answered_without",),
+    ),
+    Edit(
+        "structured output binds the thoughts",
+        "argosy/serve/chat.py",
+        "if wanted is not None and start is not None:",
+        "if wanted is not None and start == 'inside':",
+        ("tests/serve/test_reasoning.py::test_a_request_is_bound_behind_its_thoughts",),
+    ),
+    Edit(
+        "a mark that two pieces share is lost",
+        "argosy/serve/reasoning.py",
+        "if self._held.endswith(CLOSE[:n])), default=0)",
+        "if n > 2 and self._held.endswith(CLOSE[:n])), default=0)",
+        ("tests/serve/test_reasoning.py::test_thoughts_are_split_off_however_the_text_is_cut",),
+    ),
+    Edit(
+        "a running response is dropped from the store",
+        "argosy/serve/store.py",
+        "if one.task is None), None)",
+        "if one is not None), None)",
+        ("tests/serve/test_responses.py::test_an_answer_is_not_lost_where_everything_stored_is_still_running",),
+    ),
+    Edit(
+        "the input tokens of a message count what the cache had",
+        "argosy/serve/message.py",
+        '"input_tokens": counts.prompt - counts.cached,',
+        '"input_tokens": counts.prompt,',
+        ("tests/serve/test_messages.py::test_a_message_counts_cached_tokens_apart",),
     ),
 ]
 

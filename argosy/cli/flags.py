@@ -33,6 +33,7 @@ SETTINGS = {
     "--ssl-certfile": "tls_certificate",
     "--ssl-keyfile": "tls_key",
     "--shutdown-timeout": "drain",
+    "--reasoning-parser": "reasoning_parser",
     "--max-logprobs": "limits.logprobs",
     "--max-num-queued-reqs": "limits.queue",
     "--max-num-queued-tokens": "limits.queue_tokens",

@@ -1,4 +1,4 @@
-"""From requests of the engine to one response: whole, or as a stream. The shapes of the API are given."""
+"""Runs the engine requests of one API request and builds the response, whole or streamed. A `Shape` writes it for one API."""
 
 import asyncio
 import time
@@ -15,47 +15,70 @@ from argosy.infer.engine import Request
 from argosy.infer.prompts import PromptScores
 from argosy.serve.admission import timed_out
 from argosy.serve.choice import Choice, Piece
-from argosy.serve.errors import Json, unavailable
+from argosy.serve.errors import ApiError, Json, unavailable
 from argosy.serve.fields import Generation
 from argosy.serve.front import Answers
+from argosy.serve.reading import Parts, Reader, Reading
 from argosy.serve.service import Service
 from argosy.serve.sse import EventStream, while_connected
 from argosy.serve.structured import Wanted
 
+Documents = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Token counts of a response so far.
+
+    prompt: each prompt once, whatever n is. made: generated tokens, with those that ended an answer, as in vLLM. cached: prompt tokens
+    found in the prefix cache. thinking: generated tokens up to the end of the thoughts.
+    """
+
+    prompt: int
+    made: int
+    cached: int
+    thinking: int
+
 
 class Shape(Protocol):
-    """What differs between completions and chats.
+    """How one API writes a response.
 
-    prefix, whole, part: the beginning of the id, and the name of a document: a whole one, and one of a stream. scores: of each prompt,
-    if asked; set before `opening` or `choice` is called.
+    prefix: of the response id. named: stream events carry a name, the `type` of their document. scores: log-probabilities of each
+    prompt if requested, set before any document is built.
     """
 
     prefix: str
-    whole: str
-    part: str
+    named: bool
     scores: Sequence[PromptScores]
 
-    def opening(self, place: int) -> dict[str, Any] | None:
-        """The choice that opens the stream of an answer, before its first token."""
+    def whole(self, job: "Job") -> dict[str, Any]:
+        """The whole response."""
         ...
 
-    def chunk(self, place: int, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """The choice of a stream for what a token added."""
+    def opening(self, job: "Job") -> Documents:
+        """Documents that open a stream, before the first token."""
         ...
 
-    def choice(self, place: int, choice: Choice) -> dict[str, Any]:
-        """The choice of a whole answer."""
+    def step(self, job: "Job", place: int, piece: Piece, parts: Parts) -> Documents:
+        """Stream documents for one new token."""
         ...
 
-    def about_prompt(self) -> dict[str, Any]:
-        """Further fields of a whole document."""
+    def closing(self, job: "Job") -> Documents:
+        """Documents that end a stream."""
+        ...
+
+    def failure(self, job: "Job", error: ApiError) -> dict[str, Any]:
+        """The last document of a stream that has failed."""
         ...
 
 
 @dataclass
 class Job:
-    """One request to the API. prompts: their ids, each answered `n` times; requests: the engine's, in that order, none if the answers
-    are the prompts alone. wanted: what the answers must match."""
+    """One API request.
+
+    prompts: token ids, each answered `n` times. requests: engine requests in that order, empty if only the prompts are scored.
+    wanted: what the answers must match. reading: how answers are split into thoughts, text and calls.
+    """
 
     service: Service
     fields: Generation
@@ -63,35 +86,38 @@ class Job:
     requests: Sequence[Request]
     shape: Shape
     wanted: Wanted | None = None
+    reading: Reading = field(default_factory=Reading)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.id = f"{self.shape.prefix}-{self.fields.request_id or uuid.uuid4().hex}"
+        self.id = f"{self.shape.prefix}{self.fields.request_id or uuid.uuid4().hex}"
         n = self.fields.n
         begun = self.wanted is not None
         self.choices = [self.service.choice(self.fields, ids, begun=begun) for ids in self.prompts for _ in range(n)]
+        self.readers = [Reader(self.reading) for _ in self.choices]
         if not self.requests:
             for choice in self.choices:
                 choice.finish = "length"
         self.scored = self.prompts if self.fields.scoring else ()
+        self._answers: Answers | None = None
 
     async def compile(self, threads: Executor) -> None:
         """Compiles the grammar of the answers.
 
         Raises:
-            ApiError: it is not supported, takes too long, or others are being compiled.
+            ApiError: it is unsupported, takes too long, or too many others are being compiled.
         """
         assert self.wanted is not None
         compiled = asyncio.get_running_loop().run_in_executor(threads, self.service.grammar, self.wanted)
         try:
-            # One waits for a thread as long as it may take there.
+            # A grammar may wait for a thread as long as one may compile.
             grammar = await asyncio.wait_for(compiled, 2 * self.service.limits.compile_seconds)
         except TimeoutError:
             raise unavailable("too many grammars are being compiled, try again later", "grammar_queue_full") from None
         self.requests = [replace(request, grammar=grammar) for request in self.requests]
 
     async def compile_prompts(self, threads: Executor) -> None:
-        """Compiles what the log-probabilities of the prompts need; running answers go on meanwhile.
+        """Compiles the programs that score the prompts, while other answers keep running.
 
         Raises:
             ApiError: it takes too long.
@@ -105,62 +131,124 @@ class Job:
                 raise timed_out(limit) from None
 
     async def respond(self, http: HttpRequest) -> Response:
-        """The response. It ends with its client, and the engine forgets what is left of it."""
+        """The HTTP response. A client that disconnects cancels its engine requests."""
         if not self.fields.stream:
             return Json(await while_connected(http.receive, self.answered()))
         documents = self.streamed()
-        # Errors until here have a status of their own.
+        # Errors before the first document still get their own HTTP status.
         first = await while_connected(http.receive, anext(documents))
-        return EventStream(first, documents, self.service.limits.seconds)
+        seconds = self.service.limits.seconds
+        return EventStream(first, documents, seconds, self.shape.named, lambda error: self.shape.failure(self, error))
 
     async def answered(self) -> dict[str, Any]:
-        """The whole answer."""
+        """The response as one document."""
         async with self.service.front.open(self.requests, self.scored) as answers:
+            self._answers = answers
             async for place, event in answers:
                 self._take(answers, place, event)
             if self.scored:
                 self.shape.scores = await answers.scored()
-        choices = [self.shape.choice(place, choice) for place, choice in enumerate(self.choices)]
-        more = self.shape.about_prompt() | {"usage": self.usage(answers)}
-        return self._document(self.shape.whole, choices) | more
+        return self.shape.whole(self)
 
     async def streamed(self) -> AsyncGenerator[dict[str, Any]]:
         """The documents of the stream."""
-        options, part = self.fields.stream_options, self.shape.part
         async with self.service.front.open(self.requests, self.scored) as answers:
+            self._answers = answers
             if self.scored:
                 self.shape.scores = await answers.scored()
-            for place in range(len(self.choices)):
-                if opening := self.shape.opening(place):
-                    yield self._document(part, [opening])
-            async for place, event in answers:
-                piece = self._take(answers, place, event)
-                if not (piece.text or piece.finish or self.fields.top is not None or self.fields.return_token_ids):
-                    continue
-                document = self._document(part, [self.shape.chunk(place, self.choices[place], piece)])
-                if options and options.continuous_usage_stats:
-                    document["usage"] = self.usage(answers)
+            for document in self.shape.opening(self):
                 yield document
-        if options and options.include_usage:
-            yield self._document(part, []) | {"usage": self.usage(answers)}
+            async for place, event in answers:
+                piece, parts = self._take(answers, place, event)
+                for document in self.shape.step(self, place, piece, parts):
+                    yield document
+        for document in self.shape.closing(self):
+            yield document
 
-    def _take(self, answers: Answers, place: int, event: Any) -> Piece:
+    def _take(self, answers: Answers, place: int, event: Any) -> tuple[Piece, Parts]:
         piece = self.choices[place].take(event)
         if piece.finish is not None and event.reason is None:
             answers.end(place, piece.finish)
-        return piece
+        return piece, self.readers[place].push(piece)
 
-    def _document(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name, "choices": choices}
+    def counts(self) -> Counts:
+        reused = () if self._answers is None else map(self._answers.reused, range(0, len(self.requests), self.fields.n))
+        return Counts(
+            prompt=sum(map(len, self.prompts)),
+            made=sum(len(choice.tokens) for choice in self.choices),
+            cached=sum(reused),
+            thinking=sum(reader.thinking for reader in self.readers),
+        )
 
-    def usage(self, answers: Answers) -> dict[str, Any]:
-        """Token counts so far. A prompt counts once, whatever n is; tokens that ended an answer count, as in vLLM."""
-        prompt = sum(map(len, self.prompts))
-        made = sum(len(choice.tokens) for choice in self.choices)
-        cached = sum(answers.reused(place) for place in range(0, len(self.requests), self.fields.n))
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": made,
-            "total_tokens": prompt + made,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+
+class Choices:
+    """What completions and chats share: documents with a list of choices.
+
+    prefix: of the response id. kind, part: the `object` of a whole document and of a stream chunk.
+    """
+
+    prefix: str
+    kind: str
+    part: str
+    named = False
+
+    def __init__(self, fields: Generation):
+        self.options, self.asks = fields.stream_options, fields.top is not None or fields.return_token_ids
+        self.scores: Sequence[PromptScores] = ()
+
+    def opened(self, place: int) -> dict[str, Any] | None:
+        """The choice that opens the stream of an answer, before its first token; None for none."""
+        raise NotImplementedError
+
+    def chunk(self, place: int, choice: Choice, piece: Piece, parts: Parts) -> dict[str, Any]:
+        """The choice of a stream chunk for one new token."""
+        raise NotImplementedError
+
+    def choice(self, place: int, choice: Choice, reader: Reader) -> dict[str, Any]:
+        """The choice of a whole answer."""
+        raise NotImplementedError
+
+    def about_prompt(self) -> dict[str, Any]:
+        """Further fields of a whole document."""
+        return {}
+
+    def whole(self, job: Job) -> dict[str, Any]:
+        choices = [self.choice(place, *both) for place, both in enumerate(zip(job.choices, job.readers, strict=True))]
+        return _document(job, self.kind, choices) | self.about_prompt() | {"usage": _usage(job)}
+
+    def opening(self, job: Job) -> Documents:
+        opened = (self.opened(place) for place in range(len(job.choices)))
+        return [_document(job, self.part, [one]) for one in opened if one]
+
+    def step(self, job: Job, place: int, piece: Piece, parts: Parts) -> Documents:
+        if not (parts.text or parts.thought or piece.finish or self.asks):
+            return []
+        document = _document(job, self.part, [self.chunk(place, job.choices[place], piece, parts)])
+        if self.options and self.options.continuous_usage_stats:
+            document["usage"] = _usage(job)
+        return [document]
+
+    def closing(self, job: Job) -> Documents:
+        if not (self.options and self.options.include_usage):
+            return []
+        return [_document(job, self.part, []) | {"usage": _usage(job)}]
+
+    def failure(self, job: Job, error: ApiError) -> dict[str, Any]:
+        return error.body()
+
+
+def _document(job: Job, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": job.id, "object": kind, "created": job.created, "model": job.service.name, "choices": choices}
+
+
+def _usage(job: Job) -> dict[str, Any]:
+    counts = job.counts()
+    found: dict[str, Any] = {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.made,
+        "total_tokens": counts.prompt + counts.made,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
+    }
+    if job.reading.start is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": counts.thinking}
+    return found

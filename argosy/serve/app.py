@@ -1,4 +1,4 @@
-"""The routes of the API. Each reads a body, does slow work off the event loop, and answers in JSON."""
+"""The routes of the API. Each reads a JSON body, does slow work off the event loop, and responds in JSON."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from argosy.infer.grammar import COMPILING
-from argosy.serve import chat, completions, embeddings, playground
+from argosy.serve import chat, completions, embeddings, messages, playground, responses
 from argosy.serve.admission import died, shutting_down
 from argosy.serve.answer import Job
 from argosy.serve.body import read_json
@@ -29,6 +29,7 @@ from argosy.serve.guard import Guard
 from argosy.serve.metrics import CONTENT_TYPE
 from argosy.serve.service import Served, Service
 from argosy.serve.sse import while_connected
+from argosy.serve.store import Store
 
 
 class App:
@@ -45,7 +46,7 @@ class App:
         self.service = service
         # One thread: tokenizers are not known to be safe in several. Rendering a template may take seconds.
         self._slow = ThreadPoolExecutor(1, "prepare")
-        # Apart, so that a schema that takes seconds to compile delays no request without one.
+        # Separate, so that a schema that takes seconds to compile delays no request without one.
         self._compiling = ThreadPoolExecutor(2 * COMPILING, "compile")
         # One, because XLA compiles with several threads of its own.
         self._compiling_prompts = ThreadPoolExecutor(1, "compile prompts")
@@ -74,13 +75,17 @@ class App:
     # ---------------------------------------------------------------- answers
 
     def _answering(self) -> list[Route]:
-        """The routes of both kinds of models; those of the other kind say why they answer nothing."""
+        """Routes that run the model. Those of the other kind of model respond with 404 and the reason."""
         encodes = isinstance(self.service, EncoderService)
         routes = []
         for path, prepare in GENERATING.items():
             routes.append(Route(path, self._other_kind if encodes else self._generating(prepare), methods=["POST"]))
         for path, prepare in ENCODING.items():
             routes.append(Route(path, self._encoding(prepare) if encodes else self._other_kind, methods=["POST"]))
+        if not encodes:
+            routes.append(Route("/v1/messages/count_tokens", self._computing(messages.count_tokens), methods=["POST"]))
+            routes.append(Route("/v1/responses/{name}", self.response, methods=["GET", "DELETE"]))
+            routes.append(Route("/v1/responses/{name}/cancel", self.cancel, methods=["POST"]))
         return routes
 
     async def _other_kind(self, request: Request) -> Response:
@@ -88,7 +93,7 @@ class App:
         if isinstance(self.service, EncoderService):
             what = f"{name} is an encoder and generates no text; it answers /v1/embeddings, /score and /rerank"
         else:
-            what = f"{name} generates text and is not an encoder; it answers /v1/completions and /v1/chat/completions"
+            what = f"{name} generates text and is not an encoder; it answers {', '.join(GENERATING)}"
         raise ApiError(what, status=404, code="wrong_kind_of_model")
 
     def _encoding(self, prepare: Callable[[EncoderService, Any], embeddings.Job]) -> Any:
@@ -119,6 +124,25 @@ class App:
     async def _prepared(self, request: Request, work: Callable[[Any, Any], Any]) -> Any:
         body = await read_json(request, self.service.limits)
         return await asyncio.get_running_loop().run_in_executor(self._slow, work, self.service, body)
+
+    # ---------------------------------------------------------------- stored responses
+
+    async def response(self, request: Request) -> Response:
+        store, name = self._store(), request.path_params["name"]
+        if request.method == "DELETE":
+            return Json(await responses.deleted(store, name))
+        if wrong := sorted(request.query_params):
+            raise ApiError(f"`{wrong[0][:64]}` is not supported", param=wrong[0][:64], code="unsupported_parameter")
+        return Json(store.get(name).document)
+
+    async def cancel(self, request: Request) -> Response:
+        return Json(await responses.cancelled(self._store(), request.path_params["name"]))
+
+    def _store(self) -> Store:
+        service = self.service
+        if not isinstance(service, Service) or service.store is None:
+            raise responses.no_store()
+        return service.store
 
     # ---------------------------------------------------------------- the server itself
 
@@ -163,8 +187,13 @@ class App:
         return Response(self.service.front.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
-# What each route does with a body.
-GENERATING = {"/v1/completions": completions.prepare, "/v1/chat/completions": chat.prepare}
+# Route -> what turns a body into a job.
+GENERATING = {
+    "/v1/completions": completions.prepare,
+    "/v1/chat/completions": chat.prepare,
+    "/v1/responses": responses.prepare,
+    "/v1/messages": messages.prepare,
+}
 ENCODING = {
     "/v1/embeddings": embeddings.prepare,
     **dict.fromkeys(("/score", "/v1/score"), embeddings.prepare_score),
@@ -202,13 +231,14 @@ def detokenize(service: Served[Any], body: Any) -> dict[str, Any]:
 
 async def refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} is not for" if error.status_code == 405 else "there is nothing at"
-    return ApiError(f"{what} this address", status=error.status_code, headers=dict(error.headers or {})).response()
+    refusal = ApiError(f"{what} this address", status=error.status_code, headers=dict(error.headers or {}))
+    return refusal.response(request.url.path)
 
 
 async def gone(request: Request, error: Exception) -> Response:
@@ -220,4 +250,4 @@ async def broken(request: Request, error: Exception) -> Response:
     """An unexpected exception: its traceback goes to stderr, and none of it to the client."""
     with suppress(OSError):
         traceback.print_exception(error, file=sys.stderr)
-    return ApiError("internal error", status=500).response()
+    return ApiError("internal error", status=500).response(request.url.path)

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from argosy.serve.batch_files import Output, Row, refused, rows
-from argosy.serve.client import Failed, Transport
+from argosy.serve.client import Failed, Inside, Transport
 from argosy.serve.client_settings import BatchSettings
 
-# Routes whose requests take a seed.
+# Routes whose requests take a seed, at any server and at ours.
 SEEDED = ("/v1/completions", "/v1/chat/completions")
+SEEDED_HERE = (*SEEDED, "/v1/responses", "/v1/messages")
 # Statuses of a server that has no time. They are never an answer: the request is sent again, or the run stops and can be resumed.
 NO_TIME = (429, 503)
 # Times a request is sent to a server over a network, and the longest wait between them.
@@ -57,7 +58,7 @@ async def _answer_all(source: Path, out: Output, server: Transport, settings: Ba
 
     async def one(row: Row) -> None:
         try:
-            out.write(await _answered(row, server, seed_of(row, settings), tries))
+            out.write(await _answered(row, server, seed_of(row, server, settings), tries))
         finally:
             gate.release()
 
@@ -75,9 +76,9 @@ async def _answer_all(source: Path, out: Output, server: Transport, settings: Ba
         raise errors.exceptions[0] from None
 
 
-def seed_of(row: Row, settings: BatchSettings) -> dict[str, int]:
-    """The seed of a row that has none."""
-    if row.url not in SEEDED or row.body.get("seed") is not None:
+def seed_of(row: Row, server: Transport, settings: BatchSettings) -> dict[str, int]:
+    """The `seed` to add to a row: none if it has one, or if the API that it is sent to has no such field."""
+    if row.url not in (SEEDED_HERE if isinstance(server, Inside) else SEEDED) or row.body.get("seed") is not None:
         return {}
     return {"seed": settings.seed * 2**32 + row.line}
 

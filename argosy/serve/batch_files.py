@@ -250,8 +250,9 @@ class Output:
             self.first_error = self.first_error or _message(document)
         usage = body.get("usage") if isinstance(body, dict) else None
         if isinstance(usage, dict):
-            self.prompt_tokens += usage.get("prompt_tokens") or 0
-            self.tokens += usage.get("completion_tokens") or 0
+            # The second names are those of /v1/responses and /v1/messages.
+            self.prompt_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+            self.tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
 
 
 def _different(before: Any, now: Any, name: str = "") -> Iterator[str]:

@@ -3,16 +3,18 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.data.chat import choose_template
-from argosy.infer.prompts import PromptScores
-from argosy.serve.answer import Job
-from argosy.serve.calls import Calls, grammar_of, notation_of
+from argosy.infer.engine import Request
+from argosy.serve.answer import Choices, Job, Shape
+from argosy.serve.calls import grammar_of, notation_of
 from argosy.serve.choice import Choice, Names, Piece, Scored
 from argosy.serve.errors import ApiError
 from argosy.serve.fields import Chat
+from argosy.serve.reading import Parts, Reader, Reading
+from argosy.serve.reasoning import after_thoughts, start_of, thinks, with_reasoning
 from argosy.serve.service import Service
 from argosy.serve.settings import Limits
 from argosy.serve.structured import Wanted, check_size, refused, wanted_by
@@ -22,31 +24,70 @@ NAME = re.compile("[A-Za-z0-9_-]{1,64}")
 OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning", "reasoning_content"}
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A validated chat request. prompt: token ids of the rendered conversation. wanted: what the answers must match. reading: how
+    answers are split into thoughts, text and calls."""
+
+    fields: Chat
+    prompt: list[int]
+    requests: Sequence[Request]
+    wanted: Wanted | None
+    reading: Reading
+
+    def job(self, service: Service, shape: Shape) -> Job:
+        return Job(service, self.fields, [self.prompt], self.requests, shape, self.wanted, self.reading)
+
+
 def prepare(service: Service, body: Any) -> Job:
-    """The work that a body of /v1/chat/completions asks for.
+    """Validates a body of /v1/chat/completions and turns it into a job.
 
     Raises:
-        ApiError: it asks for what cannot be done.
+        ApiError: a field is invalid or unsupported.
     """
-    fields = Chat.of(body)
+    found = asked(service, Chat.of(body))
+    return found.job(service, Completion(service, found.fields, found.prompt, found.reading.notation is not None))
+
+
+def asked(service: Service, fields: Chat) -> Asked:
+    """Validates a chat request and renders its prompt, whichever API it came through.
+
+    Raises:
+        ApiError: a field is invalid or unsupported.
+    """
     service.check(fields)
     wanted, tools = wanted_by(fields, service.limits), offered(fields)
-    prompt = service.chat_prompt(plain(fields.messages), tools, fields)
+    messages = plain(fields.messages)
+    prompt = service.chat_prompt(messages, tools, fields)
     most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
     requests = service.requests(fields, [prompt], most)
-    templates = service.lm.tokenizer.chat_templates
-    template = fields.chat_template or choose_template(templates, tools=bool(tools))
+    template = service.template(tools, fields.chat_template)
     notation = notation_of(template) if tools else None
+    start = None
+    if thinks(service.reasoning, template):
+        continued = messages[-1]["content"] if fields.continue_final_message else None
+        start = start_of(service.reasoning, service.lm.tokenizer, prompt, continued)
     if tools:
         wanted = calls_wanted(fields, tools, notation, wanted, service.limits)
-    return Job(service, fields, [prompt], requests, Shape(service, fields, prompt, notation), wanted)
+    if wanted is not None and start is not None:
+        wanted = replace(wanted, structure=after_thoughts(wanted.structure, start))
+    return Asked(fields, prompt, requests, wanted, Reading(notation, start, fields.include_reasoning))
+
+
+def prompt_of(service: Service, fields: Chat) -> list[int]:
+    """Token ids of a rendered conversation.
+
+    Raises:
+        ApiError: the template refuses it, or a tool is invalid.
+    """
+    return service.chat_prompt(plain(fields.messages), offered(fields), fields)
 
 
 def offered(fields: Chat) -> list[dict[str, Any]] | None:
-    """The tools that the template is given.
+    """The tools to render into the prompt.
 
     Raises:
-        ApiError: a tool is no function, or one is demanded that is not among them.
+        ApiError: a tool is not a function, or `tool_choice` requires one that is not in the list.
     """
     for i, tool in enumerate(fields.tools or []):
         function = tool.get("function")
@@ -55,33 +96,33 @@ def offered(fields: Chat) -> list[dict[str, Any]] | None:
             or not isinstance(function, dict)
             or not isinstance(function.get("name"), str)
         ):
-            raise ApiError("a tool is a function with a name", param=f"tools.{i}")
+            raise ApiError("a tool must be a function with a name", param=f"tools.{i}")
     names = [tool["function"]["name"] for tool in fields.tools or []]
     if demanded(fields) and not names:
-        raise ApiError("`tool_choice` demands a call, and there are no `tools`", param="tool_choice")
+        raise ApiError("`tool_choice` requires a call, and there are no `tools`", param="tool_choice")
     name = named(fields)
     if name is not None and name not in names:
-        raise ApiError(f"`tool_choice` names `{name[:64]}`, which is none of the `tools`", param="tool_choice")
+        raise ApiError(f"`tool_choice` names `{name[:64]}`, which is not in `tools`", param="tool_choice")
     return None if fields.tool_choice == "none" else fields.tools or None
 
 
 def demanded(fields: Chat) -> bool:
-    """Whether the answer must be a call."""
+    """Whether the answer must call a tool."""
     return fields.tool_choice not in (None, "none", "auto")
 
 
 def named(fields: Chat) -> str | None:
-    """The function that the answer must call; None: any, or none.
+    """Name of the function that the answer must call; None if it may choose.
 
     Raises:
-        ApiError: another way to choose.
+        ApiError: another form of `tool_choice`.
     """
     if fields.tool_choice in (None, "none", "auto", "required"):
         return None
     choice = fields.tool_choice
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     if not isinstance(function, dict) or set(function) != {"name"} or not isinstance(function["name"], str):
-        what = '`tool_choice` is none, auto, required or {"type": "function", "function": {"name": ...}}'
+        what = '`tool_choice` must be none, auto, required or {"type": "function", "function": {"name": ...}}'
         raise ApiError(what, param="tool_choice", code="unsupported_parameter")
     return function["name"]
 
@@ -89,14 +130,14 @@ def named(fields: Chat) -> str | None:
 def calls_wanted(
     fields: Chat, tools: Sequence[dict[str, Any]], notation: str | None, answer: Wanted | None, limits: Limits
 ) -> Wanted | None:
-    """What the answer must match so that it calls what `tool_choice` demands, with arguments as strict tools demand, and no more than
-    one tool without `parallel_tool_calls`; None: any text.
+    """The grammar that enforces `tool_choice`, the argument schemas of strict tools, and at most one call without
+    `parallel_tool_calls`; None if nothing needs enforcing.
 
     Args:
-        answer: what it matches if it is no call.
+        answer: what an answer without calls must match.
 
     Raises:
-        ApiError: the notation of the model's template is not known, or the parameters of a tool are no schema.
+        ApiError: the template's call notation is unknown, or a tool's parameters are not a schema.
     """
     must, many = demanded(fields), fields.parallel_tool_calls
     strict = any(tool["function"].get("strict") is True for tool in tools)
@@ -108,15 +149,15 @@ def calls_wanted(
         what = f"`{param}` needs a chat template with calls in the notation of Hermes or Llama 3"
         raise ApiError(what, param=param, code="unsupported_parameter")
     if answer is not None and not must and (answer.structure.kind == "grammar" or notation == "llama3"):
-        # There a call begins as any JSON does.
+        # In Llama 3 notation a call starts like any other JSON.
         what = f"`{answer.param}` with tools that may be called is not supported for this model, send `tool_choice: none`"
         raise ApiError(what, param=answer.param, code="unsupported_parameter")
     check_size(tools, "tools", limits)
     callable_ = [tool for tool in tools if named(fields) in (None, tool["function"]["name"])]
     for i, tool in enumerate(callable_):
         if not NAME.fullmatch(tool["function"]["name"]):
-            raise ApiError("the name of a function has 1 to 64 letters, digits, `_` and `-`", param=f"tools.{i}")
-    # Where calls are free, only strict tools bind their arguments.
+            raise ApiError("a function name has 1 to 64 letters, digits, `_` and `-`", param=f"tools.{i}")
+    # With optional calls, only strict tools constrain their arguments.
     bound = [tool if must or tool["function"].get("strict") is True else _free(tool) for tool in callable_]
     many = many and named(fields) is None
     try:
@@ -131,11 +172,11 @@ def _free(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates read them: parts of text joined, arguments of tool calls as objects.
+    """Messages as templates read them: text parts joined, arguments of tool calls as objects.
 
     Raises:
-        ApiError: a message without a role, with a field or a part that is not known; images and other media are refused, and no
-            address in them is ever opened.
+        ApiError: a message without a role, or with an unknown field or part. Images and other media are refused, and their URLs are
+            never opened.
     """
     return [_plain(message, f"messages.{i}") for i, message in enumerate(messages)]
 
@@ -146,7 +187,7 @@ def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None}
     if unknown := sorted(set(message) - OF_A_MESSAGE):
         raise ApiError(f"unknown field `{unknown[0][:64]}` of a message", param=f"{where}.{unknown[0][:64]}")
-    found = message | {"content": _text(message.get("content"), f"{where}.content")}
+    found = with_reasoning(message) | {"content": _text(message.get("content"), f"{where}.content")}
     if "tool_calls" in message:
         found["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
     return found
@@ -156,7 +197,7 @@ def _text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise ApiError(f"`{where}` is a text or a list of parts", param=where)
+        raise ApiError(f"`{where}` must be a text or a list of parts", param=where)
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -168,14 +209,14 @@ def _text(content: Any, where: str) -> str:
 
 
 def _calls(calls: Any, where: str) -> list[Any]:
-    """Tool calls with their arguments as objects: clients send them as JSON in a string."""
+    """Tool calls with their arguments as objects; clients send them as a JSON string."""
     if not isinstance(calls, list):
-        raise ApiError(f"`{where}` is a list", param=where)
+        raise ApiError(f"`{where}` must be a list", param=where)
     found = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            raise ApiError(f"`{where}.{i}` is no call of a function", param=f"{where}.{i}")
+            raise ApiError(f"`{where}.{i}` is not a function call", param=f"{where}.{i}")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -186,30 +227,29 @@ def _calls(calls: Any, where: str) -> list[Any]:
     return found
 
 
-class Shape:
-    """Answers in the shape of /v1/chat/completions.
+class Completion(Choices):
+    """Responses of /v1/chat/completions.
 
     Args:
-        notation: of the calls of tools in the answers; None: there are none.
+        calls: answers may contain tool calls.
     """
 
-    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, kind, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, fields: Chat, prompt: list[int], notation: str | None):
-        self.fields, self.prompt, self.notation = fields, prompt, notation
-        self.scores: Sequence[PromptScores] = ()
-        self._calls: dict[int, Calls] = {}
+    def __init__(self, service: Service, fields: Chat, prompt: list[int], calls: bool):
+        super().__init__(fields)
+        self.fields, self.prompt, self.calls = fields, prompt, calls
         self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
 
-    def opening(self, place: int) -> dict[str, Any] | None:
+    def opened(self, place: int) -> dict[str, Any] | None:
         return {"index": place, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def chunk(self, place: int, choice: Choice, piece: Piece) -> dict[str, Any]:
-        text, calls = self._parsed(place, piece.text, piece.finish is not None)
-        delta: dict[str, Any] = {"content": text} if text or (piece.finish is None and not self.notation) else {}
-        if calls:
-            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
-        finish = _finish(piece.finish, calls)
+    def chunk(self, place: int, choice: Choice, piece: Piece, parts: Parts) -> dict[str, Any]:
+        says = parts.text or not (parts.thought or piece.finish or self.calls)
+        delta: dict[str, Any] = _thought(parts.thought) | ({"content": parts.text} if says else {})
+        if parts.calls:
+            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(parts.calls)]
+        finish = _finish(piece.finish, parts.calls)
         found = {"index": place, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
         if finish is not None:
             found["stop_reason"] = choice.stop_reason
@@ -217,14 +257,14 @@ class Shape:
             found["token_ids"] = [one.token for one in piece.tokens]
         return found
 
-    def choice(self, place: int, choice: Choice) -> dict[str, Any]:
-        text, calls = self._parsed(place, choice.text, True)
-        message = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+    def choice(self, place: int, choice: Choice, reader: Reader) -> dict[str, Any]:
+        text = reader.text or None if reader.calls or reader.thinking else reader.text
+        message = {"role": "assistant", "content": text, "refusal": None} | _thought(reader.thought)
         found = {
             "index": place,
-            "message": message | {"tool_calls": calls} if calls else message,
+            "message": message | {"tool_calls": reader.calls} if reader.calls else message,
             "logprobs": self._scores(choice.tokens),
-            "finish_reason": _finish(choice.finish, calls),
+            "finish_reason": _finish(choice.finish, reader.calls),
             "stop_reason": choice.stop_reason,
         }
         if self.fields.return_token_ids:
@@ -235,15 +275,6 @@ class Shape:
         if self.fields.prompt_logprobs is None:
             return {}
         return {"prompt_logprobs": self.names.prompt_logprobs(self.prompt, self.scores[0], self.fields.prompt_logprobs)}
-
-    def _parsed(self, place: int, text: str, ends: bool) -> tuple[str, list[dict[str, Any]]]:
-        """The text of a piece without calls, and the calls, which come when the answer ends."""
-        if self.notation is None:
-            return text, []
-        calls = self._calls.setdefault(place, Calls(self.notation))
-        text = calls.push(text)
-        rest, found = calls.end() if ends else ("", [])
-        return text + rest, found
 
     def _scores(self, tokens: Sequence[Scored]) -> dict[str, Any] | None:
         if not self.fields.logprobs:
@@ -260,3 +291,8 @@ class Shape:
 
 def _finish(reason: str | None, calls: Sequence[Any]) -> str | None:
     return "tool_calls" if reason == "stop" and calls else reason
+
+
+def _thought(text: str) -> dict[str, Any]:
+    """A thought under both names that clients read: `reasoning` (vLLM), `reasoning_content` (DeepSeek, llama.cpp, older vLLM)."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}

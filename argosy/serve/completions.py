@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from argosy.infer.prompts import PromptScores
-from argosy.serve.answer import Job
+from argosy.serve.answer import Choices, Job
 from argosy.serve.choice import Choice, Names, Piece, Scored, scored_prompt
 from argosy.serve.errors import ApiError
 from argosy.serve.fields import Completions
+from argosy.serve.reading import Parts, Reader
 from argosy.serve.service import Service
 from argosy.serve.structured import wanted_by
 
@@ -17,10 +17,10 @@ MAX_TOKENS = 16
 
 
 def prepare(service: Service, body: Any) -> Job:
-    """The work that a body of /v1/completions asks for.
+    """Validates a body of /v1/completions and turns it into a job.
 
     Raises:
-        ApiError: it asks for what cannot be done.
+        ApiError: a field is invalid or unsupported.
     """
     fields = Completions.of(body)
     service.check(fields)
@@ -81,23 +81,23 @@ def echoed(service: Service, prompt: str | list[int], ids: list[int], fields: Co
     return Echo(text, offsets)
 
 
-class Shape:
-    """Answers in the shape of /v1/completions.
+class Shape(Choices):
+    """Responses of /v1/completions.
 
     Args:
-        echoes: in front of each prompt's answers, None for none.
+        echoes: the text of each prompt, to put before its answers; None for none.
     """
 
-    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+    prefix, kind, part = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, service: Service, fields: Completions, echoes: list[Echo] | None, prompts: Sequence[list[int]]):
+        super().__init__(fields)
         self.fields, self.echoes, self.prompts = fields, echoes, prompts
-        self.scores: Sequence[PromptScores] = ()
         self.names = Names(service.lm.tokenizer, fields.return_tokens_as_token_ids)
-        # Characters and tokens of each answer that were sent already.
+        # Characters of each answer sent so far.
         self._sent: dict[int, int] = {}
 
-    def opening(self, place: int) -> dict[str, Any] | None:
+    def opened(self, place: int) -> dict[str, Any] | None:
         if self.echoes is None:
             return None
         # An answer of no tokens ends where it opens.
@@ -105,10 +105,7 @@ class Shape:
         text, scores = self._echo(place), self._with_prompt(place, None)
         return self._choice(place, text, scores, finish, None) if text or scores or finish else None
 
-    def about_prompt(self) -> dict[str, Any]:
-        return {}
-
-    def chunk(self, place: int, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def chunk(self, place: int, choice: Choice, piece: Piece, parts: Parts) -> dict[str, Any]:
         start = self._sent.get(place, len(self._echo(place)))
         self._sent[place] = start + len(piece.text)
         found = self._choice(place, piece.text, self._scores(piece.tokens, [piece.text], start), piece.finish, choice.stop_reason)
@@ -116,7 +113,7 @@ class Shape:
             found["token_ids"] = [one.token for one in piece.tokens]
         return found
 
-    def choice(self, place: int, choice: Choice) -> dict[str, Any]:
+    def choice(self, place: int, choice: Choice, reader: Reader) -> dict[str, Any]:
         echo = self._echo(place)
         scores = self._with_prompt(place, self._scores(choice.tokens, choice.pieces, len(echo)))
         found = self._choice(place, echo + choice.text, scores, choice.finish, choice.stop_reason)

@@ -1,11 +1,14 @@
-"""Errors of the API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+"""Errors of the API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; those of /v1/messages in Anthropic's:
+{"type": "error", "error": {"type", "message"}}.
 
-A message says what is wrong with the request. It never holds a path of this machine, nor anything of an unexpected exception:
-that goes to stderr.
+A message says what is wrong with the request. It never contains a path of this machine or the text of an unexpected exception,
+which goes to stderr.
 """
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -16,9 +19,9 @@ from argosy.core.errors import ArgosyError
 
 
 class ApiError(Exception):
-    """A request that is refused, or that failed.
+    """A refused or failed request.
 
-    status: of HTTP. param: the field of the request that is wrong. code: a word for programs. headers: of the response.
+    status: HTTP status. param: the field at fault. code: a machine-readable reason. headers: extra response headers.
     """
 
     def __init__(
@@ -42,8 +45,44 @@ class ApiError(Exception):
         names = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         return names.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
-    def response(self) -> Response:
-        return Json(self.body(), self.status, self.headers)
+    def anthropic(self) -> dict[str, Any]:
+        """The body in Anthropic's shape. It has no `param`; the message names the field."""
+        kind = ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> Response:
+        """The response, in the shape of the API that owns the path."""
+        body = self.anthropic() if path.startswith("/v1/messages") else self.body()
+        return Json(body, self.status, self.headers)
+
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """The same error in the field names of another API.
+
+        Args:
+            names: our chat field -> the field of the request that was translated into it.
+        """
+        name, dot, rest = (self.param or "").partition(".")
+        if name not in names:
+            return self
+        message = re.sub(rf"`{re.escape(name)}(?=[`.])", f"`{names[name]}", self.message)
+        return ApiError(
+            message, status=self.status, param=names[name] + dot + rest, code=self.code, headers=self.headers
+        )
+
+
+ANTHROPIC = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors raised inside are renamed by `ApiError.renamed`."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from None
 
 
 class Json(Response):
@@ -61,17 +100,17 @@ def json_bytes(content: Any) -> bytes:
 
 
 def unavailable(message: str, code: str, retry: int = 1) -> ApiError:
-    """A refusal that is not the client's fault; it may come back after `retry` seconds."""
+    """A refusal that is not the client's fault; it may retry after `retry` seconds."""
     return ApiError(message, status=503, code=code, headers={"retry-after": str(retry)})
 
 
 def of_input(error: ArgosyError, param: str | None = None) -> ApiError:
-    """The error for a value that a lower room refuses. Its place is left out: it may be a path."""
+    """An ArgosyError as an API error, without its location, which may be a path."""
     return ApiError(f"{error.what} ({error.hint})" if error.hint else error.what, param=param)
 
 
 def of_validation(error: ValidationError, known: Iterable[str]) -> ApiError:
-    """The error for the first wrong field of a request."""
+    """The error for the first invalid field of a request."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = first["loc"]
     name = str(place[0]) if place else None
@@ -87,5 +126,5 @@ def of_validation(error: ValidationError, known: Iterable[str]) -> ApiError:
 
 
 def shortened(name: str | None) -> str | None:
-    """A client's own word, short enough to be repeated to it."""
+    """A client's own text, cut to a length that is safe to echo."""
     return name if name is None or len(name) <= 64 else f"{name[:61]}..."

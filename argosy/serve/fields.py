@@ -1,20 +1,21 @@
 """The fields of requests: OpenAI's, and those that vLLM adds.
 
-A field is used, or it is refused by name: an answer that ignored one would be wrong without a word. Three kinds are accepted
-without effect: `IGNORED`, which OpenAI documents as having none on the answer, and null, and the `NEUTRAL` value of a field that
-is not supported (`best_of=1`), because clients send it with everything.
+A field is honored or refused by name, never silently ignored. Three kinds are accepted without effect: `IGNORED`, which OpenAI
+documents as having none on the answer; null; and the `NEUTRAL` value of an unsupported field (`best_of=1`), because clients send it
+with every request.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from argosy.serve.errors import ApiError, of_validation
+from argosy.serve.reasoning import Effort
 
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
 
-# Fields of OpenAI's API and of vLLM's that are not supported, with the values that ask for nothing.
+# Unsupported fields of OpenAI's API and of vLLM's, with the values that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -31,7 +32,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "priority": (0,),
     "prompt_embeds": (),
-    "reasoning_effort": ("none",),
     "repetition_detection": (),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
@@ -43,13 +43,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Names that `chat_template_kwargs` cannot set: of fields of their own, and of the parameters of `LM.chat_prompt` and `chat.render`.
+# Names that `chat_template_kwargs` cannot set: they are fields themselves, or parameters of `LM.chat_prompt` and `chat.render`.
 OF_RENDERING = {
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template",
     "tokenize", "template", "special", "now", "self",
 }  # fmt: skip
 
-# What to write in the place of a field that is not supported.
+# What to write instead of an unsupported field.
 INSTEAD = {f"guided_{name}": f'"structured_outputs": {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")}
 
 
@@ -57,17 +57,26 @@ def _several(value: Any) -> Any:
     return [] if value is None else [value] if isinstance(value, str) else value
 
 
+Stops = Annotated[list[str], BeforeValidator(_several)]
+
+
 class Fields(BaseModel):
-    """A body whose fields are all known and have their type: "1" is no number, 1 no switch."""
+    """A body that is checked strictly: no unknown fields, and no conversions ("1" is not a number, 1 is not a boolean).
+
+    ignored, neutral: see `IGNORED` and `NEUTRAL`.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    ignored: ClassVar[Collection[str]] = IGNORED
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
 
     @classmethod
     def of(cls, body: Any) -> Self:
         """Reads a body.
 
         Raises:
-            ApiError: a field that is unknown, not supported, or wrong.
+            ApiError: a field is unknown, unsupported or invalid.
         """
         if not isinstance(body, dict):
             raise ApiError("the body is not a JSON object")
@@ -78,14 +87,14 @@ class Fields(BaseModel):
 
     @classmethod
     def _supported(cls, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The body without fields that ask for nothing."""
+        """The body without fields that change nothing."""
         left = {}
         for name, value in body.items():
             known = name in cls.model_fields
-            if (value is None and (known or name in NEUTRAL)) or name in IGNORED:
+            if (value is None and (known or name in cls.neutral)) or (name in cls.ignored and not known):
                 continue
-            if not known and name in NEUTRAL:
-                if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]):
+            if not known and name in cls.neutral:
+                if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in cls.neutral[name]):
                     continue
                 instead = f", write {INSTEAD[name]}" if name in INSTEAD else ""
                 raise ApiError(f"`{name}` is not supported{instead}", param=name, code="unsupported_parameter")
@@ -100,32 +109,22 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class Generation(Fields):
-    """The fields that completions and chats share. None: the default of the model, or of the server.
+class Sampled(Fields):
+    """Fields of every route that generates text. None: the default of the model, or of the server.
 
-    Those of the sampler are here by the API's names; `sampling.OURS` has ours.
+    Sampler fields have the API's names; `sampling.OURS` maps them to ours.
     """
 
-    top_name: ClassVar[str] = "logprobs"
-
     model: str | None = None
-    n: int = Field(1, ge=1)
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    stop: Annotated[list[str], BeforeValidator(_several)] = []
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    max_tokens: int | None = Field(None, ge=1)
-    prompt_logprobs: int | None = Field(None, ge=0)
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    request_id: str | None = Field(None, min_length=1, max_length=128, pattern="^[!-~]*$")
 
-    # Bounds keep values apart from 0 and infinity in float32.
+    # The bounds keep values distinct from 0 and infinity in float32.
     temperature: float | None = Field(None, ge=0, le=1000)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
@@ -138,8 +137,27 @@ class Generation(Fields):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = Field(None, min_length=1)
     bad_words: list[str] | None = None
-    response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+
+    def sampled(self) -> dict[str, Any]:
+        """The fields of this class that the request has set."""
+        return {name: getattr(self, name) for name in Sampled.model_fields if name in self.model_fields_set}
+
+
+class Generation(Sampled):
+    """Fields of completions and chats."""
+
+    top_name: ClassVar[str] = "logprobs"
+
+    n: int = Field(1, ge=1)
+    stream_options: StreamOptions | None = None
+    stop: Stops = []
+    max_tokens: int | None = Field(None, ge=1)
+    prompt_logprobs: int | None = Field(None, ge=0)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    request_id: str | None = Field(None, min_length=1, max_length=128, pattern="^[!-~]*$")
+    response_format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Self:
@@ -152,19 +170,19 @@ class Generation(Fields):
 
     @property
     def top(self) -> int | None:
-        """The number of likeliest tokens to report per position, besides the one that was drawn. None: no log-probabilities."""
+        """How many of the likeliest tokens to report per position, besides the drawn one. None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def scoring(self) -> str | None:
-        """The field that asks for log-probabilities of the prompt, None if none does."""
+        """Name of the field that requests log-probabilities of the prompt; None if none does."""
         return None if self.prompt_logprobs is None else "prompt_logprobs"
 
 
 class Completions(Generation):
     """A body of /v1/completions."""
 
-    # Its four forms are told apart in `completions`, with errors that name the wrong one.
+    # `completions.several` checks its four forms.
     prompt: Any
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
@@ -187,7 +205,7 @@ class Completions(Generation):
 
 
 class Rendered(Fields):
-    """The fields that decide how messages become a prompt, on /v1/chat/completions and /tokenize."""
+    """Fields that decide how messages are rendered, on /v1/chat/completions and /tokenize."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -196,6 +214,7 @@ class Rendered(Fields):
     chat_template_kwargs: dict[str, Any] = {}
     documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    reasoning_effort: Effort | None = None
 
     @model_validator(mode="after")
     def _exclude_each_other(self) -> Self:
@@ -218,6 +237,7 @@ class Chat(Generation, Rendered):
     top_logprobs: int | None = Field(None, ge=0)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:
@@ -269,7 +289,7 @@ class Vectors(Fields):
 class Embeddings(Vectors):
     """A body of /v1/embeddings."""
 
-    # Its four forms are told apart in `embeddings`.
+    # `embeddings` checks its four forms.
     input: Any
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)

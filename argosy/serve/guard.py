@@ -9,20 +9,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from argosy.serve.errors import ApiError
 
-# Probes send no key, and learn only whether the server works.
+# Probes send no key, and learn only whether the server is up.
 PUBLIC = ("/health", "/ping")
 # Names and values together.
 HEADER_BYTES = 32_768
 
 
 class Guard:
-    """Refuses requests by their headers.
+    """Refuses requests by their headers, before any route sees them.
 
     Args:
-        key: what clients must send as `Authorization: Bearer KEY`; None: no key.
-        local: only requests to a name of the loopback pass. Otherwise a web page could use the server of whoever visits it, under a
-            name of its own that it points to 127.0.0.1 (DNS rebinding).
-        headers: the most headers of a request.
+        key: clients must send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY` as Anthropic's do; None: no key.
+        local: accept only requests whose Host is a loopback name. Otherwise a web page could point a name of its own at 127.0.0.1 and
+            use the server of whoever visits it (DNS rebinding).
+        headers: maximum number of headers of a request.
         public: paths that need no key, besides those of probes.
     """
 
@@ -33,7 +33,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope)):
-            await refusal.response()(scope, receive, send)
+            await refusal.response(scope["path"])(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -46,8 +46,9 @@ class Guard:
             return ApiError(what, status=403, code="unknown_host")
         if self._key is not None and scope["path"] not in self.public:
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            sent = f"{scheme.lower()} {key.strip()}".encode()
-            if not hmac.compare_digest(sent, self._key):
+            sent = f"{scheme.lower()} {key.strip()}", f"bearer {headers.get('x-api-key', '')}"
+            # Both are always compared, so that timing does not reveal which one was sent.
+            if not [one for one in sent if hmac.compare_digest(one.encode(), self._key)]:
                 more = {"www-authenticate": "Bearer"}
                 return ApiError("wrong or missing API key", status=401, code="invalid_api_key", headers=more)
         return None

@@ -24,9 +24,11 @@ from argosy.serve.encoder import EncoderFront, EncoderService, shapes_of
 from argosy.serve.front import Front
 from argosy.serve.guard import HEADER_BYTES, is_local
 from argosy.serve.metrics import EngineMetrics
+from argosy.serve.reasoning import parser_of
 from argosy.serve.sampling import defaults_of
 from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings
+from argosy.serve.store import Store
 
 # Responses that are being written when the drain is over.
 LAST_BYTES_S = 5
@@ -79,6 +81,7 @@ def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> S
         BadInput: the model is an encoder, or its cache has no room.
     """
     lm.check_predicts()
+    reasoning = parser_of(settings.reasoning_parser, lm.tokenizer)
     engine = Engine(lm.module, settings.engine, say=say, keeps=True)
     if settings.warm_up:
         engine.warm_up()
@@ -90,7 +93,9 @@ def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> S
         front.metrics.ready()
     front.start()
     defaults, templates = defaults_of(lm.generation), settings.request_chat_template
-    return Service(lm, name, front, settings.limits, defaults, Random(settings.seed), request_templates=templates)
+    store = Store(settings.stored_responses) if settings.stored_responses else None
+    more: Any = {"request_templates": templates, "reasoning": reasoning, "store": store}
+    return Service(lm, name, front, settings.limits, defaults, Random(settings.seed), **more)
 
 
 def encoder_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> EncoderService:

@@ -1,4 +1,4 @@
-"""What the routes of a model share: the model, the thread that computes, the limits; and the checks of completions and chats."""
+"""What all routes share: the model, its engine thread, the limits; and the checks of requests that generate text."""
 
 import random
 import time
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from argosy.core.errors import ArgosyError
+from argosy.data.chat import choose_template
 from argosy.infer import engine as engines
 from argosy.infer.grammar import Crowded, Grammar
 from argosy.infer.lm import LM
@@ -15,8 +16,10 @@ from argosy.serve.choice import Choice, Ending
 from argosy.serve.errors import ApiError, of_input, unavailable
 from argosy.serve.fields import Generation, Rendered
 from argosy.serve.front import Front
+from argosy.serve.reasoning import variables_of
 from argosy.serve.sampling import sampling_of
-from argosy.serve.settings import Limits
+from argosy.serve.settings import Limits, Parser
+from argosy.serve.store import Store
 from argosy.serve.structured import Wanted, refused
 
 MANY = "context_length_exceeded"
@@ -27,8 +30,7 @@ F = TypeVar("F", bound=Admission[Any, Any])
 
 @dataclass
 class Served(Generic[F]):
-    """One model, served: what every kind of model has. name: its name in the API. request_templates: a request may bring its own
-    chat template."""
+    """A served model of any kind. name: its name in the API. request_templates: requests may bring their own chat template."""
 
     lm: LM
     name: str
@@ -44,14 +46,14 @@ class Served(Generic[F]):
 
     @property
     def about(self) -> list[str]:
-        """What a user should know of it when the server starts, a line each."""
+        """Lines to print when the server starts."""
         raise NotImplementedError
 
     def tokenized(self, text: str, special: bool) -> list[int]:
-        """The token ids of a text, for /tokenize.
+        """Token ids of a text, for /tokenize.
 
         Args:
-            special: with the special tokens that the model expects around it.
+            special: add the special tokens that the model expects around it.
         """
         raise NotImplementedError
 
@@ -59,29 +61,47 @@ class Served(Generic[F]):
         """Checks the `model` of a request.
 
         Raises:
-            ApiError: this server has another one.
+            ApiError: this server has another model.
         """
         if name is not None and name != self.name:
             what = f"the model `{name[:128]}` does not exist, this server has `{self.name}`"
             raise ApiError(what, status=404, param="model", code="model_not_found")
 
+    def template(self, tools: list[dict[str, Any]] | None, given: str | None) -> str:
+        """The chat template that renders a request.
+
+        Args:
+            given: the template that came with the request, if any.
+
+        Raises:
+            ApiError: there is none, or it came with the request and this server accepts none.
+        """
+        if given is not None:
+            if not self.request_templates:
+                what = "this server accepts no `chat_template` from requests (its setting `request_chat_template` allows them)"
+                raise ApiError(what, param="chat_template", code="unsupported_parameter")
+            return given
+        try:
+            return choose_template(getattr(self.lm.tokenizer, "chat_templates", None) or {}, tools=bool(tools))
+        except ArgosyError as error:
+            raise of_input(error, "messages") from None
+
     def chat_prompt(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, fields: Rendered
     ) -> list[int]:
-        """The token ids of a conversation. Slow: a template is rendered in a process of its own.
+        """Token ids of a rendered conversation. Slow: templates are rendered in a separate process.
 
         Args:
-            tools: those that the template is given.
+            tools: passed to the template.
 
         Raises:
-            ApiError: there is no template, it refuses these messages, or it came with the request and this server takes none.
+            ApiError: there is no template, it refuses these messages, or it came with the request and this server accepts none.
         """
-        if fields.chat_template is not None and not self.request_templates:
-            what = "this server takes no `chat_template` from requests (its setting `request_chat_template` allows them)"
-            raise ApiError(what, param="chat_template", code="unsupported_parameter")
-        variables: dict[str, Any] = fields.chat_template_kwargs | ({"documents": fields.documents} if fields.documents else {})
+        template = self.template(tools, fields.chat_template)
+        variables: dict[str, Any] = variables_of(fields.reasoning_effort, template) | fields.chat_template_kwargs
+        variables |= {"documents": fields.documents} if fields.documents else {}
         how: Any = {
-            "template": fields.chat_template, "add_generation_prompt": fields.add_generation_prompt,
+            "template": template, "add_generation_prompt": fields.add_generation_prompt,
             "continue_final_message": fields.continue_final_message,
             "add_special_tokens": bool(fields.add_special_tokens),
         }  # fmt: skip
@@ -93,13 +113,16 @@ class Served(Generic[F]):
 
 @dataclass
 class Service(Served[Front]):
-    """A model that generates.
+    """A model that generates text.
 
-    defaults: sampling settings of requests that give none. seeds: draws the random seed of a request without one.
+    defaults: sampling settings where a request gives none. seeds: source of random seeds where a request gives none. reasoning: how
+    thoughts are split off answers. store: keeps responses of /v1/responses; None: nothing is kept.
     """
 
     defaults: dict[str, Any]
     seeds: random.Random
+    reasoning: Parser = field(default="auto", kw_only=True)
+    store: Store | None = field(default=None, kw_only=True)
 
     @property
     def context(self) -> int:

@@ -1,35 +1,38 @@
 """Settings of `argosy serve`. No jax here: mistakes are answered before it is imported."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from argosy.core.settings import Settings
 from argosy.infer.settings import EngineSettings
 
+# vLLM's names. deepseek_r1: an answer starts inside its thoughts even where neither it nor its prompt has `<think>`.
+Parser = Literal["auto", "none", "qwen3", "deepseek_r1"]
+
 
 class Limits(Settings):
-    """Limits on what one client, and all of them together, may ask for. Beyond one: 400, 408, 413, 431, 503 or 504, with the reason."""
+    """Limits on one client and on all of them together. A request beyond one gets 400, 408, 413, 431, 503 or 504, with the reason."""
 
     body: int = Field(2_097_152, gt=0)
-    """Bytes of a request's body. Times `connections`, this is the most memory that bodies may take."""
+    """Bytes of a request body. Multiplied by `connections`, it bounds the memory of all bodies."""
     headers: int = Field(64, gt=0)
-    """Headers of a request. Their bytes are limited to 32 kB."""
+    """Headers of a request; together they may have 32 kB."""
     connections: int = Field(512, gt=0)
     """Open connections."""
     queue: int = Field(1024, gt=0)
-    """Answers that wait for the engine; more are refused with 503 and Retry-After."""
+    """Answers waiting for the engine; more are refused with 503 and Retry-After."""
     queue_tokens: int = Field(1_048_576, gt=0)
-    """Prompt tokens of the answers that wait. An idle server accepts any prompt that fits the model."""
+    """Prompt tokens of waiting answers. An idle server accepts any prompt that fits the model."""
     answers: int = Field(128, gt=0)
-    """Answers of one request: its prompts times n."""
+    """Answers of one request: prompts times n."""
     texts: int = Field(2048, gt=0)
     """Texts of one request to an encoder. OpenAI's limit."""
     logprobs: int = Field(20, ge=0, le=20)
-    """Likeliest tokens per position, of logprobs and top_logprobs; the engine has at most 20."""
+    """Largest `logprobs` and `top_logprobs`; the engine computes at most 20."""
     prompt_logprobs_tokens: int = Field(8192, ge=0)
-    """Longest prompt in tokens whose log-probabilities a request may ask for; 0: none. It is computed in passes of 256 tokens, between
-    which running answers go on, with a cache of its own."""
+    """Longest prompt, in tokens, whose log-probabilities a request may ask for; 0: none. Prompts are scored in passes of 256 tokens
+    with a cache of their own, and running answers go on between the passes."""
     stops: int = Field(16, ge=0)
     """Stop strings of a request. OpenAI allows 4, vLLM any number."""
     stop_length: int = Field(256, gt=0)
@@ -37,13 +40,13 @@ class Limits(Settings):
     schema_bytes: int = Field(65_536, gt=0)
     """Bytes of a JSON schema, a regular expression, a list of choices, a grammar, or all tools of a request."""
     schema_depth: int = Field(64, gt=0)
-    """Objects and lists inside each other in a JSON schema. OpenAI allows 10 levels of objects, which are up to 30 of these."""
+    """Nesting depth of objects and lists in a JSON schema. OpenAI allows 10 levels of objects, which are up to 30 of these."""
     compile_seconds: float = Field(10, gt=0)
     """Seconds to compile a schema or a grammar: 3,000 properties take 1."""
     seconds: float = Field(600, gt=0)
-    """Seconds until a request is ended, from its arrival to its last byte."""
+    """Seconds a request may take, from its arrival to its last byte."""
     upload_seconds: float = Field(30, gt=0)
-    """Seconds within which the body of a request must have arrived."""
+    """Seconds for the body of a request to arrive."""
 
 
 class ServeSettings(Settings):
@@ -56,22 +59,23 @@ class ServeSettings(Settings):
         "max_num_batched_tokens": "did you mean `engine.budget`?",
         "block_size": "did you mean `engine.page`?",
         "enable_prefix_caching": "did you mean `engine.reuse`?",
+        "enable_responses_api_store": "did you mean `stored_responses`?",
         "trust_request_chat_template": "did you mean `request_chat_template`?",
         "ssl_certfile": "did you mean `tls_certificate`?",
         "ssl_keyfile": "did you mean `tls_key`?",
     }
 
     host: str = "127.0.0.1"
-    """Address to listen on. Other addresses than the loopback's need an `api_key`, or `open=true`."""
+    """Address to listen on. Addresses other than loopback need an `api_key`, or `open=true`."""
     port: int = Field(8000, ge=0, lt=2**16)
     """Port to listen on; 0 takes a free one."""
     name: str | None = None
     """Name of the model in the API; by default the last part of its path."""
     api_key: str | None = None
-    """Key that clients must send as `Authorization: Bearer KEY`. Without it, that of $ARGOSY_API_KEY, which other users of the
-    machine cannot read in the list of processes."""
+    """Key that clients must send, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Default: $ARGOSY_API_KEY, which other users of
+    the machine cannot read from the list of processes."""
     open: bool = False
-    """Lets everybody who reaches the address use the server without a key."""
+    """Lets everyone who can reach the address use the server without a key."""
     tls_certificate: str | None = None
     """PEM file of the server's certificate chain; the server then speaks HTTPS only."""
     tls_key: str | None = None
@@ -83,20 +87,29 @@ class ServeSettings(Settings):
     tensor: int = Field(1, gt=0)
     """Number of devices that share heads, feed-forward features, vocabulary and cache, for models that one device cannot hold."""
     seed: int | None = None
-    """Random seed of the answers to requests that have none. None: different in every run of the server."""
+    """Random seed for requests without one. None: a new one for every run of the server."""
     drain: float = Field(30, ge=0)
-    """Seconds that running requests may take to finish after SIGTERM."""
+    """Seconds for running requests to finish after SIGTERM."""
     log_requests: bool = False
-    """Prints a line per request on stderr: its path and status, never its content."""
+    """Prints one line per request on stderr: path and status, never content."""
     warm_up: bool = True
-    """Compiles every program before the server is ready, so that no request waits for the compiler."""
+    """Compiles all programs before the server is ready, so that no request waits for the compiler."""
     web: bool = True
-    """Serves a playground and a live dashboard at `/`, for models that generate text. The page itself needs no key; its requests do."""
+    """Serves a playground and a live dashboard at `/`, for models that generate text. The page needs no key; its requests do."""
+    reasoning_parser: Parser = "auto"
+    """How thoughts are split off the answers of chats: auto, none, qwen3 or deepseek_r1. qwen3: they stand between `<think>` and
+    `</think>`, and the prompt or the answer opens them. deepseek_r1: the same, but an answer starts with its thoughts even where
+    nothing opens them. auto: qwen3 for chat templates that contain `</think>`, as those of reasoning models do because they drop old
+    thoughts; none for others."""
+    stored_responses: int = Field(0, ge=0)
+    """Number of responses of /v1/responses to keep in memory for `previous_response_id`, `background` and GET; the oldest are dropped
+    first. Each holds its conversation, which the context of the model bounds. 0, the default, because OpenAI's clients ask for storage
+    unasked: nothing is kept, and requests that need a stored response are refused."""
     request_chat_template: bool = False
-    """Lets requests bring a `chat_template` of their own. Each is rendered in a process with limits on
-    time and memory, one at a time."""
+    """Lets requests bring their own `chat_template`. Templates are rendered one at a time, in a process with limits on time and
+    memory."""
     warm_up_prompt_logprobs: bool = False
-    """Compiles the programs of prompt log-probabilities before the server is ready too, about two for each power of two up to
-    `limits.prompt_logprobs_tokens`. Without it each is compiled when the first request needs it, which alone waits."""
+    """Also compiles the programs for prompt log-probabilities before the server is ready: about two for each power of two up to
+    `limits.prompt_logprobs_tokens`. Otherwise each is compiled when a request first needs it; only that request waits."""
     limits: Limits = Limits()
     engine: EngineSettings = EngineSettings()

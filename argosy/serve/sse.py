@@ -1,7 +1,7 @@
-"""Server-sent events, and work that ends when its client goes away."""
+"""Server-sent events, and work that is cancelled when its client disconnects."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -39,44 +39,54 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A stream of JSON documents, then `[DONE]`. An error after the first one is an event too, since the status has been sent.
+    """A stream of JSON documents, one event each. An error after the first one is an event too, since the status is already sent.
 
     Args:
-        events: closed when the client goes away or does not read for so long that the time is up.
-        first: the first document, which has been taken already, so that errors before it have their own status.
-        seconds: the most that the stream may take.
+        events: closed when the client disconnects, or when time runs out because it does not read.
+        first: the first document, already taken, so that errors before it get their own HTTP status.
+        seconds: time limit of the stream.
+        named: each event is named by the `type` of its document. Otherwise events have no name, and `[DONE]` follows the last one.
+        failure: makes the document for an error.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Any, events: AsyncGenerator[Any], seconds: float):
+    def __init__(
+        self,
+        first: Any,
+        events: AsyncGenerator[Any],
+        seconds: float,
+        named: bool = False,
+        failure: Callable[[ApiError], Any] = ApiError.body,
+    ):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.first, self.events, self.seconds = first, events, seconds
+        self.first, self.events, self.seconds, self.named, self.failure = first, events, seconds, named, failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def pump() -> None:
             async with asyncio.timeout(self.seconds):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await part(_event(self.first))
+                await part(self._event(self.first))
                 try:
                     async for document in self.events:
-                        await part(_event(document))
+                        await part(self._event(document))
                 except ApiError as error:
-                    await part(_event(error.body()))
-                await part(DONE)
+                    await part(self._event(self.failure(error)))
+                if not self.named:
+                    await part(DONE)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         def part(body: bytes) -> Any:
             return send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
-            # Whoever does not read gets no word of it either.
+            # A client that does not read cannot be told that time ran out.
             with suppress(ClientDisconnect, TimeoutError):
                 await while_connected(receive, pump())
         finally:
             await self.events.aclose()
 
-
-def _event(document: Any) -> bytes:
-    return b"data: " + json_bytes(document) + b"\n\n"
+    def _event(self, document: Any) -> bytes:
+        name = f"event: {document['type']}\n".encode() if self.named else b""
+        return name + b"data: " + json_bytes(document) + b"\n\n"

@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from argosy.checkpoint.load import random
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
-from argosy.infer.engine import Engine, Request
+from argosy.infer.engine import Engine, Event, Request
 from argosy.infer.lm import LM
 from argosy.infer.sample import Sampling
 from argosy.infer.settings import EngineSettings
@@ -67,14 +67,55 @@ def alone(lm: LM, prompt: str | list[int], most: int, seed: int = 0, ends: froze
     return Alone(lm.tokenizer.decode(tokens), tokens, [event.logprob for event in made], events[-1].reason)
 
 
+class Says(Front):
+    """A front whose answers are a text, a byte at a time, whatever is asked; then they end. The engine behind it rests.
+
+    said: the text. waits: answers come only after this is set.
+    """
+
+    said = ""
+    waits: asyncio.Event | None = None
+
+    @asynccontextmanager
+    async def open(self, requests: Sequence[Request], prompts: Sequence[Sequence[int]] = ()) -> AsyncIterator[Any]:
+        yield Spoken(self, requests)
+
+
+class Spoken:
+    """What `Answers` is to a front."""
+
+    def __init__(self, front: Says, requests: Sequence[Request]):
+        self.front, self.requests, self.left = front, requests, set()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        if self.front.waits is not None:
+            await self.front.waits.wait()
+        for place, request in enumerate(self.requests):
+            likeliest = tuple((token, -1.0) for token in range(request.top))
+            for i, byte in enumerate(self.front.said.encode()[: request.most]):
+                if place not in self.left:
+                    yield place, Event(place, byte, -0.5, "length" if i + 1 == request.most else None, top=likeliest)
+            if place not in self.left and len(self.front.said.encode()) < request.most:
+                yield place, Event(place, ByteTokenizer.eos, -0.5, "stop", top=likeliest)
+
+    def end(self, place: int, reason: str) -> None:
+        self.left.add(place)
+
+    def reused(self, place: int) -> int:
+        return 3
+
+
 @contextmanager
-def serving(lm: LM, limits: Limits = LIMITS, templates: bool = False, **defaults: Any) -> Iterator[Service]:
-    """A service whose thread ends with the block, and with no page in use."""
+def serving(
+    lm: LM, limits: Limits = LIMITS, templates: bool = False, kind: type[Front] = Front, more: Any = None, **defaults: Any
+) -> Iterator[Service]:
+    """A service whose thread ends with the block, and with no page in use. more: further arguments of the service."""
     engine = Engine(lm.module, SIZES)
-    front = Front(engine, limits, EngineMetrics("tiny", engine))
+    front = kind(engine, limits, EngineMetrics("tiny", engine))
     front.start()
+    how = {"request_templates": templates} | (more or {})
     try:
-        yield Service(lm, "tiny", front, limits, {"temperature": 1.0} | defaults, Random(0), request_templates=templates)
+        yield Service(lm, "tiny", front, limits, {"temperature": 1.0} | defaults, Random(0), **how)
     finally:
         front.close()
     if front.failure is None:

@@ -325,6 +325,8 @@ def test_rows_are_answered_by_the_server_s_own_code_and_share_its_steps(lm: LM, 
     lines = [request(f"r{i}", body) for i, body in enumerate(asked)]
     lines += [request("chat", chat, "/v1/chat/completions"), request("ids", {"prompt": "hé"}, "/tokenize")]
     lines += [request("wrong", {"prompt": "x", "temprature": 1}), request("where", {}, "/v1/nowhere")]
+    new = {"/v1/responses": {"input": "hi", "max_output_tokens": 4}, "/v1/messages": chat}
+    lines += [request(path, body, path) for path, body in new.items()]
     source.write_text("\n".join(lines))
     # More rows than the queue of a server that protects itself would take.
     limits = LIMITS.model_copy(update={"queue": 100_000})
@@ -336,6 +338,11 @@ def test_rows_are_answered_by_the_server_s_own_code_and_share_its_steps(lm: LM, 
         steps, drawn = engine.stats.steps - steps, engine.stats.drawn_tokens - drawn
         found = {line["custom_id"]: line["response"] for line in written(target)}
         alone = [asyncio.run(ask(server, "POST", "/v1/completions", body | {"seed": i + 1})) for i, body in enumerate(asked)]
+        for line, (path, body) in enumerate(new.items(), 29):
+            alike = asyncio.run(ask(server, "POST", path, body | {"seed": line}))
+            name = "output" if path == "/v1/responses" else "content"
+            text = [one[name][0].get("text") or one[name][0]["content"][0]["text"] for one in (found[path]["body"], alike)]
+            assert text[0] == text[1], "seeded by its line"
     texts = [found[f"r{i}"]["body"]["choices"][0]["text"] for i in range(24)]
     assert texts == [one["choices"][0]["text"] for one in alone], "as if each had been asked for by itself"
     assert steps < drawn / 2, "rows shared steps"

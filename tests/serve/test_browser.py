@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from serve import browser
 from serve.browser import Page
-from serve.conftest import listening, serving
+from serve.conftest import Says, listening, serving
 
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
@@ -378,3 +378,18 @@ def test_a_stream_is_read_however_it_is_cut(page: Page):
         try { for await (const event of api.events(stream)); } catch (error) { return error.message; }
     })"""
     assert page.run(lost) == "the connection was lost"
+
+
+def test_thoughts_are_shown_apart_and_are_no_part_of_the_next_prompt(chromium: Page, lm: LM):
+    template = TokenizerConfig(templates={"default": "{% for m in messages %}<{{ m.content }}>{% endfor %}{# </think> #}"})
+    with serving(LM(lm.config, lm.module, ByteTokenizer(template)), kind=Says) as service, listening(service) as url:
+        front: Any = service.front
+        front.said = "<think>hm</think>\nHello"
+        page = opened(chromium, url)
+        ask(page, "hi")
+        assert texts(page) == ["hm\n\nHello"]
+        said = "[...document.querySelectorAll('.answer .text .thought')].map(e => e.textContent).join('')"
+        assert page.run(said).strip() == "hm"
+        # The next prompt is made of what is kept.
+        assert page.run("JSON.parse(localStorage.getItem('argosy-playground')).turns[0].answers[0].text") == "Hello"
+        assert page.errors == []

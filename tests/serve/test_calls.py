@@ -8,9 +8,10 @@ import pytest
 
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.serve.calls import Calls, notation_of
-from argosy.serve.chat import Shape
+from argosy.serve.chat import Completion
 from argosy.serve.choice import Choice, Ending, Piece
 from argosy.serve.fields import Chat
+from argosy.serve.reading import Reader, Reading
 
 ONE = '{"name": "weather", "arguments": {"city": "Köln"}}'
 TWO = '{"name": "time", "arguments": {}}'
@@ -68,17 +69,23 @@ def test_a_call_ends_an_answer_with_its_own_reason():
     fields = Chat.of({"messages": [{"role": "user", "content": "hi"}]})
     choice = Choice(service.lm.tokenizer, [], Ending())
     choice.pieces, choice.finish = [f"Wait.<tool_call>{ONE}</tool_call>"], "stop"
-    whole = Shape(service, fields, [], "hermes").choice(0, choice)
+    piece = Piece(choice.text, [], "stop")
+    reader = Reader(Reading("hermes"))
+    reader.push(piece)
+    shape = Completion(service, fields, [], True)
+    whole = shape.choice(0, choice, reader)
     assert whole["finish_reason"] == "tool_calls"
     assert whole["message"]["content"] == "Wait."
     call = whole["message"]["tool_calls"][0]
     assert call["type"] == "function"
     assert call["id"].startswith("call_")
     assert json.loads(call["function"]["arguments"]) == {"city": "Köln"}
-    shape = Shape(service, fields, [], "hermes")
-    first = shape.chunk(0, choice, Piece("Wait.<tool_call>"))
-    last = shape.chunk(0, choice, Piece(f"{ONE}</tool_call>", [], "stop"))
+    reader = Reader(Reading("hermes"))
+    pieces = Piece("Wait.<tool_call>"), Piece(f"{ONE}</tool_call>", [], "stop")
+    first, last = [shape.chunk(0, choice, piece, reader.push(piece)) for piece in pieces]
     assert first["delta"] == {"content": "Wait."}
     assert last["delta"]["tool_calls"][0] | {"id": ""} == {"index": 0} | call | {"id": ""}
     assert last["finish_reason"] == "tool_calls"
-    assert Shape(service, fields, [], None).choice(0, choice)["message"]["content"] == choice.text
+    reader = Reader(Reading())
+    reader.push(piece)
+    assert Completion(service, fields, [], False).choice(0, choice, reader)["message"]["content"] == choice.text

@@ -12,11 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 from helpers import shared
-from serve.conftest import listening, serving
+from serve.conftest import SIZES, listening, serving
 
 from argosy.cli import main
 from argosy.cli.flags import ANSWERS, SETTINGS, SWITCHES, translated
-from argosy.core.errors import BadInput
+from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.settings import read_settings, words_layer
 from argosy.infer.lm import LM
 from argosy.serve import run
@@ -28,6 +28,17 @@ def test_flags_of_vllm_are_settings():
     words = "port=1 --host ::1 --max-model-len=64 --enable-prefix-caching --max_num_seqs 3 --enable-chunked-prefill"
     expected = ["port=1", "host=::1", "engine.context=64", "engine.reuse=true", "engine.slots=3"]
     assert translated(words.split()) == expected
+
+
+def test_the_reasoning_parser_has_the_flag_and_names_of_vllm(lm: LM):
+    settings = read_settings(ServeSettings, words_layer(translated(["--reasoning-parser", "deepseek_r1"]))).value
+    assert settings.reasoning_parser == "deepseek_r1"
+    with pytest.raises(ArgosyError, match="glm45"):
+        read_settings(ServeSettings, words_layer(["reasoning_parser=glm45"]))
+    settings = settings.model_copy(update={"stored_responses": 2, "engine": SIZES, "warm_up": False})
+    service = run.service_of(lm, "tiny", settings, None)
+    service.front.close()
+    assert (service.reasoning, service.store is not None and service.store.most) == ("deepseek_r1", 2)
 
 
 def test_every_flag_names_a_setting():
@@ -107,9 +118,13 @@ def test_settings_are_documented():
 
 def test_fields_are_documented():
     from argosy.serve.fields import IGNORED, NEUTRAL, Chat, Completions
+    from argosy.serve.messages import Messages
+    from argosy.serve.responses import Responses
 
     text = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
     fields = {*IGNORED, *NEUTRAL, *Chat.model_fields, *Completions.model_fields}
+    for kind in (Responses, Messages):
+        fields |= {*kind.ignored, *kind.neutral, *kind.model_fields}
     assert not sorted(name for name in fields if f"`{name}`" not in text)
 
 

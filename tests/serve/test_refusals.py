@@ -11,6 +11,8 @@ from serve.conftest import LIMITS, inside
 
 from argosy.serve.app import App
 from argosy.serve.fields import IGNORED, NEUTRAL, OF_RENDERING, Chat, Completions
+from argosy.serve.messages import Messages
+from argosy.serve.responses import Responses
 from argosy.serve.service import Service
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -288,12 +290,28 @@ async def broken(scope: Any, receive: Any, send: Any) -> None:
 # ---------------------------------------------------------------- anything at all
 
 
-SEEDS = [
-    TEXT | {"stop": ["x"], "seed": 3, "n": 2, "logprobs": 0, "temperature": 0.5},
-    TALK | {"top_p": 0.9, "tools": [{"type": "function", "function": {"name": "f"}}], "logprobs": True},
-    {"tokens": [1, 2, 300]},
-]
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+SEEDS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", TEXT | {"stop": ["x"], "seed": 3, "n": 2, "logprobs": 0, "temperature": 0.5}),
+    ("/v1/chat/completions", TALK | {"top_p": 0.9, "tools": [{"type": "function", "function": {"name": "f"}}], "logprobs": True}),
+    ("/tokenize", TALK),
+    ("/detokenize", {"tokens": [1, 2, 300]}),
+    ("/v1/responses", {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}, {"role": "assistant", "content": "a"},
+                  {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+                  {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+                  {"type": "function_call_output", "call_id": "a", "output": "b"}],
+        "max_output_tokens": 1, "tools": [{"type": "function", "name": "f"}], "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "low", "summary": "auto"}, "include": [], "metadata": {"a": "b"},
+    }),
+    ("/v1/messages", {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                     {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "b"}]}],
+        "max_tokens": 1, "system": "a", "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "auto"},
+        "thinking": {"type": "adaptive"}, "output_config": {"effort": "low"},
+    }),
+    ("/v1/messages/count_tokens", {"messages": TALK["messages"], "system": [{"type": "text", "text": "a"}]}),
+]  # fmt: skip
 ODD = [None, True, 0, -1, 2**63, 2**70, 1e308, 0.5, "", "x", "\ud800", "é" * 50, [], {}, [[]], [None], {"a": None}, [-1], ["", 1]]
 
 
@@ -303,7 +321,7 @@ def spoiled(value: Any, rng: Random) -> Any:
         key = rng.choice(list(value))
         if rng.random() < 0.2:
             return {name: one for name, one in value.items() if name != key}
-        fields = [*Chat.model_fields, *Completions.model_fields, *NEUTRAL, "x" * 40]
+        fields = [*Chat.model_fields, *Completions.model_fields, *Responses.model_fields, *Messages.model_fields, *NEUTRAL, "x" * 40]
         return value | {key: spoiled(value[key], rng)} | ({rng.choice(fields): rng.choice(ODD)} if rng.random() < 0.5 else {})
     if isinstance(value, list) and value and rng.random() < 0.6:
         at = rng.randrange(len(value))
@@ -316,15 +334,18 @@ def test_no_body_whatever_makes_a_5xx(service: Service):
 
     async def go(client: httpx.AsyncClient) -> None:
         for _ in range(400):
-            body = spoiled(rng.choice(SEEDS), rng)
-            if isinstance(body, dict) and rng.random() < 0.9:
+            path, body = rng.choice(SEEDS)
+            body = spoiled(body, rng)
+            if path.endswith("completions") and isinstance(body, dict) and rng.random() < 0.9:
                 body["max_tokens"] = 1
+            if rng.random() < 0.2:
+                path = rng.choice(SEEDS)[0]
             raw = json.dumps(body).encode()
             if rng.random() < 0.1:
                 raw = raw[: rng.randrange(len(raw))] + bytes([rng.randrange(256)])
             headers = {"content-type": "application/json"}
-            answer = await client.post(rng.choice(PATHS), content=raw, headers=headers)
-            assert answer.status_code in (200, 400, 404), (raw, answer.text)
+            answer = await client.post(path, content=raw, headers=headers)
+            assert answer.status_code in (200, 400, 404), (path, raw, answer.text)
             seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
 
     inside(App(service).asgi, go)

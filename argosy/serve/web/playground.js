@@ -26,7 +26,7 @@ let model = null;
 let running = null;               // the AbortController of the answers under way
 let state = fresh();
 
-// turns: [{prompt, answers: one for each column: {text, parts: [{text, tokens}], note, error}}]
+// turns: [{prompt, answers: one for each column: {text, parts: [{text, tokens, thought}], note, error}}]
 function fresh() {
   return { compare: false, logprobs: true, settings: [{}, {}], turns: [] };
 }
@@ -111,6 +111,10 @@ async function answer(turn, c, signal) {
   const answer = turn.answers[c], view = views.get(answer);
   const began = performance.now();
   let first = null, finish = null, usage = null, waiting = [];
+  const show = part => {
+    answer.parts.push(part);
+    follow(() => view.text.append(span(part)));
+  };
   const note = () => {
     const seconds = (performance.now() - (first ?? began)) / 1000, made = usage?.completion_tokens;
     answer.note = [
@@ -129,17 +133,17 @@ async function answer(turn, c, signal) {
       usage = event.usage ?? usage;
       const choice = event.choices[0];
       if (!choice) continue;
-      const text = choice.delta?.content ?? choice.text ?? "";
+      const thought = choice.delta?.reasoning_content ?? "", text = choice.delta?.content ?? choice.text ?? "";
       waiting.push(...tokens(choice));
       finish = choice.finish_reason ?? finish;
-      if (text || waiting.length) first ??= performance.now();
+      if (thought || text || waiting.length) first ??= performance.now();
       // Tokens without text of their own are part of a character, or of a stop string: they wait for the text that comes of them.
-      if (!text && !(finish && waiting.length)) continue;
-      const part = { text, tokens: waiting };
-      waiting = [];
+      if (!thought && !text && !(finish && waiting.length)) continue;
       answer.text += text;
-      answer.parts.push(part);
-      follow(() => view.text.append(span(part)));
+      if (thought) show({ text: thought, tokens: text ? [] : waiting, thought: true });
+      if (text && answer.parts.at(-1)?.thought) show({ text: "\n\n", tokens: [], thought: true });
+      if (text || !thought) show({ text, tokens: waiting });
+      waiting = [];
     }
   } catch (error) {
     if (!signal.aborted) answer.error = error.message;
@@ -230,8 +234,9 @@ const parts = new WeakMap();      // span -> part
 
 /** The text that one or more tokens made, tinted by the probability of the least likely of them. */
 function span(part) {
-  if (!part.tokens.length) return document.createTextNode(part.text);
-  const made = el("span", { class: part.text ? "token" : "token end", tabindex: -1 },
+  const thought = part.thought ? "thought" : "";
+  if (!part.tokens.length) return thought ? el("span", { class: thought }, part.text) : document.createTextNode(part.text);
+  const made = el("span", { class: `${part.text ? "token" : "token end"} ${thought}`.trim(), tabindex: -1 },
     part.text || part.tokens.map(one => visible(one.token)).join(""));
   made.style.setProperty("--p", Math.min(...part.tokens.map(one => Math.exp(one.logprob))));
   parts.set(made, part);

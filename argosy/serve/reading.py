@@ -1,0 +1,92 @@
+"""Splits the text of an answer into thoughts, text and tool calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from argosy.serve.calls import Calls
+from argosy.serve.choice import Piece, Scored
+from argosy.serve.reasoning import Start, Thoughts
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to read the answers of a request.
+
+    notation: of tool calls; None: no tools. start: where answers start; None: thoughts are not split off. shows: include the thoughts
+    in the response.
+    """
+
+    notation: str | None = None
+    start: Start | None = None
+    shows: bool = True
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one piece adds to an answer. calls: all at the end of the answer. tokens: those after the thoughts, with tool calls and the
+    end token."""
+
+    thought: str = ""
+    text: str = ""
+    calls: Sequence[dict[str, Any]] = ()
+    tokens: Sequence[Scored] = ()
+
+
+@dataclass
+class Reader:
+    """Reads one answer piece by piece. thought, text, calls, tokens: the answer so far."""
+
+    reading: Reading
+    thought: str = ""
+    text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[Scored] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._thoughts = None if self.reading.start is None else Thoughts(self.reading.start)
+        self._calls = None if self.reading.notation is None else Calls(self.reading.notation)
+        self._pending: list[Scored] = []
+        self._passed = 0
+
+    @property
+    def thinking(self) -> int:
+        """Number of tokens up to and including the closing mark of the thoughts."""
+        return self._passed if self._thoughts is not None and self._thoughts.any else 0
+
+    def push(self, piece: Piece) -> Parts:
+        """Adds the next piece."""
+        found = self._read(piece)
+        self.thought += found.thought
+        self.text += found.text
+        self.calls += found.calls
+        self.tokens += found.tokens
+        return found
+
+    def _read(self, piece: Piece) -> Parts:
+        ends, thought, text, tokens = piece.finish is not None, "", piece.text, piece.tokens
+        if self._thoughts is not None:
+            before = self._thoughts.over
+            thought, text = self._thoughts.push(text)
+            if ends:
+                last = self._thoughts.end()
+                thought, text = thought + last[0], text + last[1]
+            if not before:
+                tokens = self._scored(tokens, ends)
+        calls: list[dict[str, Any]] = []
+        if self._calls is not None:
+            text = self._calls.push(text)
+            if ends:
+                rest, calls = self._calls.end()
+                text += rest
+        return Parts(thought if self.reading.shows else "", text, calls, tokens)
+
+    def _scored(self, tokens: Sequence[Scored], ends: bool) -> list[Scored]:
+        """The tokens after the thoughts. They are held back until it is certain whether the answer has thoughts."""
+        assert self._thoughts is not None
+        self._passed += len(tokens)
+        self._pending += tokens
+        if not (ends or self._thoughts.over or self._thoughts.any):
+            return []
+        pending, self._pending = self._pending, []
+        return [] if self._thoughts.any else pending
