@@ -72,7 +72,7 @@ class Sequences:
 
     def __init__(self, model: Any, say: Say | None = None):
         self.say, self.dtype, self.context = say, model.dtype, model.config.context
-        weights = split(model)[1]
+        self.graph, weights = split(model)
         self.variables = {address: variable(model, address) for address in weights}
         self._pass = pass_of(model, weights)
         self._sizes: set[tuple[Any, ...]] = set()
