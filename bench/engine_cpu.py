@@ -44,7 +44,7 @@ def forward(preset: str = "smollm2-135m", *rows: str) -> None:
     for count in [int(word) for word in rows] or [1, 8, 32]:
         sizes = Sizes(count, 0, 0, engine.table_pages)
         words = np.zeros(sizes.words, np.int32)
-        d, _ = cut(words, sizes)
+        d, *_ = cut(words, sizes)
         d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), HELD, -1
         d["table"][:, :10] = np.arange(10 * count).reshape(count, 10)
         picks, calls = np.arange(count, dtype=np.int32), {}
@@ -55,7 +55,7 @@ def forward(preset: str = "smollm2-135m", *rows: str) -> None:
             given = (words, picks, sizes)
 
             def call(one: Any = one, weights: Any = weights, given: Any = given) -> Any:
-                logits, engine.caches = one(weights, engine.caches, engine.slots.last, *given)
+                logits, engine.caches, _ = one(weights, engine.caches, engine.slots.last, *given)
                 return logits
 
             calls[kind.__name__] = call

@@ -174,6 +174,20 @@ EDITS = [
         "goes_on = True",
         ("tests/infer/test_grammar.py::test_bans_and_a_grammar_that_leave_nothing_end_the_answer_with_the_reason",),
     ),
+    Edit(
+        "drafts accepted whatever was sampled",
+        "argosy/infer/speculate.py",
+        "live & (new.tokens == guesses[at])",
+        "live & (guesses[at] >= 0)",
+        ("tests/infer/test_speculate.py::test_answers_are_those_without_speculation_though_pages_run_out",),
+    ),
+    Edit(
+        "states that keep a rejected draft",
+        "argosy/infer/speculate.py",
+        "where = jnp.where(found.rejected, step.owners, -1)",
+        "where = jnp.full_like(step.owners, -1)",
+        ("tests/infer/test_speculate.py::test_every_structure_verifies_and_rolls_back[recurrent]",),
+    ),
     # ---------------------------------------------------------------- models, attention, caches
     Edit(
         "the window forgotten",

@@ -112,7 +112,7 @@ def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[Transport, 
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
-        from argosy.jobs.public import load
+        from argosy.jobs.public import draft_of, load
         from argosy.serve import run
         from argosy.serve.app import App
         from argosy.serve.settings import Limits, ServeSettings
@@ -121,7 +121,8 @@ def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[Transport, 
         lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.engine.context)
         limits = Limits(queue=NO_LIMIT, queue_tokens=2**62, seconds=NO_LIMIT)
         how = ServeSettings(engine=settings.engine, limits=limits, warm_up=False, seed=settings.seed)
-        service = run.serving(lm, settings.name or Path(model).resolve().name, how, doing)
+        draft = draft_of(settings.engine, settings.dtype)
+        service = run.serving(lm, settings.name or Path(model).resolve().name, how, doing, draft)
     service.front.engine.say = None
     try:
         yield Inside(App(service).asgi), 1

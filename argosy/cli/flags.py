@@ -1,5 +1,6 @@
 """The flags of vLLM's commands as our settings."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,13 +12,15 @@ class Flags:
     """The flags of one command.
 
     settings: flag -> our setting. switches: flags without a value -> words. choices: flag -> value -> words. several: those of
-    `settings` with any number of values, which become one. answers: flags without a meaning here -> what to do.
+    `settings` with any number of values, which become one. objects: flag with a JSON object -> the group of settings, and its keys in
+    vLLM -> ours. answers: flags without a meaning here -> what to do.
     """
 
     settings: Mapping[str, str]
     switches: Mapping[str, Sequence[str]] = field(default_factory=dict)
     choices: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     several: Sequence[str] = ()
+    objects: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
     answers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -55,6 +58,20 @@ SWITCHES = {
     "--async-scheduling": [],
 }
 
+# Flags with a JSON object.
+OBJECTS = {
+    "--speculative-config": (
+        "engine.speculative",
+        {
+            "method": "method",
+            "model": "model",
+            "num_speculative_tokens": "tokens",
+            "prompt_lookup_min": "lookup_min",
+            "prompt_lookup_max": "lookup_max",
+        },
+    ),
+}
+
 # Flags whose meaning there is nothing of here, and what to do.
 ANSWERS = {
     "--model": "the model is the first word",
@@ -71,7 +88,7 @@ ANSWERS = {
 }
 
 
-SERVE = Flags(SETTINGS, SWITCHES, answers=ANSWERS)
+SERVE = Flags(SETTINGS, SWITCHES, objects=OBJECTS, answers=ANSWERS)
 
 BENCH_SERVE = Flags(
     {
@@ -129,6 +146,7 @@ RUN_BATCH = Flags(
         **{flag: key for flag, key in SETTINGS.items() if key.startswith("engine.")},
     },
     {flag: words for flag, words in SWITCHES.items() if flag != "--enable-log-requests"},
+    objects=OBJECTS,
     answers={
         "-i": "`run-batch MODEL IN.jsonl OUT.jsonl`",
         "-o": "`run-batch MODEL IN.jsonl OUT.jsonl`",
@@ -168,9 +186,9 @@ def translated(words: Sequence[str], flags: Flags = SERVE) -> list[str]:
         flag = flag.replace("_", "-")
         if flag in flags.switches and not equals:
             found += flags.switches[flag]
-        elif flag in flags.settings or flag in flags.choices:
+        elif flag in flags.settings or flag in flags.choices or flag in flags.objects:
             if not equals and (not rest or rest[0].startswith("--")):
-                setting = flags.settings.get(flag)
+                setting = flags.settings.get(flag) or next(iter(flags.objects.get(flag, ())), None)
                 hint = f"`{setting}=VALUE`" if setting else f"one of {', '.join(flags.choices[flag])}"
                 raise BadInput(f"{flag} needs a value", hint=hint)
             values = [value] if equals else [rest.pop(0)]
@@ -187,7 +205,24 @@ def translated(words: Sequence[str], flags: Flags = SERVE) -> list[str]:
 def _words(flag: str, value: str, flags: Flags) -> list[str]:
     if flag in flags.settings:
         return [f"{flags.settings[flag]}={value}"]
+    if flag in flags.objects:
+        return _object(flag, value, *flags.objects[flag])
     choices = flags.choices[flag]
     if value not in choices:
         raise BadInput(f"{flag} {value} is not supported", hint=nearest(value, choices))
     return list(choices[value])
+
+
+def _object(flag: str, value: str, group: str, names: Mapping[str, str]) -> list[str]:
+    """The settings of a JSON object. Without a method it is a draft model, as in vLLM."""
+    try:
+        given = json.loads(value)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise BadInput(f"{flag} {value} is no JSON object", hint="""such as '{"method": "ngram", "num_speculative_tokens": 4}'""")
+    if unknown := [name for name in given if name not in names]:
+        raise BadInput(f"{flag}: `{unknown[0]}` is not supported", hint=nearest(unknown[0], names))
+    # A method is read before the settings that belong to it.
+    ordered = sorted(({"method": "draft_model"} | given).items(), key=lambda item: item[0] != "method")
+    return [f"{group}.{names[name]}={one}" for name, one in ordered]

@@ -38,7 +38,7 @@ def serve(
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
-        from argosy.jobs.public import load
+        from argosy.jobs.public import draft_of, load
         from argosy.serve import run
 
         run.check(settings)
@@ -47,7 +47,7 @@ def serve(
         how: Any = {"dtype": settings.dtype, "adapter": settings.adapter, "tensor": settings.tensor}
         lm = load(model, **how, context=settings.engine.context)
         name = settings.name or Path(model).resolve().name
-        service = run.serving(lm, name, settings, doing)
+        service = run.serving(lm, name, settings, doing, draft_of(settings.engine, settings.dtype, settings.tensor))
     # A line that replaces itself would stay on the terminal.
     service.front.engine.say = lambda what: say(f"{what} ...")
     for line in service.about:

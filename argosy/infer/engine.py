@@ -8,7 +8,8 @@
 
 A step is one forward pass over the new tokens of all sequences, decoding and prefilling together (`parts.ragged`), then one call of
 the sampler. Sampled tokens stay on the device for the next step. The host plans a step while the device computes the previous one
-(`infer.schedule`), so the end of a sequence is seen one step late, and the token that step samples for it is dropped.
+(`infer.schedule`), so the end of a sequence is seen one step late, and the token that step samples for it is dropped. With
+speculation (`infer.speculate`) a step is read before the next is planned, and may sample several tokens of a sequence.
 
 Sampling settings are arrays on the device with a row per slot (`infer.sampler`), so a request with other settings compiles nothing.
 The forward pass (`infer.forward`) is compiled for a number of decoding rows and a number of prompt rows, both out of short lists.
@@ -32,17 +33,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
 from argosy.infer.bans import Bias
-from argosy.infer.forward import Sizes, cut, forward_of
+from argosy.infer.drafts import Around
+from argosy.infer.forward import forward_of
 from argosy.infer.grammar import Grammar, Matcher, masks, unpacked
-from argosy.infer.memory import mesh_of, pages_for_cache
-from argosy.infer.packing import Packing, power, sampled_rows
+from argosy.infer.memory import allocated, mesh_of, pages_for_cache
+from argosy.infer.packing import Packed, Packing, power, sampled_rows
 from argosy.infer.pages import Pages
 from argosy.infer.sample import Sampling, Seed, streams
 from argosy.infer.sampler import MOST_TOP, Sampled, biased, fresh, masked, sample, settled
 from argosy.infer.schedule import Plan, Scheduler
 from argosy.infer.schedule import Sequence as Scheduled
-from argosy.infer.settings import ROW, EngineSettings
-from argosy.models.parts.cache import bytes_of, laid_out, paged
+from argosy.infer.settings import MTP, ROW, EngineSettings
+from argosy.infer.speculate import Verified, speculation_of
+from argosy.models.parts.cache import bytes_of
 from argosy.models.parts.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, put, split, variable
 from argosy.observe.readable import sized
@@ -111,25 +114,36 @@ class Engine:
         say: called with what is being compiled, if that takes longer than a second.
         keeps: whether weights stay prepared while nothing runs. Not if they are trained meanwhile: views of them would make a
             training step copy what it should reuse.
+        draft: the module of the draft model, if the settings ask for one.
 
     Raises:
-        BadInput: the cache has no room for one sequence of `context` tokens.
+        BadInput: the cache has no room for one sequence of `context` tokens, or the model and its draft model do not fit.
     """
 
     def __init__(
-        self, model: Any, settings: EngineSettings | None = None, *, say: Say | None = None, keeps: bool = False
+        self,
+        model: Any,
+        settings: EngineSettings | None = None,
+        *,
+        say: Say | None = None,
+        keeps: bool = False,
+        draft: Any = None,
     ):
         self.model, self.settings, self.say, self.keeps = model, settings or EngineSettings(), say, keeps
         self.variables = {address: variable(model, address) for address in split(model)[1]}
-        weights = self.weights()
+        weights, speculative = self.weights(), self.settings.speculative
         self.mesh = mesh_of(weights)
         with self._on_mesh():
-            self.forward = forward_of(model, weights)
+            self.forward = forward_of(model, weights, hidden=isinstance(speculative, MTP))
         self.dtype, self.vocab = model.dtype, model.config.vocab
         self.context = min(self.settings.context or model.config.context, model.config.context)
         page, slots = self.settings.page, self.settings.slots
         self.table_pages = -(-self.context // page)
         self.shares = rows_share_pages(self.forward.specs, self.context, slack=self.context)
+        self.packing = Packing(self.settings, self.table_pages, self.shares)
+        around = Around(self.packing, self.context, self.mesh, self._run)
+        with self._on_mesh():
+            self.speculation = speculation_of(speculative, model, draft, self.forward.specs, around)
         reuse = self.settings.reuse and self.shares
         self.pages = Pages(self.settings.pages or self._default_pages(), reuse=reuse)
         if self.pages.count < self.table_pages:
@@ -141,29 +155,20 @@ class Engine:
         self.scheduler = Scheduler(
             self.pages, page, slots, self.settings.budget, self.settings.beside, self.row, None if self.shares else 1
         )
-        self.packing = Packing(self.settings, self.table_pages, self.shares)
-        self.caches, self.slots = self._empty(slots, self.pages.count), self._everywhere(fresh(slots, self.vocab))
+        self.caches = allocated(self.forward.specs, self.mesh, slots, self.pages.count, page, self.dtype, self.context)
+        self.slots = self._everywhere(fresh(slots, self.vocab))
+        if self.speculation is not None:
+            self.speculation.drafter.allocate(self.pages.count)
         self.stats = Stats()
         self._sequences: dict[int, Scheduled] = {}
         self._next = 0
-        self._flying: list[tuple[list[Scheduled], Sampled]] = []
+        self._flying: list[tuple[Packed, Sampled | Verified]] = []
         self._events: list[Event] = []
         self._kept: dict[int, list[Event]] = {}
         self._sizes: set[tuple[Any, ...]] = set()
         # Held weakly while nothing runs: a weight that was replaced is not kept in memory.
         self._seen: dict[str, Any] = {}
         self._weights: Any = None
-
-    def _empty(self, slots: int, pages: int) -> Any:
-        specs, page = self.forward.specs, self.settings.page
-
-        def empty() -> Any:
-            return paged(specs, slots, pages, page, self.dtype, longest=self.context, slack=self.context)
-
-        if self.mesh is None:
-            return empty()
-        with scope(self.mesh):
-            return jax.jit(lambda: laid_out(specs, empty()))()
 
     def _everywhere(self, arrays: Any) -> Any:
         """Arrays of which each device has all."""
@@ -174,7 +179,8 @@ class Engine:
         return nullcontext() if self.mesh is None else scope(self.mesh)
 
     def _default_pages(self) -> int:
-        how: Any = {"longest": self.context, "slack": self.context}
+        besides = self.speculation.drafter.page_bytes if self.speculation else 0
+        how: Any = {"longest": self.context, "slack": self.context, "besides": besides}
         most = pages_for_cache(self.forward.specs, self.weights(), self.settings.page, self.dtype, **how)
         return min(self.settings.slots * self.table_pages, max(self.table_pages, most))
 
@@ -273,12 +279,12 @@ class Engine:
     # ---------------------------------------------------------------- a step
 
     def step(self) -> list[Event]:
-        """Starts the next step, and returns the events of the previous one."""
+        """Starts the next step, and returns the events of the previous one; with speculation, its own events."""
         self._look_for_new_weights()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.speculation and self.speculation.room)
         if plan:
             self._flying.append(self._dispatch(plan))
-        if self._flying and (len(self._flying) > 1 or not plan):
+        if self._flying and (len(self._flying) > 1 or not plan or self.speculation):
             self._land(*self._flying.pop(0))
         events, self._events = self._events, []
         if not self.busy and not self.keeps:
@@ -324,16 +330,20 @@ class Engine:
         while self._flying:
             self._land(*self._flying.pop(0))
 
-    def _land(self, due: list[Scheduled], sampled: Sampled) -> None:
+    def _land(self, step: Packed, out: Sampled | Verified) -> None:
         """Reads what a step sampled."""
-        tokens, logprobs, drawn = (np.asarray(a).tolist() for a in sampled[:3])
-        for i, sequence in enumerate(due):
+        places: list[tuple[Scheduled, Any]] = [(sequence, i) for i, sequence in enumerate(step.due)]
+        if isinstance(out, Verified):
+            assert self.speculation is not None
+            places, out = self.speculation.landed(self.scheduler, step, out), out.sampled
+        tokens, logprobs, drawn = (np.asarray(a) for a in out[:3])
+        for sequence, at in places:
             if sequence.done:
                 continue
             top, count = (), sequence.what.request.top
             if count:
-                top = tuple(zip(np.asarray(sampled.ids[i])[:count].tolist(), np.asarray(sampled.likeliest[i])[:count].tolist()))
-            self._learn(sequence, tokens[i], logprobs[i], drawn[i], top)
+                top = tuple(zip(np.asarray(out.ids[at])[:count].tolist(), np.asarray(out.likeliest[at])[:count].tolist()))
+            self._learn(sequence, int(tokens[at]), float(logprobs[at]), float(drawn[at]), top)
 
     def _learn(self, sequence: Scheduled, token: int, logprob: float, drawn: float, top: Any) -> None:
         wanted: _Wanted = sequence.what
@@ -371,13 +381,12 @@ class Engine:
             raise RuntimeError("warm_up is for an engine without requests")
         self._look_for_new_weights()
         before = self.stats.compilations
-        for sizes, counts in self.packing.possible().items():
-            words = np.zeros(sizes.words, np.int32)
-            for part in cut(words, sizes):
-                part["slot"][:], part["table"][:] = -1, -1
-            for count in sorted(counts):
-                logits = self._passed(sizes, words, np.zeros(count, np.int32))
-                self._sampled(logits, np.full(count, -1, np.int32))
+        for step in self.packing.blank():
+            self._computed(step)
+        if self.speculation is not None:
+            for step in self.packing.blank(self.speculation.ahead):
+                self._computed(step)
+            self.speculation.drafter.warm_up(self.slots)
         nobody = self.settings.slots
         for rows in sorted({power(n, 2) for n in range(1, nobody + 1)}):
             self._biased(np.full(rows, nobody, np.int32), np.zeros((rows, self.vocab), np.float32))
@@ -393,27 +402,42 @@ class Engine:
 
     # ---------------------------------------------------------------- dispatch
 
-    def _dispatch(self, plan: Plan) -> tuple[list[Scheduled], Sampled]:
+    def _dispatch(self, plan: Plan) -> tuple[Packed, Sampled | Verified]:
         for piece in plan.pieces:
             if piece.sequence.what.slot != (piece.sequence.slot, piece.sequence.preemptions):
                 self._settle(piece.sequence)
                 self.stats.reused_tokens += piece.start
             self.stats.prompt_tokens += len(piece.tokens)
-        step = self.packing(plan)
-        logits = self._passed(step.sizes, step.words, step.picks)
-        self._constrain(step.due)
-        sampled = self._sampled(logits, step.owners)
-        for a in sampled[:3]:
+        step = self.packing(plan) if self.speculation is None else self.speculation.packed(plan, self.slots)
+        found = self._computed(step)
+        for a in (found.sampled if isinstance(found, Verified) else found)[:3]:
             a.copy_to_host_async()
         self.stats.steps += 1
-        return step.due, sampled
+        return step, found
 
-    def _passed(self, sizes: Sizes, words: np.ndarray, picks: np.ndarray) -> jax.Array:
-        """The logits after the picked tokens."""
-        what = f"a step of {sizes.decodes} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
-        logits, self.caches = self._run(
+    def _computed(self, step: Packed) -> Sampled | Verified:
+        """The forward pass of a step, then the sampler."""
+        if step.drafts is None:
+            logits = self._passed(step)
+            self._constrain(step.due)
+            return self._sampled(logits, step.owners)
+        assert self.speculation is not None
+        copies = self.speculation.copies(self.caches, step)
+        logits = self._passed(step)
+        self._constrain(step.due)
+        self.slots, found = self.speculation.verified(self.slots, logits, step)
+        self.caches = self.speculation.rolled_back(self.caches, copies, step, found)
+        return found
+
+    def _passed(self, step: Packed) -> jax.Array:
+        """The logits after the picked tokens of a step."""
+        sizes, words, picks = step.sizes, step.words, step.picks
+        what = f"a step of {sizes.decodes + sizes.drafted} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
+        logits, self.caches, hidden = self._run(
             what, self.forward, (*sizes, len(picks)), self._weights, self.caches, self.slots.last, words, picks, sizes
         )
+        if hidden is not None and self.speculation is not None:
+            self.speculation.drafter.observe(step, hidden)
         return logits
 
     def _sampled(self, logits: jax.Array, owners: np.ndarray) -> Sampled:

@@ -27,26 +27,31 @@ from argosy.parallel.scope import axis_sizes
 
 
 class Sizes(NamedTuple):
-    """The sizes that a step is compiled for: decoding rows, prompt rows, tokens per prompt row, pages per sequence."""
+    """The sizes that a step is compiled for: decoding rows, prompt rows, tokens per prompt row, pages per sequence; and with
+    speculation, rows whose drafts are verified, and tokens per such row."""
 
     decodes: int
     rows: int
     width: int
     pages: int
+    drafted: int = 0
+    ahead: int = 0
 
     @property
     def words(self) -> int:
         """Length of the array that describes a step."""
-        return self.decodes * (2 + self.pages) + self.rows * (3 + self.pages + self.width)
+        decodes, drafted = self.decodes * (2 + self.pages), self.drafted * (3 + self.pages + self.ahead)
+        return decodes + drafted + self.rows * (3 + self.pages + self.width)
 
     @property
     def tokens(self) -> int:
-        return self.decodes + self.rows * self.width
+        return self.decodes + self.drafted * self.ahead + self.rows * self.width
 
 
-def cut(words: Any, sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a step within its `words`, for decoding rows and for prompt rows: views, if `words` is a NumPy array."""
-    D, Q, T, P = sizes
+def cut(words: Any, sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The arrays of a step within its `words`, for decoding rows, drafted rows and prompt rows, in the order of their tokens: views,
+    if `words` is a NumPy array."""
+    D, Q, T, P, R, W = sizes
     at = 0
 
     def take(*shape: int) -> Any:
@@ -57,12 +62,19 @@ def cut(words: Any, sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
         return part
 
     decodes = {"slot": take(D), "length": take(D), "table": take(D, P)}
-    rows = {"slot": take(Q), "length": take(Q), "new": take(Q), "table": take(Q, P), "tokens": take(Q, T)}
-    return decodes, rows
+
+    def rows(B: int, width: int) -> dict[str, Any]:
+        return {"slot": take(B), "length": take(B), "new": take(B), "table": take(B, P), "tokens": take(B, width)}
+
+    return decodes, rows(R, W), rows(Q, T)
 
 
-# The logits after the picked tokens, and the caches.
-Passed = tuple[Float[Array, "B V"], Caches]
+class Passed(NamedTuple):
+    """The logits after the picked tokens, the caches, and if asked the input of the head at every token."""
+
+    logits: Float[Array, "B V"]
+    caches: Caches
+    hidden: Float[Array, "1 tokens D"] | None = None
 
 
 @runtime_checkable
@@ -84,22 +96,26 @@ class Forward(Protocol):
             weights: from `prepared`.
             last: the token sampled last in each slot, which a decoding row computes.
             words: the step, as in `cut`.
-            picks: places of the tokens whose logits are wanted: decoding rows come first, then prompts row by row.
+            picks: places of the tokens whose logits are wanted: decoding rows come first, then drafted rows and prompts row by row.
         """
         ...
 
 
-def forward_of(model: Any, weights: Leaves) -> Forward:
-    """The forward pass for where these weights are."""
-    return ByLayer(model) if viewable(weights) else Whole(model)
+def forward_of(model: Any, weights: Leaves, *, hidden: bool = False) -> Forward:
+    """The forward pass for where these weights are.
+
+    Args:
+        hidden: whether it returns the input of the head at every token too.
+    """
+    return (ByLayer if viewable(weights) else Whole)(model, hidden=hidden)
 
 
 class Whole:
     """The forward pass as one program."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, *, hidden: bool = False):
         self.specs: Specs = model.layers.holds()
-        self._program = _whole(split(model)[0], model.dtype)
+        self._program = _whole(split(model)[0], model.dtype, hidden)
 
     def prepared(self, weights: Leaves) -> Leaves:
         return weights
@@ -111,12 +127,12 @@ class Whole:
 class ByLayer:
     """The forward pass as programs of its parts: before the layers, each kind of layer, after the layers."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, *, hidden: bool = False):
         self.views = Views(model) if model.layers.run.stacked else None
         model = model if self.views is None else self.views.model
         self.specs: Specs = model.layers.holds()
         self.layers = Layers(model)
-        self._before, self._after = _before(*self.layers.outside), _after(*self.layers.outside)
+        self._before, self._after = _before(*self.layers.outside), _after(*self.layers.outside, hidden)
 
     def prepared(self, weights: Leaves) -> tuple[Leaves, list[Leaves]]:
         return self.layers.prepared(weights if self.views is None else self.views.of(weights))
@@ -127,24 +143,32 @@ class ByLayer:
         outside, layers = weights
         x, attend = self._before(outside, last, words, sizes)
         x, kept = self.layers(layers, x, caches, attend)
-        return self._after(outside, x, picks), kept
+        logits, normed = self._after(outside, x, picks)
+        return Passed(logits, kept, normed)
 
 
 # ---------------------------------------------------------------- programs
 
 
-def _read(last: Array, words: Array, sizes: Sizes) -> tuple[Int[Array, "B T"], Ragged]:
+def read_step(last: Array, words: Array, sizes: Sizes) -> tuple[Int[Array, "B T"], Ragged]:
     """The tokens of a step [1 tokens], and its strategy."""
-    d, c = cut(words, sizes)
+    d, *wider = cut(words, sizes)
     groups, flat = [], []
     if sizes.decodes:
         live = (d["slot"] >= 0).astype(jnp.int32)
         groups.append(Paged(d["table"], d["slot"], d["length"], live, _counting(sizes.decodes, 1)))
         flat.append(jnp.take(last, d["slot"], mode="clip"))
-    if sizes.rows:
-        groups.append(Paged(c["table"], c["slot"], c["length"], c["new"], _counting(sizes.rows, sizes.width)))
-        flat.append(c["tokens"].reshape(-1))
+    for rows in wider:
+        if rows["tokens"].size:
+            counting = _counting(*rows["tokens"].shape)
+            groups.append(Paged(rows["table"], rows["slot"], rows["length"], rows["new"], counting))
+            flat.append(rows["tokens"].reshape(-1))
     return jnp.concatenate(flat)[None], Ragged(tuple(groups))
+
+
+def on_several_devices() -> bool:
+    """Whether the mesh in scope has several."""
+    return max(axis_sizes().values(), default=1) > 1
 
 
 def _counting(rows: int, width: int) -> Int[Array, "B T"]:
@@ -152,19 +176,19 @@ def _counting(rows: int, width: int) -> Int[Array, "B T"]:
 
 
 @lru_cache(maxsize=16)
-def _whole(graph: Any, dtype: Any) -> Any:
-    """(weights, caches, last, words, picks, Sizes) -> (logits, caches)."""
+def _whole(graph: Any, dtype: Any, hidden: bool) -> Any:
+    """(weights, caches, last, words, picks, Sizes) -> Passed."""
 
     def whole(weights: Leaves, caches: Caches, last: Array, words: Array, picks: Array, sizes: Sizes) -> Passed:
         model = model_of(graph, weights, dtype)
         specs = model.layers.holds()
-        x, caches, _ = model.hidden(*_read(last, words, sizes), caches)
+        x, caches, _ = model.hidden(*read_step(last, words, sizes), caches)
         logits = model.unembed(x[:, picks])[0]
-        if max(axis_sizes().values(), default=1) > 1:
+        if on_several_devices():
             # In each step as before it, or XLA might choose others and the next step would compile again.
             caches = laid_out(specs, caches)
-            logits = jax.lax.with_sharding_constraint(logits, PartitionSpec())
-        return logits, caches
+            logits, x = (jax.lax.with_sharding_constraint(a, PartitionSpec()) for a in (logits, x))
+        return Passed(logits, caches, x if hidden else None)
 
     return jax.jit(whole, donate_argnums=1, static_argnums=5)
 
@@ -175,18 +199,21 @@ def _before(graph: Any, dtype: Any, absent: Any) -> Any:
 
     def before(outside: Leaves, last: Array, words: Array, sizes: Sizes) -> tuple[Array, Attend]:
         model = model_of(graph, outside, dtype, absent)
-        tokens, attend = _read(last, words, sizes)
+        tokens, attend = read_step(last, words, sizes)
         return model.embedded(tokens, attend), model.layers.with_angles(attend)
 
     return jax.jit(before, static_argnums=3)
 
 
 @lru_cache(maxsize=16)
-def _after(graph: Any, dtype: Any, absent: Any) -> Any:
-    """(weights outside the layers, output of the layers, picks) -> logits."""
+def _after(graph: Any, dtype: Any, absent: Any, hidden: bool) -> Any:
+    """(weights outside the layers, output of the layers, picks) -> (logits, input of the head at every token if `hidden`)."""
 
-    def after(outside: Leaves, x: Array, picks: Array) -> Array:
+    def after(outside: Leaves, x: Array, picks: Array) -> tuple[Array, Array | None]:
         model = model_of(graph, outside, dtype, absent)
-        return model.unembed(model.norm(x[:, picks]))[0]
+        if not hidden:
+            return model.unembed(model.norm(x[:, picks]))[0], None
+        normed = model.norm(x)
+        return model.unembed(normed[:, picks])[0], normed
 
     return jax.jit(after)

@@ -80,7 +80,7 @@ class Layers:
         absent = {address: jax.ShapeDtypeStruct(a.shape, a.dtype) for address, a in weights.items() if address in inside}
         self._outside = [address for address in weights if address not in inside]
         self._layers = [_layer(own, layer) for (own, _), layer in zip(layers, stack.plan)]
-        self.outside = graph, model.dtype, _Absent(absent)
+        self.outside = graph, model.dtype, Absent(absent)
 
     def prepared(self, weights: Leaves) -> tuple[Leaves, list[Leaves]]:
         """The weights outside the layers, and those of each layer by its own names."""
@@ -97,14 +97,14 @@ class Layers:
         return x, kept
 
 
-class _Absent(dict[str, jax.ShapeDtypeStruct]):
+class Absent(dict[str, jax.ShapeDtypeStruct]):
     """Weights that a program does not use, as descriptions. Hashable, because what is compiled does not depend on them."""
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(frozenset(self))
 
 
-def model_of(graph: Any, weights: Leaves, dtype: Any, absent: _Absent | None = None) -> Any:
+def model_of(graph: Any, weights: Leaves, dtype: Any, absent: Absent | None = None) -> Any:
     """A model while a program is traced, whose layers may be absent."""
     model = merge(graph, weights if absent is None else weights | absent)
     model.dtype = dtype
@@ -122,7 +122,7 @@ def _one_program(graph: Any, dtype: Any, tail: Tail) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _before(graph: Any, dtype: Any, absent: _Absent) -> Any:
+def _before(graph: Any, dtype: Any, absent: Absent) -> Any:
     def before(outside: Leaves, tokens: Array, attend: Attend) -> tuple[Array, Attend]:
         model = model_of(graph, outside, dtype, absent)
         return model.embedded(tokens, attend), model.layers.with_angles(attend)
@@ -141,7 +141,7 @@ def _layer(graph: Any, layer: Layer) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _after(graph: Any, dtype: Any, absent: _Absent, tail: Tail) -> Any:
+def _after(graph: Any, dtype: Any, absent: Absent, tail: Tail) -> Any:
     def after(outside: Leaves, x: Array, *more: Array) -> Any:
         model = model_of(graph, outside, dtype, absent)
         return tail(model, model.norm(x), *more)

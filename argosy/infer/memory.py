@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from argosy.models.parts.cache import Specs, layouts, paged
+from argosy.models.parts.cache import Caches, Specs, bytes_of, laid_out, layouts, paged
 from argosy.models.parts.weight import Leaves
 from argosy.observe.environment import memory_bytes
 from argosy.parallel.scope import scope
@@ -35,22 +35,38 @@ def room_for_cache(weights: Leaves) -> float:
     return (CACHE if free is None else min(CACHE, OF_FREE * free)) / max(len(devices), 1)
 
 
-def pages_for_cache(specs: Specs, weights: Leaves, page: int, dtype: Any, **how: Any) -> int:
+def pages_for_cache(specs: Specs, weights: Leaves, page: int, dtype: Any, besides: int = 0, **how: Any) -> int:
     """The number of pages that there is room for.
 
     Args:
+        besides: bytes of other caches for each page, on each device.
         how: longest and slack, as in `paged`.
     """
-    one = jax.eval_shape(lambda: paged(specs, 0, 1, page, dtype, **how))
-    mesh = mesh_of(weights)
-    if mesh is None:
-        taken = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(one))
-    else:
-        with scope(mesh):
-            places = layouts(specs, one)
-        taken = sum(
-            math.prod(NamedSharding(mesh, places[name][key]).shard_shape(a.shape)) * a.dtype.itemsize
-            for name, cache in one.items()
-            for key, a in cache.items()
-        )
+    taken = page_bytes(specs, mesh_of(weights), page, dtype, **how) + besides
     return int(room_for_cache(weights) // max(taken, 1))
+
+
+def page_bytes(specs: Specs, mesh: Mesh | None, page: int, dtype: Any, **how: Any) -> int:
+    """Bytes of a page on each device. Arguments are those of `pages_for_cache`."""
+    one = jax.eval_shape(lambda: paged(specs, 0, 1, page, dtype, **how))
+    if mesh is None:
+        return bytes_of(one)
+    with scope(mesh):
+        places = layouts(specs, one)
+    return sum(
+        math.prod(NamedSharding(mesh, places[name][key]).shard_shape(a.shape)) * a.dtype.itemsize
+        for name, cache in one.items()
+        for key, a in cache.items()
+    )
+
+
+def allocated(specs: Specs, mesh: Mesh | None, slots: int, pages: int, page: int, dtype: Any, longest: int) -> Caches:
+    """Empty caches of an engine: sequences may be rolled back to any length."""
+
+    def empty() -> Caches:
+        return paged(specs, slots, pages, page, dtype, longest=longest, slack=longest)
+
+    if mesh is None:
+        return empty()
+    with scope(mesh):
+        return jax.jit(lambda: laid_out(specs, empty()))()

@@ -1,5 +1,7 @@
 """How the plan of a step becomes arrays of sizes that programs are compiled for."""
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,13 +14,18 @@ from argosy.infer.settings import ROW, EngineSettings
 
 class Packed(NamedTuple):
     """A step as arrays. words: see `forward.cut`. due: the sequences that are sampled. picks: the place of the last token of each.
-    owners: the slot of each. The last two are as long as the sampler is compiled for; what is left over has the owner -1."""
+    owners: the slot of each. The last two are as long as the sampler is compiled for; what is left over has the owner -1.
+
+    With drafts, there are picks for the last known token of each sequence, then for the first draft of each, and so on. drafts: as
+    `speculate.verify` takes them; None without.
+    """
 
     sizes: Sizes
     words: np.ndarray
     due: list[Sequence]
     picks: np.ndarray
     owners: np.ndarray
+    drafts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -30,46 +37,96 @@ class Packing:
     shares: bool
 
     def __call__(self, plan: Plan) -> Packed:
-        """A plan as arrays; `words` is one array, for one transfer to the device."""
+        """A plan as arrays; `words` is one array, for one transfer to the device. Decoding rows compute the token sampled last."""
+        sizes, words, prompts = self._begun(plan, 1)
+        d, _, _ = cut(words, sizes)
+        for i, sequence in enumerate(plan.decodes):
+            d["slot"][i], d["length"][i] = sequence.slot, sequence.computed - 1
+            d["table"][i, : len(sequence.pages)] = sequence.pages
+        due = [*plan.decodes, *(sequence for sequence, _ in prompts)]
+        places = [*range(len(plan.decodes)), *(place for _, place in prompts)]
+        count = sampled_rows(len(due))
+        picks, owners = np.zeros(count, np.int32), np.full(count, -1, np.int32)
+        picks[: len(due)], owners[: len(due)] = places, [sequence.slot for sequence in due]
+        return Packed(sizes, words, due, picks, owners)
+
+    def drafted(self, plan: Plan, starts: Many[int], rows: Many[Many[int]], drafts: Many[Many[int]], ahead: int) -> Packed:
+        """A plan whose decoding sequences compute several tokens each.
+
+        Args:
+            starts: of each, the tokens computed before. rows: its tokens from there on. drafts: those of them that are drafts, the
+                last ones.
+            ahead: tokens of a row, in the program.
+        """
+        sizes, words, prompts = self._begun(plan, ahead)
+        _, r, _ = cut(words, sizes)
+        due = [*plan.decodes, *(sequence for sequence, _ in prompts)]
+        count, deepest = sampled_rows(len(due)), ahead - 1
+        picks, owners = np.zeros((ahead, count), np.int32), np.full(count, -1, np.int32)
+        guesses = np.full((deepest, count), -1, np.int32)
+        for i, (sequence, start, tokens, own) in enumerate(zip(plan.decodes, starts, rows, drafts, strict=True)):
+            r["slot"][i], r["length"][i], r["new"][i] = sequence.slot, start, len(tokens)
+            r["table"][i, : len(sequence.pages)] = sequence.pages
+            r["tokens"][i, : len(tokens)] = tokens
+            picks[:, i] = i * ahead + len(tokens) - 1
+            picks[: len(own), i] -= np.arange(len(own), 0, -1)
+            guesses[: len(own), i] = own
+        picks[:, len(plan.decodes) : len(due)] = [place for _, place in prompts]
+        owners[: len(due)] = [sequence.slot for sequence in due]
+        return Packed(sizes, words, due, picks.reshape(-1), owners, guesses)
+
+    def _begun(self, plan: Plan, ahead: int) -> tuple[Sizes, np.ndarray, list[tuple[Sequence, int]]]:
+        """The arrays with the rows of prompts, and the prompts that end, each with the place of its last token."""
         rows = self._rows(plan)
         longest = max((len(piece.tokens) for piece in plan.pieces), default=0)
         width = ROW * (1 if self.shares else power(-(-longest // ROW), 4))
         decodes = self._decoding_rows(len(plan.decodes), alone=not rows)
-        sizes = Sizes(decodes, power(len(rows), 4), width if rows else 0, self.pages)
+        sizes = _sizes(decodes, power(len(rows), 4), width if rows else 0, self.pages, ahead)
         words = np.zeros(sizes.words, np.int32)
-        d, c = cut(words, sizes)
-        d["slot"][:], d["table"][:], c["slot"][:], c["table"][:] = -1, -1, -1, -1
-        places, due = list(range(len(plan.decodes))), list(plan.decodes)
-        for i, sequence in enumerate(plan.decodes):
-            d["slot"][i], d["length"][i] = sequence.slot, sequence.computed - 1
-            d["table"][i, : len(sequence.pages)] = sequence.pages
+        for part in cut(words, sizes):
+            part["slot"][:], part["table"][:] = -1, -1
+        c, ended = cut(words, sizes)[2], []
         for i, (piece, at) in enumerate(rows):
             tokens, sequence = piece.tokens[at : at + width], piece.sequence
             c["slot"][i], c["length"][i], c["new"][i] = sequence.slot, piece.start + at, len(tokens)
             c["table"][i, : len(sequence.pages)] = sequence.pages
             c["tokens"][i, : len(tokens)] = tokens
             if piece.ends and at + len(tokens) == len(piece.tokens):
-                places.append(decodes + i * width + len(tokens) - 1)
-                due.append(sequence)
-        count = sampled_rows(len(due))
-        picks, owners = np.zeros(count, np.int32), np.full(count, -1, np.int32)
-        picks[: len(due)], owners[: len(due)] = places, [sequence.slot for sequence in due]
-        return Packed(sizes, words, due, picks, owners)
+                ended.append((sequence, decodes * ahead + i * width + len(tokens) - 1))
+        return sizes, words, ended
 
-    def possible(self) -> dict[Sizes, set[int]]:
-        """The sizes of every step there may be, and for each the numbers of rows that the sampler may be called with."""
+    def decoding(self, rows: int) -> Sizes:
+        """The sizes of a step of decoding rows alone."""
+        return Sizes(self._decoding_rows(rows, alone=True), 0, 0, self.pages)
+
+    def blank(self, ahead: int = 1) -> Iterator[Packed]:
+        """A step of every size there may be, without sequences. Args: as for `possible`."""
+        for sizes, counts in self.possible(ahead).items():
+            words = np.zeros(sizes.words, np.int32)
+            for part in cut(words, sizes):
+                part["slot"][:], part["table"][:] = -1, -1
+            for count in sorted(counts):
+                drafts = None if ahead == 1 else np.full((ahead - 1, count), -1, np.int32)
+                yield Packed(sizes, words, [], np.zeros(ahead * count, np.int32), np.full(count, -1, np.int32), drafts)
+
+    def possible(self, ahead: int = 1) -> dict[Sizes, set[int]]:
+        """The sizes of every step there may be, and for each the numbers of rows that the sampler may be called with.
+
+        Args:
+            ahead: tokens of a decoding row. More than one: as `drafted` packs them, and only those with decoding rows.
+        """
         slots, P = self.settings.slots, self.pages
         found: dict[Sizes, set[int]] = {}
         for n in range(1, slots + 1):
-            sizes = Sizes(self._decoding_rows(n, alone=True), 0, 0, P)
+            sizes = _sizes(self._decoding_rows(n, alone=True), 0, 0, P, ahead)
             found.setdefault(sizes, set()).add(sampled_rows(n))
-        for n in range(slots):
+        for n in range(int(ahead > 1), slots):
             decodes = self._decoding_rows(n, alone=False)
             budget = self.settings.beside if n else self.settings.budget
             most = budget // ROW if self.shares else 1
             for rows in range(1, most + 1):
                 for width in {ROW} if self.shares else {ROW * power(k, 4) for k in range(1, -(-budget // ROW) + 1)}:
-                    sizes = Sizes(decodes, power(rows, 4), width, P)
+                    sizes = _sizes(decodes, power(rows, 4), width, P, ahead)
                     ended = range(min(rows, slots - n) + 1)
                     found.setdefault(sizes, set()).update(sampled_rows(n + k) for k in ended)
         return found
@@ -89,6 +146,10 @@ class Packing:
             return 4 if n == 2 else power(n, 2)
         most = power(self.settings.slots, 2)
         return min(8, most) if n <= 8 else most
+
+
+def _sizes(decodes: int, rows: int, width: int, pages: int, ahead: int) -> Sizes:
+    return Sizes(decodes, rows, width, pages) if ahead == 1 else Sizes(0, rows, width, pages, decodes, ahead)
 
 
 def sampled_rows(n: int) -> int:

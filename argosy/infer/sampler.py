@@ -116,8 +116,7 @@ def unpacked(mask: Int[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
     return bits.reshape(len(mask), -1)[:, :vocab] == 1
 
 
-@partial(jax.jit, donate_argnums=0)
-def sample(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) -> tuple[Slots, Sampled]:
+def sampled(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) -> tuple[Slots, Sampled]:
     """Samples a token for each row that has an owner.
 
     Args:
@@ -160,3 +159,6 @@ def sample(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) -
         counts=slots.counts.at[where, tokens].add(1, mode="drop"),
     )
     return slots, Sampled(tokens, logprobs, drawn, top, ids)
+
+
+sample = partial(jax.jit, donate_argnums=0)(sampled)

@@ -5,11 +5,13 @@ before those that wait, first come first served within a priority. So a long pro
 pages run out, the last sequence in that order is preempted: it gives up its pages, waits, and is computed again later.
 
 A step is planned before the tokens of the previous step are known, so a sequence counts the tokens that are still being sampled
-(`ahead`).
+(`ahead`). With speculation the tokens of the previous step are known, and a decoding sequence may have drafts after them: the step
+computes these too, and `verified` counts those that agree. Pages for drafts are taken only if they are free.
 """
 
 import heapq
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +25,7 @@ class Sequence:
 
     tokens: the known ids, of prompt and answer. prompt: number of prompt tokens. most: limit on the tokens of the answer. computed:
     tokens that dispatched steps wrote into the cache. ahead: tokens that dispatched steps sample and the host has not read yet.
+    behind: tokens besides the last that the next decode step computes again, because recurrent states were rolled back.
     published: pages registered for prefix caching. reused: prompt tokens found in the prefix cache. what: the caller's own data.
     """
 
@@ -34,6 +37,7 @@ class Sequence:
     order: int = 0
     computed: int = 0
     ahead: int = 0
+    behind: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     published: int = 0
@@ -59,7 +63,7 @@ class Sequence:
     @property
     def is_filling(self) -> bool:
         """Whether it is prefilled, the first time or after a preemption, and does not decode yet."""
-        return self.computed < self.length - 1 or self.made == 0
+        return self.computed + self.behind < self.length - 1 or self.made == 0
 
     def hashes(self, page: int) -> list[Hash]:
         """The hashes of its full pages of known tokens."""
@@ -82,10 +86,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: the sequences that decode, and the chunks of prompts."""
+    """One step: the sequences that decode, and the chunks of prompts. room: the most drafts for each that decodes; empty without
+    speculation."""
 
     decodes: list[Sequence]
     pieces: list[Piece]
+    room: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.pieces)
@@ -157,14 +163,24 @@ class Scheduler:
 
     # ---------------------------------------------------------------- a step
 
-    def plan(self) -> Plan:
-        """The next step. Its tokens count as computed from here on, and those it samples as `ahead`."""
+    def plan(self, drafts: Callable[[Sequence], int] | None = None) -> Plan:
+        """The next step. Its tokens count as computed from here on, and those it samples as `ahead`.
+
+        Args:
+            drafts: the most drafts that a sequence may have; None: no speculation.
+        """
         decodes = self._decodes()
         pieces = self._pieces(self.beside if decodes else self.budget)
+        room = [] if drafts is None else [self._room(sequence, drafts(sequence)) for sequence in decodes]
         for sequence in decodes:
-            sequence.computed += 1
+            sequence.computed = sequence.length
             sequence.ahead += 1
-        return Plan(decodes, pieces)
+        return Plan(decodes, pieces, room)
+
+    def _room(self, sequence: Sequence, drafts: int) -> int:
+        """The number of drafts, at most so many, that its pages hold; nobody is preempted for drafts."""
+        self._grow(sequence, sequence.length + drafts)
+        return min(drafts, len(sequence.pages) * self.page - sequence.length)
 
     def _decodes(self) -> list[Sequence]:
         """The running sequences that decode. If the pages run out, the last sequence in order is preempted; if its sampled tokens
@@ -173,7 +189,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=_rank):
             if sequence.slot < 0 or sequence.is_filling or sequence.made >= sequence.most:
                 continue
-            while not self._grow(sequence, sequence.computed + 1):
+            while not self._grow(sequence, sequence.length):
                 last = max(self.running, key=_rank)
                 if last in chosen:
                     chosen.remove(last)
@@ -201,7 +217,7 @@ class Scheduler:
         """Takes the pages of a sequence away and puts it back at its place in the queue."""
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.computed = 0
+        sequence.computed = sequence.behind = 0
         sequence.preemptions += 1
         self.preemptions += 1
         heapq.heappush(self._waiting, (sequence.priority, sequence.order, sequence))
@@ -244,6 +260,20 @@ class Scheduler:
         sequence.computed += count
         sequence.ahead += ends
         return -(-count // self.row) * self.row
+
+    def verified(self, sequence: Sequence, tokens: int, *, rolled_back: bool) -> None:
+        """A decode step samples this many tokens for a sequence, all but the last its drafts.
+
+        Args:
+            rolled_back: whether its states are as before the step, so that what the step computed is computed again.
+        """
+        sequence.ahead += tokens - 1
+        if rolled_back:
+            sequence.computed -= sequence.behind + 1
+            sequence.behind += tokens
+        else:
+            sequence.computed += tokens - 1
+            sequence.behind = 0
 
     def learned(self, sequence: Sequence, token: int) -> None:
         """Adds a token that a step sampled."""

@@ -1,11 +1,52 @@
 """Settings of the engine. No jax here."""
 
-from pydantic import Field
+from typing import Annotated, Any
 
-from argosy.core.settings import Settings
+from pydantic import Field, model_validator
+
+from argosy.core.registry import Registry
+from argosy.core.settings import Also, Choice, Settings
 
 # Tokens per row of a prompt, if several rows may belong to one sequence.
 ROW = 32
+
+
+class NGram(Settings):
+    """Drafts what followed the last tokens of a sequence where they occurred before, in its prompt or answer (prompt lookup): for
+    answers that repeat their prompt, such as edits of code and summaries. Costs nothing where nothing is found."""
+
+    tokens: Annotated[int, Also("num_speculative_tokens")] = Field(4, gt=0, le=32)
+    """Drafts per step and sequence, at most."""
+    lookup_min: Annotated[int, Also("prompt_lookup_min")] = Field(2, gt=0)
+    """Fewest last tokens that must have occurred before. Lower values draft more often, and are right less often."""
+    lookup_max: Annotated[int, Also("prompt_lookup_max")] = Field(5, gt=0)
+    """Most last tokens that are compared: of several places the one that agrees with most of them is taken, the latest first."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "NGram":
+        if self.lookup_min > self.lookup_max:
+            raise ValueError(f"lookup_min = {self.lookup_min} is above lookup_max = {self.lookup_max}")
+        return self
+
+
+class DraftModel(Settings):
+    """Drafts with a second, smaller model of the same vocabulary."""
+
+    model: str
+    """The draft model: a Hub folder, a .gguf file, a run directory or a checkpoint."""
+    tokens: Annotated[int, Also("num_speculative_tokens")] = Field(4, gt=0, le=32)
+    """Drafts per step and sequence. The draft model makes a forward pass for each."""
+
+
+class MTP(Settings):
+    """Drafts with the model's own module for multi-token prediction (DeepSeek V3 and models like it)."""
+
+    tokens: Annotated[int, Also("num_speculative_tokens")] = Field(1, gt=0, le=32)
+    """Drafts per step and sequence. The module is trained for the first; further ones it makes from its own output, and they are
+    right less often."""
+
+
+SPECULATIVE = Registry("method of speculation", {"ngram": NGram, "draft_model": DraftModel, "mtp": MTP})
 
 
 class EngineSettings(Settings):
@@ -28,3 +69,7 @@ class EngineSettings(Settings):
     reuse: bool = True
     """Prefix caching: the common beginning of prompts is computed once. Off for models with recurrent layers, whose states are not
     kept."""
+    speculative: Annotated[Annotated[Any, Choice(SPECULATIVE, tag="method")] | None, Also("speculative_config")] = None
+    """Speculative decoding: several tokens of an answer are drafted and then verified in one forward pass. Answers are the same as
+    without it, to rounding. It shortens the time between tokens where a step is bound by reading the weights, with few sequences
+    at a time, and costs throughput where it is bound by arithmetic. None: off."""

@@ -10,6 +10,7 @@ from argosy.core.errors import BadInput
 from argosy.core.scalars import written
 from argosy.core.settings import Settings, dump
 from argosy.core.words import CALL
+from argosy.infer.settings import DraftModel, EngineSettings
 from argosy.jobs import machine
 from argosy.jobs.compose import no_model, preset_config, presets, recipes
 from argosy.jobs.train import Outcome, View, train
@@ -60,6 +61,13 @@ def load(
     if "://" not in str(model) and not Path(model).exists():
         raise no_model(str(model))
     return loading.load(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, warn=_say)
+
+
+def draft_of(how: EngineSettings, dtype: Any = None, tensor: int = 1) -> "LM | None":
+    """The draft model that the engine's settings name. Arguments and errors are those of `load`."""
+    if not isinstance(how.speculative, DraftModel):
+        return None
+    return load(how.speculative.model, dtype=dtype, context=how.context, tensor=tensor)
 
 
 def fit(recipe: str, *words: str, view: View | None = None, **settings: Any) -> Outcome:

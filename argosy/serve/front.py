@@ -203,8 +203,10 @@ class Front(Admission[Answers, EngineMetrics]):
             if event.token is not None:
                 row.made += 1
                 self.metrics.generated_tokens.inc()
-                since = self.metrics.first_token if row.last is None else self.metrics.between
-                since.observe(news.now - (row.answers.arrived if row.last is None else row.last))
+                # Tokens of one step, which speculation makes, come at once: as in vLLM, only the first of them counts.
+                if row.last != news.now:
+                    since = self.metrics.first_token if row.last is None else self.metrics.between
+                    since.observe(news.now - (row.answers.arrived if row.last is None else row.last))
                 row.last = news.now
             if event.reason is not None:
                 self._over(row, event.reason, news.now)

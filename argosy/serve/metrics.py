@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 if TYPE_CHECKING:
     from argosy.infer.engine import Engine
     from argosy.infer.prompts import Prompts
+    from argosy.infer.speculate import Speculation
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -112,8 +113,9 @@ class EngineMetrics(Metrics):
             "num_preemptions", "Answers whose cache was given to others and computed again."
         )
         self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
-        self.between = self._histogram("inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN_S)
+        self.between = self._histogram("inter_token_latency_seconds", "Between two steps that make tokens of an answer.", BETWEEN_S)
         self.generation = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self._speculation = _Speculation(self) if engine.speculation is not None else None
 
     def admitted(self, prompt: int, reused: int, queued: float) -> None:
         """As `began`; `reused` of the prompt tokens were found in the prefix cache."""
@@ -132,7 +134,30 @@ class EngineMetrics(Metrics):
 
     def text(self) -> bytes:
         self._advance(self.preemptions, self.engine.scheduler.preemptions)
+        if self._speculation is not None:
+            self._speculation.advance(self.engine.speculation)
         return super().text()
+
+
+class _Speculation:
+    """The metrics of speculative decoding."""
+
+    def __init__(self, metrics: EngineMetrics):
+        self._metrics = metrics
+        self._steps = metrics._counter("spec_decode_num_drafts", "Rows of drafts that were verified.")
+        self._drafted = metrics._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
+        self._accepted = metrics._counter("spec_decode_num_accepted_tokens", "Drafts that were accepted.")
+        name, about = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts that were accepted, by their place in the row."
+        self._places = Counter(name, about, (*LABELS, "position"), registry=metrics.registry)
+
+    def advance(self, found: "Speculation | None") -> None:
+        """Takes the engine's counts."""
+        if found is None:
+            return
+        counts = [(self._steps, found.rows), (self._drafted, found.drafted), (self._accepted, sum(found.accepted))]
+        counts += [(self._places.labels(*self._metrics._labels, str(at)), n) for at, n in enumerate(found.accepted)]
+        for counter, count in counts:
+            self._metrics._advance(counter, count)
 
 
 class EncoderMetrics(Metrics):

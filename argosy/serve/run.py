@@ -30,6 +30,8 @@ from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings
 from argosy.serve.store import Store
 
+# Text by which two tokenizers are told apart.
+SAMPLE = "Speculation: 1 of 2 models drafts, né?"
 # Responses that are being written when the drain is over.
 LAST_BYTES_S = 5
 
@@ -74,15 +76,21 @@ def bound(settings: ServeSettings) -> socket.socket:
         return listener
 
 
-def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> Service:
+def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None) -> Service:
     """The model with an engine whose programs are compiled, and its thread started.
 
+    Args:
+        draft: the draft model that `engine.speculative` names.
+
     Raises:
-        BadInput: the model is an encoder, or its cache has no room.
+        BadInput: the model is an encoder, its cache has no room, or the draft model does not fit.
     """
     lm.check_predicts()
     reasoning = parser_of(settings.reasoning_parser, lm.tokenizer)
-    engine = Engine(lm.module, settings.engine, say=say, keeps=True)
+    tokenizers = [one.tokenizer for one in (lm, draft) if one is not None and one.tokenizer is not None]
+    if len({tuple(tokenizer.encode(SAMPLE)) for tokenizer in tokenizers}) > 1:
+        raise BadInput("the draft model has another tokenizer", hint="two models of one tokenizer")
+    engine = Engine(lm.module, settings.engine, say=say, keeps=True, draft=draft and draft.module)
     if settings.warm_up:
         engine.warm_up()
     else:
@@ -113,9 +121,13 @@ def encoder_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> E
     return EncoderService(lm, name, front, settings.limits)
 
 
-def serving(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> Service | EncoderService:
-    """The model as a service of its kind. Errors are those of `service_of` and `encoder_of`."""
-    return (service_of if lm.config.causal else encoder_of)(lm, name, settings, say)
+def serving(
+    lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None
+) -> Service | EncoderService:
+    """The model as a service of its kind. Arguments and errors are those of `service_of` and `encoder_of`."""
+    if not lm.config.causal:
+        return encoder_of(lm, name, settings, say)
+    return service_of(lm, name, settings, say, draft)
 
 
 def address_of(listener: socket.socket, settings: ServeSettings) -> str:

@@ -15,7 +15,8 @@ from argosy.infer.lm import LM
 from argosy.infer.load import load
 from argosy.infer.memory import mesh_of
 from argosy.infer.sample import Sampling
-from argosy.infer.settings import EngineSettings
+from argosy.infer.settings import MTP, DraftModel, EngineSettings, NGram
+from argosy.infer.speculate import verify
 from argosy.models import FAMILIES
 from argosy.models.parts.weight import put, split
 
@@ -55,6 +56,34 @@ def test_several_devices_answer_as_one_does_and_compile_nothing_later(family: st
     assert tokens(engine) == alone
     assert engine.stats.compilations == number
     assert [program._cache_size() for program in programs] == sizes
+
+
+SPECULATIVE = [
+    ("llama", "plain", DraftModel(model="itself", tokens=3)),
+    ("qwen3_next", "mixed", NGram(tokens=3, lookup_min=1)),
+    ("deepseek", "3", MTP(tokens=2)),
+]
+
+
+@pytest.mark.parametrize(("family", "example", "method"), default(*SPECULATIVE[:1], of=SPECULATIVE))
+def test_several_devices_speculate_as_one_does_and_compile_nothing_later(family: str, example: str, method: Any):
+    config = FAMILIES[family].examples()[example]
+    module = loading.random(config, 0).module
+    draft = module if isinstance(method, DraftModel) else None
+    how = SMALL.model_copy(update={"speculative": method})
+    alone = tokens(Engine(module, SMALL))
+    split_over(module, COUNTS.get(family, 2))
+    engine = Engine(module, how, draft=draft)
+    number, programs = engine.warm_up(), (engine.forward._program, sampler.sample, verify, engine.speculation._restored)
+    sizes = [program._cache_size() for program in programs]
+    assert tokens(engine) == alone
+    assert engine.speculation.drafted
+    assert engine.stats.compilations == number
+    assert [program._cache_size() for program in programs] == sizes
+    if draft is not None:
+        assert sum(engine.speculation.accepted) == engine.speculation.drafted
+        with pytest.raises(BadInput, match="devices of the model"):
+            Engine(module, how, draft=loading.random(config, 0).module)
 
 
 SHARED = [

@@ -107,10 +107,17 @@ class Spoken:
 
 @contextmanager
 def serving(
-    lm: LM, limits: Limits = LIMITS, templates: bool = False, kind: type[Front] = Front, more: Any = None, **defaults: Any
+    lm: LM,
+    limits: Limits = LIMITS,
+    templates: bool = False,
+    kind: type[Front] = Front,
+    more: Any = None,
+    sizes: EngineSettings = SIZES,
+    draft: Any = None,
+    **defaults: Any,
 ) -> Iterator[Service]:
     """A service whose thread ends with the block, and with no page in use. more: further arguments of the service."""
-    engine = Engine(lm.module, SIZES)
+    engine = Engine(lm.module, sizes, draft=draft)
     front = kind(engine, limits, EngineMetrics("tiny", engine))
     front.start()
     how = {"request_templates": templates} | (more or {})

@@ -1,6 +1,7 @@
 """`argosy serve`: its flags, what it refuses before it loads a model, and its life as a process."""
 
 import contextlib
+import json
 import shutil
 import signal
 import socket
@@ -15,13 +16,16 @@ from helpers import shared
 from serve.conftest import SIZES, listening, serving
 
 from argosy.cli import main
-from argosy.cli.flags import ANSWERS, SETTINGS, SWITCHES, translated
+from argosy.cli.flags import ANSWERS, OBJECTS, RUN_BATCH, SERVE, SETTINGS, SWITCHES, translated
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.core.settings import read_settings, words_layer
+from argosy.core.settings import Choice, read_settings, words_layer
 from argosy.infer.lm import LM
+from argosy.infer.settings import SPECULATIVE, EngineSettings, NGram
 from argosy.serve import run
 from argosy.serve.sampling import defaults_of
 from argosy.serve.settings import ServeSettings
+
+SPECULATION = Choice(SPECULATIVE, tag="method")
 
 
 def test_flags_of_vllm_are_settings():
@@ -52,8 +56,28 @@ def test_every_flag_names_a_setting():
 
 
 @pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}, {"method": "ngram", "tokens": 3, "lookup_max": 4}),
+        ({"num_speculative_tokens": 2, "method": "mtp"}, {"method": "mtp", "tokens": 2}),
+        ({"model": "runs/a b", "num_speculative_tokens": 2}, {"method": "draft_model", "model": "runs/a b", "tokens": 2}),
+    ],
+    ids=["ngram", "mtp", "draft model without a method"],
+)
+def test_vllms_speculative_config_is_a_group_of_settings(given: dict, expected: dict):
+    for flags in (SERVE, RUN_BATCH):
+        words = translated(["--speculative-config", json.dumps(given)], flags)
+        found = read_settings(ServeSettings, words_layer(words)).value.engine.speculative
+        assert {"method": SPECULATION.name_of(found)} | found.model_dump(include=set(expected)) == expected
+    assert set(OBJECTS["--speculative-config"][1].values()) == {"method", *(n for c in SPECULATIVE.values() for n in c.model_fields)}
+
+
+@pytest.mark.parametrize(
     "words, what, hint",
     [
+        (["--speculative-config"], "needs a value", "engine.speculative=VALUE"),
+        (["--speculative-config=ngram"], "is no JSON object", "num_speculative_tokens"),
+        (["--speculative-config", '{"num_speculative_token": 3}'], "`num_speculative_token` is not", "num_speculative_tokens"),
         (["--port"], "--port needs a value", "port=VALUE"),
         (["--port", "--host", "x"], "--port needs a value", "port=VALUE"),
         (["--trust-remote-code"], "no such option: --trust-remote-code", "no code of a model is ever run"),
@@ -130,7 +154,7 @@ def test_fields_are_documented():
 
 def test_metrics_are_documented(lm: LM):
     text = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
-    with serving(lm) as service:
+    with serving(lm, sizes=EngineSettings(context=64, pages=4, speculative=NGram())) as service:
         names = [metric.name for metric in service.front.metrics.registry.collect()]
     assert not [name for name in names if f"`{name}" not in text]
 

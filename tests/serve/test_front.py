@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from serve.conftest import LIMITS, alone, serving
+from serve.conftest import LIMITS, SIZES, alone, serving
 
 from argosy.infer.engine import Request
 from argosy.infer.lm import LM
 from argosy.infer.sample import Sampling
+from argosy.infer.settings import DraftModel
 from argosy.serve.errors import ApiError
 from argosy.serve.front import Answers, Front
 from argosy.serve.service import Service
@@ -259,6 +260,26 @@ def test_an_engine_that_died_ends_all_answers_and_refuses_new_ones(lm: LM, capsy
 
         assert {(e.status, e.code) for e in asyncio.run(go())} == {(503, "engine_dead")}
     assert "the device is gone" in capsys.readouterr().err
+
+
+def test_drafts_are_counted_as_vllm_counts_them(lm: LM):
+    """The draft model is the model itself: after the prompt's step, one step makes four tokens and the next three."""
+    how = SIZES.model_copy(update={"speculative": DraftModel(model="itself", tokens=3)})
+    with serving(lm, sizes=how, draft=lm.module) as service:
+
+        async def go() -> list[int]:
+            async with service.front.open([Request(PROMPT, 8)]) as answers:
+                return (await tokens(answers))[0]
+
+        assert asyncio.run(go()) == alone(lm, PROMPT, 8, ends=frozenset()).tokens
+        text = service.front.metrics.text().decode()
+    own = 'engine="0",model_name="tiny"'
+    for name, value in {"drafts": 2, "draft_tokens": 5, "accepted_tokens": 5}.items():
+        assert f"vllm:spec_decode_num_{name}_total{{{own}}} {value}.0" in text
+    for at, value in enumerate((2, 2, 1)):
+        assert f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{own},position="{at}"}} {value}.0' in text
+    assert f"vllm:generation_tokens_total{{{own}}} 8.0" in text
+    assert f"vllm:inter_token_latency_seconds_count{{{own}}} 2.0" in text
 
 
 def test_tokens_are_counted_once(lm: LM):
