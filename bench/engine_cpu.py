@@ -140,9 +140,9 @@ def schema(tokenizer: str, preset: str = "smollm2-135m", *rows: str) -> None:
 
 def counted(spent: list[float]) -> None:
     """Adds the wall time of each call of `masks` to the list."""
-    from argosy.infer import engine
+    from argosy.infer import constrain
 
-    inner = engine.masks
+    inner = constrain.masks
 
     def masks(*given: Any) -> Any:
         began = time.perf_counter()
@@ -150,7 +150,7 @@ def counted(spent: list[float]) -> None:
         spent.append(time.perf_counter() - began)
         return found
 
-    engine.masks = masks
+    constrain.masks = masks
 
 
 if __name__ == "__main__":

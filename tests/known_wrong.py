@@ -169,8 +169,8 @@ EDITS = [
     ),
     Edit(
         "bans that leave nothing of a grammar unseen",
-        "argosy/infer/engine.py",
-        "goes_on = wanted.bias.leaves(unpacked(row, self.vocab), answer)",
+        "argosy/infer/constrain.py",
+        "goes_on = wanted.bias.leaves(unpacked(row, vocab), answer)",
         "goes_on = True",
         ("tests/infer/test_grammar.py::test_bans_and_a_grammar_that_leave_nothing_end_the_answer_with_the_reason",),
     ),

@@ -33,9 +33,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
 from argosy.infer.bans import Bias
+from argosy.infer.constrain import bias_rows, mask_rows, spread
 from argosy.infer.drafts import Around
 from argosy.infer.forward import forward_of
-from argosy.infer.grammar import Grammar, Matcher, masks, unpacked
+from argosy.infer.grammar import Grammar, Matcher
 from argosy.infer.memory import allocated, mesh_of, pages_for_cache
 from argosy.infer.packing import Packed, Packing, power, sampled_rows
 from argosy.infer.pages import Pages
@@ -121,13 +122,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: Any,
-        settings: EngineSettings | None = None,
-        *,
-        say: Say | None = None,
-        keeps: bool = False,
-        draft: Any = None,
+        self, model: Any, settings: EngineSettings | None = None, *, say: Say | None = None, keeps: bool = False, draft: Any = None
     ):
         self.model, self.settings, self.say, self.keeps = model, settings or EngineSettings(), say, keeps
         self.variables = {address: variable(model, address) for address in split(model)[1]}
@@ -474,44 +469,15 @@ class Engine:
         """Hands over the biases and the masks that have changed, of the sequences that are sampled next."""
         if any(sequence.what.bias.changes or sequence.what.matcher is not None for sequence in due):
             self._land_all()
-        self._mask([sequence for sequence in due if sequence.what.matcher is not None and not sequence.done])
-        self._bias([sequence for sequence in due if sequence.what.bias and not sequence.done])
-
-    def _mask(self, due: list[Scheduled]) -> None:
-        if not due:
-            return
-        rows: list[tuple[int, np.ndarray]] = []
-        for sequence, row, state in zip(due, *masks([sequence.what.matcher for sequence in due]), strict=True):
-            wanted: _Wanted = sequence.what
-            goes_on, answer = state in ("open", "accepting"), sequence.tokens[sequence.prompt :]
-            if goes_on and wanted.bias:
-                goes_on = wanted.bias.leaves(unpacked(row, self.vocab), answer)
-            if not goes_on:
-                self._close(sequence, "stop" if state in ("accepting", "complete") else "blocked")
-            elif (packed := row.tobytes()) != wanted.mask:
-                wanted.mask = packed
-                rows.append((sequence.slot, row))
-        if rows:
-            where = np.full(sampled_rows(len(rows)), self.settings.slots, np.int32)
-            bits = np.zeros((len(where), len(rows[0][1])), np.int32)
-            for i, (slot, row) in enumerate(rows):
-                where[i], bits[i] = slot, row
-            self._masked(where, bits)
+        nobody = self.settings.slots
+        with_grammar = [sequence for sequence in due if sequence.what.matcher is not None and not sequence.done]
+        if rows := mask_rows(with_grammar, self.vocab, self._close):
+            self._masked(*spread(rows, sampled_rows(len(rows)), nobody))
+        if rows := bias_rows([sequence for sequence in due if sequence.what.bias and not sequence.done]):
+            self._biased(*spread(rows, power(len(rows), 2), nobody))
 
     def _masked(self, where: np.ndarray, bits: np.ndarray) -> None:
         self.slots = self._run(f"{len(where)} masks", masked, ("mask", len(where)), self.slots, where, bits)
-
-    def _bias(self, due: list[Scheduled]) -> None:
-        rows = []
-        for sequence in due:
-            if (row := sequence.what.bias.row(sequence.tokens[sequence.prompt :])) is not None:
-                rows.append((sequence.slot, row))
-        if rows:
-            where = np.full(power(len(rows), 2), self.settings.slots, np.int32)
-            bias = np.zeros((len(where), self.vocab), np.float32)
-            for i, (slot, row) in enumerate(rows):
-                where[i], bias[i] = slot, row
-            self._biased(where, bias)
 
     def _biased(self, where: np.ndarray, bias: np.ndarray) -> None:
         self.slots = self._run(f"{len(where)} biases", biased, ("bias", len(where)), self.slots, where, bias)

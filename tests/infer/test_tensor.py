@@ -65,7 +65,8 @@ SPECULATIVE = [
 ]
 
 
-@pytest.mark.parametrize(("family", "example", "method"), default(*SPECULATIVE[:1], of=SPECULATIVE))
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "example", "method"), SPECULATIVE)
 def test_several_devices_speculate_as_one_does_and_compile_nothing_later(family: str, example: str, method: Any):
     config = FAMILIES[family].examples()[example]
     module = loading.random(config, 0).module
