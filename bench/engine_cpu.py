@@ -4,6 +4,7 @@
     ./run python bench/engine_cpu.py generate [PRESET] [PROMPTS ...] 128 tokens in, 64 out; the first call compiles
     ./run python bench/engine_cpu.py sampler [VOCABULARY]            compile and step by rows and settings
     ./run python bench/engine_cpu.py schema TOKENIZER [PRESET] [ROWS ...]    a token with a JSON schema and without, in turn
+    ./run python bench/engine_cpu.py speculate MODEL [DRAFTS] [ROWS ...]     n-grams and without them, on two texts, in turn
 
 CPU time of the process stands beside wall time, since the machines that this was written on are shared.
 """
@@ -20,14 +21,14 @@ import numpy as np
 
 from argosy.data.tokenize import find_tokenizer
 from argosy.infer import sampler
-from argosy.infer.engine import Engine
+from argosy.infer.engine import Engine, Request
 from argosy.infer.forward import ByLayer, Sizes, Whole, cut
-from argosy.infer.load import random
+from argosy.infer.load import load, random
 from argosy.infer.sample import Sampling, table
-from argosy.infer.settings import EngineSettings
+from argosy.infer.settings import EngineSettings, NGram
 from argosy.jobs.public import preset_config
 
-PROMPT, ANSWER, HELD = 128, 64, 150
+PROMPT, ANSWER, HELD, TURNS = 128, 64, 150, 3
 
 
 def clocked(call: Callable[[], Any]) -> tuple[float, float]:
@@ -138,6 +139,55 @@ def schema(tokenizer: str, preset: str = "smollm2-135m", *rows: str) -> None:
         print(f"{count} rows: {ratio[0]:+.1f} % wall, {ratio[1]:+.1f} % CPU (pairs, median); masks {masks:.2f} ms a step", flush=True)
 
 
+# A text that goes on as it began, and one that does not.
+ACCESSORS = """    def get_{0}(self):
+        return self.{0}
+
+    def set_{0}(self, {0}):
+        self.{0} = {0}
+
+"""
+FIELDS = "name age email address phone city country company title salary".split()  # noqa: SIM905
+TEXTS = {
+    "code": "class Person:\n" + "".join(map(ACCESSORS.format, FIELDS)),
+    "prose": "The old lighthouse keeper had not spoken to anyone for eleven days when the boat came in. ",
+}
+
+
+def speculate(model: str, drafts: str = "4", *rows: str) -> None:
+    """128 tokens of each row, of code at temperature 0 and of prose at temperature 1."""
+    lm = load(model)
+    for count in [int(word) for word in rows] or [1, 8]:
+        plain = EngineSettings(slots=count, context=1024, reuse=False)
+        how = plain.model_copy(update={"speculative": NGram(tokens=int(drafts))})
+        engines = {"without": Engine(lm.module, plain, keeps=True), "with": Engine(lm.module, how, keeps=True)}
+        for text, prompt in TEXTS.items():
+            sampling = Sampling(temperature=float(text == "prose"))
+            asked = [Request(lm.encode(prompt), 2 * ANSWER, sampling, row=row) for row in range(count)]
+            times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+            found: dict[str, Any] = {}
+            before = {name: counts(engine) for name, engine in engines.items()}
+            for turn in range(TURNS + 1):
+                for name, engine in engines.items():
+                    began = time.perf_counter(), time.process_time()
+                    found[name] = [[event.token for event in events] for events in engine.generate(asked)]
+                    took = time.perf_counter() - began[0], time.process_time() - began[1]
+                    times[name] += [took] if turn else []
+            made = sum(map(len, found["with"]))
+            for name, engine in engines.items():
+                steps, drafted, accepted = (np.subtract(counts(engine), before[name]) // (TURNS + 1)).tolist()
+                wall, cpu = 1e3 * np.median(times[name], 0) / made
+                words = f"{steps} steps, {wall:.1f} ms a token, {cpu:.1f} CPU ms; {accepted} of {drafted} drafts accepted"
+                print(f"{count} rows, {text}, {name}: {words}", flush=True)
+            print(f"{count} rows, {text}: {'the same' if found['with'] == found['without'] else 'OTHER'} tokens", flush=True)
+
+
+def counts(engine: Engine) -> tuple[int, int, int]:
+    """Steps, drafts, and accepted drafts so far."""
+    found = engine.speculation
+    return (engine.stats.steps, 0, 0) if found is None else (engine.stats.steps, found.drafted, sum(found.accepted))
+
+
 def counted(spent: list[float]) -> None:
     """Adds the wall time of each call of `masks` to the list."""
     from argosy.infer import constrain
@@ -154,4 +204,5 @@ def counted(spent: list[float]) -> None:
 
 
 if __name__ == "__main__":
-    {"forward": forward, "generate": generate, "sampler": sampler_, "schema": schema}[sys.argv[1]](*sys.argv[2:])
+    modes = {"forward": forward, "generate": generate, "sampler": sampler_, "schema": schema, "speculate": speculate}
+    modes[sys.argv[1]](*sys.argv[2:])
