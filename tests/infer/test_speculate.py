@@ -11,16 +11,19 @@ from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.data.tokenizers.byte import ByteTokenizer
+from argosy.infer import engine as engine_module
 from argosy.infer import settings as how
 from argosy.infer.drafts import Drafter, found
 from argosy.infer.drafts import NGram as NGrams
 from argosy.infer.engine import Engine, Event, Request
+from argosy.infer.forward import Whole
 from argosy.infer.lm import LM
 from argosy.infer.sample import Sampling
 from argosy.infer.schedule import Sequence
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.attend import Packed
+from argosy.models.parts.stack import Scan, from_layers
 from argosy.models.parts.weight import merge, put, split
 
 # 13 pages of 8 tokens hold no four answers of 28 tokens.
@@ -388,3 +391,24 @@ def test_what_cannot_draft_is_refused(lm: LM):
     ]:
         with pytest.raises(SettingsError, match=match):
             read_settings(EngineSettings, words_layer(words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, example, method", [("qwen3_next", "mixed", how.NGram(tokens=4)), ("deepseek", "3", how.MTP(tokens=2))]
+)
+def test_one_program_over_stacked_layers_speculates_too(
+    family: str, example: str, method: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """As on accelerators."""
+    lm = lm_of(family, example)
+    requests = asked(lm.config.vocab, 16, (5, 30, 6, 9))
+    expected = Engine(lm.module, TIGHT).generate(requests)
+    stacked = lm.config.build(Scan())
+    put(stacked, from_layers(stacked, split(lm.module)[1]))
+    monkeypatch.setattr(engine_module, "forward_of", lambda model, weights, **more: Whole(model, **more))
+    engine = Engine(stacked, with_(method))
+    if isinstance(method, how.NGram):
+        scripted(engine, requests, expected)
+    assert_same(engine.generate(requests), expected)
+    assert engine.speculation.drafted > 10
