@@ -13,7 +13,7 @@ ROW = 32
 
 class NGram(Settings):
     """Drafts what followed the last tokens of a sequence where they occurred before, in its prompt or answer (prompt lookup): for
-    answers that repeat their prompt, such as edits of code and summaries. Costs nothing where nothing is found."""
+    answers that repeat their prompt, such as edits of code and summaries. Where nothing is found, a step is a plain one."""
 
     tokens: Annotated[int, Also("num_speculative_tokens")] = Field(4, gt=0, le=32)
     """Drafts per step and sequence, at most."""

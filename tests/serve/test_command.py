@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.settings import Choice, read_settings, words_layer
 from argosy.infer.lm import LM
 from argosy.infer.settings import SPECULATIVE, EngineSettings, NGram
+from argosy.jobs.public import draft_of
 from argosy.serve import run
 from argosy.serve.sampling import defaults_of
 from argosy.serve.settings import ServeSettings
@@ -203,3 +205,21 @@ def test_the_command_says_when_it_is_ready_and_drains_on_sigterm():
                 process.kill()
     assert any("temperature=1.0" in line for line in told)
     assert "cache: 16,384 tokens of 32 sequences of at most 512, 20.0 MiB\n" in told
+
+
+def test_a_draft_model_is_loaded_by_its_name_and_has_the_models_tokenizer(lm: LM, tmp_path: Path):
+    lm.save(tmp_path / "draft")
+    words = ["engine.context=64", "engine.slots=1", "engine.pages=8", "engine.page=8", "warm_up=false", "engine.speculative.tokens=2"]
+    words += ["engine.speculative=draft_model", f"engine.speculative.model={tmp_path / 'draft'}"]
+    settings = read_settings(ServeSettings, words_layer(words)).value
+    draft = draft_of(settings.engine)
+    assert draft is not None
+    service = run.service_of(lm, "tiny", settings, None, draft)
+    try:
+        assert service.front.engine.speculation is not None
+    finally:
+        service.front.close()
+    draft.tokenizer = SimpleNamespace(encode=lambda text: [1, 2])
+    with pytest.raises(BadInput, match="another tokenizer"):
+        run.service_of(lm, "tiny", settings, None, draft)
+    assert draft_of(EngineSettings(speculative=NGram())) is None
