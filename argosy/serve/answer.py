@@ -6,7 +6,6 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
@@ -239,7 +238,7 @@ class Choices:
 
 
 def _document(job: Job, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": job.id, "object": kind, "created": job.created, "model": job.model, "choices": choices}
+    return {"id": job.id, "object": kind, "created": job.created, "model": job.service.name, "choices": choices}
 
 
 def _usage(job: Job) -> dict[str, Any]:
