@@ -254,7 +254,8 @@ def _check(keys: Mapping[str, Any], folder: Path) -> None:
         raise Unsupported(f"adapters of type {keys['peft_type']} are not built", hint="only low-rank adapters (LORA) are")
     wrong = [f"{key} = {keys[key]!r}" for key, plain in PLAIN.items() if key in keys and keys[key] not in plain]
     if wrong:
-        raise Unsupported(f"{folder / CONFIG}: {', '.join(wrong)}: not built", hint="merge the adapter with PEFT first")
+        what = f"{', '.join(wrong)}: not built"
+        raise Unsupported(what, where=str(folder / CONFIG), hint="merge the adapter with PEFT first")
 
 
 def _check_tied(site: Site, config: Any) -> None:

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
+from argosy.infer.adapters import Adapters, Loaded, NoAdapter
 from argosy.infer.bans import Bias
 from argosy.infer.constrain import bias_rows, mask_rows, spread
 from argosy.infer.drafts import Around
@@ -61,7 +63,8 @@ class Request:
     tokens: prompt ids. most: limit on the tokens of the answer. ends: ids that end the answer. seed, row: folded into one random
     stream, as in `infer.sample.streams`. top: number of likeliest tokens to return with each token, at most 20. priority: lower runs
     first. salt: prompts share cached pages only under the same salt. grammar: the answer matches it, unless it ends too early by
-    `length` or an end token that is text. The answer ends by `stop` once it is complete and nothing may follow.
+    `length` or an end token that is text. The answer ends by `stop` once it is complete and nothing may follow. adapter: the name of a
+    loaded adapter (`Engine.load_adapter`); None: the model alone.
     """
 
     tokens: list[int]
@@ -74,6 +77,7 @@ class Request:
     priority: int = 0
     salt: str = ""
     grammar: Grammar | None = None
+    adapter: str | None = None
 
 
 class Event(NamedTuple):
@@ -128,8 +132,10 @@ class Engine:
         self.variables = {address: variable(model, address) for address in split(model)[1]}
         weights, speculative = self.weights(), self.settings.speculative
         self.mesh = mesh_of(weights)
+        lora = self.settings.lora
+        self.adapters = Adapters(lora, model, self.settings.slots) if lora.enabled else None
         with self._on_mesh():
-            self.forward = forward_of(model, weights, hidden=isinstance(speculative, MTP))
+            self.forward = forward_of(model, weights, self.adapters, hidden=isinstance(speculative, MTP))
         self.dtype, self.vocab = model.dtype, model.config.vocab
         self.context = min(self.settings.context or model.config.context, model.config.context)
         page, slots = self.settings.page, self.settings.slots
@@ -197,6 +203,34 @@ class Engine:
         """
         put(self.model, dict(weights))
 
+    # ---------------------------------------------------------------- adapters
+
+    def load_adapter(self, name: str, folder: str | Path, *, replace: bool = False) -> None:
+        """Loads a PEFT folder as an adapter that requests may name. Running answers go on with what they began with.
+
+        Args:
+            replace: another adapter of this name makes room.
+
+        Raises:
+            BadInput: it does not fit the model or `settings.lora`, the name is taken, or every place is; nothing is changed.
+            Unsupported: it changes the model in another way too (DoRA, biases).
+        """
+        adapters = self._adapters()
+        adapters.put(name, adapters.read(folder), replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unloads an adapter: its running and waiting requests finish with it, and new ones are refused.
+
+        Raises:
+            NoAdapter: none of this name is loaded.
+        """
+        self._adapters().unload(name)
+
+    def _adapters(self) -> Adapters:
+        if self.adapters is None:
+            raise NoAdapter("this engine takes no adapters", hint="EngineSettings(lora={\"enabled\": True}), or engine.lora.enabled=true")
+        return self.adapters
+
     # ---------------------------------------------------------------- requests
 
     def add(self, request: Request) -> int:
@@ -204,7 +238,7 @@ class Engine:
 
         Raises:
             BadInput: an empty prompt, ids outside the vocabulary, a prompt that fills the context, a seed of more than 64 bits, more
-                than 20 likeliest tokens, no token that is allowed, a grammar over another vocabulary.
+                than 20 likeliest tokens, no token that is allowed, a grammar over another vocabulary, an adapter that is not loaded.
         """
         ids = request.tokens
         if not ids:
@@ -221,7 +255,9 @@ class Engine:
         if not 0 <= request.top <= MOST_TOP:
             raise BadInput(f"top = {request.top} likeliest tokens", hint=f"0 to {MOST_TOP}")
         most = min(request.most, self.context - len(ids))
-        sequence = Scheduled(list(ids), most, priority=request.priority, salt=request.salt)
+        adapter = None if request.adapter is None else self._adapters().get(request.adapter)
+        salt = request.salt if self.adapters is None else self.adapters.salt(adapter, request.salt)
+        sequence = Scheduled(list(ids), most, priority=request.priority, salt=salt)
         key = np.asarray(jax.random.key_data(streams(request.seed, [request.row])))[0]
         bias, matcher = Bias(request.sampling, request.ends, self.vocab), None
         if request.grammar is not None:
@@ -229,7 +265,9 @@ class Engine:
                 raise BadInput(f"a grammar over {request.grammar.vocab} tokens for a model with {self.vocab}")
             matcher = request.grammar.matcher(request.ends)
         number, self._next = self._next, self._next + 1
-        sequence.what = _Wanted(number, request, key, bias, matcher)
+        sequence.what = _Wanted(number, request, key, bias, matcher, adapter=adapter)
+        if self.adapters is not None:
+            self.adapters.use(adapter)
         self._sequences[number] = sequence
         self.scheduler.add(sequence)
         return number
@@ -244,9 +282,9 @@ class Engine:
     def end(self, number: int) -> bool:
         """Ends a request without any further event. Returns False if it has ended already."""
         self._kept.pop(number, None)
-        sequence = self._sequences.pop(number, None)
+        sequence = self._sequences.get(number)
         if sequence is not None:
-            self.scheduler.end(sequence)
+            self._forget(sequence)
         return sequence is not None
 
     def _look_for_new_weights(self) -> None:
@@ -363,8 +401,10 @@ class Engine:
         self._forget(sequence)
 
     def _forget(self, sequence: Scheduled) -> None:
-        self._sequences.pop(sequence.what.number, None)
+        ended = self._sequences.pop(sequence.what.number, None)
         self.scheduler.end(sequence)
+        if self.adapters is not None and ended is not None:
+            self.adapters.leave(sequence.what.adapter)
 
     def warm_up(self) -> int:
         """Compiles every program that a step may need; returns their number. Later requests compile nothing.
@@ -387,6 +427,8 @@ class Engine:
             self._biased(np.full(rows, nobody, np.int32), np.zeros((rows, self.vocab), np.float32))
         for rows in sorted({sampled_rows(n) for n in range(1, nobody + 1)}):
             self._masked(np.full(rows, nobody, np.int32), np.zeros((rows, -(-self.vocab // 32)), np.int32))
+        if self.adapters is not None:
+            self._run("the loading of adapters", self.adapters.compile, ("adapters",))
         # These two take no number of rows, and are compiled by the first request otherwise.
         key = np.asarray(jax.random.key_data(streams(0, [0])))[0]
         with self._on_mesh():
@@ -462,6 +504,8 @@ class Engine:
         with self._on_mesh():
             self.slots = settled(self.slots, sequence.slot, asked.sampling, wanted.key, asked.top, prompt, answer)
         wanted.slot = (sequence.slot, sequence.preemptions)
+        if self.adapters is not None:
+            self.adapters.assign(sequence.slot, wanted.adapter)
         wanted.bias.forget()
         wanted.mask = b""
 
@@ -495,3 +539,4 @@ class _Wanted:
     matcher: Matcher | None = None
     mask: bytes = b""
     slot: tuple[int, int] | None = None
+    adapter: Loaded | None = None

@@ -5,11 +5,14 @@
 
 XLA:CPU compiles a program in time proportional to its layers (`infer.layers`), and runs a scan over stacked layers at half the speed,
 because it copies each layer's slice. So `ByLayer` takes layers of stacked weights as views (`infer.views`).
+
+With adapters (`infer.adapters`), the same programs run a model with banks on its contractions: the factors, and the adapter of each
+token, are further weights of theirs.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,9 @@ from argosy.models.parts.cache import Caches, Specs, laid_out
 from argosy.models.parts.ragged import Ragged
 from argosy.models.parts.weight import Leaves, split
 from argosy.parallel.scope import axis_sizes
+
+if TYPE_CHECKING:
+    from argosy.infer.adapters import Adapters
 
 
 class Sizes(NamedTuple):
@@ -101,46 +107,57 @@ class Forward(Protocol):
         ...
 
 
-def forward_of(model: Any, weights: Leaves, *, hidden: bool = False) -> Forward:
+def forward_of(model: Any, weights: Leaves, adapters: "Adapters | None" = None, *, hidden: bool = False) -> Forward:
     """The forward pass for where these weights are.
 
     Args:
         hidden: whether it returns the input of the head at every token too.
     """
-    return (ByLayer if viewable(weights) else Whole)(model, hidden=hidden)
+    return (ByLayer if viewable(weights) else Whole)(model, adapters, hidden=hidden)
 
 
 class Whole:
     """The forward pass as one program."""
 
-    def __init__(self, model: Any, *, hidden: bool = False):
+    def __init__(self, model: Any, adapters: "Adapters | None" = None, *, hidden: bool = False):
+        self.adapters = adapters
+        model = model if adapters is None else adapters.on(model)
         self.specs: Specs = model.layers.holds()
         self._program = _whole(split(model)[0], model.dtype, hidden)
 
     def prepared(self, weights: Leaves) -> Leaves:
-        return weights
+        return weights if self.adapters is None else {own: weights[base] for own, base in self.adapters.base.items()}
 
     def __call__(self, weights: Leaves, caches: Caches, last: Array, words: Any, picks: Any, sizes: Sizes) -> Passed:
+        if (adapters := self.adapters) is not None:
+            weights = weights | adapters.arrays | adapters.leaves(adapters.tokens(words, sizes), picks)
         return self._program(weights, caches, last, words, picks, sizes)
 
 
 class ByLayer:
     """The forward pass as programs of its parts: before the layers, each kind of layer, after the layers."""
 
-    def __init__(self, model: Any, *, hidden: bool = False):
-        self.views = Views(model) if model.layers.run.stacked else None
+    def __init__(self, model: Any, adapters: "Adapters | None" = None, *, hidden: bool = False):
+        self.views, self.adapters = Views(model) if model.layers.run.stacked else None, adapters
         model = model if self.views is None else self.views.model
+        model = model if adapters is None else adapters.on(model)
         self.specs: Specs = model.layers.holds()
         self.layers = Layers(model)
         self._before, self._after = _before(*self.layers.outside), _after(*self.layers.outside, hidden)
 
     def prepared(self, weights: Leaves) -> tuple[Leaves, list[Leaves]]:
-        return self.layers.prepared(weights if self.views is None else self.views.of(weights))
+        weights = weights if self.views is None else self.views.of(weights)
+        if self.adapters is not None:
+            weights = {own: weights[base] for own, base in self.adapters.base.items()}
+        return self.layers.prepared(weights)
 
     def __call__(
         self, weights: tuple[Leaves, Sequence[Leaves]], caches: Caches, last: Array, words: Any, picks: Any, sizes: Sizes
     ) -> Passed:
         outside, layers = weights
+        if (adapters := self.adapters) is not None:
+            more = self.layers.prepared(adapters.arrays | adapters.leaves(adapters.tokens(words, sizes), picks))
+            outside, layers = outside | more[0], [own | added for own, added in zip(layers, more[1])]
         x, attend = self._before(outside, last, words, sizes)
         x, kept = self.layers(layers, x, caches, attend)
         logits, normed = self._after(outside, x, picks)

@@ -83,9 +83,9 @@ class Layers:
         self.outside = graph, model.dtype, Absent(absent)
 
     def prepared(self, weights: Leaves) -> tuple[Leaves, list[Leaves]]:
-        """The weights outside the layers, and those of each layer by its own names."""
-        layers = [{own: weights[address] for own, address in names.items()} for names in self._addresses]
-        return {address: weights[address] for address in self._outside}, layers
+        """Those of these weights that are outside the layers, and those of each layer by its own names."""
+        layers = [{own: weights[a] for own, a in names.items() if a in weights} for names in self._addresses]
+        return {address: weights[address] for address in self._outside if address in weights}, layers
 
     def __call__(
         self, weights: Sequence[Leaves], x: Array, caches: Mapping[str, Any], attend: Attend

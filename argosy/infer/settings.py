@@ -49,6 +49,21 @@ class MTP(Settings):
 SPECULATIVE = Registry("method of speculation", {"ngram": NGram, "draft_model": DraftModel, "mtp": MTP})
 
 
+class LoraSettings(Settings):
+    """Several low-rank adapters at a time, one or none for each request (multi-LoRA)."""
+
+    enabled: bool = False
+    """Whether requests may name adapters. Without it nothing is added to the programs."""
+    adapters: int = Field(1, gt=0, le=256)
+    """Number of adapters loaded at a time. Memory and the time of a step grow with `adapters` times `rank`, whether adapters are loaded
+    or not."""
+    rank: int = Field(16, gt=0)
+    """Highest rank of an adapter; lower ones are padded."""
+    where: str = r"layers\..*"
+    """The contractions that may carry adapters: a regular expression over their names, which `argosy models show` prints.
+    `layers\\..*|head` adds the head, `layers\\..*attn.*` leaves out all but attention."""
+
+
 class EngineSettings(Settings):
     """Settings of the engine: memory, and how prefill and decoding share a step."""
 
@@ -73,3 +88,4 @@ class EngineSettings(Settings):
     """Speculative decoding: several tokens of an answer are drafted and then verified in one forward pass. Answers are the same as
     without it, to rounding. It shortens the time between tokens where a step is bound by reading the weights, with few sequences
     at a time, and costs throughput where it is bound by arithmetic. None: off."""
+    lora: LoraSettings = LoraSettings()

@@ -31,12 +31,13 @@ PRODUCT = "product"
 class Route(NamedTuple):
     """Rows sorted by expert: how many rows each expert has, and which expert each row has.
 
-    even: every expert has the same number, known from the shape.
+    even: every expert has the same number, known from the shape. token: the flat index of the token that each row is of.
     """
 
     sizes: Int[Array, "E"]
     expert: Int[Array, "X"]
     even: bool = False
+    token: Int[Array, "X"] | None = None
 
 
 def contract(

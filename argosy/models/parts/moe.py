@@ -208,11 +208,12 @@ class Sorted:
         flat = chosen.reshape(-1)
         order = sorted_by(flat, E)
         sizes = jnp.bincount(flat, length=E).astype(jnp.int32)
-        rows = x.reshape(-1, x.shape[-1])[order // k]
+        token = order // k
+        rows = x.reshape(-1, x.shape[-1])[token]
         weights = weights.reshape(-1, k)
         if experts.how.weigh == "input":
             rows, weights = rows * weights.reshape(-1)[order, None].astype(x.dtype), jnp.ones_like(weights)
-        y = experts(rows, Route(sizes, jnp.minimum(flat[order], E - 1)))
+        y = experts(rows, Route(sizes, jnp.minimum(flat[order], E - 1), token=token))
         back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype)).reshape(-1, k)
         weights = jnp.where(chosen.reshape(-1, k) < E, weights, 0.0)
         return gathered(y, weights.astype(y.dtype), order, back).reshape(x.shape), {}

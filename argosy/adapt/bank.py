@@ -1,0 +1,100 @@
+"""Several low-rank adapters on one weight, of which each token uses one or none: multi-LoRA serving.
+
+The factors of all adapters lie side by side, A [D adapters rank] and B [adapters rank N H], so both products are plain matrix products,
+as for one adapter of rank `adapters * rank`. Between them, each token keeps the columns of its own adapter and gets zeros elsewhere. A
+token without an adapter therefore adds exact zeros, and which adapter a token has is data: another one compiles nothing. Punica
+(arXiv:2310.18547) and S-LoRA (arXiv:2311.03285) gather the factors of each token instead, which reads fewer of them, and moves more
+bytes when several tokens have the same.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from argosy.models.parts.einsum import Contraction, Route, contract
+from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
+
+
+class Chosen(nnx.Variable):
+    """The adapter of each token of a step, [1 tokens]; -1 for none."""
+
+
+class Bank(Contraction):
+    """A contraction with the factors of several adapters.
+
+    Args:
+        of: the contraction it replaces.
+        adapters, rank: their number, and the most columns of one.
+        chosen: the adapter of each token; one variable for all contractions that see the same tokens.
+    """
+
+    def __init__(self, of: Contraction, adapters: int, rank: int, chosen: Chosen):
+        self.eq, self.of, self.chosen = of.eq, of, chosen
+        self.adapters, self.rank = adapters, rank
+        lead, sizes = of.shape[: of.stacked], of.sizes
+        inner, outer = of.group + of.inner, "".join(letter for letter in of.spec if letter in of.out)
+        between = "".join(letter for letter in of.x if letter not in of.inner) + "r"
+        self.down, self.up = f"{of.x},{inner}r->{between}", f"{between},{of.group}r{outer}->{of.out}"
+        ends, starts, kept = ([sizes[letter] for letter in letters] for letters in (inner, of.group, outer))
+        zeros = Draw("constant", 0.0)
+        self.a = weight((*lead, *ends, adapters, rank), Meaning(inner + "nr"), zeros, Frozen)
+        self.b = weight((*lead, *starts, adapters, rank, *kept), Meaning(of.group + "nr" + outer), zeros, Frozen)
+
+    @property
+    def weight(self) -> Array:
+        return self.of.weight
+
+    @property
+    def bias(self) -> Array | None:
+        return self.of.bias
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of.shape
+
+    def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: object = None) -> Float[Array, "..."]:
+        chosen = self.chosen[...]
+        if route is not None:
+            if route.token is None:
+                raise ValueError(f"{self.eq}: the tokens of these rows are not known")
+            chosen = chosen.reshape(-1)[route.token]
+        whole = self.of.product(x, route, dtype=dtype)
+        low = self._own(contract(self.down, x, self._side_by_side(self.a[...], len(self.of.group + self.of.inner)), route), chosen)
+        return whole + contract(self.up, low, self._side_by_side(self.b[...], len(self.of.group)), route, dtype=dtype)
+
+    def via(self, eq: str, x: Float[Array, "..."], *, dtype: object = None) -> Float[Array, "..."]:
+        raise ValueError(f"{eq}: adapters of single tokens are on {self.eq} only")
+
+    def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+        low = self._own(self._side_by_side(self.a[...], 1)[ids], self.chosen[...])
+        return self.of.take(ids) + low @ self._side_by_side(self.b[...], 0)
+
+    def _side_by_side(self, factor: Array, at: int) -> Array:
+        """A factor with the columns of all adapters as one axis, which is number `at`."""
+        return factor.reshape(*factor.shape[:at], self.adapters * self.rank, *factor.shape[at + 2 :])
+
+    def _own(self, low: Float[Array, "... r"], chosen: Int[Array, "..."]) -> Float[Array, "... r"]:
+        """Zeros in the columns of other adapters. Padding may contain NaN, so nothing is multiplied."""
+        mine = chosen[..., None] == jnp.arange(self.adapters)
+        columns = low.reshape(*low.shape[:-1], self.adapters, self.rank)
+        return jnp.where(mine[..., None], columns, 0).reshape(low.shape)
+
+
+def refused(name: str, of: Contraction, tied: bool) -> str | None:
+    """Why a contraction of the serving model takes no bank; None if it does.
+
+    Args:
+        name: its dotted name.
+        tied: whether the head is the embedding.
+    """
+    if of.chooses:
+        return "its output only selects something"
+    if "R" in of.inner:
+        return "it reads the cache, where tokens of several steps are together"
+    if name == "embed" and tied:
+        return "the head is tied to it"
+    if not name.startswith("layers.") and name not in ("embed", "positions", "head"):
+        return "it is outside the layers"
+    if not of.group and of.x.removesuffix(of.inner) != "BT":
+        return f"its input has other axes: {of.x}"
+    return None

@@ -1,0 +1,390 @@
+"""Several adapters in one engine, against the same model with each adapter alone (`adapt.lora`)."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden_weights import write_model
+
+from argosy.adapt.bank import Bank, Chosen
+from argosy.adapt.quant import int8
+from argosy.adapt.surgery import find, swap
+from argosy.checkpoint.load import random
+from argosy.checkpoint.peft import Adapter, put_adapter, sites
+from argosy.core.errors import BadInput, Unsupported
+from argosy.infer.adapters import NoAdapter
+from argosy.infer.engine import Engine, Request
+from argosy.infer.forward import Whole, _whole
+from argosy.infer.lm import LM
+from argosy.infer.load import load
+from argosy.infer.settings import EngineSettings
+from argosy.models import FAMILIES
+from argosy.models.parts.einsum import Contraction, Einsum, Route
+from argosy.models.parts.stack import Scan, Unroll, from_layers
+from argosy.models.parts.weight import Meaning, put, split
+
+ADAPTERS = Path(__file__).parents[1] / "goldens" / "adapters"
+GOLDENS = sorted(folder.name for folder in ADAPTERS.iterdir())
+SIZES = {"slots": 4, "page": 8, "context": 96, "pages": 40, "budget": 32, "beside": 32}
+ON = EngineSettings(**SIZES, lora={"enabled": True, "adapters": 3, "rank": 4})
+
+
+def module_of(family: str, example: str, run: Any = None) -> Any:
+    """The same weights in any layout."""
+    config = FAMILIES[family].examples()[example]
+    model = random(config, 0, run=Unroll()).module
+    if run is None:
+        return model
+    other = config.build(run)
+    put(other, {address: jnp.asarray(a) for address, a in from_layers(other, split(model)[1]).items()})
+    other.dtype = model.dtype
+    return other
+
+
+def adapter_of(model: Any, seed: int, rank: int, where: str = r"layers\..*", gain: float = 0.7) -> dict[str, Adapter]:
+    """Random factors on every contraction of an unrolled model that matches and that PEFT has a name for."""
+    rng = np.random.default_rng(seed)
+    named = {name for site in sites(model.config) for name in site.ours}
+    out = {}
+    for name, of in find(model, where).items():
+        if name not in named or "R" in of.inner:
+            continue
+        sizes, outer = of.sizes | {"r": rank}, "".join(a for a in of.spec if a in of.out)
+        a, b = ([sizes[letter] for letter in letters] for letters in (of.group + of.inner + "r", of.group + "r" + outer))
+        fan_in = int(np.prod([sizes[letter] for letter in of.inner]))
+        out[name] = Adapter(
+            rng.standard_normal(a).astype(np.float32) * fan_in**-0.5, rng.standard_normal(b).astype(np.float32), gain
+        )
+    return out
+
+
+def prompts(vocab: int, *lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]
+
+
+def answered(engine: Engine, requests: list[Request]) -> list[list[Any]]:
+    found = engine.generate(requests)
+    assert engine.pages.free == engine.pages.count
+    return found
+
+
+def assert_of(module: Any, request: Request, events: list[Any]) -> None:
+    """The likeliest tokens of each event are those of the whole sequence through this module, to rounding."""
+    ids = [*request.tokens, *(event.token for event in events)]
+    logits = LM(module.config, module).logits([ids])[0].astype(np.float64)
+    expected = np.asarray(jax.nn.log_softmax(logits, -1))[len(request.tokens) - 1 : -1]
+    for event, row in zip(events, expected, strict=True):
+        tokens, logprobs = zip(*event.top)
+        np.testing.assert_allclose(logprobs, row[list(tokens)], atol=2e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return module_of("llama", "plain")
+
+
+@pytest.fixture(scope="module")
+def engine(plain: Any) -> Engine:
+    """One warm engine for all tests; each leaves no adapter behind."""
+    engine = Engine(plain, ON)
+    engine.warm_up()
+    return engine
+
+
+@pytest.fixture
+def three(plain: Any, engine: Engine) -> Any:
+    """Adapters of ranks 1, 4 and 3 under the names a, b and c, and the model with each alone."""
+    modules = {None: plain}
+    for i, (name, rank) in enumerate((("a", 1), ("b", 4), ("c", 3))):
+        factors = adapter_of(plain, i, rank)
+        engine.adapters.put(name, engine.adapters.packed(factors))
+        modules[name] = module_of("llama", "plain")
+        put_adapter(modules[name], factors)
+    yield modules
+    for name in list(engine.adapters.loaded):
+        engine.unload_adapter(name)
+
+
+def test_each_request_of_a_mixed_batch_is_as_with_its_adapter_alone(plain: Any, engine: Engine, three: Any):
+    given = prompts(plain.config.vocab, 5, 40, 17, 3, 9, 21)
+    requests = [Request(p, 6, top=20, adapter=name) for p, name in zip(given, ("a", None, "b", "c", "b", None))]
+    for request, events in zip(requests, answered(engine, requests), strict=True):
+        assert_of(three[request.adapter], request, events)
+
+
+def test_pages_are_shared_under_one_adapter_and_never_by_two(plain: Any, engine: Engine, three: Any):
+    prompt = prompts(plain.config.vocab, 40)[0]
+    for name, reused in (("a", 0), (None, 0), ("b", 0), ("a", 32), (None, 32)):
+        before = engine.stats.reused_tokens
+        request = Request(prompt, 4, top=20, adapter=name, salt="own")
+        assert_of(three[name], request, answered(engine, [request])[0])
+        assert engine.stats.reused_tokens - before == reused, name
+    number = engine.adapters.loaded["a"].number
+    before = engine.stats.reused_tokens
+    answered(engine, [Request(prompt, 1, salt=f"{number}:own")])
+    assert engine.stats.reused_tokens == before, "a salt that imitates an adapter's"
+
+
+def test_nothing_compiles_as_adapters_come_and_go(plain: Any, engine: Engine, compilations: list[str]):
+    given = prompts(plain.config.vocab, 5, 20)
+    for seed in range(2):
+        engine.adapters.put("one", engine.adapters.packed(adapter_of(plain, seed, 2)))
+        answered(engine, [Request(p, 3, adapter=name) for p in given for name in ("one", None)])
+        engine.unload_adapter("one")
+        if not seed:
+            # The first request of a process reads random keys.
+            compilations.clear()
+    assert not compilations
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """What has been compiled since the list was cleared."""
+    found: list[str] = []
+    LISTENERS.append(found)
+    yield found
+    LISTENERS.remove(found)
+
+
+LISTENERS: list[list[str]] = []
+
+
+def _heard(event: str, seconds: float, **more: Any) -> None:
+    if "backend_compile" in event:
+        for listener in LISTENERS:
+            listener.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_heard)
+
+
+def test_the_listener_hears_compilations(compilations: list[str]):
+    jax.jit(lambda x: x * 3 + 0.123)(np.arange(7.0))
+    assert compilations
+
+
+def test_an_engine_without_adapters_runs_the_plain_program(plain: Any):
+    engine = Engine(plain, EngineSettings(**SIZES))
+    assert engine.adapters is None
+    graph, weights = split(plain)
+    assert Whole(plain)._program is _whole(graph, plain.dtype)
+    assert sorted(engine.forward.prepared(weights)[0]) == ["embed.w", "head.w", "norm.scale"]
+    assert {own for layer in engine.forward.prepared(weights)[1] for own in layer} == {
+        address.split(".", 2)[2] for address in weights if address.startswith("layers.")
+    }
+    with pytest.raises(NoAdapter, match="takes no adapters"):
+        engine.add(Request([1], 1, adapter="a"))
+
+
+CASES = [
+    pytest.param("llama", "plain", Scan(), True, "int8", id="views of stacked layers, int8 below"),
+    pytest.param("llama", "plain", Scan(), False, "", id="scanned"),
+    pytest.param("gemma", "3", Scan(), False, "", id="scanned, with windows", marks=pytest.mark.slow),
+    pytest.param("llama", "plain", None, False, "", id="one program", marks=pytest.mark.slow),
+    pytest.param("mixtral", "plain", None, True, "", id="experts", marks=pytest.mark.slow),
+    pytest.param("mixtral", "plain", Scan(), False, "", id="scanned experts", marks=pytest.mark.slow),
+    pytest.param("deepseek", "2-lite", None, True, "", id="latents", marks=pytest.mark.slow),
+    pytest.param("qwen3_next", "mixed", None, True, "", id="recurrence", marks=pytest.mark.slow),
+    pytest.param("gpt2", "untied", None, True, "", id="biases", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("family, example, run, by_layer, below", CASES)
+def test_every_structure_and_layout(monkeypatch, family: str, example: str, run: Any, by_layer: bool, below: str):
+    monkeypatch.setattr("argosy.infer.forward.viewable", lambda weights: by_layer)
+    served, modules = module_of(family, example, run), {None: module_of(family, example), "x": module_of(family, example)}
+    for module in (served, *modules.values()) if below else ():
+        swap(module, r"layers\..*(up|q)", int8)
+    engine, factors = Engine(served, ON), adapter_of(modules[None], 5, 3)
+    put_adapter(modules["x"], factors)
+    engine.adapters.put("y", engine.adapters.packed(adapter_of(modules[None], 6, 2)))
+    engine.adapters.put("x", engine.adapters.packed(factors))
+    requests = [Request(p, 3, top=20, adapter=name) for p in prompts(served.config.vocab, 5, 29) for name in ("x", None)]
+    for request, events in zip(requests, answered(engine, [*requests]), strict=True):
+        assert_of(modules[request.adapter], request, events)
+
+
+def test_head_and_embedding_carry_adapters_where_the_settings_say_so():
+    plain, other = module_of("llama", "plain"), module_of("llama", "plain")
+    settings = EngineSettings(**SIZES, lora={"enabled": True, "rank": 4, "where": r"layers\..*attn.*|head|embed"})
+    engine, factors = Engine(plain, settings), adapter_of(plain, 0, 2, r"layers\..*attn.*|head|embed")
+    assert {"head", "embed"} <= set(factors)
+    put_adapter(other, factors)
+    engine.adapters.put("x", engine.adapters.packed(factors))
+    requests = [Request(p, 3, top=20, adapter=name) for p in prompts(113, 5, 29) for name in ("x", None)]
+    for request, events in zip(requests, answered(engine, requests), strict=True):
+        assert_of(other if request.adapter else plain, request, events)
+    with pytest.raises(BadInput, match=r"carry none here.*mlp"):
+        engine.adapters.packed(adapter_of(plain, 0, 2))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "phi3-window" else pytest.mark.slow) for n in GOLDENS])
+def test_a_folder_of_the_peft_library_gives_its_logits(name: str, tmp_path):
+    lm = load(write_model(ADAPTERS.parent / "models" / name, tmp_path / "base"))
+    golden = dict(np.load(ADAPTERS / name / "golden.npz"))
+    engine = Engine(lm.module, EngineSettings(**SIZES, lora={"enabled": True}))
+    engine.load_adapter("golden", ADAPTERS / name)
+    for ids, logits in zip(golden["tokens"], golden["logits"], strict=True):
+        event = answered(engine, [Request(ids.tolist(), 1, top=20, adapter="golden")])[0][0]
+        tokens, logprobs = zip(*event.top)
+        expected = np.asarray(jax.nn.log_softmax(logits[-1].astype(np.float64)))[list(tokens)]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+
+
+def test_experts_carry_an_adapter_each():
+    """A grouped weight, whose rows are sorted by expert: the adapter of a row is that of its token."""
+    E, D, M, T, k, rng = 4, 12, 10, 7, 2, np.random.default_rng(0)
+    of = Einsum("XD,EDM->XM", {"E": E, "D": D, "M": M})
+    put_random(of, rng)
+    chosen = np.asarray([[0, 1, -1, 0, 1, 1, -1]], np.int32)
+    bank = Bank(of, 2, 3, Chosen(jnp.asarray(chosen), meaning=Meaning("BT")))
+    put_random(bank, rng)
+    expert = rng.integers(0, E, T * k)
+    order = np.argsort(expert, kind="stable")
+    x = rng.standard_normal((T, D)).astype(np.float32)
+    route = Route(jnp.bincount(jnp.asarray(expert), length=E), jnp.asarray(expert[order]), token=jnp.asarray(order // k))
+    found = bank(jnp.asarray(x)[order // k], route)
+    for row, at in enumerate(order):
+        token, e, place = at // k, expert[at], chosen[0, at // k]
+        expected = x[token] @ np.asarray(of.w[...])[e]
+        if place >= 0:
+            expected = expected + x[token] @ np.asarray(bank.a[...])[e, :, place] @ np.asarray(bank.b[...])[e, place]
+        np.testing.assert_allclose(found[row], expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="tokens of these rows are not known"):
+        bank(jnp.asarray(x)[order // k], route._replace(token=None))
+
+
+def put_random(module: Any, rng: Any) -> None:
+    for name in ("w", "a", "b"):
+        if (v := getattr(module, name, None)) is not None:
+            v.set_value(jnp.asarray(rng.standard_normal(v.shape), jnp.float32))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def changed(factors: dict[str, Adapter], **how: Any) -> dict[str, Adapter]:
+    name = next(iter(factors))
+    return factors | {name: factors[name]._replace(**how)}
+
+
+def test_an_adapter_that_does_not_fit_changes_nothing(plain: Any, engine: Engine):
+    good = adapter_of(plain, 0, 2)
+    first = good[next(iter(good))]
+    wrong = {
+        r"rank 5 is above the maximum of 4: layers": adapter_of(plain, 0, 5),
+        r"1 contractions of the adapter carry none here: layers\.7\.attn\.q": good | {"layers.7.attn.q": first},
+        r"layers.*factors of \(3, 2\) for a weight that takes": changed(good, a=np.ones((3, 2), np.float32)),
+        r"layers.*not finite": changed(good, b=np.full_like(first.b, np.nan)),
+    }
+    before = {address: np.asarray(a) for address, a in engine.adapters.arrays.items()}
+    for what, factors in wrong.items():
+        with pytest.raises(BadInput, match=what):
+            engine.adapters.put("wrong", engine.adapters.packed(factors))
+    assert not engine.adapters.loaded
+    for address, a in engine.adapters.arrays.items():
+        np.testing.assert_array_equal(a, before[address])
+
+
+@pytest.mark.parametrize("key, value", [("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"])])
+def test_adapters_that_change_more_are_refused_by_name(plain: Any, engine: Engine, tmp_path, key: str, value: Any):
+    shutil.copytree(ADAPTERS / "llama-grouped", tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: value}))
+    with pytest.raises(Unsupported, match=f"error: {key} = ") as error:
+        engine.load_adapter("wrong", tmp_path / "adapter")
+    assert str(tmp_path) not in error.value.what and not engine.adapters.loaded
+
+
+def test_places_and_names_are_taken_once(plain: Any, engine: Engine, three: Any):
+    factors = engine.adapters.packed(adapter_of(plain, 9, 1))
+    with pytest.raises(BadInput, match="`a` is loaded already"):
+        engine.adapters.put("a", factors)
+    with pytest.raises(BadInput, match="all 3 places for adapters are taken"):
+        engine.adapters.put("d", factors)
+    with pytest.raises(NoAdapter, match="no adapter `d`"):
+        engine.unload_adapter("d")
+    with pytest.raises(NoAdapter, match="no adapter `d`"):
+        engine.add(Request([1], 1, adapter="d"))
+    assert not engine.busy
+
+
+# ---------------------------------------------------------------- while requests run
+
+
+def test_requests_finish_with_the_adapter_they_began_with(plain: Any, engine: Engine, three: Any):
+    """Unloaded and replaced while two requests run and one waits for a slot; the place is free when the last has ended."""
+    given = prompts(plain.config.vocab, 5, 9, 6, 8, 7)
+    requests = [Request(p, 6, top=20, adapter="a") for p in given]
+    numbers = [engine.add(request) for request in requests]
+    engine.step()
+    place = engine.adapters.loaded["a"].place
+    engine.unload_adapter("a")
+    with pytest.raises(NoAdapter):
+        engine.add(Request([1], 1, adapter="a"))
+    spare = engine.adapters.packed(adapter_of(plain, 7, 2))
+    with pytest.raises(BadInput, match="1 of them by adapters that are unloaded and still answer"):
+        engine.adapters.put("d", spare)
+    found: dict[int, list[Any]] = {number: [] for number in numbers}
+    for event in engine.run():
+        found[event.id].append(event)
+    for request, number in zip(requests, numbers, strict=True):
+        assert_of(three["a"], request, found[number])
+    assert engine.adapters.put("d", spare).place == place
+
+
+def test_an_aborted_request_frees_the_place_of_its_adapter(plain: Any, engine: Engine, three: Any):
+    number = engine.add(Request([1, 2, 3], 50, adapter="a"))
+    engine.step()
+    engine.unload_adapter("a")
+    engine.abort(number)
+    engine.adapters.put("d", engine.adapters.packed(adapter_of(plain, 7, 2)))
+    assert [event.reason for event in engine.run()] == ["abort"]
+
+
+def test_a_replaced_adapter_serves_new_requests_beside_old_ones(plain: Any, engine: Engine, three: Any):
+    engine.unload_adapter("c")
+    old = Request(prompts(plain.config.vocab, 20)[0], 8, top=20, adapter="a")
+    number = engine.add(old)
+    engine.step()
+    factors = adapter_of(plain, 8, 4)
+    engine.adapters.put("a", engine.adapters.packed(factors), replace=True)
+    newer = module_of("llama", "plain")
+    put_adapter(newer, factors)
+    new = Request(old.tokens, 3, top=20, adapter="a")
+    second = engine.add(new)
+    found: dict[int, list[Any]] = {number: [], second: []}
+    for event in engine.run():
+        found[event.id].append(event)
+    assert_of(three["a"], old, found[number])
+    assert_of(newer, new, found[second])
+
+
+def test_swapped_weights_keep_the_adapters(plain: Any, engine: Engine, three: Any):
+    request = Request(prompts(plain.config.vocab, 20)[0], 4, top=20, adapter="b")
+    answered(engine, [request])
+    old = engine.weights()
+    other = split(random(plain.config, 1, run=Unroll()).module)[1]
+    try:
+        engine.swap_weights(other)
+        module = random(plain.config, 1, run=Unroll()).module
+        put_adapter(module, adapter_of(plain, 1, 4))
+        assert_of(module, request, answered(engine, [request])[0])
+    finally:
+        engine.swap_weights(old)
+
+
+def test_a_bank_keeps_no_weights_of_the_model(engine: Engine):
+    """Weights that were swapped would stay in memory."""
+    layers = engine.forward._layers
+    assert layers and not any(isinstance(a, jax.Array) for a in jax.tree.leaves(vars(engine.adapters).get("base")))
+    banked = engine.adapters.on(engine.model)
+    assert all(isinstance(a, jax.ShapeDtypeStruct) for a in split(banked)[1].values())
+    assert any(isinstance(one, Bank) for one in find(banked, r"layers\..*", Contraction).values())
