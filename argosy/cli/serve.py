@@ -15,7 +15,7 @@ from argosy.serve.settings import ServeSettings
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-KEY = "ARGOSY_API_KEY"
+KEY, ADMIN_KEY = "ARGOSY_API_KEY", "ARGOSY_ADMIN_KEY"
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -34,7 +34,11 @@ def serve(
 ) -> None:
     """Serves a model over HTTP, with OpenAI's API."""
     settings = read_settings(ServeSettings, words_layer(translated(words or []))).value
-    settings = settings.model_copy(update={"api_key": settings.api_key or os.environ.get(KEY) or None})
+    admin = settings.admin
+    if admin.port is not None or admin.shared:
+        admin = admin.model_copy(update={"key": admin.key or os.environ.get(ADMIN_KEY) or None})
+    key = settings.api_key or os.environ.get(KEY) or None
+    settings = settings.model_copy(update={"api_key": key, "admin": admin})
     with Doing() as doing:
         doing("loading jax")
         machine.start_jax()
@@ -42,7 +46,7 @@ def serve(
         from argosy.serve import run
 
         run.check(settings)
-        listener = run.bound(settings)
+        listener, admin_listener = run.bound(settings), run.admin_bound(settings)
         doing(f"loading {model}")
         how: Any = {"dtype": settings.dtype, "adapter": settings.adapter, "tensor": settings.tensor}
         lm = load(model, **how, context=settings.engine.context)
@@ -52,7 +56,9 @@ def serve(
     service.front.engine.say = lambda what: say(f"{what} ...")
     for line in service.about:
         say(line)
+    if admin_listener is not None:
+        say(f"admin routes on http://127.0.0.1:{admin_listener.getsockname()[1]}")
     url = run.address_of(listener, settings)
     with signals.asked_to_stop("finishing what runs; again to end now") as stop:
-        run.serve(service, settings, listener, stop=stop, ready=lambda: say(f"ready on {url}"))
+        run.serve(service, settings, listener, stop=stop, ready=lambda: say(f"ready on {url}"), admin=admin_listener)
     raise typer.Exit(stop.code)

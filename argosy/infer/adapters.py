@@ -6,7 +6,7 @@ place until the sequences that use it have ended; a new one takes a free place.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -242,7 +242,3 @@ def _placed(arrays: Leaves, new: Leaves, place: Array) -> Leaves:
 
     return {address: put(whole, new[address]) for address, whole in arrays.items()}
 
-
-def names_of(sequences: Sequence[Any]) -> list[str]:
-    """The adapters of these sequences, each once."""
-    return sorted({one.what.request.adapter for one in sequences if one.what.request.adapter is not None})

@@ -203,6 +203,17 @@ class Engine:
         """
         put(self.model, dict(weights))
 
+    def reset_prefix_cache(self, *, running: bool = False) -> bool:
+        """Clears the prefix cache; returns whether it did. Not while sequences run, unless `running` computes those again from their
+        first token."""
+        if running:
+            self._land_all()
+            self.scheduler.begin_anew()
+        elif self.pages.free < self.pages.count:
+            return False
+        self.pages.forget_all()
+        return True
+
     # ---------------------------------------------------------------- adapters
 
     def load_adapter(self, name: str, folder: str | Path, *, replace: bool = False) -> None:
@@ -225,6 +236,12 @@ class Engine:
             NoAdapter: none of this name is loaded.
         """
         self._adapters().unload(name)
+
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """The names of the adapters of running sequences, and of waiting ones. Any thread may ask."""
+        all_ = [one for one in list(self._sequences.values()) if one.what.request.adapter is not None]
+        running, waiting = ({one.what.request.adapter for one in all_ if (one.slot >= 0) == runs} for runs in (True, False))
+        return sorted(running), sorted(waiting)
 
     def _adapters(self) -> Adapters:
         if self.adapters is None:

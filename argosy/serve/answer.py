@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
@@ -19,7 +20,7 @@ from argosy.serve.errors import ApiError, Json, unavailable
 from argosy.serve.fields import Generation
 from argosy.serve.front import Answers
 from argosy.serve.reading import Parts, Reader, Reading
-from argosy.serve.service import Service
+from argosy.serve.service import UNNAMED, Service
 from argosy.serve.sse import EventStream, while_connected
 from argosy.serve.structured import Wanted
 
@@ -90,6 +91,7 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        self.model = self.fields.model or self.service.name
         self.id = f"{self.shape.prefix}{self.fields.request_id or uuid.uuid4().hex}"
         n = self.fields.n
         begun = self.wanted is not None
@@ -131,18 +133,29 @@ class Job:
                 raise timed_out(limit) from None
 
     async def respond(self, http: HttpRequest) -> Response:
-        """The HTTP response. A client that disconnects cancels its engine requests."""
+        """The HTTP response. A client that disconnects cancels its engine requests. The header `x-weight-version` names the weights that
+        it began with, once an update has named some."""
+        version = self.service.weight_version
         if not self.fields.stream:
-            return Json(await while_connected(http.receive, self.answered()))
-        documents = self.streamed()
-        # Errors before the first document still get their own HTTP status.
-        first = await while_connected(http.receive, anext(documents))
-        seconds = self.service.limits.seconds
-        return EventStream(first, documents, seconds, self.shape.named, lambda error: self.shape.failure(self, error))
+            response: Response = Json(await while_connected(http.receive, self.answered()))
+        else:
+            documents = self.streamed()
+            # Errors before the first document still get their own HTTP status.
+            first = await while_connected(http.receive, anext(documents))
+            failure = partial(self.shape.failure, self)
+            response = EventStream(first, documents, self.service.limits.seconds, self.shape.named, failure)
+        if version != UNNAMED:
+            response.headers["x-weight-version"] = version
+        return response
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """What /abort_requests may call it."""
+        return (self.id, *([self.fields.request_id] if self.fields.request_id else []))
 
     async def answered(self) -> dict[str, Any]:
         """The response as one document."""
-        async with self.service.front.open(self.requests, self.scored) as answers:
+        async with self.service.front.open(self.requests, self.scored, self._names) as answers:
             self._answers = answers
             async for place, event in answers:
                 self._take(answers, place, event)
@@ -152,7 +165,7 @@ class Job:
 
     async def streamed(self) -> AsyncGenerator[dict[str, Any]]:
         """The documents of the stream."""
-        async with self.service.front.open(self.requests, self.scored) as answers:
+        async with self.service.front.open(self.requests, self.scored, self._names) as answers:
             self._answers = answers
             if self.scored:
                 self.shape.scores = await answers.scored()
@@ -238,7 +251,7 @@ class Choices:
 
 
 def _document(job: Job, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": job.id, "object": kind, "created": job.created, "model": job.service.name, "choices": choices}
+    return {"id": job.id, "object": kind, "created": job.created, "model": job.model, "choices": choices}
 
 
 def _usage(job: Job) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from argosy.infer.grammar import COMPILING
 from argosy.serve import chat, completions, embeddings, messages, playground, responses
+from argosy.serve.admin import Admin
 from argosy.serve.admission import died, shutting_down
 from argosy.serve.answer import Job
 from argosy.serve.body import read_json
@@ -37,11 +38,17 @@ class App:
 
     Args:
         key: the API key, None for none. local: see `Guard`. web: serves the playground and the dashboard at `/`, for models that
-            generate text.
+            generate text. admin: routes that are here too, with the key of their settings.
     """
 
     def __init__(
-        self, service: Service | EncoderService, *, key: str | None = None, local: bool = False, web: bool = True
+        self,
+        service: Service | EncoderService,
+        *,
+        key: str | None = None,
+        local: bool = False,
+        web: bool = True,
+        admin: Admin | None = None,
     ):
         self.service = service
         # One thread: tokenizers are not known to be safe in several. Rendering a template may take seconds.
@@ -68,9 +75,15 @@ class App:
         if web and isinstance(service, Service):
             routes += playground.routes(service, key is not None)
             public = playground.files()
-        guard = Middleware(Guard, key=key, local=local, headers=service.limits.headers, public=public)
-        handlers = {ApiError: refused, HTTPException: no_route, ClientDisconnect: gone, Exception: broken}
-        self.asgi = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
+        apart: dict[str, str] = {}
+        if admin is not None:
+            assert admin.settings.key
+            # Before `/v1/models/{name}`, which takes any path.
+            routes = [*admin.routes(), *routes]
+            apart = {route.path: admin.settings.key for route in admin.routes()}
+        self.asgi = _guarded(routes, key=key, local=local, headers=service.limits.headers, public=public, apart=apart)
+        # On the admin port: its own routes, and what watches a server.
+        self.watching = [route for route in routes if route.path in ("/health", "/metrics", "/version")]
 
     # ---------------------------------------------------------------- answers
 
@@ -147,17 +160,18 @@ class App:
     # ---------------------------------------------------------------- the server itself
 
     async def models(self, request: Request) -> Response:
-        return Json({"object": "list", "data": [self._card()]})
+        return Json({"object": "list", "data": [self._card(name) for name in self.service.names]})
 
     async def model(self, request: Request) -> Response:
-        self.service.check_model(request.path_params["name"])
-        return Json(self._card())
+        self.service.check_model(name := request.path_params["name"])
+        return Json(self._card(name))
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
+        """The entry of the model, or of one of its adapters."""
         service = self.service
         return {
-            "id": service.name, "object": "model", "created": service.created, "owned_by": "argosy",
-            "root": service.name, "parent": None, "max_model_len": service.context,
+            "id": name, "object": "model", "created": service.created, "owned_by": "argosy",
+            "root": name, "parent": None if name == service.name else service.name, "max_model_len": service.context,
             # Where llama.cpp has it too: benchmarks draw random token ids below it.
             "meta": {"n_vocab": service.lm.config.vocab},
         }  # fmt: skip
@@ -185,6 +199,18 @@ class App:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.service.front.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+def _guarded(routes: list[Route], **how: Any) -> Starlette:
+    """An application with these routes behind a `Guard`, whose settings these are."""
+    handlers = {ApiError: refused, HTTPException: no_route, ClientDisconnect: gone, Exception: broken}
+    return Starlette(routes=routes, middleware=[Middleware(Guard, **how)], exception_handlers=handlers)  # pyright: ignore[reportArgumentType]
+
+
+def admin_app(admin: Admin, app: App) -> Starlette:
+    """The application of the admin port: all of it needs the admin key, but for /health."""
+    headers = admin.service.limits.headers
+    return _guarded([*admin.routes(), *app.watching], key=admin.settings.key, local=True, headers=headers)
 
 
 # Route -> what turns a body into a job.

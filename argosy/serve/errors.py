@@ -104,6 +104,12 @@ def unavailable(message: str, code: str, retry: int = 1) -> ApiError:
     return ApiError(message, status=503, code=code, headers={"retry-after": str(retry)})
 
 
+def no_model(name: str, here: str | None = None) -> ApiError:
+    """The refusal of a model, or an adapter, that this server does not have. here: the name of the one it has."""
+    has = "" if here is None else f", this server has `{here}`"
+    return ApiError(f"the model `{name[:128]}` does not exist{has}", status=404, param="model", code="model_not_found")
+
+
 def of_input(error: ArgosyError, param: str | None = None) -> ApiError:
     """An ArgosyError as an API error, without its location, which may be a path."""
     return ApiError(f"{error.what} ({error.hint})" if error.hint else error.what, param=param)

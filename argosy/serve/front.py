@@ -10,25 +10,32 @@ A reader that is slow delays nobody: its events wait in a queue, which the conte
 
 Log-probabilities of prompts (`open(requests, prompts)`, then `await answers.scored()`) are computed between two steps, one pass at a
 time, so running answers wait for one pass at most. A long prompt takes several passes (`infer.prompts`).
+
+While the front is paused, the engine makes no step; requests may come and go, and wait. `call` runs anything else in the thread,
+between two steps: new weights, adapters.
 """
 
 import asyncio
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from argosy.core.errors import BadInput
+from argosy.infer.adapters import NoAdapter
 from argosy.infer.engine import Engine, Event, Request
 from argosy.infer.prompts import NOTHING, Prompts, PromptScores
 from argosy.serve.admission import Admission, died, timed_out
-from argosy.serve.errors import ApiError, of_input
+from argosy.serve.errors import ApiError, no_model, of_input
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.settings import Limits
+
+R = TypeVar("R")
+PauseMode = Literal["abort", "wait", "keep"]
 
 
 @dataclass(eq=False)
@@ -62,10 +69,12 @@ class News:
 
 
 class Answers:
-    """The answers to the requests of one client, in the order in which their tokens come."""
+    """The answers to the requests of one client, in the order in which their tokens come. names: for `Front.abort`."""
 
-    def __init__(self, front: "Front", requests: Sequence[Request], prompts: Sequence[Sequence[int]] = ()):
-        self.front, self.arrived, self.prompts = front, time.monotonic(), prompts
+    def __init__(
+        self, front: "Front", requests: Sequence[Request], prompts: Sequence[Sequence[int]] = (), names: Sequence[str] = ()
+    ):
+        self.front, self.arrived, self.prompts, self.names = front, time.monotonic(), prompts, names
         self.scores: asyncio.Future[list[PromptScores]] = asyncio.get_running_loop().create_future()
         self.rows = [Row(place, request, self) for place, request in enumerate(requests)]
         self.news: asyncio.Queue[tuple[int, Event] | ApiError] = asyncio.Queue()
@@ -103,6 +112,15 @@ class Answers:
         if not row.done:
             self.front.end(row, reason)
 
+    def abort(self) -> None:
+        """Ends all of them; the reader gets what they have so far, with the reason `abort`."""
+        if self.prompts and not self.scores.done():
+            return self.fail(ApiError("the request was aborted", status=503, code="aborted"))
+        for row in self.rows:
+            if not row.done:
+                self.front.end(row, "abort")
+                self.news.put_nowait((row.place, Event(row.number, None, 0.0, "abort")))
+
     def fail(self, error: ApiError) -> None:
         """Ends all of them; the reader gets the error."""
         for row in self.rows:
@@ -134,17 +152,22 @@ class Front(Admission[Answers, EngineMetrics]):
         # Prompts to be scored, first come first served: whose, which of them, and its ids.
         self._unscored: list[tuple[Answers, int, Sequence[int]]] = []
         self._scores: dict[Answers, dict[int, PromptScores]] = {}
+        # Of the thread. holding: requests that come wait outside of the engine, because a pause lets only earlier ones finish.
+        self._paused, self._holding = False, False
+        self._held: list[Answers] = []
+        self._emptied: Future[None] | None = None
 
     # ---------------------------------------------------------------- the event loop's side
 
     @asynccontextmanager
     async def open(
-        self, requests: Sequence[Request], prompts: Sequence[Sequence[int]] = ()
+        self, requests: Sequence[Request], prompts: Sequence[Sequence[int]] = (), names: Sequence[str] = ()
     ) -> AsyncIterator[Answers]:
         """Hands requests to the engine: all of them, or none. Leaving the context aborts those that have not ended.
 
         Args:
             prompts: token ids to be scored, at most `self.prompts.longest` of each.
+            names: what `abort` may call these requests.
 
         Raises:
             ApiError: the engine refuses one of them, too many wait already, the server is shutting down, or the engine has died.
@@ -152,7 +175,7 @@ class Front(Admission[Answers, EngineMetrics]):
         self._loop = asyncio.get_running_loop()
         scoring, tokens = len(prompts), sum(map(len, prompts))
         self._check([*(len(r.tokens) for r in requests), *map(len, prompts)])
-        answers = Answers(self, requests, prompts)
+        answers = Answers(self, requests, prompts, names)
         self.opened.add(answers)
         self.waiting += len(requests) + scoring
         self.waiting_tokens += sum(len(r.tokens) for r in requests) + tokens
@@ -173,6 +196,8 @@ class Front(Admission[Answers, EngineMetrics]):
                 for row in answers.rows:
                     self._begin(row, answers.arrived)
                     row.done = True
+                if isinstance(error, NoAdapter):
+                    raise no_model(requests[0].adapter or "") from None
                 raise of_input(error) from None
             yield answers
         finally:
@@ -187,8 +212,62 @@ class Front(Admission[Answers, EngineMetrics]):
 
     def end(self, row: Row, reason: str) -> None:
         """Ends a row early: the engine forgets it before its next step."""
-        self._tasks.put(lambda: self._abort(row))
+        # First, so that the thread does not hand over a row that was held.
         self._over(row, reason, time.monotonic())
+        self._tasks.put(lambda: self._abort(row))
+
+    async def call(self, what: Callable[[Engine], R]) -> R:
+        """Runs something in the thread, between two steps.
+
+        Raises:
+            ApiError: the engine has died. Whatever `what` raises.
+        """
+        self._loop = asyncio.get_running_loop()
+        found: Future[R] = Future()
+
+        def task() -> None:
+            try:
+                if self.failure is not None:
+                    raise died()
+                found.set_result(what(self.engine))
+            except Exception as error:
+                found.set_exception(error)
+
+        self._tasks.put(task)
+        # A caller that goes away does not stop it.
+        return await asyncio.shield(asyncio.wrap_future(found))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stops after the current step, until `resume`. Requests that come meanwhile wait.
+
+        Args:
+            mode: what happens to those that wait and run: `abort` ends them, `wait` lets them finish first, `keep` lets them wait.
+
+        Raises:
+            ApiError: the engine has died.
+        """
+        if mode == "abort":
+            self.abort()
+        emptied = await self.call(lambda _: self._pause(mode == "wait"))
+        if emptied is not None:
+            await asyncio.shield(asyncio.wrap_future(emptied))
+        if self.failure is not None:
+            raise died()
+
+    async def resume(self) -> None:
+        """Goes on after a pause."""
+        await self.call(lambda _: self._resume())
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    def abort(self, names: Collection[str] | None = None) -> int:
+        """Ends the requests of these names, or all; their readers get what there is so far. Returns their number."""
+        found = [one for one in self.opened if names is None or not set(names).isdisjoint(one.names)]
+        for one in found:
+            one.abort()
+        return len(found)
 
     def _take(self, news: News) -> None:
         """Hands what a step made to its readers."""
@@ -229,7 +308,7 @@ class Front(Admission[Answers, EngineMetrics]):
     def _work(self) -> None:
         while True:
             task = None
-            while self.failure is not None or not (self.engine.busy or self._unscored) or not self._tasks.empty():
+            while self._rests() or not self._tasks.empty():
                 if (task := self._tasks.get()) is None:
                     return
                 task()
@@ -241,25 +320,67 @@ class Front(Admission[Answers, EngineMetrics]):
             except Exception as error:
                 self._failed(error)
 
+    def _rests(self) -> bool:
+        """Whether there is no step to make."""
+        idle = self.failure is not None or not (self.engine.busy or self._unscored)
+        if self._emptied is not None and idle:
+            self._paused = True
+            self._emptied.set_result(None)
+            self._emptied = None
+        return idle or self._paused
+
+    def _pause(self, waits: bool) -> "Future[None] | None":
+        """Pauses; or, if it waits for those that run, returns what is set once it is paused."""
+        if not waits or self._paused:
+            self._paused = True
+            return None
+        self._holding = True
+        self._emptied = self._emptied or Future()
+        return self._emptied
+
+    def _resume(self) -> None:
+        self._paused, self._holding = False, False
+        if self._emptied is not None:
+            self._emptied.set_result(None)
+            self._emptied = None
+        held, self._held = self._held, []
+        for answers in held:
+            try:
+                self._enter(answers)
+            except Exception as error:
+                refusal = of_input(error) if isinstance(error, BadInput) else died()
+                self._tell(lambda answers=answers, refusal=refusal: answers.fail(refusal))
+
     def _add(self, answers: Answers, added: "Future[None]") -> None:
         if not added.set_running_or_notify_cancel():
             return
-        done: list[Row] = []
         try:
             if self.failure is not None:
                 raise died()
-            for row in answers.rows:
-                row.number = self.engine.add(row.request)
-                self._rows[row.number] = row
-                done.append(row)
-            if answers.prompts:
-                self._await_scores(answers)
+            if self._holding:
+                self._held.append(answers)
+            else:
+                self._enter(answers)
         except Exception as error:
-            for row in done:
-                self._abort(row)
             added.set_exception(error)
         else:
             added.set_result(None)
+
+    def _enter(self, answers: Answers) -> None:
+        """Gives the engine the rows that have not been left, all or none."""
+        done: list[Row] = []
+        try:
+            for row in answers.rows:
+                if not row.done:
+                    row.number = self.engine.add(row.request)
+                    self._rows[row.number] = row
+                    done.append(row)
+        except Exception:
+            for row in done:
+                self._abort(row)
+            raise
+        if answers.prompts and not answers.scores.done():
+            self._await_scores(answers)
 
     def _await_scores(self, answers: Answers) -> None:
         self._scores[answers] = {}

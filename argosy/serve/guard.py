@@ -1,7 +1,7 @@
 """Checks of every request before a route sees it: number of headers, host, key."""
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers
@@ -24,12 +24,22 @@ class Guard:
             use the server of whoever visits it (DNS rebinding).
         headers: maximum number of headers of a request.
         public: paths that need no key, besides those of probes.
+        apart: paths with a key of their own instead.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None, local: bool, headers: int, public: Iterable[str] = ()):
+    def __init__(
+        self,
+        app: ASGIApp,
+        key: str | None,
+        local: bool,
+        headers: int,
+        public: Iterable[str] = (),
+        apart: Mapping[str, str] | None = None,
+    ):
         self.app, self.local, self.headers = app, local, headers
         self.public = frozenset((*PUBLIC, *public))
         self._key = None if key is None else f"bearer {key}".encode()
+        self._apart = {path: f"bearer {own}".encode() for path, own in (apart or {}).items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope)):
@@ -44,11 +54,12 @@ class Guard:
         if self.local and not is_local(host_of(headers.get("host", ""))):
             what = "this server answers to localhost only; one with `api_key=` or `open=true` answers to any name"
             return ApiError(what, status=403, code="unknown_host")
-        if self._key is not None and scope["path"] not in self.public:
+        expected = self._apart.get(scope["path"], self._key)
+        if expected is not None and scope["path"] not in self.public:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             sent = f"{scheme.lower()} {key.strip()}", f"bearer {headers.get('x-api-key', '')}"
             # Both are always compared, so that timing does not reveal which one was sent.
-            if not [one for one in sent if hmac.compare_digest(one.encode(), self._key)]:
+            if not [one for one in sent if hmac.compare_digest(one.encode(), expected)]:
                 more = {"www-authenticate": "Bearer"}
                 return ApiError("wrong or missing API key", status=401, code="invalid_api_key", headers=more)
         return None

@@ -52,7 +52,7 @@ class Message:
         return error.anthropic()
 
     def _document(self, job: Job, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": job.id, "type": "message", "role": "assistant", "model": self.service.name, "content": content}
+        return {"id": job.id, "type": "message", "role": "assistant", "model": job.model, "content": content}
 
     def _said(self, kind: str, text: str) -> list[dict[str, Any]]:
         found = []

@@ -112,6 +112,12 @@ class EngineMetrics(Metrics):
         self.preemptions = self._counter(
             "num_preemptions", "Answers whose cache was given to others and computed again."
         )
+        # Of vLLM: the labels hold what there is to know, the value is when it was written.
+        self._lora = None
+        if engine.adapters is not None:
+            labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+            about = "Adapters of running and of waiting answers."
+            self._lora = Gauge("vllm:lora_requests_info", about, labels, registry=self.registry)
         self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
         self.between = self._histogram("inter_token_latency_seconds", "Between two steps that make tokens of an answer.", BETWEEN_S)
         self.generation = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
@@ -136,6 +142,11 @@ class EngineMetrics(Metrics):
         self._advance(self.preemptions, self.engine.scheduler.preemptions)
         if self._speculation is not None:
             self._speculation.advance(self.engine.speculation)
+        if self._lora is not None:
+            running, waiting = self.engine.adapters_in_use()
+            self._lora.clear()
+            most = str(self.engine.settings.lora.adapters)
+            self._lora.labels(most, ",".join(running), ",".join(waiting)).set_to_current_time()
         return super().text()
 
 

@@ -18,8 +18,9 @@ from argosy.core.progress import Say
 from argosy.infer.embed import Encoder
 from argosy.infer.engine import Engine, Request
 from argosy.infer.lm import LM
+from argosy.serve.admin import Admin
 from argosy.serve.admission import Admission
-from argosy.serve.app import App
+from argosy.serve.app import App, admin_app
 from argosy.serve.encoder import EncoderFront, EncoderService, shapes_of
 from argosy.serve.front import Front
 from argosy.serve.guard import HEADER_BYTES, is_local
@@ -40,8 +41,21 @@ def check(settings: ServeSettings) -> None:
     """Checks that strangers cannot use the server, before the model is loaded.
 
     Raises:
-        BadInput: the address is no loopback and there is no key; or a certificate without its key, or files that do not exist.
+        BadInput: the address is no loopback and there is no key; or a certificate without its key, or files that do not exist; or admin
+            routes without a key or a folder that exists.
     """
+    admin = settings.admin
+    if (admin.port is not None or admin.shared) and not admin.key:
+        hint = "set $ARGOSY_ADMIN_KEY, or `admin.key=`"
+        raise BadInput("the admin routes change what is served, so they need a key", hint=hint)
+    if admin.key and admin.key == settings.api_key:
+        raise BadInput("admin.key is the key of the API", hint="another one: clients of the API must not change what is served")
+    if admin.root is not None and not Path(admin.root).is_dir():
+        raise BadInput(f"admin.root: no folder `{admin.root}`")
+    if (admin.key or admin.root) and admin.port is None and not admin.shared:
+        raise BadInput("admin.key and admin.root are for admin routes, and there are none", hint="admin.port=8001")
+    if settings.lora_modules and not settings.engine.lora.enabled:
+        raise BadInput("lora_modules: this engine takes no adapters", hint="engine.lora.enabled=true")
     if not settings.api_key and not settings.open and not is_local(settings.host):
         raise BadInput(
             f"host={settings.host} lets everybody on the network use this server",
@@ -60,9 +74,18 @@ def bound(settings: ServeSettings) -> socket.socket:
     Raises:
         BadInput: the address is in use, or not one of this machine.
     """
+    return _bound(settings.host, settings.port, "port")
+
+
+def admin_bound(settings: ServeSettings) -> socket.socket | None:
+    """As `bound`, for the admin port; None if there is none."""
+    return None if settings.admin.port is None else _bound("127.0.0.1", settings.admin.port, "admin.port")
+
+
+def _bound(host: str, port: int, setting: str) -> socket.socket:
     with contextlib.ExitStack() as undo:
         try:
-            found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             family, _, _, _, address = found[0]
             listener = undo.enter_context(socket.socket(family))
             # Connections of a server that has just ended do not keep the port.
@@ -70,8 +93,8 @@ def bound(settings: ServeSettings) -> socket.socket:
             listener.bind(address)
         except OSError as error:
             why = (error.strerror or str(error)).lower()
-            hint = "another `port=`; port=0 takes a free one"
-            raise BadInput(f"cannot listen on {settings.host} port {settings.port}: {why}", hint=hint) from None
+            hint = f"another `{setting}=`; {setting}=0 takes a free one"
+            raise BadInput(f"cannot listen on {host} port {port}: {why}", hint=hint) from None
         undo.pop_all()
         return listener
 
@@ -86,11 +109,15 @@ def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None, draf
         BadInput: the model is an encoder, its cache has no room, or the draft model does not fit.
     """
     lm.check_predicts()
+    if name in settings.lora_modules:
+        raise BadInput(f"lora_modules: the model itself is called `{name}`", hint="`name=` gives it another")
     reasoning = parser_of(settings.reasoning_parser, lm.tokenizer)
     tokenizers = [one.tokenizer for one in (lm, draft) if one is not None and one.tokenizer is not None]
     if len({tuple(tokenizer.encode(SAMPLE)) for tokenizer in tokenizers}) > 1:
         raise BadInput("the draft model has another tokenizer", hint="two models of one tokenizer")
     engine = Engine(lm.module, settings.engine, say=say, keeps=True, draft=draft and draft.module)
+    for adapter, folder in settings.lora_modules.items():
+        engine.load_adapter(adapter, folder)
     if settings.warm_up:
         engine.warm_up()
     else:
@@ -112,6 +139,8 @@ def encoder_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> E
     Raises:
         BadInput: the model predicts tokens, or its folder asks for a step that is not built.
     """
+    if settings.lora_modules or settings.admin.port is not None or settings.admin.shared:
+        raise BadInput(f"`{name}` is an encoder: adapters by request and admin routes are for models that generate")
     encoder = Encoder(lm, say=say)
     budget = settings.engine.budget
     for shape in shapes_of(budget, encoder.context) if settings.warm_up else [(1, encoder.context)]:
@@ -143,12 +172,32 @@ def serve(
     *,
     stop: Callable[[], Any],
     ready: Callable[[], object],
+    admin: socket.socket | None = None,
 ) -> None:
-    """Answers until `stop()` is true, then drains. Calls `ready` as soon as the first request can be answered."""
+    """Answers until `stop()` is true, then drains. Calls `ready` as soon as the first request can be answered.
+
+    Args:
+        admin: the socket of the admin routes.
+    """
     local = settings.api_key is None and not settings.open and is_local(settings.host)
-    app = App(service, key=settings.api_key, local=local, web=settings.web)
-    config = uvicorn.Config(
-        app.asgi,
+    routes = Admin(service, settings.admin) if isinstance(service, Service) and settings.admin.key else None
+    app = App(
+        service, key=settings.api_key, local=local, web=settings.web, admin=routes if settings.admin.shared else None
+    )
+    tls = {"ssl_certfile": settings.tls_certificate, "ssl_keyfile": settings.tls_key}
+    config = _config(app.asgi, settings, **tls)
+    beside = None
+    if admin is not None and routes is not None:
+        beside = (_Beside(_config(admin_app(routes, app), settings)), admin)
+    try:
+        _Server(config, service.front, settings.drain, stop, ready, beside).run(sockets=[listener])
+    finally:
+        service.front.close()
+
+
+def _config(app: Any, settings: ServeSettings, **tls: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
         http="h11",
         # uvloop takes the process's one wake-up descriptor for signals from `core.signals`: SIGTERM would do nothing.
         loop="asyncio",
@@ -163,13 +212,16 @@ def serve(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=LAST_BYTES_S,
         h11_max_incomplete_event_size=HEADER_BYTES,
-        ssl_certfile=settings.tls_certificate,
-        ssl_keyfile=settings.tls_key,
+        **tls,
     )
-    try:
-        _Server(config, service.front, settings.drain, stop, ready).run(sockets=[listener])
-    finally:
-        service.front.close()
+
+
+class _Beside(uvicorn.Server):
+    """A second server in the event loop of the first, which ends it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class _Server(uvicorn.Server):
@@ -182,9 +234,11 @@ class _Server(uvicorn.Server):
         drain: float,
         stop: Callable[[], Any],
         ready: Callable[[], object],
+        beside: tuple[_Beside, socket.socket] | None = None,
     ):
         super().__init__(config)
         self.front, self.drain, self.stop, self.ready = front, drain, stop, ready
+        self.beside = beside
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -193,8 +247,19 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self.beside is not None:
+            server, listener = self.beside
+            self._beside = asyncio.create_task(server.serve(sockets=[listener]))
+            while not (server.started or self._beside.done()):
+                await asyncio.sleep(0.01)
         self.ready()
         self._stopping = asyncio.create_task(self._stop())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.beside is not None:
+            self.beside[0].should_exit = True
+            await self._beside
+        await super().shutdown(sockets)
 
     async def _stop(self) -> None:
         # uvicorn looks at its own flag as often.

@@ -13,7 +13,7 @@ from argosy.infer.grammar import Crowded, Grammar
 from argosy.infer.lm import LM
 from argosy.serve.admission import Admission
 from argosy.serve.choice import Choice, Ending
-from argosy.serve.errors import ApiError, of_input, unavailable
+from argosy.serve.errors import ApiError, no_model, of_input, unavailable
 from argosy.serve.fields import Generation, Rendered
 from argosy.serve.front import Front
 from argosy.serve.reasoning import variables_of
@@ -23,6 +23,8 @@ from argosy.serve.store import Store
 from argosy.serve.structured import Wanted, refused
 
 MANY = "context_length_exceeded"
+# The version of weights that no update has named. vLLM's.
+UNNAMED = "default"
 
 
 F = TypeVar("F", bound=Admission[Any, Any])
@@ -63,9 +65,13 @@ class Served(Generic[F]):
         Raises:
             ApiError: this server has another model.
         """
-        if name is not None and name != self.name:
-            what = f"the model `{name[:128]}` does not exist, this server has `{self.name}`"
-            raise ApiError(what, status=404, param="model", code="model_not_found")
+        if name is not None and name not in self.names:
+            raise no_model(name, self.name)
+
+    @property
+    def names(self) -> list[str]:
+        """The names that a request may give as `model`: the model's own, then those of its adapters."""
+        return [self.name]
 
     def template(self, tools: list[dict[str, Any]] | None, given: str | None) -> str:
         """The chat template that renders a request.
@@ -116,13 +122,15 @@ class Service(Served[Front]):
     """A model that generates text.
 
     defaults: sampling settings where a request gives none. seeds: source of random seeds where a request gives none. reasoning: how
-    thoughts are split off answers. store: keeps responses of /v1/responses; None: nothing is kept.
+    thoughts are split off answers. store: keeps responses of /v1/responses; None: nothing is kept. weight_version: of the
+    weights, as an update over HTTP named it.
     """
 
     defaults: dict[str, Any]
     seeds: random.Random
     reasoning: Parser = field(default="auto", kw_only=True)
     store: Store | None = field(default=None, kw_only=True)
+    weight_version: str = field(default=UNNAMED, kw_only=True)
 
     @property
     def context(self) -> int:
@@ -134,6 +142,15 @@ class Service(Served[Front]):
         told = " ".join(f"{key}={value}" for key, value in self.defaults.items())
         sampled = f"{self.name}: requests that say nothing are sampled with {told}"
         return [sampled, f"cache: {self.front.engine.described()}"]
+
+    @property
+    def names(self) -> list[str]:
+        adapters = self.front.engine.adapters
+        return [self.name, *(() if adapters is None else adapters.loaded)]
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request's `model` names; None: the model alone."""
+        return None if name in (None, self.name) else name
 
     def tokenized(self, text: str, special: bool) -> list[int]:
         if text:
@@ -197,6 +214,10 @@ class Service(Served[Front]):
                 what = f"token id {wrong[0]} is outside the model's vocabulary of {self.lm.config.vocab}"
                 raise ApiError(what, param="prompt")
         sampling = sampling_of(fields, self.defaults, self.lm.tokenizer)
+        adapter = self.adapter_of(fields.model)
+        if adapter is not None and fields.scoring is not None:
+            what = f"log-probabilities of a prompt under an adapter are not supported: `{self.name}` gives those of the model alone"
+            raise ApiError(what, param=fields.scoring, code="unsupported_parameter")
         stops = frozenset(fields.stop_token_ids)
         ends = stops | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))
         top, salt = fields.top or 0, fields.cache_salt or ""
@@ -205,7 +226,7 @@ class Service(Served[Front]):
             # One seed gives one answer, wherever its prompt stands in the request.
             seed = self.seeds.getrandbits(63) if fields.seed is None else fields.seed
             found += [
-                engines.Request(ids, most or self.context - len(ids), sampling, ends, seed, k, top, salt=salt)
+                engines.Request(ids, most or self.context - len(ids), sampling, ends, seed, k, top, salt=salt, adapter=adapter)
                 for k in range(fields.n)
             ]
         return found

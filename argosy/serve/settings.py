@@ -49,6 +49,20 @@ class Limits(Settings):
     """Seconds for the body of a request to arrive."""
 
 
+class AdminSettings(Settings):
+    """The routes that change what is served: adapters, weights, pauses. Without `port` and `shared` there are none."""
+
+    port: int | None = Field(None, ge=0, lt=2**16)
+    """Port of these routes, on 127.0.0.1 only; 0 takes a free one. /metrics and /health are there too."""
+    key: str | None = None
+    """Key that their clients must send as `Authorization: Bearer KEY`, other than that of the API. Without it, that of
+    $ARGOSY_ADMIN_KEY, which other users of the machine cannot read in the list of processes."""
+    shared: bool = False
+    """Has these routes on the main port too, with their own key."""
+    root: str | None = None
+    """Folder below which adapters and weights may be loaded by these routes. Without it none may."""
+
+
 class ServeSettings(Settings):
     """Settings of the server."""
 
@@ -61,6 +75,9 @@ class ServeSettings(Settings):
         "enable_prefix_caching": "did you mean `engine.reuse`?",
         "enable_responses_api_store": "did you mean `stored_responses`?",
         "trust_request_chat_template": "did you mean `request_chat_template`?",
+        "enable_lora": "did you mean `engine.lora.enabled`?",
+        "max_loras": "did you mean `engine.lora.adapters`?",
+        "max_lora_rank": "did you mean `engine.lora.rank`?",
         "ssl_certfile": "did you mean `tls_certificate`?",
         "ssl_keyfile": "did you mean `tls_key`?",
     }
@@ -86,6 +103,9 @@ class ServeSettings(Settings):
     """A folder of low-rank adapters in the PEFT library's format, to apply to the model."""
     tensor: int = Field(1, gt=0)
     """Number of devices that share heads, feed-forward features, vocabulary and cache, for models that one device cannot hold."""
+    lora_modules: dict[str, str] = Field(default_factory=dict)
+    """Adapters to load at the start, beside the model: folders in the PEFT library's format by the name that requests give as `model`.
+    They need `engine.lora.enabled=true`."""
     seed: int | None = None
     """Random seed for requests without one. None: a new one for every run of the server."""
     drain: float = Field(30, ge=0)
@@ -113,3 +133,4 @@ class ServeSettings(Settings):
     `limits.prompt_logprobs_tokens`. Otherwise each is compiled when a request first needs it; only that request waits."""
     limits: Limits = Limits()
     engine: EngineSettings = EngineSettings()
+    admin: AdminSettings = AdminSettings()

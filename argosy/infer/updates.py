@@ -1,0 +1,140 @@
+"""New weights for a model that is being served, from files: read and checked as a whole before the first one is replaced.
+
+    update = Update(model, context)
+    update.add("runs/grpo/checkpoints/300")         a Hub folder, a run directory, one checkpoint, a GGUF file; or a .safetensors file
+    engine.swap_weights(update.leaves())
+
+A `.safetensors` file may hold some of the weights, under the Hub's names or under per-layer ones ("layers.3.attn.q.w"); those that it
+lacks stay as they are. Until `leaves` is swapped in, memory holds the new weights beside the old ones.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from argosy.checkpoint.hub import known_as
+from argosy.checkpoint.stored import open_model
+from argosy.core.errors import BadInput, nearest
+from argosy.core.formats import Reader
+from argosy.core.formats.safetensors import SafeTensors
+from argosy.core.keymap import KeyMap
+from argosy.models.parts.stack import stored_addresses
+from argosy.models.parts.weight import Codes, Leaves, kept_in, variables
+
+# Settings of a model that may differ: its name, and the longest sequence that it was made for.
+MAY_DIFFER = ("preset", "context")
+
+
+class Update:
+    """Weights that will replace those of a model.
+
+    Args:
+        context: the longest sequence that is served, in tokens; decides between tables of rotary positions, as at loading.
+
+    Raises:
+        BadInput: the model has quantized weights or adapters of its own, so that its weights are not those of a file.
+    """
+
+    def __init__(self, model: Any, context: int):
+        self.model, self.context = model, context
+        self._own = variables(model)
+        self._stored = stored_addresses(model)
+        self._staged: dict[str, np.ndarray] = {}
+        if any(isinstance(v, Codes) or ".of." in address for address, v in self._own.items()):
+            what = "the weights of a model that was quantized here, or has an adapter, cannot be replaced by those of a file"
+            raise BadInput(what, hint="serve the plain model; `engine.lora.enabled=true` has adapters beside it")
+
+    def __len__(self) -> int:
+        """How many weights it has, a layer's each by itself."""
+        return len(self._staged)
+
+    def add(self, path: str | Path) -> int:
+        """Reads weights; returns how many. Those that were added earlier under the same names are replaced.
+
+        Raises:
+            BadInput: not a model of the same settings, or weights that are unknown or of another shape, all listed; nothing is added.
+            Damaged: files differ from what was written.
+        """
+        path = Path(path)
+        if path.is_file() and path.suffix == ".safetensors":
+            weights = self._named(SafeTensors.open(path))
+        else:
+            stored = open_model(path)
+            self._check_settings(stored.config)
+            weights = dict.fromkeys(stored.weights.names, stored.weights.read)
+            if lacking := sorted(set(self._stored) - set(weights)):
+                raise BadInput(f"{len(lacking)} weights are missing: {', '.join(lacking[:4])}")
+            self._check({name: stored.weights.shape(name) for name in weights})
+        found = {name: self._kept(name, read(name)) for name, read in weights.items()}
+        self._staged |= found
+        return len(found)
+
+    def leaves(self) -> Leaves:
+        """What to swap in, by the model's own addresses and on its devices. Layers that were not added keep their weights."""
+        parts: dict[str, dict[int | None, np.ndarray]] = {}
+        for name, array in self._staged.items():
+            address, layer = self._stored[name]
+            parts.setdefault(address, {})[layer] = array
+        out = {}
+        for address, layers in parts.items():
+            old = self._own[address].get_value()
+            if None in layers:
+                whole = layers[None]
+            elif len(layers) == old.shape[0]:
+                whole = np.stack([layers[i] for i in range(len(layers))])
+            else:
+                whole = np.array(old)
+                for i, array in layers.items():
+                    whole[i] = array
+            out[address] = jax.device_put(whole, old.sharding)
+        return out
+
+    def _named(self, file: SafeTensors) -> dict[str, Any]:
+        """How to read each weight of a file, by per-layer name."""
+        if not file.names:
+            raise BadInput("the file holds no weights")
+        if set(file.names) <= set(self._stored):
+            self._check({name: file.shape(name) for name in file.names})
+            return dict.fromkeys(file.names, file.read)
+        config = self.model.config
+        table = KeyMap(*config.hub_rows())
+        reader: Reader = file
+        if config.hub_prefixes or config.hub_old_ends:
+            reader = known_as(reader, config.hub_prefixes, config.hub_old_ends, table.names)
+        ours = table.ours_of(reader.names)
+        if strange := sorted(set(reader.names) - set(ours)):
+            what = f"{len(strange)} tensors are no weights of this model: {', '.join(strange[:4])}"
+            raise BadInput(what, hint=nearest(strange[0], [*table.names, *self._stored]))
+        names = {path for paths in ours.values() for path in paths}
+        self._check({name: table.shape(name) for name in names})
+        return dict.fromkeys(sorted(names), lambda name: table.read(reader, name))
+
+    def _check_settings(self, config: Any) -> None:
+        own, context = self.model.config, min(self.context, config.context)
+        if type(config) is not type(own):
+            raise BadInput(f"weights of another family: {type(config).__name__}, and the model is {type(own).__name__}")
+        theirs, ours = config.for_context(context), own.for_context(context)
+        differ = [k for k in type(own).model_fields if k not in MAY_DIFFER and getattr(theirs, k) != getattr(ours, k)]
+        if differ:
+            said = ", ".join(f"{key} = {str(getattr(theirs, key))[:40]}, not {str(getattr(ours, key))[:40]}" for key in differ[:4])
+            raise BadInput(f"weights of a model with other settings: {said}")
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        expected = {name: self._shape(name) for name in self._stored}
+        strange = [f"unexpected {name}" for name in shapes if name not in expected]
+        wrong = [f"{n} is {tuple(s)}, not {expected[n]}" for n, s in shapes.items() if n in expected and tuple(s) != expected[n]]
+        if problems := strange + wrong:
+            raise BadInput(f"{len(problems)} weights do not fit the model: {'; '.join(problems[:4])}")
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        address, layer = self._stored[name]
+        shape = tuple(self._own[address].shape)
+        return shape if layer is None else shape[1:]
+
+    def _kept(self, name: str, array: np.ndarray) -> np.ndarray:
+        """A weight in the type that the model keeps it in; a copy, because files may be replaced while they are mapped."""
+        v = self._own[self._stored[name][0]]
+        return np.array(array, np.dtype(kept_in(v, v.dtype)))

@@ -1,0 +1,261 @@
+"""The routes that change what a server serves: adapters, weights, pauses. They are on a port of their own, on the loopback only, with a key
+of their own; or on the main port too, with that key, where `admin.shared` says so.
+
+Paths and fields are vLLM's. Adapters and weights come from files below `admin.root`; there is no other transport. A file is read and
+checked before anything changes, so a request that fails changes nothing.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from argosy.core.errors import ArgosyError
+from argosy.infer.adapters import NoAdapter
+from argosy.infer.updates import Update
+from argosy.serve.body import read_json
+from argosy.serve.errors import ApiError, Json, of_input
+from argosy.serve.fields import Fields
+from argosy.serve.front import PauseMode
+from argosy.serve.service import Service
+from argosy.serve.settings import AdminSettings
+
+T = TypeVar("T")
+MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+
+
+class LoadAdapter(Fields):
+    lora_name: str = Field(min_length=1, max_length=128)
+    lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: bool = False
+    is_3d_lora_weight: Literal[False] = False
+
+
+class UnloadAdapter(Fields):
+    lora_name: str = Field(min_length=1, max_length=128)
+
+
+class FilesOfWeights(Fields):
+    path: str = Field(min_length=1, max_length=4096)
+
+
+class UpdateWeights(Fields):
+    update_info: FilesOfWeights
+
+
+class FinishUpdate(Fields):
+    weight_version: str | None = Field(None, min_length=1, max_length=128, pattern="^[!-~]*$")
+
+
+class UpdateVersion(Fields):
+    new_version: str = Field(min_length=1, max_length=128, pattern="^[!-~]*$")
+
+
+class AbortRequests(Fields):
+    request_ids: list[str] = []
+
+
+class Admin:
+    """The routes, around a service."""
+
+    def __init__(self, service: Service, settings: AdminSettings):
+        self.service, self.front, self.settings = service, service.front, settings
+        self.root = None if settings.root is None else Path(settings.root).resolve()
+        # One: an adapter, or weights, are read while nothing else is.
+        self._files = ThreadPoolExecutor(1, "admin")
+        self._one_at_a_time = asyncio.Lock()
+        self._update: Update | None = None
+
+    def routes(self) -> list[Route]:
+        post: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/load_lora_adapter": self.load_adapter,
+            "/v1/unload_lora_adapter": self.unload_adapter,
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/abort_requests": self.abort_requests,
+            "/reset_prefix_cache": self.reset_prefix_cache,
+            "/init_weight_transfer_engine": self.no_transfer,
+            "/start_weight_update": self.start_update,
+            "/update_weights": self.update_weights,
+            "/finish_weight_update": self.finish_update,
+            "/update_weight_version": self.update_version,
+        }
+        get = {"/is_paused": self.is_paused, "/weight_info": self.weight_info}
+        return [
+            *(Route(path, route, methods=["POST"]) for path, route in post.items()),
+            *(Route(path, route, methods=["GET"]) for path, route in get.items()),
+        ]
+
+    # ---------------------------------------------------------------- adapters
+
+    async def load_adapter(self, request: Request) -> Response:
+        fields = LoadAdapter.of(await read_json(request, self.service.limits))
+        name = fields.lora_name
+        if name == self.service.name:
+            raise ApiError(f"the model itself is called `{name}`", param="lora_name")
+        adapters = self.front.engine.adapters
+        if adapters is None:
+            raise ApiError("this server takes no adapters (its setting `engine.lora.enabled` allows them)", code="unsupported_parameter")
+        async with self._one_at_a_time:
+            if name in adapters.loaded and not fields.load_inplace:
+                what = f"an adapter `{name}` is loaded already; `load_inplace` replaces it"
+                raise ApiError(what, param="lora_name")
+            folder = self._allowed(fields.lora_path, "lora_path")
+            factors = await self._read(partial(adapters.read, folder), "lora_path")
+            try:
+                await self.front.call(lambda _: adapters.put(name, factors, replace=fields.load_inplace))
+            except ArgosyError as error:
+                raise of_input(error, "lora_name") from None
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Running and waiting requests finish with the adapter; new ones are refused."""
+        fields = UnloadAdapter.of(await read_json(request, self.service.limits))
+        async with self._one_at_a_time:
+            try:
+                await self.front.call(lambda engine: engine.unload_adapter(fields.lora_name))
+            except NoAdapter as error:
+                raise ApiError(error.what, status=404, param="lora_name") from None
+        return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
+
+    # ---------------------------------------------------------------- pauses
+
+    async def pause(self, request: Request) -> Response:
+        query = _query(request, "mode", "clear_cache")
+        clear, modes = _switch(query, "clear_cache", True), {mode: mode for mode in MODES}
+        if (mode := modes.get(query.get("mode", "abort"))) is None:
+            raise ApiError(f"`mode` is {', '.join(modes)}", param="mode")
+        await self.front.pause(mode)
+        if clear and mode != "keep":
+            await self.front.call(lambda engine: engine.reset_prefix_cache())
+        return Json({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        _query(request)
+        await self.front.resume()
+        return Json({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        return Json({"is_paused": self.front.paused})
+
+    async def abort_requests(self, request: Request) -> Response:
+        fields = AbortRequests.of(await read_json(request, self.service.limits))
+        return Json({"status": "aborted", "aborted": self.front.abort(fields.request_ids or None)})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        query = _query(request, "reset_running_requests", "reset_external")
+        running = _switch(query, "reset_running_requests", False)
+        if _switch(query, "reset_external", False):
+            raise ApiError("`reset_external`: there is no cache outside of the engine", param="reset_external")
+        return Json({"success": await self.front.call(lambda engine: engine.reset_prefix_cache(running=running))})
+
+    # ---------------------------------------------------------------- weights
+
+    async def no_transfer(self, request: Request) -> Response:
+        what = "weights come from files: there is no transfer engine to start; `update_info` of /update_weights has a `path`"
+        raise ApiError(what, code="unsupported_parameter")
+
+    async def start_update(self, request: Request) -> Response:
+        """Begins an update; what one that was not finished has read is forgotten."""
+        async with self._one_at_a_time:
+            try:
+                self._update = Update(self.front.engine.model, self.front.engine.context)
+            except ArgosyError as error:
+                raise of_input(error) from None
+        return Json({"message": "Weight update started"})
+
+    async def update_weights(self, request: Request) -> Response:
+        fields = UpdateWeights.of(await read_json(request, self.service.limits))
+        async with self._one_at_a_time:
+            update = self._begun()
+            path = self._allowed(fields.update_info.path, "update_info")
+            count = await self._read(partial(update.add, path), "update_info")
+        return Json({"message": "Weights updated", "weights": count})
+
+    async def finish_update(self, request: Request) -> Response:
+        """Replaces the weights between two steps. Running answers go on with the new ones from their next token."""
+        fields = FinishUpdate.of(await read_json(request, self.service.limits) if await request.body() else {})
+        async with self._one_at_a_time:
+            update = self._begun()
+            if not len(update):
+                raise ApiError("no weights were read since /start_weight_update")
+            leaves = await asyncio.get_running_loop().run_in_executor(self._files, update.leaves)
+
+            def swapped(engine: Any) -> None:
+                engine.swap_weights(leaves)
+                if fields.weight_version is not None:
+                    self.service.weight_version = fields.weight_version
+
+            await self.front.call(swapped)
+            self._update = None
+        return Json({"message": "Weight update finished"})
+
+    def _begun(self) -> Update:
+        if self._update is None:
+            raise ApiError("no update has begun: /start_weight_update comes first", status=409)
+        return self._update
+
+    async def update_version(self, request: Request) -> Response:
+        fields = UpdateVersion.of(await read_json(request, self.service.limits))
+        self.service.weight_version = fields.new_version
+        return Json({"success": True, "new_version": fields.new_version})
+
+    async def weight_info(self, request: Request) -> Response:
+        return Json({"weight_version": self.service.weight_version})
+
+    # ---------------------------------------------------------------- files
+
+    def _allowed(self, path: str, param: str) -> Path:
+        """A path of a request, relative to the root or below it.
+
+        Raises:
+            ApiError: it is not below the root, or there is none.
+        """
+        if self.root is None:
+            raise ApiError("this server reads no files for requests (its setting `admin.root` allows a folder)", status=403, param=param)
+        try:
+            found = (self.root / path).resolve(strict=True)
+        except (OSError, ValueError, RuntimeError):
+            found = None
+        # The same answer for both, so that nobody learns which files exist elsewhere.
+        if found is None or not found.is_relative_to(self.root):
+            raise ApiError(f"`{param}`: nothing of this name below the allowed folder", status=404, param=param)
+        return found
+
+    async def _read(self, work: Callable[[], T], param: str) -> T:
+        """Reads files in a thread. Errors of theirs name no path."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._files, work)
+        except ArgosyError as error:
+            refusal = of_input(error, param)
+            if self.root is not None and str(self.root) in refusal.message:
+                refusal = ApiError(refusal.message.replace(f"{self.root}/", "").replace(str(self.root), "."), param=param)
+            raise refusal from None
+        except OSError as error:
+            raise ApiError(f"`{param}`: {(error.strerror or 'it cannot be read').lower()}", param=param) from None
+
+
+def _query(request: Request, *known: str) -> dict[str, str]:
+    """The query of a request.
+
+    Raises:
+        ApiError: it has other names.
+    """
+    query = dict(request.query_params)
+    if strange := sorted(set(query) - set(known)):
+        raise ApiError(f"unknown parameter `{strange[0][:64]}`", param=strange[0][:64], code="unknown_parameter")
+    return query
+
+
+def _switch(query: dict[str, str], name: str, default: bool) -> bool:
+    value = query.get(name, str(default)).lower()
+    if value not in ("true", "false", "1", "0"):
+        raise ApiError(f"`{name}` is true or false", param=name)
+    return value in ("true", "1")
