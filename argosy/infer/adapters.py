@@ -1,8 +1,8 @@
 """The low-rank adapters of an engine: loaded and unloaded while it runs, and another one for each sequence (multi-LoRA).
 
 All of them together are one pair of arrays for each contraction (`adapt.bank`), with places for a fixed number of adapters of a fixed
-rank. Loading writes into a place, in one program, so nothing is compiled after warm-up. An adapter that is unloaded or replaced keeps its
-place until the sequences that use it have ended; a new one takes a free place.
+rank. One program writes an adapter into a place, so nothing is compiled after warm-up. An adapter that is unloaded or replaced keeps
+its place until the sequences that use it have ended; a new one takes a free place.
 """
 
 from collections import Counter
@@ -40,6 +40,30 @@ class Loaded(NamedTuple):
     name: str
     place: int
     number: int
+
+
+class Factor(NamedTuple):
+    """One array of the bank. side: a or b. layers: the contractions it is of. stacked: whether they are its leading axis. place: the
+    axis of the places, after that one; the rank is the next."""
+
+    side: str
+    layers: list[str]
+    stacked: int
+    place: int
+
+    def write(self, into: np.ndarray, name: str, adapter: Adapter) -> None:
+        """Writes the factor of one contraction into the only place of an array.
+
+        Raises:
+            BadInput: it is of another shape, or has numbers that are not finite, which would spoil other requests.
+        """
+        values = np.asarray(adapter.a if self.side == "a" else np.float32(adapter.gain) * adapter.b, np.float32)
+        own = into[(*[slice(None)] * self.place, 0, slice(adapter.a.shape[-1]))]
+        if own.shape != values.shape:
+            raise BadInput(f"{name}: factors of {values.shape} for a weight that takes {own.shape}")
+        if not np.isfinite(values).all():
+            raise BadInput(f"{name}: the adapter has numbers that are not finite")
+        own[...] = values
 
 
 class Adapters:
@@ -86,19 +110,22 @@ class Adapters:
         return out
 
     def _describe(self, out: Any, banks: Mapping[str, Contraction]) -> None:
-        """Takes down the addresses of the model with banks."""
-        names = layer_addresses(out)
-        own = variables(out)
-        # {address of a factor: the per-layer names of its contraction}.
-        self.factors = {f"{name}.{f}": [one.removesuffix(".a") for one in names(f"{name}.a")] for name in banks for f in "ab"}
+        """Records the addresses of the model with banks, and allocates the factors."""
+        names, own = layer_addresses(out), variables(out)
+        self.factors: dict[str, Factor] = {}
+        for name, of in banks.items():
+            layers = [address.removesuffix(".a") for address in names(f"{name}.a")]
+            for side, letters in (("a", of.group + of.inner), ("b", of.group)):
+                self.factors[f"{name}.{side}"] = Factor(side, layers, of.stacked, len(letters))
         self.chosen = {address: v.shape[:-2] for address, v in own.items() if isinstance(v, Chosen)}
-        self.base = {address: address for address in own.keys() - self.factors.keys() - self.chosen.keys()}
+        self.base = {a: a for a in own.keys() - self.factors.keys() - self.chosen.keys()}
         for address in self.base:
-            for name in (name for name in banks if address.startswith(f"{name}.of.")):
-                self.base[address] = f"{name}.{address.removeprefix(f'{name}.of.')}"
-        self._axes = {f"{name}.{f}": (of.stacked + (len(of.group + of.inner) if f == "a" else len(of.group))) for name, of in banks.items() for f in "ab"}
+            # A model with adapters of its own has `of` below `of`.
+            name, inside, rest = address.partition(".of.")
+            if inside and name in banks:
+                self.base[address] = f"{name}.{rest}"
         self.arrays = {address: jnp.zeros(own[address].shape, self.dtype) for address in self.factors}
-        self._carrying = {name for names in self.factors.values() for name in names}
+        self._carrying = {name for factor in self.factors.values() for name in factor.layers}
 
     def tokens(self, words: np.ndarray, sizes: Sizes) -> Int[np.ndarray, "1 tokens"]:
         """The place of each token of a step, -1 for none."""
@@ -138,31 +165,20 @@ class Adapters:
         most = self.settings.rank
         if strange := sorted(set(adapters) - self._carrying):
             what = f"{len(strange)} contractions of the adapter carry none here: {', '.join(strange[:4])}"
-            raise BadInput(what, hint=f"`engine.lora.where` is `{self.settings.where}`; {nearest(strange[0], self._carrying) or 'merge it'}")
+            raise BadInput(what, hint=f"those that do match `{self.settings.where}`: engine.lora.where")
         if large := sorted(name for name, adapter in adapters.items() if adapter.a.shape[-1] > most):
-            ranks = max(adapters[name].a.shape[-1] for name in large)
-            raise BadInput(f"rank {ranks} is above the maximum of {most}: {', '.join(large[:4])}", hint=f"engine.lora.rank={ranks}")
+            rank = max(adapters[name].a.shape[-1] for name in large)
+            raise BadInput(f"rank {rank} is above the maximum of {most}: {', '.join(large[:4])}", hint=f"engine.lora.rank={rank}")
         out: Factors = {}
-        for address, names in self.factors.items():
-            array, axis, factor = self.arrays[address], self._axes[address], address[-1]
-            shape = (*array.shape[:axis], 1, *array.shape[axis + 1 :])
+        for address, factor in self.factors.items():
+            shape, at = list(self.arrays[address].shape), factor.stacked + factor.place
+            shape[at] = 1
             out[address] = np.zeros(shape, np.dtype(self.dtype))
-            stacked = bool(names != [address[:-2]])
-            for i, name in enumerate(names):
+            for i, name in enumerate(factor.layers):
                 if name in adapters:
-                    self._write(out[address][i] if stacked else out[address], axis - stacked, factor, name, adapters[name])
+                    whole = out[address][i] if factor.stacked else out[address]
+                    factor.write(whole, name, adapters[name])
         return out
-
-    def _write(self, into: np.ndarray, axis: int, factor: str, name: str, adapter: Adapter) -> None:
-        rank = adapter.a.shape[-1]
-        values = np.asarray(adapter.a if factor == "a" else np.float32(adapter.gain) * adapter.b, np.float32)
-        place = into[(*[slice(None)] * axis, 0, *[slice(None)] * 0)]
-        place = place[(*[slice(None)] * axis, slice(rank))]
-        if place.shape != values.shape:
-            raise BadInput(f"{name}: factors of {values.shape} for a weight that takes {place.shape}")
-        if not np.isfinite(values).all():
-            raise BadInput(f"{name}: the adapter has numbers that are not finite")
-        place[...] = values
 
     def put(self, name: str, factors: Factors, *, replace: bool = False) -> Loaded:
         """Loads an adapter under a name. Sequences that use an earlier one of this name finish with that.
@@ -173,12 +189,13 @@ class Adapters:
         if name in self.loaded and not replace:
             raise BadInput(f"an adapter `{name}` is loaded already", hint="unload it first, or replace it")
         old = self.loaded.get(name)
-        taken = {one.place for one in self.loaded.values() if one is not old} | {p for p, n in self._users.items() if n}
-        free = [place for place in range(self.settings.adapters) if place not in taken]
+        free = self._free(old)
         if not free:
-            still = sum(n > 0 and p not in {one.place for one in self.loaded.values()} for p, n in self._users.items())
+            loaded = {one.place for one in self.loaded.values()}
+            still = sum(place not in loaded for place, users in self._users.items() if users)
             why = f", {still} of them by adapters that are unloaded and still answer" if still else ""
-            raise BadInput(f"all {self.settings.adapters} places for adapters are taken{why}", hint="unload one, or more places: engine.lora.adapters=N")
+            hint = "unload one, or have more: engine.lora.adapters=N"
+            raise BadInput(f"all {self.settings.adapters} places for adapters are taken{why}", hint=hint)
         place = old.place if old is not None and old.place in free else free[0]
         self.arrays = _placed(self.arrays, factors, np.int32(place))
         self._count += 1
@@ -196,9 +213,14 @@ class Adapters:
 
     def compile(self) -> None:
         """Compiles the program that loads an adapter: into the first free place, which is zeros."""
-        taken = {one.place for one in self.loaded.values()} | {p for p, n in self._users.items() if n}
-        if free := [place for place in range(self.settings.adapters) if place not in taken]:
+        if free := self._free():
             self.arrays = _placed(self.arrays, self.packed({}), np.int32(free[0]))
+
+    def _free(self, besides: Loaded | None = None) -> list[int]:
+        """The places that no adapter and no sequence has. besides: an adapter that gives up its own."""
+        taken = {one.place for one in self.loaded.values() if one is not besides}
+        taken |= {place for place, users in self._users.items() if users}
+        return [place for place in range(self.settings.adapters) if place not in taken]
 
     # ---------------------------------------------------------------- sequences
 

@@ -245,7 +245,7 @@ class Engine:
 
     def _adapters(self) -> Adapters:
         if self.adapters is None:
-            raise NoAdapter("this engine takes no adapters", hint="EngineSettings(lora={\"enabled\": True}), or engine.lora.enabled=true")
+            raise NoAdapter("this engine takes no adapters", hint="engine.lora.enabled=true")
         return self.adapters
 
     # ---------------------------------------------------------------- requests

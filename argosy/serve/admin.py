@@ -1,5 +1,5 @@
-"""The routes that change what a server serves: adapters, weights, pauses. They are on a port of their own, on the loopback only, with a key
-of their own; or on the main port too, with that key, where `admin.shared` says so.
+"""The routes that change what a server serves: adapters, weights, pauses. They are on a port of their own, on the loopback only, with a
+key of their own; on the main port too, with that key, if `admin.shared` says so.
 
 Paths and fields are vLLM's. Adapters and weights come from files below `admin.root`; there is no other transport. A file is read and
 checked before anything changes, so a request that fails changes nothing.
@@ -28,7 +28,7 @@ from argosy.serve.service import Service
 from argosy.serve.settings import AdminSettings
 
 T = TypeVar("T")
-MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
 
 
 class LoadAdapter(Fields):
@@ -59,7 +59,7 @@ class UpdateVersion(Fields):
 
 
 class AbortRequests(Fields):
-    request_ids: list[str] = []
+    request_ids: list[str] = Field(default_factory=list)
 
 
 class Admin:
@@ -102,7 +102,8 @@ class Admin:
             raise ApiError(f"the model itself is called `{name}`", param="lora_name")
         adapters = self.front.engine.adapters
         if adapters is None:
-            raise ApiError("this server takes no adapters (its setting `engine.lora.enabled` allows them)", code="unsupported_parameter")
+            what = "this server takes no adapters (its setting `engine.lora.enabled` allows them)"
+            raise ApiError(what, code="unsupported_parameter")
         async with self._one_at_a_time:
             if name in adapters.loaded and not fields.load_inplace:
                 what = f"an adapter `{name}` is loaded already; `load_inplace` replaces it"
@@ -129,7 +130,7 @@ class Admin:
 
     async def pause(self, request: Request) -> Response:
         query = _query(request, "mode", "clear_cache")
-        clear, modes = _switch(query, "clear_cache", True), {mode: mode for mode in MODES}
+        clear, modes = _switch(query, "clear_cache", True), MODES
         if (mode := modes.get(query.get("mode", "abort"))) is None:
             raise ApiError(f"`mode` is {', '.join(modes)}", param="mode")
         await self.front.pause(mode)
@@ -219,7 +220,8 @@ class Admin:
             ApiError: it is not below the root, or there is none.
         """
         if self.root is None:
-            raise ApiError("this server reads no files for requests (its setting `admin.root` allows a folder)", status=403, param=param)
+            what = "this server reads no files for requests (its setting `admin.root` allows a folder)"
+            raise ApiError(what, status=403, param=param)
         try:
             found = (self.root / path).resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
