@@ -2,6 +2,7 @@
 
     ./run python bench/engine_cpu.py forward [PRESET] [ROWS ...]     compile and step, the two in turn
     ./run python bench/engine_cpu.py generate [PRESET] [PROMPTS ...] 128 tokens in, 64 out; the first call compiles
+    ./run python bench/engine_cpu.py adapters [PRESET] [ROWS ...]    a decode step with 4 adapters of rank 16, and without
     ./run python bench/engine_cpu.py sampler [VOCABULARY]            compile and step by rows and settings
     ./run python bench/engine_cpu.py schema TOKENIZER [PRESET] [ROWS ...]    a token with a JSON schema and without, in turn
     ./run python bench/engine_cpu.py speculate MODEL [DRAFTS] [ROWS ...]     n-grams and without them, on two texts, in turn
@@ -68,6 +69,45 @@ def forward(preset: str = "smollm2-135m", *rows: str) -> None:
         for name, times in spent.items():
             wall, cpu = 1e3 * np.median(times, 0)
             print(f"{count} rows, {name}: {wall:.1f} ms a step, {cpu:.1f} CPU ms", flush=True)
+
+
+def adapters(preset: str = "smollm2-135m", *rows: str) -> None:
+    """A decode step of rows that hold 150 tokens each: of an engine without adapters, of one that has room for four, and of that one
+    with another of four adapters in each row. In turn."""
+    model = random(preset_config(preset), 0).module
+    lora = {"enabled": True, "adapters": 4, "rank": 16}
+    engines = {name: Engine(model, EngineSettings(slots=32, context=2048, lora=how)) for name, how in (("none", {}), ("room", lora))}
+    engines["used"] = engines["room"]
+    banks = engines["room"].adapters
+    assert banks is not None
+    banks.arrays = {name: jnp.full(a.shape, 1e-3, a.dtype) for name, a in banks.arrays.items()}
+    held = sum(a.nbytes for a in banks.arrays.values())
+    print(f"factors: {held / 1e6:.0f} MB beside {sum(a.nbytes for a in engines['none'].weights().values()) / 1e6:.0f} MB", flush=True)
+    weights = {name: engine.forward.prepared(engine.weights()) for name, engine in engines.items()}
+    for count in [int(word) for word in rows] or [1, 8, 32]:
+        sizes = Sizes(count, 0, 0, engines["none"].table_pages)
+        words = np.zeros(sizes.words, np.int32)
+        d, _ = cut(words, sizes)
+        d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), HELD, -1
+        d["table"][:, :10] = np.arange(10 * count).reshape(count, 10)
+        picks = np.arange(count, dtype=np.int32)
+
+        def call(name: str, sizes: Any = sizes, words: Any = words, picks: Any = picks) -> Any:
+            engine = engines[name]
+            banks._places[:] = np.arange(32) % 4 if name == "used" else -1
+            logits, engine.caches = engine.forward(weights[name], engine.caches, engine.slots.last, words, picks, sizes)
+            return logits
+
+        spent: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+        for turn in range(21):
+            for name in engines:
+                took = clocked(lambda name=name: call(name))
+                spent[name] += [took] if turn else []
+        base = np.asarray(spent["none"])
+        for name, times in spent.items():
+            wall, cpu = 1e3 * np.median(times, 0)
+            more = 100 * (np.median(np.asarray(times) / base, 0) - 1)
+            print(f"{count} rows, {name}: {wall:.1f} ms a step ({more[0]:+.0f} %), {cpu:.1f} CPU ms ({more[1]:+.0f} %)", flush=True)
 
 
 def generate(preset: str = "smollm2-135m", *prompts: str) -> None:
@@ -204,5 +244,8 @@ def counted(spent: list[float]) -> None:
 
 
 if __name__ == "__main__":
-    modes = {"forward": forward, "generate": generate, "sampler": sampler_, "schema": schema, "speculate": speculate}
+    modes = {
+        "forward": forward, "generate": generate, "adapters": adapters, "sampler": sampler_, "schema": schema,
+        "speculate": speculate,
+    }  # fmt: skip
     modes[sys.argv[1]](*sys.argv[2:])

@@ -463,8 +463,8 @@ EDITS = [
     Edit(
         "the beginning of the API key suffices",
         "argosy/serve/guard.py",
-        "if hmac.compare_digest(one.encode(), self._key)]:",
-        "if one.encode().startswith(self._key[:11])]:",
+        "if hmac.compare_digest(one.encode(), expected)]:",
+        "if one.encode().startswith(expected[:11])]:",
         ("tests/serve/test_refusals.py::test_a_key_is_asked_of_everything_but_probes",),
     ),
     Edit(
@@ -501,6 +501,34 @@ EDITS = [
         '"input_tokens": counts.prompt - counts.cached,',
         '"input_tokens": counts.prompt,',
         ("tests/serve/test_messages.py::test_a_message_counts_cached_tokens_apart",),
+    ),
+    Edit(
+        "pages are shared between adapters",
+        "argosy/infer/adapters.py",
+        """return f"{'' if one is None else one.number}:{salt}\"""",
+        "return salt",
+        ("tests/infer/test_adapters.py::test_pages_are_shared_under_one_adapter_and_never_by_two",),
+    ),
+    Edit(
+        "an adapter's place is free while requests use it",
+        "argosy/infer/adapters.py",
+        "taken |= {place for place, users in self._users.items() if users}",
+        "taken |= set()",
+        ("tests/infer/test_adapters.py::test_requests_finish_with_the_adapter_they_began_with",),
+    ),
+    Edit(
+        "tokens keep the columns of other adapters",
+        "argosy/adapt/bank.py",
+        "return jnp.where(mine[..., None], columns, 0).reshape(low.shape)",
+        "return low",
+        ("tests/infer/test_adapters.py::test_each_request_of_a_mixed_batch_is_as_with_its_adapter_alone",),
+    ),
+    Edit(
+        "files outside of the allowed folder are loaded",
+        "argosy/serve/admin.py",
+        "if found is None or not found.is_relative_to(self.root):",
+        "if found is None:",
+        ("tests/serve/test_admin.py::test_what_may_not_be_loaded_is_refused_without_a_path",),
     ),
 ]
 

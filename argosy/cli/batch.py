@@ -95,6 +95,7 @@ def begun_with(model: str, requests: Path, settings: BatchSettings) -> dict[str,
     """What the answers depend on."""
     own = {name: getattr(settings, name) for name in ("name", "seed", "dtype")}
     own["adapter"] = stamp(settings.adapter) if settings.adapter else None
+    own["lora_modules"] = {name: stamp(folder) for name, folder in settings.lora_modules.items()}
     remote = is_url(model)
     return {
         "input": {"address": str(requests.resolve()), **fingerprint(requests)},
@@ -120,7 +121,9 @@ def server_of(model: str, settings: BatchSettings) -> Iterator[tuple[Transport, 
         doing(f"loading {model}")
         lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.engine.context)
         limits = Limits(queue=NO_LIMIT, queue_tokens=2**62, seconds=NO_LIMIT)
-        how = ServeSettings(engine=settings.engine, limits=limits, warm_up=False, seed=settings.seed)
+        how = ServeSettings(
+            engine=settings.engine, limits=limits, warm_up=False, seed=settings.seed, lora_modules=settings.lora_modules
+        )
         draft = draft_of(settings.engine, settings.dtype)
         service = run.serving(lm, settings.name or Path(model).resolve().name, how, doing, draft)
     service.front.engine.say = None

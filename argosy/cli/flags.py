@@ -2,9 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from argosy.core.errors import BadInput, nearest
+from argosy.serve.client_settings import BatchSettings
+from argosy.serve.settings import ServeSettings
+
+# The first part of a setting's name, which no adapter in `--lora-modules NAME=FOLDER` may have.
+OURS = {*ServeSettings.model_fields, *BatchSettings.model_fields}
 
 
 @dataclass(frozen=True)
@@ -13,7 +19,8 @@ class Flags:
 
     settings: flag -> our setting. switches: flags without a value -> words. choices: flag -> value -> words. several: those of
     `settings` with any number of values, which become one. objects: flag with a JSON object -> the group of settings, and its keys in
-    vLLM -> ours. answers: flags without a meaning here -> what to do.
+    vLLM -> ours. named: flags with values such as `name=path` -> our setting, which is a map. answers: flags without a meaning here ->
+    what to do.
     """
 
     settings: Mapping[str, str]
@@ -21,6 +28,7 @@ class Flags:
     choices: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     several: Sequence[str] = ()
     objects: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
+    named: Mapping[str, str] = field(default_factory=dict)
     answers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -45,13 +53,18 @@ SETTINGS = {
     "--max-num-batched-tokens": "engine.budget",
     "--block-size": "engine.page",
     "--num-gpu-blocks-override": "engine.pages",
+    "--max-loras": "engine.lora.adapters",
+    "--max-lora-rank": "engine.lora.rank",
 }
+
+NAMED = {"--lora-modules": "lora_modules"}
 
 # Flags without a value.
 SWITCHES = {
     "--enable-prefix-caching": ["engine.reuse=true"],
     "--no-enable-prefix-caching": ["engine.reuse=false"],
     "--enable-log-requests": ["log_requests=true"],
+    "--enable-lora": ["engine.lora.enabled=true"],
     # What these ask for is always so here.
     "--enable-chunked-prefill": [],
     "--disable-uvicorn-access-log": [],
@@ -82,13 +95,12 @@ ANSWERS = {
     "--trust-remote-code": "leave it out: no code of a model is ever run",
     "--enforce-eager": "leave it out: every step is compiled, and kept for the next start",
     "--quantization": "a model is served as it is stored",
-    "--enable-lora": "`adapter=FOLDER` serves the model with one adapter",
-    "--lora-modules": "`adapter=FOLDER` serves the model with one adapter",
+    "--max-cpu-loras": "leave it out: every adapter that is loaded is on the device, at most `engine.lora.adapters`",
     "--chat-template": "the template comes with the model's tokenizer",
 }
 
 
-SERVE = Flags(SETTINGS, SWITCHES, objects=OBJECTS, answers=ANSWERS)
+SERVE = Flags(SETTINGS, SWITCHES, objects=OBJECTS, named=NAMED, answers=ANSWERS)
 
 BENCH_SERVE = Flags(
     {
@@ -147,6 +159,7 @@ RUN_BATCH = Flags(
     },
     {flag: words for flag, words in SWITCHES.items() if flag != "--enable-log-requests"},
     objects=OBJECTS,
+    named=NAMED,
     answers={
         "-i": "`run-batch MODEL IN.jsonl OUT.jsonl`",
         "-o": "`run-batch MODEL IN.jsonl OUT.jsonl`",
@@ -186,6 +199,11 @@ def translated(words: Sequence[str], flags: Flags = SERVE) -> list[str]:
         flag = flag.replace("_", "-")
         if flag in flags.switches and not equals:
             found += flags.switches[flag]
+        elif flag in flags.named:
+            values = [value] if equals else []
+            while rest and not equals and _names(rest[0]):
+                values.append(rest.pop(0))
+            found.append(f"{flags.named[flag]}={json.dumps(dict(_named(flag, one) for one in values))}")
         elif flag in flags.settings or flag in flags.choices or flag in flags.objects:
             if not equals and (not rest or rest[0].startswith("--")):
                 setting = flags.settings.get(flag) or next(iter(flags.objects.get(flag, ())), None)
@@ -200,6 +218,28 @@ def translated(words: Sequence[str], flags: Flags = SERVE) -> list[str]:
             hint = flags.answers.get(flag, f"settings have no dashes: `{key}={value or 'VALUE'}`")
             raise BadInput(f"no such option: {flag}", hint=hint)
     return found
+
+
+def _names(word: str) -> bool:
+    """Whether a word is `name=path`, or vLLM's JSON of both, and not one of our settings."""
+    name, equals, _ = word.partition("=")
+    return word.startswith("{") or bool(equals and not word.startswith("-") and name.split(".")[0] not in OURS)
+
+
+def _named(flag: str, text: str) -> tuple[str, str]:
+    """The name and the path in `name=path`, or in {"name": ..., "path": ...}.
+
+    Raises:
+        BadInput: it is neither.
+    """
+    name, _, path = text.partition("=")
+    if text.startswith("{"):
+        with suppress(ValueError):
+            given = json.loads(text)
+            name, path = given.get("name"), given.get("path")
+    if not (isinstance(name, str) and isinstance(path, str) and name and path):
+        raise BadInput(f"{flag} {text[:80]}", hint=f"{flag} NAME=FOLDER")
+    return name, path
 
 
 def _words(flag: str, value: str, flags: Flags) -> list[str]:

@@ -63,6 +63,12 @@ class LoraSettings(Settings):
     """The contractions that may carry adapters: a regular expression over their names, which `argosy models show` prints.
     `layers\\..*|head` adds the head, `layers\\..*attn.*` leaves out all but attention."""
 
+    @model_validator(mode="after")
+    def _ask_for_something(self) -> Self:
+        if not self.enabled and (idle := sorted(self.model_fields_set - {"enabled"})):
+            raise ValueError(f"{', '.join(idle)}: no effect without `enabled`")
+        return self
+
 
 class EngineSettings(Settings):
     """Settings of the engine: memory, and how prefill and decoding share a step."""

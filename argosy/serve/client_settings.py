@@ -133,6 +133,9 @@ class BatchSettings(Settings):
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     adapter: str | None = None
     """A folder of low-rank adapters in the PEFT library's format, to apply to the model."""
+    lora_modules: dict[str, str] = Field(default_factory=dict)
+    """Adapters beside the model: folders in the PEFT library's format by the name that rows give as `model`. They need
+    `engine.lora.enabled=true`."""
     api_key: str | None = None
     """Key for a server. Without it, that of $ARGOSY_API_KEY or $OPENAI_API_KEY."""
     timeout: float = Field(21_600, gt=0)

@@ -54,8 +54,7 @@ def check(settings: ServeSettings) -> None:
         raise BadInput(f"admin.root: no folder `{admin.root}`")
     if (admin.key or admin.root) and admin.port is None and not admin.shared:
         raise BadInput("admin.key and admin.root are for admin routes, and there are none", hint="admin.port=8001")
-    if settings.lora_modules and not settings.engine.lora.enabled:
-        raise BadInput("lora_modules: this engine takes no adapters", hint="engine.lora.enabled=true")
+    _check_adapters(settings)
     if not settings.api_key and not settings.open and not is_local(settings.host):
         raise BadInput(
             f"host={settings.host} lets everybody on the network use this server",
@@ -66,6 +65,14 @@ def check(settings: ServeSettings) -> None:
     for name in ("tls_certificate", "tls_key"):
         if (path := getattr(settings, name)) is not None and not Path(path).is_file():
             raise BadInput(f"{name}: no file `{path}`")
+
+
+def _check_adapters(settings: ServeSettings) -> None:
+    lora, many = settings.engine.lora, len(settings.lora_modules)
+    if many and not lora.enabled:
+        raise BadInput("lora_modules: this engine takes no adapters", hint="engine.lora.enabled=true")
+    if many > lora.adapters:
+        raise BadInput(f"lora_modules has {many} adapters, and there is room for {lora.adapters}", hint=f"engine.lora.adapters={many}")
 
 
 def bound(settings: ServeSettings) -> socket.socket:
@@ -109,6 +116,7 @@ def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None, draf
         BadInput: the model is an encoder, its cache has no room, or the draft model does not fit.
     """
     lm.check_predicts()
+    _check_adapters(settings)
     if name in settings.lora_modules:
         raise BadInput(f"lora_modules: the model itself is called `{name}`", hint="`name=` gives it another")
     reasoning = parser_of(settings.reasoning_parser, lm.tokenizer)
@@ -139,7 +147,7 @@ def encoder_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> E
     Raises:
         BadInput: the model predicts tokens, or its folder asks for a step that is not built.
     """
-    if settings.lora_modules or settings.admin.port is not None or settings.admin.shared:
+    if settings.engine.lora.enabled or settings.admin.port is not None or settings.admin.shared:
         raise BadInput(f"`{name}` is an encoder: adapters by request and admin routes are for models that generate")
     encoder = Encoder(lm, say=say)
     budget = settings.engine.budget

@@ -226,7 +226,7 @@ def test_one_program_and_programs_by_layer_give_the_same(lm: LM, engine: Engine,
     put(stacked, from_layers(stacked, split(lm.module)[1]))
     assert isinstance(engine.forward, ByLayer)
     assert answers(Engine(stacked, TIGHT), [Request(p, 8) for p in given]) == expected
-    monkeypatch.setattr(engine_module, "forward_of", lambda model, weights, **how: Whole(model, **how))
+    monkeypatch.setattr(engine_module, "forward_of", lambda model, weights, adapters, **how: Whole(model, **how))
     for model in (lm.module, stacked):
         assert answers(Engine(model, TIGHT), [Request(p, 8) for p in given]) == expected
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from conftest import LIMITS, SIZES, inside
+from serve.conftest import LIMITS, SIZES, inside
 
 from argosy.adapt.surgery import find
 from argosy.checkpoint.load import random
@@ -267,8 +267,8 @@ def test_the_admin_port_is_a_server_of_its_own(lm: LM):
     stop, ready = threading.Event(), threading.Event()
     urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in (listener, beside)]
     with answering(lm, SIZES) as service:
-        serving = lambda: run.serve(service, how, listener, stop=stop.is_set, ready=ready.set, admin=beside)
-        thread = threading.Thread(target=serving)
+        given = {"stop": stop.is_set, "ready": ready.set, "admin": beside}
+        thread = threading.Thread(target=run.serve, args=(service, how, listener), kwargs=given)
         thread.start()
         try:
             assert ready.wait(60)

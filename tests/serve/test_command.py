@@ -18,7 +18,7 @@ from serve.conftest import SIZES, listening, serving
 
 from argosy.cli import main
 from argosy.cli.flags import ANSWERS, OBJECTS, RUN_BATCH, SERVE, SETTINGS, SWITCHES, translated
-from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.errors import ArgosyError, BadInput, SettingsError
 from argosy.core.settings import Choice, read_settings, words_layer
 from argosy.infer.lm import LM
 from argosy.infer.settings import SPECULATIVE, EngineSettings, NGram
@@ -45,6 +45,18 @@ def test_the_reasoning_parser_has_the_flag_and_names_of_vllm(lm: LM):
     service = run.service_of(lm, "tiny", settings, None)
     service.front.close()
     assert (service.reasoning, service.store is not None and service.store.most) == ("deepseek_r1", 2)
+
+
+def test_the_flags_of_adapters():
+    words = ["--enable-lora", "--max-loras", "2", "--lora-modules", "sql=/a b", '{"name": "my.one", "path": "/c"}', "port=1"]
+    given = read_settings(ServeSettings, words_layer(translated(words))).value
+    assert given.lora_modules == {"sql": "/a b", "my.one": "/c"}
+    assert (given.engine.lora.enabled, given.engine.lora.adapters, given.port) == (True, 2, 1)
+    with pytest.raises(BadInput, match="--lora-modules") as error:
+        translated(["--lora-modules", '{"name": "x"}'])
+    assert "NAME=FOLDER" in str(error.value)
+    with pytest.raises(SettingsError, match="adapters: no effect without `enabled`"):
+        read_settings(ServeSettings, words_layer(["engine.lora.adapters=2"]))
 
 
 def test_every_flag_names_a_setting():
