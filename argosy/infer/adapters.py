@@ -89,9 +89,11 @@ class Adapters:
         """The model with banks on the contractions that match, its weights as descriptions. The model itself stays as it is.
 
         Raises:
-            BadInput: nothing that matches can carry adapters.
+            BadInput: nothing that matches can carry adapters, or the weights are on several devices.
         """
         graph, leaves = split(model)
+        if any(isinstance(a, jax.Array) and len(a.devices()) > 1 for a in leaves.values()):
+            raise BadInput("adapters in a model on several devices are not built", hint="leave out engine.lora")
         out = merge(graph, {address: jax.ShapeDtypeStruct(a.shape, a.dtype) for address, a in leaves.items()})
         out.dtype = model.dtype
         kinds: dict[str, Chosen] = {}

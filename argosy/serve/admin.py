@@ -6,9 +6,9 @@ checked before anything changes, so a request that fails changes nothing.
 """
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -108,8 +108,7 @@ class Admin:
             if name in adapters.loaded and not fields.load_inplace:
                 what = f"an adapter `{name}` is loaded already; `load_inplace` replaces it"
                 raise ApiError(what, param="lora_name")
-            folder = self._allowed(fields.lora_path, "lora_path")
-            factors = await self._read(partial(adapters.read, folder), "lora_path")
+            factors = await self._read(adapters.read, fields.lora_path, "lora_path")
             try:
                 await self.front.call(lambda _: adapters.put(name, factors, replace=fields.load_inplace))
             except ArgosyError as error:
@@ -176,8 +175,7 @@ class Admin:
         fields = UpdateWeights.of(await read_json(request, self.service.limits))
         async with self._one_at_a_time:
             update = self._begun()
-            path = self._allowed(fields.update_info.path, "update_info")
-            count = await self._read(partial(update.add, path), "update_info")
+            count = await self._read(update.add, fields.update_info.path, "update_info")
         return Json({"message": "Weights updated", "weights": count})
 
     async def finish_update(self, request: Request) -> Response:
@@ -214,10 +212,10 @@ class Admin:
     # ---------------------------------------------------------------- files
 
     def _allowed(self, path: str, param: str) -> Path:
-        """A path of a request, relative to the root or below it.
+        """A path of a request, relative to the root or below it. Slow for large folders: every link in them is looked at.
 
         Raises:
-            ApiError: it is not below the root, or there is none.
+            ApiError: it is not below the root, or there is no root.
         """
         if self.root is None:
             what = "this server reads no files for requests (its setting `admin.root` allows a folder)"
@@ -229,12 +227,16 @@ class Admin:
         # The same answer for both, so that nobody learns which files exist elsewhere.
         if found is None or not found.is_relative_to(self.root):
             raise ApiError(f"`{param}`: nothing of this name below the allowed folder", status=404, param=param)
+        for folder, folders, files in os.walk(found):
+            links = (one for name in (*folders, *files) if (one := Path(folder, name)).is_symlink())
+            if not all(link.resolve().is_relative_to(self.root) for link in links):
+                raise ApiError(f"`{param}`: it has links that lead out of the allowed folder", param=param)
         return found
 
-    async def _read(self, work: Callable[[], T], param: str) -> T:
-        """Reads files in a thread. Errors of theirs name no path."""
+    async def _read(self, work: Callable[[Path], T], path: str, param: str) -> T:
+        """Reads files at a path of a request, in a thread. Errors name no path of this machine."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._files, work)
+            return await asyncio.get_running_loop().run_in_executor(self._files, lambda: work(self._allowed(path, param)))
         except ArgosyError as error:
             refusal = of_input(error, param)
             if self.root is not None and str(self.root) in refusal.message:

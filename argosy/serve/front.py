@@ -244,7 +244,7 @@ class Front(Admission[Answers, EngineMetrics]):
             mode: what happens to those that wait and run: `abort` ends them, `wait` lets them finish first, `keep` lets them wait.
 
         Raises:
-            ApiError: the engine has died.
+            ApiError: the engine has died, or `resume` came before those that run had finished.
         """
         if mode == "abort":
             self.abort()
@@ -253,6 +253,8 @@ class Front(Admission[Answers, EngineMetrics]):
             await asyncio.shield(asyncio.wrap_future(emptied))
         if self.failure is not None:
             raise died()
+        if not self._paused:
+            raise ApiError("the pause was ended before it began", status=409)
 
     async def resume(self) -> None:
         """Goes on after a pause."""

@@ -99,7 +99,7 @@ class Reply:
         fields, defaults = self.fields, self.service.defaults
         return {
             "id": job.id, "object": "response", "created_at": job.created, "status": status, "error": None,
-            "incomplete_details": None, "model": self.service.name, "output": list(self.output), "usage": None,
+            "incomplete_details": None, "model": job.model, "output": list(self.output), "usage": None,
             "background": fields["background"], "instructions": fields["instructions"],
             "max_output_tokens": fields["max_output_tokens"], "max_tool_calls": None, "metadata": fields["metadata"],
             "parallel_tool_calls": fields["parallel_tool_calls"], "previous_response_id": fields["previous_response_id"],

@@ -317,6 +317,14 @@ def test_places_and_names_are_taken_once(plain: Any, engine: Engine, three: Any)
     assert not engine.busy
 
 
+def test_a_model_on_several_devices_takes_no_adapters():
+    model = module_of("llama", "plain")
+    embed = jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",)), jax.sharding.PartitionSpec())
+    put(model, {"embed.w": jax.device_put(model.embed.w[...], embed)})
+    with pytest.raises(BadInput, match="several devices"):
+        Engine(model, ON)
+
+
 # ---------------------------------------------------------------- while requests run
 
 

@@ -28,6 +28,7 @@ from argosy.models.parts.weight import split
 from argosy.serve import run
 from argosy.serve.admin import Admin
 from argosy.serve.app import App, admin_app
+from argosy.serve.errors import ApiError
 from argosy.serve.front import Front
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.service import Service
@@ -61,6 +62,10 @@ def root(lm: LM, other: LM, tmp_path_factory: Any) -> Path:
         write_adapter(base / "root" / name, lm.config, factors_of(lm.module, seed, rank))
     write_adapter(base / "secret", lm.config, factors_of(lm.module, 0, 2))
     os.symlink(base / "secret", base / "root" / "link")
+    (base / "root" / "inside").mkdir()
+    for file in (base / "secret").iterdir():
+        os.symlink(file, base / "root" / "inside" / file.name)
+    os.symlink(base / "root" / "sql", base / "root" / "alias")
     (base / "root" / "empty").mkdir()
     other.save(base / "root" / "next", format="hub")
     leaves = to_layers(other.module, split(other.module)[1])
@@ -176,6 +181,7 @@ REFUSED = [
     ({"lora_name": "x", "lora_path": "sql", "is_3d_lora_weight": True}, 400, "is_3d_lora_weight"),
     ({"lora_name": "x", "lora_path": "empty"}, 400, "no adapter_config.json"),
     ({"lora_name": "x", "lora_path": "large"}, 400, "rank 5 is above the maximum of 4"),
+    ({"lora_name": "x", "lora_path": "inside"}, 400, "links that lead out of the allowed folder"),
     *(
         ({"lora_name": "x", "lora_path": path}, 404, "nothing of this name below the allowed folder")
         for path in ("nowhere", "../secret", "link", "/etc", "sql/../../secret", "a\0b", "a" * 4000)
@@ -194,6 +200,8 @@ def test_what_may_not_be_loaded_is_refused_without_a_path(service: Service, ask:
 def test_an_absolute_path_below_the_root_is_allowed_and_none_without_a_root(service: Service, ask: Callable, root: Path):
     body = {"lora_name": "x", "lora_path": str(root / "sql")}
     assert ask("/v1/load_lora_adapter", body).status_code == 200
+    alias = {"lora_name": "z", "lora_path": "alias"}
+    assert ask("/v1/load_lora_adapter", alias).status_code == 200, "a link that stays inside"
     app = App(service, admin=Admin(service, AdminSettings(shared=True, key="secret"))).asgi
     answer = inside(app, lambda client: client.post("/v1/load_lora_adapter", json=body | {"lora_name": "y"}, headers=KEY))
     assert (answer.status_code, "admin.root" in answer.text) == (403, True)
@@ -377,6 +385,20 @@ def test_a_pause_that_waits_lets_earlier_requests_finish_and_holds_later_ones(se
         return [made, waiting, len(late), front.paused]
 
     assert asyncio.run(go()) == [30, [-1], 2, False]
+
+
+def test_a_pause_that_is_ended_before_it_begins_says_so(service: Service):
+    async def go() -> int:
+        front = service.front
+        async with front.open([Request([5, 6, 7], 100)]):
+            pausing = asyncio.create_task(front.pause("wait"))
+            await front.call(lambda engine: None)
+            await front.resume()
+            with pytest.raises(ApiError, match="ended before it began") as error:
+                await pausing
+        return error.value.status
+
+    assert asyncio.run(go()) == 409
 
 
 def test_one_request_is_aborted_by_its_id(ask: Callable, service: Service):
