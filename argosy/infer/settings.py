@@ -64,7 +64,7 @@ class LoraSettings(Settings):
     `layers\\..*|head` adds the head, `layers\\..*attn.*` leaves out all but attention."""
 
     @model_validator(mode="after")
-    def _ask_for_something(self) -> Self:
+    def _ask_for_something(self) -> "LoraSettings":
         if not self.enabled and (idle := sorted(self.model_fields_set - {"enabled"})):
             raise ValueError(f"{', '.join(idle)}: no effect without `enabled`")
         return self
