@@ -117,9 +117,10 @@ class Prompts:
             return None if found is None else [found]
         return self._scored([*prompts, *[[]] * (rows - len(prompts))])[: len(prompts)]
 
-    def forget(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Frees the cache of a prompt that nobody waits for any more."""
-        if self._long is not None and any(ids is self._long.ids for ids in prompts):
+    def forget(self, prompts: Iterable[Sequence[int]] | None = None) -> None:
+        """Frees the cache of a prompt that nobody waits for any more. None: of any, because the weights have changed; it is scored
+        again from its first token."""
+        if self._long is not None and (prompts is None or any(ids is self._long.ids for ids in prompts)):
             self._long = None
 
     def _one_more_pass(self, ids: Sequence[int], length: int) -> PromptScores | None:

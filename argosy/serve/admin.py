@@ -189,6 +189,7 @@ class Admin:
 
             def swapped(engine: Any) -> None:
                 engine.swap_weights(leaves)
+                self.front.prompts.forget()
                 if fields.weight_version is not None:
                     self.service.weight_version = fields.weight_version
 

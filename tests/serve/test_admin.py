@@ -530,6 +530,16 @@ def test_an_update_that_fails_leaves_the_old_weights(service: Service, ask: Call
     assert all(a is before[address] for address, a in service.front.engine.weights().items())
 
 
+def test_a_prompt_that_is_half_scored_begins_again_with_the_new_weights(service: Service, ask: Callable, monkeypatch):
+    monkeypatch.setattr("argosy.infer.prompts.PASS", 32)
+    prompts, ids = service.front.prompts, list(range(60))
+    assert prompts.score([ids]) is None, "one of two passes"
+    assert update(ask, "next").status_code == 200
+    found = prompts.score([ids]) or prompts.score([ids])
+    expected = LM(service.lm.config, service.front.engine.model).score([ids])[0]
+    np.testing.assert_allclose(found[0].logprobs, expected, atol=1e-4)
+
+
 def test_an_update_begins_before_it_is_filled_and_other_transports_are_refused(ask: Callable):
     for path, body in (("/update_weights", {"update_info": {"path": "next"}}), ("/finish_weight_update", {})):
         assert ask(path, body).status_code == 409
