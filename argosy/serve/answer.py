@@ -133,8 +133,8 @@ class Job:
                 raise timed_out(limit) from None
 
     async def respond(self, http: HttpRequest) -> Response:
-        """The HTTP response. A client that disconnects cancels its engine requests. The header `x-weight-version` names the weights that
-        it began with, once an update has named some."""
+        """The HTTP response. A client that disconnects cancels its engine requests. The header `x-weight-version` names the weights
+        that it began with, once an update has named some."""
         version = self.service.weight_version
         if not self.fields.stream:
             response: Response = Json(await while_connected(http.receive, self.answered()))

@@ -70,7 +70,7 @@ class Reply:
     def _finished(self, job: Job) -> dict[str, Any]:
         """The final response with its usage. Stores it."""
         finish, counts = job.choices[0].finish, job.counts()
-        status = {"length": "incomplete", "blocked": "failed"}.get(finish or "", "completed")
+        status = {"length": "incomplete", "blocked": "failed", "abort": "cancelled"}.get(finish or "", "completed")
         document = self.document(job, status)
         document["usage"] = {
             "input_tokens": counts.prompt,
@@ -83,7 +83,7 @@ class Reply:
             document["completed_at"] = int(time.time())
         elif status == "incomplete":
             document["incomplete_details"] = {"reason": "max_output_tokens"}
-        else:
+        elif status == "failed":
             what = "the format and the request's other fields together allow no further token"
             document["error"] = {"code": "server_error", "message": what}
         if self.store is not None:

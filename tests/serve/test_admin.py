@@ -414,6 +414,30 @@ def test_one_request_is_aborted_by_its_id(ask: Callable, service: Service):
     assert ask("/abort_requests", {}).json() == {"status": "aborted", "aborted": 0}
 
 
+@pytest.mark.parametrize(
+    "path, body, key, ends",
+    [
+        ("/v1/responses", {"input": "x", "max_output_tokens": 100}, "status", "cancelled"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100}, "stop_reason", "max_tokens"),
+    ],
+)
+def test_other_routes_name_the_adapter_and_say_that_they_were_cut_short(
+    service: Service, ask: Callable, monkeypatch, path: str, body: dict, key: str, ends: str
+):
+    ask("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "sql"})
+    monkeypatch.setattr(service.lm, "stops", set)
+
+    async def go(client: httpx.AsyncClient) -> Any:
+        answer = asyncio.create_task(client.post(path, json=body | {"model": "sql"}))
+        while not service.front.opened:
+            await asyncio.sleep(0)
+        service.front.abort()
+        return (await answer).json()
+
+    document = inside(App(service).asgi, go)
+    assert (document["model"], document[key]) == ("sql", ends), document
+
+
 def test_the_prefix_cache_is_reset_unless_requests_hold_pages(ask: Callable, service: Service):
     prompt = list(range(40))
     engine = service.front.engine
