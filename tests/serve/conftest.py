@@ -77,7 +77,7 @@ class Says(Front):
     waits: asyncio.Event | None = None
 
     @asynccontextmanager
-    async def open(self, requests: Sequence[Request], prompts: Sequence[Sequence[int]] = ()) -> AsyncIterator[Any]:
+    async def open(self, requests: Sequence[Request], prompts: Any = (), names: Any = ()) -> AsyncIterator[Any]:
         yield Spoken(self, requests)
 
 
