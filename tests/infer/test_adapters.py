@@ -132,6 +132,17 @@ def test_pages_are_shared_under_one_adapter_and_never_by_two(plain: Any, engine:
     assert engine.stats.reused_tokens == before, "a salt that imitates an adapter's"
 
 
+def test_drafts_are_verified_under_the_adapter_of_their_sequence(plain: Any):
+    engine = Engine(plain, EngineSettings(**SIZES, lora=ON.lora.model_dump(), speculative={"method": "ngram", "lookup_min": 1}))
+    factors, adapted = adapter_of(plain, 3, 4), module_of("llama", "plain")
+    put_adapter(adapted, factors)
+    engine.adapters.put("x", engine.adapters.packed(factors))
+    requests = [Request([7, 8, 9] * 5, 12, top=20, adapter=name) for name in ("x", None)]
+    for request, events in zip(requests, answered(engine, requests), strict=True):
+        assert_of(adapted if request.adapter else plain, request, events)
+    assert engine.speculation.drafted
+
+
 def test_nothing_compiles_as_adapters_come_and_go(plain: Any, engine: Engine, compilations: list[str]):
     given = prompts(plain.config.vocab, 5, 20)
     for seed in range(2):
@@ -174,7 +185,7 @@ def test_an_engine_without_adapters_runs_the_plain_program(plain: Any):
     engine = Engine(plain, EngineSettings(**SIZES))
     assert engine.adapters is None
     graph, weights = split(plain)
-    assert Whole(plain)._program is _whole(graph, plain.dtype)
+    assert Whole(plain)._program is _whole(graph, plain.dtype, False)
     assert sorted(engine.forward.prepared(weights)[0]) == ["embed.w", "head.w", "norm.scale"]
     assert {own for layer in engine.forward.prepared(weights)[1] for own in layer} == {
         address.split(".", 2)[2] for address in weights if address.startswith("layers.")
