@@ -22,9 +22,10 @@ import numpy as np
 
 from argosy.data.tokenize import find_tokenizer
 from argosy.infer import sampler
-from argosy.infer.engine import Engine, Request
+from argosy.infer.engine import Engine
 from argosy.infer.forward import ByLayer, Sizes, Whole, cut
 from argosy.infer.load import load, random
+from argosy.infer.request import Request
 from argosy.infer.sample import Sampling, table
 from argosy.infer.settings import EngineSettings, NGram
 from argosy.jobs.public import preset_config

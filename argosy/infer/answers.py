@@ -8,24 +8,25 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.infer.beam import Beam, Beams
-from argosy.infer.engine import Event, Request
 from argosy.infer.grammar import Grammar
+from argosy.infer.repetition import Repetition
+from argosy.infer.request import Event, Request
 from argosy.infer.sample import Sampling, Seed, words_of
 from argosy.infer.text import Text, spellings
 
 Prompt = str | Sequence[int]
-Reason = Literal["stop", "length", "blocked"]
+Reason = Literal["stop", "length", "blocked", "repetition"]
 
 
 @dataclass
 class Completion:
     """The answer to one prompt.
 
-    tokens: ids, without the token that ended it. finish_reason: `stop`, `length`, or `blocked`: no token was left, because those that
-    its grammar allows are banned, or the grammar has become too complex. logprobs: the model's own, one per token, before bias, mask,
-    penalties, temperature and filters. drawn: log-probabilities in the distributions that the tokens were drawn from; 0 at
-    temperature 0. top: the likeliest tokens with their log-probabilities, for each token, if asked. stopped_by: the id or the string
-    that ended it; None: neither.
+    tokens: ids, without the token that ended it. finish_reason: `stop`, `length`, `repetition` if it repeated itself, or
+    `blocked`: no token was left, because those that its grammar allows are banned, or the grammar has become too complex. logprobs:
+    the model's own, one per token, before bias, mask, penalties, temperature and filters. drawn: log-probabilities in the
+    distributions that the tokens were drawn from; 0 at temperature 0. top: the likeliest tokens with their log-probabilities, for each
+    token, if asked. stopped_by: the id or the string that ended it; None: neither.
     """
 
     text: str
@@ -66,6 +67,7 @@ class Answers:
         seed: Seed = 0,
         top: int = 0,
         structured: Mapping[str, Any] | Grammar | None = None,
+        repetition: Repetition | None = None,
         **sampling: Any,
     ):
         words_of(seed)
@@ -74,7 +76,8 @@ class Answers:
         how, ends = _sampling(lm, sampling), _ends(lm, stop_tokens, ignore_eos)
         grammar = lm.grammar(structured) if isinstance(structured, Mapping) else structured
         self.requests = [
-            Request(one, max_tokens, how, ends, seed, row, top, grammar=grammar) for row, one in enumerate(ids)
+            Request(one, max_tokens, how, ends, seed, row, top, grammar=grammar, repetition=repetition)
+            for row, one in enumerate(ids)
         ]
         self.completions = [Completion("", [], None, len(one), []) for one in ids]
         self._texts = [Text(lm.tokenizer, one, list(stop), begun=grammar is not None) for one in ids]
@@ -132,8 +135,8 @@ class Answers:
         done.text += new
         if text.stopped is not None:
             return self._end(row, "stop", text.stopped, new)
-        if event.reason == "length":
-            return self._end(row, "length", None, new)
+        if event.reason in ("length", "repetition"):
+            return self._end(row, event.reason, None, new)
         return Piece(row, new, False)
 
     def _end(self, row: int, reason: Reason, by: int | str | None, new: str = "") -> Piece:

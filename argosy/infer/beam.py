@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from argosy.core.errors import BadInput
-from argosy.infer.engine import Event, Request
+from argosy.infer.request import Event, Request
 from argosy.infer.sampler import MOST_TOP
 
 

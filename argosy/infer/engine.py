@@ -23,9 +23,9 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,12 +38,13 @@ from argosy.infer.bans import Bias
 from argosy.infer.constrain import bias_rows, mask_rows, spread
 from argosy.infer.drafts import Around
 from argosy.infer.forward import forward_of
-from argosy.infer.grammar import Grammar, Matcher
+from argosy.infer.grammar import Matcher
 from argosy.infer.memory import allocated, mesh_of, pages_for_cache
 from argosy.infer.packing import Packed, Packing, power, sampled_rows
 from argosy.infer.pages import Pages
-from argosy.infer.sample import Sampling, Seed, streams
-from argosy.infer.sampler import MOST_TOP, Sampled, biased, fresh, masked, sample, settled
+from argosy.infer.request import Event, Reason, Request, Stats
+from argosy.infer.sample import Sampling, streams
+from argosy.infer.sampler import Sampled, biased, fresh, masked, sample, settled
 from argosy.infer.schedule import Plan, Scheduler
 from argosy.infer.schedule import Sequence as Scheduled
 from argosy.infer.settings import MTP, ROW, EngineSettings
@@ -53,61 +54,6 @@ from argosy.models.parts.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, put, split, variable
 from argosy.observe.readable import sized
 from argosy.parallel.scope import scope
-
-Reason = Literal["stop", "length", "abort", "blocked"]
-
-@dataclass
-class Request:
-    """One prompt, and how to answer it.
-
-    tokens: prompt ids. most: limit on the tokens of the answer. ends: ids that end the answer. seed, row: folded into one random
-    stream, as in `infer.sample.streams`. top: number of likeliest tokens to return with each token, at most 20. priority: lower runs
-    first. salt: prompts share cached pages only under the same salt. grammar: the answer matches it, unless it ends too early by
-    `length` or an end token that is text. The answer ends by `stop` once it is complete and nothing may follow. adapter: the name of a
-    loaded adapter (`Engine.load_adapter`); None: the model alone.
-    """
-
-    tokens: list[int]
-    most: int
-    sampling: Sampling = field(default_factory=Sampling)
-    ends: frozenset[int] = frozenset()
-    seed: Seed = 0
-    row: int = 0
-    top: int = 0
-    priority: int = 0
-    salt: str = ""
-    grammar: Grammar | None = None
-    adapter: str | None = None
-
-
-class Event(NamedTuple):
-    """A new token of a request, its end, or both.
-
-    token: None if the request was aborted, or its grammar ended the answer. logprob: the model's own, before bias, mask, penalties,
-    temperature and filters. reason: why the answer ended; None if it has not. The token that ended it by `stop` is the event's
-    token. It is `blocked` if no token is left: those that the grammar allows are banned, or the grammar has become too complex.
-    drawn: the log-probability in the distribution that the token was drawn from; 0 at temperature 0. top: the likeliest tokens and
-    their log-probabilities, if asked.
-    """
-
-    id: int
-    token: int | None
-    logprob: float
-    reason: Reason | None
-    drawn: float = 0.0
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass
-class Stats:
-    """Counts since the engine was made."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    drawn_tokens: int = 0
-    compilations: int = 0
-    compile_seconds: float = 0.0
 
 
 class Engine:
@@ -257,20 +203,8 @@ class Engine:
             BadInput: an empty prompt, ids outside the vocabulary, a prompt that fills the context, a seed of more than 64 bits, more
                 than 20 likeliest tokens, no token that is allowed, a grammar over another vocabulary, an adapter that is not loaded.
         """
+        request.check(self.vocab, self.context)
         ids = request.tokens
-        if not ids:
-            raise BadInput("an empty prompt")
-        if min(ids) < 0 or max(ids) >= self.vocab:
-            wrong = next(i for i in ids if not 0 <= i < self.vocab)
-            raise BadInput(f"token id {wrong} is outside the model's vocabulary of {self.vocab}")
-        if len(ids) >= self.context:
-            raise BadInput(
-                f"a prompt of {len(ids)} tokens leaves no room in a context of {self.context}", hint="shorten it"
-            )
-        if request.most < 1:
-            raise BadInput(f"most = {request.most} tokens", hint="at least 1")
-        if not 0 <= request.top <= MOST_TOP:
-            raise BadInput(f"top = {request.top} likeliest tokens", hint=f"0 to {MOST_TOP}")
         most = min(request.most, self.context - len(ids))
         adapter = None if request.adapter is None else self._adapters().get(request.adapter)
         salt = request.salt if self.adapters is None else self.adapters.salt(adapter, request.salt)
@@ -408,6 +342,8 @@ class Engine:
             return self._close(sequence, "stop")
         elif answer == sequence.most:
             reason = "length"
+        elif wanted.request.repetition is not None and wanted.request.repetition(sequence.tokens[sequence.prompt :]):
+            reason = "repetition"
         self._events.append(Event(wanted.number, token, logprob, reason, drawn, top))
         if reason is not None:
             self._forget(sequence)

@@ -16,6 +16,7 @@ from argosy.infer.answers import Answers, Completion, Prompt, beam_search, check
 from argosy.infer.engine import Engine
 from argosy.infer.grammar import Grammar, Grammars, structure_of
 from argosy.infer.held import Held
+from argosy.infer.repetition import Repetition
 from argosy.infer.sample import Seed
 from argosy.infer.sequences import BATCH, Sequences, batches
 
@@ -103,6 +104,7 @@ class LM:
         seed: Seed = 0,
         top: int = 0,
         structured: Mapping[str, Any] | Grammar | None = None,
+        repetition: Repetition | None = None,
         **sampling: Any,
     ) -> list[Completion]:
         """Continues each prompt: text, or token ids, which are used as they are.
@@ -119,6 +121,7 @@ class LM:
             structured: what every answer must match, by the names of vLLM's `structured_outputs`: {"json": schema}, {"regex": ...},
                 {"choice": [...]}, {"grammar": Lark or GBNF} or {"json_object": True}; a schema may be a pydantic class. See
                 `infer.grammar.structure_of`. An answer that `max_tokens` cuts short is a beginning of what matches.
+            repetition: ends answers that repeat themselves, such as `argosy.infer.repetition.Repetition(longest=20, count=4)`.
             sampling: the settings of `infer.sample.Sampling`: temperature, top_k, top_p, min_p, penalties, logit_bias and so on.
                 `bad_words` may be texts too.
 
@@ -131,7 +134,7 @@ class LM:
         if isinstance(prompts, str):
             raise BadInput("generate takes a list of prompts, not one text", hint="generate([text])")
         ends: Any = {"stop": stop, "stop_tokens": stop_tokens, "ignore_eos": ignore_eos}
-        answers = self.pieces(prompts, max_tokens, **ends, seed=seed, top=top, structured=structured, **sampling)
+        answers = self.pieces(prompts, max_tokens, **ends, seed=seed, top=top, structured=structured, repetition=repetition, **sampling)
         for _ in answers:
             pass
         return answers.completions

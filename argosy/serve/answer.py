@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from argosy.infer.engine import Request
 from argosy.infer.prompts import PromptScores
+from argosy.infer.request import Request
 from argosy.serve.admission import timed_out
 from argosy.serve.choice import Choice, Piece
 from argosy.serve.errors import ApiError, Json, unavailable

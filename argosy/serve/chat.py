@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.infer.engine import Request
+from argosy.infer.request import Request
 from argosy.serve.answer import Choices, Job, Shape
 from argosy.serve.calls import grammar_of, notation_of
 from argosy.serve.choice import Choice, Names, Piece, Scored

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from argosy.infer.engine import Event
 from argosy.infer.prompts import PromptScores
+from argosy.infer.request import Event
 from argosy.infer.text import Text
 
 # JSON has no minus infinity. vLLM writes this.

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from argosy.infer.repetition import Repetition
 from argosy.serve.errors import ApiError, of_validation
 from argosy.serve.reasoning import Effort
 
@@ -32,7 +33,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "priority": (0,),
     "prompt_embeds": (),
-    "repetition_detection": (),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -109,6 +109,31 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
+class RepetitionDetection(BaseModel):
+    """As in vLLM: ends an answer whose last tokens are `min_count` times the same pattern of `min_pattern_size` to `max_pattern_size`
+    tokens. Sizes of 0 switch it off."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    # The bounds keep a check of every token below a millisecond.
+    max_pattern_size: int = Field(0, ge=0, le=512)
+    min_pattern_size: int = Field(0, ge=0)
+    min_count: int = Field(0, ge=0, le=64)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ValueError("min_pattern_size is above max_pattern_size")
+        if self.max_pattern_size and self.min_count < 2:
+            raise ValueError("min_count is at least 2")
+        return self
+
+    @property
+    def ours(self) -> Repetition | None:
+        sizes = self.max_pattern_size, self.min_count, max(self.min_pattern_size, 1)
+        return Repetition(*sizes) if self.max_pattern_size else None
+
+
 class Sampled(Fields):
     """Fields of every route that generates text. None: the default of the model, or of the server.
 
@@ -137,6 +162,7 @@ class Sampled(Fields):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = Field(None, min_length=1)
     bad_words: list[str] | None = None
+    repetition_detection: RepetitionDetection | None = None
     structured_outputs: dict[str, Any] | None = None
 
     def sampled(self) -> dict[str, Any]:

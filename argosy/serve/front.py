@@ -27,8 +27,9 @@ from typing import Any, Literal, TypeVar
 
 from argosy.core.errors import BadInput
 from argosy.infer.adapters import NoAdapter
-from argosy.infer.engine import Engine, Event, Request
+from argosy.infer.engine import Engine
 from argosy.infer.prompts import NOTHING, Prompts, PromptScores
+from argosy.infer.request import Event, Request
 from argosy.serve.admission import Admission, died, timed_out
 from argosy.serve.errors import ApiError, no_model, of_input
 from argosy.serve.metrics import EngineMetrics

@@ -95,11 +95,13 @@ def blocks_of(reader: Reader) -> list[dict[str, Any]]:
 
 
 def ended(job: Job) -> dict[str, Any]:
-    """Why the answer ended. `blocked`, for which Anthropic has no word, is reported as `refusal`."""
+    """Why the answer ended. `blocked`, for which Anthropic has no word, is reported as `refusal`, and
+        a repetition as `max_tokens`."""
     choice: Choice = job.choices[0]
     stop = choice.stop_reason if choice.stop_reason in job.fields.stop else None
     # Of Anthropic's reasons, only `max_tokens` says that an answer was cut short.
-    reason = {"length": "max_tokens", "abort": "max_tokens", "blocked": "refusal"}.get(choice.finish or "", "end_turn")
+    cut = dict.fromkeys(("length", "repetition", "abort"), "max_tokens")
+    reason = (cut | {"blocked": "refusal"}).get(choice.finish or "", "end_turn")
     if job.readers[0].calls and choice.finish == "stop":
         reason = "tool_use"
     return {"stop_reason": "stop_sequence" if stop is not None else reason, "stop_sequence": stop}

@@ -73,7 +73,7 @@ class Metrics:
         self.queued.observe(queued)
 
     def ended(self, reason: str, seconds: float) -> None:
-        """An answer ended. reason: stop, length, blocked or abort."""
+        """An answer ended. reason: stop, length, blocked, repetition or abort."""
         self._ended.labels(*self._labels, reason).inc()
         self.whole.observe(seconds)
 

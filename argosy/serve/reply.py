@@ -70,7 +70,8 @@ class Reply:
     def _finished(self, job: Job) -> dict[str, Any]:
         """The final response with its usage. Stores it."""
         finish, counts = job.choices[0].finish, job.counts()
-        status = {"length": "incomplete", "blocked": "failed", "abort": "cancelled"}.get(finish or "", "completed")
+        cut = {"length": "incomplete", "repetition": "incomplete", "abort": "cancelled"}
+        status = (cut | {"blocked": "failed"}).get(finish or "", "completed")
         document = self.document(job, status)
         document["usage"] = {
             "input_tokens": counts.prompt,

@@ -16,8 +16,9 @@ import uvicorn
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.embed import Encoder
-from argosy.infer.engine import Engine, Request
+from argosy.infer.engine import Engine
 from argosy.infer.lm import LM
+from argosy.infer.request import Request
 from argosy.serve.admin import Admin
 from argosy.serve.admission import Admission
 from argosy.serve.app import App, admin_app

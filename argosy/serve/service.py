@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 
 from argosy.core.errors import ArgosyError
 from argosy.data.chat import choose_template
-from argosy.infer import engine as engines
 from argosy.infer.grammar import Crowded, Grammar
 from argosy.infer.lm import LM
+from argosy.infer.request import Request
 from argosy.serve.admission import Admission
 from argosy.serve.choice import Choice, Ending
 from argosy.serve.errors import ApiError, no_model, of_input, unavailable
@@ -190,7 +190,7 @@ class Service(Served[Front]):
             ids = [next(token for token in (tokenizer.bos, tokenizer.eos, 0) if token is not None)]
         return ids
 
-    def requests(self, fields: Generation, prompts: Sequence[list[int]], most: int | None) -> list[engines.Request]:
+    def requests(self, fields: Generation, prompts: Sequence[list[int]], most: int | None) -> list[Request]:
         """`n` requests of the engine for each prompt.
 
         Args:
@@ -220,14 +220,15 @@ class Service(Served[Front]):
             raise ApiError(what, param=fields.scoring, code="unsupported_parameter")
         stops = frozenset(fields.stop_token_ids)
         ends = stops | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))
-        top, salt = fields.top or 0, fields.cache_salt or ""
+        repetition = fields.repetition_detection
+        how: Any = {"salt": fields.cache_salt or "", "adapter": adapter, "repetition": repetition and repetition.ours}
+        top = fields.top or 0
         found = []
         for ids in prompts if most != 0 else ():
             # One seed gives one answer, wherever its prompt stands in the request.
             seed = self.seeds.getrandbits(63) if fields.seed is None else fields.seed
             found += [
-                engines.Request(ids, most or self.context - len(ids), sampling, ends, seed, k, top, salt=salt, adapter=adapter)
-                for k in range(fields.n)
+                Request(ids, most or self.context - len(ids), sampling, ends, seed, k, top, **how) for k in range(fields.n)
             ]
         return found
 

@@ -87,6 +87,7 @@ def test_the_table_has_a_line_for_each_metric_and_limit_is_said(model: Path, dat
     assert "copa (the first 5 of 6 rows)" in err
 
 
+@pytest.mark.slow
 def test_results_are_added_to_the_run_and_shown_in_its_report(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     words = ["data.tokenizer=byte", f"data.source={data / 'a.txt'}", "steps=2", "checkpoint.every=1", "model.context=32"]

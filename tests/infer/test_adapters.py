@@ -19,10 +19,11 @@ from argosy.checkpoint.load import random
 from argosy.checkpoint.peft import Adapter, put_adapter, sites
 from argosy.core.errors import BadInput, Unsupported
 from argosy.infer.adapters import Adapters, NoAdapter
-from argosy.infer.engine import Engine, Request
+from argosy.infer.engine import Engine
 from argosy.infer.forward import Whole, _whole
 from argosy.infer.lm import LM
 from argosy.infer.load import load
+from argosy.infer.request import Request
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.einsum import Einsum, Route
@@ -132,6 +133,7 @@ def test_pages_are_shared_under_one_adapter_and_never_by_two(plain: Any, engine:
     assert engine.stats.reused_tokens == before, "a salt that imitates an adapter's"
 
 
+@pytest.mark.slow
 def test_drafts_are_verified_under_the_adapter_of_their_sequence(plain: Any):
     engine = Engine(plain, EngineSettings(**SIZES, lora=ON.lora.model_dump(), speculative={"method": "ngram", "lookup_min": 1}))
     factors, adapted = adapter_of(plain, 3, 4), module_of("llama", "plain")
@@ -195,7 +197,7 @@ def test_an_engine_without_adapters_runs_the_plain_program(plain: Any):
 
 
 CASES = [
-    pytest.param("llama", "plain", Scan(), True, "int8", id="views of stacked layers, int8 below"),
+    pytest.param("llama", "plain", Scan(), True, "int8", id="views of stacked layers, int8 below", marks=pytest.mark.slow),
     pytest.param("llama", "plain", Scan(), False, "", id="scanned"),
     pytest.param("gemma", "3", Scan(), False, "", id="scanned, with windows", marks=pytest.mark.slow),
     pytest.param("llama", "plain", None, False, "", id="one program", marks=pytest.mark.slow),
@@ -222,6 +224,7 @@ def test_every_structure_and_layout(monkeypatch, family: str, example: str, run:
         assert_of(modules[request.adapter], request, events)
 
 
+@pytest.mark.slow
 def test_head_and_embedding_carry_adapters_where_the_settings_say_so():
     plain, other = module_of("llama", "plain"), module_of("llama", "plain")
     settings = EngineSettings(**SIZES, lora={"enabled": True, "rank": 4, "where": r"layers\..*attn.*|head|embed"})

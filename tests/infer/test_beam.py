@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from helpers import default
 from laws.families import CASES, built
 
 from argosy.core.errors import BadInput
 from argosy.infer.beam import Beam, Beams
-from argosy.infer.engine import Event
 from argosy.infer.lm import LM
+from argosy.infer.request import Event
 from argosy.models.parts.stack import Unroll
 
 PROMPTS = [[5, 9, 33], [7, 1, 80, 80, 21, 3, 4, 60, 11]]
@@ -34,7 +35,10 @@ def search(lm: LM, prompt: list[int], width: int, most: int, ends: set[int], pen
     return sorted(((total / len(tokens) ** penalty, tokens) for total, tokens in complete), reverse=True)
 
 
-@pytest.mark.parametrize(("width", "penalty"), [(1, 1.0), (3, 1.0), (3, 0.0), (4, 2.0), (2, -1.0)])
+WAYS = [(1, 1.0), (3, 1.0), (3, 0.0), (4, 2.0), (2, -1.0)]
+
+
+@pytest.mark.parametrize(("width", "penalty"), default((3, 1.0), (3, 0.0), of=WAYS))
 def test_beams_are_those_of_a_search_over_whole_sequences(lm: LM, width: int, penalty: float):
     likely = np.argsort(-lm.logits([PROMPTS[0]])[0, -1])[:9].tolist()
     ends = {likely[1], likely[6]}

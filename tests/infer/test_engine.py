@@ -14,9 +14,10 @@ from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
 from argosy.infer import engine as engine_module
 from argosy.infer import memory, sampler
-from argosy.infer.engine import Engine, Request
+from argosy.infer.engine import Engine
 from argosy.infer.forward import ByLayer, Whole
 from argosy.infer.lm import LM
+from argosy.infer.request import Request
 from argosy.infer.sample import Sampling, choose, penalized, streams, table
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES

@@ -25,9 +25,10 @@ from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.data.tokenizers.fast import FastTokenizer
 from argosy.infer import grammar as grammars
 from argosy.infer import sampler
-from argosy.infer.engine import Engine, Event, Request
+from argosy.infer.engine import Engine
 from argosy.infer.grammar import Grammars, Matcher, masks, structure_of, token_bytes, unpacked
 from argosy.infer.lm import LM
+from argosy.infer.request import Event, Request
 from argosy.infer.sample import Sampling
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES

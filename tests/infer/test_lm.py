@@ -304,6 +304,7 @@ def test_two_answers_may_be_read_in_turn(lm):
     assert [first.completions[0].tokens, second.completions[0].tokens] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "running"])
 def test_a_longer_prompt_gets_room_whatever_the_engine_was_doing(lm, how):
     """A stop string is found after the next step has begun, so the engine was busy, and kept its size."""

@@ -15,9 +15,10 @@ from argosy.infer import engine as engine_module
 from argosy.infer import settings as how
 from argosy.infer.drafts import Drafter, found
 from argosy.infer.drafts import NGram as NGrams
-from argosy.infer.engine import Engine, Event, Request
+from argosy.infer.engine import Engine
 from argosy.infer.forward import Whole
 from argosy.infer.lm import LM
+from argosy.infer.request import Event, Request
 from argosy.infer.sample import Sampling
 from argosy.infer.schedule import Sequence
 from argosy.infer.settings import EngineSettings
@@ -195,6 +196,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(lm: LM, plain: Engine):
     assert accepted(engine) == engine.speculation.drafted
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_is_another_model_changes_nothing(lm: LM, plain: Engine):
     engine = Engine(lm.module, with_(how.DraftModel(model="other", tokens=3)), draft=random(lm.config, 1).module)
     requests = asked(lm.config.vocab)
@@ -206,6 +208,7 @@ def with_mtp() -> LM:
     return lm_of("deepseek", "3", layers=2, dense=1)
 
 
+@pytest.mark.slow
 def test_the_module_for_multi_token_prediction_drafts_what_it_predicts():
     """Against the module over the whole sequence; the second draft reads the module's own output."""
     lm = with_mtp()
@@ -244,6 +247,7 @@ def test_the_module_for_multi_token_prediction_drafts_what_it_predicts():
     assert any(len(drafts) == 2 for _, drafts in seen)
 
 
+@pytest.mark.slow
 def test_a_module_that_predicts_as_the_model_does_is_always_right():
     """Layers that add nothing leave a model whose next token follows from the last one alone, and a module can copy that."""
     lm = with_mtp()
@@ -340,7 +344,7 @@ def test_new_weights_are_used_from_the_next_token_on():
 
 
 METHODS = [
-    ("llama", "plain", {}, how.NGram(tokens=3, lookup_min=1)),
+    pytest.param("llama", "plain", {}, how.NGram(tokens=3, lookup_min=1), marks=pytest.mark.slow),
     ("llama", "plain", {}, how.DraftModel(model="itself", tokens=3)),
     pytest.param("deepseek", "3", {"layers": 2, "dense": 1}, how.MTP(tokens=2), marks=pytest.mark.slow),
     pytest.param("qwen3_next", "mixed", {}, how.NGram(tokens=3, lookup_min=1), marks=pytest.mark.slow),

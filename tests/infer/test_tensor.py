@@ -5,15 +5,15 @@ from typing import Any
 
 import jax
 import pytest
-from helpers import default
 
 from argosy.checkpoint import load as loading
 from argosy.core.errors import BadInput
 from argosy.infer import sampler
-from argosy.infer.engine import Engine, Request
+from argosy.infer.engine import Engine
 from argosy.infer.lm import LM
 from argosy.infer.load import load
 from argosy.infer.memory import mesh_of
+from argosy.infer.request import Request
 from argosy.infer.sample import Sampling
 from argosy.infer.settings import MTP, DraftModel, EngineSettings, NGram
 from argosy.infer.speculate import verify
@@ -43,7 +43,8 @@ def split_over(module: Any, count: int) -> None:
     put(module, {address: jax.device_put(a, places[address]) for address, a in split(module)[1].items()})
 
 
-@pytest.mark.parametrize(("family", "example"), default(*STRUCTURES[:2], of=STRUCTURES))
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "example"), STRUCTURES)
 def test_several_devices_answer_as_one_does_and_compile_nothing_later(family: str, example: str):
     config = FAMILIES[family].examples()[example]
     module = loading.random(config, 0).module

@@ -49,6 +49,7 @@ def first(source: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
     return fit(tmp_path_factory.mktemp("initial") / "first", "steps=1", f"init.weights={source}")[1]
 
 
+@pytest.mark.slow
 def test_weights_change_the_first_loss(source: Path, first: float):
     random = by_step(read(Store(source)), "loss")[1]
     assert abs(first - random) > 1e-3
@@ -131,7 +132,7 @@ def went_on(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["execution.run=scan"], id="the other layout"),
+        pytest.param(["execution.run=scan"], id="the other layout", marks=pytest.mark.slow),
         pytest.param(["mesh.data=2", "mesh.fsdp=4"], id="another mesh", marks=pytest.mark.slow),
     ],
 )

@@ -162,6 +162,7 @@ def test_stories_logits(stories: argosy.LM):
         assert int(logits.argmax()) == case["last_top20_ids"][0]
 
 
+@pytest.mark.slow
 def test_stories_greedy_text(stories: argosy.LM):
     golden = golden_json(STORIES)
     assert greedy(stories, [[1]], 200) == [golden["greedy_from_bos_200"]["ids"]]

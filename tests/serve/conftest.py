@@ -14,8 +14,9 @@ import pytest
 from argosy.checkpoint.load import random
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
-from argosy.infer.engine import Engine, Event, Request
+from argosy.infer.engine import Engine
 from argosy.infer.lm import LM
+from argosy.infer.request import Event, Request
 from argosy.infer.sample import Sampling
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES

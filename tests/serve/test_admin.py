@@ -21,8 +21,9 @@ from argosy.core.errors import BadInput
 from argosy.core.formats import Entry
 from argosy.core.formats.files import write_file
 from argosy.core.formats.safetensors import tensors_file
-from argosy.infer.engine import Engine, Request
+from argosy.infer.engine import Engine
 from argosy.infer.lm import LM
+from argosy.infer.request import Request
 from argosy.models.parts.stack import to_layers
 from argosy.models.parts.weight import split
 from argosy.serve import run

@@ -480,3 +480,15 @@ def test_the_event_loop_is_free_while_a_template_is_rendered(lm: LM, monkeypatch
             return order
 
         assert asyncio.run(go()) == ["health", "chat"]
+
+
+def test_an_answer_that_repeats_itself_ends(ask: Callable[..., httpx.Response]):
+    bias = {"logit_bias": {"97": 100}, "temperature": 0, "max_tokens": 20}
+    detection = {"max_pattern_size": 2, "min_count": 3}
+    found = ask("POST", "/v1/completions", json={"prompt": "x", "repetition_detection": detection} | bias).json()
+    assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("aaa", "repetition")
+    off = ask("POST", "/v1/completions", json={"prompt": "x", "repetition_detection": {"max_pattern_size": 0}} | bias).json()
+    assert off["choices"][0]["finish_reason"] == "length"
+    for wrong in ({"max_pattern_size": 2, "min_count": 1}, {"max_pattern_size": 1, "min_pattern_size": 2, "min_count": 2}):
+        answer = ask("POST", "/v1/completions", json={"prompt": "x", "repetition_detection": wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "repetition_detection")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from serve.conftest import LIMITS, SIZES, alone, serving
 
-from argosy.infer.engine import Request
 from argosy.infer.lm import LM
+from argosy.infer.request import Request
 from argosy.infer.sample import Sampling
 from argosy.infer.settings import DraftModel
 from argosy.serve.errors import ApiError

@@ -10,13 +10,14 @@ import httpx
 import jax
 import numpy as np
 import pytest
+from helpers import default
 from serve.conftest import LIMITS, SIZES, alone, inside, serving
 
 from argosy.checkpoint.load import random
 from argosy.infer import prompts as prompts_module
-from argosy.infer.engine import Request
 from argosy.infer.lm import LM
 from argosy.infer.prompts import PASS, Prompts
+from argosy.infer.request import Request
 from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App
@@ -189,7 +190,7 @@ def test_nothing_compiles_after_the_sizes_are(lm: LM):
     assert prompts.batch([rows[1]] * 4) == [0], "more than half of a batch"
 
 
-@pytest.mark.parametrize("family, example", [("llama", "plain"), ("qwen3_next", "mixed")])
+@pytest.mark.parametrize(("family", "example"), default(("llama", "plain"), of=[("llama", "plain"), ("qwen3_next", "mixed")]))
 def test_a_long_prompt_takes_several_passes_with_other_work_between_them(family: str, example: str, monkeypatch: pytest.MonkeyPatch):
     """One pass of 1,024 tokens of SmolLM2 stopped all running answers for ten seconds."""
     monkeypatch.setattr(prompts_module, "PASS", 16)

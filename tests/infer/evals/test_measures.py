@@ -86,6 +86,7 @@ def test_a_batch_scores_as_one_at_a_time_and_few_sizes_are_compiled(lm: LM):
 # ---------------------------------------------------------------- log-likelihood
 
 
+@pytest.mark.slow
 def test_the_log_likelihood_of_choices_is_that_of_a_plain_loop_over_the_logits(lm: LM):
     rng = np.random.default_rng(2)
     letters = "abcdefgh "

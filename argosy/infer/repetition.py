@@ -1,0 +1,33 @@
+"""Answers that repeat themselves. No jax here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from argosy.core.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """When an answer repeats itself: it ends with `count` times the same `shortest` to `longest` tokens.
+
+    Raises:
+        BadInput: a count below 2, or no such length.
+    """
+
+    longest: int
+    count: int
+    shortest: int = 1
+
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            raise BadInput(f"a pattern that occurs {self.count} times is no repetition", hint="at least 2")
+        if not 1 <= self.shortest <= self.longest:
+            raise BadInput(f"no pattern has {self.shortest} to {self.longest} tokens")
+
+    def __call__(self, answer: Sequence[int]) -> bool:
+        for size in range(self.shortest, min(self.longest, len(answer) // self.count) + 1):
+            # Each token of the tail is the one a pattern before it.
+            tail = answer[-size * self.count :]
+            if tail[-1] == tail[-1 - size] and tail[size:] == tail[:-size]:
+                return True
+        return False
