@@ -315,3 +315,16 @@ def test_every_known_wrong_edit_has_its_place_in_the_source():
     named = {test.partition("[")[0].partition("::")[::2] for edit in EDITS for test in edit.tests}
     assert not [file for file, _ in named if not (ROOT / file).is_file()]
     assert not [n for file, n in named if n and f"def {n}(" not in (ROOT / file).read_text(encoding="utf-8")]
+
+
+def test_files_that_the_docs_name_exist():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md")]
+    # What was tried may be gone.
+    named = {
+        (page.name, name)
+        for page in pages
+        if page.name != "log.md"
+        for name in re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py)`", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 40
+    assert not [one for one in named if not any((root / one[1]).exists() for root in (ROOT, ROOT / "argosy"))]
