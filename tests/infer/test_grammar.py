@@ -345,6 +345,7 @@ def test_any_json_object_and_a_pydantic_class(lm: LM):
     assert [json.loads(one.text) for one in found] == [{}, {}]
 
 
+@pytest.mark.slow
 def test_whitespace_of_json_is_what_was_asked_for(lm: LM):
     schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
     blank = {ord(c): 50.0 for c in " \n\t\r"}

@@ -351,6 +351,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, example, changes, method", METHODS)
 def test_after_warming_up_no_request_compiles_anything(family: str, example: str, changes: dict[str, Any], method: Any):
     lm = lm_of(family, example, **changes)

@@ -73,6 +73,7 @@ def test_weights_from_one_step_and_from_a_hub_folder_are_the_same(source: Path, 
 OTHERS = [w for w in WORDS if not w.startswith("model.")]  # nothing said of the model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -142,6 +143,7 @@ def test_a_state_brings_optimizer_and_step(source: Path, went_on: dict[int, floa
     assert near(other, went_on)
 
 
+@pytest.mark.slow
 def test_without_the_optimizers_memory_the_third_loss_is_another(
     source: Path, went_on: dict[int, float], tmp_path: Path
 ):

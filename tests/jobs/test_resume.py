@@ -169,6 +169,7 @@ def test_data_resumes_where_it_was(tmp_path: Path):
     assert seen == expected
 
 
+@pytest.mark.slow
 def test_a_schedule_that_depends_on_the_steps_follows_them(tmp_path: Path):
     run = tmp_path / "run"
     fit(run, "steps=4", "schedule=linear")

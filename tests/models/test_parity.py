@@ -217,6 +217,7 @@ def losses_of(lm: argosy.LM, rows: list[list[int]]) -> np.ndarray:
     return np.concatenate([row[: len(ids) - 1] for row, ids in zip(each, rows, strict=True)])
 
 
+@pytest.mark.slow
 def test_stories_folder_to_argosy_to_folder_is_exact(tmp_path: Path):
     convert(str(shared(STORIES)), tmp_path / "argosy", "argosy", None)
     convert(str(tmp_path / "argosy"), tmp_path / "hub", "hub", None)

@@ -81,6 +81,7 @@ def test_prompts_reach_the_server_in_exactly_the_length_that_was_asked(url: str)
     assert [(one.input_len, one.output_len, one.error) for one in round.outcomes] == [(33, 5, None)] * 4
 
 
+@pytest.mark.slow
 def test_chats_of_a_file_are_asked(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "chats.jsonl"
     lines = [{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}, {"prompt": "hello", "max_tokens": 2}]

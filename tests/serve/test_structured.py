@@ -171,6 +171,7 @@ def check_calls(calls: Any) -> list[str]:
     return [call.function.name for call in calls]
 
 
+@pytest.mark.slow
 def test_a_call_that_is_demanded_comes_and_matches_the_schema_of_its_tool(client: openai.OpenAI):
     names = set()
     for seed in range(4):
