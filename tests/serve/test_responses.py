@@ -310,6 +310,9 @@ def test_a_conversation_goes_on_from_a_stored_response(said: Service, client: op
     assert second.usage.input_tokens == len("<u>hi<a>(hm)Hello<u>and?<a>")
     assert (second.previous_response_id, second.metadata, second.store) == (first.id, {"a": "b"}, True)  # pyright: ignore
     assert client.responses.retrieve(second.id).to_dict() == second.to_dict()
+    third = client.responses.create(model="tiny", input="and?", previous_response_id=first.id, store=False)
+    assert third.usage is not None
+    assert third.usage.input_tokens == second.usage.input_tokens, "one that is not stored goes on from a stored one too"
     streamed: Any = list(client.responses.create(stream=True, **HI))[-1]
     assert client.responses.retrieve(streamed.response.id).output_text == "Hello"
     client.responses.delete(second.id)
