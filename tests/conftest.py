@@ -74,9 +74,10 @@ def _programs_of_described_devices(request: pytest.FixtureRequest) -> Iterator[N
     if not request.node.get_closest_marker("tpu"):
         yield
         return
+    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     yield
-    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_enable_compilation_cache", before)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,6 +12,7 @@ The score of a beam is its log-probability divided by the number of its tokens, 
 `length_penalty` (arXiv:1609.08144). vLLM counts the tokens of the prompt too, so short answers score higher there.
 
 A step is a request for one token for each beam. The pages of a beam are found in the prefix cache, except for tokens of its last page.
+A model with recurrent layers has no prefix cache: it computes each beam from its first token in every step.
 """
 
 from collections.abc import Sequence
@@ -55,9 +56,9 @@ class Beams:
         self.open = [Beam()]
         self.complete: list[Beam] = []
 
-    def requests(self, salt: str = "") -> list[Request]:
+    def requests(self) -> list[Request]:
         """One for each open beam: its next token with the likeliest ones."""
-        return [Request([*self.prompt, *beam.tokens], 1, top=2 * self.width, salt=salt) for beam in self.open]
+        return [Request([*self.prompt, *beam.tokens], 1, top=2 * self.width) for beam in self.open]
 
     def take(self, answers: Sequence[Sequence[Event]]) -> None:
         """Continues the beams by the answers to `requests`."""

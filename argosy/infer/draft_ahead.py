@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.core.errors import BadInput
 from argosy.infer.drafts import Around, Drafter, copied, decoding_rows, drawn, first
-from argosy.infer.forward import Sizes, cut, on_several_devices, read_step
+from argosy.infer.forward import Sizes, cut, read_step
 from argosy.infer.layers import Absent, model_of
 from argosy.infer.packing import Packed, sampled_rows
 from argosy.infer.sampler import Slots
@@ -29,6 +29,7 @@ from argosy.infer.schedule import Sequence as Scheduled
 from argosy.models.parts.cache import Caches, Specs, laid_out
 from argosy.models.parts.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, split, variable
+from argosy.parallel.scope import on_several_devices
 
 
 class _Seen(NamedTuple):

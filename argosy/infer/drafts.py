@@ -48,11 +48,13 @@ class Around(NamedTuple):
 class Drafter:
     """Proposes what follows the known tokens of sequences. A wrong draft costs time and nothing else.
 
-    tokens: the most drafts of a sequence in a step. page_bytes: of its own caches, for each page of the engine's.
+    tokens: the most drafts of a sequence in a step. page_bytes: of its own caches, for each page of the engine's. caches:
+    these.
     """
 
     tokens: int
     page_bytes: int = 0
+    caches: Caches | None = None
 
     def allocate(self, pages: int) -> None:
         """Allocates its own caches."""

@@ -133,7 +133,8 @@ class Engine:
 
     def described(self) -> str:
         """What the cache holds, in words."""
-        settings, size = self.settings, sized(bytes_of(self.caches))
+        drafter = None if self.speculation is None else self.speculation.drafter.caches
+        settings, size = self.settings, sized(bytes_of((self.caches, drafter)))
         tokens = self.pages.count * settings.page
         return f"{tokens:,} tokens of {settings.slots} sequences of at most {self.context:,}, {size}"
 

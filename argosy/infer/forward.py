@@ -26,7 +26,7 @@ from argosy.models.parts.attend import Attend, Paged
 from argosy.models.parts.cache import Caches, Specs, laid_out
 from argosy.models.parts.ragged import Ragged
 from argosy.models.parts.weight import Leaves, split
-from argosy.parallel.scope import axis_sizes
+from argosy.parallel.scope import on_several_devices
 
 if TYPE_CHECKING:
     from argosy.infer.adapters import Adapters
@@ -181,11 +181,6 @@ def read_step(last: Array, words: Array, sizes: Sizes) -> tuple[Int[Array, "B T"
             groups.append(Paged(rows["table"], rows["slot"], rows["length"], rows["new"], counting))
             flat.append(rows["tokens"].reshape(-1))
     return jnp.concatenate(flat)[None], Ragged(tuple(groups))
-
-
-def on_several_devices() -> bool:
-    """Whether the mesh in scope has several."""
-    return max(axis_sizes().values(), default=1) > 1
 
 
 def _counting(rows: int, width: int) -> Int[Array, "B T"]:

@@ -13,9 +13,10 @@ from jaxtyping import Array
 
 from argosy.infer.views import viewable
 from argosy.models.parts.attend import Attend
-from argosy.models.parts.cache import Caches
+from argosy.models.parts.cache import Caches, laid_out
 from argosy.models.parts.stack import Layer, run_block
 from argosy.models.parts.weight import Leaves, merge, split
+from argosy.parallel.scope import on_several_devices
 
 # (model, last hidden states [B T D] after the norm, further arguments) -> arrays. Compiled functions are found by it again, so it is
 # a function of a module.
@@ -116,6 +117,9 @@ def _one_program(graph: Any, dtype: Any, tail: Tail) -> Any:
     def one_program(weights: Leaves, tokens: Array, attend: Attend, caches: Any, *more: Array) -> Any:
         model = model_of(graph, weights, dtype)
         x, caches, _ = model.hidden(tokens, attend, caches)
+        if caches is not None and on_several_devices():
+            # In each pass as before it, or XLA might choose others and the next pass would compile again.
+            caches = laid_out(model.layers.holds(), caches)
         return tail(model, x, *more), caches
 
     return jax.jit(one_program, donate_argnums=3)

@@ -20,7 +20,8 @@ from argosy.infer.sample import likeliest
 from argosy.infer.sampler import MOST_TOP
 from argosy.infer.sequences import Sequences, bucket, over_chunks
 from argosy.models.parts.attend import Contiguous
-from argosy.models.parts.cache import Caches, Specs, contiguous
+from argosy.models.parts.cache import Caches, Specs, contiguous, laid_out
+from argosy.parallel.scope import on_several_devices
 
 # Tokens of one pass, padding included. SmolLM2 135M takes half a second for them on two CPU cores.
 PASS = 256
@@ -94,8 +95,15 @@ class Prompts:
             self._scored([[0] * (length + 1)] * rows)
             return
         one = np.zeros((1, PASS), np.int32)
-        caches = contiguous(self._specs, 1, length, sequences.dtype)
+        caches = self._empty(length)
         sequences.advance("prompts", _scored, one, Contiguous(jnp.asarray(one), jnp.asarray(one > 0)), caches, one)
+
+    def _empty(self, length: int) -> Caches:
+        def empty() -> Caches:
+            return contiguous(self._specs, 1, length, self.sequences.dtype)
+
+        with self.sequences.on_mesh():
+            return jax.jit(lambda: laid_out(self._specs, empty()))() if on_several_devices() else empty()
 
     def batch(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """The places of the prompts that the next pass scores: the first alone, or with others of its length if they fill more than
@@ -126,7 +134,7 @@ class Prompts:
     def _one_more_pass(self, ids: Sequence[int], length: int) -> PromptScores | None:
         if self._long is None or self._long.ids is not ids:
             self._long = None  # its cache is free before the next one is allocated
-            self._long = _Long(ids, contiguous(self._specs, 1, length, self.sequences.dtype))
+            self._long = _Long(ids, self._empty(length))
         long, sequences = self._long, self.sequences
         at = PASS * len(long.found)
         tokens, following, live = np.zeros((1, PASS), np.int32), np.zeros((1, PASS), np.int32), np.zeros((1, PASS), bool)

@@ -26,8 +26,7 @@ class Repetition:
 
     def __call__(self, answer: Sequence[int]) -> bool:
         for size in range(self.shortest, min(self.longest, len(answer) // self.count) + 1):
-            # Each token of the tail is the one a pattern before it.
-            tail = answer[-size * self.count :]
-            if tail[-1] == tail[-1 - size] and tail[size:] == tail[:-size]:
+            # Each token of the end is the one a pattern before it; most patterns differ at the first token that is compared.
+            if all(answer[-i] == answer[-i - size] for i in range(1, size * (self.count - 1) + 1)):
                 return True
         return False

@@ -15,10 +15,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from argosy.core.progress import Say, telling
 from argosy.infer.layers import Tail, pass_of
+from argosy.infer.memory import mesh_of
 from argosy.infer.sample import of_tokens
 from argosy.models.parts.attend import Attend, Packed
 from argosy.models.parts.cache import Caches
 from argosy.models.parts.weight import Leaves, split, variable
+from argosy.parallel.scope import scope
 
 # The shortest length that programs are compiled for, in tokens.
 SHORTEST = 32
@@ -74,12 +76,17 @@ class Sequences:
         self.say, self.dtype, self.context = say, model.dtype, model.config.context
         self.graph, weights = split(model)
         self.variables = {address: variable(model, address) for address in weights}
+        self._mesh = mesh_of(weights)
         self._pass = pass_of(model, weights)
         self._sizes: set[tuple[Any, ...]] = set()
 
     def weights(self) -> Leaves:
         """The current weights."""
         return {address: v.get_value() for address, v in self.variables.items()}
+
+    def on_mesh(self) -> Any:
+        """The scope of programs over several devices."""
+        return nullcontext() if self._mesh is None else scope(self._mesh)
 
     def padded(self, ids: Int[np.ndarray, "B T"]) -> tuple[np.ndarray, np.ndarray]:
         """The sequences at a length that a program is compiled for, and their segments."""
@@ -135,7 +142,7 @@ class Sequences:
         told = nullcontext()
         if size not in self._sizes:
             told = telling(self.say, f"compiling {what} of {tokens.shape[0]} x {tokens.shape[1]} tokens")
-        with told:
+        with told, self.on_mesh():
             out = self._pass(self.weights(), tail, tokens, attend, caches, *more)
         self._sizes.add(size)
         return out

@@ -32,12 +32,12 @@ from argosy.infer import settings
 from argosy.infer.draft_ahead import Ahead
 from argosy.infer.draft_model import DraftModel
 from argosy.infer.drafts import Around, Drafter, NGram
-from argosy.infer.forward import on_several_devices
 from argosy.infer.packing import Packed
 from argosy.infer.sampler import Sampled, Slots, sampled
 from argosy.infer.schedule import Plan, Scheduler
 from argosy.infer.schedule import Sequence as Scheduled
 from argosy.models.parts.cache import Caches, Specs, laid_out, restore, snapshot
+from argosy.parallel.scope import on_several_devices
 
 
 class Verified(NamedTuple):

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.ops.attention import Implementation, Score
 from argosy.ops.paged_attention import Pools
-from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, platform
+from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, on_several_devices, platform
 
 # Bytes of the kernel's two buffers of pages, of 16 MB that it may take by default.
 BUFFERS = 4 << 20
@@ -40,7 +40,7 @@ def ragged(
 
     blocks = _blocks(pools[0], q.shape[0] * q.shape[1], table.shape[1])
     call = partial(_call, partial(ragged_paged_attention, **blocks), score=score)
-    if max(axis_sizes().values(), default=1) > 1:
+    if on_several_devices():
         # XLA cannot split a kernel; each device computes its own heads.
         heads = PartitionSpec(None, None, *_split(pools[0]), None)
         whole = PartitionSpec()
@@ -111,7 +111,7 @@ def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, l
         return "reads joined pools"
     if lse:
         return "gives no log-sum-exp"
-    if max(axis_sizes().values(), default=1) > 1 and not axes_in(_split(pools[0])):
+    if on_several_devices() and not axes_in(_split(pools[0])):
         return "needs key heads that the devices share"
     if score.sinks is not None or score.chunked:
         return "has neither sinks nor chunks"

@@ -41,6 +41,11 @@ def axis_sizes() -> dict[str, int]:
     return {name: size for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types) if kind != AxisType.Manual}
 
 
+def on_several_devices() -> bool:
+    """Whether the mesh in scope has several devices that XLA may split over."""
+    return max(axis_sizes().values(), default=1) > 1
+
+
 def activation_spec(letters: str, shape: tuple[int, ...]) -> PartitionSpec:
     """How an activation is split over the mesh in scope."""
     return _rules.get().activation(letters, shape, axis_sizes())

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from argosy.checkpoint import load as loading
 from argosy.core.errors import BadInput
-from argosy.infer import sampler
+from argosy.infer import layers, prompts, sampler
 from argosy.infer.engine import Engine
 from argosy.infer.lm import LM
 from argosy.infer.load import load
@@ -117,3 +118,23 @@ def test_a_folder_is_loaded_onto_two_devices(tmp_path: Path):
         load(tmp_path / "model", tensor=9)
     with pytest.raises(BadInput, match="divides neither the heads"):
         load(tmp_path / "model", tensor=3)
+
+
+def test_a_long_prompt_is_scored_on_two_devices_as_on_one_and_compiles_one_program(monkeypatch: pytest.MonkeyPatch):
+    """A cache that came back in another layout would compile the second pass again."""
+    monkeypatch.setattr(prompts, "PASS", 16)
+    module = loading.random(FAMILIES["llama"].examples()["plain"], 0).module
+    ids = [(7 * i) % 90 for i in range(60)]
+    found = []
+    for count in (1, 2):
+        if count == 2:
+            split_over(module, 2)
+        scorer = prompts.Prompts(module, 96)
+        scorer.compile(scorer.sizes_of([ids]))
+        program = layers._one_program(*scorer.sequences._pass._of, prompts._scored) if count == 2 else None
+        size = program and program._cache_size()
+        passes = [scorer.score([ids]) for _ in range(4)]
+        assert (program and program._cache_size()) == size
+        (one,) = passes[3]
+        found.append(one.logprobs)
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
