@@ -23,7 +23,7 @@ import numpy as np
 from argosy.data.tokenize import find_tokenizer
 from argosy.infer import sampler
 from argosy.infer.engine import Engine
-from argosy.infer.forward import ByLayer, Sizes, Whole, cut
+from argosy.infer.forward import ByLayer, Whole, cut
 from argosy.infer.load import load, random
 from argosy.infer.request import Request
 from argosy.infer.sample import Sampling, table
@@ -45,7 +45,7 @@ def forward(preset: str = "smollm2-135m", *rows: str) -> None:
     model = random(preset_config(preset), 0).module
     engine = Engine(model, EngineSettings(slots=32, context=2048))
     for count in [int(word) for word in rows] or [1, 8, 32]:
-        sizes = Sizes(count, 0, 0, engine.table_pages)
+        sizes = engine.packing.decoding(count)
         words = np.zeros(sizes.words, np.int32)
         d, *_ = cut(words, sizes)
         d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), HELD, -1
@@ -86,7 +86,7 @@ def adapters(preset: str = "smollm2-135m", *rows: str) -> None:
     print(f"factors: {held / 1e6:.0f} MB beside {sum(a.nbytes for a in engines['none'].weights().values()) / 1e6:.0f} MB", flush=True)
     weights = {name: engine.forward.prepared(engine.weights()) for name, engine in engines.items()}
     for count in [int(word) for word in rows] or [1, 8, 32]:
-        sizes = Sizes(count, 0, 0, engines["none"].table_pages)
+        sizes = engines["none"].packing.decoding(count)
         words = np.zeros(sizes.words, np.int32)
         d, _ = cut(words, sizes)
         d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), HELD, -1

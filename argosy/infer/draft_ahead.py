@@ -118,7 +118,7 @@ class Ahead(Drafter):
         copied(slots, self.run)
         weights = {name: v.get_value() for name, v in self.variables.items()}
         counts = {sampled_rows(n) for n in range(1, self.packing.settings.slots + 1)}
-        for step in (*self.packing.blank(), *self.packing.blank(self.tokens + 1)):
+        for step in (*self.packing.every(), *self.packing.every(self.tokens + 1)):
             hidden = jnp.zeros((1, step.sizes.tokens, self._width), self.dtype)
             x = self._passed(weights, hidden, slots.last, step.words, step.sizes)
             for count in counts:

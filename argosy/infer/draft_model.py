@@ -9,6 +9,7 @@ If the last of a step's drafts is accepted, its place in the draft model's pages
 just then, another one may find that page in the prefix cache: its drafts then agree less often, its answer stays the same.
 """
 
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,7 +43,10 @@ class DraftModel(Drafter):
     """
 
     def __init__(self, model: Any, tokens: int, vocab: int, around: Around):
-        self.tokens, self.around, self.packing, self.run = tokens, around, around.packing, around.run
+        self.tokens, self.around, self.run = tokens, around, around.run
+        # All its layers keep all tokens.
+        tables = around.packing.tables._replace(windows=())
+        self.packing = replace(around.packing, tables=tables)
         _check(model, around.context, vocab)
         weights = split(model)[1]
         if mesh_of(weights) != around.mesh:
@@ -90,10 +94,10 @@ class DraftModel(Drafter):
 
     def warm_up(self, slots: Slots) -> None:
         copied(slots, self.run)
-        for step in self.packing.blank():
+        for step in self.packing.every():
             if not step.sizes.decodes or not step.sizes.rows:
                 self._passed(step.sizes, step.words, step.picks, slots.last)
-        for step in self.packing.blank(LACKING):
+        for step in self.packing.every(LACKING):
             self._passed(step.sizes, step.words, step.picks.reshape(LACKING, -1)[0], slots.last)
 
 

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from argosy.infer import settings
-from argosy.infer.forward import Sizes, cut
-from argosy.infer.memory import allocated, page_bytes
+from argosy.infer.forward import Sizes, blank, cut
+from argosy.infer.memory import Extent, Needs, allocated
 from argosy.infer.packing import Packed, Packing, sampled_rows
 from argosy.infer.sampler import Slots, sample
 from argosy.infer.schedule import Plan
@@ -36,13 +36,15 @@ class Around(NamedTuple):
 
     def page_bytes(self, specs: Specs, dtype: Any) -> int:
         """Bytes of further caches for each page of the engine's."""
-        page = self.packing.settings.page
-        return page_bytes(specs, self.mesh, page, dtype, longest=self.context, slack=self.context)
+        return self._needs(specs, dtype).bytes(self.mesh, Extent(1, {}))
 
     def allocated(self, specs: Specs, pages: int, dtype: Any) -> Caches:
-        """Further caches with as many pages."""
-        settings = self.packing.settings
-        return allocated(specs, self.mesh, settings.slots, pages, settings.page, dtype, self.context)
+        """Further caches with as many pages. All their layers keep all tokens."""
+        needs, slots = self._needs(specs, dtype), self.packing.settings.slots
+        return allocated(specs, self.mesh, lambda: needs.empty(slots, Extent(pages, {})))
+
+    def _needs(self, specs: Specs, dtype: Any) -> Needs:
+        return Needs(specs, self.packing.settings.page, dtype, self.context, {})
 
 
 class Drafter:
@@ -164,13 +166,12 @@ def drawn(
 def decoding_rows(packing: Packing, plan: Plan, live: Sequence[bool], before: Sequence[int]) -> tuple[Sizes, np.ndarray]:
     """A pass of one token for each live sequence, after so many."""
     sizes = packing.decoding(len(live))
-    words = np.zeros(sizes.words, np.int32)
+    words = blank(sizes)
     d, _, _ = cut(words, sizes)
-    d["slot"][:], d["table"][:] = -1, -1
     for i, (sequence, on) in enumerate(zip(plan.decodes, live, strict=True)):
         if on:
             d["slot"][i], d["length"][i] = sequence.slot, before[i]
-            d["table"][i, : len(sequence.pages)] = sequence.pages
+            packing.write_pages(d, i, sequence)
     return sizes, words
 
 

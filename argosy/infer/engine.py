@@ -8,8 +8,9 @@
 
 A step is one forward pass over the new tokens of all sequences, decoding and prefilling together (`parts.ragged`), then one call of
 the sampler. Sampled tokens stay on the device for the next step. The host plans a step while the device computes the previous one
-(`infer.schedule`), so the end of a sequence is seen one step late, and the token that step samples for it is dropped. With
-speculation (`infer.speculate`) a step is read before the next is planned, and may sample several tokens of a sequence.
+(`infer.schedule`), so the end of a sequence is seen one step late, and the token that step samples for it is dropped. While no prompt
+is computed, `settings.steps` decode steps are one dispatch. With speculation (`infer.speculate`) a step is read before the next is
+planned, and may sample several tokens of a sequence.
 
 Sampling settings are arrays on the device with a row per slot (`infer.sampler`), so a request with other settings compiles nothing.
 The forward pass (`infer.forward`) is compiled for a number of decoding rows and a number of prompt rows, both out of short lists.
@@ -37,15 +38,15 @@ from argosy.infer.adapters import Adapters, Loaded, NoAdapter
 from argosy.infer.bans import Bias
 from argosy.infer.constrain import bias_rows, mask_rows, spread
 from argosy.infer.drafts import Around
-from argosy.infer.forward import forward_of
+from argosy.infer.forward import Tables, Whole, forward_of
 from argosy.infer.grammar import Matcher
-from argosy.infer.memory import allocated, mesh_of, pages_for_cache
+from argosy.infer.memory import Extent, allocated, mesh_of, needs_of, room_for_cache
 from argosy.infer.packing import Packed, Packing, power, sampled_rows
 from argosy.infer.pages import Pages
 from argosy.infer.request import Event, Reason, Request, Stats
 from argosy.infer.sample import Sampling, streams
 from argosy.infer.sampler import Sampled, biased, fresh, masked, sample, settled
-from argosy.infer.schedule import Plan, Scheduler
+from argosy.infer.schedule import Plan, Pool, Scheduler
 from argosy.infer.schedule import Sequence as Scheduled
 from argosy.infer.settings import MTP, ROW, EngineSettings
 from argosy.infer.speculate import Verified, speculation_of
@@ -81,28 +82,37 @@ class Engine:
         lora = self.settings.lora
         self.adapters = Adapters(lora, model, self.settings.slots) if lora.enabled else None
         with self._on_mesh():
-            self.forward = forward_of(model, weights, self.adapters, hidden=isinstance(speculative, MTP))
+            how = {"hidden": isinstance(speculative, MTP), "whole": self.settings.steps > 1}
+            self.forward = forward_of(model, weights, self.adapters, **how)
         self.dtype, self.vocab = model.dtype, model.config.vocab
         self.context = min(self.settings.context or model.config.context, model.config.context)
         page, slots = self.settings.page, self.settings.slots
-        self.table_pages = -(-self.context // page)
-        self.shares = rows_share_pages(self.forward.specs, self.context, slack=self.context)
-        self.packing = Packing(self.settings, self.table_pages, self.shares)
+        specs, self.shares = self.forward.specs, rows_share_pages(self.forward.specs, self.context, slack=self.context)
+        self.needs = needs_of(specs, self.settings, self.dtype, self.context)
+        windows = self.needs.windows
+        self.packing = Packing(self.settings, Tables(page, self.needs.pages, tuple(windows)), self.shares)
         around = Around(self.packing, self.context, self.mesh, self._run)
         with self._on_mesh():
             self.speculation = speculation_of(speculative, model, draft, self.forward.specs, around)
         reuse = self.settings.reuse and self.shares
-        self.pages = Pages(self.settings.pages or self._default_pages(), reuse=reuse)
-        if self.pages.count < self.table_pages:
+        extent = self._extent()
+        if extent.pages < self.needs.pages:
             raise BadInput(
-                f"a cache of {self.pages.count} pages of {page} tokens holds no sequence of {self.context}",
+                f"a cache of {extent.pages} pages of {page} tokens holds no sequence of {self.context}",
                 hint="more pages, or a shorter context",
             )
-        self.row = ROW if self.shares else 1
+        self.pages, self.row = Pages(extent.pages, reuse=reuse), ROW if self.shares else 1
         self.scheduler = Scheduler(
-            self.pages, page, slots, self.settings.budget, self.settings.beside, self.row, None if self.shares else 1
+            self.pages,
+            page,
+            slots,
+            self.settings.budget,
+            self.settings.beside,
+            self.row,
+            None if self.shares else 1,
+            [Pool(window, Pages(count, reuse=reuse), windows[window].filling) for window, count in extent.windows.items()],
         )
-        self.caches = allocated(self.forward.specs, self.mesh, slots, self.pages.count, page, self.dtype, self.context)
+        self.caches = allocated(specs, self.mesh, lambda: self.needs.empty(slots, extent))
         self.slots = self._everywhere(fresh(slots, self.vocab))
         if self.speculation is not None:
             self.speculation.drafter.allocate(self.pages.count)
@@ -125,11 +135,12 @@ class Engine:
         """The scope of programs over several devices."""
         return nullcontext() if self.mesh is None else scope(self.mesh)
 
-    def _default_pages(self) -> int:
+    def _extent(self) -> Extent:
+        slots, pages = self.settings.slots, self.settings.pages
+        if pages is not None:
+            return self.needs.extent(slots, pages)
         besides = self.speculation.drafter.page_bytes if self.speculation else 0
-        how: Any = {"longest": self.context, "slack": self.context, "besides": besides}
-        most = pages_for_cache(self.forward.specs, self.weights(), self.settings.page, self.dtype, **how)
-        return min(self.settings.slots * self.table_pages, max(self.table_pages, most))
+        return self.needs.fitting(slots, room_for_cache(self.weights()), self.mesh, besides)
 
     def described(self) -> str:
         """What the cache holds, in words."""
@@ -156,9 +167,9 @@ class Engine:
         if running:
             self._land_all()
             self.scheduler.begin_anew()
-        elif self.pages.free < self.pages.count:
+        elif not self.scheduler.is_empty:
             return False
-        self.pages.forget_all()
+        self.scheduler.forget_all()
         return True
 
     # ---------------------------------------------------------------- adapters
@@ -266,7 +277,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Starts the next step, and returns the events of the previous one; with speculation, its own events."""
         self._look_for_new_weights()
-        plan = self.scheduler.plan(self.speculation and self.speculation.room)
+        plan = self.scheduler.plan(self.speculation and self.speculation.room, self._steps())
         if plan:
             self._flying.append(self._dispatch(plan))
         if self._flying and (len(self._flying) > 1 or not plan or self.speculation):
@@ -275,6 +286,14 @@ class Engine:
         if not self.busy and not self.keeps:
             self._weights = None
         return events
+
+    def _steps(self) -> int:
+        """Decode steps per dispatch: one if the host must see each token of a running sequence."""
+        if self.settings.steps > 1:
+            wanted = (sequence.what for sequence in self.scheduler.running)
+            if any(one.bias.changes or one.matcher is not None for one in wanted):
+                return 1
+        return self.settings.steps
 
     def run(self) -> Iterator[Event]:
         """Steps until every request has ended."""
@@ -318,6 +337,8 @@ class Engine:
     def _land(self, step: Packed, out: Sampled | Verified) -> None:
         """Reads what a step sampled."""
         places: list[tuple[Scheduled, Any]] = [(sequence, i) for i, sequence in enumerate(step.due)]
+        if step.counts:
+            places = [(sequence, (at, i)) for sequence, i in places for at in range(step.counts[i])]
         if isinstance(out, Verified):
             assert self.speculation is not None
             places, out = self.speculation.landed(self.scheduler, step, out), out.sampled
@@ -370,10 +391,10 @@ class Engine:
             raise RuntimeError("warm_up is for an engine without requests")
         self._look_for_new_weights()
         before = self.stats.compilations
-        for step in self.packing.blank():
+        for step in self.packing.every():
             self._computed(step)
         if self.speculation is not None:
-            for step in self.packing.blank(self.speculation.ahead):
+            for step in self.packing.every(self.speculation.ahead):
                 self._computed(step)
             self.speculation.drafter.warm_up(self.slots)
         nobody = self.settings.slots
@@ -403,11 +424,13 @@ class Engine:
         found = self._computed(step)
         for a in (found.sampled if isinstance(found, Verified) else found)[:3]:
             a.copy_to_host_async()
-        self.stats.steps += 1
+        self.stats.steps += step.sizes.steps
         return step, found
 
     def _computed(self, step: Packed) -> Sampled | Verified:
         """The forward pass of a step, then the sampler."""
+        if step.sizes.steps > 1:
+            return self._several(step)
         if step.drafts is None:
             logits = self._passed(step)
             self._constrain(step.due)
@@ -430,6 +453,16 @@ class Engine:
         if hidden is not None and self.speculation is not None:
             self.speculation.drafter.observe(step, hidden)
         return logits
+
+    def _several(self, step: Packed) -> Sampled:
+        """Several decode steps, each with its sampler."""
+        assert isinstance(self.forward, Whole)
+        self._constrain(step.due)
+        sizes, owners = step.sizes, step.owners
+        what, program = f"{sizes.steps} steps of {sizes.decodes} decoding rows", self.forward.several
+        state = self._weights, self.caches, self.slots, step.words, step.picks, owners
+        self.slots, self.caches, found = self._run(what, program, ("several", *sizes, len(owners)), *state, sizes)
+        return found
 
     def _sampled(self, logits: jax.Array, owners: np.ndarray) -> Sampled:
         """Samples a token for each row with an owner."""

@@ -21,9 +21,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from argosy.infer.layers import Layers, model_of
+from argosy.infer.sampler import Sampled, Slots, sampled
 from argosy.infer.views import Views, viewable
 from argosy.models.parts.attend import Attend, Paged
-from argosy.models.parts.cache import Caches, Specs, laid_out
+from argosy.models.parts.cache import Caches, Specs, Window, laid_out
 from argosy.models.parts.ragged import Ragged
 from argosy.models.parts.weight import Leaves, split
 from argosy.parallel.scope import on_several_devices
@@ -32,47 +33,75 @@ if TYPE_CHECKING:
     from argosy.infer.adapters import Adapters
 
 
+class Tables(NamedTuple):
+    """The page tables of a sequence: pages of `page` tokens, at most `pages` of them, and beside them the tables of these windows."""
+
+    page: int
+    pages: int
+    windows: tuple[Window, ...] = ()
+
+
 class Sizes(NamedTuple):
-    """The sizes that a step is compiled for: decoding rows, prompt rows, tokens per prompt row, pages per sequence; and with
-    speculation, rows whose drafts are verified, and tokens per such row."""
+    """The sizes that a step is compiled for: decoding rows, prompt rows, tokens per prompt row, page tables; and with speculation,
+    rows whose drafts are verified, and tokens per such row. steps: of decoding rows alone, one after the other."""
 
     decodes: int
     rows: int
     width: int
-    pages: int
+    tables: Tables
     drafted: int = 0
     ahead: int = 0
+    steps: int = 1
 
     @property
     def words(self) -> int:
         """Length of the array that describes a step."""
-        decodes, drafted = self.decodes * (2 + self.pages), self.drafted * (3 + self.pages + self.ahead)
-        return decodes + drafted + self.rows * (3 + self.pages + self.width)
+        return sum(int(np.prod(shape)) for part in self.shapes() for shape in part.values())
 
     @property
     def tokens(self) -> int:
         return self.decodes + self.drafted * self.ahead + self.rows * self.width
 
+    def shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """Of the arrays of decoding rows, drafted rows and prompt rows, in the order of their tokens. `window0` is the table of the
+        first window, from the page of number `first0` on; `steps` says how many of them each decoding row takes."""
 
-def cut(words: Any, sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        def part(B: int, width: int) -> dict[str, tuple[int, ...]]:
+            shapes: dict[str, tuple[int, ...]] = {"slot": (B,), "length": (B,), "table": (B, self.tables.pages)}
+            for i, window in enumerate(self.tables.windows):
+                shapes |= {f"first{i}": (B,), f"window{i}": (B, window.pages(width, self.tables.page))}
+            return shapes
+
+        def wider(B: int, width: int) -> dict[str, tuple[int, ...]]:
+            return part(B, width) | {"new": (B,), "tokens": (B, width)}
+
+        decodes = part(self.decodes, self.steps) | ({"steps": (self.decodes,)} if self.steps > 1 else {})
+        return decodes, wider(self.drafted, self.ahead), wider(self.rows, self.width)
+
+
+def blank(sizes: Sizes) -> Int[np.ndarray, " words"]:
+    """The array of a step whose rows belong to nobody."""
+    words = np.zeros(sizes.words, np.int32)
+    for part in cut(words, sizes):
+        for name, a in part.items():
+            if name.startswith(("slot", "table", "window")):
+                a[:] = -1
+    return words
+
+
+def cut(words: Any, sizes: Sizes) -> tuple[dict[str, Any], ...]:
     """The arrays of a step within its `words`, for decoding rows, drafted rows and prompt rows, in the order of their tokens: views,
     if `words` is a NumPy array."""
-    D, Q, T, P, R, W = sizes
     at = 0
 
-    def take(*shape: int) -> Any:
+    def take(shape: tuple[int, ...]) -> Any:
         nonlocal at
         size = int(np.prod(shape))
         part = words[at : at + size].reshape(shape)
         at += size
         return part
 
-    decodes = {"slot": take(D), "length": take(D), "table": take(D, P)}
-
-    def rows(B: int, width: int) -> dict[str, Any]:
-        return {"slot": take(B), "length": take(B), "new": take(B), "table": take(B, P), "tokens": take(B, width)}
-
-    return decodes, rows(R, W), rows(Q, T)
+    return tuple({name: take(shape) for name, shape in part.items()} for part in sizes.shapes())
 
 
 class Passed(NamedTuple):
@@ -107,13 +136,16 @@ class Forward(Protocol):
         ...
 
 
-def forward_of(model: Any, weights: Leaves, adapters: "Adapters | None" = None, *, hidden: bool = False) -> Forward:
+def forward_of(
+    model: Any, weights: Leaves, adapters: "Adapters | None" = None, *, hidden: bool = False, whole: bool = False
+) -> Forward:
     """The forward pass for where these weights are.
 
     Args:
         hidden: whether it returns the input of the head at every token too.
+        whole: whether it is one program wherever they are.
     """
-    return (ByLayer if viewable(weights) else Whole)(model, adapters, hidden=hidden)
+    return (ByLayer if viewable(weights) and not whole else Whole)(model, adapters, hidden=hidden)
 
 
 class Whole:
@@ -123,15 +155,30 @@ class Whole:
         self.adapters = adapters
         model = model if adapters is None else adapters.on(model)
         self.specs: Specs = model.layers.holds()
-        self._program = _whole(split(model)[0], model.dtype, hidden)
+        graph = split(model)[0]
+        self._program, self._several = _whole(graph, model.dtype, hidden), _several(graph, model.dtype)
 
     def prepared(self, weights: Leaves) -> Leaves:
         return weights if self.adapters is None else {own: weights[base] for own, base in self.adapters.base.items()}
 
     def __call__(self, weights: Leaves, caches: Caches, last: Array, words: Any, picks: Any, sizes: Sizes) -> Passed:
-        if (adapters := self.adapters) is not None:
-            weights = weights | adapters.arrays | adapters.leaves(adapters.tokens(words, sizes), picks)
-        return self._program(weights, caches, last, words, picks, sizes)
+        return self._program(self._with_adapters(weights, words, picks, sizes), caches, last, words, picks, sizes)
+
+    def several(
+        self, weights: Leaves, caches: Caches, slots: Slots, words: Any, picks: Any, owners: Any, sizes: Sizes
+    ) -> tuple[Slots, Caches, Sampled]:
+        """Several steps of decoding rows, each with its sampler: the state of the sampler, the caches, and arrays [steps B ...].
+
+        Args:
+            picks, owners: as a step's, for the sampler.
+        """
+        weights = self._with_adapters(weights, words, picks, sizes)
+        return self._several(weights, caches, slots, words, picks, owners, sizes)
+
+    def _with_adapters(self, weights: Leaves, words: Any, picks: Any, sizes: Sizes) -> Leaves:
+        if (adapters := self.adapters) is None:
+            return weights
+        return weights | adapters.arrays | adapters.leaves(adapters.tokens(words, sizes), picks)
 
 
 class ByLayer:
@@ -167,18 +214,28 @@ class ByLayer:
 # ---------------------------------------------------------------- programs
 
 
-def read_step(last: Array, words: Array, sizes: Sizes) -> tuple[Int[Array, "B T"], Ragged]:
-    """The tokens of a step [1 tokens], and its strategy."""
+def read_step(last: Array, words: Array, sizes: Sizes, step: Array | int = 0) -> tuple[Int[Array, "B T"], Ragged]:
+    """The tokens of a step [1 tokens], and its strategy.
+
+    Args:
+        step: the number of this step, of several.
+    """
     d, *wider = cut(words, sizes)
     groups, flat = [], []
+    if "steps" in d:
+        d |= {"slot": jnp.where(step < d["steps"], d["slot"], -1), "length": d["length"] + step}
+
+    def group(rows: dict[str, Array], new: Array, width: int) -> None:
+        windows = {w: (rows[f"first{i}"], rows[f"window{i}"]) for i, w in enumerate(sizes.tables.windows)}
+        t = _counting(len(new), width)
+        groups.append(Paged(rows["table"], rows["slot"], rows["length"], new, t, windows=windows))
+
     if sizes.decodes:
-        live = (d["slot"] >= 0).astype(jnp.int32)
-        groups.append(Paged(d["table"], d["slot"], d["length"], live, _counting(sizes.decodes, 1)))
+        group(d, (d["slot"] >= 0).astype(jnp.int32), 1)
         flat.append(jnp.take(last, d["slot"], mode="clip"))
     for rows in wider:
         if rows["tokens"].size:
-            counting = _counting(*rows["tokens"].shape)
-            groups.append(Paged(rows["table"], rows["slot"], rows["length"], rows["new"], counting))
+            group(rows, rows["new"], rows["tokens"].shape[1])
             flat.append(rows["tokens"].reshape(-1))
     return jnp.concatenate(flat)[None], Ragged(tuple(groups))
 
@@ -203,6 +260,32 @@ def _whole(graph: Any, dtype: Any, hidden: bool) -> Any:
         return Passed(logits, caches, x if hidden else None)
 
     return jax.jit(whole, donate_argnums=1, static_argnums=5)
+
+
+@lru_cache(maxsize=16)
+def _several(graph: Any, dtype: Any) -> Any:
+    """(weights, caches, state of the sampler, words, picks, owners, Sizes) -> (state of the sampler, caches, Sampled)."""
+
+    def several(
+        weights: Leaves, caches: Caches, slots: Slots, words: Array, picks: Array, owners: Array, sizes: Sizes
+    ) -> tuple[Slots, Caches, Sampled]:
+        model = model_of(graph, weights, dtype)
+        specs, steps = model.layers.holds(), cut(words, sizes)[0]["steps"]
+
+        def one(state: tuple[Slots, Caches], step: Array) -> Any:
+            slots, caches = state
+            x, caches, _ = model.hidden(*read_step(slots.last, words, sizes, step), caches)
+            logits = model.unembed(x[:, picks])[0]
+            if on_several_devices():
+                caches = laid_out(specs, caches)
+                logits = jax.lax.with_sharding_constraint(logits, PartitionSpec())
+            slots, found = sampled(slots, logits, jnp.where(step < steps[picks], owners, -1))
+            return (slots, caches), found
+
+        (slots, caches), found = jax.lax.scan(one, (slots, caches), jnp.arange(sizes.steps, dtype=jnp.int32))
+        return slots, caches, found
+
+    return jax.jit(several, donate_argnums=(1, 2), static_argnums=6)
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from argosy.core.progress import Say
 from argosy.infer.engine import Engine
-from argosy.infer.memory import pages_for_cache
+from argosy.infer.memory import mesh_of, needs_of, room_for_cache
 from argosy.infer.sequences import Sequences
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.weight import variables
@@ -74,10 +74,10 @@ class Held:
         if self._engine is None or (room != self._room and not (fits and self._engine.has_requests)):
             self._engine = None  # its cache is free before the next one is allocated
             weights = {address: v.get_value() for address, v in variables(module).items()}
-            most = pages_for_cache(module.layers.holds(), weights, PAGE, module.dtype)
-            pages = max(-(-room.context // PAGE), min(room.pages, most))
-            settings = EngineSettings(slots=room.slots, page=PAGE, pages=pages, context=room.context)
-            self._engine, self._room = Engine(module, settings), room
+            settings = EngineSettings(slots=room.slots, page=PAGE, context=room.context)
+            needs = needs_of(module.layers.holds(), settings, module.dtype, room.context)
+            pages = min(room.pages, needs.fitting(room.slots, room_for_cache(weights), mesh_of(weights)).pages)
+            self._engine, self._room = Engine(module, settings.model_copy(update={"pages": pages})), room
         self._engine.say = say
         return self._engine
 

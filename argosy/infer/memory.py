@@ -1,12 +1,15 @@
 """How much memory a cache may take, and how it lies on several devices."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from argosy.models.parts.cache import Caches, Specs, bytes_of, laid_out, layouts, paged
+from argosy.infer.settings import EngineSettings
+from argosy.models.parts.cache import Caches, Specs, Window, bytes_of, laid_out, layouts, paged
 from argosy.models.parts.weight import Leaves
 from argosy.observe.environment import memory_bytes
 from argosy.parallel.scope import scope
@@ -35,20 +38,81 @@ def room_for_cache(weights: Leaves) -> float:
     return (CACHE if free is None else min(CACHE, OF_FREE * free)) / max(len(devices), 1)
 
 
-def pages_for_cache(specs: Specs, weights: Leaves, page: int, dtype: Any, besides: int = 0, **how: Any) -> int:
-    """The number of pages that there is room for.
+class Share(NamedTuple):
+    """Pages that one sequence keeps for the layers of a window, at most: while it decodes, and while its prompt is computed."""
 
-    Args:
-        besides: bytes of other caches for each page, on each device.
-        how: longest and slack, as in `paged`.
+    decoding: int
+    filling: int
+
+
+class Extent(NamedTuple):
+    """The size of a paged cache. pages: of layers that attend to everything, and those of each window."""
+
+    pages: int
+    windows: dict[Window, int]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the cache of a model takes.
+
+    longest: tokens of one sequence, at most. windows: those whose layers have pools of their own.
     """
-    taken = page_bytes(specs, mesh_of(weights), page, dtype, **how) + besides
-    return int(room_for_cache(weights) // max(taken, 1))
+
+    specs: Specs
+    page: int
+    dtype: Any
+    longest: int
+    windows: Mapping[Window, Share]
+
+    @property
+    def pages(self) -> int:
+        """Pages of one sequence, at most."""
+        return -(-self.longest // self.page)
+
+    def empty(self, slots: int, extent: Extent) -> Caches:
+        """Pools of this size. Sequences may be rolled back to any length."""
+        how: Any = {"longest": self.longest, "slack": self.longest, "windows": extent.windows}
+        return paged(self.specs, slots, extent.pages, self.page, self.dtype, **how)
+
+    def bytes(self, mesh: Mesh | None, extent: Extent) -> int:
+        """Bytes of these pools on each device, without what is kept for each slot."""
+        return bytes_on_each(self.specs, mesh, lambda: self.empty(0, extent))
+
+    def extent(self, slots: int, pages: int) -> Extent:
+        """Pools of layers with windows have room for as many decoding sequences as those of the other layers, and for two prompts
+        beside them: a step computes few prompts at a time."""
+        count = max(1.0, min(slots, pages / self.pages))
+        windows = {w: math.ceil(count * one.decoding + min(count, 2) * one.filling) for w, one in self.windows.items()}
+        return Extent(pages, windows)
+
+    def fitting(self, slots: int, room: float, mesh: Mesh | None, besides: int = 0) -> Extent:
+        """The largest pools for which there is room, up to `slots` sequences; but for one in any case.
+
+        Args:
+            room: bytes on each device.
+            besides: bytes of other caches for each page, on each device.
+        """
+        # Bytes grow with the number of sequences, in a straight line but for the prompts.
+        one, two = (self.bytes(mesh, self.extent(2, n * self.pages)) + besides * n * self.pages for n in (1, 2))
+        count = max(1.0, min(slots, 1 + (room - one) / max(two - one, 1)))
+        return self.extent(slots, int(count * self.pages))
 
 
-def page_bytes(specs: Specs, mesh: Mesh | None, page: int, dtype: Any, **how: Any) -> int:
-    """Bytes of a page on each device. Arguments are those of `pages_for_cache`."""
-    one = jax.eval_shape(lambda: paged(specs, 0, 1, page, dtype, **how))
+def needs_of(specs: Specs, settings: EngineSettings, dtype: Any, longest: int) -> Needs:
+    """What the cache of an engine takes. Layers share the pools of those without a window if their window is as good as the whole
+    sequence, or consists of chunks that do not begin with a page."""
+    page, drafts = settings.page, 0 if settings.speculative is None else settings.speculative.tokens
+    queries = 1 + drafts, max(settings.budget, settings.beside, 1 + drafts)
+    found = {spec.window for spec, _ in specs.values() if spec.window and not (spec.chunked and spec.window.tokens % page)}
+    windows = {window: Share(*(window.pages(n, page) for n in queries)) for window in sorted(found)}
+    short = {window: one for window, one in windows.items() if one.filling < -(-longest // page)}
+    return Needs(specs, page, dtype, longest, short)
+
+
+def bytes_on_each(specs: Specs, mesh: Mesh | None, empty: Callable[[], Caches]) -> int:
+    """Bytes of caches on each device."""
+    one = jax.eval_shape(empty)
     if mesh is None:
         return bytes_of(one)
     with scope(mesh):
@@ -60,12 +124,8 @@ def page_bytes(specs: Specs, mesh: Mesh | None, page: int, dtype: Any, **how: An
     )
 
 
-def allocated(specs: Specs, mesh: Mesh | None, slots: int, pages: int, page: int, dtype: Any, longest: int) -> Caches:
-    """Empty caches of an engine: sequences may be rolled back to any length."""
-
-    def empty() -> Caches:
-        return paged(specs, slots, pages, page, dtype, longest=longest, slack=longest)
-
+def allocated(specs: Specs, mesh: Mesh | None, empty: Callable[[], Caches]) -> Caches:
+    """Empty caches, on the devices of the mesh."""
     if mesh is None:
         return empty()
     with scope(mesh):

@@ -65,11 +65,18 @@ class Pages:
             pages.append(page)
         return pages
 
+    def each(self, hashes: Iterable[Hash]) -> list[int | None]:
+        """The page with each of these hashes, None where there is none."""
+        return [self._page_of.get(one) for one in hashes]
+
+    def can_take(self, new: int, shared: Sequence[int] = ()) -> bool:
+        """Whether `take` succeeds."""
+        return new + sum(self.owners[page] == 0 for page in shared) <= self.free
+
     def take(self, new: int, shared: Sequence[int] = ()) -> list[int] | None:
         """Allocates pages for a sequence: adds an owner to each of `shared`, then `new` fresh pages. Returns None and changes
         nothing if too few pages are free."""
-        revived = sum(self.owners[page] == 0 for page in shared)
-        if new + revived > self.free:
+        if not self.can_take(new, shared):
             return None
         for page in shared:
             self._free.pop(page, None)

@@ -75,14 +75,25 @@ def settled(
     seen[np.asarray([*prompt, *answer])] = True
     np.add.at(counts, np.asarray(answer, int), 1)
     row = {name: column[0] for name, column in table([sampling]).items()}
-    return _settled(slots, np.int32(slot), row, key, np.int32(top), np.int32(len(answer)), seen, counts)
+    last = np.int32([*prompt, *answer][-1])
+    return _settled(slots, np.int32(slot), last, row, key, np.int32(top), np.int32(len(answer)), seen, counts)
 
 
 @partial(jax.jit, donate_argnums=0)
 def _settled(
-    slots: Slots, slot: Array, row: dict[str, Array], key: Array, top: Array, made: Array, seen: Array, counts: Array
+    slots: Slots,
+    slot: Array,
+    last: Array,
+    row: dict[str, Array],
+    key: Array,
+    top: Array,
+    made: Array,
+    seen: Array,
+    counts: Array,
 ) -> Slots:
     return slots._replace(
+        # Read if chunks end before the last token of a preempted sequence: a decode step computes that one.
+        last=slots.last.at[slot].set(last),
         made=slots.made.at[slot].set(made),
         keys=slots.keys.at[slot].set(key),
         settings={name: column.at[slot].set(row[name]) for name, column in slots.settings.items()},

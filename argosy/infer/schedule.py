@@ -7,6 +7,9 @@ pages run out, the last sequence in that order is preempted: it gives up its pag
 A step is planned before the tokens of the previous step are known, so a sequence counts the tokens that are still being sampled
 (`ahead`). With speculation the tokens of the previous step are known, and a decoding sequence may have drafts after them: the step
 computes these too, and `verified` counts those that agree. Pages for drafts are taken only if they are free.
+
+Layers with a window have pools of their own (`Pool`). There a sequence keeps the pages that its next query sees, and gives the earlier
+ones back. A prompt is found in the prefix cache up to where every pool still has the pages that its next token sees.
 """
 
 import heapq
@@ -17,6 +20,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from argosy.infer.pages import Hash, Pages, page_hashes
+from argosy.models.parts.cache import Window
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The pages of layers with one window. most: pages that one sequence holds, at most."""
+
+    window: Window
+    pages: Pages
+    most: int
+
+
+@dataclass(eq=False)
+class Kept:
+    """The pages of a sequence in a `Pool`: those of the page numbers from `first` on."""
+
+    first: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.pages)
 
 
 @dataclass(eq=False)
@@ -26,7 +51,8 @@ class Sequence:
     tokens: the known ids, of prompt and answer. prompt: number of prompt tokens. most: limit on the tokens of the answer. computed:
     tokens that dispatched steps wrote into the cache. ahead: tokens that dispatched steps sample and the host has not read yet.
     behind: tokens besides the last that the next decode step computes again, because recurrent states were rolled back.
-    published: pages registered for prefix caching. reused: prompt tokens found in the prefix cache. what: the caller's own data.
+    windows: its pages in the pools of windows. published: pages registered for prefix caching. reused: prompt tokens found in the
+    prefix cache. what: the caller's own data.
     """
 
     tokens: list[int]
@@ -40,6 +66,7 @@ class Sequence:
     behind: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    windows: list[Kept] = field(default_factory=list)
     published: int = 0
     reused: int = 0
     preemptions: int = 0
@@ -65,6 +92,11 @@ class Sequence:
         """Whether it is prefilled, the first time or after a preemption, and does not decode yet."""
         return self.computed + self.behind < self.length - 1 or self.made == 0
 
+    @property
+    def last(self) -> int:
+        """Position of the first token that its next decode step computes."""
+        return self.length - 1 - self.behind
+
     def hashes(self, page: int) -> list[Hash]:
         """The hashes of its full pages of known tokens."""
         done = len(self._hashes)
@@ -87,11 +119,12 @@ class Piece:
 @dataclass(frozen=True)
 class Plan:
     """One step: the sequences that decode, and the chunks of prompts. room: the most drafts for each that decodes; empty without
-    speculation."""
+    speculation. counts: tokens that are sampled for each that decodes, one after the other; empty if it is one."""
 
     decodes: list[Sequence]
     pieces: list[Piece]
     room: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.pieces)
@@ -112,12 +145,21 @@ class Scheduler:
         beside: prompt tokens per step, if sequences decode too.
         row: prompts are computed in rows of this many tokens, each row of one sequence; both budgets count full rows.
         pieces: the most chunks in a step; None: no limit.
+        pools: of layers with windows.
     """
 
     def __init__(
-        self, pages: Pages, page: int, slots: int, budget: int, beside: int, row: int, pieces: int | None = None
+        self,
+        pages: Pages,
+        page: int,
+        slots: int,
+        budget: int,
+        beside: int,
+        row: int,
+        pieces: int | None = None,
+        pools: Many[Pool] = (),
     ):
-        self.pages, self.page, self.row = pages, page, row
+        self.pages, self.page, self.row, self.pools = pages, page, row, pools
         self.budget, self.beside, self.most_pieces = budget, beside, pieces
         self.running: list[Sequence] = []
         self._waiting: list[tuple[int, int, Sequence]] = []
@@ -137,6 +179,24 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def used(self) -> float:
+        """The share of pages with an owner, from 0 to 1, in the pool with the fewest left."""
+        return max(self.pages.used, *(pool.pages.used for pool in self.pools), 0.0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no page has an owner."""
+        return all(pages.free == pages.count for pages in self._all_pages())
+
+    def forget_all(self) -> None:
+        """Clears the prefix cache."""
+        for pages in self._all_pages():
+            pages.forget_all()
+
+    def _all_pages(self) -> list[Pages]:
+        return [self.pages, *(pool.pages for pool in self.pools)]
+
     def end(self, sequence: Sequence) -> None:
         """Removes a waiting or running sequence; the next step may use its pages."""
         if sequence.done:
@@ -154,33 +214,43 @@ class Scheduler:
         unread."""
         for sequence in list(self.running):
             self._preempt(sequence)
-        self.pages.forget_all()
+        self.forget_all()
 
     def _release(self, sequence: Sequence) -> None:
         self.pages.give_back(sequence.pages)
+        for pool, kept in zip(self.pools, sequence.windows):
+            _give_back(pool, kept.pages)
         heapq.heappush(self._slots, sequence.slot)
-        sequence.pages, sequence.slot, sequence.published = [], -1, 0
+        sequence.pages, sequence.windows, sequence.slot, sequence.published = [], [], -1, 0
 
     # ---------------------------------------------------------------- a step
 
-    def plan(self, drafts: Callable[[Sequence], int] | None = None) -> Plan:
+    def plan(self, drafts: Callable[[Sequence], int] | None = None, steps: int = 1) -> Plan:
         """The next step. Its tokens count as computed from here on, and those it samples as `ahead`.
 
         Args:
             drafts: the most drafts that a sequence may have; None: no speculation.
+            steps: decode steps that may be one, if no prompt is computed.
         """
         decodes = self._decodes()
         pieces = self._pieces(self.beside if decodes else self.budget)
         room = [] if drafts is None else [self._room(sequence, drafts(sequence)) for sequence in decodes]
-        for sequence in decodes:
-            sequence.computed = sequence.length
-            sequence.ahead += 1
-        return Plan(decodes, pieces, room)
+        counts = [] if pieces or steps == 1 else [self._count(sequence, steps) for sequence in decodes]
+        for sequence, count in zip(decodes, counts or [1] * len(decodes), strict=True):
+            sequence.computed = sequence.length + count - 1
+            sequence.ahead += count
+        return Plan(decodes, pieces, room, counts if max(counts, default=1) > 1 else [])
+
+    def _count(self, sequence: Sequence, steps: int) -> int:
+        """The number of tokens, at most so many, that are sampled for it in a step; nobody is preempted for more than one."""
+        count = min(steps, sequence.most - sequence.made)
+        return count if self._grow(sequence, sequence.length + count - 1, sequence.last) else 1
 
     def _room(self, sequence: Sequence, drafts: int) -> int:
         """The number of drafts, at most so many, that its pages hold; nobody is preempted for drafts."""
-        self._grow(sequence, sequence.length + drafts)
-        return min(drafts, len(sequence.pages) * self.page - sequence.length)
+        self._grow(sequence, sequence.length + drafts, sequence.last)
+        held = min([len(sequence.pages), *(kept.end for kept in sequence.windows)])
+        return min(drafts, held * self.page - sequence.length)
 
     def _decodes(self) -> list[Sequence]:
         """The running sequences that decode. If the pages run out, the last sequence in order is preempted; if its sampled tokens
@@ -189,7 +259,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=_rank):
             if sequence.slot < 0 or sequence.is_filling or sequence.made >= sequence.most:
                 continue
-            while not self._grow(sequence, sequence.length):
+            while not self._grow(sequence, sequence.length, sequence.last):
                 last = max(self.running, key=_rank)
                 if last in chosen:
                     chosen.remove(last)
@@ -202,16 +272,34 @@ class Scheduler:
                 chosen.append(sequence)
         return chosen
 
-    def _grow(self, sequence: Sequence, tokens: int) -> bool:
-        """Allocates pages for this many tokens; returns whether the sequence has them."""
-        lacking = -(-tokens // self.page) - len(sequence.pages)
-        if lacking <= 0:
-            return True
-        fresh = self.pages.take(lacking)
-        if fresh is None:
+    def _grow(self, sequence: Sequence, tokens: int, at: int) -> bool:
+        """Allocates pages for this many tokens; returns whether the sequence has them. If a pool has too few, it takes none.
+
+        Args:
+            at: position of the first query that is not computed yet. What no window reaches from there is given back.
+        """
+        number = -(-tokens // self.page)
+        owns = [(self.pages, sequence.pages, number - len(sequence.pages))]
+        for pool, kept in zip(self.pools, sequence.windows, strict=True):
+            self._slide(pool, kept, sequence, at)
+            end = number
+            if sequence.is_filling:
+                # It keeps as many pages as it was admitted with: what it gives back here, nobody else can take from its next chunk.
+                end = max(end, min(kept.first + pool.most, -(-len(sequence.tokens) // self.page)))
+            owns.append((pool.pages, kept.pages, end - kept.end))
+        if any(pages.free < lacking for pages, _, lacking in owns):
             return False
-        sequence.pages += fresh
+        for pages, own, lacking in owns:
+            own += pages.take(max(lacking, 0)) or []
         return True
+
+    def _slide(self, pool: Pool, kept: Kept, sequence: Sequence, at: int) -> None:
+        """Gives back the pages that a query at `at` does not see."""
+        passed = min(pool.window.first(at) // self.page - kept.first, len(kept.pages))
+        if passed > 0:
+            self.publish(sequence)
+            _give_back(pool, kept.pages[:passed])
+            kept.first, kept.pages = kept.first + passed, kept.pages[passed:]
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes the pages of a sequence away and puts it back at its place in the queue."""
@@ -241,20 +329,44 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence a slot, and pages for its tokens: first those found in the prefix cache."""
         known = len(sequence.tokens)
-        shared = self.pages.found(sequence.hashes(self.page)[: (known - 1) // self.page]) if self.pages.reuse else []
-        owned = self.pages.take(-(-known // self.page) - len(shared), shared)
-        if owned is None:
+        number = -(-known // self.page)
+        found = self._found(sequence.hashes(self.page)[: (known - 1) // self.page]) if self.pages.reuse else _NOTHING
+        asked = [(self.pages, found.pages, number - len(found.pages))]
+        for pool, kept in zip(self.pools, found.windows or [Kept() for _ in self.pools], strict=True):
+            asked.append((pool.pages, kept.pages, min(kept.first + pool.most, number) - kept.end))
+        if not all(pages.can_take(new, shared) for pages, shared, new in asked):
             return False
-        sequence.pages, sequence.computed = owned, len(shared) * self.page
-        sequence.published = len(shared)
+        owned, *windows = [pages.take(new, shared) or [] for pages, shared, new in asked]
+        sequence.pages, sequence.computed = owned, len(found.pages) * self.page
+        firsts = [kept.first for kept in found.windows] or [0] * len(windows)
+        sequence.windows = [Kept(first, own) for first, own in zip(firsts, windows, strict=True)]
+        sequence.published = len(found.pages)
         sequence.reused = max(sequence.reused, min(sequence.computed, sequence.prompt))
         sequence.slot = heapq.heappop(self._slots)
         self.running.append(sequence)
         return True
 
+    def _found(self, hashes: list[Hash]) -> "_Found":
+        """The longest beginning with these hashes of which every pool has what the next token sees."""
+        pages = self.pages.found(hashes)
+        there = [pool.pages.each(hashes[: len(pages)]) for pool in self.pools]
+        # Of each pool, the number of pages in a row that end with each page.
+        runs = [list(itertools.accumulate(own, lambda n, page: 0 if page is None else n + 1, initial=0)) for own in there]
+        for count in range(len(pages), 0, -1):
+            firsts = [pool.window.first(count * self.page) // self.page for pool in self.pools]
+            if all(run[count] >= count - first for run, first in zip(runs, firsts, strict=True)):
+                kept = [
+                    Kept(first, [page for page in own[first:count] if page is not None])
+                    for first, own in zip(firsts, there, strict=True)
+                ]
+                return _Found(pages[:count], kept)
+        return _NOTHING
+
     def _piece(self, sequence: Sequence, budget: int, pieces: list[Piece]) -> int:
         start = sequence.computed
         count = min(len(sequence.tokens) - start, budget // self.row * self.row)
+        grown = self._grow(sequence, start + count, start)
+        assert grown, "a prompt holds the pages of its chunks from its admission on"
         ends = start + count == len(sequence.tokens)
         pieces.append(Piece(sequence, start, sequence.tokens[start : start + count], ends))
         sequence.computed += count
@@ -289,4 +401,23 @@ class Scheduler:
         hashes = sequence.hashes(self.page)
         for i in range(sequence.published, full):
             self.pages.publish(sequence.pages[i], hashes[i])
+            for pool, kept in zip(self.pools, sequence.windows, strict=True):
+                if kept.first <= i < kept.end:
+                    pool.pages.publish(kept.pages[i - kept.first], hashes[i])
         sequence.published = full
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the prefix cache has of a prompt."""
+
+    pages: list[int] = field(default_factory=list)
+    windows: list[Kept] = field(default_factory=list)
+
+
+_NOTHING = _Found()
+
+
+def _give_back(pool: Pool, pages: list[int]) -> None:
+    """The last pages are allocated again last: a prompt that continues this sequence needs those, and those alone."""
+    pool.pages.give_back(pages[::-1])

@@ -94,4 +94,15 @@ class EngineSettings(Settings):
     """Speculative decoding: several tokens of an answer are drafted and then verified in one forward pass. Answers are the same as
     without it, to rounding. It shortens the time between tokens where a step is bound by reading the weights, with few sequences
     at a time, and costs throughput where it is bound by arithmetic. None: off."""
+    steps: Annotated[int, Also("num_scheduler_steps")] = Field(1, gt=0, le=64)
+    """Decode steps per dispatch, while no prompt is computed. With more than one the device does not wait for the host between them,
+    which helps small models on fast devices. Tokens then come in groups of as many, and a new request waits for the group. Answers
+    whose grammar or bans depend on each token take single steps. The model is one program, on CPUs too, where that compiles several
+    times as long and gains nothing. Not with `speculative`, which needs each step's tokens."""
     lora: LoraSettings = LoraSettings()
+
+    @model_validator(mode="after")
+    def _one_way_to_several_tokens(self) -> "EngineSettings":
+        if self.steps > 1 and self.speculative is not None:
+            raise ValueError(f"steps = {self.steps} does not go with `speculative`, which needs the tokens of each step")
+        return self

@@ -99,11 +99,11 @@ class EngineMetrics(Metrics):
         # Set by the front: what it compiles for log-probabilities of prompts counts too.
         self.prompts: Prompts | None = None
         super().__init__(model, self._programs)
-        scheduler, pages = engine.scheduler, engine.pages
+        scheduler = engine.scheduler
         self._gauge("num_requests_running", "Answers being generated.").set_function(lambda: len(scheduler.running))
         self._gauge("num_requests_waiting", "Answers that wait.").set_function(lambda: scheduler.waiting)
         self._gauge("kv_cache_usage_perc", "Share of the cache's pages in use, 0 to 1.").set_function(
-            lambda: pages.used
+            lambda: scheduler.used
         )
         self.cached_tokens = self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.")
         self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")

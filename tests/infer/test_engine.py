@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import jax
 import numpy as np
 import pytest
+from helpers import default
 
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
@@ -103,6 +104,31 @@ STRUCTURES = [
 ]
 
 
+STEPPED = [("llama", "plain"), ("gemma", "3"), ("qwen3_next", "mixed")]
+WINDOWED = [("gemma", "3", 6), ("gpt_oss", "plain", 7), ("llama4", "interleaved", 8)]
+
+
+@pytest.mark.parametrize("family, example, window", default(WINDOWED[0], of=WINDOWED))
+def test_layers_with_windows_give_pages_back_and_answers_stay(family: str, example: str, window: int):
+    """With prompts computed in pieces, preemption, and beginnings found in the prefix cache."""
+    config = FAMILIES[family].examples()[example].model_copy(update={"window": window})
+    lm = LM(config, random(config, 0).module)
+    engine = Engine(lm.module, EngineSettings(slots=4, page=4, context=96, pages=38, budget=32, beside=32))
+    ((which, pages),) = [(pool.window.tokens, pool.pages.count) for pool in engine.scheduler.pools]
+    assert (which, pages < engine.pages.count) == (window, True)
+    given = prompts(lm.config.vocab, (5, 70, 17, 40, 33))
+    requests = [Request(p, 12) for p in given]
+    for _ in range(2):
+        found = [[event.token for event in events] for events in engine.generate(requests)]
+        for request, tokens in zip(requests, found, strict=True):
+            whole = lm.logits([[*request.tokens, *tokens]])[0].argmax(-1)
+            assert tokens == whole[len(request.tokens) - 1 : -1].tolist()
+        requests = [Request([*p, *tokens, 1], 6) for p, tokens in zip(given[-2:], found[-2:], strict=True)]
+    assert engine.scheduler.preemptions > 0
+    assert engine.stats.reused_tokens > 0
+    assert engine.scheduler.is_empty
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family, example", STRUCTURES)
 def test_every_structure_is_served_in_pieces_and_rows(family: str, example: str):
@@ -174,6 +200,61 @@ def test_new_weights_count_at_once_for_running_and_for_new_requests():
     known = [m for m in range(3, 10) if made[m:] == alone(expected, prompt + made[:m], 20 - m)]
     assert known, "from some token on, the answer is that of the new weights over what was made"
     assert answers(engine, [Request(prompt, 5)])[0] == alone(expected, prompt, 5)
+
+
+def test_a_preempted_answer_whose_chunks_end_one_token_early_resumes_in_another_slot(lm: LM, engine: Engine):
+    (prompt,) = prompts(lm.config.vocab, (60,))
+    number, found = engine.add(Request(prompt, 12, priority=1)), []
+    while len(found) < 4:
+        found += [event.token for event in engine.step()]
+    engine.reset_prefix_cache(running=True)
+    # A step's token was in flight: 65 tokens, two chunks of 32 and one more.
+    assert len(engine._sequences[number].tokens) == TIGHT.budget + 1
+    engine.add(Request(prompt[:9], 2))
+    found += [event.token for event in engine.run() if event.id == number]
+    assert found == alone(lm, prompt, 12)
+
+
+@pytest.mark.parametrize("family, example", default(STEPPED[0], of=STEPPED))
+def test_several_steps_in_one_dispatch_change_no_answer(family: str, example: str):
+    """With preemption, an end token within a dispatch, bans that need single steps, and layers with windows or states."""
+    lm = lm_of(family, example)
+    given = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7))
+    end = alone(lm, given[0], 6)[-1]
+    requests = [
+        Request(p, 20 + 3 * i, Sampling(**SAMPLED if i % 2 else {}), frozenset([] if i else [end]), seed=3, row=i, top=i % 3)
+        for i, p in enumerate(given)
+    ]
+    requests.append(Request(given[3], 7, Sampling(min_tokens=6), frozenset([end])))
+    engines = [Engine(lm.module, TIGHT.model_copy(update={"steps": steps, "pages": 12})) for steps in (1, 4)]
+    assert engines[1].warm_up() > 0
+    before = engines[1].stats.compilations
+    plain, several = (engine.generate(requests) for engine in engines)
+    assert engines[1].stats.compilations == before
+    assert engines[1].scheduler.is_empty
+    assert engines[1].scheduler.preemptions > 0
+    for one, other in zip(plain, several, strict=True):
+        assert [(e.token, e.reason) for e in one] == [(e.token, e.reason) for e in other]
+        assert [e.logprob for e in one] == pytest.approx([e.logprob for e in other], abs=1e-4)
+        assert [[token for token, _ in e.top] for e in one] == [[token for token, _ in e.top] for e in other]
+    assert plain[0][-1].reason == "stop"
+
+
+def test_several_steps_are_one_dispatch_until_somebody_needs_each_token(lm: LM):
+    engine = Engine(lm.module, TIGHT.model_copy(update={"steps": 4, "pages": 48}))
+    (prompt,) = prompts(lm.config.vocab, (5,))
+
+    def events_by_step(request: Request) -> list[int]:
+        engine.add(request)
+        found = []
+        while engine.busy:
+            found.append(len(engine.step()))
+        return [count for count in found if count]
+
+    assert events_by_step(Request(prompt, 11)) == [1, 4, 4, 2]
+    assert events_by_step(Request(prompt, 4, Sampling(min_tokens=2), frozenset([1]))) == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="does not go with `speculative`"):
+        EngineSettings(steps=2, speculative={"method": "ngram"})
 
 
 def test_an_answer_is_the_same_in_any_company(lm: LM, engine: Engine):

@@ -1,18 +1,29 @@
 """Who takes part in a step: budgets, order, preemption. A stand-in for the device draws token 7 each time, one step late."""
 
+from collections.abc import Callable
+
 import numpy as np
+import pytest
 
 from argosy.infer.pages import Pages
-from argosy.infer.schedule import Plan, Scheduler, Sequence
+from argosy.infer.schedule import Plan, Pool, Scheduler, Sequence
+from argosy.models.parts.cache import Window
 
 
-def played(scheduler: Scheduler, most: int = 10_000) -> list[Plan]:
-    """Steps until nothing is left; each plan is learned after the next one is made."""
+def played(
+    scheduler: Scheduler, most: int = 10_000, watch: Callable[[Plan], object] = lambda _: None
+) -> list[Plan]:
+    """Steps until nothing is left; each plan is learned after the next one is made.
+
+    Args:
+        watch: sees each plan when it is made.
+    """
     plans: list[Plan] = []
     flying: list[Plan] = []
     for _ in range(most):
         plan = scheduler.plan()
         if plan:
+            watch(plan)
             plans.append(plan)
             flying.append(plan)
         if flying and (len(flying) > 1 or not plan):
@@ -118,3 +129,78 @@ def test_one_row_a_sequence_takes_one_piece_a_step():
     for i in range(3):
         s.add(Sequence([i] * 100, 2))
     assert all(len(plan.pieces) <= 1 for plan in played(s))
+
+
+class Memory:
+    """What a device would have written: of each token in a page, all tokens up to it. Reads what each query sees."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler, self.page, self.written = scheduler, scheduler.page, {}
+
+    def compute(self, plan: Plan) -> None:
+        for one in plan.decodes:
+            self._compute(one, one.computed - 1, [*one.tokens, 7][: one.computed])
+        for piece in plan.pieces:
+            self._compute(piece.sequence, piece.start, piece.sequence.tokens[: piece.start + len(piece.tokens)])
+
+    def _compute(self, sequence: Sequence, start: int, tokens: list[int]) -> None:
+        pools = [(None, 0, sequence.pages)]
+        pools += [(own.window, kept.first, kept.pages) for own, kept in zip(self.scheduler.pools, sequence.windows)]
+        for number, (window, first, pages) in enumerate(pools):
+            place = [(number, pages[at // self.page - first], at % self.page) for at in range(first * self.page, len(tokens))]
+            for at in range(start, len(tokens)):
+                self.written[place[at - first * self.page]] = tuple(tokens[: at + 1])
+            for at in range(start, len(tokens)):
+                for seen in range(0 if window is None else window.first(at), at + 1):
+                    assert self.written[place[seen - first * self.page]] == tuple(tokens[: seen + 1])
+
+
+@pytest.mark.parametrize("window", [Window(10), Window(8, chunked=True)])
+def test_windows_keep_what_queries_see_and_give_back_the_rest(window: Window):
+    rng, filling = np.random.default_rng(0), window.pages(32, 4)
+    pools = [Pool(window, Pages(40), filling), Pool(Window(3), Pages(30), Window(3).pages(32, 4))]
+    s = Scheduler(Pages(60), 4, 6, 32, 16, 8, None, pools)
+    memory, begun = Memory(s), rng.integers(0, 9, 70).tolist()
+    wanted = [
+        Sequence([*begun[:shared], *rng.integers(0, 9, own).tolist()], most)
+        for shared, own, most in rng.integers((0, 1, 1), (70, 60, 50), (60, 3)).tolist()
+    ]
+    for sequence in wanted:
+        s.add(sequence)
+    def watch(plan: Plan) -> None:
+        memory.compute(plan)
+        for one in [*plan.decodes, *(piece.sequence for piece in plan.pieces)]:
+            assert all(len(kept.pages) <= pool.most for pool, kept in zip(pools, one.windows, strict=True))
+
+    played(s, watch=watch)
+    assert s.is_empty
+    assert s.preemptions > 0
+    assert sum(sequence.reused for sequence in wanted) > 300
+    assert all(len(sequence.tokens) == sequence.prompt + sequence.most for sequence in wanted)
+
+
+def test_a_sequence_that_decodes_keeps_the_pages_of_its_window_alone():
+    window, kept = Window(10), []
+    s = Scheduler(Pages(100), 4, 2, 32, 16, 8, None, [Pool(window, Pages(20), window.pages(32, 4))])
+    s.add(Sequence([1] * 100, 60))
+    played(s, watch=lambda plan: kept.extend(len(one.windows[0].pages) for one in plan.decodes))
+    assert max(kept) == window.pages(1, 4) == 4, "ten tokens in pages of four"
+    assert s.is_empty
+
+
+def test_a_prompt_is_found_where_every_pool_still_has_what_its_next_token_sees():
+    pool = Pool(Window(10), Pages(20), Window(10).pages(32, 4))
+    s = Scheduler(Pages(100), 4, 2, 32, 16, 8, None, [pool])
+    first = Sequence([3] * 100, 4)
+    s.add(first)
+    played(s)
+    again = Sequence([*first.tokens, 5], 2)
+    s.add(again)
+    played(s)
+    assert again.reused == 100
+    other = Sequence(first.tokens[:60], 2)
+    s.add(other)
+    played(s)
+    assert other.reused == 56, "its window is there too: 56 tokens are 14 pages"
+    pool.pages.take(20)
+    assert s._found(again.hashes(4)).pages == [], "others have taken the pages of its window"

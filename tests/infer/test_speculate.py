@@ -372,7 +372,7 @@ def test_after_warming_up_no_request_compiles_anything(family: str, example: str
 
 def test_without_speculation_there_are_no_programs_for_drafts(plain: Engine):
     assert plain.speculation is None
-    assert not any(step.sizes.drafted or step.drafts is not None for step in plain.packing.blank())
+    assert not any(step.sizes.drafted or step.drafts is not None for step in plain.packing.every())
     assert not any({"verify", "draft", "copies"} & {*size} for size in plain._sizes)
 
 

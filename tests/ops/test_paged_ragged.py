@@ -10,9 +10,9 @@ from helpers import default, described_tpus
 from jax.sharding import NamedSharding, PartitionSpec
 
 from argosy.core.errors import Unsupported
-from argosy.infer.forward import Sizes, Whole
+from argosy.infer.forward import Sizes, Tables, Whole
 from argosy.models.llama import LlamaConfig
-from argosy.models.parts.cache import layouts, paged
+from argosy.models.parts.cache import Window, layouts, paged
 from argosy.models.parts.weight import abstract, logical, split
 from argosy.ops import paged_ragged
 from argosy.ops.attention import Score
@@ -76,15 +76,20 @@ def test_what_it_cannot_do_is_refused():
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize(("name", "tensor"), [("v5e:2x2", 1), ("v6e:2x2", 1), ("v6e:2x2", 2), ("v5p:2x2x1", 1)])
-def test_a_step_of_the_engine_compiles_for_a_tpu(name, tensor, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "tensor", "window"),
+    [("v5e:2x2", 1, None), ("v6e:2x2", 1, None), ("v6e:2x2", 2, None), ("v6e:2x2", 1, 256), ("v5p:2x2x1", 1, None)],
+)
+def test_a_step_of_the_engine_compiles_for_a_tpu(name, tensor, window, monkeypatch):
     """Decoding rows beside prompts: a kernel for each group in each layer, and the pools are updated in place. Several devices share
-    the heads."""
+    the heads; a layer with a window has its own pool."""
     devices = described_tpus(monkeypatch, name)[:tensor]
     config = LlamaConfig(vocab=512, width=512, layers=2, heads=4, kv_heads=2, head_size=128, ffn=1024, context=2048)
+    config = config if window is None else config.model_copy(update={"window": window, "pattern": "LG"})
+    windows = {} if window is None else {Window(window): 400}
     model = config.build()
     model.dtype = jnp.bfloat16
-    sizes, picks = Sizes(8, 4, 32, 128), 12
+    sizes, picks = Sizes(8, 4, 32, Tables(16, 128, tuple(windows))), 12
     mesh = MeshSettings(fsdp=1, tensor=tensor).build(devices)
     places = shardings(logical(model), {a: s.shape for a, s in abstract(model).items()}, DEFAULT, mesh)
 
@@ -93,8 +98,8 @@ def test_a_step_of_the_engine_compiles_for_a_tpu(name, tensor, monkeypatch):
 
     with scope(mesh):
         forward = Whole(model)
-        caches = jax.eval_shape(lambda: paged(forward.specs, 8, 1024, 16, jnp.bfloat16, longest=2048))
-        assert {key for cache in caches.values() for key in cache} == {"kv"}
+        caches = jax.eval_shape(lambda: paged(forward.specs, 8, 1024, 16, jnp.bfloat16, longest=2048, slack=2048, windows=windows))
+        assert {key for cache in caches.values() for key in cache} == {"kv", *["window.kv" for _ in windows]}
         weights = {a: there(s.shape, jnp.bfloat16, places[a].spec) for a, s in abstract(model).items()}
         pools = jax.tree.map(lambda a, spec: there(a.shape, a.dtype, spec), caches, layouts(forward.specs, caches))
         words = [there((n,), jnp.int32, PartitionSpec()) for n in (8, sizes.words, picks)]

@@ -15,15 +15,28 @@ split over devices and pipelines without knowing the strategy. A model has no se
     Bidirectional(segments)                 encoders and diffusion: each token attends to its whole segment
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from argosy.models.parts.cache import JOINED, RING, ROW, Cache, beside, is_ring, nobodys, states, with_tokens
+from argosy.models.parts.cache import (
+    JOINED,
+    RING,
+    ROW,
+    WINDOW,
+    Cache,
+    Window,
+    beside,
+    is_ring,
+    is_windowed,
+    nobodys,
+    states,
+    with_tokens,
+)
 from argosy.ops.attention import Score, See, attention
 from argosy.ops.paged_attention import apart, gathered, joined, paged_attention, token_positions
 from argosy.ops.paged_blocked import fits_one_block, over_blocks
@@ -350,6 +363,8 @@ class Paged(Recurs):
     t: Int[Array, "B T"]
     absorb: bool | None = None
     angles: Angled = None
+    # For the pools of windows: the number of the first page that a row keeps there [B], and from it on its pages [B W].
+    windows: Mapping[Window, tuple[Int[Array, "B"], Int[Array, "B W"]]] = field(default_factory=dict)
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -366,6 +381,16 @@ class Paged(Recurs):
             rings = {n: jnp.take(cache[RING + n], self.slots, axis=0, mode="clip") for n in held}
             y = meet_ring(q, held, rings, self.lengths, at, self.live, read, score, self.absorb)
             return y, with_tokens(cache, self.slots, held, at, self.live)
+        if is_windowed(cache, held):
+            own = {name.removeprefix(WINDOW): a for name, a in cache.items() if name.startswith(WINDOW)}
+            page = next(iter(own.values())).shape[1]
+            y, pools = self._in_window(score, page)._over_pages(q, held, own, read, score)
+            return y, cache | {WINDOW + name: a for name, a in pools.items()}
+        y, pools = self._over_pages(q, held, cache, read, score)
+        return y, cache | pools
+
+    def _over_pages(self, q: Array, held: Cache, cache: Cache, read: Read, score: Score) -> tuple[Array, Cache]:
+        """Attention over pages in which the new tokens are written first, and these pools."""
         if JOINED in cache:
             held = {JOINED: joined(held["k"], held["v"])}
         where = self._places(*cache[next(iter(held))].shape[:2])
@@ -373,10 +398,16 @@ class Paged(Recurs):
         total = self.lengths + self.new
         if read is HEADS and not score.chunked:
             both = (pools[JOINED],) if JOINED in pools else (pools["k"], pools["v"])
-            y = paged_attention(q, both, self.table, total, at, score)
-        else:
-            y = self._met(q, pools, total, read, score)
-        return y, cache | pools
+            return paged_attention(q, both, self.table, total, self.positions, score), pools
+        return self._met(q, pools, total, read, score), pools
+
+    def _in_window(self, score: Score, page: int) -> "Paged":
+        """The strategy for the pools of a window, as if sequences began where their pages there begin: what a query sees depends on
+        distances alone. Chunks begin with a page."""
+        assert score.window is not None
+        assert not (score.chunked and score.window % page)
+        first, table = self.windows[Window(score.window, score.chunked)]
+        return Paged(table, self.slots, self.lengths - first * page, self.new, self.t, self.absorb)
 
     def _met(self, q: Array, pools: Cache, total: Int[Array, "B"], read: Read, score: Score) -> Array:
         """Attention through a `Read`: over a block of pages at a time, unless the read must see all tokens at once."""

@@ -1,10 +1,11 @@
 """What layers cache, and where: buffers, pools, rings, states.
 
 A layer declares it (`Spec`), the caller allocates it (`contiguous`, `paged`), and the strategies of `parts.attend` read and write
-it. An entry is of one of three kinds, which is part of its array's name in a layer's cache:
+it. An entry is of one of four kinds, which is part of its array's name in a layer's cache:
 
     "k"          token   one per token: a buffer for each row, or pages of a pool
     "ring.k"     ring    one for each of the last `span` tokens, for layers that attend no further back (a window)
+    "window.k"   window  for the same layers, pages of a pool of which a sequence keeps those that its window still reaches
     "row.state"  row     one per sequence: the state of a recurrent layer
 
 Keys and values of one shape may share a pool, `"kv"`, where a kernel of the platform reads them so (`ops.paged_attention`).
@@ -16,6 +17,7 @@ rolled back by as many (a rejected draft) and resumed. Pages and buffers need no
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -30,8 +32,8 @@ from argosy.parallel.scope import activation_spec
 
 # Of one layer.
 Cache = dict[str, Array]
-Kind = Literal["token", "ring", "row"]
-RING, ROW = "ring.", "row."
+Kind = Literal["token", "ring", "window", "row"]
+RING, WINDOW, ROW = "ring.", "window.", "row."
 # The pool of keys and values together.
 JOINED = "kv"
 
@@ -51,7 +53,23 @@ class Entry(NamedTuple):
     @property
     def key(self) -> str:
         """Its name in the cache of a layer."""
-        return {"token": "", "ring": RING, "row": ROW}[self.kind] + self.name
+        return {"token": "", "ring": RING, "window": WINDOW, "row": ROW}[self.kind] + self.name
+
+
+class Window(NamedTuple):
+    """How far back a layer attends: to the last `tokens` tokens, the query's own included; chunked: of these, to those of its own
+    chunk, where sequences are cut every `tokens` tokens."""
+
+    tokens: int
+    chunked: bool = False
+
+    def first(self, at: int) -> int:
+        """The first position that a query at this position sees."""
+        return at // self.tokens * self.tokens if self.chunked else max(0, at - self.tokens + 1)
+
+    def pages(self, queries: int, page: int) -> int:
+        """The most pages that so many queries in a row see."""
+        return (self.tokens + queries + page - 3) // page + 1
 
 
 @dataclass(frozen=True)
@@ -59,6 +77,7 @@ class Spec:
     """What one layer caches: (name, shape) of the arrays per token and per sequence, and how many tokens back it attends,
     including the token itself (None: all of them). States are float32 at least, because they sum over thousands of tokens.
 
+    chunked: of these tokens, only to those of its own chunk of `span`.
     letters: of the shapes, such as ("k", "K H"), for the rules that split arrays over devices. An array without letters is whole on
     every device.
     """
@@ -66,7 +85,12 @@ class Spec:
     token: tuple[tuple[str, tuple[int, ...]], ...] = ()
     row: tuple[tuple[str, tuple[int, ...]], ...] = ()
     span: int | None = None
+    chunked: bool = False
     letters: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def window(self) -> Window | None:
+        return Window(self.span, self.chunked) if self.span is not None and self.token else None
 
     def entries(self, longest: int, slack: int = 0) -> Iterator[Entry]:
         """Its arrays, for sequences of at most `longest` tokens; rings if these are shorter."""
@@ -92,25 +116,46 @@ def contiguous(specs: Specs, rows: int, length: int, dtype: Any = jnp.float32, *
 
 
 def paged(
-    specs: Specs, slots: int, pages: int, page: int, dtype: Any = jnp.float32, *, longest: int | None = None, slack: int = 0
+    specs: Specs,
+    slots: int,
+    pages: int,
+    page: int,
+    dtype: Any = jnp.float32,
+    *,
+    longest: int | None = None,
+    slack: int = 0,
+    windows: Mapping[Window, int] | None = None,
 ) -> Caches:
     """Empty pools for `Paged`: [pages page ...] per token, [slots span ...] for rings, [slots ...] for states.
 
     Args:
         longest: the most tokens of one sequence; layers that attend less far back have rings. The whole pool by default.
         slack: how many tokens a sequence may be rolled back.
+        windows: the number of pages in the pools of layers with these windows. Layers with other windows have rings, or pages like
+            layers without a window.
     """
     longest = pages * page if longest is None else longest
-    return _allocate(specs, (pages, page), slots, dtype, longest, slack, joined=True)
+    return _allocate(specs, (pages, page), slots, dtype, longest, slack, joined=True, windows=windows or {})
 
 
 def _allocate(
-    specs: Specs, token: tuple[int, int], rows: int, dtype: Any, longest: int, slack: int, *, joined: bool = False
+    specs: Specs,
+    token: tuple[int, int],
+    rows: int,
+    dtype: Any,
+    longest: int,
+    slack: int,
+    *,
+    joined: bool = False,
+    windows: Mapping[Window, int] = MappingProxyType({}),
 ) -> Caches:
     def one(spec: Spec, layers: int | None) -> Cache:
         lead = () if layers is None else (layers,)
         place = {"token": token, "row": (rows,)}
         entries = list(spec.entries(longest, slack))
+        if (window := spec.window) is not None and window in windows:
+            place["window"] = windows[window], token[1]
+            entries = [e._replace(kind="window", size=None) if e.kind in ("token", "ring") else e for e in entries]
         return {
             e.key: jnp.zeros((*lead, *place.get(e.kind, (rows, e.size)), *e.shape), dtype if e.dtype is None else sums_in(dtype))
             for e in (_joined(entries, dtype) if joined else entries)
@@ -121,13 +166,14 @@ def _allocate(
 
 def _joined(entries: list[Entry], dtype: Any) -> list[Entry]:
     """The entries with keys and values as one, where kernels read them so."""
-    tokens = {e.name: e.shape for e in entries if e.kind == "token"}
+    paged_ = [e for e in entries if e.kind in ("token", "window")]
+    tokens = {e.name: e.shape for e in paged_}
     if set(tokens) != {"k", "v"} or tokens["k"] != tokens["v"]:
         return entries
     heads, size = tokens["k"]
     if not reads_joined(heads, size, dtype):
         return entries
-    return [Entry(JOINED, (2 * heads, size), "token"), *(e for e in entries if e.kind != "token")]
+    return [Entry(JOINED, (2 * heads, size), paged_[0].kind), *(e for e in entries if e not in paged_)]
 
 
 def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, PartitionSpec]]:
@@ -157,6 +203,11 @@ def laid_out(specs: Specs, caches: Caches) -> Caches:
 def is_ring(cache: Cache, held: Cache) -> bool:
     """Whether the arrays per token are kept in rings."""
     return all(RING + name in cache for name in held)
+
+
+def is_windowed(cache: Cache, held: Cache) -> bool:
+    """Whether the arrays per token are kept in pages of a window."""
+    return any(WINDOW + name in cache for name in (*held, JOINED))
 
 
 def states(cache: Cache) -> Cache:

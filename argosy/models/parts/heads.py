@@ -61,7 +61,7 @@ class Attention(nnx.Module):
 
     def holds(self, each: Reach) -> Spec:
         letters = (("k", "K H"), ("v", "K H"))
-        return Spec(token=(("k", self.held), ("v", self.held)), span=each.window, letters=letters)
+        return Spec(token=(("k", self.held), ("v", self.held)), span=each.window, chunked=each.chunked, letters=letters)
 
     def turns(self, each: Reach) -> Turns:
         return () if each.rope is None else ((each.rope, each.rope.turned(self.held[1])),)
