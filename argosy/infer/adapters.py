@@ -1,12 +1,21 @@
 """The low-rank adapters of an engine: loaded and unloaded while it runs, and another one for each sequence (multi-LoRA).
 
 All of them together are one pair of arrays for each contraction (`adapt.bank`), with places for a fixed number of adapters of a fixed
-rank. One program writes an adapter into a place, so nothing is compiled after warm-up. An adapter that is unloaded or replaced keeps
-its place until the sequences that use it have ended; a new one takes a free place.
+rank. Which place a token uses is data, so loading and naming adapters compiles nothing after warm-up. An adapter that is unloaded or
+replaced keeps its place until the sequences that use it have ended; a new one takes a free place.
+
+Whole sequences (`infer.sequences`) are computed under an adapter with the same arrays, one adapter a pass.
+
+Over several devices, the rules for weights split the factors too: the one that has the letter along which the weight is split is
+split likewise, the other is whole on every device. Heads split B of a query projection and A of the output projection, as in S-LoRA
+(arXiv:2311.03285): the second costs a sum over the devices of `adapters * rank` numbers a token.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from argosy.adapt.bank import Bank, Chosen, refused
@@ -21,10 +31,13 @@ from argosy.adapt.surgery import find, put_at
 from argosy.checkpoint.peft import Adapter, read_adapter
 from argosy.core.errors import BadInput, nearest
 from argosy.infer.forward import Sizes, cut
+from argosy.infer.memory import mesh_of
 from argosy.infer.settings import LoraSettings
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import layer_addresses
-from argosy.models.parts.weight import Leaves, Meaning, merge, split, variables
+from argosy.models.parts.weight import Leaves, Meaning, logical, merge, split, variables
+from argosy.parallel.rules import DEFAULT, shardings
+from argosy.parallel.scope import scope
 
 # A place of the bank: host arrays by the address of the factor, with one adapter each.
 Factors = dict[str, np.ndarray]
@@ -66,6 +79,23 @@ class Factor(NamedTuple):
         own[...] = values
 
 
+@dataclass
+class _Bank:
+    """What the engines over one model share. loaded: replaced as a whole, never changed, so other threads may read it at any time.
+    users: sequences by place. model: with banks. base: the model's own address of each weight. chosen: the leading axes of each
+    variable that takes the places of tokens. carrying: the per-layer names of the contractions with a bank."""
+
+    loaded: Mapping[str, Loaded] = field(default_factory=dict)
+    arrays: Leaves = field(default_factory=dict)
+    users: Counter[int] = field(default_factory=Counter)
+    count: int = 0
+    model: Any = None
+    factors: dict[str, Factor] = field(default_factory=dict)
+    chosen: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    base: dict[str, str] = field(default_factory=dict)
+    carrying: set[str] = field(default_factory=set)
+
+
 class Adapters:
     """The adapters of one engine.
 
@@ -76,24 +106,45 @@ class Adapters:
 
     def __init__(self, settings: LoraSettings, model: Any, slots: int):
         self.settings, self.config, self.dtype = settings, model.config, model.dtype
-        # Replaced as a whole, never changed, so other threads may read it at any time.
-        self.loaded: Mapping[str, Loaded] = {}
-        self.arrays: Leaves = {}
-        self._users: Counter[int] = Counter()
-        self._count = 0
+        self._bank = _Bank()
         self._places = np.full(slots, -1, np.int32)
+
+    def beside(self, slots: int) -> "Adapters":
+        """The same adapters for another engine over the same model."""
+        other = copy.copy(self)
+        other._places = np.full(slots, -1, np.int32)
+        return other
+
+    @property
+    def loaded(self) -> Mapping[str, Loaded]:
+        """The adapters that requests may name. Any thread may read it."""
+        return self._bank.loaded
+
+    @property
+    def arrays(self) -> Leaves:
+        """The factors of all places."""
+        return self._bank.arrays
+
+    @property
+    def base(self) -> Mapping[str, str]:
+        """The model's own address of each weight of the model with banks."""
+        return self._bank.base
 
     # ---------------------------------------------------------------- the model
 
     def on(self, model: Any) -> Any:
-        """The model with banks on the contractions that match, its weights as descriptions. The model itself stays as it is.
+        """The model with banks on the contractions that match, its weights as descriptions. The model itself stays as it is. Further
+        calls return what the first one made.
 
         Raises:
-            BadInput: nothing that matches can carry adapters, or the weights are on several devices.
+            BadInput: nothing that matches can carry adapters.
+            ValueError: the first call was for another layout of the layers.
         """
         graph, leaves = split(model)
-        if any(isinstance(a, jax.Array) and len(a.devices()) > 1 for a in leaves.values()):
-            raise BadInput("adapters in a model on several devices are not built", hint="leave out engine.lora")
+        if self._bank.model is not None:
+            if set(self.base.values()) != set(leaves):
+                raise ValueError("these adapters are on a model in another layout")
+            return self._bank.model
         out = merge(graph, {address: jax.ShapeDtypeStruct(a.shape, a.dtype) for address, a in leaves.items()})
         out.dtype = model.dtype
         kinds: dict[str, Chosen] = {}
@@ -108,26 +159,28 @@ class Adapters:
                 banks[name] = of
         if not banks:
             raise BadInput(f"engine.lora.where: nothing that matches `{self.settings.where}` can carry adapters")
-        self._describe(out, banks)
+        self._describe(out, banks, mesh_of(leaves))
+        self._bank.model = out
         return out
 
-    def _describe(self, out: Any, banks: Mapping[str, Contraction]) -> None:
+    def _describe(self, out: Any, banks: Mapping[str, Contraction], mesh: Mesh | None) -> None:
         """Records the addresses of the model with banks, and allocates the factors."""
-        names, own = layer_addresses(out), variables(out)
-        self.factors: dict[str, Factor] = {}
+        names, own, bank = layer_addresses(out), variables(out), self._bank
         for name, of in banks.items():
             layers = [address.removesuffix(".a") for address in names(f"{name}.a")]
             for side, letters in (("a", of.group + of.inner), ("b", of.group)):
-                self.factors[f"{name}.{side}"] = Factor(side, layers, of.stacked, len(letters))
-        self.chosen = {address: v.shape[:-2] for address, v in own.items() if isinstance(v, Chosen)}
-        self.base = {a: a for a in own.keys() - self.factors.keys() - self.chosen.keys()}
-        for address in self.base:
+                bank.factors[f"{name}.{side}"] = Factor(side, layers, of.stacked, len(letters))
+        bank.chosen = {address: v.shape[:-2] for address, v in own.items() if isinstance(v, Chosen)}
+        bank.base = {a: a for a in own.keys() - bank.factors.keys() - bank.chosen.keys()}
+        for address in bank.base:
             # A model with adapters of its own has `of` below `of`.
             name, inside, rest = address.partition(".of.")
             if inside and name in banks:
-                self.base[address] = f"{name}.{rest}"
-        self.arrays = {address: jnp.zeros(own[address].shape, self.dtype) for address in self.factors}
-        self._carrying = {name for factor in self.factors.values() for name in factor.layers}
+                bank.base[address] = f"{name}.{rest}"
+        shapes, axes = {address: own[address].shape for address in bank.factors}, logical(out)
+        places = {} if mesh is None else shardings({address: axes[address] for address in shapes}, shapes, DEFAULT, mesh)
+        bank.arrays = {address: jnp.zeros(shape, self.dtype, device=places.get(address)) for address, shape in shapes.items()}
+        bank.carrying = {name for factor in bank.factors.values() for name in factor.layers}
 
     def tokens(self, words: np.ndarray, sizes: Sizes) -> Int[np.ndarray, "1 tokens"]:
         """The place of each token of a step, -1 for none."""
@@ -135,14 +188,22 @@ class Adapters:
         slots = np.concatenate([decodes, np.repeat(drafted, sizes.ahead), np.repeat(rows, sizes.width)])
         return np.where(slots < 0, -1, self._places[np.maximum(slots, 0)])[None].astype(np.int32)
 
-    def leaves(self, tokens: Int[np.ndarray, "1 tokens"], picks: Any) -> dict[str, Array]:
+    def leaves(self, tokens: Int[np.ndarray, "1 tokens"], picks: Any) -> Leaves:
         """The places of the tokens, for each variable that takes them: for the head those of the picked tokens."""
+        return self._spread(tokens, tokens[:, np.asarray(picks)])
+
+    def leaves_of_pass(self, one: Loaded | None, rows: int, length: int) -> Leaves:
+        """As `leaves`, for whole sequences [rows length] that all have this adapter; None: none. The head takes any number of tokens."""
+        tokens = np.full((rows, length), -1 if one is None else one.place, np.int32)
+        return self._spread(tokens, tokens[:1, :1])
+
+    def _spread(self, tokens: np.ndarray, of_head: np.ndarray) -> Leaves:
         placed: dict[Any, Array] = {}
-        out = {}
-        for address, lead in self.chosen.items():
+        out: Leaves = {}
+        for address, lead in self._bank.chosen.items():
             picked = address.startswith("head.")
             if (lead, picked) not in placed:
-                own = tokens[:, np.asarray(picks)] if picked else tokens
+                own = of_head if picked else tokens
                 placed[lead, picked] = jax.device_put(np.broadcast_to(own, (*lead, *own.shape)))
             out[address] = placed[lead, picked]
         return out
@@ -165,14 +226,14 @@ class Adapters:
             BadInput: as `read`.
         """
         most = self.settings.rank
-        if strange := sorted(set(adapters) - self._carrying):
+        if strange := sorted(set(adapters) - self._bank.carrying):
             what = f"{len(strange)} contractions of the adapter carry none here: {', '.join(strange[:4])}"
             raise BadInput(what, hint=f"those that do match `{self.settings.where}`: engine.lora.where")
         if large := sorted(name for name, adapter in adapters.items() if adapter.a.shape[-1] > most):
             rank = max(adapters[name].a.shape[-1] for name in large)
             raise BadInput(f"rank {rank} is above the maximum of {most}: {', '.join(large[:4])}", hint=f"engine.lora.rank={rank}")
         out: Factors = {}
-        for address, factor in self.factors.items():
+        for address, factor in self._bank.factors.items():
             shape, at = list(self.arrays[address].shape), factor.stacked + factor.place
             shape[at] = 1
             out[address] = np.zeros(shape, np.dtype(self.dtype))
@@ -194,15 +255,16 @@ class Adapters:
         free = self._free(old)
         if not free:
             loaded = {one.place for one in self.loaded.values()}
-            still = sum(place not in loaded for place, users in self._users.items() if users)
+            still = sum(place not in loaded for place, users in self._bank.users.items() if users)
             why = f", {still} of them by adapters that are unloaded and still answer" if still else ""
             hint = "unload one, or have more: engine.lora.adapters=N"
             raise BadInput(f"all {self.settings.adapters} places for adapters are taken{why}", hint=hint)
         place = old.place if old is not None and old.place in free else free[0]
-        self.arrays = _placed(self.arrays, factors, np.int32(place))
-        self._count += 1
-        self.loaded = {**self.loaded, name: Loaded(name, place, self._count)}
-        return self.loaded[name]
+        self._write(factors, place)
+        bank = self._bank
+        bank.count += 1
+        bank.loaded = {**bank.loaded, name: Loaded(name, place, bank.count)}
+        return bank.loaded[name]
 
     def unload(self, name: str) -> None:
         """Unloads an adapter. Requests that use it finish with it; new ones are refused.
@@ -211,17 +273,27 @@ class Adapters:
             NoAdapter: there is none of this name.
         """
         self.get(name)
-        self.loaded = {other: one for other, one in self.loaded.items() if other != name}
+        self._bank.loaded = {other: one for other, one in self.loaded.items() if other != name}
 
     def compile(self) -> None:
-        """Compiles the program that loads an adapter: into the first free place, which is zeros."""
+        """Compiles the programs that load an adapter: into the first free place, which is zeros."""
         if free := self._free():
-            self.arrays = _placed(self.arrays, self.packed({}), np.int32(free[0]))
+            self._write(self.packed({}), free[0])
+
+    def _write(self, factors: Factors, place: int) -> None:
+        # An array at a time: the old ones are not donated, because another thread may be compiling a pass that reads them
+        # (`infer.prompts`), and two copies of one array need less memory than two of all.
+        arrays, mesh = self._bank.arrays, mesh_of(self._bank.arrays)
+        with nullcontext() if mesh is None else scope(mesh):
+            for address, factor in self._bank.factors.items():
+                whole, axis = arrays[address], factor.stacked + factor.place
+                on = None if mesh is None else whole.sharding
+                arrays[address] = _placed(whole, factors[address], np.int32(place), axis, on)
 
     def _free(self, besides: Loaded | None = None) -> list[int]:
         """The places that no adapter and no sequence has. besides: an adapter that gives up its own."""
         taken = {one.place for one in self.loaded.values() if one is not besides}
-        taken |= {place for place, users in self._users.items() if users}
+        taken |= {place for place, users in self._bank.users.items() if users}
         return [place for place in range(self.settings.adapters) if place not in taken]
 
     # ---------------------------------------------------------------- sequences
@@ -239,12 +311,12 @@ class Adapters:
     def use(self, one: Loaded | None) -> None:
         """A sequence with this adapter begins to wait."""
         if one is not None:
-            self._users[one.place] += 1
+            self._bank.users[one.place] += 1
 
     def leave(self, one: Loaded | None) -> None:
         """It has ended."""
         if one is not None:
-            self._users[one.place] -= 1
+            self._bank.users[one.place] -= 1
 
     def assign(self, slot: int, one: Loaded | None) -> None:
         """A slot has a new owner, with this adapter."""
@@ -256,13 +328,8 @@ class Adapters:
         return f"{'' if one is None else one.number}:{salt}"
 
 
-@partial(jax.jit, donate_argnums=0)
-def _placed(arrays: Leaves, new: Leaves, place: Array) -> Leaves:
-    """The bank with the factors of one place replaced."""
-
-    def put(whole: Array, part: Array) -> Array:
-        axis = next((i for i, (n, one) in enumerate(zip(whole.shape, part.shape)) if n != one), 0)
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, place, axis)
-
-    return {address: put(whole, new[address]) for address, whole in arrays.items()}
-
+@partial(jax.jit, static_argnums=(3, 4))
+def _placed(whole: Array, part: Array, place: Array, axis: int, on: Any) -> Array:
+    """An array of the bank with one place along an axis replaced, split over devices as before (on; None: one device)."""
+    out = jax.lax.dynamic_update_slice_in_dim(whole, part, place, axis)
+    return out if on is None else jax.lax.with_sharding_constraint(out, on)

@@ -1,7 +1,7 @@
 """Answers to prompts: text over the engine, which knows token ids only."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -68,15 +68,18 @@ class Answers:
         top: int = 0,
         structured: Mapping[str, Any] | Grammar | None = None,
         repetition: Repetition | None = None,
+        adapter: str | None = None,
         **sampling: Any,
     ):
         words_of(seed)
+        if adapter is not None:
+            lm.adapter(adapter)
         self.lm = lm
         ids = _encoded(lm, prompts, max_tokens, "generate")
         how, ends = _sampling(lm, sampling), _ends(lm, stop_tokens, ignore_eos)
         grammar = lm.grammar(structured) if isinstance(structured, Mapping) else structured
         self.requests = [
-            Request(one, max_tokens, how, ends, seed, row, top, grammar=grammar, repetition=repetition)
+            Request(one, max_tokens, how, ends, seed, row, top, grammar=grammar, adapter=adapter, repetition=repetition)
             for row, one in enumerate(ids)
         ]
         self.completions = [Completion("", [], None, len(one), []) for one in ids]
@@ -91,7 +94,7 @@ class Answers:
         self._pieces.close()
 
     def _run(self) -> Generator[Piece, None, None]:
-        context = self.lm.config.context
+        context = self.lm.longest
         lengths = [min(len(request.tokens) + request.most, context) for request in self.requests]
         engine = self.lm.engine(lengths)
         rows: dict[int, int] = {}
@@ -154,14 +157,18 @@ def beam_search(
     length_penalty: float,
     stop_tokens: Sequence[int],
     ignore_eos: bool,
+    adapter: str | None,
 ) -> list[list[Completion]]:
     """As `LM.beam_search`."""
-    rows, ends, context = _encoded(lm, prompts, max_tokens, "beam_search"), _ends(lm, stop_tokens, ignore_eos), lm.config.context
+    if adapter is not None:
+        lm.adapter(adapter)
+    rows, ends, context = _encoded(lm, prompts, max_tokens, "beam_search"), _ends(lm, stop_tokens, ignore_eos), lm.longest
     searches = [Beams(ids, beam_width, min(max_tokens, context - len(ids)), ends, length_penalty) for ids in rows]
     engine = lm.engine([min(len(ids) + max_tokens, context) for ids in rows for _ in range(beam_width)])
     try:
         while running := [one for one in searches if one.open]:
-            answers = iter(engine.generate([request for one in running for request in one.requests()]))
+            wanted = [replace(request, adapter=adapter) for one in running for request in one.requests()]
+            answers = iter(engine.generate(wanted))
             for one in running:
                 one.take([next(answers) for _ in one.open])
     except BaseException:
@@ -188,8 +195,9 @@ def _encoded(lm: Any, prompts: Sequence[Prompt], max_tokens: int, method: str) -
         if not one:
             raise BadInput("an empty prompt, and the model has no beginning-of-sequence token", hint="give some text")
         lm.check_ids(one, len(one))
-    if max(map(len, ids)) >= lm.config.context:
-        raise BadInput(f"the prompt fills the model's context of {lm.config.context} tokens", hint="shorten it")
+    if max(map(len, ids)) >= lm.longest:
+        whose = "the model's" if lm.longest == lm.config.context else "the engine's"
+        raise BadInput(f"the prompt fills {whose} context of {lm.longest} tokens", hint="shorten it")
     return ids
 
 

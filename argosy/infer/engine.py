@@ -67,20 +67,28 @@ class Engine:
         keeps: whether weights stay prepared while nothing runs. Not if they are trained meanwhile: views of them would make a
             training step copy what it should reuse.
         draft: the module of the draft model, if the settings ask for one.
+        adapters: those of another engine over this model (`Adapters.beside`), to share them; None: its own, if the settings ask for any.
 
     Raises:
         BadInput: the cache has no room for one sequence of `context` tokens, or the model and its draft model do not fit.
     """
 
     def __init__(
-        self, model: Any, settings: EngineSettings | None = None, *, say: Say | None = None, keeps: bool = False, draft: Any = None
+        self,
+        model: Any,
+        settings: EngineSettings | None = None,
+        *,
+        say: Say | None = None,
+        keeps: bool = False,
+        draft: Any = None,
+        adapters: Adapters | None = None,
     ):
         self.model, self.settings, self.say, self.keeps = model, settings or EngineSettings(), say, keeps
         self.variables = {address: variable(model, address) for address in split(model)[1]}
         weights, speculative = self.weights(), self.settings.speculative
         self.mesh = mesh_of(weights)
         lora = self.settings.lora
-        self.adapters = Adapters(lora, model, self.settings.slots) if lora.enabled else None
+        self.adapters = adapters or (Adapters(lora, model, self.settings.slots) if lora.enabled else None)
         with self._on_mesh():
             how = {"hidden": isinstance(speculative, MTP), "whole": self.settings.steps > 1}
             self.forward = forward_of(model, weights, self.adapters, **how)

@@ -6,21 +6,21 @@ at once, and replaced ones are not kept in memory.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flax import nnx
 
+from argosy.checkpoint.peft import Adapter, read_adapter
+from argosy.core.errors import BadInput
 from argosy.core.progress import Say
+from argosy.infer.adapters import Adapters, NoAdapter
 from argosy.infer.engine import Engine
-from argosy.infer.memory import mesh_of, needs_of, room_for_cache
+from argosy.infer.memory import Extent, Needs, mesh_of, needs_of, room_for_cache
 from argosy.infer.sequences import Sequences
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.weight import variables
-
-PAGE = 16
-# The most sequences that run at a time.
-SLOTS = 32
 
 
 class Room(NamedTuple):
@@ -30,54 +30,120 @@ class Room(NamedTuple):
     context: int = 512
     pages: int = 0
 
-    def grown(self, lengths: Sequence[int], most: int) -> "Room":
+    def grown(self, lengths: Sequence[int], most: int, settings: EngineSettings) -> "Room":
         """Room for sequences of these lengths too, in sizes that grow by large steps, because each is compiled.
 
         Args:
-            most: the model's context.
+            most: the longest sequence that there may be.
         """
         slots, context = self.slots, min(self.context, most)
-        while slots < min(len(lengths), SLOTS):
-            slots = min(slots * 8, SLOTS)
+        while slots < min(len(lengths), settings.slots):
+            slots = min(slots * 8, settings.slots)
         while context < max(lengths):
             context = min(context * 4, most)
-        needed = sum(sorted((-(-length // PAGE) for length in lengths), reverse=True)[:slots])
-        pages = max(self.pages, -(-context // PAGE))
+        if settings.pages is not None:
+            return Room(slots, context, settings.pages)
+        needed = sum(sorted((-(-length // settings.page) for length in lengths), reverse=True)[:slots])
+        pages = max(self.pages, -(-context // settings.page))
         while pages < needed:
             pages *= 2
         return Room(slots, context, pages)
 
 
+class Parts(NamedTuple):
+    """What an engine is made of. draft: the module of the draft model, if the settings ask for one."""
+
+    module: Any
+    settings: EngineSettings = EngineSettings()
+    draft: Any = None
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence in tokens, prompt and answer."""
+        context = self.module.config.context
+        return min(self.settings.context or context, context)
+
+
 class Held:
-    """Holds what was made from a module in its current state."""
+    """Holds what was made from a module in its current state, and the adapters that were loaded, which outlive that state."""
 
     def __init__(self) -> None:
         self._found: list[Any] = []
         self._sequences: Sequences | None = None
+        self._adapted: Sequences | None = None
         self._engine: Engine | None = None
         self._room = Room()
+        self._loaded: dict[str, Mapping[str, Adapter]] = {}
 
-    def sequences(self, module: Any, say: Say | None = None) -> Sequences:
+    def sequences(self, parts: Parts, say: Say | None = None) -> Sequences:
         """The forward pass over whole sequences."""
-        self._look(module)
+        self._look(parts)
         if self._sequences is None:
-            self._sequences = Sequences(module)
+            self._sequences = Sequences(parts.module)
         self._sequences.say = say
         return self._sequences
 
-    def engine(self, module: Any, lengths: Sequence[int], say: Say | None = None) -> Engine:
+    # ---------------------------------------------------------------- adapters
+
+    def adapted(self, parts: Parts, say: Say | None = None) -> tuple[Sequences, Adapters]:
+        """The forward pass over whole sequences under adapters, and these.
+
+        Raises:
+            NoAdapter: the settings have no room for any. BadInput: an adapter that was loaded does not fit the module as it is now.
+        """
+        if not parts.settings.lora.enabled:
+            raise NoAdapter("there is no room for adapters", hint='argosy.load(MODEL, engine={"lora": {"enabled": True}})')
+        self._look(parts)
+        if self._adapted is None:
+            adapters = Adapters(parts.settings.lora, parts.module, 1)
+            adapted = Sequences(parts.module, adapters=adapters, whole=parts.settings.steps > 1)
+            for name, factors in self._loaded.items():
+                adapters.put(name, adapters.packed(factors))
+            self._adapted = adapted
+        self._adapted.say = say
+        assert self._adapted.adapters is not None
+        return self._adapted, self._adapted.adapters
+
+    @property
+    def loaded(self) -> Mapping[str, Mapping[str, Adapter]]:
+        """What was loaded, by name."""
+        return self._loaded
+
+    def load_adapter(self, parts: Parts, name: str, folder: str | Path, *, replace: bool) -> None:
+        """As `Engine.load_adapter`. What the folder holds is kept in memory, to be loaded again after surgery."""
+        _, adapters = self.adapted(parts)
+        factors = read_adapter(folder, parts.module.config)
+        adapters.put(name, adapters.packed(factors), replace=replace)
+        self._loaded[name] = factors
+
+    def unload_adapter(self, parts: Parts, name: str) -> None:
+        """As `Engine.unload_adapter`."""
+        self.adapted(parts)[1].unload(name)
+        del self._loaded[name]
+
+    # ---------------------------------------------------------------- the engine
+
+    def engine(self, parts: Parts, lengths: Sequence[int], say: Say | None = None) -> Engine:
         """An engine with room for sequences of these lengths, many of them one after the other. Requests that run in a smaller one
-        end there; another takes its place at once only where a sequence would not fit."""
-        self._look(module)
-        room = self._room.grown(lengths, module.config.context)
+        end there; another takes its place at once only where a sequence would not fit. Of the settings, slots and context are the
+        most that it grows to, and pages what it has.
+
+        Raises:
+            BadInput: as `Engine`.
+        """
+        self._look(parts)
+        module, settings, draft = parts
+        if settings.pages is not None and settings.pages * settings.page < parts.longest:
+            what = f"a cache of {settings.pages} pages of {settings.page} tokens holds no sequence of {parts.longest}"
+            raise BadInput(what, hint="more `engine.pages`, or a shorter `engine.context`")
+        room = self._room.grown(lengths, parts.longest, settings)
         fits = max(lengths) <= self._room.context
         if self._engine is None or (room != self._room and not (fits and self._engine.has_requests)):
             self._engine = None  # its cache is free before the next one is allocated
-            weights = {address: v.get_value() for address, v in variables(module).items()}
-            settings = EngineSettings(slots=room.slots, page=PAGE, context=room.context)
-            needs = needs_of(module.layers.holds(), settings, module.dtype, room.context)
-            pages = min(room.pages, needs.fitting(room.slots, room_for_cache(weights), mesh_of(weights)).pages)
-            self._engine, self._room = Engine(module, settings.model_copy(update={"pages": pages})), room
+            pages = settings.pages or min(room.pages, _pages_for(parts, room))
+            how = settings.model_copy(update={"slots": room.slots, "pages": pages, "context": room.context})
+            shared = self.adapted(parts)[1].beside(room.slots) if settings.lora.enabled else None
+            self._engine, self._room = Engine(module, how, draft=draft, adapters=shared), room
         self._engine.say = say
         return self._engine
 
@@ -85,11 +151,22 @@ class Held:
         """Frees the cache."""
         self._engine, self._room = None, Room()
 
-    def _look(self, module: Any) -> None:
-        found = identities(module)
+    def _look(self, parts: Parts) -> None:
+        found = [parts.settings, parts.draft, *identities(parts.module)]
         if len(found) != len(self._found) or not all(map(operator.is_, found, self._found)):
-            self._found, self._sequences = found, None
+            self._found, self._sequences, self._adapted = found, None, None
             self.forget()
+
+
+def _pages_for(parts: Parts, room: Room) -> int:
+    """The number of pages that there is memory for."""
+    module, settings, draft = parts
+    weights = {address: v.get_value() for address, v in variables(module).items()}
+    mesh, besides = mesh_of(weights), 0
+    if draft is not None:
+        besides = Needs(draft.layers.holds(), settings.page, draft.dtype, room.context, {}).bytes(mesh, Extent(1, {}))
+    needs = needs_of(module.layers.holds(), settings, module.dtype, room.context)
+    return needs.fitting(room.slots, room_for_cache(weights), mesh, besides).pages
 
 
 def identities(module: Any) -> list[Any]:

@@ -12,16 +12,20 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
+from argosy.infer.adapters import Loaded
 from argosy.infer.answers import Answers, Completion, Prompt, beam_search, check_prompts, ids_of
 from argosy.infer.engine import Engine
 from argosy.infer.grammar import Grammar, Grammars, structure_of
-from argosy.infer.held import Held
+from argosy.infer.held import Held, Parts
 from argosy.infer.repetition import Repetition
 from argosy.infer.sample import Seed
 from argosy.infer.sequences import BATCH, Sequences, batches
+from argosy.infer.settings import EngineSettings
 
 # A server compiles grammars in several threads.
 _MAKING = threading.Lock()
+# Text by which two tokenizers are told apart.
+SAMPLE = "Speculation: 1 of 2 models drafts, né?"
 
 
 @dataclass
@@ -31,6 +35,8 @@ class LM:
     generation: its generation_config.json. hub: the config.json it came with. companions: the folder of its small files.
     dtypes: the type of each stored tensor, by per-layer name. merged: the adapters that `merge(keep=True)` removed.
     say: called with the current operation, such as `compiling for 512 tokens`, if it takes longer than a second; None: silent.
+    engine_settings: of the engine under `generate`, `stream`, `chat` and `beam_search`. Its cache grows with what is asked: `slots`
+    and `context` are the most that it grows to. draft: the draft model, if they ask for one.
     """
 
     config: Any
@@ -42,8 +48,14 @@ class LM:
     dtypes: Mapping[str, Any] = field(default_factory=dict, repr=False)
     merged: Mapping[str, Any] = field(default_factory=dict, repr=False)
     say: Say | None = field(default=None, repr=False, compare=False)
+    engine_settings: EngineSettings = field(default=EngineSettings(), repr=False)
+    draft: "LM | None" = field(default=None, repr=False)
     _grammars: Grammars | None = field(default=None, init=False, repr=False, compare=False)
     _held: Held = field(default_factory=Held, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.draft is not None:
+            check_draft(self, self.draft)
 
     def __repr__(self) -> str:
         words = "no tokenizer" if self.tokenizer is None else f"{self.tokenizer.vocab:,} tokens"
@@ -65,7 +77,7 @@ class LM:
         self.check_ids(ids.ravel(), ids.shape[1])
         return self.sequences().logits(ids)
 
-    def score(self, texts: Sequence[Prompt], *, batch: int = BATCH) -> list[np.ndarray]:
+    def score(self, texts: Sequence[Prompt], *, batch: int = BATCH, adapter: str | None = None) -> list[np.ndarray]:
         """The log-probability of each token of these texts, given the tokens before it; float32, natural logarithm.
 
         A text of n ids has n - 1 of them, because nothing is before the first. `encode` gives the ids: where the tokenizer adds a
@@ -73,20 +85,22 @@ class LM:
 
         Args:
             batch: tokens of one forward pass, padding included. Texts of similar length share one.
+            adapter: the name of a loaded adapter; None: the model alone.
 
         Raises:
-            BadInput: text without a tokenizer, ids outside the vocabulary, more tokens than the context, an encoder.
+            BadInput: text without a tokenizer, ids outside the vocabulary, more tokens than the context, an encoder, no such adapter.
         """
         self.check_predicts()
         check_prompts(texts, "score")
+        under = None if adapter is None else self.adapter(adapter)
         rows = [np.asarray(self.encode(text)) for text in texts]
         for ids in rows:
             self.check_ids(ids, len(ids))
         found = [np.zeros(0, np.float32)] * len(rows)
         some = [i for i, ids in enumerate(rows) if len(ids) > 1]
-        sequences = self.sequences()
+        sequences = self.sequences() if under is None else self._held.adapted(self._parts, self.say)[0]
         for places in batches([len(rows[i]) - 1 for i in some], batch, self.config.context):
-            scores = sequences.scores([rows[some[i]] for i in places])
+            scores = sequences.scores([rows[some[i]] for i in places], under)
             for i, one in zip(places, scores, strict=True):
                 found[some[i]] = one.logprobs
         return found
@@ -105,6 +119,7 @@ class LM:
         top: int = 0,
         structured: Mapping[str, Any] | Grammar | None = None,
         repetition: Repetition | None = None,
+        adapter: str | None = None,
         **sampling: Any,
     ) -> list[Completion]:
         """Continues each prompt: text, or token ids, which are used as they are.
@@ -122,6 +137,7 @@ class LM:
                 {"choice": [...]}, {"grammar": Lark or GBNF} or {"json_object": True}; a schema may be a pydantic class. See
                 `infer.grammar.structure_of`. An answer that `max_tokens` cuts short is a beginning of what matches.
             repetition: ends answers that repeat themselves, such as `argosy.infer.repetition.Repetition(longest=20, count=4)`.
+            adapter: the name of a loaded adapter (`load_adapter`); None: the model alone.
             sampling: the settings of `infer.sample.Sampling`: temperature, top_k, top_p, min_p, penalties, logit_bias and so on.
                 `bad_words` may be texts too.
 
@@ -129,12 +145,13 @@ class LM:
 
         Raises:
             BadInput: text without a tokenizer, ids outside the vocabulary, a prompt that leaves no room in the context, a seed of
-                more than 64 bits, an encoder, a schema or grammar that is wrong or not supported.
+                more than 64 bits, an encoder, a schema or grammar that is wrong or not supported, no such adapter.
         """
         if isinstance(prompts, str):
             raise BadInput("generate takes a list of prompts, not one text", hint="generate([text])")
-        ends: Any = {"stop": stop, "stop_tokens": stop_tokens, "ignore_eos": ignore_eos}
-        answers = self.pieces(prompts, max_tokens, **ends, seed=seed, top=top, structured=structured, repetition=repetition, **sampling)
+        ends: Any = {"stop": stop, "stop_tokens": stop_tokens, "ignore_eos": ignore_eos, "repetition": repetition}
+        more: Any = {"structured": structured, "adapter": adapter, **sampling}
+        answers = self.pieces(prompts, max_tokens, **ends, seed=seed, top=top, **more)
         for _ in answers:
             pass
         return answers.completions
@@ -158,6 +175,7 @@ class LM:
         length_penalty: float = 1.0,
         stop_tokens: Sequence[int] = (),
         ignore_eos: bool = False,
+        adapter: str | None = None,
     ) -> list[list[Completion]]:
         """The `beam_width` continuations of each prompt with the highest scores, best first (`infer.beam`).
 
@@ -165,12 +183,12 @@ class LM:
             max_tokens: the most tokens of each answer.
             beam_width: number of beams, 1 to 10.
             length_penalty: scores are log-probabilities divided by the number of tokens to this power; above 0 it favors long answers.
-            stop_tokens, ignore_eos: as in `generate`.
+            stop_tokens, ignore_eos, adapter: as in `generate`.
 
         Raises:
             BadInput: as `generate`, or a width out of range.
         """
-        return beam_search(self, prompts, max_tokens, beam_width, length_penalty, stop_tokens, ignore_eos)
+        return beam_search(self, prompts, max_tokens, beam_width, length_penalty, stop_tokens, ignore_eos, adapter)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256, **how: Any) -> Completion:
         """The answer to a conversation, rendered with the model's chat template.
@@ -238,6 +256,44 @@ class LM:
 
         return embed(self, texts, normalize, **how)
 
+    # ---------------------------------------------------------------- adapters
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that are loaded."""
+        return list(self._held.loaded)
+
+    def load_adapter(self, name: str, folder: str | Path, *, replace: bool = False) -> None:
+        """Loads a PEFT folder as an adapter that `generate`, `stream`, `chat`, `score` and `beam_search` may name. The model's weights
+        stay as they are, and answers under different adapters, or none, may run at the same time. `argosy.load` decides how many are
+        loaded at a time, and their highest rank: `engine={"lora": {"enabled": True, "adapters": 2, "rank": 16}}`.
+
+        Args:
+            replace: another adapter of this name makes room.
+
+        Raises:
+            BadInput: there is no room for adapters, it does not fit the model or that room, or the name is taken; nothing is changed.
+            Unsupported: it changes the model in another way too (DoRA, biases).
+        """
+        self.check_predicts()
+        self._held.load_adapter(self._parts, name, folder, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unloads an adapter. Answers that run finish with it.
+
+        Raises:
+            BadInput: none of this name is loaded.
+        """
+        self._held.unload_adapter(self._parts, name)
+
+    def adapter(self, name: str) -> Loaded:
+        """The loaded adapter of this name.
+
+        Raises:
+            BadInput: there is none.
+        """
+        return self._held.adapted(self._parts)[1].get(name)
+
     # ---------------------------------------------------------------- files
 
     def merge(self, *, keep: bool = False) -> list[str]:
@@ -279,11 +335,20 @@ class LM:
 
     def sequences(self) -> Sequences:
         """The forward pass of the model in its current state, including surgery and changed weights."""
-        return self._held.sequences(self.module, self.say)
+        return self._held.sequences(self._parts, self.say)
 
     def engine(self, lengths: Sequence[int]) -> Engine:
         """The engine, with room for sequences of these lengths."""
-        return self._held.engine(self.module, lengths, self.say)
+        return self._held.engine(self._parts, lengths, self.say)
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that `generate` makes, in tokens, prompt and answer."""
+        return self._parts.longest
+
+    @property
+    def _parts(self) -> Parts:
+        return Parts(self.module, self.engine_settings, None if self.draft is None else self.draft.module)
 
     def forget(self) -> None:
         """Frees the cache of earlier answers."""
@@ -348,3 +413,14 @@ class LM:
             raise BadInput(f"token id {wrong} is outside the model's vocabulary of {self.config.vocab}")
         if length > self.config.context:
             raise BadInput(f"{length} tokens are more than the model's context of {self.config.context}")
+
+
+def check_draft(lm: LM, draft: LM) -> None:
+    """Checks that a draft model has the tokenizer of the model.
+
+    Raises:
+        BadInput: it has another one.
+    """
+    tokenizers = [one.tokenizer for one in (lm, draft) if one.tokenizer is not None]
+    if len({tuple(tokenizer.encode(SAMPLE)) for tokenizer in tokenizers}) > 1:
+        raise BadInput("the draft model has another tokenizer", hint="two models of one tokenizer")

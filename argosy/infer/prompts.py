@@ -3,6 +3,8 @@
 A pass cannot be interrupted, so its length bounds how long running answers wait: `PASS` tokens. Short prompts of one length share a
 pass, without the engine's cache. A longer prompt takes several passes, with a cache of its own, and other work is done between them.
 Each length costs a program (`sequences.bucket`), and a second one for full batches; `compile` makes them in any thread.
+
+With an engine's adapters, every pass computes room for them and all its prompts have the same one, or none, which compiles nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,11 +18,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from argosy.core.progress import Say
+from argosy.infer.adapters import Adapters, Loaded
 from argosy.infer.sample import likeliest
 from argosy.infer.sampler import MOST_TOP
 from argosy.infer.sequences import Sequences, bucket, over_chunks
 from argosy.models.parts.attend import Contiguous
-from argosy.models.parts.cache import Caches, Specs, contiguous, laid_out
+from argosy.models.parts.cache import Caches, contiguous, laid_out
 from argosy.parallel.scope import on_several_devices
 
 # Tokens of one pass, padding included. SmolLM2 135M takes half a second for them on two CPU cores.
@@ -47,11 +50,12 @@ class Prompts:
     Args:
         longest: the longest prompt in tokens.
         say: called with what is being compiled, if that takes longer than a second.
+        adapters: those of the engine.
     """
 
-    def __init__(self, model: Any, longest: int, say: Say | None = None):
-        self.sequences, self.longest = Sequences(model, say), longest
-        self._specs: Specs = model.layers.holds()
+    def __init__(self, model: Any, longest: int, say: Say | None = None, adapters: Adapters | None = None):
+        self.sequences, self.longest = Sequences(model, say, adapters), longest
+        self._specs = self.sequences.specs
         self.compilations = 0
         self._compiled: set[tuple[int, int]] = set()
         self._lock = Lock()
@@ -105,25 +109,35 @@ class Prompts:
         with self.sequences.on_mesh():
             return jax.jit(lambda: laid_out(self._specs, empty()))() if on_several_devices() else empty()
 
-    def batch(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """The places of the prompts that the next pass scores: the first alone, or with others of its length if they fill more than
-        half of a batch."""
+    def batch(self, prompts: Sequence[Sequence[int]], under: Sequence[Loaded | None] | None = None) -> list[int]:
+        """The places of the prompts that the next pass scores: the first alone, or with others of its length and adapter if they fill
+        more than half of a batch.
+
+        Args:
+            under: the adapter of each prompt; None: none has one.
+        """
+        adapters = [None] * len(prompts) if under is None else under
         length = self._padded(len(prompts[0]) - 1)
         rows = self._rows(length)
-        places = [i for i, ids in enumerate(prompts) if self._padded(len(ids) - 1) == length][:rows]
+        alike = [self._padded(len(ids) - 1) == length and one == adapters[0] for ids, one in zip(prompts, adapters, strict=True)]
+        places = [i for i, same in enumerate(alike) if same][:rows]
         return places if len(places) > rows // 2 and (rows, length) in self._compiled else [0]
 
-    def score(self, prompts: Sequence[Sequence[int]]) -> list[PromptScores] | None:
+    def score(self, prompts: Sequence[Sequence[int]], adapter: Loaded | None = None) -> list[PromptScores] | None:
         """One pass over a batch; None if its one prompt needs another pass: then call this again with it. Compiles nothing that
-        `compile` has made. Of a long prompt the passes are remembered until another long one is begun."""
+        `compile` has made. Of a long prompt the passes are remembered until another long one is begun.
+
+        Args:
+            adapter: of all of these prompts. It keeps its place until they are scored (`Adapters.use`).
+        """
         length = self._padded(max(len(ids) for ids in prompts) - 1)
         rows = 1 if len(prompts) == 1 else self._rows(length)
         if (rows, length) not in self._compiled:
             self.compile({(rows, length)})
         if length > PASS:
-            found = self._one_more_pass(prompts[0], length)
+            found = self._one_more_pass(prompts[0], length, adapter)
             return None if found is None else [found]
-        return self._scored([*prompts, *[[]] * (rows - len(prompts))])[: len(prompts)]
+        return self._scored([*prompts, *[[]] * (rows - len(prompts))], adapter)[: len(prompts)]
 
     def forget(self, prompts: Iterable[Sequence[int]] | None = None) -> None:
         """Frees the cache of a prompt that nobody waits for any more. None: of any, because the weights have changed; it is scored
@@ -131,7 +145,7 @@ class Prompts:
         if self._long is not None and (prompts is None or any(ids is self._long.ids for ids in prompts)):
             self._long = None
 
-    def _one_more_pass(self, ids: Sequence[int], length: int) -> PromptScores | None:
+    def _one_more_pass(self, ids: Sequence[int], length: int, adapter: Loaded | None) -> PromptScores | None:
         if self._long is None or self._long.ids is not ids:
             self._long = None  # its cache is free before the next one is allocated
             self._long = _Long(ids, self._empty(length))
@@ -142,7 +156,7 @@ class Prompts:
         tokens[0, :count], following[0, :count], live[0, :count] = ids[at : at + count], ids[at + 1 : at + count + 1], True
         places = np.arange(at, at + PASS, dtype=np.int32)[None]
         attend = Contiguous(jnp.asarray(places), jnp.asarray(live))
-        found, long.caches = sequences.advance("prompts", _scored, tokens, attend, long.caches, following)
+        found, long.caches = sequences.advance("prompts", _scored, tokens, attend, long.caches, following, adapter=adapter)
         long.found.append([np.asarray(a)[0, :count] for a in found])
         if at + count < len(ids) - 1:
             return None
@@ -158,14 +172,14 @@ class Prompts:
         """Prompts of this length that share a pass: a power of two."""
         return 1 << max(PASS // length, 1).bit_length() - 1
 
-    def _scored(self, rows: Sequence[Sequence[int]]) -> list[PromptScores]:
+    def _scored(self, rows: Sequence[Sequence[int]], adapter: Loaded | None = None) -> list[PromptScores]:
         sequences = self.sequences
         length = self._padded(max(map(len, rows)) - 1)
         tokens, segments, following = (np.zeros((len(rows), length), np.int32) for _ in range(3))
         for i, row in enumerate(rows):
             count = max(len(row) - 1, 0)
             tokens[i, :count], segments[i, :count], following[i, :count] = row[:count], 1, row[1:]
-        found = sequences.run("prompts", _scored, tokens, segments, following)
+        found = sequences.run("prompts", _scored, tokens, segments, following, adapter=adapter)
         arrays = [np.asarray(a) for a in found]
         return [PromptScores(*(a[i, : max(len(row) - 1, 0)] for a in arrays)) for i, row in enumerate(rows)]
 

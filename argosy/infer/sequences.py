@@ -1,4 +1,5 @@
-"""The forward pass over whole sequences: logits, and the log-probability of each token.
+"""The forward pass over whole sequences: logits, and the log-probability of each token; alone, or under one of the adapters of an
+engine (`infer.adapters`), which is data: no adapter compiles a program of its own.
 
 Sequences of similar length share a forward pass (`batches`). Lengths and numbers of sequences are padded to a few sizes, because
 each pair of them is a program that takes seconds to compile.
@@ -6,7 +7,7 @@ each pair of them is a program that takes seconds to compile.
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,14 @@ from argosy.core.progress import Say, telling
 from argosy.infer.layers import Tail, pass_of
 from argosy.infer.memory import mesh_of
 from argosy.infer.sample import of_tokens
+from argosy.infer.views import Views, viewable
 from argosy.models.parts.attend import Attend, Packed
-from argosy.models.parts.cache import Caches
+from argosy.models.parts.cache import Caches, Specs
 from argosy.models.parts.weight import Leaves, split, variable
 from argosy.parallel.scope import scope
+
+if TYPE_CHECKING:
+    from argosy.infer.adapters import Adapters, Loaded
 
 # The shortest length that programs are compiled for, in tokens.
 SHORTEST = 32
@@ -70,19 +75,44 @@ class Sequences:
     Args:
         model: a module, which is split here: 15 ms for 270 weights. `infer.held.Held` reuses this object while nothing changes.
         say: called with what is being compiled, if that takes longer than a second.
+        adapters: those that `run` and `advance` may name.
+        whole: whether the engine that they are for runs the model as one program, on CPUs too; if it is made after this.
+
+    specs: of the caches that `advance` takes.
     """
 
-    def __init__(self, model: Any, say: Say | None = None):
-        self.say, self.dtype, self.context = say, model.dtype, model.config.context
+    def __init__(self, model: Any, say: Say | None = None, adapters: "Adapters | None" = None, *, whole: bool = False):
+        self.say, self.dtype, self.context, self.adapters = say, model.dtype, model.config.context, adapters
         self.graph, weights = split(model)
         self.variables = {address: variable(model, address) for address in weights}
-        self._mesh = mesh_of(weights)
+        self._mesh, self._views = mesh_of(weights), None
+        if adapters is not None:
+            # In the layout of the engine's forward pass (`infer.forward`), whose factors these are.
+            if adapters.base:
+                apart = set(adapters.base.values()) != set(weights)
+            else:
+                apart = viewable(weights) and model.layers.run.stacked and not whole
+            self._views = Views(model) if apart else None
+            model = adapters.on(model if self._views is None else self._views.model)
+        self.specs: Specs = model.layers.holds()
         self._pass = pass_of(model, weights)
         self._sizes: set[tuple[Any, ...]] = set()
 
     def weights(self) -> Leaves:
         """The current weights."""
         return {address: v.get_value() for address, v in self.variables.items()}
+
+    def _given(self, adapter: "Loaded | None", shape: tuple[int, ...]) -> Leaves:
+        """The weights of a pass over tokens of this shape, with the factors of the adapters and the places of its tokens."""
+        weights = self.weights()
+        if self.adapters is None:
+            if adapter is not None:
+                raise ValueError(f"these sequences have no adapters, `{adapter.name}` neither")
+            return weights
+        if self._views is not None:
+            weights = self._views.of(weights)
+        own = {address: weights[base] for address, base in self.adapters.base.items()}
+        return own | self.adapters.arrays | self.adapters.leaves_of_pass(adapter, *shape)
 
     def on_mesh(self) -> Any:
         """The scope of programs over several devices."""
@@ -98,14 +128,14 @@ class Sequences:
         """Logits at every token, causal."""
         return np.asarray(self.run("logits", _logits, *self.padded(ids)))[:, : ids.shape[1]]
 
-    def scores(self, rows: Sequence[Sequence[int] | np.ndarray]) -> list[Scores]:
+    def scores(self, rows: Sequence[Sequence[int] | np.ndarray], adapter: "Loaded | None" = None) -> list[Scores]:
         """The log-probability of each token of these sequences given those before it, in one forward pass. A sequence may have one
         token more than the context, because nothing follows the last."""
         tokens, segments = self._batch([row[:-1] for row in rows])
         following = np.zeros_like(tokens)
         for i, row in enumerate(rows):
             following[i, : len(row) - 1] = row[1:]
-        found = self.run("scores", _scores, tokens, segments, following)
+        found = self.run("scores", _scores, tokens, segments, following, adapter=adapter)
         logprobs, greedy = map(np.asarray, found)
         return [Scores(logprobs[i, : len(row) - 1], greedy[i, : len(row) - 1]) for i, row in enumerate(rows)]
 
@@ -130,20 +160,35 @@ class Sequences:
             tokens[i, : len(row)], segments[i, : len(row)] = row, 1
         return tokens, segments
 
-    def run(self, what: str, tail: Tail, tokens: np.ndarray, segments: np.ndarray, *more: np.ndarray) -> Any:
-        """What a tail makes of the hidden states of sequences, with the current weights."""
-        return self.advance(what, tail, tokens, Packed(jnp.asarray(segments)), None, *more)[0]
+    def run(
+        self,
+        what: str,
+        tail: Tail,
+        tokens: np.ndarray,
+        segments: np.ndarray,
+        *more: np.ndarray,
+        adapter: "Loaded | None" = None,
+    ) -> Any:
+        """What a tail makes of the hidden states of sequences, with the current weights; all of them under this adapter."""
+        return self.advance(what, tail, tokens, Packed(jnp.asarray(segments)), None, *more, adapter=adapter)[0]
 
     def advance(
-        self, what: str, tail: Tail, tokens: np.ndarray, attend: Attend, caches: Caches | None, *more: np.ndarray
+        self,
+        what: str,
+        tail: Tail,
+        tokens: np.ndarray,
+        attend: Attend,
+        caches: Caches | None,
+        *more: np.ndarray,
+        adapter: "Loaded | None" = None,
     ) -> tuple[Any, Any]:
-        """As `Pass`, with the current weights; says so if it compiles."""
+        """As `Pass`, with the current weights and under this adapter; says so if it compiles."""
         size = (what, tokens.shape, *(a.shape for a in [*jax.tree.leaves(caches), *more]))
         told = nullcontext()
         if size not in self._sizes:
             told = telling(self.say, f"compiling {what} of {tokens.shape[0]} x {tokens.shape[1]} tokens")
         with told, self.on_mesh():
-            out = self._pass(self.weights(), tail, tokens, attend, caches, *more)
+            out = self._pass(self._given(adapter, tokens.shape), tail, tokens, attend, caches, *more)
         self._sizes.add(size)
         return out
 

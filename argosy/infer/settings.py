@@ -1,6 +1,6 @@
 """Settings of the engine. No jax here."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -70,8 +70,8 @@ class LoraSettings(Settings):
         return self
 
 
-class EngineSettings(Settings):
-    """Settings of the engine: memory, and how prefill and decoding share a step."""
+class PlainEngineSettings(Settings):
+    """Settings of an engine for the model alone: memory, how prefill and decoding share a step, speculation."""
 
     slots: int = Field(32, gt=0)
     """Number of sequences that run at a time; others wait."""
@@ -99,10 +99,15 @@ class EngineSettings(Settings):
     which helps small models on fast devices. Tokens then come in groups of as many, and a new request waits for the group. Answers
     whose grammar or bans depend on each token take single steps. The model is one program, on CPUs too, where that compiles several
     times as long and gains nothing. Not with `speculative`, which needs each step's tokens."""
-    lora: LoraSettings = LoraSettings()
 
     @model_validator(mode="after")
-    def _one_way_to_several_tokens(self) -> "EngineSettings":
+    def _one_way_to_several_tokens(self) -> Self:
         if self.steps > 1 and self.speculative is not None:
             raise ValueError(f"steps = {self.steps} does not go with `speculative`, which needs the tokens of each step")
         return self
+
+
+class EngineSettings(PlainEngineSettings):
+    """Settings of the engine: memory, how prefill and decoding share a step, speculation, and adapters that requests name."""
+
+    lora: LoraSettings = LoraSettings()

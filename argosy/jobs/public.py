@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from argosy.core.errors import BadInput
 from argosy.core.scalars import written
-from argosy.core.settings import Settings, dump
+from argosy.core.settings import Settings, SettingsLayer, dump, read_settings
 from argosy.core.words import CALL
 from argosy.infer.settings import DraftModel, EngineSettings
 from argosy.jobs import machine
@@ -27,6 +27,7 @@ def load(
     adapter: str | Path | None = None,
     context: int | None = None,
     tensor: int = 1,
+    engine: EngineSettings | Mapping[str, Any] | None = None,
 ) -> "LM":
     """Loads a language model: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`. An encoder has `.embed`
     instead of `.logits` and `.generate`.
@@ -42,14 +43,20 @@ def load(
             tables of rotary positions of a model that has two (LongRoPE).
         adapter: a folder of low-rank adapters in the PEFT library's format; `lm.merge()` merges them into the weights.
         tensor: number of devices that share heads, feed-forward features, vocabulary and cache (arXiv:1909.08053).
+        engine: settings of the engine under `generate`, by the names of `argosy serve` (`infer.settings.EngineSettings`), such as
+            {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is also that
+            of the argument above, unless that is given.
 
     Raises:
-        UnknownName, BadInput, Damaged: there is no such model, it is not one, or so many devices cannot share it.
+        UnknownName, BadInput, SettingsError, Damaged: there is no such model, it is not one, so many devices cannot share it, or the
+            settings are wrong or do not fit it.
     """
     if random is not None and adapter is not None:
         raise BadInput("an adapter needs the weights it was trained on", hint="give the folder of that model instead of `random`")
     if random is not None and tensor != 1:
         raise BadInput("random weights are on one device", hint="leave out `tensor`")
+    how = engine if isinstance(engine, EngineSettings) else read_settings(EngineSettings, SettingsLayer("engine", engine or {})).value
+    context = how.context if context is None else context
     machine.start_jax()
     from argosy.infer import load as loading
 
@@ -57,10 +64,19 @@ def load(
         if str(model) in recipes():
             raise BadInput(f"`{model}` is a recipe, not a preset", hint=f"presets are {', '.join(presets()[:8])}, ...")
         _say(f"{model}: random weights from seed {random}")
-        return loading.random(preset_config(str(model)), random, dtype=dtype)
+        lm = loading.random(preset_config(str(model)), random, dtype=dtype, engine=how, draft=draft_of(how, dtype))
+        return _checked(lm)
     if "://" not in str(model) and not Path(model).exists():
         raise no_model(str(model))
-    return loading.load(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, warn=_say)
+    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say}
+    return _checked(loading.load(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, **more))
+
+
+def _checked(lm: "LM") -> "LM":
+    """Checks that an encoder was not given settings of an engine: it has none."""
+    if not lm.config.causal and lm.engine_settings.model_fields_set:
+        raise BadInput("`engine` is for models that generate, and this one is an encoder", hint="leave it out")
+    return lm
 
 
 def draft_of(how: EngineSettings, dtype: Any = None, tensor: int = 1) -> "LM | None":

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -153,9 +154,14 @@ class Job:
         """What /abort_requests may call it."""
         return (self.id, *([self.fields.request_id] if self.fields.request_id else []))
 
+    def _opened(self) -> AbstractAsyncContextManager[Answers]:
+        """Hands it to the engine."""
+        service = self.service
+        return service.front.open(self.requests, self.scored, self._names, service.adapter_of(self.fields.model))
+
     async def answered(self) -> dict[str, Any]:
         """The response as one document."""
-        async with self.service.front.open(self.requests, self.scored, self._names) as answers:
+        async with self._opened() as answers:
             self._answers = answers
             async for place, event in answers:
                 self._take(answers, place, event)
@@ -165,7 +171,7 @@ class Job:
 
     async def streamed(self) -> AsyncGenerator[dict[str, Any]]:
         """The documents of the stream."""
-        async with self.service.front.open(self.requests, self.scored, self._names) as answers:
+        async with self._opened() as answers:
             self._answers = answers
             if self.scored:
                 self.shape.scores = await answers.scored()

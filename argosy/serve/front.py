@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from argosy.core.errors import BadInput
-from argosy.infer.adapters import NoAdapter
+from argosy.infer.adapters import Loaded, NoAdapter
 from argosy.infer.engine import Engine
 from argosy.infer.prompts import NOTHING, Prompts, PromptScores
 from argosy.infer.request import Event, Request
@@ -70,12 +70,20 @@ class News:
 
 
 class Answers:
-    """The answers to the requests of one client, in the order in which their tokens come. names: for `Front.abort`."""
+    """The answers to the requests of one client, in the order in which their tokens come. names: for `Front.abort`. adapter: the name
+    of the one under which its prompts are scored; `under`, which the thread writes, is what had that name then."""
 
     def __init__(
-        self, front: "Front", requests: Sequence[Request], prompts: Sequence[Sequence[int]] = (), names: Sequence[str] = ()
+        self,
+        front: "Front",
+        requests: Sequence[Request],
+        prompts: Sequence[Sequence[int]] = (),
+        names: Sequence[str] = (),
+        adapter: str | None = None,
     ):
         self.front, self.arrived, self.prompts, self.names = front, time.monotonic(), prompts, names
+        self.adapter = adapter
+        self.under: Loaded | None = None
         self.scores: asyncio.Future[list[PromptScores]] = asyncio.get_running_loop().create_future()
         self.rows = [Row(place, request, self) for place, request in enumerate(requests)]
         self.news: asyncio.Queue[tuple[int, Event] | ApiError] = asyncio.Queue()
@@ -147,7 +155,7 @@ class Front(Admission[Answers, EngineMetrics]):
     def __init__(self, engine: Engine, limits: Limits, metrics: EngineMetrics):
         super().__init__(limits, metrics)
         self.engine = engine
-        self.prompts = Prompts(engine.model, min(limits.prompt_logprobs_tokens, engine.context), engine.say)
+        self.prompts = Prompts(engine.model, min(limits.prompt_logprobs_tokens, engine.context), engine.say, engine.adapters)
         metrics.prompts = self.prompts
         self._rows: dict[int, Row] = {}
         # Prompts to be scored, first come first served: whose, which of them, and its ids.
@@ -162,13 +170,18 @@ class Front(Admission[Answers, EngineMetrics]):
 
     @asynccontextmanager
     async def open(
-        self, requests: Sequence[Request], prompts: Sequence[Sequence[int]] = (), names: Sequence[str] = ()
+        self,
+        requests: Sequence[Request],
+        prompts: Sequence[Sequence[int]] = (),
+        names: Sequence[str] = (),
+        adapter: str | None = None,
     ) -> AsyncIterator[Answers]:
         """Hands requests to the engine: all of them, or none. Leaving the context aborts those that have not ended.
 
         Args:
             prompts: token ids to be scored, at most `self.prompts.longest` of each.
             names: what `abort` may call these requests.
+            adapter: the name of the adapter under which the prompts are scored; None: the model alone.
 
         Raises:
             ApiError: the engine refuses one of them, too many wait already, the server is shutting down, or the engine has died.
@@ -176,7 +189,7 @@ class Front(Admission[Answers, EngineMetrics]):
         self._loop = asyncio.get_running_loop()
         scoring, tokens = len(prompts), sum(map(len, prompts))
         self._check([*(len(r.tokens) for r in requests), *map(len, prompts)])
-        answers = Answers(self, requests, prompts, names)
+        answers = Answers(self, requests, prompts, names, adapter)
         self.opened.add(answers)
         self.waiting += len(requests) + scoring
         self.waiting_tokens += sum(len(r.tokens) for r in requests) + tokens
@@ -198,7 +211,7 @@ class Front(Admission[Answers, EngineMetrics]):
                     self._begin(row, answers.arrived)
                     row.done = True
                 if isinstance(error, NoAdapter):
-                    raise no_model(requests[0].adapter or "") from None
+                    raise no_model(adapter or requests[0].adapter or "") from None
                 raise of_input(error) from None
             yield answers
         finally:
@@ -378,14 +391,18 @@ class Front(Admission[Answers, EngineMetrics]):
                     row.number = self.engine.add(row.request)
                     self._rows[row.number] = row
                     done.append(row)
+            if answers.prompts and not answers.scores.done():
+                self._await_scores(answers)
         except Exception:
             for row in done:
                 self._abort(row)
             raise
-        if answers.prompts and not answers.scores.done():
-            self._await_scores(answers)
 
     def _await_scores(self, answers: Answers) -> None:
+        if (adapters := self.engine.adapters) is not None and answers.adapter is not None:
+            # It keeps its place until all prompts are scored, whatever is unloaded or replaced meanwhile.
+            answers.under = adapters.get(answers.adapter)
+            adapters.use(answers.under)
         self._scores[answers] = {}
         # A prompt of one token has nothing to score.
         for place, ids in enumerate(answers.prompts):
@@ -397,11 +414,12 @@ class Front(Admission[Answers, EngineMetrics]):
 
     def _score(self) -> None:
         """One pass over the prompts that have waited longest."""
-        places = self.prompts.batch([ids for _, _, ids in self._unscored])
-        taken = [self._unscored[i] for i in places]
+        waiting = self._unscored
+        places = self.prompts.batch([ids for _, _, ids in waiting], [answers.under for answers, _, _ in waiting])
+        taken = [waiting[i] for i in places]
         readers = {answers for answers, _, _ in taken}
         try:
-            scores = self.prompts.score([ids for _, _, ids in taken])
+            scores = self.prompts.score([ids for _, _, ids in taken], taken[0][0].under)
         except Exception:
             # Only these readers lose by it: the state of the engine is not touched.
             traceback.print_exc(file=sys.stderr)
@@ -421,15 +439,19 @@ class Front(Admission[Answers, EngineMetrics]):
         """Gives a reader the scores of its prompts, if they are complete."""
         found = self._scores[answers]
         if len(found) == len(answers.prompts):
-            del self._scores[answers]
+            self._end_scores(answers)
             scores = [found[place] for place in range(len(found))]
             self._tell(lambda: None if answers.scores.done() else answers.scores.set_result(scores))
 
     def _leave(self, answers: Answers) -> None:
         """Forgets the prompts of a reader that is gone."""
         self._unscored = [one for one in self._unscored if one[0] is not answers]
-        self._scores.pop(answers, None)
+        self._end_scores(answers)
         self.prompts.forget(answers.prompts)
+
+    def _end_scores(self, answers: Answers) -> None:
+        if self._scores.pop(answers, None) is not None and self.engine.adapters is not None:
+            self.engine.adapters.leave(answers.under)
 
     def _abort(self, row: Row) -> None:
         if self._rows.pop(row.number, None) is not None and self.failure is None:

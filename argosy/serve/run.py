@@ -17,7 +17,7 @@ from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.embed import Encoder
 from argosy.infer.engine import Engine
-from argosy.infer.lm import LM
+from argosy.infer.lm import LM, check_draft
 from argosy.infer.request import Request
 from argosy.serve.admin import Admin
 from argosy.serve.admission import Admission
@@ -32,8 +32,6 @@ from argosy.serve.service import Service
 from argosy.serve.settings import ServeSettings
 from argosy.serve.store import Store
 
-# Text by which two tokenizers are told apart.
-SAMPLE = "Speculation: 1 of 2 models drafts, né?"
 # Responses that are being written when the drain is over.
 LAST_BYTES_S = 5
 
@@ -121,9 +119,8 @@ def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None, draf
     if name in settings.lora_modules:
         raise BadInput(f"lora_modules: the model itself is called `{name}`", hint="`name=` gives it another")
     reasoning = parser_of(settings.reasoning_parser, lm.tokenizer)
-    tokenizers = [one.tokenizer for one in (lm, draft) if one is not None and one.tokenizer is not None]
-    if len({tuple(tokenizer.encode(SAMPLE)) for tokenizer in tokenizers}) > 1:
-        raise BadInput("the draft model has another tokenizer", hint="two models of one tokenizer")
+    if draft is not None:
+        check_draft(lm, draft)
     engine = Engine(lm.module, settings.engine, say=say, keeps=True, draft=draft and draft.module)
     for adapter, folder in settings.lora_modules.items():
         engine.load_adapter(adapter, folder)

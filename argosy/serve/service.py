@@ -215,9 +215,6 @@ class Service(Served[Front]):
                 raise ApiError(what, param="prompt")
         sampling = sampling_of(fields, self.defaults, self.lm.tokenizer)
         adapter = self.adapter_of(fields.model)
-        if adapter is not None and fields.scoring is not None:
-            what = f"log-probabilities of a prompt under an adapter are not supported: `{self.name}` gives those of the model alone"
-            raise ApiError(what, param=fields.scoring, code="unsupported_parameter")
         stops = frozenset(fields.stop_token_ids)
         ends = stops | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))
         repetition = fields.repetition_detection

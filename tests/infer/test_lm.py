@@ -23,6 +23,7 @@ from argosy.infer import engine as engine_module
 from argosy.infer import load as load_module
 from argosy.infer.lm import LM
 from argosy.infer.load import load
+from argosy.infer.settings import EngineSettings
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import put, variable
 
@@ -102,11 +103,10 @@ def test_rows_of_neighboring_seeds_have_nothing_in_common(lm):
     assert len({tuple(c.tokens) for row in answers for c in row}) == 12
 
 
-def test_more_prompts_than_run_at_a_time_wait(lm, monkeypatch):
+def test_more_prompts_than_run_at_a_time_wait(lm):
     """Each has the same stream beside one neighbor as beside all."""
     together = lm.generate(PROMPTS * 2, 8, temperature=1.0, ignore_eos=True)
-    monkeypatch.setattr(held, "SLOTS", 2)
-    other = LM(lm.config, lm.module, lm.tokenizer)
+    other = LM(lm.config, lm.module, lm.tokenizer, engine_settings=EngineSettings(slots=2))
     assert [c.tokens for c in other.generate(PROMPTS * 2, 8, temperature=1.0, ignore_eos=True)] == [c.tokens for c in together]
     assert other._held._engine.settings.slots == 2
 
