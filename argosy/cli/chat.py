@@ -82,6 +82,8 @@ def chat(
 def opened(model: str, settings: ChatSettings) -> Iterator[tuple[Talk, Any]]:
     """A conversation with a server, or with the application of `argosy serve` in this process; and its engine."""
     if is_url(model):
+        if settings.engine.speculative is not None:
+            raise BadInput("engine.speculative: the server decides how it drafts", hint="give it to `argosy serve`")
         server = Http(model, key=key_of(settings.api_key), seconds=settings.timeout)
 
         async def found() -> str:
@@ -98,7 +100,7 @@ def opened(model: str, settings: ChatSettings) -> Iterator[tuple[Talk, Any]]:
         doing("loading jax")
         machine.start_jax()
         from argosy.infer.settings import EngineSettings
-        from argosy.jobs.public import load
+        from argosy.jobs.public import draft_of, load
         from argosy.serve import run
         from argosy.serve.app import App
         from argosy.serve.settings import Limits, ServeSettings
@@ -106,9 +108,11 @@ def opened(model: str, settings: ChatSettings) -> Iterator[tuple[Talk, Any]]:
         doing(f"loading {model}")
         lm = load(model, dtype=settings.dtype, adapter=settings.adapter, context=settings.context)
         plain = settings.plain or not getattr(lm.tokenizer, "chat_templates", None)
-        engine = EngineSettings(slots=1, context=settings.context or min(lm.config.context, CONTEXT))
+        context = settings.context or min(lm.config.context, CONTEXT)
+        engine = EngineSettings(slots=1, context=context, speculative=settings.engine.speculative)
         how = ServeSettings(engine=engine, limits=Limits(seconds=2**28, body=2**26), warm_up=False, seed=settings.seed)
-        service = run.service_of(lm, settings.model or Path(model).resolve().name, how, doing)
+        name = settings.model or Path(model).resolve().name
+        service = run.service_of(lm, name, how, doing, draft_of(engine, settings.dtype))
     try:
         if plain and settings.system is not None:
             raise BadInput("this model has no chat template, so it takes no system message", hint="leave out `system`")

@@ -12,6 +12,7 @@ from pydantic import Field
 from argosy.cli.output import Doing, answer, say
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, read_settings, words_layer
+from argosy.infer.settings import PlainEngineSettings, with_adapters
 from argosy.jobs import machine
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -68,6 +69,10 @@ class Generate(Settings):
     """Type of weights and activations, float32 or bfloat16. None: float32 on CPUs, bfloat16 elsewhere."""
     adapter: str | None = None
     """A folder of low-rank adapters in the PEFT library's format, to apply to the model."""
+    engine: PlainEngineSettings = PlainEngineSettings()
+
+
+NAMES = [*Generate.model_fields, *(f"engine.{name}" for name in PlainEngineSettings.model_fields)]
 
 
 @app.command()
@@ -100,7 +105,7 @@ def generate(
         from argosy.jobs.public import load
 
         doing(f"loading {model}")
-        lm = load(model, dtype=how.dtype, adapter=how.adapter)
+        lm = load(model, dtype=how.dtype, adapter=how.adapter, engine=with_adapters(how.engine))
     lm.check_predicts()
     sampling = chosen_sampling(how, lm.generation)
     if how.n > 1 and not sampling.get("temperature"):
@@ -143,7 +148,8 @@ def split_prompt(words: list[str]) -> tuple[str | None, list[str]]:
 def is_setting(word: str) -> bool:
     """`max_tokens=5` is one, and `maxtokens=5` was meant to be; `x = 5` and `if a==b:` are prompts."""
     name, equals, value = word.partition("=")
-    meant = get_close_matches(name, Generate.model_fields, n=1, cutoff=0.8) and name.isidentifier()
+    meant = name.startswith("engine.") or get_close_matches(name, NAMES, n=1, cutoff=0.8)
+    meant = meant and all(part.isidentifier() for part in name.split("."))
     return bool(equals and value and meant) and not value.startswith("=")
 
 

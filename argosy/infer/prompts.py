@@ -7,7 +7,7 @@ Each length costs a program (`sequences.bucket`), and a second one for full batc
 With an engine's adapters, every pass computes room for them and all its prompts have the same one, or none, which compiles nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ class Prompts:
         self._specs = self.sequences.specs
         self.compilations = 0
         self._compiled: set[tuple[int, int]] = set()
+        self._empties: dict[int, Callable[[], Caches]] = {}
         self._lock = Lock()
         self._long: _Long | None = None
 
@@ -103,11 +104,15 @@ class Prompts:
         sequences.advance("prompts", _scored, one, Contiguous(jnp.asarray(one), jnp.asarray(one > 0)), caches, one)
 
     def _empty(self, length: int) -> Caches:
-        def empty() -> Caches:
-            return contiguous(self._specs, 1, length, self.sequences.dtype)
-
         with self.sequences.on_mesh():
-            return jax.jit(lambda: laid_out(self._specs, empty()))() if on_several_devices() else empty()
+            if not on_several_devices():
+                return contiguous(self._specs, 1, length, self.sequences.dtype)
+            # Kept by length: a new function would compile for each long prompt.
+            if length not in self._empties:
+                self._empties[length] = jax.jit(
+                    lambda: laid_out(self._specs, contiguous(self._specs, 1, length, self.sequences.dtype))
+                )
+            return self._empties[length]()
 
     def batch(self, prompts: Sequence[Sequence[int]], under: Sequence[Loaded | None] | None = None) -> list[int]:
         """The places of the prompts that the next pass scores: the first alone, or with others of its length and adapter if they fill

@@ -49,6 +49,9 @@ class MTP(Settings):
 SPECULATIVE = Registry("method of speculation", {"ngram": NGram, "draft_model": DraftModel, "mtp": MTP})
 
 
+Speculative = Annotated[Annotated[Any, Choice(SPECULATIVE, tag="method")] | None, Also("speculative_config")]
+
+
 class LoraSettings(Settings):
     """Several low-rank adapters at a time, one or none for each request (multi-LoRA)."""
 
@@ -90,7 +93,7 @@ class PlainEngineSettings(Settings):
     reuse: bool = True
     """Prefix caching: the common beginning of prompts is computed once. Off for models with recurrent layers, whose states are not
     kept."""
-    speculative: Annotated[Annotated[Any, Choice(SPECULATIVE, tag="method")] | None, Also("speculative_config")] = None
+    speculative: Speculative = None
     """Speculative decoding: several tokens of an answer are drafted and then verified in one forward pass. Answers are the same as
     without it, to rounding. It shortens the time between tokens where a step is bound by reading the weights, with few sequences
     at a time, and costs throughput where it is bound by arithmetic. None: off."""
@@ -111,3 +114,8 @@ class EngineSettings(PlainEngineSettings):
     """Settings of the engine: memory, how prefill and decoding share a step, speculation, and adapters that requests name."""
 
     lora: LoraSettings = LoraSettings()
+
+
+def with_adapters(plain: PlainEngineSettings, **more: Any) -> EngineSettings:
+    """The settings of an engine for the model alone, as those of any engine. more: others, over these."""
+    return EngineSettings(**{name: getattr(plain, name) for name in plain.model_fields_set} | more)

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from argosy.core.errors import BadInput, nearest
 from argosy.core.settings import Settings
-from argosy.infer.settings import EngineSettings
+from argosy.infer.settings import EngineSettings, Speculative
 
 # The metrics of a request: time to first token, per output token, between tokens, and end to end.
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -168,6 +168,14 @@ class Sampled(Settings):
     """Text that ends an answer and is not part of it."""
 
 
+class ChatEngineSettings(Settings):
+    """Settings of the engine that `chat` runs for a model; servers have their own. Its longest sequence is `context`."""
+
+    speculative: Speculative = None
+    """Speculative decoding: ngram, draft_model or mtp. Answers are the same as without it, to rounding, and come sooner where drafts are
+    often right. None: off."""
+
+
 class ChatSettings(Sampled):
     """Settings of `chat`."""
 
@@ -192,6 +200,7 @@ class ChatSettings(Sampled):
     """Key for a server. Without it, that of $ARGOSY_API_KEY or $OPENAI_API_KEY."""
     timeout: float = Field(600, gt=0)
     """Seconds that a server may take for one answer."""
+    engine: ChatEngineSettings = ChatEngineSettings()
 
 
 def _number(text: str, what: str, hint: str) -> float:

@@ -12,17 +12,22 @@ import numpy as np
 import pytest
 from golden_weights import write_model
 
+import argosy
 from argosy.adapt.bank import Bank, Chosen
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import find, swap
+from argosy.checkpoint import load as loading
 from argosy.checkpoint.load import random
 from argosy.checkpoint.peft import Adapter, put_adapter, sites
 from argosy.core.errors import BadInput, Unsupported
+from argosy.infer import prompts as prompts_module
 from argosy.infer.adapters import Adapters, NoAdapter
 from argosy.infer.engine import Engine
 from argosy.infer.forward import Whole, _whole
+from argosy.infer.held import Room
 from argosy.infer.lm import LM
 from argosy.infer.load import load
+from argosy.infer.prompts import Prompts
 from argosy.infer.request import Request
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
@@ -84,6 +89,12 @@ def assert_of(module: Any, request: Request, events: list[Any]) -> None:
     for event, row in zip(events, expected, strict=True):
         tokens, logprobs = zip(*event.top)
         np.testing.assert_allclose(logprobs, row[list(tokens)], atol=2e-5, rtol=1e-5)
+
+
+def logprobs_of(module: Any, ids: list[int]) -> np.ndarray:
+    """The log-probability of each token after the first, through this module."""
+    logits = LM(module.config, module).logits([ids])[0].astype(np.float64)
+    return np.asarray(jax.nn.log_softmax(logits, -1))[np.arange(len(ids) - 1), ids[1:]]
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +205,35 @@ def test_an_engine_without_adapters_runs_the_plain_program(plain: Any):
     }
     with pytest.raises(NoAdapter, match="takes no adapters"):
         engine.add(Request([1], 1, adapter="a"))
+
+
+# ---------------------------------------------------------------- whole sequences
+
+
+def test_prompts_are_scored_under_their_adapter_and_nothing_compiles(
+    monkeypatch: pytest.MonkeyPatch, plain: Any, engine: Engine, three: Any, compilations: list[str]
+):
+    monkeypatch.setattr(prompts_module, "PASS", 16)
+    scorer = Prompts(plain, 96, adapters=engine.adapters)
+    long, short = prompts(plain.config.vocab, 40, 9)
+    expected = {name: [logprobs_of(module, ids) for ids in (long, short)] for name, module in three.items()}
+    scorer.compile(scorer.sizes_of([long, short]))
+    compilations.clear()
+    for name in ("a", None, "b", "a"):
+        under = engine.adapters.loaded[name] if name else None
+        found = [[scorer.score([ids], under) for _ in range(passes)][-1] for ids, passes in ((long, 3), (short, 1))]
+        for (one,), logprobs in zip(found, expected[name], strict=True):
+            np.testing.assert_allclose(one.logprobs, logprobs, atol=2e-5, rtol=1e-5)
+    assert not compilations
+
+
+def test_prompts_of_two_adapters_share_no_pass(plain: Any, engine: Engine, three: Any):
+    scorer = Prompts(plain, 96, adapters=engine.adapters)
+    ids = prompts(plain.config.vocab, *[20] * 12)
+    a, b = engine.adapters.loaded["a"], engine.adapters.loaded["b"]
+    scorer.compile({(8, 32)})
+    assert scorer.batch(ids, [a, b] * 6) == [0, 2, 4, 6, 8, 10]
+    assert scorer.batch(ids, [None, *[b] * 11]) == [0]
 
 
 CASES = [
@@ -331,14 +371,6 @@ def test_places_and_names_are_taken_once(plain: Any, engine: Engine, three: Any)
     assert not engine.busy
 
 
-def test_a_model_on_several_devices_takes_no_adapters():
-    model = module_of("llama", "plain")
-    embed = jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",)), jax.sharding.PartitionSpec())
-    put(model, {"embed.w": jax.device_put(model.embed.w[...], embed)})
-    with pytest.raises(BadInput, match="several devices"):
-        Engine(model, ON)
-
-
 # ---------------------------------------------------------------- while requests run
 
 
@@ -409,3 +441,177 @@ def test_the_model_with_banks_holds_no_weights(plain: Any):
     banked = Adapters(ON.lora, plain, 4).on(plain)
     assert all(isinstance(a, jax.ShapeDtypeStruct) for a in split(banked)[1].values())
     assert len(find(banked, r"layers\..*", Bank)) == 7 * plain.config.layers
+
+
+# ---------------------------------------------------------------- from Python
+
+
+@pytest.fixture(scope="module")
+def folders(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model, and adapters of ranks 2 and 4, as `lm.save` writes them."""
+    base = tmp_path_factory.mktemp("python")
+    LM(plain.config, plain).save(base / "model")
+    for seed, (name, rank) in enumerate((("a", 2), ("b", 4))):
+        module = module_of("llama", "plain")
+        put_adapter(module, adapter_of(plain, seed, rank))
+        LM(plain.config, module).save(base / name, format="peft")
+    return {name: base / name for name in ("model", "a", "b")}
+
+
+@pytest.fixture(scope="module")
+def lm(folders: dict[str, Path]) -> LM:
+    found = argosy.load(folders["model"], engine={"lora": {"enabled": True, "adapters": 2, "rank": 4}})
+    for name in ("a", "b"):
+        found.load_adapter(name, folders[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def merged(folders: dict[str, Path]) -> dict[str | None, LM]:
+    """The model, and the model with each adapter merged into its weights."""
+    out = {None: load(folders["model"])} | {name: load(folders["model"], adapter=folders[name]) for name in ("a", "b")}
+    for name in ("a", "b"):
+        out[name].merge()
+    return out
+
+
+def test_the_handle_answers_and_scores_as_the_merged_model_does(lm: LM, merged: dict[str | None, LM]):
+    assert lm.adapters == ["a", "b"]
+    given = prompts(lm.config.vocab, 5, 40, 17)
+    for name, other in merged.items():
+        for found, expected in zip(lm.generate(given, 6, top=3, adapter=name), other.generate(given, 6, top=3), strict=True):
+            assert found.tokens == expected.tokens
+            np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+        for scores in zip(lm.score(given, adapter=name), other.score(given), strict=True):
+            np.testing.assert_allclose(*scores, atol=1e-4)
+    beams = [one.beam_search(given[:1], 3, beam_width=2, **how)[0] for one, how in ((lm, {"adapter": "b"}), (merged["b"], {}))]
+    assert [one.tokens for one in beams[0]] == [one.tokens for one in beams[1]]
+    differ = [np.concatenate(lm.score(given, adapter=name)) for name in (None, "a", "b")]
+    assert all(np.abs(x - y).max() > 1e-2 for x, y in ((differ[0], differ[1]), (differ[1], differ[2])))
+
+
+def test_answers_under_several_adapters_are_read_in_turn_while_one_is_unloaded(
+    lm: LM, merged: dict[str | None, LM], folders: dict[str, Path]
+):
+    """The second needs a larger engine, and the first goes on in the old one, whose place nobody else gets."""
+    lm._held._room = Room(1, 32, 0)
+    lm._held._engine = None
+    short, long = prompts(lm.config.vocab, 7, 30)
+    first = lm.pieces([short], 8, adapter="a")
+    next(iter(first))
+    old = lm._held._engine
+    second = lm.pieces([long], 8, adapter="b")
+    next(iter(second))
+    assert lm._held._engine is not old
+    lm.unload_adapter("a")
+    try:
+        with pytest.raises(BadInput, match="1 of them by adapters that are unloaded and still answer"):
+            lm.load_adapter("c", folders["b"])
+        with pytest.raises(NoAdapter, match="no adapter `a` is loaded"):
+            lm.generate([short], adapter="a")
+        for answers in (first, second):
+            list(answers)
+        assert first.completions[0].tokens == merged["a"].generate([short], 8)[0].tokens
+        assert second.completions[0].tokens == merged["b"].generate([long], 8)[0].tokens
+    finally:
+        lm.load_adapter("a", folders["a"])
+
+
+def test_adapters_outlive_surgery(folders: dict[str, Path]):
+    lm = argosy.load(folders["model"], engine={"lora": {"enabled": True, "rank": 4}})
+    lm.load_adapter("a", folders["a"])
+    prompt = prompts(lm.config.vocab, 9)
+    before = lm.score(prompt, adapter="a")[0]
+    swap(lm.module, r"layers\..*(up|q)", int8)
+    found = lm.score(prompt, adapter="a")[0]
+    later = argosy.load(folders["model"], engine=lm.engine_settings)
+    swap(later.module, r"layers\..*(up|q)", int8)
+    later.load_adapter("a", folders["a"])
+    np.testing.assert_array_equal(found, later.score(prompt, adapter="a")[0])
+    assert 1e-4 < np.abs(found - before).max() < 0.3
+    assert np.abs(found - lm.score(prompt)[0]).max() > 1e-2
+
+
+def test_the_handle_refuses_what_it_has_no_room_for(lm: LM, folders: dict[str, Path]):
+    with pytest.raises(BadInput, match="`a` is loaded already"):
+        lm.load_adapter("a", folders["b"])
+    with pytest.raises(BadInput, match="all 2 places for adapters are taken"):
+        lm.load_adapter("c", folders["b"])
+    with pytest.raises(NoAdapter, match="no adapter `c`"):
+        lm.unload_adapter("c")
+    assert lm.adapters == ["a", "b"]
+    without = LM(lm.config, lm.module)
+    for ask in (lambda: without.load_adapter("a", folders["a"]), lambda: without.generate([[1]], adapter="a")):
+        with pytest.raises(NoAdapter, match=r"no room for adapters\n\nhint: .*engine=\{.lora.: \{.enabled.: True"):
+            ask()
+
+
+# ---------------------------------------------------------------- several devices
+
+
+def on_two_devices(module: Any) -> Any:
+    places = loading.places(module, 2)
+    put(module, {address: jax.device_put(a, places[address]) for address, a in split(module)[1].items()})
+    return module
+
+
+def factors_split(engine: Engine) -> set[str]:
+    """The factors of which a device has a part."""
+    arrays = {address: a for address, a in engine.adapters.arrays.items() if a.sharding.shard_shape(a.shape) != a.shape}
+    return {address.split(".", 2)[2] for address in arrays}
+
+
+def test_adapters_on_two_devices_are_split_as_their_weights_and_stay_so(
+    monkeypatch: pytest.MonkeyPatch, plain: Any, three: Any, compilations: list[str]
+):
+    monkeypatch.setattr(prompts_module, "PASS", 16)
+    small = {"slots": 2, "page": 8, "context": 32, "budget": 64, "beside": 32}
+    settings = EngineSettings(**small, lora={"enabled": True, "adapters": 2, "rank": 4})
+    engine = Engine(on_two_devices(module_of("llama", "plain", Scan())), settings)
+    given = prompts(plain.config.vocab, 5, 9, 29)
+    scorer = Prompts(engine.model, 48, adapters=engine.adapters)
+    split_ = {"attn.q.b", "attn.k.b", "attn.v.b", "attn.o.a", "mlp.gate.b", "mlp.up.b", "mlp.down.a"}
+    assert factors_split(engine) == split_
+    ranks = {"a": (0, 1), "b": (1, 4), "c": (2, 3)}
+    for turn, names in enumerate((("a", "b"), ("c", "b"), ("a", "c"))):
+        compilations.clear()
+        for name in set(names) - set(engine.adapters.loaded):
+            engine.adapters.put(name, engine.adapters.packed(adapter_of(plain, *ranks[name])))
+        # The third waits for a slot.
+        requests = [Request(ids, 3, top=20, adapter=name) for ids, name in zip(given, (*names, None), strict=True)]
+        answers = answered(engine, requests)
+        ((one,),) = [scorer.score([given[2]], engine.adapters.loaded[names[0]]) for _ in range(2)][1:]
+        assert factors_split(engine) == split_
+        assert not turn or not compilations
+        for request, events in zip(requests, answers, strict=True):
+            assert_of(three[request.adapter], request, events)
+        np.testing.assert_allclose(one.logprobs, logprobs_of(three[names[0]], given[2]), atol=2e-5, rtol=1e-5)
+        for name in {0: ("a",), 1: ("b",), 2: ()}[turn]:
+            engine.unload_adapter(name)
+
+
+DEVICES = [("llama", "plain", 2), ("mixtral", "plain", 2), ("deepseek", "2-lite", 2), ("qwen3_next", "mixed", 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [None, Scan()], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("family, example, count", DEVICES)
+def test_several_devices_answer_with_adapters_as_one_does_and_compile_nothing_later(
+    family: str, example: str, count: int, run: Any, compilations: list[str]
+):
+    alone, shared = Engine(module_of(family, example), ON), module_of(family, example, run)
+    places = loading.places(shared, count)
+    put(shared, {address: jax.device_put(a, places[address]) for address, a in split(shared)[1].items()})
+    factors = {name: adapter_of(alone.model, seed, 3) for seed, name in enumerate("xy")}
+    engine = Engine(shared, ON)
+    engine.warm_up()
+    given = prompts(alone.model.config.vocab, 5, 29, 9, 17)
+    found = []
+    for one in (alone, engine):
+        compilations.clear()
+        for name, own in factors.items():
+            one.adapters.put(name, one.adapters.packed(own))
+        requests = [Request(ids, 4, adapter=name) for ids, name in zip(given, ("x", None, "y", "x"), strict=True)]
+        found.append([[event.token for event in events] for events in answered(one, requests)])
+    assert found[0] == found[1]
+    assert not compilations

@@ -287,12 +287,28 @@ def test_compiling_is_announced_with_what_for(monkeypatch):
 
 
 def test_room_grows_by_large_steps_and_to_the_context_at_most():
-    room = held.Room().grown([100], 8192)
+    settings = EngineSettings()
+    room = held.Room().grown([100], 8192, settings)
     assert room == (1, 512, 32)
-    assert room.grown([512], 8192) == room
-    assert room.grown([513], 8192) == (1, 2048, 128)
-    assert room.grown([8000] * 2, 8192) == (8, 8192, 1024)
-    assert room.grown([100] * 1000, 200) == (32, 200, 256)
+    assert room.grown([512], 8192, settings) == room
+    assert room.grown([513], 8192, settings) == (1, 2048, 128)
+    assert room.grown([8000] * 2, 8192, settings) == (8, 8192, 1024)
+    assert room.grown([100] * 1000, 200, settings) == (32, 200, 256)
+    assert room.grown([100] * 1000, 200, EngineSettings(slots=5, page=8, pages=70)) == (5, 200, 70)
+
+
+def test_engine_settings_bound_what_is_generated(lm):
+    own = LM(lm.config, lm.module, lm.tokenizer, engine_settings=EngineSettings(slots=1, page=8, pages=3, context=24, budget=32))
+    assert own.longest == 24
+    answers = own.generate([PROMPTS[0], PROMPTS[2]], 50, ignore_eos=True)
+    assert [len(one.tokens) for one in answers] == [24 - 9, 24 - 4]
+    assert answers[1].tokens == slowly(lm, PROMPTS[2], 20)
+    assert own._held._engine.pages.count == 3
+    with pytest.raises(BadInput, match="the engine's context of 24 tokens"):
+        own.generate([[1] * 24])
+    own.engine_settings = EngineSettings(pages=3)
+    with pytest.raises(BadInput, match="3 pages of 16 tokens holds no sequence of 200"):
+        own.generate([[1]], 1)
 
 
 def test_two_answers_may_be_read_in_turn(lm):

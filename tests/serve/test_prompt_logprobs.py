@@ -148,10 +148,10 @@ def test_running_answers_go_on_between_passes(lm: LM, service: Service):
     front.prompts.compile(front.prompts.sizes())
     step, score = front.engine.step, front.prompts.score
 
-    def scored(prompts: Any) -> Any:
+    def scored(prompts: Any, adapter: Any) -> Any:
         order.append("pass")
         assert len(prompts) * max(map(len, prompts)) <= PASS
-        return score(prompts)
+        return score(prompts, adapter)
 
     front.engine.step = lambda: (order.append("step"), step())[1]  # pyright: ignore[reportAttributeAccessIssue]
     front.prompts.score = scored  # pyright: ignore[reportAttributeAccessIssue]
