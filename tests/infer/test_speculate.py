@@ -1,5 +1,6 @@
 """Speculative decoding: answers, log-probabilities and ends are those of the engine without it, whatever is drafted."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import argosy
 from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
@@ -374,6 +376,52 @@ def test_without_speculation_there_are_no_programs_for_drafts(plain: Engine):
     assert plain.speculation is None
     assert not any(step.sizes.drafted or step.drafts is not None for step in plain.packing.every())
     assert not any({"verify", "draft", "copies"} & {*size} for size in plain._sizes)
+
+
+def answers_of(lm: LM, **sampling: Any) -> list[tuple[Any, ...]]:
+    found = lm.generate([[7, 8, 9] * 5, [5, 9, 100]], 24, seed=3, ignore_eos=True, **sampling)
+    return [(one.tokens, one.text, one.finish_reason) for one in found]
+
+
+@pytest.fixture(scope="module")
+def folder(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("speculate")
+    LM(lm.config, lm.module).save(found / "model")
+    return found / "model"
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_the_handle_answers_as_without_speculation(lm: LM, folder: Path, method: str):
+    more: dict[str, Any] = {"ngram": {"lookup_min": 1}, "draft_model": {"model": str(folder)}}[method]
+    own: Any = TIGHT.model_dump(exclude_unset=True)
+    other = argosy.load(folder, engine={**own, "speculative": {"method": method, "tokens": 4, **more}})
+    plain = LM(lm.config, lm.module, engine_settings=TIGHT)
+    for sampling in ({}, SAMPLED):
+        assert answers_of(other, **sampling) == answers_of(plain, **sampling)
+    pieces = other.pieces([[7, 8, 9] * 5], 24, seed=3, ignore_eos=True)
+    assert len(list(pieces)) == 24
+    assert pieces.completions[0].tokens == answers_of(plain)[0][0]
+    engine = other._held._engine
+    assert engine is not None
+    assert engine.speculation.drafted
+    assert (accepted(engine) == engine.speculation.drafted) == (method == "draft_model")
+
+
+@pytest.mark.slow
+def test_the_handle_drafts_with_the_module_for_multi_token_prediction():
+    plain = with_mtp()
+    other = LM(plain.config, plain.module, engine_settings=with_(how.MTP(tokens=2)))
+    assert answers_of(other) == answers_of(plain)
+    assert other._held._engine.speculation.drafted
+
+
+def test_the_handle_refuses_a_draft_model_of_another_tokenizer(lm: LM):
+    class Other(ByteTokenizer):
+        def encode(self, text: str, special: bool = False) -> list[int]:
+            return [*super().encode(text, special), 1]
+
+    with pytest.raises(BadInput, match="the draft model has another tokenizer"):
+        LM(lm.config, lm.module, lm.tokenizer, draft=LM(lm.config, lm.module, Other()))
 
 
 def test_what_cannot_draft_is_refused(lm: LM):

@@ -208,11 +208,63 @@ def test_an_absolute_path_below_the_root_is_allowed_and_none_without_a_root(serv
     assert (answer.status_code, "admin.root" in answer.text) == (403, True)
 
 
-def test_prompt_logprobs_under_an_adapter_are_refused(ask: Callable):
+def scored(lm: LM, ids: list[int], seed: int | None, rank: int = 0) -> np.ndarray:
+    module = random(lm.config, 0).module
+    if seed is not None:
+        put_adapter(module, factors_of(lm.module, seed, rank))
+    return LM(lm.config, module).score([ids])[0]
+
+
+def test_prompt_logprobs_are_those_under_the_adapter_that_is_named(lm: LM, ask: Callable):
     ask("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "sql"})
-    for more in ({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}):
-        answer = ask("/v1/completions", {"model": "sql", "prompt": "x", "max_tokens": 1, **more})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
+    ids = list(range(5, 25))
+    for model, own in (("sql", (0, 2)), ("tiny", (None,))):
+        truth = scored(lm, ids, *own)
+        body = {"model": model, "prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
+        echoed = ask("/v1/completions", body).json()["choices"][0]["logprobs"]["token_logprobs"]
+        vllm = ask("/v1/completions", {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 1})
+        entries = vllm.json()["choices"][0]["prompt_logprobs"]
+        assert echoed[0] is entries[0] is None
+        np.testing.assert_allclose(echoed[1:], truth, atol=1e-4)
+        np.testing.assert_allclose([one[str(token)]["logprob"] for one, token in zip(entries[1:], ids[1:])], truth, atol=1e-4)
+
+
+@pytest.mark.parametrize("end", ["scored", "left"])
+def test_prompts_keep_their_adapter_until_they_are_scored_or_left(
+    monkeypatch: pytest.MonkeyPatch, lm: LM, service: Service, ask: Callable, end: str
+):
+    """Unloaded between two passes of a long prompt; another adapter gets the place only once the prompt is done with."""
+    monkeypatch.setattr("argosy.infer.prompts.PASS", 16)
+    ask("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "sql"})
+    front, ids = service.front, list(range(3, 43))
+    adapters, score, free = front.engine.adapters, front.prompts.score, []
+
+    def unloading(prompts: Any, adapter: Any) -> Any:
+        if "sql" in adapters.loaded:
+            adapters.unload("sql")
+        free.append(len(adapters._free()))
+        return score(prompts, adapter)
+
+    async def go() -> Any:
+        async with front.open([], [ids], adapter="sql") as answers:
+            if end == "scored":
+                return await answers.scored()
+            while not free:
+                await asyncio.sleep(0.01)
+
+    front.prompts.score = unloading  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        found = asyncio.run(go())
+    finally:
+        del front.prompts.score
+    assert set(free) == {1}, "of two places"
+    if end == "scored":
+        np.testing.assert_allclose(found[0].logprobs, scored(lm, ids, 0, 2), atol=1e-4)
+
+    async def places() -> int:
+        return await front.call(lambda engine: len(engine.adapters._free()))
+
+    assert asyncio.run(places()) == 2
 
 
 def test_metrics_name_the_adapters_of_running_and_waiting_answers(service: Service, ask: Callable):
