@@ -540,9 +540,30 @@ EDITS = [
     Edit(
         "an adapter's place is free while requests use it",
         "argosy/infer/adapters.py",
-        "taken |= {place for place, users in self._users.items() if users}",
+        "taken |= {place for place, users in self._bank.users.items() if users}",
         "taken |= set()",
         ("tests/infer/test_adapters.py::test_requests_finish_with_the_adapter_they_began_with",),
+    ),
+    Edit(
+        "whole sequences are computed without their adapter",
+        "argosy/infer/adapters.py",
+        "np.full((rows, length), -1 if one is None else one.place, np.int32)",
+        "np.full((rows, length), -1, np.int32)",
+        ("tests/infer/test_adapters.py::test_prompts_are_scored_under_their_adapter_and_nothing_compiles",),
+    ),
+    Edit(
+        "the factors of adapters are whole on every device",
+        "argosy/infer/adapters.py",
+        "jnp.zeros(shape, self.dtype, device=places.get(address))",
+        "jnp.zeros(shape, self.dtype)",
+        ("tests/infer/test_adapters.py::test_adapters_on_two_devices_are_split_as_their_weights_and_stay_so",),
+    ),
+    Edit(
+        "a prompt that is being scored does not keep its adapter",
+        "argosy/serve/front.py",
+        "            adapters.use(answers.under)\n",
+        "",
+        ("tests/serve/test_admin.py::test_prompts_keep_their_adapter_until_they_are_scored_or_left",),
     ),
     Edit(
         "tokens keep the columns of other adapters",

@@ -75,7 +75,11 @@ def load(
     model = config.build(Unroll() if adapters else run or default_run(config))
     read_into(model, stored.weights, dtype=dtype, place=None if tensor == 1 else places(model, tensor).__getitem__)
     if adapters:
-        put_adapter(model, adapters)
+        names = put_adapter(model, adapters)
+        if tensor > 1:
+            on, own = places(model, tensor), variables(model)
+            factors = [f"{name}.{side}" for name in names for side in "ab"]
+            put(model, {address: jax.device_put(own[address].get_value(), on[address]) for address in factors})
     model.dtype = dtype
     tokenizer = tokenizer_of(stored)
     if tokenizer is not None and tokenizer.vocab > config.vocab:

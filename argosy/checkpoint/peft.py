@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -203,14 +204,16 @@ def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
 
 
 def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
-    """Puts adapters on the contractions of a model with unrolled layers. Returns the names of the contractions."""
+    """Puts adapters on the contractions of a model with unrolled layers. Returns the names of the contractions. The factors are arrays
+    of the default device."""
     alike: dict[tuple[int, float], list[str]] = {}
     for name, adapter in adapters.items():
         alike.setdefault((adapter.a.shape[-1], adapter.gain), []).append(name)
     done = []
     for (rank, gain), names in alike.items():
         done += swap(model, "|".join(map(re.escape, names)), lambda of, r=rank, g=gain: LoRA(of, r, g * r))
-    leaves = {f"{n}.{f}": np.ascontiguousarray(getattr(adapters[n], f), np.float32) for n in done for f in "ab"}
+    # Arrays in host memory would be copied to the device in every step.
+    leaves = {f"{n}.{f}": jnp.asarray(np.ascontiguousarray(getattr(adapters[n], f), np.float32)) for n in done for f in "ab"}
     put(model, leaves)
     return done
 

@@ -193,7 +193,7 @@ class Adapters:
         return self._spread(tokens, tokens[:, np.asarray(picks)])
 
     def leaves_of_pass(self, one: Loaded | None, rows: int, length: int) -> Leaves:
-        """As `leaves`, for whole sequences [rows length] that all have this adapter; None: none. The head takes any number of tokens."""
+        """As `leaves`, for whole sequences [rows length] of one adapter; None: none. The head takes any number of tokens."""
         tokens = np.full((rows, length), -1 if one is None else one.place, np.int32)
         return self._spread(tokens, tokens[:1, :1])
 

@@ -67,7 +67,7 @@ class Engine:
         keeps: whether weights stay prepared while nothing runs. Not if they are trained meanwhile: views of them would make a
             training step copy what it should reuse.
         draft: the module of the draft model, if the settings ask for one.
-        adapters: those of another engine over this model (`Adapters.beside`), to share them; None: its own, if the settings ask for any.
+        adapters: shared with another engine over this model (`Adapters.beside`); None: its own, if the settings ask for any.
 
     Raises:
         BadInput: the cache has no room for one sequence of `context` tokens, or the model and its draft model do not fit.

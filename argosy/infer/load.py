@@ -10,6 +10,8 @@ from argosy.infer.settings import EngineSettings
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import Execution
 
+DEFAULT = EngineSettings()
+
 
 def load(
     path: str | Path,
@@ -20,7 +22,7 @@ def load(
     context: int | None = None,
     tensor: int = 1,
     warn: Callable[[str], None] = lambda _: None,
-    engine: EngineSettings = EngineSettings(),
+    engine: EngineSettings = DEFAULT,
     draft: LM | None = None,
 ) -> LM:
     """Loads a language model from a Hub folder, a GGUF file, a run directory or one checkpoint. Arguments and errors are those of
@@ -40,7 +42,7 @@ def random(
     *,
     dtype: Any = None,
     run: Execution | None = None,
-    engine: EngineSettings = EngineSettings(),
+    engine: EngineSettings = DEFAULT,
     draft: LM | None = None,
 ) -> LM:
     """A language model with random weights and no tokenizer. Arguments are those of `load`."""

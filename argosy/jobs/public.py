@@ -74,7 +74,7 @@ def load(
 
 def _checked(lm: "LM") -> "LM":
     """Checks that an encoder was not given settings of an engine: it has none."""
-    if not lm.config.causal and lm.engine_settings.model_fields_set:
+    if not lm.config.causal and lm.engine_settings != EngineSettings():
         raise BadInput("`engine` is for models that generate, and this one is an encoder", hint="leave it out")
     return lm
 

@@ -172,8 +172,8 @@ class ChatEngineSettings(Settings):
     """Settings of the engine that `chat` runs for a model; servers have their own. Its longest sequence is `context`."""
 
     speculative: Speculative = None
-    """Speculative decoding: ngram, draft_model or mtp. Answers are the same as without it, to rounding, and come sooner where drafts are
-    often right. None: off."""
+    """Speculative decoding: ngram, draft_model or mtp. Answers are the same as without it, to rounding, and come sooner where drafts
+    are often right. None: off."""
 
 
 class ChatSettings(Sampled):

@@ -15,7 +15,7 @@ import argosy
 from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
-from argosy.checkpoint.load import as_dtype
+from argosy.checkpoint.load import as_dtype, random
 from argosy.core import progress
 from argosy.core.errors import BadInput, SettingsError
 from argosy.infer import answers, held, sequences
@@ -24,6 +24,7 @@ from argosy.infer import load as load_module
 from argosy.infer.lm import LM
 from argosy.infer.load import load
 from argosy.infer.settings import EngineSettings
+from argosy.models import FAMILIES
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import put, variable
 
@@ -309,6 +310,16 @@ def test_engine_settings_bound_what_is_generated(lm):
     own.engine_settings = EngineSettings(pages=3)
     with pytest.raises(BadInput, match="3 pages of 16 tokens holds no sequence of 200"):
         own.generate([[1]], 1)
+
+
+def test_an_encoder_is_loaded_without_settings_of_an_engine(tmp_path):
+    config = FAMILIES["bert"].examples()["plain"]
+    LM(config, random(config, 0).module).save(tmp_path / "bert")
+    assert not argosy.load(tmp_path / "bert").config.causal
+    with pytest.raises(BadInput, match="this one is an encoder"):
+        argosy.load(tmp_path / "bert", engine={"slots": 2})
+    with pytest.raises(SettingsError, match="did you mean `slots`"):
+        argosy.load(tmp_path / "bert", engine={"slot": 2})
 
 
 def test_two_answers_may_be_read_in_turn(lm):

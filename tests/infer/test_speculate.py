@@ -1,5 +1,6 @@
 """Speculative decoding: answers, log-probabilities and ends are those of the engine without it, whatever is drafted."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 import argosy
 from argosy.checkpoint.load import random
+from argosy.cli import main
+from argosy.cli.generate import is_setting
 from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.data.tokenizers.byte import ByteTokenizer
@@ -386,7 +389,7 @@ def answers_of(lm: LM, **sampling: Any) -> list[tuple[Any, ...]]:
 @pytest.fixture(scope="module")
 def folder(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("speculate")
-    LM(lm.config, lm.module).save(found / "model")
+    lm.save(found / "model", format="argosy")
     return found / "model"
 
 
@@ -395,7 +398,7 @@ def test_the_handle_answers_as_without_speculation(lm: LM, folder: Path, method:
     more: dict[str, Any] = {"ngram": {"lookup_min": 1}, "draft_model": {"model": str(folder)}}[method]
     own: Any = TIGHT.model_dump(exclude_unset=True)
     other = argosy.load(folder, engine={**own, "speculative": {"method": method, "tokens": 4, **more}})
-    plain = LM(lm.config, lm.module, engine_settings=TIGHT)
+    plain = LM(lm.config, lm.module, lm.tokenizer, engine_settings=TIGHT)
     for sampling in ({}, SAMPLED):
         assert answers_of(other, **sampling) == answers_of(plain, **sampling)
     pieces = other.pieces([[7, 8, 9] * 5], 24, seed=3, ignore_eos=True)
@@ -405,6 +408,28 @@ def test_the_handle_answers_as_without_speculation(lm: LM, folder: Path, method:
     assert engine is not None
     assert engine.speculation.drafted
     assert (accepted(engine) == engine.speculation.drafted) == (method == "draft_model")
+
+
+def test_the_command_generates_as_without_speculation(
+    lm: LM, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    drafts, draft = [], NGrams._draft
+    monkeypatch.setattr(NGrams, "_draft", lambda *given: drafts.append(draft(*given)) or drafts[-1])
+    words = ["aaaa bbbb aaaa bbbb aaaa", "max_tokens=12", "ignore_eos=true", "engine.slots=4", "engine.page=8"]
+    more = ["engine.pages=13", "engine.context=96", "engine.speculative=ngram", "engine.speculative.lookup_min=1"]
+    assert main(["generate", str(folder), *words, *more, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    plain = LM(lm.config, lm.module, lm.tokenizer, engine_settings=TIGHT)
+    assert found["tokens"] == plain.generate([words[0]], 12, ignore_eos=True)[0].tokens
+    assert any(drafts)
+
+
+WORDS = [("engine.speculative.lookup_min=1", True), ("engine.slot=3", True), ("engine.a b=3", False), ("engines of war=3", False)]
+
+
+@pytest.mark.parametrize("word, is_one", WORDS)
+def test_the_command_tells_engine_settings_from_a_prompt(word: str, is_one: bool):
+    assert is_setting(word) == is_one
 
 
 @pytest.mark.slow

@@ -21,13 +21,14 @@ from serve.conftest import serving
 from serve.fakes import END, STREAM, Hangup, endless, event, fake, response
 
 from argosy.cli import main
-from argosy.cli.chat import COMMANDS, Session
+from argosy.cli.chat import COMMANDS, Session, opened
 from argosy.cli.lines import Lines, several
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.infer.lm import LM
+from argosy.infer.settings import NGram
 from argosy.serve.app import App
 from argosy.serve.client import Failed, Inside, Refused
-from argosy.serve.client_settings import Sampled
+from argosy.serve.client_settings import ChatEngineSettings, ChatSettings, Sampled
 from argosy.serve.http import Http
 from argosy.serve.service import Service
 from argosy.serve.talk import Answer, Talk
@@ -261,12 +262,19 @@ def test_a_mistake_ends_a_pipe(
     assert hint in err
 
 
+def test_a_chat_with_a_model_speculates_if_asked(lm: LM, tmp_path: Path):
+    lm.save(tmp_path / "model")
+    with opened(str(tmp_path / "model"), ChatSettings(context=64, engine=ChatEngineSettings(speculative=NGram()))) as (_, engine):
+        assert engine.speculation is not None
+
+
 @pytest.mark.parametrize(
     "words, what, hint",
     [
         (["chat", "http://127.0.0.1:1"], "cannot connect to http://127.0.0.1:1: connection refused", "argosy serve"),
         (["chat", "http://h", "temprature=3"], "unknown setting `temprature`", "temperature"),
         (["chat", "http://h", "plain=true", "system=x"], "no system message", ""),
+        (["chat", "http://h", "engine.speculative=ngram"], "the server decides how it drafts", "argosy serve"),
         (["chat", "no-model"], "no-model", ""),
         (["chat", "x", "--model", "y"], "no such option: --model", "first word"),
     ],
