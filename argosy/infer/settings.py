@@ -1,6 +1,6 @@
 """Settings of the engine. No jax here."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -104,7 +104,7 @@ class PlainEngineSettings(Settings):
     times as long and gains nothing. Not with `speculative`, which needs each step's tokens."""
 
     @model_validator(mode="after")
-    def _one_way_to_several_tokens(self) -> Self:
+    def _one_way_to_several_tokens(self) -> "PlainEngineSettings":
         if self.steps > 1 and self.speculative is not None:
             raise ValueError(f"steps = {self.steps} does not go with `speculative`, which needs the tokens of each step")
         return self

@@ -560,6 +560,17 @@ def test_the_handle_refuses_what_it_has_no_room_for(lm: LM, folders: dict[str, P
             ask()
 
 
+def test_the_handle_scores_in_the_layout_of_several_steps_at_a_time(lm: LM, folders: dict[str, Path]):
+    """Such an engine runs stacked layers as they are on a CPU too, where others take views of them."""
+    settings = EngineSettings(steps=2, slots=1, context=32, budget=32, lora={"enabled": True, "rank": 4})
+    other = load(folders["model"], run=Scan(), engine=settings)
+    other.load_adapter("a", folders["a"])
+    ids = prompts(lm.config.vocab, 9)
+    found = other.generate(ids, 5, adapter="a")[0]
+    assert found.tokens == lm.generate(ids, 5, adapter="a")[0].tokens
+    np.testing.assert_allclose(other.score(ids, adapter="a")[0], lm.score(ids, adapter="a")[0], atol=1e-4)
+
+
 # ---------------------------------------------------------------- several devices
 
 
