@@ -1,5 +1,6 @@
 """Tests run strict: shapes checked at every boundary, no implicit promotion, warnings as errors, eight fake devices, no network."""
 
+import ast
 import contextlib
 import gc
 import hashlib
@@ -27,7 +28,17 @@ import jax
 import pytest
 from jax._src.lru_cache import LRUCache
 from jaxtyping import install_import_hook
+from jaxtyping._import_hook import JaxtypingTransformer
 
+_visit = JaxtypingTransformer.visit_FunctionDef
+
+
+def _outside_functions(self: JaxtypingTransformer, node: ast.FunctionDef) -> ast.FunctionDef:
+    """Leaves a function inside a function as it is: its checks would be compiled at each call of the outer one."""
+    return node if any(isinstance(parent, ast.FunctionDef) for parent in self._parents) else _visit(self, node)
+
+
+JaxtypingTransformer.visit_FunctionDef = _outside_functions
 # Every annotated function of these rooms checks its arguments: shapes and types, at run time, in tests only.
 install_import_hook(["argosy.models", "argosy.ops", "argosy.adapt", "argosy.train", "argosy.infer"], "beartype.beartype")
 

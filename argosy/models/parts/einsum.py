@@ -9,6 +9,7 @@ this file knows none of them.
 """
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -133,6 +134,21 @@ def _product(eq: str, x: Array, w: Array, inner: str, dtype: Any) -> Array:
     return y.reshape(*x.shape[:-n], *kept)
 
 
+class Letters(NamedTuple):
+    """The letters of an equation: of the input, the weight and the output, and those of the weight that are summed."""
+
+    x: str
+    spec: str
+    out: str
+    inner: str
+
+
+@lru_cache(maxsize=1024)
+def letters_of(eq: str) -> Letters:
+    x, spec, out = eq.replace("->", ",").split(",")
+    return Letters(x, spec, out, "".join(a for a in spec if a in x and a not in out))
+
+
 class Contraction(nnx.Module):
     """The interface of `Einsum` and of everything that replaces it: `__call__`, `via`, `take`, and the letters of the equation.
 
@@ -202,30 +218,32 @@ class Contraction(nnx.Module):
 
     @property
     def x(self) -> str:
-        return self.eq.split(",")[0]
+        return letters_of(self.eq).x
 
     @property
     def spec(self) -> str:
-        return self.eq.split(",")[1].split("->")[0]
+        return letters_of(self.eq).spec
 
     @property
     def out(self) -> str:
-        return self.eq.split("->")[1]
+        return letters_of(self.eq).out
 
     @property
     def inner(self) -> str:
         """The summed letters."""
-        return "".join(a for a in self.spec if a in self.x and a not in self.out)
+        return letters_of(self.eq).inner
 
     @property
     def group(self) -> str:
         """The letter selected by the route."""
-        return "".join(a for a in self.spec if a not in self.x + self.out)
+        x, spec, out, _ = letters_of(self.eq)
+        return "".join(a for a in spec if a not in x + out)
 
     @property
     def kept(self) -> str:
         """The letters of the bias; for grouped weights, without the group."""
-        return "".join(a for a in self.spec if a not in self.inner)
+        _, spec, _, inner = letters_of(self.eq)
+        return "".join(a for a in spec if a not in inner)
 
     @property
     def scaled(self) -> str:
