@@ -166,7 +166,8 @@ def test_the_engine_answers_as_the_whole_sequence_with_rounded_keys_and_values(f
         found = scores(engine, [Request(p, MOST) for p in given])
         assert engine.scheduler.preemptions
         assert bool(engine.scheduler.pools) == (family in ("gemma", "gpt_oss")), "pools of windows"
-        assert engine.stats.reused_tokens or not engine.pages.reuse
+        # A page of a window is given away soon when pages are few.
+        assert engine.stats.reused_tokens or engine.scheduler.pools or not engine.pages.reuse
         apart = []
         for prompt, made in zip(given, found, strict=True):
             ids = [*prompt, *(token for token, _ in made)]
