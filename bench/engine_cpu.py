@@ -5,6 +5,7 @@
     ./run python bench/engine_cpu.py adapters [PRESET] [ROWS ...]    a decode step with 4 adapters of rank 16, and without
     ./run python bench/engine_cpu.py sampler [VOCABULARY]            compile and step by rows and settings
     ./run python bench/engine_cpu.py schema TOKENIZER [PRESET] [ROWS ...]    a token with a JSON schema and without, in turn
+    ./run python bench/engine_cpu.py cache MODEL TEXT [ROWS ...]        a decode step by type of cache, in turn; then perplexity
     ./run python bench/engine_cpu.py speculate MODEL [DRAFTS] [ROWS ...]     n-grams and without them, on two texts, in turn
 
 CPU time of the process stands beside wall time, since the machines that this was written on are shared.
@@ -24,11 +25,16 @@ from argosy.data.tokenize import find_tokenizer
 from argosy.infer import sampler
 from argosy.infer.engine import Engine
 from argosy.infer.forward import ByLayer, Whole, cut
+from argosy.infer.layers import pass_of
 from argosy.infer.load import load, random
 from argosy.infer.request import Request
 from argosy.infer.sample import Sampling, table
 from argosy.infer.settings import EngineSettings, NGram
 from argosy.jobs.public import preset_config
+from argosy.models.parts.attend import Paged
+from argosy.models.parts.cache import bytes_of, paged
+from argosy.models.parts.weight import split
+from argosy.ops.narrow import FORMS
 
 PROMPT, ANSWER, HELD, TURNS = 128, 64, 150, 3
 
@@ -109,6 +115,71 @@ def adapters(preset: str = "smollm2-135m", *rows: str) -> None:
             wall, cpu = 1e3 * np.median(times, 0)
             more = 100 * (np.median(np.asarray(times) / base, 0) - 1)
             print(f"{count} rows, {name}: {wall:.1f} ms a step ({more[0]:+.0f} %), {cpu:.1f} CPU ms ({more[1]:+.0f} %)", flush=True)
+
+
+def cache(folder: str, text: str, *rows: str) -> None:
+    """A decode step of rows that hold 150 tokens each, and 1,000; then the text's first 2,048 tokens, computed in calls of 256."""
+    lm = load(folder)
+    for count in [int(word) for word in rows] or [1, 8, 32]:
+        for held in (HELD, 1000):
+            # One more page than the step writes to, for each row.
+            each = held // 16 + 1
+            engines = {
+                form: Engine(lm.module, EngineSettings(slots=32, context=2048, pages=max(128, count * each), cache_dtype=form))
+                for form in (None, *FORMS)
+            }
+            weights = engines[None].forward.prepared(engines[None].weights())
+            sizes = engines[None].packing.decoding(count)
+            words = np.zeros(sizes.words, np.int32)
+            d, *_ = cut(words, sizes)
+            d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), held, -1
+            d["table"][:, :each] = np.arange(each * count).reshape(count, each)
+            picks = np.arange(count, dtype=np.int32)
+
+            def call(engine: Engine, given: Any = (words, picks, sizes), weights: Any = weights) -> Any:
+                logits, engine.caches, _ = engine.forward(weights, engine.caches, engine.slots.last, *given)
+                return logits
+
+            spent: dict[str | None, list[tuple[float, float]]] = {form: [] for form in engines}
+            for turn in range(13):
+                for form, engine in engines.items():
+                    took = clocked(lambda engine=engine: call(engine))
+                    spent[form] += [took] if turn else []
+            base = np.asarray(spent[None])
+            for form, times in spent.items():
+                wall, cpu = 1e3 * np.median(times, 0)
+                more = 100 * (np.median(np.asarray(times) / base, 0) - 1)
+                size = bytes_of(engines[form].caches) / engines[form].pages.count * count * each / 1e6
+                told = f"{wall:.1f} ms a step ({more[0]:+.0f} %), {cpu:.1f} CPU ms ({more[1]:+.0f} %), {size:.1f} MB of pages in use"
+                print(f"{count} rows of {held}, {form or 'float32'}: {told}", flush=True)
+    quality(lm, Path(text).read_text())
+
+
+def quality(lm: Any, text: str, most: int = 2048, width: int = 256) -> None:
+    """Perplexity by type of cache, and the divergence of the next token's distribution from that with a float32 cache."""
+    ids = np.asarray(lm.encode(text[: 8 * most]))[: most + 1]
+    weights, run, before = split(lm.module)[1], pass_of(lm.module, split(lm.module)[1]), []
+    table, t = jnp.arange(most // 16, dtype=jnp.int32)[None], jnp.arange(width, dtype=jnp.int32)[None]
+    for form in (None, *FORMS):
+        caches = paged(lm.module.layers.holds(), 1, most // 16, 16, longest=most, slack=most, narrow=form)
+        losses, apart, same = [], [], []
+        for i, at in enumerate(range(0, most, width)):
+            where = (jnp.zeros(1, jnp.int32), jnp.full(1, at, jnp.int32), jnp.full(1, width, jnp.int32))
+            logits, caches = run(weights, _logits, ids[None, at : at + width].astype(np.int32), Paged(table, *where, t), caches)
+            chances = np.asarray(jax.nn.log_softmax(logits[0]))
+            losses.append(-chances[np.arange(width), ids[at + 1 : at + width + 1]])
+            if form is None:
+                before.append(chances)
+            apart.append((np.exp(before[i]) * (before[i] - chances)).sum(-1))
+            same.append(before[i].argmax(-1) == chances.argmax(-1))
+        kl, loss, top = (np.concatenate(a) for a in (apart, losses, same))
+        apart_by = f"KL {kl.mean():.2e} (largest {kl.max():.1e}), {100 * top.mean():.2f} % same likeliest"
+        told = f"perplexity {np.exp(loss.mean()):.4f}, {apart_by}"
+        print(f"{len(loss)} tokens, {form or 'float32'}: {told}", flush=True)
+
+
+def _logits(model: Any, x: Any) -> Any:
+    return model.unembed(x)
 
 
 def generate(preset: str = "smollm2-135m", *prompts: str) -> None:
@@ -247,6 +318,6 @@ def counted(spent: list[float]) -> None:
 if __name__ == "__main__":
     modes = {
         "forward": forward, "generate": generate, "adapters": adapters, "sampler": sampler_, "schema": schema,
-        "speculate": speculate,
+        "speculate": speculate, "cache": cache,
     }  # fmt: skip
     modes[sys.argv[1]](*sys.argv[2:])

@@ -37,6 +37,7 @@ class Edit(NamedTuple):
 PARITY = "tests/models/test_parity.py::test_logits_equal_the_reference"
 LAWS, DEVICES, COSTS = (f"tests/laws/test_{name}.py::test_" for name in ("family", "devices", "costs"))
 ATTEND, MOE, EINSUM = (f"tests/models/test_{name}.py::test_" for name in ("attend", "moe", "einsum"))
+CACHE = "tests/infer/test_cache_dtype.py::test_"
 RESUME, RUNS, SURGERY = "tests/jobs/test_resume.py::test_", "tests/jobs/test_train.py::test_", "tests/adapt/test_surgery.py::test_"
 EDITS = [
     # ---------------------------------------------------------------- batches, benchmarks, chat
@@ -248,9 +249,30 @@ EDITS = [
     Edit(
         "NaN of a former owner is read",
         "argosy/ops/paged_attention.py",
-        "return jnp.where(owned.reshape(*owned.shape, *(1,) * (tokens.ndim - 2)), tokens, jnp.zeros((), pool.dtype))",
+        "return jnp.where(owned.reshape(*owned.shape, *(1,) * (tokens.ndim - 2)), tokens, jnp.zeros((), tokens.dtype))",
         "return tokens",
         (f"{LAWS}paged_decode_equals_full[scan-llama-pattern]",),
+    ),
+    Edit(
+        "keys and values scaled by another token's scale",
+        "argosy/ops/narrow.py",
+        "scale[..., 0], form)",
+        "jnp.roll(scale[..., 0], 1, 0), form)",
+        ("tests/ops/test_narrow.py::test_values_are_the_nearest_in_eight_bits",),
+    ),
+    Edit(
+        "scales that are never stored",
+        "argosy/ops/narrow.py",
+        "lambda a, b: a.at[where]",
+        "lambda a, b: a if a.shape[-1] == 1 else a.at[where]",
+        (f"{CACHE}the_engine_answers_as_the_whole_sequence_with_rounded_keys_and_values[llama-plain-int8]",),
+    ),
+    Edit(
+        "NaN of a former owner's scales is read",
+        "argosy/ops/paged_attention.py",
+        "    tokens = tokens.widened() if isinstance(tokens, Narrow) else tokens\n",
+        "    if isinstance(tokens, Narrow):\n        return tokens.widened()\n",
+        (f"{CACHE}a_former_owner_and_a_broken_row_reach_nobody_else",),
     ),
     Edit(
         "a snapshot without states",

@@ -71,6 +71,17 @@ SWITCHES = {
     "--async-scheduling": [],
 }
 
+# Flags with a value of a list.
+CHOICES = {
+    "--kv-cache-dtype": {
+        "auto": [],
+        "int8": ["engine.cache_dtype=int8"],
+        "fp8": ["engine.cache_dtype=fp8_e4m3"],
+        "fp8_e4m3": ["engine.cache_dtype=fp8_e4m3"],
+        "fp8_e5m2": ["engine.cache_dtype=fp8_e5m2"],
+    },
+}
+
 # Flags with a JSON object.
 OBJECTS = {
     "--speculative-config": (
@@ -92,6 +103,7 @@ ANSWERS = {
     "--data-parallel-size": "a server has one copy of the model so far",
     "--gpu-memory-utilization": "the cache has `engine.pages` pages of `engine.page` tokens",
     "--kv-cache-memory-bytes": "the cache has `engine.pages` pages of `engine.page` tokens",
+    "--calculate-kv-scales": "leave it out: each token and head of a quantized cache has its own scale",
     "--trust-remote-code": "leave it out: no code of a model is ever run",
     "--enforce-eager": "leave it out: every step is compiled, and kept for the next start",
     "--quantization": "a model is served as it is stored",
@@ -100,7 +112,7 @@ ANSWERS = {
 }
 
 
-SERVE = Flags(SETTINGS, SWITCHES, objects=OBJECTS, named=NAMED, answers=ANSWERS)
+SERVE = Flags(SETTINGS, SWITCHES, CHOICES, objects=OBJECTS, named=NAMED, answers=ANSWERS)
 
 BENCH_SERVE = Flags(
     {
@@ -158,6 +170,7 @@ RUN_BATCH = Flags(
         **{flag: key for flag, key in SETTINGS.items() if key.startswith("engine.")},
     },
     {flag: words for flag, words in SWITCHES.items() if flag != "--enable-log-requests"},
+    CHOICES,
     objects=OBJECTS,
     named=NAMED,
     answers={

@@ -44,7 +44,8 @@ class Around(NamedTuple):
         return allocated(specs, self.mesh, lambda: needs.empty(slots, Extent(pages, {})))
 
     def _needs(self, specs: Specs, dtype: Any) -> Needs:
-        return Needs(specs, self.packing.settings.page, dtype, self.context, {})
+        settings = self.packing.settings
+        return Needs(specs, settings.page, dtype, self.context, {}, settings.cache_dtype)
 
 
 class Drafter:

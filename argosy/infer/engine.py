@@ -70,7 +70,8 @@ class Engine:
         adapters: shared with another engine over this model (`Adapters.beside`); None: its own, if the settings ask for any.
 
     Raises:
-        BadInput: the cache has no room for one sequence of `context` tokens, or the model and its draft model do not fit.
+        BadInput: the cache has no room for one sequence of `context` tokens, the model and its draft model do not fit, or a quantized
+            cache would be no smaller.
     """
 
     def __init__(
@@ -155,7 +156,8 @@ class Engine:
         drafter = None if self.speculation is None else self.speculation.drafter.caches
         settings, size = self.settings, sized(bytes_of((self.caches, drafter)))
         tokens = self.pages.count * settings.page
-        return f"{tokens:,} tokens of {settings.slots} sequences of at most {self.context:,}, {size}"
+        form = f" in {settings.cache_dtype}" if settings.cache_dtype else ""
+        return f"{tokens:,} tokens of {settings.slots} sequences of at most {self.context:,}, {size}{form}"
 
     def weights(self) -> Leaves:
         """The current weights."""

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from argosy.core.errors import BadInput
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.cache import Caches, Specs, Window, bytes_of, laid_out, layouts, paged
 from argosy.models.parts.weight import Leaves
@@ -56,7 +58,7 @@ class Extent(NamedTuple):
 class Needs:
     """What the cache of a model takes.
 
-    longest: tokens of one sequence, at most. windows: those whose layers have pools of their own.
+    longest: tokens of one sequence, at most. windows: those whose layers have pools of their own. narrow: as in `paged`.
     """
 
     specs: Specs
@@ -64,6 +66,7 @@ class Needs:
     dtype: Any
     longest: int
     windows: Mapping[Window, Share]
+    narrow: str | None = None
 
     @property
     def pages(self) -> int:
@@ -72,7 +75,7 @@ class Needs:
 
     def empty(self, slots: int, extent: Extent) -> Caches:
         """Pools of this size. Sequences may be rolled back to any length."""
-        how: Any = {"longest": self.longest, "slack": self.longest, "windows": extent.windows}
+        how: Any = {"longest": self.longest, "slack": self.longest, "windows": extent.windows, "narrow": self.narrow}
         return paged(self.specs, slots, extent.pages, self.page, self.dtype, **how)
 
     def bytes(self, mesh: Mesh | None, extent: Extent) -> int:
@@ -101,13 +104,31 @@ class Needs:
 
 def needs_of(specs: Specs, settings: EngineSettings, dtype: Any, longest: int) -> Needs:
     """What the cache of an engine takes. Layers share the pools of those without a window if their window is as good as the whole
-    sequence, or consists of chunks that do not begin with a page."""
+    sequence, or consists of chunks that do not begin with a page.
+
+    Raises:
+        BadInput: a quantized cache would be no smaller: a model without attention, or heads so short that the scales take what the
+            values save.
+    """
     page, drafts = settings.page, 0 if settings.speculative is None else settings.speculative.tokens
     queries = 1 + drafts, max(settings.budget, settings.beside, 1 + drafts)
     found = {spec.window for spec, _ in specs.values() if spec.window and not (spec.chunked and spec.window.tokens % page)}
     windows = {window: Share(*(window.pages(n, page) for n in queries)) for window in sorted(found)}
     short = {window: one for window, one in windows.items() if one.filling < -(-longest // page)}
-    return Needs(specs, page, dtype, longest, short)
+    needs = Needs(specs, page, dtype, longest, short, settings.cache_dtype)
+    if needs.narrow is not None:
+        _check_smaller(needs)
+    return needs
+
+
+def _check_smaller(needs: Needs) -> None:
+    """Raises BadInput if a quantized cache would be no smaller."""
+    eight, plain = (replace(needs, narrow=form, page=1, windows={}).bytes(None, Extent(1, {})) for form in (needs.narrow, None))
+    if eight < plain:
+        return
+    bytes_ = f"a token takes {eight} bytes, and {plain} in {jnp.dtype(needs.dtype).name}"
+    why = bytes_ if plain else "the model caches nothing per token"
+    raise BadInput(f"engine.cache_dtype={needs.narrow} saves no memory: {why}", hint="leave it out")
 
 
 def bytes_on_each(specs: Specs, mesh: Mesh | None, empty: Callable[[], Caches]) -> int:
@@ -117,11 +138,8 @@ def bytes_on_each(specs: Specs, mesh: Mesh | None, empty: Callable[[], Caches]) 
         return bytes_of(one)
     with scope(mesh):
         places = layouts(specs, one)
-    return sum(
-        math.prod(NamedSharding(mesh, places[name][key]).shard_shape(a.shape)) * a.dtype.itemsize
-        for name, cache in one.items()
-        for key, a in cache.items()
-    )
+    shares = jax.tree.map(lambda a, spec: math.prod(NamedSharding(mesh, spec).shard_shape(a.shape)) * a.dtype.itemsize, one, places)
+    return sum(jax.tree.leaves(shares))
 
 
 def allocated(specs: Specs, mesh: Mesh | None, empty: Callable[[], Caches]) -> Caches:

@@ -1,8 +1,8 @@
 """Settings of the engine. No jax here."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from argosy.core.registry import Registry
 from argosy.core.settings import Also, Choice, Settings
@@ -73,6 +73,12 @@ class LoraSettings(Settings):
         return self
 
 
+# vLLM's name stands for the form with more bits of precision, as it does there.
+CacheType = Annotated[
+    Literal["int8", "fp8", "fp8_e4m3", "fp8_e5m2"], AfterValidator(lambda name: "fp8_e4m3" if name == "fp8" else name)
+]
+
+
 class PlainEngineSettings(Settings):
     """Settings of an engine for the model alone: memory, how prefill and decoding share a step, speculation."""
 
@@ -83,6 +89,13 @@ class PlainEngineSettings(Settings):
     pages: int | None = Field(None, gt=0)
     """Number of pages of the cache. By default enough for `slots` sequences of `context` tokens, but on a CPU at most 4 GB and a
     quarter of the free memory, elsewhere at most 0.8 of what the weights leave; or what one sequence needs if that is more."""
+    cache_dtype: Annotated[CacheType | None, Also("kv_cache_dtype", "cache_type", "kv_dtype")] = None
+    """Type of the cached keys and values: int8, fp8_e4m3 (fp8 for short) or fp8_e5m2, in eight bits with a float32 scale for each
+    token and head, so that the same memory has room for 3.8 times the tokens of float32 or 1.9 times those of bfloat16 (heads of 64).
+    None, the default, keeps the model's type: answers are then those of the whole sequence computed at once, and with eight bits they
+    are near them. int8 is the most exact of the three. Recurrent states and the keys of a sparse-attention indexer keep their type.
+    Refused where it saves no memory. On TPUs the kernel that reads pages in place takes no such scales; the portable loop over blocks
+    of pages stands in."""
     context: int | None = Field(None, gt=0)
     """Longest sequence in tokens, prompt and answer; by default the model's context."""
     budget: int = Field(512, ge=ROW)

@@ -9,6 +9,7 @@ which each key head is followed by its value head. TPU kernels read the joined o
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -16,10 +17,11 @@ from argosy.core.errors import Unsupported
 from argosy.core.registry import Registry
 from argosy.ops.attention import NOWHERE, Implementation, Score, See, attention
 from argosy.ops.choice import asked_for
+from argosy.ops.narrow import Narrow
 from argosy.parallel.scope import platform
 
-# (keys, values), or (joined,).
-Pools = tuple[Float[Array, "pages page _ _"], ...]
+# (keys, values), or (joined,); those that are not joined may be quantized.
+Pools = tuple[Float[Array, "pages page _ _"] | Narrow, ...]
 
 
 def paged_attention(
@@ -81,13 +83,14 @@ def apart(pools: Iterable[Array]) -> tuple[Array, Array]:
     return (first, rest[0]) if rest else (first[..., 0::2, :], first[..., 1::2, :])
 
 
-def gathered(pool: Float[Array, "pages page *rest"], table: Int[Array, "B P"], lengths: Int[Array, "B"]) -> Array:
-    """The tokens of each row in order, [B P*page *rest]. Other entries are zero: a recycled page may contain NaN, and zero times
-    NaN is NaN."""
+def gathered(pool: Float[Array, "pages page *rest"] | Narrow, table: Int[Array, "B P"], lengths: Int[Array, "B"]) -> Array:
+    """The tokens of each row in order, [B P*page *rest]; of a quantized pool in float32. Other entries are zero: a recycled page may
+    contain NaN, and zero times NaN is NaN."""
     pages, page = pool.shape[:2]
-    tokens = pool[jnp.clip(table, 0, pages - 1)].reshape(len(table), -1, *pool.shape[2:])
+    tokens = jax.tree.map(lambda a: a[jnp.clip(table, 0, pages - 1)].reshape(len(table), -1, *a.shape[2:]), pool)
+    tokens = tokens.widened() if isinstance(tokens, Narrow) else tokens
     owned = token_positions(table, lengths, pages, page) < NOWHERE
-    return jnp.where(owned.reshape(*owned.shape, *(1,) * (tokens.ndim - 2)), tokens, jnp.zeros((), pool.dtype))
+    return jnp.where(owned.reshape(*owned.shape, *(1,) * (tokens.ndim - 2)), tokens, jnp.zeros((), tokens.dtype))
 
 
 def token_positions(table: Int[Array, "B P"], lengths: Int[Array, "B"], pages: int, page: int) -> Int[Array, "B S"]:

@@ -1,8 +1,8 @@
 """Paged attention in a loop over blocks of pages, which ends with the longest row.
 
 Its cost depends on the number of tokens in the rows, not on the width of the table, and one program serves every length. The
-blocks' results are merged by their log-sum-exp. Blocks before the window of every row are skipped. Forward only: JAX does not
-differentiate a loop whose length is not known when it is traced.
+blocks' results are merged by their log-sum-exp. Blocks before the window of every row are skipped. Of a quantized pool one block at a
+time is widened. Forward only: JAX does not differentiate a loop whose length is not known when it is traced.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.ops import paged_attention as paged
 from argosy.ops.attention import NOWHERE, UNSEEN, Implementation, Score, See, attention, merged
+from argosy.ops.narrow import Narrow
 from argosy.ops.precision import wide
 
 # Tokens of a row that are read at a time.
@@ -50,7 +51,7 @@ def fits_one_block(table: Int[Array, "B P"], page: int) -> bool:
 
 def over_blocks(
     met: Callable[[dict[str, Array], See], tuple[Array, Array]],
-    pools: Mapping[str, Float[Array, "pages page *rest"]],
+    pools: Mapping[str, Float[Array, "pages page *rest"] | Narrow],
     table: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     at: Int[Array, "B T"],

@@ -5,6 +5,9 @@ tokens are moved behind the others, and padding queries are left out: a row that
 left in its pages, and one NaN there would reach every query.
 
 Unlike `reference`, it gives nothing of meaning for a row with a page out of range within its length. The engine makes no such row.
+
+The kernel takes one scale for all keys and one for all values. A quantized cache has one for each token and head, so `blocked` reads
+it.
 """
 
 import math
@@ -17,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from argosy.ops.attention import Implementation, Score
+from argosy.ops.narrow import Narrow
 from argosy.ops.paged_attention import Pools
 from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, on_several_devices, platform
 
@@ -27,7 +31,7 @@ OLD = ("TPU v2", "TPU v3")
 
 def ragged(
     q: Float[Array, "B T N H"],
-    pools: Pools,
+    pools: tuple[Float[Array, "pages page _ H"]],
     table: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     at: Int[Array, "B T"],
@@ -103,6 +107,9 @@ def cannot_hold(heads: int, size: int, dtype: Any) -> str | None:
 
 
 def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, lse: bool) -> str | None:
+    pool = pools[0]
+    if isinstance(pool, Narrow):
+        return "reads no scales of a quantized cache"
     if platform() != "tpu":
         return "is for TPUs"
     if jax.devices()[0].device_kind in OLD:
@@ -111,11 +118,11 @@ def _refuses(q: Array, pools: Pools, table: Array, lengths: Any, score: Score, l
         return "reads joined pools"
     if lse:
         return "gives no log-sum-exp"
-    if on_several_devices() and not axes_in(_split(pools[0])):
+    if on_several_devices() and not axes_in(_split(pool)):
         return "needs key heads that the devices share"
     if score.sinks is not None or score.chunked:
         return "has neither sinks nor chunks"
-    return cannot_hold(pools[0].shape[2] // 2 // _shares(pools[0]), q.shape[-1], pools[0].dtype)
+    return cannot_hold(pool.shape[2] // 2 // _shares(pool), q.shape[-1], pool.dtype)
 
 
 def _shares(pool: Array) -> int:

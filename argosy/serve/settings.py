@@ -69,6 +69,7 @@ class ServeSettings(Settings):
     elsewhere: ClassVar = {
         "served_model_name": "did you mean `name`?",
         "max_model_len": "did you mean `engine.context`?",
+        "kv_cache_dtype": "did you mean `engine.cache_dtype`?",
         "max_num_seqs": "did you mean `engine.slots`?",
         "max_num_batched_tokens": "did you mean `engine.budget`?",
         "block_size": "did you mean `engine.page`?",

@@ -17,7 +17,7 @@ from helpers import shared
 from serve.conftest import SIZES, listening, serving
 
 from argosy.cli import main
-from argosy.cli.flags import ANSWERS, OBJECTS, RUN_BATCH, SERVE, SETTINGS, SWITCHES, translated
+from argosy.cli.flags import ANSWERS, OBJECTS, RUN_BATCH, SERVE, SETTINGS, SWITCHES, Flags, translated
 from argosy.core.errors import ArgosyError, BadInput, SettingsError
 from argosy.core.settings import Choice, read_settings, words_layer
 from argosy.infer.lm import LM
@@ -45,6 +45,23 @@ def test_the_reasoning_parser_has_the_flag_and_names_of_vllm(lm: LM):
     service = run.service_of(lm, "tiny", settings, None)
     service.front.close()
     assert (service.reasoning, service.store is not None and service.store.most) == ("deepseek_r1", 2)
+
+
+@pytest.mark.parametrize("flags", [SERVE, RUN_BATCH])
+def test_the_type_of_the_cache_has_the_flag_of_vllm(flags: Flags):
+    def read(*words: str) -> str | None:
+        return read_settings(ServeSettings, words_layer(translated(list(words), flags))).value.engine.cache_dtype
+
+    values = {"auto": None, "int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+    assert {value: read(f"--kv-cache-dtype={value}") for value in values} == values
+    assert read("--kv-cache-dtype", "fp8") == "fp8_e4m3"
+    with pytest.raises(BadInput, match="fp8_inc is not supported"):
+        read("--kv-cache-dtype", "fp8_inc")
+    with pytest.raises(BadInput, match="--calculate-kv-scales") as error:
+        read("--calculate-kv-scales")
+    assert "its own scale" in str(error.value)
+    with pytest.raises(SettingsError, match=r"engine\.cache_dtype"):
+        read_settings(ServeSettings, words_layer(["kv_cache_dtype=fp8"]))
 
 
 def test_the_flags_of_adapters():

@@ -20,6 +20,7 @@ from argosy.checkpoint.load import random
 from argosy.core.errors import BadInput
 from argosy.data.tokenize import find_tokenizer
 from argosy.infer.lm import LM
+from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.serve import run
 from argosy.serve.app import App
@@ -422,6 +423,8 @@ def test_each_kind_has_its_service(encoder: LM, lm: LM):
         run.encoder_of(lm, "tiny", ServeSettings(), None)
     with pytest.raises(BadInput, match="is an encoder"):
         run.service_of(encoder, "small", ServeSettings(), None)
+    with pytest.raises(BadInput, match="caches nothing"):
+        run.encoder_of(encoder, "small", ServeSettings(engine=EngineSettings(cache_dtype="int8")), None)
     service = run.serving(encoder, "small", ServeSettings(warm_up=False), None)
     service.front.close()
     assert isinstance(service, EncoderService)

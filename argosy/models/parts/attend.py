@@ -38,6 +38,7 @@ from argosy.models.parts.cache import (
     with_tokens,
 )
 from argosy.ops.attention import Score, See, attention
+from argosy.ops.narrow import written
 from argosy.ops.paged_attention import apart, gathered, joined, paged_attention, token_positions
 from argosy.ops.paged_blocked import fits_one_block, over_blocks
 
@@ -353,6 +354,9 @@ class Paged(Recurs):
 
     A slot or page out of range, including -1, belongs to no row: nothing is read from it, and writes to it are dropped, as are
     those of tokens beyond the row's table. What a previous owner left in a page or slot may be anything, including NaN.
+
+    Keys and values of this call are written first and then read like all others, so in a quantized pool an answer does not depend on
+    how a prompt was cut into calls.
     """
 
     table: Int[Array, "B P"]
@@ -394,7 +398,7 @@ class Paged(Recurs):
         if JOINED in cache:
             held = {JOINED: joined(held["k"], held["v"])}
         where = self._places(*cache[next(iter(held))].shape[:2])
-        pools = {n: cache[n].at[where].set(new.astype(cache[n].dtype), mode="drop") for n, new in held.items()}
+        pools = {n: written(cache[n], where, new) for n, new in held.items()}
         total = self.lengths + self.new
         if read is HEADS and not score.chunked:
             both = (pools[JOINED],) if JOINED in pools else (pools["k"], pools["v"])

@@ -10,13 +10,17 @@ it. An entry is of one of four kinds, which is part of its array's name in a lay
 
 Keys and values of one shape may share a pool, `"kv"`, where a kernel of the platform reads them so (`ops.paged_attention`).
 
+A pool of pages may be quantized: then its entries are `ops.narrow.Narrow`, in eight bits with a scale for each token and head, so that
+page tables, copies and rollbacks need to know nothing of it. Rings and states keep their type: a ring is as short as its window, and a
+state sums over all tokens, with the rounding of each.
+
 Token p is at p modulo the size of a ring, so the contents of a ring follow from the length of its sequence alone, and a slot need
 not be cleared for a new owner. With `slack`, a ring has that many more tokens than its layer attends to: a sequence can then be
 rolled back by as many (a rejected draft) and resumed. Pages and buffers need nothing for that, states need a `snapshot`.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -26,12 +30,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from argosy.ops.attention import NOWHERE
+from argosy.ops.narrow import Narrow, empty
 from argosy.ops.paged_attention import reads_joined
 from argosy.ops.precision import sums_in
 from argosy.parallel.scope import activation_spec
 
-# Of one layer.
-Cache = dict[str, Array]
+# Of one layer: arrays, or `Narrow`.
+Cache = dict[str, Any]
 Kind = Literal["token", "ring", "window", "row"]
 RING, WINDOW, ROW = "ring.", "window.", "row."
 # The pool of keys and values together.
@@ -41,7 +46,7 @@ JOINED = "kv"
 class Entry(NamedTuple):
     """One array that a layer caches: its name, the shape for one token or sequence, and its kind.
 
-    dtype: None: the type of the whole cache. size: of a ring, in tokens.
+    dtype: None: the type of the whole cache. size: of a ring, in tokens. scales: as in `Spec`.
     """
 
     name: str
@@ -49,6 +54,7 @@ class Entry(NamedTuple):
     kind: Kind
     dtype: Any = None
     size: int | None = None
+    scales: int = 1
 
     @property
     def key(self) -> str:
@@ -80,6 +86,8 @@ class Spec:
     chunked: of these tokens, only to those of its own chunk of `span`.
     letters: of the shapes, such as ("k", "K H"), for the rules that split arrays over devices. An array without letters is whole on
     every device.
+    scales: in a quantized cache, the number of blocks of an entry's last axis with a scale each: 1 unless it is named here. 0: it keeps
+    its type.
     """
 
     token: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -87,6 +95,7 @@ class Spec:
     span: int | None = None
     chunked: bool = False
     letters: tuple[tuple[str, str], ...] = ()
+    scales: tuple[tuple[str, int], ...] = ()
 
     @property
     def window(self) -> Window | None:
@@ -96,7 +105,7 @@ class Spec:
         """Its arrays, for sequences of at most `longest` tokens; rings if these are shorter."""
         size = None if self.span is None or self.span + slack >= longest else self.span + slack
         for name, shape in self.token:
-            yield Entry(name, shape, "token" if size is None else "ring", None, size)
+            yield Entry(name, shape, "token" if size is None else "ring", None, size, dict(self.scales).get(name, 1))
         for name, shape in self.row:
             yield Entry(name, shape, "row", jnp.float32)
 
@@ -125,6 +134,7 @@ def paged(
     longest: int | None = None,
     slack: int = 0,
     windows: Mapping[Window, int] | None = None,
+    narrow: str | None = None,
 ) -> Caches:
     """Empty pools for `Paged`: [pages page ...] per token, [slots span ...] for rings, [slots ...] for states.
 
@@ -133,9 +143,10 @@ def paged(
         slack: how many tokens a sequence may be rolled back.
         windows: the number of pages in the pools of layers with these windows. Layers with other windows have rings, or pages like
             layers without a window.
+        narrow: the pools are quantized, in this form of `ops.narrow`.
     """
     longest = pages * page if longest is None else longest
-    return _allocate(specs, (pages, page), slots, dtype, longest, slack, joined=True, windows=windows or {})
+    return _allocate(specs, (pages, page), slots, dtype, longest, slack, joined=True, windows=windows or {}, narrow=narrow)
 
 
 def _allocate(
@@ -148,6 +159,7 @@ def _allocate(
     *,
     joined: bool = False,
     windows: Mapping[Window, int] = MappingProxyType({}),
+    narrow: str | None = None,
 ) -> Caches:
     def one(spec: Spec, layers: int | None) -> Cache:
         lead = () if layers is None else (layers,)
@@ -156,10 +168,15 @@ def _allocate(
         if (window := spec.window) is not None and window in windows:
             place["window"] = windows[window], token[1]
             entries = [e._replace(kind="window", size=None) if e.kind in ("token", "ring") else e for e in entries]
-        return {
-            e.key: jnp.zeros((*lead, *place.get(e.kind, (rows, e.size)), *e.shape), dtype if e.dtype is None else sums_in(dtype))
-            for e in (_joined(entries, dtype) if joined else entries)
-        }
+
+        def zeros(e: Entry) -> Any:
+            shape = (*lead, *place.get(e.kind, (rows, e.size)), *e.shape)
+            if narrow and e.kind in ("token", "window") and e.scales:
+                return empty(shape, e.scales, narrow)
+            return jnp.zeros(shape, dtype if e.dtype is None else sums_in(dtype))
+
+        # No kernel reads scales in a joined pool.
+        return {e.key: zeros(e) for e in (_joined(entries, dtype) if joined and not narrow else entries)}
 
     return {name: one(*spec) for name, spec in specs.items()}
 
@@ -176,8 +193,12 @@ def _joined(entries: list[Entry], dtype: Any) -> list[Entry]:
     return [Entry(JOINED, (2 * heads, size), paged_[0].kind), *(e for e in entries if e not in paged_)]
 
 
-def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, PartitionSpec]]:
+def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, Any]]:
     """How the rules split these caches, or shapes of them, over the mesh in scope."""
+
+    def narrow(spec: PartitionSpec, a: Narrow) -> Narrow:
+        """Each head's scales are where the head is."""
+        return replace(a, bits=spec, scale=PartitionSpec(*spec[:-1], None))
 
     def one(key: str, shape: tuple[int, ...], letters: Mapping[str, str], heads: int) -> PartitionSpec:
         name = key.split(".")[-1]
@@ -187,10 +208,11 @@ def layouts(specs: Specs, caches: Any) -> dict[str, dict[str, PartitionSpec]]:
         sizes = shape[len(whole) :] if name != JOINED else (heads, *shape[len(whole) + 1 :])
         return PartitionSpec(*whole, *activation_spec(" ".join(named), sizes))
 
-    def of(spec: Spec, cache: Mapping[str, Any]) -> dict[str, PartitionSpec]:
+    def of(spec: Spec, cache: Mapping[str, Any]) -> dict[str, Any]:
         letters, shapes = dict(spec.letters), dict(spec.token)
         heads = shapes["k"][0] if "k" in shapes else 0
-        return {key: one(key, a.shape, letters, heads) for key, a in cache.items()}
+        places = {key: one(key, a.shape, letters, heads) for key, a in cache.items()}
+        return {key: narrow(places[key], a) if isinstance(a, Narrow) else places[key] for key, a in cache.items()}
 
     return {name: of(specs[name][0], cache) for name, cache in caches.items()}
 

@@ -25,6 +25,7 @@ from argosy.models.parts.norm import RMSNorm
 from argosy.models.parts.rope import Turns
 from argosy.models.settings import Index
 from argosy.ops.attention import Score, See
+from argosy.ops.narrow import blocks_of
 
 # Of the norms over latents, whatever the model's other norms use.
 LATENT_EPS = 1e-6
@@ -65,7 +66,10 @@ class LatentAttention(nnx.Module):
         self.index: Any = None if index is None else Indexer(dims, index.topk)
 
     def holds(self, each: Reach) -> Spec:
-        return Spec(token=self.kept, span=each.window)
+        # The latent is normed and the rotary key is not, so they have scales apart. The indexer's choice is discrete: a key that moves
+        # by half a step may select another token, and the error of that is not bounded by the rounding.
+        scales = (("latent", blocks_of(self.rank, self.rope_size)), ("index", 0))
+        return Spec(token=self.kept, span=each.window, scales=scales)
 
     def turns(self, each: Reach) -> Turns:
         return () if each.rope is None else ((each.rope, self.rope_size),)

@@ -385,13 +385,13 @@ def _at(tree: Any, i: int) -> Any:
 
 def _taken(cache: Cache, at: Array) -> Cache:
     """One layer of a stacked cache."""
-    return {name: dynamic_index_in_dim(a, at, keepdims=False) for name, a in cache.items()}
+    return jax.tree.map(lambda a: dynamic_index_in_dim(a, at, keepdims=False), cache)
 
 
 def _put(cache: Cache, layer: Cache | None, at: Array) -> Cache:
     """The stacked cache with one layer replaced."""
     assert layer is not None
-    return {name: dynamic_update_index_in_dim(a, layer[name], at, 0) for name, a in cache.items()}
+    return jax.tree.map(lambda a, new: dynamic_update_index_in_dim(a, new, at, 0), cache, layer)
 
 
 def _stack_trees(trees: list[Any]) -> Any:
