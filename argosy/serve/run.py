@@ -147,8 +147,9 @@ def encoder_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> E
     """
     if settings.engine.lora.enabled or settings.admin.port is not None or settings.admin.shared:
         raise BadInput(f"`{name}` is an encoder: adapters by request and admin routes are for models that generate")
-    if settings.engine.cache_dtype is not None:
-        raise BadInput(f"engine.cache_dtype: `{name}` is an encoder and caches nothing", hint="leave it out")
+    if idle := sorted(settings.engine.model_fields_set - {"budget", "lora"}):
+        names = ", ".join(f"engine.{one}" for one in idle)
+        raise BadInput(f"{names}: `{name}` is an encoder, which computes each text at once", hint="engine.budget alone applies")
     encoder = Encoder(lm, say=say)
     budget = settings.engine.budget
     for shape in shapes_of(budget, encoder.context) if settings.warm_up else [(1, encoder.context)]:
