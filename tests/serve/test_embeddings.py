@@ -423,7 +423,7 @@ def test_each_kind_has_its_service(encoder: LM, lm: LM):
         run.encoder_of(lm, "tiny", ServeSettings(), None)
     with pytest.raises(BadInput, match="is an encoder"):
         run.service_of(encoder, "small", ServeSettings(), None)
-    with pytest.raises(BadInput, match="engine.cache_dtype: .* is an encoder"):
+    with pytest.raises(BadInput, match=r"engine.cache_dtype: .* is an encoder"):
         run.encoder_of(encoder, "small", ServeSettings(engine=EngineSettings(cache_dtype="int8")), None)
     service = run.serving(encoder, "small", ServeSettings(warm_up=False), None)
     service.front.close()
