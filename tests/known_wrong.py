@@ -575,7 +575,7 @@ EDITS = [
     Edit(
         "the factors of adapters are whole on every device",
         "argosy/infer/adapters.py",
-        "jnp.zeros(shape, self.dtype, device=places.get(address))",
+        "jnp.zeros(shape, self.dtype, device=places.get(address, bank.home))",
         "jnp.zeros(shape, self.dtype)",
         ("tests/infer/test_adapters.py::test_adapters_on_two_devices_are_split_as_their_weights_and_stay_so",),
     ),
