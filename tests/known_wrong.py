@@ -476,6 +476,27 @@ EDITS = [
     ),
     # ---------------------------------------------------------------- the server
     Edit(
+        "a copy that died hidden from the readers of the others",
+        "argosy/serve/copies.py",
+        "            front.broken = self.end_all\n",
+        "            pass\n",
+        ("tests/serve/test_several_copies.py::test_one_copy_that_dies_ends_the_answers_of_all",),
+    ),
+    Edit(
+        "an adapter loaded on the copies before the one that refuses it",
+        "argosy/serve/admin.py",
+        "        bank.place_for(name, replace=replace)\n",
+        "        pass\n",
+        ("tests/serve/test_several_copies.py::test_an_adapter_is_loaded_on_all_copies_or_on_none",),
+    ),
+    Edit(
+        "a beam search over between its steps",
+        "argosy/serve/front.py",
+        " and idle and not self._searches:",
+        " and idle:",
+        ("tests/serve/test_beams.py::test_a_pause_that_waits_lets_a_search_finish_first",),
+    ),
+    Edit(
         "a client that left keeps its pages",
         "argosy/serve/front.py",
         "            self.engine.end(row.number)",
@@ -576,7 +597,7 @@ EDITS = [
     Edit(
         "the factors of adapters are whole on every device",
         "argosy/infer/adapters.py",
-        "jnp.zeros(shape, self.dtype, device=places.get(address))",
+        "jnp.zeros(shape, self.dtype, device=places.get(address, bank.home))",
         "jnp.zeros(shape, self.dtype)",
         ("tests/infer/test_adapters.py::test_adapters_on_two_devices_are_split_as_their_weights_and_stay_so",),
     ),

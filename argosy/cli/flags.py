@@ -41,6 +41,9 @@ SETTINGS = {
     "--dtype": "dtype",
     "--seed": "seed",
     "--tensor-parallel-size": "tensor",
+    "-tp": "tensor",
+    "--data-parallel-size": "copies",
+    "-dp": "copies",
     "--ssl-certfile": "tls_certificate",
     "--ssl-keyfile": "tls_key",
     "--shutdown-timeout": "drain",
@@ -100,7 +103,8 @@ OBJECTS = {
 ANSWERS = {
     "--model": "the model is the first word",
     "--pipeline-parallel-size": "layers are not split over devices; `tensor=N` shares each of them",
-    "--data-parallel-size": "a server has one copy of the model so far",
+    "--data-parallel-rank": "a server chooses the copy for each request by itself",
+    "--data-parallel-address": "the copies of a server are on the devices of one process",
     "--gpu-memory-utilization": "the cache has `engine.pages` pages of `engine.page` tokens",
     "--kv-cache-memory-bytes": "the cache has `engine.pages` pages of `engine.page` tokens",
     "--calculate-kv-scales": "leave it out: each token and head of a quantized cache has its own scale",
@@ -178,6 +182,7 @@ RUN_BATCH = Flags(
         "-o": "`run-batch MODEL IN.jsonl OUT.jsonl`",
         "--input-file": "`run-batch MODEL IN.jsonl OUT.jsonl`",
         "--output-file": "`run-batch MODEL IN.jsonl OUT.jsonl`",
+        "--data-parallel-size": "one copy of the model; or `serve MODEL copies=N`, and its address as MODEL here",
         **ANSWERS,
     },
 )

@@ -53,7 +53,7 @@ def serve(
         name = settings.name or Path(model).resolve().name
         service = run.serving(lm, name, settings, doing, draft_of(settings.engine, settings.dtype, settings.tensor))
     # A line that replaces itself would stay on the terminal.
-    service.front.engine.say = lambda what: say(f"{what} ...")
+    service.front.says(lambda what: say(f"{what} ..."))
     for line in service.about:
         say(line)
     if admin_listener is not None:

@@ -31,7 +31,7 @@ from argosy.adapt.surgery import find, put_at
 from argosy.checkpoint.peft import Adapter, read_adapter
 from argosy.core.errors import BadInput, nearest
 from argosy.infer.forward import Sizes, cut
-from argosy.infer.memory import mesh_of
+from argosy.infer.memory import Home, home_of, mesh_of
 from argosy.infer.settings import LoraSettings
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import layer_addresses
@@ -81,10 +81,12 @@ class Factor(NamedTuple):
 
 @dataclass
 class _Bank:
-    """What the engines over one model share. loaded: replaced as a whole, never changed, so other threads may read it at any time.
-    users: sequences by place. model: with banks. base: the model's own address of each weight. chosen: the leading axes of each
-    variable that takes the places of tokens. carrying: the per-layer names of the contractions with a bank."""
+    """What the engines over one model share. home: where arrays lie on one device. loaded: replaced as a whole, never changed, so
+    other threads may read it at any time. users: sequences by place. model: with banks. base: the model's own address of each
+    weight. chosen: the leading axes of each variable that takes the places of tokens. carrying: the per-layer names of the
+    contractions with a bank."""
 
+    home: Home = None
     loaded: Mapping[str, Loaded] = field(default_factory=dict)
     arrays: Leaves = field(default_factory=dict)
     users: Counter[int] = field(default_factory=Counter)
@@ -106,7 +108,7 @@ class Adapters:
 
     def __init__(self, settings: LoraSettings, model: Any, slots: int):
         self.settings, self.config, self.dtype = settings, model.config, model.dtype
-        self._bank = _Bank()
+        self._bank = _Bank(home=home_of(split(model)[1]))
         self._places = np.full(slots, -1, np.int32)
 
     def beside(self, slots: int) -> "Adapters":
@@ -179,7 +181,8 @@ class Adapters:
                 bank.base[address] = f"{name}.{rest}"
         shapes, axes = {address: own[address].shape for address in bank.factors}, logical(out)
         places = {} if mesh is None else shardings({address: axes[address] for address in shapes}, shapes, DEFAULT, mesh)
-        bank.arrays = {address: jnp.zeros(shape, self.dtype, device=places.get(address)) for address, shape in shapes.items()}
+        for address, shape in shapes.items():
+            bank.arrays[address] = jnp.zeros(shape, self.dtype, device=places.get(address, bank.home))
         bank.carrying = {name for factor in bank.factors.values() for name in factor.layers}
 
     def tokens(self, words: np.ndarray, sizes: Sizes) -> Int[np.ndarray, "1 tokens"]:
@@ -204,7 +207,7 @@ class Adapters:
             picked = address.startswith("head.")
             if (lead, picked) not in placed:
                 own = of_head if picked else tokens
-                placed[lead, picked] = jax.device_put(np.broadcast_to(own, (*lead, *own.shape)))
+                placed[lead, picked] = jax.device_put(np.broadcast_to(own, (*lead, *own.shape)), self._bank.home)
             out[address] = placed[lead, picked]
         return out
 
@@ -243,8 +246,8 @@ class Adapters:
                     factor.write(whole, name, adapters[name])
         return out
 
-    def put(self, name: str, factors: Factors, *, replace: bool = False) -> Loaded:
-        """Loads an adapter under a name. Sequences that use an earlier one of this name finish with that.
+    def place_for(self, name: str, *, replace: bool = False) -> int:
+        """The place that `put` would give an adapter of this name.
 
         Raises:
             BadInput: the name is taken, or every place is.
@@ -259,7 +262,15 @@ class Adapters:
             why = f", {still} of them by adapters that are unloaded and still answer" if still else ""
             hint = "unload one, or have more: engine.lora.adapters=N"
             raise BadInput(f"all {self.settings.adapters} places for adapters are taken{why}", hint=hint)
-        place = old.place if old is not None and old.place in free else free[0]
+        return old.place if old is not None and old.place in free else free[0]
+
+    def put(self, name: str, factors: Factors, *, replace: bool = False) -> Loaded:
+        """Loads an adapter under a name. Sequences that use an earlier one of this name finish with that.
+
+        Raises:
+            BadInput: as `place_for`.
+        """
+        place = self.place_for(name, replace=replace)
         self._write(factors, place)
         bank = self._bank
         bank.count += 1

@@ -17,6 +17,7 @@ A model with recurrent layers has no prefix cache: it computes each beam from it
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.infer.request import Event, Request
@@ -25,11 +26,13 @@ from argosy.infer.sampler import MOST_TOP
 
 @dataclass(frozen=True)
 class Beam:
-    """tokens: of the answer, without the token that ended it. ended_by: that token; None: `most` ended it."""
+    """tokens: of the answer, without the token that ended it. logprobs: of these, and of the one that ended it. tops: the likeliest
+    tokens at the place of each. ended_by: the token that ended it; None: `most` did."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     ended_by: int | None = None
+    tops: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     def score(self, penalty: float) -> float:
         return sum(self.logprobs) / max(len(self.logprobs), 1) ** penalty
@@ -56,20 +59,26 @@ class Beams:
         self.open = [Beam()]
         self.complete: list[Beam] = []
 
-    def requests(self) -> list[Request]:
-        """One for each open beam: its next token with the likeliest ones."""
-        return [Request([*self.prompt, *beam.tokens], 1, top=2 * self.width) for beam in self.open]
+    def requests(self, top: int = 0, **how: Any) -> list[Request]:
+        """One for each open beam: its next token with the likeliest ones.
+
+        Args:
+            top: likeliest tokens to keep, if more than the search needs.
+            how: further fields of the requests, such as `adapter` and `salt`.
+        """
+        top = max(2 * self.width, top)
+        return [Request([*self.prompt, *beam.tokens], 1, top=top, **how) for beam in self.open]
 
     def take(self, answers: Sequence[Sequence[Event]]) -> None:
         """Continues the beams by the answers to `requests`."""
         grown: list[Beam] = []
         for beam, events in zip(self.open, answers, strict=True):
-            for token, logprob in events[0].top:
-                logprobs = (*beam.logprobs, logprob)
+            for token, logprob in events[0].top[: 2 * self.width]:
+                logprobs, tops = (*beam.logprobs, logprob), (*beam.tops, events[0].top)
                 if token in self.ends:
-                    self.complete.append(Beam(beam.tokens, logprobs, token))
+                    self.complete.append(Beam(beam.tokens, logprobs, token, tops))
                 else:
-                    grown.append(Beam((*beam.tokens, token), logprobs))
+                    grown.append(Beam((*beam.tokens, token), logprobs, None, tops))
         self.open = sorted(grown, key=self._score, reverse=True)[: self.width]
         if self.open and len(self.open[0].tokens) == self.most:
             self.complete, self.open = [*self.complete, *self.open], []

@@ -119,7 +119,7 @@ class Ahead(Drafter):
         weights = {name: v.get_value() for name, v in self.variables.items()}
         counts = {sampled_rows(n) for n in range(1, self.packing.settings.slots + 1)}
         for step in (*self.packing.every(), *self.packing.every(self.tokens + 1)):
-            hidden = jnp.zeros((1, step.sizes.tokens, self._width), self.dtype)
+            hidden = jax.device_put(jnp.zeros((1, step.sizes.tokens, self._width), self.dtype), self.around.home)
             x = self._passed(weights, hidden, slots.last, step.words, step.sizes)
             for count in counts:
                 y, _ = self._after(weights, x, np.zeros(count, np.int32))

@@ -19,7 +19,7 @@ from jaxtyping import Array
 from argosy.core.errors import BadInput
 from argosy.infer.drafts import Around, Drafter, copied, decoding_rows, drawn, first
 from argosy.infer.forward import Sizes, forward_of
-from argosy.infer.memory import mesh_of
+from argosy.infer.memory import home_of
 from argosy.infer.sampler import Slots
 from argosy.infer.schedule import Plan
 from argosy.infer.schedule import Sequence as Scheduled
@@ -49,7 +49,7 @@ class DraftModel(Drafter):
         self.packing = replace(around.packing, tables=tables)
         _check(model, around.context, vocab)
         weights = split(model)[1]
-        if mesh_of(weights) != around.mesh:
+        if home_of(weights) != around.home:
             raise BadInput("the draft model is not on the devices of the model", hint="load both with the same `tensor`")
         self.forward = forward_of(model, weights)
         if not rows_share_pages(self.forward.specs, around.context, slack=around.context):

@@ -12,12 +12,11 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from argosy.infer import settings
 from argosy.infer.forward import Sizes, blank, cut
-from argosy.infer.memory import Extent, Needs, allocated
+from argosy.infer.memory import Extent, Home, Needs, allocated, mesh_in
 from argosy.infer.packing import Packed, Packing, sampled_rows
 from argosy.infer.sampler import Slots, sample
 from argosy.infer.schedule import Plan
@@ -26,22 +25,22 @@ from argosy.models.parts.cache import Caches, Specs
 
 
 class Around(NamedTuple):
-    """What a drafter sees of its engine. context: longest sequence in tokens. mesh: of the weights. run: `Engine._run`, which counts
+    """What a drafter sees of its engine. context: longest sequence in tokens. home: of the weights. run: `Engine._run`, which counts
     compilations."""
 
     packing: Packing
     context: int
-    mesh: Mesh | None
+    home: Home
     run: Callable[..., Any]
 
     def page_bytes(self, specs: Specs, dtype: Any) -> int:
         """Bytes of further caches for each page of the engine's."""
-        return self._needs(specs, dtype).bytes(self.mesh, Extent(1, {}))
+        return self._needs(specs, dtype).bytes(mesh_in(self.home), Extent(1, {}))
 
     def allocated(self, specs: Specs, pages: int, dtype: Any) -> Caches:
         """Further caches with as many pages. All their layers keep all tokens."""
         needs, slots = self._needs(specs, dtype), self.packing.settings.slots
-        return allocated(specs, self.mesh, lambda: needs.empty(slots, Extent(pages, {})))
+        return allocated(specs, self.home, lambda: needs.empty(slots, Extent(pages, {})))
 
     def _needs(self, specs: Specs, dtype: Any) -> Needs:
         settings = self.packing.settings

@@ -23,14 +23,13 @@ and masks before the sampler runs.
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
@@ -40,11 +39,11 @@ from argosy.infer.constrain import bias_rows, mask_rows, spread
 from argosy.infer.drafts import Around
 from argosy.infer.forward import Tables, Whole, forward_of
 from argosy.infer.grammar import Matcher
-from argosy.infer.memory import Extent, allocated, mesh_of, needs_of, room_for_cache
+from argosy.infer.memory import Extent, allocated, home_of, mesh_in, needs_of, room_for_cache
 from argosy.infer.packing import Packed, Packing, power, sampled_rows
 from argosy.infer.pages import Pages
 from argosy.infer.request import Event, Reason, Request, Stats
-from argosy.infer.sample import Sampling, streams
+from argosy.infer.sample import Sampling, Seed, streams
 from argosy.infer.sampler import Sampled, biased, fresh, masked, sample, settled
 from argosy.infer.schedule import Plan, Pool, Scheduler
 from argosy.infer.schedule import Sequence as Scheduled
@@ -68,6 +67,7 @@ class Engine:
             training step copy what it should reuse.
         draft: the module of the draft model, if the settings ask for one.
         adapters: shared with another engine over this model (`Adapters.beside`); None: its own, if the settings ask for any.
+        copies: number of engines like this one in the process; on a CPU they share its memory.
 
     Raises:
         BadInput: the cache has no room for one sequence of `context` tokens, the model and its draft model do not fit, or a quantized
@@ -83,11 +83,12 @@ class Engine:
         keeps: bool = False,
         draft: Any = None,
         adapters: Adapters | None = None,
+        copies: int = 1,
     ):
         self.model, self.settings, self.say, self.keeps = model, settings or EngineSettings(), say, keeps
         self.variables = {address: variable(model, address) for address in split(model)[1]}
         weights, speculative = self.weights(), self.settings.speculative
-        self.mesh = mesh_of(weights)
+        self.home = home_of(weights)
         lora = self.settings.lora
         self.adapters = adapters or (Adapters(lora, model, self.settings.slots) if lora.enabled else None)
         with self._on_mesh():
@@ -100,11 +101,11 @@ class Engine:
         self.needs = needs_of(specs, self.settings, self.dtype, self.context)
         windows = self.needs.windows
         self.packing = Packing(self.settings, Tables(page, self.needs.pages, tuple(windows)), self.shares)
-        around = Around(self.packing, self.context, self.mesh, self._run)
+        around = Around(self.packing, self.context, self.home, self._run)
         with self._on_mesh():
             self.speculation = speculation_of(speculative, model, draft, self.forward.specs, around)
         reuse = self.settings.reuse and self.shares
-        extent = self._extent()
+        extent = self._extent(copies)
         if extent.pages < self.needs.pages:
             raise BadInput(
                 f"a cache of {extent.pages} pages of {page} tokens holds no sequence of {self.context}",
@@ -121,8 +122,8 @@ class Engine:
             None if self.shares else 1,
             [Pool(window, Pages(count, reuse=reuse), windows[window].filling) for window, count in extent.windows.items()],
         )
-        self.caches = allocated(specs, self.mesh, lambda: self.needs.empty(slots, extent))
-        self.slots = self._everywhere(fresh(slots, self.vocab))
+        self.caches = allocated(specs, self.home, lambda: self.needs.empty(slots, extent))
+        self.slots = jax.device_put(fresh(slots, self.vocab), self.home)
         if self.speculation is not None:
             self.speculation.drafter.allocate(self.pages.count)
         self.stats = Stats()
@@ -136,20 +137,29 @@ class Engine:
         self._seen: dict[str, Any] = {}
         self._weights: Any = None
 
-    def _everywhere(self, arrays: Any) -> Any:
-        """Arrays of which each device has all."""
-        return arrays if self.mesh is None else jax.device_put(arrays, NamedSharding(self.mesh, PartitionSpec()))
+    @property
+    def devices(self) -> list[Any]:
+        """The devices of the weights, in the order of their mesh."""
+        mesh = mesh_in(self.home)
+        return list(next(iter(self.weights().values())).devices()) if mesh is None else list(mesh.devices.flat)
 
-    def _on_mesh(self) -> Any:
+    def _on_mesh(self) -> AbstractContextManager[Any]:
         """The scope of programs over several devices."""
-        return nullcontext() if self.mesh is None else scope(self.mesh)
+        mesh = mesh_in(self.home)
+        return nullcontext() if mesh is None else scope(mesh)
 
-    def _extent(self) -> Extent:
+    def _key(self, seed: Seed, row: int) -> np.ndarray:
+        """The random key of a request, computed on a device of this engine: another one may be busy with a step of its own."""
+        device = None if self.home is None else min(self.home.device_set, key=lambda one: one.id)
+        with nullcontext() if device is None else jax.default_device(device):
+            return np.asarray(jax.random.key_data(streams(seed, [row])))[0]
+
+    def _extent(self, copies: int) -> Extent:
         slots, pages = self.settings.slots, self.settings.pages
         if pages is not None:
             return self.needs.extent(slots, pages)
         besides = self.speculation.drafter.page_bytes if self.speculation else 0
-        return self.needs.fitting(slots, room_for_cache(self.weights()), self.mesh, besides)
+        return self.needs.fitting(slots, room_for_cache(self.weights(), copies), mesh_in(self.home), besides)
 
     def described(self) -> str:
         """What the cache holds, in words."""
@@ -229,9 +239,8 @@ class Engine:
         ids = request.tokens
         most = min(request.most, self.context - len(ids))
         adapter = None if request.adapter is None else self._adapters().get(request.adapter)
-        salt = request.salt if self.adapters is None else self.adapters.salt(adapter, request.salt)
-        sequence = Scheduled(list(ids), most, priority=request.priority, salt=salt)
-        key = np.asarray(jax.random.key_data(streams(request.seed, [request.row])))[0]
+        sequence = Scheduled(list(ids), most, priority=request.priority, salt=self.salt_of(request))
+        key = self._key(request.seed, request.row)
         bias, matcher = Bias(request.sampling, request.ends, self.vocab), None
         if request.grammar is not None:
             if request.grammar.vocab != self.vocab:
@@ -244,6 +253,13 @@ class Engine:
         self._sequences[number] = sequence
         self.scheduler.add(sequence)
         return number
+
+    def salt_of(self, request: Request) -> str:
+        """The salt of the pages of a request. Any thread may ask."""
+        if self.adapters is None:
+            return request.salt
+        loaded = None if request.adapter is None else self.adapters.loaded.get(request.adapter)
+        return self.adapters.salt(loaded, request.salt)
 
     def abort(self, number: int) -> bool:
         """Ends a request with an `abort` event; the next step may use its pages. Returns False if it has ended already."""
@@ -415,7 +431,7 @@ class Engine:
         if self.adapters is not None:
             self._run("the loading of adapters", self.adapters.compile, ("adapters",))
         # These two take no number of rows, and are compiled by the first request otherwise.
-        key = np.asarray(jax.random.key_data(streams(0, [0])))[0]
+        key = self._key(0, 0)
         with self._on_mesh():
             self.slots = settled(self.slots, nobody, Sampling(), key, 0, [0], [])
         if not self.keeps:

@@ -1,4 +1,4 @@
-"""How much memory a cache may take, and how it lies on several devices."""
+"""How much memory a cache may take, and the devices that it lies on."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from argosy.core.errors import BadInput
 from argosy.infer.settings import EngineSettings
@@ -30,14 +30,36 @@ def mesh_of(weights: Leaves) -> Mesh | None:
     return None
 
 
-def room_for_cache(weights: Leaves) -> float:
-    """Bytes that a cache may take beside these weights on each device."""
+# Where arrays lie that every device of a model has whole; None: on JAX's default device, wherever that is.
+Home = NamedSharding | SingleDeviceSharding | None
+
+
+def home_of(weights: Leaves) -> Home:
+    """Where the state of programs over these weights lies. A weight that was put on a device explicitly ties programs to that device,
+    and they compile anew for state that is tied to none."""
+    if (mesh := mesh_of(weights)) is not None:
+        return NamedSharding(mesh, PartitionSpec())
+    tied = next((a for a in weights.values() if isinstance(a, jax.Array) and a.committed), None)
+    return None if tied is None else SingleDeviceSharding(next(iter(tied.devices())))
+
+
+def mesh_in(home: Home) -> Mesh | None:
+    """The mesh of a home on several devices."""
+    return home.mesh if isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh) else None
+
+
+def room_for_cache(weights: Leaves, copies: int = 1) -> float:
+    """Bytes that a cache may take beside these weights on each device.
+
+    Args:
+        copies: engines of this process with a cache each; on a CPU they share its memory.
+    """
     devices = {device for a in weights.values() if isinstance(a, jax.Array) for device in a.devices()}
     stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
     if stats and all("bytes_limit" in found for found in stats):
         return OF_DEVICE * min(found["bytes_limit"] - found["bytes_in_use"] for found in stats)
     free = memory_bytes()[1]
-    return (CACHE if free is None else min(CACHE, OF_FREE * free)) / max(len(devices), 1)
+    return (CACHE if free is None else min(CACHE, OF_FREE * free)) / max(len(devices) * copies, 1)
 
 
 class Share(NamedTuple):
@@ -142,9 +164,12 @@ def bytes_on_each(specs: Specs, mesh: Mesh | None, empty: Callable[[], Caches]) 
     return sum(jax.tree.leaves(shares))
 
 
-def allocated(specs: Specs, mesh: Mesh | None, empty: Callable[[], Caches]) -> Caches:
-    """Empty caches, on the devices of the mesh."""
-    if mesh is None:
+def allocated(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Caches:
+    """Empty caches, at home."""
+    if home is None:
         return empty()
-    with scope(mesh):
-        return jax.jit(lambda: laid_out(specs, empty()))()
+    if (mesh := mesh_in(home)) is not None:
+        with scope(mesh):
+            return jax.jit(lambda: laid_out(specs, empty()))()
+    with jax.default_device(next(iter(home.device_set))):
+        return jax.device_put(empty(), home)

@@ -73,6 +73,10 @@ class Pages:
         """Whether `take` succeeds."""
         return new + sum(self.owners[page] == 0 for page in shared) <= self.free
 
+    def has(self, one: Hash) -> bool:
+        """Whether a page with this hash would be found. Any thread may ask."""
+        return one in self._page_of
+
     def take(self, new: int, shared: Sequence[int] = ()) -> list[int] | None:
         """Allocates pages for a sequence: adds an owner to each of `shared`, then `new` fresh pages. Returns None and changes
         nothing if too few pages are free."""

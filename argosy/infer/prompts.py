@@ -19,12 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from argosy.core.progress import Say
 from argosy.infer.adapters import Adapters, Loaded
+from argosy.infer.memory import allocated, mesh_in
 from argosy.infer.sample import likeliest
 from argosy.infer.sampler import MOST_TOP
 from argosy.infer.sequences import Sequences, bucket, over_chunks
 from argosy.models.parts.attend import Contiguous
 from argosy.models.parts.cache import Caches, contiguous, laid_out
-from argosy.parallel.scope import on_several_devices
 
 # Tokens of one pass, padding included. SmolLM2 135M takes half a second for them on two CPU cores.
 PASS = 256
@@ -104,14 +104,16 @@ class Prompts:
         sequences.advance("prompts", _scored, one, Contiguous(jnp.asarray(one), jnp.asarray(one > 0)), caches, one)
 
     def _empty(self, length: int) -> Caches:
+        def empty() -> Caches:
+            return contiguous(self._specs, 1, length, self.sequences.dtype)
+
+        home = self.sequences.home
+        if mesh_in(home) is None:
+            return allocated(self._specs, home, empty)
         with self.sequences.on_mesh():
-            if not on_several_devices():
-                return contiguous(self._specs, 1, length, self.sequences.dtype)
             # Kept by length: a new function would compile for each long prompt.
             if length not in self._empties:
-                self._empties[length] = jax.jit(
-                    lambda: laid_out(self._specs, contiguous(self._specs, 1, length, self.sequences.dtype))
-                )
+                self._empties[length] = jax.jit(lambda: laid_out(self._specs, empty()))
             return self._empties[length]()
 
     def batch(self, prompts: Sequence[Sequence[int]], under: Sequence[Loaded | None] | None = None) -> list[int]:

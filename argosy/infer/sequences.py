@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from argosy.core.progress import Say, telling
 from argosy.infer.layers import Tail, pass_of
-from argosy.infer.memory import mesh_of
+from argosy.infer.memory import home_of, mesh_in
 from argosy.infer.sample import of_tokens
 from argosy.infer.views import Views, viewable
 from argosy.models.parts.attend import Attend, Packed
@@ -85,7 +85,7 @@ class Sequences:
         self.say, self.dtype, self.context, self.adapters = say, model.dtype, model.config.context, adapters
         self.graph, weights = split(model)
         self.variables = {address: variable(model, address) for address in weights}
-        self._mesh, self._views = mesh_of(weights), None
+        self.home, self._views = home_of(weights), None
         if adapters is not None:
             # In the layout of the engine's forward pass (`infer.forward`), whose factors these are.
             if adapters.base:
@@ -116,7 +116,8 @@ class Sequences:
 
     def on_mesh(self) -> Any:
         """The scope of programs over several devices."""
-        return nullcontext() if self._mesh is None else scope(self._mesh)
+        mesh = mesh_in(self.home)
+        return nullcontext() if mesh is None else scope(mesh)
 
     def padded(self, ids: Int[np.ndarray, "B T"]) -> tuple[np.ndarray, np.ndarray]:
         """The sequences at a length that a program is compiled for, and their segments."""

@@ -2,15 +2,16 @@
 key of their own; on the main port too, with that key, if `admin.shared` says so.
 
 Paths and fields are vLLM's. Adapters and weights come from files below `admin.root`; there is no other transport. A file is read and
-checked before anything changes, so a request that fails changes nothing.
+checked before anything changes, so a request that fails changes nothing. With several copies of the model, all of them change between
+two steps, while none computes.
 """
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from pydantic import Field
 from starlette.requests import Request
@@ -18,8 +19,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from argosy.core.errors import ArgosyError
-from argosy.infer.adapters import NoAdapter
+from argosy.infer.adapters import Factors, NoAdapter
+from argosy.infer.copies import on_devices
+from argosy.infer.engine import Engine
 from argosy.infer.updates import Update
+from argosy.models.parts.weight import Leaves
 from argosy.serve.body import read_json
 from argosy.serve.errors import ApiError, Json, of_input
 from argosy.serve.fields import Fields
@@ -110,7 +114,7 @@ class Admin:
                 raise ApiError(what, param="lora_name")
             factors = await self._read(adapters.read, fields.lora_path, "lora_path")
             try:
-                await self.front.call(lambda _: adapters.put(name, factors, replace=fields.load_inplace))
+                await self.front.together(lambda engines: _put(engines, name, factors, fields.load_inplace))
             except ArgosyError as error:
                 raise of_input(error, "lora_name") from None
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -120,7 +124,7 @@ class Admin:
         fields = UnloadAdapter.of(await read_json(request, self.service.limits))
         async with self._one_at_a_time:
             try:
-                await self.front.call(lambda engine: engine.unload_adapter(fields.lora_name))
+                await self.front.together(lambda engines: [one.unload_adapter(fields.lora_name) for one in engines])
             except NoAdapter as error:
                 raise ApiError(error.what, status=404, param="lora_name") from None
         return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
@@ -134,7 +138,7 @@ class Admin:
             raise ApiError(f"`mode` is {', '.join(modes)}", param="mode")
         await self.front.pause(mode)
         if clear and mode != "keep":
-            await self.front.call(lambda engine: engine.reset_prefix_cache())
+            await self.front.together(lambda engines: _reset(engines, running=False))
         return Json({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
@@ -154,7 +158,7 @@ class Admin:
         running = _switch(query, "reset_running_requests", False)
         if _switch(query, "reset_external", False):
             raise ApiError("`reset_external`: there is no cache outside of the engine", param="reset_external")
-        return Json({"success": await self.front.call(lambda engine: engine.reset_prefix_cache(running=running))})
+        return Json({"success": await self.front.together(lambda engines: _reset(engines, running=running))})
 
     # ---------------------------------------------------------------- weights
 
@@ -185,15 +189,17 @@ class Admin:
             update = self._begun()
             if not len(update):
                 raise ApiError("no weights were read since /start_weight_update")
-            leaves = await asyncio.get_running_loop().run_in_executor(self._files, update.leaves)
+            engines = self.front.engines
+            leaves = await asyncio.get_running_loop().run_in_executor(self._files, lambda: _for_each(engines, update))
 
-            def swapped(engine: Any) -> None:
-                engine.swap_weights(leaves)
+            def swapped(engines: Sequence[Engine]) -> None:
+                for engine, own in zip(engines, leaves, strict=True):
+                    engine.swap_weights(own)
                 self.front.prompts.forget()
                 if fields.weight_version is not None:
                     self.service.weight_version = fields.weight_version
 
-            await self.front.call(swapped)
+            await self.front.together(swapped)
             self._update = None
         return Json({"message": "Weight update finished"})
 
@@ -245,6 +251,34 @@ class Admin:
             raise refusal from None
         except OSError as error:
             raise ApiError(f"`{param}`: {(error.strerror or 'it cannot be read').lower()}", param=param) from None
+
+
+def _put(engines: Sequence[Engine], name: str, factors: Factors, replace: bool) -> None:
+    """Loads an adapter in all engines, or in none: they may have different places free.
+
+    Raises:
+        BadInput: as `Adapters.put`.
+    """
+    banks = [engine.adapters for engine in engines if engine.adapters is not None]
+    for bank in banks:
+        bank.place_for(name, replace=replace)
+    for bank in banks:
+        bank.put(name, factors, replace=replace)
+
+
+def _reset(engines: Sequence[Engine], *, running: bool) -> bool:
+    """`reset_prefix_cache` of all engines, or of none."""
+    if not running and not all(engine.scheduler.is_empty for engine in engines):
+        return False
+    for engine in engines:
+        engine.reset_prefix_cache(running=running)
+    return True
+
+
+def _for_each(engines: Sequence[Engine], update: Update) -> list[Leaves]:
+    """The weights of an update for each engine, on its devices."""
+    first = update.leaves()
+    return [first, *(on_devices(first, engine.devices) for engine in engines[1:])]
 
 
 def _query(request: Request, *known: str) -> dict[str, str]:

@@ -1,5 +1,5 @@
 """Which requests a server takes: limits on those that wait, the end of one that takes too long, and the drain before the server
-ends. `front.Front` and `encoder.EncoderFront` add the thread that computes."""
+ends. `Computing` adds the thread that computes, for `front.Front` and `encoder.EncoderFront`; `copies.Copies` has several of them."""
 
 import asyncio
 import sys
@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from argosy.serve.errors import ApiError, unavailable
-from argosy.serve.metrics import Metrics
+from argosy.serve.metrics import AllMetrics, Metrics
 from argosy.serve.settings import Limits
 
 
@@ -24,36 +24,27 @@ class Opened(Protocol):
 
 
 O = TypeVar("O", bound=Opened)
-M = TypeVar("M", bound=Metrics)
+M = TypeVar("M", bound=Metrics | AllMetrics)
 
 
 class Admission(Generic[O, M]):
-    """One thread that computes, and the requests admitted to it.
-
-    failure: the exception that stopped the thread. waiting, waiting_tokens: what has been admitted and has not begun. opened:
-    requests that have not ended.
-    """
+    """The requests that a server has admitted. opened: those that have not ended."""
 
     def __init__(self, limits: Limits, metrics: M):
         self.limits, self.metrics = limits, metrics
-        self.failure: Exception | None = None
         self.draining = False
-        self.waiting, self.waiting_tokens = 0, 0
         self.opened: set[O] = set()
         self._empty: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        # None ends the thread.
-        self._tasks: SimpleQueue[Any] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
-    def start(self) -> None:
-        """Starts the thread. From now on nobody else may call the engine."""
-        self._thread.start()
+    @property
+    def failed(self) -> bool:
+        """Whether an exception has stopped what computes."""
+        raise NotImplementedError
 
-    def close(self) -> None:
-        """Ends the thread after the current step."""
-        self._tasks.put(None)
-        self._thread.join()
+    @property
+    def queue(self) -> tuple[int, int]:
+        """The sequences that have been admitted and have not begun, and their prompt tokens."""
+        raise NotImplementedError
 
     async def drain(self, seconds: float) -> None:
         """Refuses new requests, and returns when those that run have ended; after `seconds` they are ended with an error."""
@@ -71,15 +62,15 @@ class Admission(Generic[O, M]):
         """Checks that sequences of these lengths may wait.
 
         Raises:
-            ApiError: too many wait already, the server is shutting down, or the thread has stopped.
+            ApiError: too many wait already, the server is shutting down, or what computes has stopped.
         """
-        if self.failure is not None:
+        if self.failed:
             raise died()
         if self.draining:
             raise shutting_down()
-        many = self.waiting + len(lengths) > self.limits.queue
-        long = self.waiting_tokens + sum(lengths) > self.limits.queue_tokens
-        if self.waiting and (many or long):
+        waiting, tokens = self.queue
+        many, long = waiting + len(lengths) > self.limits.queue, tokens + sum(lengths) > self.limits.queue_tokens
+        if waiting and (many or long):
             self.metrics.rejections.inc()
             raise unavailable("too many requests wait already, try again later", "queue_full")
 
@@ -89,6 +80,46 @@ class Admission(Generic[O, M]):
         if self._empty is not None and not self.opened:
             self._empty.set()
 
+    def end_all(self) -> None:
+        """Ends all requests with an error: what computes has stopped."""
+        for one in list(self.opened):
+            one.fail(died())
+
+
+class Computing(Admission[O, M]):
+    """One thread that computes, and the requests admitted to it.
+
+    failure: the exception that stopped the thread. waiting, waiting_tokens: see `queue`. broken: called in the event loop after a
+    failure.
+    """
+
+    def __init__(self, limits: Limits, metrics: M):
+        super().__init__(limits, metrics)
+        self.failure: Exception | None = None
+        self.waiting, self.waiting_tokens = 0, 0
+        self.broken: Callable[[], object] = self.end_all
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # None ends the thread.
+        self._tasks: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+
+    @property
+    def failed(self) -> bool:
+        return self.failure is not None
+
+    @property
+    def queue(self) -> tuple[int, int]:
+        return self.waiting, self.waiting_tokens
+
+    def start(self) -> None:
+        """Starts the thread. From now on nobody else may call the engine."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after the current step."""
+        self._tasks.put(None)
+        self._thread.join()
+
     def _work(self) -> None:
         """The thread."""
         raise NotImplementedError
@@ -97,11 +128,7 @@ class Admission(Generic[O, M]):
         """Ends all requests, now and later: the thread does not know its state. For its `except` block."""
         traceback.print_exc(file=sys.stderr)
         self.failure = error
-        self._tell(self._broke)
-
-    def _broke(self) -> None:
-        for one in list(self.opened):
-            one.fail(died())
+        self._tell(lambda: self.broken())
 
     def _tell(self, what: Callable[[], Any]) -> None:
         # The loop is closed if the server ends while a step is under way: nobody is left to hear of it.

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +16,9 @@ from starlette.responses import Response
 from argosy.infer.prompts import PromptScores
 from argosy.infer.request import Request
 from argosy.serve.admission import timed_out
+from argosy.serve.beams import Search
 from argosy.serve.choice import Choice, Piece
+from argosy.serve.copies import Spread
 from argosy.serve.errors import ApiError, Json, unavailable
 from argosy.serve.fields import Generation
 from argosy.serve.front import Answers
@@ -79,7 +81,8 @@ class Job:
     """One API request.
 
     prompts: token ids, each answered `n` times. requests: engine requests in that order, empty if only the prompts are scored.
-    wanted: what the answers must match. reading: how answers are split into thoughts, text and calls.
+    wanted: what the answers must match. reading: how answers are split into thoughts, text and calls. searches: the beam search for
+    the answers to each prompt, in place of `requests`.
     """
 
     service: Service
@@ -89,11 +92,15 @@ class Job:
     shape: Shape
     wanted: Wanted | None = None
     reading: Reading = field(default_factory=Reading)
+    searches: Sequence[Search] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.model = self.fields.model or self.service.name
         self.id = f"{self.shape.prefix}{self.fields.request_id or uuid.uuid4().hex}"
+        if self.searches and self.wanted is not None:
+            what = f"`{self.wanted.param}` is not supported with `use_beam_search`"
+            raise ApiError(what, param=self.wanted.param, code="unsupported_parameter")
         n = self.fields.n
         begun = self.wanted is not None
         self.choices = [self.service.choice(self.fields, ids, begun=begun) for ids in self.prompts for _ in range(n)]
@@ -102,7 +109,7 @@ class Job:
             for choice in self.choices:
                 choice.finish = "length"
         self.scored = self.prompts if self.fields.scoring else ()
-        self._answers: Answers | None = None
+        self._answers: Answers | Spread | None = None
 
     async def compile(self, threads: Executor) -> None:
         """Compiles the grammar of the answers.
@@ -154,13 +161,16 @@ class Job:
         """What /abort_requests may call it."""
         return (self.id, *([self.fields.request_id] if self.fields.request_id else []))
 
-    def _opened(self) -> AbstractAsyncContextManager[Answers]:
+    def _opened(self) -> AbstractAsyncContextManager[Answers | Spread]:
         """Hands it to the engine."""
         service = self.service
         return service.front.open(self.requests, self.scored, self._names, service.adapter_of(self.fields.model))
 
     async def answered(self) -> dict[str, Any]:
         """The response as one document."""
+        if self.searches:
+            await self._search()
+            return self.shape.whole(self)
         async with self._opened() as answers:
             self._answers = answers
             async for place, event in answers:
@@ -168,6 +178,32 @@ class Job:
             if self.scored:
                 self.shape.scores = await answers.scored()
         return self.shape.whole(self)
+
+    async def _search(self) -> None:
+        """Runs the searches beside each other, and makes their answers the choices."""
+        async with AsyncExitStack() as stack:
+            opened = []
+            for i, search in enumerate(self.searches):
+                given = search.requests(), self.scored[i : i + 1], self._names, self.service.adapter_of(self.fields.model)
+                going = self.service.front.open(*given, goes_on=True)
+                answers = await stack.enter_async_context(going)
+                assert isinstance(answers, Answers)
+                opened.append(answers)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for search, answers in zip(self.searches, opened, strict=True):
+                        group.create_task(search.run(answers))
+            except* ApiError as errors:
+                error = errors.exceptions[0]
+                assert isinstance(error, ApiError)
+                raise error from None
+            if self.scored:
+                self.shape.scores = [(await answers.scored())[0] for answers in opened]
+        found = [events for search in self.searches for events in search.found()]
+        for choice, reader, events in zip(self.choices, self.readers, found, strict=True):
+            for event in events:
+                top = self.fields.top or 0
+                reader.push(choice.take(event._replace(top=event.top[:top])))
 
     async def streamed(self) -> AsyncGenerator[dict[str, Any]]:
         """The documents of the stream."""
@@ -184,14 +220,16 @@ class Job:
         for document in self.shape.closing(self):
             yield document
 
-    def _take(self, answers: Answers, place: int, event: Any) -> tuple[Piece, Parts]:
+    def _take(self, answers: Answers | Spread, place: int, event: Any) -> tuple[Piece, Parts]:
         piece = self.choices[place].take(event)
         if piece.finish is not None and event.reason is None:
             answers.end(place, piece.finish)
         return piece, self.readers[place].push(piece)
 
     def counts(self) -> Counts:
-        reused = () if self._answers is None else map(self._answers.reused, range(0, len(self.requests), self.fields.n))
+        reused = (search.cached for search in self.searches)
+        if self._answers is not None:
+            reused = map(self._answers.reused, range(0, len(self.requests), self.fields.n))
         return Counts(
             prompt=sum(map(len, self.prompts)),
             made=sum(len(choice.tokens) for choice in self.choices),

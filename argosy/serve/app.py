@@ -187,8 +187,8 @@ class App:
     async def health(self, request: Request) -> Response:
         """200 with no body; 503 if the engine has died, or the server is about to end and takes no more requests."""
         front = self.service.front
-        if front.failure is not None or front.draining:
-            raise died() if front.failure is not None else shutting_down()
+        if front.failed or front.draining:
+            raise died() if front.failed else shutting_down()
         return Response()
 
     async def load(self, request: Request) -> Response:

@@ -9,6 +9,7 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.infer.request import Request
 from argosy.serve.answer import Choices, Job, Shape
+from argosy.serve.beams import Search, check_beams, searches_of
 from argosy.serve.calls import grammar_of, notation_of
 from argosy.serve.choice import Choice, Names, Piece, Scored
 from argosy.serve.errors import ApiError
@@ -27,16 +28,17 @@ OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "refusa
 @dataclass(frozen=True)
 class Asked:
     """A validated chat request. prompt: token ids of the rendered conversation. wanted: what the answers must match. reading: how
-    answers are split into thoughts, text and calls."""
+    answers are split into thoughts, text and calls. searches: the beam search, if the answers come from one."""
 
     fields: Chat
     prompt: list[int]
     requests: Sequence[Request]
     wanted: Wanted | None
     reading: Reading
+    searches: Sequence[Search] = ()
 
     def job(self, service: Service, shape: Shape) -> Job:
-        return Job(service, self.fields, [self.prompt], self.requests, shape, self.wanted, self.reading)
+        return Job(service, self.fields, [self.prompt], self.requests, shape, self.wanted, self.reading, self.searches)
 
 
 def prepare(service: Service, body: Any) -> Job:
@@ -56,11 +58,12 @@ def asked(service: Service, fields: Chat) -> Asked:
         ApiError: a field is invalid or unsupported.
     """
     service.check(fields)
+    check_beams(fields)
     wanted, tools = wanted_by(fields, service.limits), offered(fields)
     messages = plain(fields.messages)
     prompt = service.chat_prompt(messages, tools, fields)
     most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
-    requests = service.requests(fields, [prompt], most)
+    requests, searches = service.requests(fields, [prompt], most), searches_of(service, fields, [prompt], most)
     template = service.template(tools, fields.chat_template)
     notation = notation_of(template) if tools else None
     start = None
@@ -71,7 +74,7 @@ def asked(service: Service, fields: Chat) -> Asked:
         wanted = calls_wanted(fields, tools, notation, wanted, service.limits)
     if wanted is not None and start is not None:
         wanted = replace(wanted, structure=after_thoughts(wanted.structure, start))
-    return Asked(fields, prompt, requests, wanted, Reading(notation, start, fields.include_reasoning))
+    return Asked(fields, prompt, requests, wanted, Reading(notation, start, fields.include_reasoning), searches)
 
 
 def prompt_of(service: Service, fields: Chat) -> list[int]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from argosy.serve.answer import Choices, Job
+from argosy.serve.beams import check_beams, searches_of
 from argosy.serve.choice import Choice, Names, Piece, Scored, scored_prompt
 from argosy.serve.errors import ApiError
 from argosy.serve.fields import Completions
@@ -24,12 +25,14 @@ def prepare(service: Service, body: Any) -> Job:
     """
     fields = Completions.of(body)
     service.check(fields)
+    check_beams(fields)
     wanted = wanted_by(fields, service.limits)
     given = several(fields.prompt)
     prompts = [service.encode(one, fields.add_special_tokens) if isinstance(one, str) else one for one in given]
-    requests = service.requests(fields, prompts, MAX_TOKENS if fields.max_tokens is None else fields.max_tokens)
+    most = MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    requests, searches = service.requests(fields, prompts, most), searches_of(service, fields, prompts, most)
     echoes = [echoed(service, *both, fields) for both in zip(given, prompts, strict=True)] if fields.echo else None
-    return Job(service, fields, prompts, requests, Shape(service, fields, echoes, prompts), wanted)
+    return Job(service, fields, prompts, requests, Shape(service, fields, echoes, prompts), wanted, searches=searches)
 
 
 def several(prompt: Any, name: str = "prompt") -> list[str | list[int]]:

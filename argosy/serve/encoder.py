@@ -14,10 +14,11 @@ import numpy as np
 from jaxtyping import Float
 
 from argosy.core.errors import ArgosyError
+from argosy.core.progress import Say
 from argosy.infer.answers import Prompt
 from argosy.infer.embed import Encoder
 from argosy.infer.sequences import bucket
-from argosy.serve.admission import Admission, timed_out
+from argosy.serve.admission import Computing, timed_out
 from argosy.serve.errors import ApiError, of_input
 from argosy.serve.metrics import EncoderMetrics
 from argosy.serve.service import MANY, Served
@@ -60,7 +61,7 @@ class Texts:
 Place = tuple[Texts, int]
 
 
-class EncoderFront(Admission[Texts, EncoderMetrics]):
+class EncoderFront(Computing[Texts, EncoderMetrics]):
     """The thread around an encoder.
 
     Args:
@@ -75,6 +76,10 @@ class EncoderFront(Admission[Texts, EncoderMetrics]):
             name, lambda: len(encoder.shapes), lambda: self.running, lambda: max(self.waiting - self.running, 0)
         )
         super().__init__(limits, metrics)
+
+    def says(self, say: Say | None) -> None:
+        """From now on the encoder calls this with what it compiles, if that takes longer than a second."""
+        self.engine.say = say
 
     async def vectors(self, rows: Sequence[list[int]]) -> Float[np.ndarray, "N D"]:
         """The pooled vectors of these sequences. Texts that are in no pass yet when the caller is cancelled are not computed.

@@ -27,7 +27,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "kv_transfer_params": (),
-    "length_penalty": (1,),
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
     "prediction": (),
@@ -38,7 +37,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
@@ -176,6 +174,9 @@ class Generation(Sampled):
     top_name: ClassVar[str] = "logprobs"
 
     n: int = Field(1, ge=1)
+    use_beam_search: bool = False
+    # Beyond these bounds the length alone decides.
+    length_penalty: float = Field(1.0, ge=-10, le=10)
     stream_options: StreamOptions | None = None
     stop: Stops = []
     max_tokens: int | None = Field(None, ge=1)

@@ -11,12 +11,16 @@ A reader that is slow delays nobody: its events wait in a queue, which the conte
 Log-probabilities of prompts (`open(requests, prompts)`, then `await answers.scored()`) are computed between two steps, one pass at a
 time, so running answers wait for one pass at most. A long prompt takes several passes (`infer.prompts`).
 
+A search asks for more requests once those it has have ended (`open(requests, goes_on=True)`, then `await answers.more(requests)`).
+It counts as one request from its first step to its last: a drain waits for it, and so does a pause that lets requests finish.
+
 While the front is paused, the engine makes no step; requests may come and go, and wait. `call` runs anything else in the thread,
 between two steps: new weights, adapters.
 """
 
 import asyncio
 import sys
+import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -26,11 +30,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from argosy.core.errors import BadInput
+from argosy.core.progress import Say
 from argosy.infer.adapters import Loaded, NoAdapter
 from argosy.infer.engine import Engine
 from argosy.infer.prompts import NOTHING, Prompts, PromptScores
 from argosy.infer.request import Event, Request
-from argosy.serve.admission import Admission, died, timed_out
+from argosy.serve.admission import Computing, died, timed_out
 from argosy.serve.errors import ApiError, no_model, of_input
 from argosy.serve.metrics import EngineMetrics
 from argosy.serve.settings import Limits
@@ -69,9 +74,23 @@ class News:
     events: list[tuple[Row, Event]]
 
 
+# (which of the requests, its event), or why there are no more.
+Arrivals = asyncio.Queue[tuple[int, Event] | ApiError]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a client's requests that one of several fronts answers. places: of these requests among all. news: events of all
+    parts."""
+
+    places: Sequence[int]
+    news: Arrivals
+
+
 class Answers:
     """The answers to the requests of one client, in the order in which their tokens come. names: for `Front.abort`. adapter: the name
-    of the one under which its prompts are scored; `under`, which the thread writes, is what had that name then."""
+    of the one under which its prompts are scored; `under`, which the thread writes, is what had that name then. entered: whether the
+    engine has got requests of it; the thread writes it."""
 
     def __init__(
         self,
@@ -80,13 +99,18 @@ class Answers:
         prompts: Sequence[Sequence[int]] = (),
         names: Sequence[str] = (),
         adapter: str | None = None,
+        part: Part | None = None,
+        *,
+        goes_on: bool = False,
     ):
         self.front, self.arrived, self.prompts, self.names = front, time.monotonic(), prompts, names
+        self.goes_on, self.entered = goes_on, False
         self.adapter = adapter
         self.under: Loaded | None = None
         self.scores: asyncio.Future[list[PromptScores]] = asyncio.get_running_loop().create_future()
-        self.rows = [Row(place, request, self) for place, request in enumerate(requests)]
-        self.news: asyncio.Queue[tuple[int, Event] | ApiError] = asyncio.Queue()
+        places = range(len(requests)) if part is None else part.places
+        self.rows = [Row(place, request, self) for place, request in zip(places, requests, strict=True)]
+        self.news: Arrivals = asyncio.Queue() if part is None else part.news
 
     def __aiter__(self) -> "Answers":
         return self
@@ -113,10 +137,36 @@ class Answers:
         """
         return await self.scores
 
+    async def ended(self) -> list[Event]:
+        """The last event of each request, once all of them have ended.
+
+        Raises:
+            ApiError: as `__anext__`.
+        """
+        found: dict[int, Event] = {}
+        async for place, event in self:
+            found[place] = event
+        return [found[row.place] for row in self.rows]
+
+    async def more(self, requests: Sequence[Request]) -> list[Event]:
+        """Hands over further requests, now that the earlier ones have ended; returns the last event of each. They do not wait behind
+        a pause that lets requests finish, and the limits on waiting requests have been checked at the first ones.
+
+        Raises:
+            ApiError: as `__anext__`, or the engine refuses one of them.
+        """
+        assert self.goes_on
+        assert all(row.done for row in self.rows)
+        self.rows = [Row(place, request, self) for place, request in enumerate(requests)]
+        await self.front.admit(self)
+        return await self.ended()
+
     def end(self, place: int, reason: str) -> None:
         """Ends one of the requests, if it has not ended: its text has reached a stop string. It has no further events, though the
         engine may have been a token ahead."""
-        row = self.rows[place]
+        self._end(self.rows[place], reason)
+
+    def _end(self, row: Row, reason: str) -> None:
         row.left = True
         if not row.done:
             self.front.end(row, reason)
@@ -133,7 +183,7 @@ class Answers:
     def fail(self, error: ApiError) -> None:
         """Ends all of them; the reader gets the error."""
         for row in self.rows:
-            self.end(row.place, "abort")
+            self._end(row, "abort")
         if not self.scores.done():
             self.scores.set_exception(error)
             # It counts as read: a reader that does not ask for scores gets the error from the queue.
@@ -145,7 +195,7 @@ class Answers:
         return self.rows[place].reused
 
 
-class Front(Admission[Answers, EngineMetrics]):
+class Front(Computing[Answers, EngineMetrics]):
     """The thread around an engine, and admission to it.
 
     Args:
@@ -157,6 +207,8 @@ class Front(Admission[Answers, EngineMetrics]):
         self.engine = engine
         self.prompts = Prompts(engine.model, min(limits.prompt_logprobs_tokens, engine.context), engine.say, engine.adapters)
         metrics.prompts = self.prompts
+        # Rows that have begun and have not ended.
+        self.running = 0
         self._rows: dict[int, Row] = {}
         # Prompts to be scored, first come first served: whose, which of them, and its ids.
         self._unscored: list[tuple[Answers, int, Sequence[int]]] = []
@@ -165,8 +217,28 @@ class Front(Admission[Answers, EngineMetrics]):
         self._paused, self._holding = False, False
         self._held: list[Answers] = []
         self._emptied: Future[None] | None = None
+        # Searches that may ask for more.
+        self._searches: set[Answers] = set()
 
     # ---------------------------------------------------------------- the event loop's side
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """The engines of the server: this one."""
+        return [self.engine]
+
+    @property
+    def load(self) -> int:
+        """How busy it is, as vLLM weighs it: a sequence that waits counts as four that run."""
+        return 4 * self.waiting + self.running
+
+    def described(self) -> str:
+        """What the cache holds, in words."""
+        return self.engine.described()
+
+    def says(self, say: Say | None) -> None:
+        """From now on the engine calls this with what it compiles, if that takes longer than a second."""
+        self.engine.say = say
 
     @asynccontextmanager
     async def open(
@@ -175,6 +247,9 @@ class Front(Admission[Answers, EngineMetrics]):
         prompts: Sequence[Sequence[int]] = (),
         names: Sequence[str] = (),
         adapter: str | None = None,
+        part: Part | None = None,
+        *,
+        goes_on: bool = False,
     ) -> AsyncIterator[Answers]:
         """Hands requests to the engine: all of them, or none. Leaving the context aborts those that have not ended.
 
@@ -182,6 +257,8 @@ class Front(Admission[Answers, EngineMetrics]):
             prompts: token ids to be scored, at most `self.prompts.longest` of each.
             names: what `abort` may call these requests.
             adapter: the name of the adapter under which the prompts are scored; None: the model alone.
+            part: if other fronts answer the others.
+            goes_on: whether `Answers.more` will be called.
 
         Raises:
             ApiError: the engine refuses one of them, too many wait already, the server is shutting down, or the engine has died.
@@ -189,10 +266,10 @@ class Front(Admission[Answers, EngineMetrics]):
         self._loop = asyncio.get_running_loop()
         scoring, tokens = len(prompts), sum(map(len, prompts))
         self._check([*(len(r.tokens) for r in requests), *map(len, prompts)])
-        answers = Answers(self, requests, prompts, names, adapter)
+        answers = Answers(self, requests, prompts, names, adapter, part, goes_on=goes_on)
         self.opened.add(answers)
-        self.waiting += len(requests) + scoring
-        self.waiting_tokens += sum(len(r.tokens) for r in requests) + tokens
+        self.waiting += scoring
+        self.waiting_tokens += tokens
 
         def scored(_: Any) -> None:
             self.waiting -= scoring
@@ -202,27 +279,38 @@ class Front(Admission[Answers, EngineMetrics]):
             answers.scores.add_done_callback(scored)
         overdue = self._loop.call_later(self.limits.seconds, answers.fail, timed_out(self.limits.seconds))
         try:
-            added: Future[None] = Future()
-            self._tasks.put(lambda: self._add(answers, added))
-            try:
-                await asyncio.wrap_future(added)
-            except BadInput as error:
-                for row in answers.rows:
-                    self._begin(row, answers.arrived)
-                    row.done = True
-                if isinstance(error, NoAdapter):
-                    raise no_model(adapter or requests[0].adapter or "") from None
-                raise of_input(error) from None
+            await self.admit(answers)
             yield answers
         finally:
             overdue.cancel()
             for row in answers.rows:
                 if not row.done:
                     self.end(row, "abort")
-            if prompts:
+            if prompts or goes_on:
                 self._tasks.put(lambda: self._leave(answers))
             answers.scores.cancel()
             self._closed(answers)
+
+    async def admit(self, answers: Answers) -> None:
+        """Hands the rows of these answers to the engine: all of them, or none.
+
+        Raises:
+            ApiError: the engine refuses one of them, or has died.
+        """
+        self.waiting += len(answers.rows)
+        self.waiting_tokens += sum(len(row.request.tokens) for row in answers.rows)
+        added: Future[None] = Future()
+        self._tasks.put(lambda: self._add(answers, added))
+        try:
+            await asyncio.wrap_future(added)
+        except BadInput as error:
+            for row in answers.rows:
+                self._begin(row, answers.arrived)
+                self._done(row)
+            if isinstance(error, NoAdapter):
+                named = answers.adapter or next((row.request.adapter for row in answers.rows), None)
+                raise no_model(named or "") from None
+            raise of_input(error) from None
 
     def end(self, row: Row, reason: str) -> None:
         """Ends a row early: the engine forgets it before its next step."""
@@ -250,6 +338,27 @@ class Front(Admission[Answers, EngineMetrics]):
         self._tasks.put(task)
         # A caller that goes away does not stop it.
         return await asyncio.shield(asyncio.wrap_future(found))
+
+    async def together(self, what: Callable[[Sequence[Engine]], R]) -> R:
+        """`call` for what changes every engine of a server; there is one here."""
+        return await self.call(lambda engine: what([engine]))
+
+    def park(self, released: threading.Event) -> "Future[None]":
+        """Stops the thread between two steps until `released`. The future is set when it stands; or it has the error that the engine
+        has died."""
+        parked: Future[None] = Future()
+
+        def task() -> None:
+            if not parked.set_running_or_notify_cancel():
+                return
+            if self.failure is not None:
+                parked.set_exception(died())
+            else:
+                parked.set_result(None)
+                released.wait()
+
+        self._tasks.put(task)
+        return parked
 
     async def pause(self, mode: PauseMode) -> None:
         """Stops after the current step, until `resume`. Requests that come meanwhile wait.
@@ -310,14 +419,19 @@ class Front(Admission[Answers, EngineMetrics]):
     def _begin(self, row: Row, now: float) -> None:
         """The row no longer waits."""
         row.began = now
+        self.running += 1
         self.waiting -= 1
         self.waiting_tokens -= len(row.request.tokens)
 
     def _over(self, row: Row, reason: str, now: float) -> None:
         if row.began is None:
             self._begin(row, now)
-        row.done = True
+        self._done(row)
         self.metrics.answered(reason, row.made, now - row.answers.arrived)
+
+    def _done(self, row: Row) -> None:
+        row.done = True
+        self.running -= 1
 
     # ---------------------------------------------------------------- the thread's side
 
@@ -339,7 +453,7 @@ class Front(Admission[Answers, EngineMetrics]):
     def _rests(self) -> bool:
         """Whether there is no step to make."""
         idle = self.failure is not None or not (self.engine.busy or self._unscored)
-        if self._emptied is not None and idle:
+        if self._emptied is not None and idle and not self._searches:
             self._paused = True
             self._emptied.set_result(None)
             self._emptied = None
@@ -373,7 +487,8 @@ class Front(Admission[Answers, EngineMetrics]):
         try:
             if self.failure is not None:
                 raise died()
-            if self._holding:
+            # A search that has begun is finished first, as other requests are.
+            if self._holding and not answers.entered:
                 self._held.append(answers)
             else:
                 self._enter(answers)
@@ -391,12 +506,15 @@ class Front(Admission[Answers, EngineMetrics]):
                     row.number = self.engine.add(row.request)
                     self._rows[row.number] = row
                     done.append(row)
-            if answers.prompts and not answers.scores.done():
+            if answers.prompts and not answers.entered and not answers.scores.done():
                 self._await_scores(answers)
         except Exception:
             for row in done:
                 self._abort(row)
             raise
+        answers.entered = True
+        if answers.goes_on:
+            self._searches.add(answers)
 
     def _await_scores(self, answers: Answers) -> None:
         if (adapters := self.engine.adapters) is not None and answers.adapter is not None:
@@ -444,7 +562,9 @@ class Front(Admission[Answers, EngineMetrics]):
             self._tell(lambda: None if answers.scores.done() else answers.scores.set_result(scores))
 
     def _leave(self, answers: Answers) -> None:
-        """Forgets the prompts of a reader that is gone."""
+        """Forgets the prompts and the search of a reader that is gone."""
+        self._searches.discard(answers)
+        self._held = [one for one in self._held if one is not answers]
         self._unscored = [one for one in self._unscored if one[0] is not answers]
         self._end_scores(answers)
         self.prompts.forget(answers.prompts)

@@ -2,12 +2,15 @@
 
 A name is here only if it means what it means there. The event loop alone updates them; gauges are read from the engine when they
 are asked for.
+
+Every engine of a server has its own series, by the label `engine`: "0" for the first. As in vLLM there are no series of totals.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from argosy.infer.engine import Engine
@@ -33,11 +36,12 @@ class Metrics:
     Args:
         model: its name.
         compiled: the number of programs compiled so far.
+        number: of the engine among those of the server.
     """
 
-    def __init__(self, model: str, compiled: Callable[[], int]):
+    def __init__(self, model: str, compiled: Callable[[], int], number: int = 0):
         self.registry = CollectorRegistry()
-        self._labels = (model, "0")
+        self._labels = (model, str(number))
         self._seen: dict[Counter, int] = {}
         self._compiled = compiled
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the answers that began.")
@@ -83,8 +87,12 @@ class Metrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        self._advance(self.compilations, self._compiled())
+        self.refresh()
         return generate_latest(self.registry)
+
+    def refresh(self) -> None:
+        """Takes the counts that are kept elsewhere."""
+        self._advance(self.compilations, self._compiled())
 
     def _advance(self, counter: Counter, now: int) -> None:
         counter.inc(now - self._seen.get(counter, 0))
@@ -94,11 +102,11 @@ class Metrics:
 class EngineMetrics(Metrics):
     """The metrics of a model that generates."""
 
-    def __init__(self, model: str, engine: "Engine"):
+    def __init__(self, model: str, engine: "Engine", number: int = 0):
         self.engine = engine
         # Set by the front: what it compiles for log-probabilities of prompts counts too.
         self.prompts: Prompts | None = None
-        super().__init__(model, self._programs)
+        super().__init__(model, self._programs, number)
         scheduler = engine.scheduler
         self._gauge("num_requests_running", "Answers being generated.").set_function(lambda: len(scheduler.running))
         self._gauge("num_requests_waiting", "Answers that wait.").set_function(lambda: scheduler.waiting)
@@ -112,9 +120,11 @@ class EngineMetrics(Metrics):
         self.preemptions = self._counter(
             "num_preemptions", "Answers whose cache was given to others and computed again."
         )
-        # Of vLLM: the labels hold what there is to know, the value is when it was written.
+        # Of vLLM: the labels hold what there is to know, the value is when it was written. No label names the engine, so the first
+        # one has the series, for all of them.
         self._lora = None
-        if engine.adapters is not None:
+        self.sharing: Sequence[Engine] = [engine]
+        if engine.adapters is not None and number == 0:
             labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
             about = "Adapters of running and of waiting answers."
             self._lora = Gauge("vllm:lora_requests_info", about, labels, registry=self.registry)
@@ -138,16 +148,47 @@ class EngineMetrics(Metrics):
     def _programs(self) -> int:
         return self.engine.stats.compilations + (0 if self.prompts is None else self.prompts.compilations)
 
-    def text(self) -> bytes:
+    def refresh(self) -> None:
         self._advance(self.preemptions, self.engine.scheduler.preemptions)
         if self._speculation is not None:
             self._speculation.advance(self.engine.speculation)
         if self._lora is not None:
-            running, waiting = self.engine.adapters_in_use()
+            in_use = zip(*(engine.adapters_in_use() for engine in self.sharing))
+            running, waiting = (",".join(sorted({name for names in each for name in names})) for each in in_use)
             self._lora.clear()
-            most = str(self.engine.settings.lora.adapters)
-            self._lora.labels(most, ",".join(running), ",".join(waiting)).set_to_current_time()
-        return super().text()
+            self._lora.labels(str(self.engine.settings.lora.adapters), running, waiting).set_to_current_time()
+        super().refresh()
+
+
+class AllMetrics(Collector):
+    """The metrics of several engines of one server, as one text: each name once, with the series of all of them."""
+
+    def __init__(self, members: Sequence[EngineMetrics]):
+        self.members = members
+        # Requests are refused before an engine is chosen for them.
+        self.rejections = members[0].rejections
+        members[0].sharing = [one.engine for one in members]
+
+    def ready(self) -> None:
+        """As `Metrics.ready`."""
+        for one in self.members:
+            one.ready()
+
+    def text(self) -> bytes:
+        """As `Metrics.text`."""
+        for one in self.members:
+            one.refresh()
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for one in self.members:
+            for metric in one.registry.collect():
+                if metric.name in found:
+                    found[metric.name].samples.extend(metric.samples)
+                else:
+                    found[metric.name] = metric
+        yield from found.values()
 
 
 class _Speculation:

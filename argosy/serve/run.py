@@ -15,17 +15,15 @@ import uvicorn
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
+from argosy.infer.copies import check_devices
 from argosy.infer.embed import Encoder
-from argosy.infer.engine import Engine
 from argosy.infer.lm import LM, check_draft
-from argosy.infer.request import Request
 from argosy.serve.admin import Admin
 from argosy.serve.admission import Admission
 from argosy.serve.app import App, admin_app
 from argosy.serve.encoder import EncoderFront, EncoderService, shapes_of
-from argosy.serve.front import Front
+from argosy.serve.engines import front_of
 from argosy.serve.guard import HEADER_BYTES, is_local
-from argosy.serve.metrics import EngineMetrics
 from argosy.serve.reasoning import parser_of
 from argosy.serve.sampling import defaults_of
 from argosy.serve.service import Service
@@ -37,11 +35,11 @@ LAST_BYTES_S = 5
 
 
 def check(settings: ServeSettings) -> None:
-    """Checks that strangers cannot use the server, before the model is loaded.
+    """Checks that strangers cannot use the server, and that there are devices for it, before the model is loaded.
 
     Raises:
         BadInput: the address is no loopback and there is no key; or a certificate without its key, or files that do not exist; or admin
-            routes without a key or a folder that exists.
+            routes without a key or a folder that exists; or more copies than devices.
     """
     admin = settings.admin
     if (admin.port is not None or admin.shared) and not admin.key:
@@ -64,6 +62,7 @@ def check(settings: ServeSettings) -> None:
     for name in ("tls_certificate", "tls_key"):
         if (path := getattr(settings, name)) is not None and not Path(path).is_file():
             raise BadInput(f"{name}: no file `{path}`")
+    check_devices(settings.copies, settings.tensor)
 
 
 def _check_adapters(settings: ServeSettings) -> None:
@@ -121,18 +120,7 @@ def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None, draf
     reasoning = parser_of(settings.reasoning_parser, lm.tokenizer)
     if draft is not None:
         check_draft(lm, draft)
-    engine = Engine(lm.module, settings.engine, say=say, keeps=True, draft=draft and draft.module)
-    for adapter, folder in settings.lora_modules.items():
-        engine.load_adapter(adapter, folder)
-    if settings.warm_up:
-        engine.warm_up()
-    else:
-        engine.generate([Request([0], 2)])
-    front = Front(engine, settings.limits, EngineMetrics(name, engine))
-    if settings.warm_up_prompt_logprobs:
-        front.prompts.compile(front.prompts.sizes())
-        front.metrics.ready()
-    front.start()
+    front = front_of(lm, name, settings, say, draft)
     defaults, templates = defaults_of(lm.generation), settings.request_chat_template
     store = Store(settings.stored_responses) if settings.stored_responses else None
     more: Any = {"request_templates": templates, "reasoning": reasoning, "store": store}
@@ -145,6 +133,8 @@ def encoder_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> E
     Raises:
         BadInput: the model predicts tokens, or its folder asks for a step that is not built.
     """
+    if settings.copies > 1:
+        raise BadInput(f"copies = {settings.copies}: copies of an encoder are not built", hint="a server for each device")
     if settings.engine.lora.enabled or settings.admin.port is not None or settings.admin.shared:
         raise BadInput(f"`{name}` is an encoder: adapters by request and admin routes are for models that generate")
     if idle := sorted(settings.engine.model_fields_set - {"budget", "lora"}):

@@ -13,6 +13,7 @@ from argosy.infer.lm import LM
 from argosy.infer.request import Request
 from argosy.serve.admission import Admission
 from argosy.serve.choice import Choice, Ending
+from argosy.serve.copies import Copies
 from argosy.serve.errors import ApiError, no_model, of_input, unavailable
 from argosy.serve.fields import Generation, Rendered
 from argosy.serve.front import Front
@@ -118,7 +119,7 @@ class Served(Generic[F]):
 
 
 @dataclass
-class Service(Served[Front]):
+class Service(Served[Front | Copies]):
     """A model that generates text.
 
     defaults: sampling settings where a request gives none. seeds: source of random seeds where a request gives none. reasoning: how
@@ -141,7 +142,7 @@ class Service(Served[Front]):
     def about(self) -> list[str]:
         told = " ".join(f"{key}={value}" for key, value in self.defaults.items())
         sampled = f"{self.name}: requests that say nothing are sampled with {told}"
-        return [sampled, f"cache: {self.front.engine.described()}"]
+        return [sampled, f"cache: {self.front.described()}"]
 
     @property
     def names(self) -> list[str]:
@@ -215,8 +216,7 @@ class Service(Served[Front]):
                 raise ApiError(what, param="prompt")
         sampling = sampling_of(fields, self.defaults, self.lm.tokenizer)
         adapter = self.adapter_of(fields.model)
-        stops = frozenset(fields.stop_token_ids)
-        ends = stops | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))
+        ends = self.ends(fields)
         repetition = fields.repetition_detection
         how: Any = {"salt": fields.cache_salt or "", "adapter": adapter, "repetition": repetition and repetition.ours}
         top = fields.top or 0
@@ -228,6 +228,10 @@ class Service(Served[Front]):
                 Request(ids, most or self.context - len(ids), sampling, ends, seed, k, top, **how) for k in range(fields.n)
             ]
         return found
+
+    def ends(self, fields: Generation) -> frozenset[int]:
+        """The token ids that end an answer."""
+        return frozenset(fields.stop_token_ids) | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))
 
     def choice(self, fields: Generation, prompt: Sequence[int], *, begun: bool = False) -> Choice:
         """An empty answer to a prompt.

@@ -12,7 +12,8 @@ Parser = Literal["auto", "none", "qwen3", "deepseek_r1"]
 
 
 class Limits(Settings):
-    """Limits on one client and on all of them together. A request beyond one gets 400, 408, 413, 431, 503 or 504, with the reason."""
+    """Limits on one client and on all of them together, over all copies of the model. A request beyond one gets 400, 408, 413, 431,
+    503 or 504, with the reason."""
 
     body: int = Field(2_097_152, gt=0)
     """Bytes of a request body. Multiplied by `connections`, it bounds the memory of all bodies."""
@@ -76,6 +77,9 @@ class ServeSettings(Settings):
         "enable_prefix_caching": "did you mean `engine.reuse`?",
         "enable_responses_api_store": "did you mean `stored_responses`?",
         "trust_request_chat_template": "did you mean `request_chat_template`?",
+        "data_parallel_size": "did you mean `copies`?",
+        "data_parallel": "did you mean `copies`?",
+        "tensor_parallel_size": "did you mean `tensor`?",
         "enable_lora": "did you mean `engine.lora.enabled`?",
         "max_loras": "did you mean `engine.lora.adapters`?",
         "max_lora_rank": "did you mean `engine.lora.rank`?",
@@ -104,6 +108,9 @@ class ServeSettings(Settings):
     """A folder of low-rank adapters in the PEFT library's format, to apply to the model."""
     tensor: int = Field(1, gt=0)
     """Number of devices that share heads, feed-forward features, vocabulary and cache, for models that one device cannot hold."""
+    copies: int = Field(1, gt=0)
+    """Copies of the model, each with an engine, a cache and a thread of its own, on its own device or on `tensor` of them. Each request
+    is answered by one copy. For more requests than one device can answer in time."""
     lora_modules: dict[str, str] = Field(default_factory=dict)
     """Adapters to load at the start, beside the model: folders in the PEFT library's format by the name that requests give as `model`.
     They need `engine.lora.enabled=true`."""

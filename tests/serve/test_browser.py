@@ -340,6 +340,8 @@ x:count_total{engine="0",model_name="a\"b} c"} 3.0
 x:count_total{engine="1",model_name="y"} 4.0
 x:wait_seconds_bucket{engine="0",le="0.1",model_name="le=\"9\""} 2.0
 x:wait_seconds_bucket{engine="0",le="+Inf",model_name="y"} 5.0
+x:wait_seconds_bucket{engine="1",le="0.1",model_name="y"} 1.0
+x:wait_seconds_bucket{engine="1",le="+Inf",model_name="y"} 4.0
 """
 
 
@@ -348,9 +350,10 @@ def test_metrics_and_quantiles_are_read_as_prometheus_does(page: Page):
         return page.run(f"import('/web/api.js').then(api => {script})")
 
     assert run(f"api.metrics({json.dumps(METRICS)}).values") == {"x:count_total": 7}
+    assert run(f"api.metrics({json.dumps(METRICS)}).series") == {"x:count_total": 2}
     assert run(f"api.metrics({json.dumps(METRICS)}).buckets['x:wait_seconds'].map(b => b.map(String))") == [
-        ["0.1", "2"],
-        ["Infinity", "5"],
+        ["0.1", "3"],
+        ["Infinity", "9"],
     ]
     before, now = "[[1, 5], [2, 5], [4, 5], [Infinity, 5]]", "[[1, 5], [2, 9], [4, 13], [Infinity, 15]]"
     assert run(f"api.quantile(0.5, {before}, {now})") == {"value": 2.5, "sign": ""}

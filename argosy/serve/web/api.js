@@ -67,18 +67,26 @@ export function tokens(choice) {
   }));
 }
 
-/** Prometheus' text format: {values: {name: sum over labels}, buckets: {name: [[upper bound, cumulative count]]}}. */
+/**
+ * Prometheus' text format: {values: {name: sum over labels}, buckets: {name: [[upper bound, cumulative count]]}, series: {name: number
+ * of label sets}}. With several copies of a model each has a series of its own.
+ */
 export function metrics(text) {
-  const values = {}, buckets = {};
+  const values = {}, buckets = {}, series = {};
   for (const line of text.split("\n")) {
     const [, name, labels, number] = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/.exec(line) ?? [];
     if (!name) continue;
     if (name.endsWith("_bucket")) {
-      const bound = /(?:^|,)le="([^"]*)"/.exec(labels)[1];
-      (buckets[name.slice(0, -7)] ??= []).push([bound === "+Inf" ? Infinity : Number(bound), Number(number)]);
-    } else values[name] = (values[name] ?? 0) + Number(number);
+      const le = /(?:^|,)le="([^"]*)"/.exec(labels)[1], bound = le === "+Inf" ? Infinity : Number(le);
+      const all = (buckets[name.slice(0, -7)] ??= []), same = all.find(([other]) => other === bound);
+      if (same) same[1] += Number(number);
+      else all.push([bound, Number(number)]);
+    } else {
+      values[name] = (values[name] ?? 0) + Number(number);
+      series[name] = (series[name] ?? 0) + 1;
+    }
   }
-  return { values, buckets };
+  return { values, buckets, series };
 }
 
 /**

@@ -6,9 +6,10 @@ const EVERY_MS = 2000, HISTORY_MS = 600_000, WINDOW_MS = 10_000;
 const SVG = "http://www.w3.org/2000/svg";
 const $ = id => document.getElementById(id);
 
-// A reading: {at, values, buckets}. A series is a function of (now, the reading before, the one `WINDOW_MS` before), which gives a
-// number, {value, sign}, or null for none. The earlier readings are null at first, and after the page was out of sight.
+// A reading: {at, values, buckets, series}. What is drawn is a function of (now, the reading before, the one `WINDOW_MS` before), which
+// gives a number, {value, sign}, or null for none. The earlier readings are null at first, and after the page was out of sight.
 const gauge = (name, times = 1) => now => now.values[name] * times;
+const mean = (name, times = 1) => now => now.values[name] * times / now.series[name];
 const rate = name => (now, last) => last && 1000 * (now.values[name] - last.values[name]) / (now.at - last.at);
 const late = (name, q) => (now, last, past) => past && quantile(q, past.buckets[name], now.buckets[name]);
 const hits = (now, last, past) => {
@@ -24,7 +25,7 @@ const CHARTS = [
   ["Time to first token", "s", { p50: late(FIRST, 0.5), p95: late(FIRST, 0.95) }],
   ["Time between tokens", "s", { p50: late(BETWEEN, 0.5), p95: late(BETWEEN, 0.95) }],
   ["Requests", "", { running: gauge("vllm:num_requests_running"), waiting: gauge("vllm:num_requests_waiting") }],
-  ["Cache in use", "%", { pages: gauge("vllm:kv_cache_usage_perc", 100) }, 100],
+  ["Cache in use", "%", { pages: mean("vllm:kv_cache_usage_perc", 100) }, 100],
   ["Prefix cache hits", "% of prompt tokens", { hits }, 100],
   ["Since the server started", "", {
     compilations: gauge(COMPILED), preemptions: gauge(PREEMPTED), rejections: gauge(REJECTED),

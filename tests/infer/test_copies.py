@@ -1,0 +1,117 @@
+"""Copies of a model on devices of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from infer.test_tensor import SMALL, requests, split_over, tokens
+
+from argosy.checkpoint.load import random
+from argosy.core.errors import BadInput
+from argosy.infer import sampler
+from argosy.infer.copies import check_devices, copies_of, on_devices
+from argosy.infer.engine import Engine
+from argosy.infer.memory import home_of, room_for_cache
+from argosy.infer.settings import MTP, DraftModel, NGram
+from argosy.infer.speculate import verify
+from argosy.models import FAMILIES
+from argosy.models.parts.weight import put, split
+
+
+def made(family: str = "llama", example: str = "plain") -> Any:
+    return random(FAMILIES[family].examples()[example], 0).module
+
+
+def pointers(module: Any) -> dict[str, list[int]]:
+    """Where the parts of each weight are in memory."""
+    weights = split(module)[1]
+    return {address: [s.data.unsafe_buffer_pointer() for s in a.addressable_shards] for address, a in weights.items()}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_copies_are_on_devices_of_their_own_and_hold_the_weights_of_a_cpu_once(tensor: int):
+    module = made()
+    if tensor == 2:
+        split_over(module, 2)
+    before, values = pointers(module), {address: np.asarray(a) for address, a in split(module)[1].items()}
+    copies = copies_of(module, 3)
+    assert copies[0] is module
+    for i, copy in enumerate(copies):
+        weights = split(copy)[1]
+        assert {device.id for a in weights.values() for device in a.devices()} == {*range(i * tensor, (i + 1) * tensor)}
+        assert pointers(copy) == before
+        for address, a in weights.items():
+            assert a.committed
+            assert a.sharding.shard_shape(a.shape) == split(module)[1][address].sharding.shard_shape(a.shape)
+            np.testing.assert_array_equal(np.asarray(a), values[address])
+    assert split(copies[2])[0] == split(module)[0], "one graph, so that programs are traced once"
+
+
+def test_one_copy_is_the_module_as_it_is():
+    module = made()
+    before = split(module)[1]
+    assert copies_of(module, 1) == [module]
+    assert all(a is before[address] for address, a in split(module)[1].items())
+    assert home_of(before) is None
+
+
+def test_a_copy_has_weights_of_its_own():
+    first, second = copies_of(made(), 2)
+    old = {address: np.asarray(a) for address, a in split(first)[1].items()}
+    put(second, on_devices({address: a + 1 for address, a in split(first)[1].items()}, jax.devices()[1:2]))
+    assert all(np.array_equal(np.asarray(a), old[address]) for address, a in split(first)[1].items())
+
+
+def test_too_few_devices_are_a_mistake():
+    check_devices(8, 1)
+    check_devices(2, 4)
+    check_devices(1, 100)
+    with pytest.raises(BadInput, match="copies = 9, but this process has 8 devices") as error:
+        check_devices(9, 1)
+    assert "xla_force_host_platform_device_count=9" in (error.value.hint or "")
+    with pytest.raises(BadInput, match="copies = 3 of tensor = 4 devices each, but this process has 8"):
+        check_devices(3, 4)
+
+
+def test_copies_share_the_memory_that_caches_may_take_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("argosy.infer.memory.memory_bytes", lambda: (16e9, 8e9))
+    weights = split(made())[1]
+    assert [room_for_cache(weights, copies) for copies in (1, 2, 4)] == [2e9, 1e9, 0.5e9]
+
+
+def test_the_state_of_an_engine_is_on_the_device_of_its_copy_and_tied_to_it():
+    """State that is tied to no device would make every program compile anew once a step has returned it."""
+    for i, copy in enumerate(copies_of(made(), 3)):
+        engine = Engine(copy, SMALL)
+        for a in jax.tree.leaves((engine.caches, engine.slots)):
+            assert a.committed
+            assert a.devices() == {jax.devices()[i]}
+        assert engine.devices == [jax.devices()[i]]
+
+
+STRUCTURES: list[tuple[str, str, Callable[[], Any]]] = [
+    ("llama", "plain", lambda: None),
+    ("llama", "plain", lambda: DraftModel(model="itself", tokens=3)),
+    ("qwen3_next", "mixed", lambda: NGram(tokens=3, lookup_min=1)),
+    ("deepseek", "3", lambda: MTP(tokens=2)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "example", "method"), STRUCTURES)
+def test_the_second_copy_answers_as_the_first_and_compiles_nothing_later(family: str, example: str, method: Any):
+    how = SMALL.model_copy(update={"speculative": method()})
+    first, second = copies_of(made(family, example), 2)
+    drafts = isinstance(how.speculative, DraftModel)
+    alone = tokens(Engine(first, how, draft=first if drafts else None))
+    engine = Engine(second, how, draft=second if drafts else None)
+    engine.warm_up()
+    programs: list[Any] = [sampler.sample, sampler._settled, verify]
+    if isinstance(how.speculative, MTP):
+        programs += [engine.speculation.drafter._ahead, engine.speculation.drafter._head]  # pyright: ignore
+    sizes = [program._cache_size() for program in programs]
+    assert tokens(engine) == alone
+    assert len(alone) == len(requests())
+    assert [program._cache_size() for program in programs] == sizes

@@ -1,0 +1,596 @@
+"""Several copies of a model behind one server: who answers, that all of them answer alike, and that they change and end together."""
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serve.conftest import LIMITS, SIZES, alone, inside
+from serve.test_admin import KEY, LORA, factors_of
+from serve.test_front import PROMPT, breaks, settled, tokens
+
+from argosy.checkpoint.load import random
+from argosy.checkpoint.peft import write_adapter
+from argosy.core.errors import BadInput
+from argosy.infer.copies import copies_of
+from argosy.infer.engine import Engine
+from argosy.infer.lm import LM
+from argosy.infer.request import Request
+from argosy.infer.sample import Sampling
+from argosy.serve import run
+from argosy.serve.admin import Admin
+from argosy.serve.app import App
+from argosy.serve.copies import Copies
+from argosy.serve.errors import ApiError
+from argosy.serve.front import Front
+from argosy.serve.metrics import EngineMetrics
+from argosy.serve.service import Service
+from argosy.serve.settings import AdminSettings, Limits, ServeSettings
+
+
+def forever(n: int = 1) -> list[Request]:
+    """Requests that run until the context is full, and share no prefix."""
+    return [Request([i, *PROMPT], 90) for i in range(n)]
+
+
+@contextmanager
+def serving(lm: LM, count: int, limits: Limits = LIMITS, sizes: Any = SIZES) -> Iterator[Service]:
+    """A service of several copies, whose threads end with the block, and with no page in use."""
+    engines = [Engine(module, sizes) for module in copies_of(random(lm.config, 0).module, count)]
+    front = Copies([Front(one, limits, EngineMetrics("tiny", one, i)) for i, one in enumerate(engines)], limits)
+    front.start()
+    try:
+        yield Service(lm, "tiny", front, limits, {"temperature": 1.0}, Random(0))
+    finally:
+        front.close()
+    if not front.failed:
+        assert [engine.pages.used for engine in engines] == [0] * count
+        assert front.queue == (0, 0)
+        assert [one.load for one in front.fronts] == [0] * count
+
+
+@pytest.fixture(scope="module")
+def shared(lm: LM) -> Iterator[Service]:
+    with serving(lm, 3) as found:
+        yield found
+
+
+@pytest.fixture
+def service(shared: Service) -> Iterator[Service]:
+    """Three copies, as new for each test: nothing cached, and the first one's turn."""
+    yield shared
+    front: Any = shared.front
+    asyncio.run(rested(front))
+    front._turn = 0
+    for engine in front.engines:
+        assert engine.reset_prefix_cache()
+
+
+@pytest.fixture
+def front(service: Service) -> Copies:
+    assert isinstance(service.front, Copies)
+    return service.front
+
+
+def made(front: Copies) -> list[int]:
+    return [engine.stats.drawn_tokens for engine in front.engines]
+
+
+def opened(front: Copies) -> list[int]:
+    """The open requests of each copy."""
+    return [len(one.opened) for one in front.fronts]
+
+
+async def rested(front: Copies) -> None:
+    for one in front.fronts:
+        await settled(one)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_an_answer_does_not_depend_on_the_copy(lm: LM, front: Copies):
+    how = Sampling(temperature=0.9, top_k=50)
+
+    async def go() -> list[list[int]]:
+        found = []
+        for _ in range(3):
+            async with front.open([Request(PROMPT, 12, how, seed=7)]) as answers:
+                found.append((await tokens(answers))[0])
+            await rested(front)
+            await front.together(lambda engines: [one.reset_prefix_cache() for one in engines])
+        return found
+
+    before = made(front)
+    expected = alone(lm, PROMPT, 12, seed=7, ends=frozenset(), temperature=0.9, top_k=50).tokens
+    assert asyncio.run(go()) == [expected] * 3
+    assert [now > then for now, then in zip(made(front), before)] == [True] * 3, "each copy has answered once"
+
+
+def completion(client: httpx.AsyncClient, prompt: Any, **how: Any) -> Any:
+    return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 6, "temperature": 0, **how})
+
+
+ASKED = {"n": 2, "logprobs": 2, "echo": True, "seed": 3, "return_token_ids": True}
+
+
+def test_prompts_of_one_request_are_spread_and_answered_in_their_order(service: Service, front: Copies):
+    texts = ["It was", "a dark", "and stormy", "night; the"]
+
+    async def go(client: httpx.AsyncClient) -> Any:
+        before = made(front)
+        whole = (await completion(client, texts, **ASKED)).json()
+        grown = [now - then for now, then in zip(made(front), before)]
+        single = [(await completion(client, text, **ASKED)).json()["choices"] for text in texts]
+        return whole, grown, single
+
+    whole, grown, single = inside(App(service).asgi, go)
+    assert all(grown), f"tokens of each copy: {grown}"
+    assert [choice["index"] for choice in whole["choices"]] == list(range(8))
+    for choice, expected in zip(whole["choices"], [one for choices in single for one in choices], strict=True):
+        assert choice["text"] == expected["text"]
+        assert choice["token_ids"] == expected["token_ids"]
+        np.testing.assert_allclose(choice["logprobs"]["token_logprobs"][1:], expected["logprobs"]["token_logprobs"][1:], rtol=1e-4)
+    assert whole["usage"]["completion_tokens"] == 48
+
+
+def test_a_stream_of_spread_prompts_has_every_answer_and_stop_strings_end_theirs(service: Service):
+    async def go(client: httpx.AsyncClient) -> Any:
+        whole = (await completion(client, [[65], [66], [67]])).json()["choices"]
+        stop = next(text[2] for text in (one["text"] for one in whole) if len(text) > 3)
+        how = {"stop": [stop]}
+        whole = (await completion(client, [[65], [66], [67]], **how)).json()["choices"]
+        text = (await completion(client, [[65], [66], [67]], stream=True, **how)).text
+        return whole, text
+
+    whole, text = inside(App(service).asgi, go)
+    chunks = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
+    for place, choice in enumerate(whole):
+        mine = [chunk for chunk in chunks if chunk["index"] == place]
+        assert "".join(chunk["text"] for chunk in mine) == choice["text"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+    assert "stop" in {choice["finish_reason"] for choice in whole}
+
+
+# ---------------------------------------------------------------- routing
+
+
+def test_answers_to_one_prompt_stay_on_one_copy(front: Copies):
+    async def go() -> list[list[int]]:
+        prompt = [*PROMPT]
+        found = []
+        for _ in range(2):
+            async with front.open([Request(prompt, 30, seed=i) for i in range(3)]) as answers:
+                await anext(answers)
+                found.append(sorted(sum(not row.done for row in one.rows) for f in front.fronts for one in f.opened))
+            await rested(front)
+        return found
+
+    assert asyncio.run(go()) == [[3], [3]]
+
+
+def test_a_request_goes_to_the_least_busy_copy_and_waiting_counts_fourfold(front: Copies):
+    async def go() -> list[list[int]]:
+        found = []
+        async with front.open(forever(3)[:1]), front.open(forever(3)[1:2]):
+            async with front.open(forever(3)[2:]):
+                found.append(opened(front))
+            async with front.open(forever(4)[3:]):
+                found.append(opened(front))
+        return found
+
+    assert asyncio.run(go()) == [[1, 1, 1], [1, 1, 1]], "the third has ended: its copy is idle again"
+    first, second, third = front.fronts
+    try:
+        first.waiting, second.running, third.running = 1, 3, 5
+        assert [one.load for one in front.fronts] == [4, 3, 5]
+        assert list(front._shares([Request([3, 3], 1)], (), whole=False)) == [second]
+    finally:
+        first.waiting, second.running, third.running = 0, 0, 0
+
+
+def test_a_cached_prefix_outweighs_one_waiting_sequence_and_no_more(front: Copies):
+    async def go() -> None:
+        async with front.open([Request(PROMPT, 1)]) as answers:
+            await tokens(answers)
+
+    asyncio.run(go())
+    first, second, third = front.fronts
+    found = []
+    try:
+        for first.running, second.running, third.running in ((7, 3, 5), (8, 3, 5)):
+            found += front._shares([Request([*PROMPT, 1], 1)], (), whole=False)
+    finally:
+        first.running, second.running, third.running = 0, 0, 0
+    assert found == [first, second]
+
+
+def test_a_conversation_finds_its_cached_prefix_and_others_take_turns(front: Copies):
+    prompts = [[*PROMPT, *[token] * 8] for token in (1, 2, 3)]
+    # Salted, so that they share nothing.
+    salts = ["a", "b", "c"]
+
+    async def turn(ids: list[int], salt: str) -> tuple[int, int]:
+        async with front.open([Request(ids, 4, salt=salt)]) as answers:
+            [number] = [i for i, one in enumerate(front.fronts) if one.opened]
+            await tokens(answers)
+            return number, answers.reused(0)
+
+    async def go() -> list[list[tuple[int, int]]]:
+        first = [await turn(ids, salt) for ids, salt in zip(prompts, salts)]
+        # In another order, after which round robin alone would choose other copies.
+        again = [await turn([*ids, 5, 6], salt) for ids, salt in list(zip(prompts, salts))[::-1]]
+        return [first, again[::-1]]
+
+    first, again = asyncio.run(go())
+    assert [number for number, _ in first] == [0, 1, 2]
+    assert [reused for _, reused in first] == [0, 0, 0]
+    assert [number for number, _ in again] == [0, 1, 2]
+    assert [reused for _, reused in again] == [32, 32, 32]
+
+
+def test_a_prefix_under_another_salt_attracts_nothing(front: Copies):
+    async def go() -> list[int]:
+        found = []
+        for salt in ("a", "b", "a"):
+            async with front.open([Request([*PROMPT], 2, salt=salt)]) as answers:
+                found.append(next(i for i, one in enumerate(front.fronts) if one.opened))
+                await tokens(answers)
+        return found
+
+    assert asyncio.run(go()) == [0, 1, 0]
+
+
+# ---------------------------------------------------------------- limits, leaving, the end
+
+
+def test_leaving_frees_the_pages_of_every_copy(front: Copies):
+    async def go() -> None:
+        async with front.open(forever(6)) as answers:
+            await anext(answers)
+            assert len(front.opened) == 1, "one request of one client"
+            assert opened(front) == [1, 1, 1]
+        assert not front.opened
+        await rested(front)
+
+    asyncio.run(go())
+    assert [engine.pages.used for engine in front.engines] == [0, 0, 0]
+
+
+def test_requests_are_aborted_by_name_with_what_they_have_on_all_copies(front: Copies):
+    async def go() -> tuple[int, int, Counter[Any]]:
+        async with front.open(forever(3), names=["x"]) as answers, front.open(forever(1), names=["y"]) as other:
+            await anext(answers)
+            missed, found = front.abort(["z"]), front.abort(["x"])
+            reasons = Counter([event.reason async for _, event in answers if event.reason is not None])
+            await anext(other)
+        return missed, found, reasons
+
+    assert asyncio.run(go()) == (0, 1, Counter({"abort": 3}))
+
+
+@pytest.mark.parametrize("limits", [{"queue": 3}, {"queue_tokens": 3 * 31}])
+def test_limits_count_the_sum_over_the_copies(front: Copies, limits: dict[str, Any]):
+    old, front.limits = front.limits, front.limits.model_copy(update=limits)
+
+    async def go() -> ApiError:
+        await front.pause("keep")
+        async with front.open(forever(2)), front.open(forever(1)):
+            assert front.queue == (3, 93)
+            with pytest.raises(ApiError) as error:
+                async with front.open(forever(1)):
+                    raise AssertionError("was admitted")
+        await front.resume()
+        return error.value
+
+    try:
+        error = asyncio.run(go())
+    finally:
+        front.limits = old
+    assert (error.status, error.code) == (503, "queue_full")
+    assert sum(one.metrics.rejections._value.get() for one in front.fronts) > 0
+
+
+def test_all_prompts_of_a_request_are_admitted_or_none(front: Copies):
+    async def go() -> None:
+        with pytest.raises(ApiError, match="outside the model's vocabulary"):
+            async with front.open([*forever(2), Request([9999], 5)]):
+                raise AssertionError("was admitted")
+        await rested(front)
+
+    asyncio.run(go())
+    assert front.queue == (0, 0)
+    assert not any(one._rows for one in front.fronts)
+
+
+def test_a_drain_lets_every_copy_finish(lm: LM):
+    with serving(lm, 2) as service:
+        front = service.front
+
+        async def go() -> list[int]:
+            async with front.open(forever(2)) as answers:
+                await anext(answers)
+                draining = asyncio.create_task(front.drain(60))
+                await asyncio.sleep(0)
+                with pytest.raises(ApiError, match="shutting down"):
+                    async with front.open(forever()):
+                        raise AssertionError("was admitted")
+                made = sum(map(len, (await tokens_of(answers)).values()))
+            await draining
+            return [made]
+
+        assert asyncio.run(go()) == [179]
+
+
+async def tokens_of(answers: Any) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    async for place, event in answers:
+        found.setdefault(place, []).append(event.token)
+    return found
+
+
+def test_one_copy_that_dies_ends_the_answers_of_all(lm: LM, capsys: pytest.CaptureFixture[str]):
+    """Half of a server that goes on would hide that the other half is gone."""
+    with serving(lm, 2) as service:
+        front: Any = service.front
+
+        async def go(client: httpx.AsyncClient) -> list[Any]:
+            found = []
+            async with front.open(forever(1)) as healthy:
+                await anext(healthy)
+                assert opened(front) == [1, 0]
+                front.fronts[1].engine.step = breaks(2)
+                async with front.open(forever(2)[1:]) as answers:
+                    assert opened(front) == [1, 1]
+                    with pytest.raises(ApiError) as error:
+                        await tokens(answers)
+                found.append(error.value.code)
+                with pytest.raises(ApiError) as error:
+                    await tokens(healthy)
+                found.append(error.value.code)
+            with pytest.raises(ApiError) as error:
+                await front.together(len)
+            found.append(error.value.code)
+            await settled(front.fronts[0])
+            return [*found, (await client.get("/health")).status_code, (await completion(client, "x")).status_code]
+
+        assert inside(App(service).asgi, go) == ["engine_dead"] * 3 + [503, 503]
+        assert front.fronts[0].engine.pages.used == 0
+    assert "the device is gone" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_each_copy_has_series_of_its_own_and_every_name_occurs_once(service: Service, front: Copies):
+    async def go(client: httpx.AsyncClient) -> tuple[str, Any]:
+        async with front.open(forever(3)) as answers:
+            await anext(answers)
+            text = (await client.get("/metrics")).text
+            load = (await client.get("/load")).json()
+        return text, load
+
+    text, load = inside(App(service).asgi, go)
+    assert load == {"server_load": 1}
+    families = list(text_string_to_metric_families(text))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names))
+    series = Counter((s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples)
+    assert max(series.values()) == 1
+    for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:generation_tokens", "argosy:compilations"):
+        [family] = [one for one in families if one.name == name]
+        engines = {s.labels["engine"] for s in family.samples if not s.name.endswith("_created")}
+        assert engines == {"0", "1", "2"}, name
+    running = next(one for one in families if one.name == "vllm:num_requests_running")
+    waiting = next(one for one in families if one.name == "vllm:num_requests_waiting")
+    assert sum(s.value for one in (running, waiting) for s in one.samples) == 3
+
+
+# ---------------------------------------------------------------- changes
+
+
+def test_no_copy_computes_while_something_changes_them_all(front: Copies):
+    changing, stepped = threading.Event(), []
+    steps = [engine.step for engine in front.engines]
+    for engine, step in zip(front.engines, steps):
+        engine.step = lambda step=step: (stepped.append(changing.is_set()), step())[1]  # pyright: ignore
+
+    def change(engines: Sequence[Engine]) -> int:
+        changing.set()
+        # A thread that were not stopped would make steps meanwhile.
+        threading.Event().wait(0.2)
+        changing.clear()
+        return len(engines)
+
+    async def go() -> list[int]:
+        async with front.open(forever(6)) as answers:
+            await anext(answers)
+            found = await asyncio.gather(front.together(change), front.together(change))
+            await anext(answers)
+        return found
+
+    try:
+        assert asyncio.run(go()) == [3, 3]
+    finally:
+        for engine in front.engines:
+            del engine.step
+    assert stepped
+    assert not any(stepped)
+
+
+@pytest.fixture(scope="module")
+def root(lm: LM, tmp_path_factory: Any) -> Path:
+    base = tmp_path_factory.mktemp("files")
+    for name, seed in (("sql", 0), ("poet", 1)):
+        write_adapter(base / name, lm.config, factors_of(lm.module, seed, 2))
+    LM(lm.config, random(lm.config, 1).module).save(base / "next", format="hub")
+    return base
+
+
+@pytest.fixture(scope="module")
+def adapted(lm: LM) -> Iterator[Service]:
+    with serving(lm, 2, sizes=LORA) as found:
+        yield found
+
+
+def post(service: Service, root: Path) -> Callable[..., httpx.Response]:
+    admin = Admin(service, AdminSettings(shared=True, key="secret", root=str(root)))
+    app = App(service, admin=admin).asgi
+    return lambda path, body=None: inside(app, lambda client: client.post(path, json=body, headers=KEY))
+
+
+def on_each(front: Any, ids: list[int], adapter: str | None = None) -> list[list[int]]:
+    """The greedy answer of each copy."""
+
+    async def go() -> list[list[int]]:
+        found = []
+        for one in front.fronts:
+            async with one.open([Request(ids, 6, adapter=adapter)]) as answers:
+                found.append((await tokens(answers))[0])
+        return found
+
+    return asyncio.run(go())
+
+
+def test_adapters_and_weights_change_on_every_copy(lm: LM, adapted: Service, root: Path):
+    say, front = post(adapted, root), adapted.front
+    plain = on_each(front, [5, 6, 7])
+    assert say("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "sql"}).status_code == 200
+    with_adapter = on_each(front, [5, 6, 7], "sql")
+    assert plain[0] == plain[1] != with_adapter[0] == with_adapter[1]
+    assert say("/v1/unload_lora_adapter", {"lora_name": "sql"}).status_code == 200
+    assert [engine.adapters.loaded for engine in front.engines] == [{}, {}]  # pyright: ignore
+    old = [engine.weights() for engine in front.engines]
+    for path, body in (
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": {"path": "next"}}),
+        ("/finish_weight_update", {"weight_version": "2"}),
+    ):
+        assert say(path, body).status_code == 200
+    try:
+        other = alone(LM(lm.config, random(lm.config, 1).module, lm.tokenizer), [5, 6, 7], 6, ends=frozenset()).tokens
+        assert on_each(front, [5, 6, 7]) == [other, other]
+        for i, engine in enumerate(front.engines):
+            assert {device.id for a in engine.weights().values() for device in a.devices()} == {i}
+    finally:
+        for engine, weights in zip(front.engines, old):
+            engine.swap_weights(weights)
+    assert on_each(front, [5, 6, 7]) == plain
+
+
+def test_an_adapter_is_loaded_on_all_copies_or_on_none(adapted: Service, root: Path):
+    """The second copy has no place: an adapter that was unloaded there still answers, and another one is loaded."""
+    say, front = post(adapted, root), adapted.front
+
+    async def go() -> tuple[httpx.Response, list[list[str]]]:
+        async with front.fronts[1].open([Request([1, 2], 80, adapter="sql")]) as answers:  # pyright: ignore
+            await anext(answers)
+            admin = Admin(adapted, AdminSettings(shared=True, key="secret", root=str(root)))
+            transport = httpx.ASGITransport(App(adapted, admin=admin).asgi)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                await client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"}, headers=KEY)
+                body = {"lora_name": "new", "lora_path": "poet"}
+                refused = await client.post("/v1/load_lora_adapter", json=body, headers=KEY)
+            return refused, [list(engine.adapters.loaded) for engine in front.engines]  # pyright: ignore
+
+    for name in ("sql", "poet"):
+        assert say("/v1/load_lora_adapter", {"lora_name": name, "lora_path": name}).status_code == 200
+    refused, loaded = asyncio.run(go())
+    say("/v1/unload_lora_adapter", {"lora_name": "poet"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_name")
+    assert loaded == [["poet"], ["poet"]]
+
+
+def test_metrics_name_the_adapters_of_all_copies_once(adapted: Service, root: Path):
+    say, front = post(adapted, root), adapted.front
+    for name in ("sql", "poet"):
+        say("/v1/load_lora_adapter", {"lora_name": name, "lora_path": name})
+
+    async def go() -> str:
+        await front.pause("keep")
+        async with front.open([Request([1, 2], 3, adapter="sql"), Request([3, 4], 3, adapter="poet")]):
+            assert opened(front) == [1, 1]  # pyright: ignore
+            text = front.metrics.text().decode()
+        await front.resume()
+        return text
+
+    lines = [line for line in asyncio.run(go()).splitlines() if line.startswith("vllm:lora_requests_info{")]
+    for name in ("sql", "poet"):
+        say("/v1/unload_lora_adapter", {"lora_name": name})
+    assert [line.split("}")[0] for line in lines] == [
+        'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters="poet,sql"'
+    ]
+
+
+def test_the_prefix_caches_are_cleared_on_all_copies_or_on_none(service: Service, front: Copies):
+    async def go() -> tuple[Any, Any, list[bool], Any]:
+        admin = Admin(service, AdminSettings(shared=True, key="secret"))
+        transport = httpx.ASGITransport(App(service, admin=admin).asgi)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=KEY) as client:
+            async with front.open([Request([*PROMPT], 2)]) as answers:
+                await tokens(answers)
+            async with front.open(forever(1), names=["x"]) as answers:
+                await anext(answers)
+                busy = (await client.post("/reset_prefix_cache")).json()
+                kept = [bool(engine.pages._page_of) for engine in front.engines]
+                paused = (await client.post("/pause?mode=keep")).json()
+                rests = front.paused and [one.paused for one in front.fronts] == [True] * 3
+                await client.post("/resume")
+            await rested(front)
+            return busy, paused, kept, [rests, (await client.post("/reset_prefix_cache")).json()]
+
+    busy, paused, kept, after = asyncio.run(go())
+    assert (busy, paused) == ({"success": False}, {"status": "paused"})
+    assert any(kept)
+    assert after == [True, {"success": True}]
+    assert not any(engine.pages._page_of for engine in front.engines)
+
+
+def test_a_pause_that_waits_lets_every_copy_finish(front: Copies):
+    async def go() -> list[int]:
+        async with front.open([Request([*PROMPT, i], 20) for i in range(3)]) as answers:
+            await anext(answers)
+            await front.pause("wait")
+            assert front.paused
+            found = await tokens_of(answers)
+        await front.resume()
+        assert not front.paused
+        return [sum(map(len, found.values()))]
+
+    assert asyncio.run(go()) == [59]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_a_server_of_two_copies_is_made_of_its_settings(lm: LM):
+    how = ServeSettings(copies=2, warm_up=False, engine=SIZES, limits=LIMITS)
+    own = LM(lm.config, random(lm.config, 0).module, lm.tokenizer)
+    service = run.service_of(own, "tiny", how, None)
+    try:
+        assert [{d.id for d in engine.devices} for engine in service.front.engines] == [{0}, {1}]
+        assert "cache: 2 copies with 512 tokens of 4 sequences of at most 128" in service.about[1]
+        assert on_each(service.front, [5, 6, 7])[0] == on_each(service.front, [5, 6, 7])[1]
+    finally:
+        service.front.close()
+
+
+def test_too_few_devices_are_a_mistake_before_the_model_is_read():
+    with pytest.raises(BadInput, match="this process has 8 devices"):
+        run.check(ServeSettings(copies=5, tensor=2))
+    run.check(ServeSettings(copies=4, tensor=2))
+
+
+def test_copies_of_an_encoder_are_refused():
+    lm: Any = type("Encodes", (), {"config": type("Config", (), {"causal": False})})
+    with pytest.raises(BadInput, match="copies of an encoder"):
+        run.serving(lm, "bert", ServeSettings(copies=2), None)
