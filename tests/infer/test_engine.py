@@ -16,7 +16,7 @@ from argosy.core.errors import BadInput
 from argosy.infer import engine as engine_module
 from argosy.infer import memory, sampler
 from argosy.infer.engine import Engine
-from argosy.infer.forward import ByLayer, Whole
+from argosy.infer.forward import ByLayer, Whole, forward_of
 from argosy.infer.lm import LM
 from argosy.infer.request import Request
 from argosy.infer.sample import Sampling, choose, penalized, streams, table
@@ -308,9 +308,11 @@ def test_one_program_and_programs_by_layer_give_the_same(lm: LM, engine: Engine,
     put(stacked, from_layers(stacked, split(lm.module)[1]))
     assert isinstance(engine.forward, ByLayer)
     assert answers(Engine(stacked, TIGHT), [Request(p, 8) for p in given]) == expected
-    monkeypatch.setattr(engine_module, "forward_of", lambda model, weights, adapters, **how: Whole(model, **how))
+    monkeypatch.setattr(engine_module, "forward_of", lambda *parts, **how: forward_of(*parts, **{**how, "whole": True}))
     for model in (lm.module, stacked):
-        assert answers(Engine(model, TIGHT), [Request(p, 8) for p in given]) == expected
+        whole = Engine(model, TIGHT)
+        assert isinstance(whole.forward, Whole)
+        assert answers(whole, [Request(p, 8) for p in given]) == expected
 
 
 BIASED = [

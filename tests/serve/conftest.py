@@ -172,7 +172,7 @@ def url(service: Service) -> Iterator[str]:
 @contextmanager
 def listening(service: Service | EncoderService, **settings: Any) -> Iterator[str]:
     """A real server in a thread, on a free port of the loopback, until the block ends."""
-    how = ServeSettings(port=0, drain=5, **settings)
+    how = ServeSettings(port=0, drain=30, **settings)
     listener, stop, ready = run.bound(how), threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: run.serve(service, how, listener, stop=stop.is_set, ready=ready.set))
     address = run.address_of(listener, how)
