@@ -78,7 +78,7 @@ class Says(Front):
     waits: asyncio.Event | None = None
 
     @asynccontextmanager
-    async def open(self, requests: Sequence[Request], prompts: Any = (), names: Any = ()) -> AsyncIterator[Any]:
+    async def open(self, requests: Sequence[Request], *more: Any, **how: Any) -> AsyncIterator[Any]:
         yield Spoken(self, requests)
 
 
