@@ -504,6 +504,7 @@ def test_the_handle_answers_and_scores_as_the_merged_model_does(lm: LM, merged: 
     assert all(np.abs(x - y).max() > 1e-2 for x, y in ((differ[0], differ[1]), (differ[1], differ[2])))
 
 
+@pytest.mark.slow
 def test_answers_under_several_adapters_are_read_in_turn_while_one_is_unloaded(
     lm: LM, merged: dict[str | None, LM], folders: dict[str, Path]
 ):
@@ -560,6 +561,7 @@ def test_the_handle_refuses_what_it_has_no_room_for(lm: LM, folders: dict[str, P
             ask()
 
 
+@pytest.mark.slow
 def test_the_handle_scores_in_the_layout_of_several_steps_at_a_time(lm: LM, folders: dict[str, Path]):
     """Such an engine runs stacked layers as they are on a CPU too, where others take views of them."""
     settings = EngineSettings(steps=2, slots=1, context=32, budget=32, lora={"enabled": True, "rank": 4})

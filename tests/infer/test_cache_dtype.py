@@ -20,7 +20,7 @@ from argosy.core.errors import BadInput, SettingsError
 from argosy.core.settings import read_settings, words_layer
 from argosy.infer import memory
 from argosy.infer.engine import Engine
-from argosy.infer.memory import Extent, needs_of
+from argosy.infer.memory import Extent, mesh_in, needs_of
 from argosy.infer.request import Request
 from argosy.infer.sampler import sample
 from argosy.infer.settings import MTP, DraftModel, EngineSettings, NGram
@@ -46,7 +46,7 @@ def slow(*case: Any) -> Any:
 # Grouped queries; latents with an indexer; windows; experts; recurrent states beside attention; sinks.
 STRUCTURES = [
     ("llama", "plain", "int8"),
-    ("deepseek", "3.2", "fp8_e4m3"),
+    slow("deepseek", "3.2", "fp8_e4m3"),
     slow("llama", "plain", "fp8_e4m3"),
     slow("llama", "plain", "fp8_e5m2"),
     slow("gemma", "3", "int8"),
@@ -347,7 +347,7 @@ def test_heads_and_their_scales_are_on_one_device():
         for a in cache.values():
             assert a.bits.sharding.shard_shape(a.bits.shape) == (13, 8, 1, 14)
             assert a.scale.sharding.shard_shape(a.scale.shape) == (13, 8, 1, 1)
-    share = page_bytes(engine.forward.specs, 8, jnp.float32, "int8", engine.mesh)
+    share = page_bytes(engine.forward.specs, 8, jnp.float32, "int8", mesh_in(engine.home))
     assert 2 * 13 * share == bytes_of(engine.caches)
 
 

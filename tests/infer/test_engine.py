@@ -82,7 +82,7 @@ def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
 
 
-@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("how", default(SAMPLED, of=[{}, SAMPLED]), ids=["greedy", "sampled"])
 def test_tokens_are_those_of_decoding_alone_though_pages_run_out(lm: LM, engine: Engine, how: dict):
     given = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7))
     expected = [alone(lm, p, 28, Sampling(**how), 3, i) for i, p in enumerate(given)]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import default
 
 import argosy
 from argosy.checkpoint.load import random
@@ -188,6 +189,7 @@ def test_drafts_of_a_text_with_a_short_period_go_on_with_it():
     assert drafter._draft(sequence, 0) == []
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_is_the_model_is_always_right(lm: LM, plain: Engine):
     """At any temperature and under penalties, because it draws with the keys and the state of the token that it guesses."""
     engine = Engine(lm.module, with_(how.DraftModel(model="itself", tokens=3)), draft=lm.module)
@@ -393,7 +395,7 @@ def folder(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found / "model"
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", default("ngram", of=["ngram", "draft_model"]))
 def test_the_handle_answers_as_without_speculation(lm: LM, folder: Path, method: str):
     more: dict[str, Any] = {"ngram": {"lookup_min": 1}, "draft_model": {"model": str(folder)}}[method]
     own: Any = TIGHT.model_dump(exclude_unset=True)

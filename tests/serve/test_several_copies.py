@@ -123,6 +123,7 @@ def completion(client: httpx.AsyncClient, prompt: Any, **how: Any) -> Any:
 ASKED = {"n": 2, "logprobs": 2, "echo": True, "seed": 3, "return_token_ids": True}
 
 
+@pytest.mark.slow
 def test_prompts_of_one_request_are_spread_and_answered_in_their_order(service: Service, front: Copies):
     texts = ["It was", "a dark", "and stormy", "night; the"]
 
@@ -312,6 +313,7 @@ def test_all_prompts_of_a_request_are_admitted_or_none(front: Copies):
     assert not any(one._rows for one in front.fronts)
 
 
+@pytest.mark.slow
 def test_a_drain_lets_every_copy_finish(lm: LM):
     with serving(lm, 2) as service:
         front = service.front
