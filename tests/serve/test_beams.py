@@ -250,7 +250,10 @@ def test_an_aborted_search_answers_with_what_it_has(service: Service):
     async def go() -> Any:
         searching = await begun(service, job(service, 60, request_id="mine"))
         assert service.front.abort(["mine"]) == 1
-        return await searching
+        found = await searching
+        # Its reader is told at once, the engine at its next step.
+        await settled(service.front)
+        return found
 
     found = asyncio.run(go())["choices"]
     assert [one["finish_reason"] for one in found] == ["abort", "abort"]
