@@ -39,7 +39,7 @@ from argosy.infer.constrain import bias_rows, mask_rows, spread
 from argosy.infer.drafts import Around
 from argosy.infer.forward import Tables, Whole, forward_of
 from argosy.infer.grammar import Matcher
-from argosy.infer.memory import Extent, allocated, home_of, mesh_in, needs_of, room_for_cache
+from argosy.infer.memory import Extent, allocated, check_fits, home_of, mesh_in, needs_of, room_for_cache
 from argosy.infer.packing import Packed, Packing, power, sampled_rows
 from argosy.infer.pages import Pages
 from argosy.infer.request import Event, Reason, Request, Stats
@@ -106,11 +106,7 @@ class Engine:
             self.speculation = speculation_of(speculative, model, draft, self.forward.specs, around)
         reuse = self.settings.reuse and self.shares
         extent = self._extent(copies)
-        if extent.pages < self.needs.pages:
-            raise BadInput(
-                f"a cache of {extent.pages} pages of {page} tokens holds no sequence of {self.context}",
-                hint="more pages, or a shorter context",
-            )
+        check_fits(extent.pages, page, self.context)
         self.pages, self.row = Pages(extent.pages, reuse=reuse), ROW if self.shares else 1
         self.scheduler = Scheduler(
             self.pages,

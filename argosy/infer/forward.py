@@ -10,8 +10,9 @@ With adapters (`infer.adapters`), the same programs run a model with banks on it
 token, are further weights of theirs.
 """
 
+import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -56,27 +57,29 @@ class Sizes(NamedTuple):
     @property
     def words(self) -> int:
         """Length of the array that describes a step."""
-        return sum(int(np.prod(shape)) for part in self.shapes() for shape in part.values())
+        return sum(math.prod(shape) for part in shapes_of(self) for shape in part.values())
 
     @property
     def tokens(self) -> int:
         return self.decodes + self.drafted * self.ahead + self.rows * self.width
 
-    def shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
-        """Of the arrays of decoding rows, drafted rows and prompt rows, in the order of their tokens. `window0` is the table of the
-        first window, from the page of number `first0` on; `steps` says how many of them each decoding row takes."""
 
-        def part(B: int, width: int) -> dict[str, tuple[int, ...]]:
-            shapes: dict[str, tuple[int, ...]] = {"slot": (B,), "length": (B,), "table": (B, self.tables.pages)}
-            for i, window in enumerate(self.tables.windows):
-                shapes |= {f"first{i}": (B,), f"window{i}": (B, window.pages(width, self.tables.page))}
-            return shapes
+@cache
+def shapes_of(sizes: Sizes) -> tuple[dict[str, tuple[int, ...]], ...]:
+    """Of the arrays of decoding rows, drafted rows and prompt rows, in the order of their tokens. `window0` is the table of the first
+    window, from the page of number `first0` on; `steps` says how many of them each decoding row takes."""
 
-        def wider(B: int, width: int) -> dict[str, tuple[int, ...]]:
-            return part(B, width) | {"new": (B,), "tokens": (B, width)}
+    def part(B: int, width: int) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"slot": (B,), "length": (B,), "table": (B, sizes.tables.pages)}
+        for i, window in enumerate(sizes.tables.windows):
+            shapes |= {f"first{i}": (B,), f"window{i}": (B, window.pages(width, sizes.tables.page))}
+        return shapes
 
-        decodes = part(self.decodes, self.steps) | ({"steps": (self.decodes,)} if self.steps > 1 else {})
-        return decodes, wider(self.drafted, self.ahead), wider(self.rows, self.width)
+    def wider(B: int, width: int) -> dict[str, tuple[int, ...]]:
+        return part(B, width) | {"new": (B,), "tokens": (B, width)}
+
+    decodes = part(sizes.decodes, sizes.steps) | ({"steps": (sizes.decodes,)} if sizes.steps > 1 else {})
+    return decodes, wider(sizes.drafted, sizes.ahead), wider(sizes.rows, sizes.width)
 
 
 def blank(sizes: Sizes) -> Int[np.ndarray, " words"]:
@@ -96,12 +99,12 @@ def cut(words: Any, sizes: Sizes) -> tuple[dict[str, Any], ...]:
 
     def take(shape: tuple[int, ...]) -> Any:
         nonlocal at
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         part = words[at : at + size].reshape(shape)
         at += size
         return part
 
-    return tuple({name: take(shape) for name, shape in part.items()} for part in sizes.shapes())
+    return tuple({name: take(shape) for name, shape in part.items()} for part in shapes_of(sizes))
 
 
 class Passed(NamedTuple):

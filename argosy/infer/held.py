@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from argosy.checkpoint.peft import Adapter, read_adapter
-from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.adapters import Adapters, NoAdapter
 from argosy.infer.engine import Engine
-from argosy.infer.memory import Extent, Needs, mesh_of, needs_of, room_for_cache
+from argosy.infer.memory import Extent, Needs, check_fits, mesh_of, needs_of, room_for_cache
 from argosy.infer.sequences import Sequences
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.weight import variables
@@ -133,9 +132,8 @@ class Held:
         """
         self._look(parts)
         module, settings, draft = parts
-        if settings.pages is not None and settings.pages * settings.page < parts.longest:
-            what = f"a cache of {settings.pages} pages of {settings.page} tokens holds no sequence of {parts.longest}"
-            raise BadInput(what, hint="more `engine.pages`, or a shorter `engine.context`")
+        if settings.pages is not None:
+            check_fits(settings.pages, settings.page, parts.longest)
         room = self._room.grown(lengths, parts.longest, settings)
         fits = max(lengths) <= self._room.context
         if self._engine is None or (room != self._room and not (fits and self._engine.has_requests)):

@@ -108,7 +108,7 @@ class Needs:
         """Pools of layers with windows have room for as many decoding sequences as those of the other layers, and for two prompts
         beside them: a step computes few prompts at a time."""
         count = max(1.0, min(slots, pages / self.pages))
-        windows = {w: math.ceil(count * one.decoding + min(count, 2) * one.filling) for w, one in self.windows.items()}
+        windows = {w: int(count * one.decoding + min(count, 2) * one.filling) for w, one in self.windows.items()}
         return Extent(pages, windows)
 
     def fitting(self, slots: int, room: float, mesh: Mesh | None, besides: int = 0) -> Extent:
@@ -118,9 +118,10 @@ class Needs:
             room: bytes on each device.
             besides: bytes of other caches for each page, on each device.
         """
-        # Bytes grow with the number of sequences, in a straight line but for the prompts.
-        one, two = (self.bytes(mesh, self.extent(2, n * self.pages)) + besides * n * self.pages for n in (1, 2))
-        count = max(1.0, min(slots, 1 + (room - one) / max(two - one, 1)))
+        # Bytes grow with the number of sequences in two straight lines: up to two sequences each has a prompt, and then none.
+        one, two, three = (self.bytes(mesh, self.extent(3, n * self.pages)) + besides * n * self.pages for n in (1, 2, 3))
+        first, then = max(two - one, 1), max(three - two, 1)
+        count = max(1.0, min(slots, 1 + (room - one) / first if room < two else 2 + (room - two) / then))
         return self.extent(slots, int(count * self.pages))
 
 
@@ -141,6 +142,13 @@ def needs_of(specs: Specs, settings: EngineSettings, dtype: Any, longest: int) -
     if needs.narrow is not None:
         _check_smaller(needs)
     return needs
+
+
+def check_fits(pages: int, page: int, longest: int) -> None:
+    """Raises BadInput if a cache of this many pages holds no sequence of `longest` tokens."""
+    if pages * page < longest:
+        what = f"a cache of {pages} pages of {page} tokens holds no sequence of {longest}"
+        raise BadInput(what, hint="more `engine.pages`, or a shorter `engine.context`")
 
 
 def _check_smaller(needs: Needs) -> None:

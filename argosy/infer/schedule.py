@@ -182,7 +182,7 @@ class Scheduler:
     @property
     def used(self) -> float:
         """The share of pages with an owner, from 0 to 1, in the pool with the fewest left."""
-        return max(self.pages.used, *(pool.pages.used for pool in self.pools), 0.0)
+        return max(pages.used for pages in self._all_pages())
 
     @property
     def is_empty(self) -> bool:

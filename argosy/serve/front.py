@@ -407,7 +407,7 @@ class Front(Computing[Answers, EngineMetrics]):
             if event.token is not None:
                 row.made += 1
                 self.metrics.generated_tokens.inc()
-                # Tokens of one step, which speculation makes, come at once: as in vLLM, only the first of them counts.
+                # Speculation and `engine.steps` bring several tokens at once: as in vLLM, only the first of them counts.
                 if row.last != news.now:
                     since = self.metrics.first_token if row.last is None else self.metrics.between
                     since.observe(news.now - (row.answers.arrived if row.last is None else row.last))
