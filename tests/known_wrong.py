@@ -644,7 +644,7 @@ def environment(tree: Path) -> dict[str, str]:
 def pytest_in(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     """Exit code (0: passed, 1: tests failed, others: could not run) and output."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not tpu", "-p", "no:cacheprovider", *tests],
         cwd=tree,
         env=environment(tree),
         capture_output=True,

@@ -126,6 +126,7 @@ def test_two_models_are_compared_row_by_row(model: Path, data: Path, tmp_path: P
     assert "95 % interval" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_the_tasks_that_are_finished(model: Path, data: Path, monkeypatch, capfd: pytest.CaptureFixture[str]):
     def steps(self, planned, done, of):
         if planned.task.name == "simple_arithmetic" and done:

@@ -499,6 +499,7 @@ def test_a_dotted_key_in_a_file_is_answered(tmp_path):
     assert caught.value.problems[0].hint == "in a file, write `batch` under `data`, without the dot"
 
 
+@pytest.mark.slow
 @settings(derandomize=True, database=None, deadline=None)
 @given(st.lists(st.sampled_from(sorted(flatten(dump(Run())))), min_size=1, max_size=4), st.text(max_size=6))
 def test_no_word_ends_in_anything_but_a_tree_or_reported_mistakes(keys, text):

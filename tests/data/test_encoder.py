@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from helpers import shared
+from helpers import default, shared
 from test_tokenize import tokenizer_of
 
 from argosy.core.errors import BadInput
@@ -78,7 +78,7 @@ def in_pieces(text: str, seed: int, longest: int = 900) -> list[Document]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("special", default(True, of=(False, True)))
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(name, special, monkeypatch):
     """SentencePiece would put a space in front of each piece."""
     monkeypatch.setattr(module, "PART_CHARACTERS", 100)

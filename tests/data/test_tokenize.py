@@ -216,7 +216,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("skip", default(False, of=(True, False)))
 def test_a_stream_joins_to_the_decoding_of_all(name, skip):
     tokenizer, rng = tokenizer_of(name), random.Random(1)
     cases = [random_ids(rng, tokenizer.vocab) for _ in range(200)]

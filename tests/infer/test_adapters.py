@@ -250,6 +250,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, example, run, by_layer, below", CASES)
 def test_every_structure_and_layout(monkeypatch, family: str, example: str, run: Any, by_layer: bool, below: str):
     monkeypatch.setattr("argosy.infer.forward.viewable", lambda weights: by_layer)
@@ -489,6 +490,7 @@ def test_a_model_loaded_with_an_adapter_has_its_factors_where_its_weights_are(me
     np.testing.assert_allclose(two.score(ids)[0], merged["a"].score(ids)[0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_handle_answers_and_scores_as_the_merged_model_does(lm: LM, merged: dict[str | None, LM]):
     assert sorted(lm.adapters) == ["a", "b"]
     given = prompts(lm.config.vocab, 5, 40, 17)
@@ -532,6 +534,7 @@ def test_answers_under_several_adapters_are_read_in_turn_while_one_is_unloaded(
         lm.load_adapter("a", folders["a"])
 
 
+@pytest.mark.slow
 def test_adapters_outlive_surgery(folders: dict[str, Path]):
     lm = argosy.load(folders["model"], engine={"lora": {"enabled": True, "rank": 4}})
     lm.load_adapter("a", folders["a"])
@@ -588,6 +591,7 @@ def factors_split(engine: Engine) -> set[str]:
     return {address.split(".", 2)[2] for address in arrays}
 
 
+@pytest.mark.slow
 def test_adapters_on_two_devices_are_split_as_their_weights_and_stay_so(
     monkeypatch: pytest.MonkeyPatch, plain: Any, three: Any, compilations: list[str]
 ):

@@ -251,6 +251,7 @@ def test_a_former_owner_and_a_broken_row_reach_nobody_else():
         assert scores(engine, [Request(p, 9) for p in given]) == expected
 
 
+@pytest.mark.slow
 def test_layers_in_a_scan_keep_what_separate_layers_keep():
     """Bit for bit in values: a stacked cache is taken apart and put together again."""
     config, kept = FAMILIES["llama"].examples()["plain"], []

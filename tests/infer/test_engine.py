@@ -215,6 +215,7 @@ def test_a_preempted_answer_whose_chunks_end_one_token_early_resumes_in_another_
     assert found == alone(lm, prompt, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, example", default(STEPPED[0], of=STEPPED))
 def test_several_steps_in_one_dispatch_change_no_answer(family: str, example: str):
     """With preemption, an end token within a dispatch, bans that need single steps, and layers with windows or states."""
@@ -240,18 +241,19 @@ def test_several_steps_in_one_dispatch_change_no_answer(family: str, example: st
     assert plain[0][-1].reason == "stop"
 
 
-def test_several_steps_are_one_dispatch_until_somebody_needs_each_token(lm: LM):
-    engine = Engine(lm.module, TIGHT.model_copy(update={"steps": 4, "pages": 48}))
+def test_several_steps_are_one_dispatch_until_somebody_needs_each_token(lm: LM, engine: Engine):
+    several = Engine(lm.module, TIGHT.model_copy(update={"steps": 4, "pages": 48}))
     (prompt,) = prompts(lm.config.vocab, (5,))
 
     def events_by_step(request: Request) -> list[int]:
-        engine.add(request)
+        several.add(request)
         found = []
-        while engine.busy:
-            found.append(len(engine.step()))
+        while several.busy:
+            found.append(len(several.step()))
         return [count for count in found if count]
 
     assert events_by_step(Request(prompt, 11)) == [1, 4, 4, 2]
+    assert answers(several, [Request(prompt, 11)]) == answers(engine, [Request(prompt, 11)])
     assert events_by_step(Request(prompt, 4, Sampling(min_tokens=2), frozenset([1]))) == [1, 1, 1, 1]
     with pytest.raises(ValueError, match="does not go with `speculative`"):
         EngineSettings(steps=2, speculative={"method": "ngram"})
@@ -346,6 +348,7 @@ def test_what_a_request_bans_allows_and_forces_in_one_batch(lm: LM, engine: Engi
         assert plain == full[:cut], "the biases of others change nothing"
 
 
+@pytest.mark.slow
 def test_a_bias_survives_preemption_and_leaves_with_its_owner(lm: LM, engine: Engine):
     given = prompts(lm.config.vocab, (5, 9, 6, 3, 12, 7))
     before = engine.scheduler.preemptions

@@ -311,6 +311,7 @@ def test_every_answer_of_a_random_model_matches_its_schema(lm: LM, engine: Engin
 REGEXES = [r"[a-z]{3}\d?", r"(yes|no)!?", r"\d{1,3}(\.\d{1,3}){3}", r"[^a-z\n]{2,6}", r"é+日?", r"a\nb|c/d", r"^x$", r"[a-zé\d]{4}"]
 
 
+@pytest.mark.slow
 def test_every_answer_to_a_regex_matches_all_of_it(lm: LM, engine: Engine):
     found = [lm.grammar({"regex": regex}) for regex in REGEXES]
     for seed in range(3):

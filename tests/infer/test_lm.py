@@ -104,6 +104,7 @@ def test_rows_of_neighboring_seeds_have_nothing_in_common(lm):
     assert len({tuple(c.tokens) for row in answers for c in row}) == 12
 
 
+@pytest.mark.slow
 def test_more_prompts_than_run_at_a_time_wait(lm):
     """Each has the same stream beside one neighbor as beside all."""
     together = lm.generate(PROMPTS * 2, 8, temperature=1.0, ignore_eos=True)
@@ -200,6 +201,7 @@ def test_a_long_prompt_does_not_shorten_the_others(lm):
     assert short.tokens == slowly(lm, [5, 9], 20)
 
 
+@pytest.mark.slow
 def test_an_answer_over_many_pages_is_that_of_the_whole_sequence(lm):
     prompt = [5, 9, 100]
     answer = lm.generate([prompt], 150, ignore_eos=True)[0]

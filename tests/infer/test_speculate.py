@@ -141,6 +141,7 @@ STRUCTURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, example, changes", STRUCTURES)
 def test_every_structure_verifies_and_rolls_back(family: str, example: str, changes: dict[str, Any]):
     lm = lm_of(family, example, **changes)
@@ -336,6 +337,7 @@ def test_pages_with_rejected_drafts_are_not_found_by_others(lm: LM, plain: Engin
     assert accepted(engine) < engine.speculation.drafted
 
 
+@pytest.mark.slow
 def test_new_weights_are_used_from_the_next_token_on():
     lm = lm_of("llama", "plain")
     other = random(lm.config, 1).module
@@ -412,6 +414,7 @@ def test_the_handle_answers_as_without_speculation(lm: LM, folder: Path, method:
     assert (accepted(engine) == engine.speculation.drafted) == (method == "draft_model")
 
 
+@pytest.mark.slow
 def test_the_command_generates_as_without_speculation(
     lm: LM, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -106,6 +106,7 @@ def test_each_device_has_its_heads_of_the_cache(family: str, example: str, share
     assert mesh_of(engine.weights()) is not None
 
 
+@pytest.mark.slow
 def test_a_folder_is_loaded_onto_two_devices(tmp_path: Path):
     config = FAMILIES["llama"].examples()["plain"]
     lm = LM(config, loading.random(config, 0).module)

@@ -138,6 +138,7 @@ def test_killed_between_files_the_same_command_resumes(source, tmp_path, capsys,
     assert main(["convert", str(source), "--check", str(target)]) == 0
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_it_says_how_to_resume(source, tmp_path):
     done = interrupted(source, tmp_path / "target", "to=argosy", files=3, by="SIGINT")
     assert done.returncode == 130

@@ -230,6 +230,7 @@ def test_an_edited_settings_yml_is_held_against_the_checkpoint(copy: Path):
     assert "optimizer.learning_rate: 0.003 there, 0.001 now" in str(told.value)
 
 
+@pytest.mark.slow
 def test_a_moved_run_resumes_where_it_is(copy: Path, tmp_path: Path):
     moved = tmp_path / "elsewhere"
     copy.rename(moved)
@@ -375,6 +376,7 @@ def test_a_run_that_does_not_fit_is_refused_with_sizes(tmp_path: Path, monkeypat
 # ---------------------------------------------------------------- what a run writes down
 
 
+@pytest.mark.slow
 def test_the_best_evaluation_is_saved_between_checkpoints(tmp_path: Path):
     words = [w for w in WORDS if not w.startswith("eval.batches")] + ["eval.batches=1", "eval.every=1"]
     words += ["optimizer.learning_rate=10"]  # so that the loss rises, and the last step is not the best

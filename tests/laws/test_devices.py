@@ -115,6 +115,7 @@ def test_a_mesh_changes_no_number(name, run):
     same(updated(config, run, None), updated(config, run, GRID), metrics)
 
 
+@pytest.mark.slow
 def test_accumulation_changes_no_aux_loss():
     """The balance loss is a product of means: taken over the rows computed together, its gradient was 8.5 % off in four parts. Over
     each sequence it is exact, and so are dropped tokens."""

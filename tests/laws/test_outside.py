@@ -128,6 +128,7 @@ def test_logits_equal_the_reference(case):
     assert relative(lm.logits(golden["tokens"]), golden["logits"]) < LOGIT_ROUNDING
 
 
+@pytest.mark.slow
 def test_greedy_text_equals_the_reference(case):
     _, lm, golden = case
     row = golden["greedy"].tolist()

@@ -67,7 +67,7 @@ class Shared:
         return self
 
 
-@pytest.mark.parametrize("run", [Unroll(), Scan()], ids=["unroll", "scan"])
+@pytest.mark.parametrize("run", [pytest.param(Unroll(), marks=pytest.mark.slow), Scan()], ids=["unroll", "scan"])
 def test_a_state_is_carried_forgotten_and_left_alone(run):
     stack = Stack([Layer("mix")] * 3, lambda kind: Decaying(), run=run)
     fill(stack, jax.random.key(0), addresses=layer_addresses(stack))
@@ -180,6 +180,7 @@ def held(k, v):
     return {"k": k, "v": v}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "none"])
 def test_chunks_begin_where_their_sequence_does(backend, monkeypatch):
     """Sequences that begin in the middle of a row, padding between and after them."""
@@ -216,6 +217,7 @@ def test_chunks_are_decoded_as_they_are_read(ring):
     assert (done == LONG).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", default(False, of=(True, False)))
 def test_chunks_are_served_as_they_are_read(ring):
     """Shuffled pages that are longer than a chunk, or rings in slots; ragged pieces; a row of nobody."""
@@ -290,7 +292,7 @@ LAYOUTS = {"unroll": Unroll(), "scan": Scan()}
 LAYOUTS_AND_SPANS = [(run, span) for run in LAYOUTS for span in (None, 3)]
 
 
-@pytest.mark.parametrize(("run", "span"), default(("unroll", 3), ("scan", None), of=LAYOUTS_AND_SPANS))
+@pytest.mark.parametrize(("run", "span"), default(("unroll", 3), of=LAYOUTS_AND_SPANS))
 def test_a_layer_may_hold_tokens_and_a_state(run, span):
     specs, step, x = both(run, span)
     whole, _ = step(x, Packed(jnp.ones((B, T), jnp.int32)), None)

@@ -209,7 +209,7 @@ def test_a_capacity_serves_first_choices_first(name, bias):
     assert relative(y, oracle(moe, x, live)) > 1e-2, "nothing was dropped"
 
 
-@pytest.mark.parametrize("weigh", ["output", "input"])
+@pytest.mark.parametrize("weigh", default("output", of=("output", "input")))
 @pytest.mark.parametrize("capacity", default(None, of=(None, 0.6)))
 def test_tokens_that_are_not_live_reach_no_expert(capacity, weigh):
     """Their contents, NaN too, change nothing of the others; they take no place and are counted nowhere."""

@@ -122,6 +122,7 @@ def test_logits_equal_the_reference(case):
 
 
 # Greedy text compiles a prefill, a decode step and the sampler. By default of two structures.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [pytest.param(name, marks=() if name in DECODED else pytest.mark.slow) for name in NAMES],

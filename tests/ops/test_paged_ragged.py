@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import default, described_tpus
+from helpers import described_tpus
 from jax.sharding import NamedSharding, PartitionSpec
 
 from argosy.core.errors import Unsupported
@@ -43,8 +43,9 @@ def given(T, score, lengths):
     return (q, (keys, values), jnp.asarray(table), jnp.asarray(lengths), at, score), np.arange(T) < new[:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"window": 5}, {"cap": 3.0}])
-@pytest.mark.parametrize("T", default(4, of=(1, 4)))
+@pytest.mark.parametrize("T", [1, 4])
 def test_it_is_called_as_its_reference_wants_it(T, how):
     """JAX's own reference of its kernel, through our call, gives what ours gives. The kernel itself runs on TPUs alone."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention

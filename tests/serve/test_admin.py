@@ -229,6 +229,7 @@ def test_prompt_logprobs_are_those_under_the_adapter_that_is_named(lm: LM, ask: 
         np.testing.assert_allclose([one[str(token)]["logprob"] for one, token in zip(entries[1:], ids[1:])], truth, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["scored", "left"])
 def test_prompts_keep_their_adapter_until_they_are_scored_or_left(
     monkeypatch: pytest.MonkeyPatch, lm: LM, service: Service, ask: Callable, end: str
@@ -375,6 +376,7 @@ async def tokens_of(answers: Any, most: int | None = None) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_pause_that_keeps_requests_lets_them_go_on(lm: LM, service: Service):
     async def go() -> tuple[list[int], int]:
         front = service.front
@@ -491,6 +493,7 @@ def test_other_routes_name_the_adapter_and_say_that_they_were_cut_short(
     assert (document["model"], document[key]) == ("sql", ends), document
 
 
+@pytest.mark.slow
 def test_the_prefix_cache_is_reset_unless_requests_hold_pages(ask: Callable, service: Service):
     prompt = list(range(40))
     engine = service.front.engine
@@ -555,6 +558,7 @@ def test_a_file_holds_some_weights_or_all_under_either_names(lm: LM, other: LM, 
         np.testing.assert_array_equal(a, (new if changed else old)[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_running_answer_goes_on_with_the_new_weights_from_its_next_token(lm: LM, other: LM, service: Service, root: Path):
     admin = Admin(service, AdminSettings(shared=True, key="secret", root=str(root)))
 
@@ -607,6 +611,7 @@ def test_an_update_that_fails_leaves_the_old_weights(service: Service, ask: Call
     assert all(a is before[address] for address, a in service.front.engine.weights().items())
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_half_scored_begins_again_with_the_new_weights(service: Service, ask: Callable, monkeypatch):
     monkeypatch.setattr("argosy.infer.prompts.PASS", 32)
     prompts, ids = service.front.prompts, list(range(60))

@@ -49,6 +49,7 @@ async def good(path: str, body: Any, send: Callable[[bytes], Awaitable[None]]) -
 # ---------------------------------------------------------------- our own server
 
 
+@pytest.mark.slow
 def test_a_server_is_measured_over_http(url: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     words = "num_prompts=6 input_len=20 output_len=7 range_ratio=0.5 max_concurrency=3 metric_percentiles=50,99.9"
     saved = tmp_path / "result.json"

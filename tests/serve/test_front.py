@@ -40,6 +40,7 @@ async def settled(front: Front) -> None:
     raise AssertionError("the engine does not come to rest")
 
 
+@pytest.mark.slow
 def test_each_answer_is_that_of_the_model_alone(lm: LM, service: Service):
     async def go() -> dict[int, list[int]]:
         async with service.front.open(forever(3)) as answers:

@@ -463,6 +463,7 @@ def on_each(front: Any, ids: list[int], adapter: str | None = None) -> list[list
     return asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_adapters_and_weights_change_on_every_copy(lm: LM, adapted: Service, root: Path):
     say, front = post(adapted, root), adapted.front
     plain = on_each(front, [5, 6, 7])

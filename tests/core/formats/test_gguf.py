@@ -281,6 +281,7 @@ def test_a_type_without_a_decoder_opens_and_is_refused_when_read(tmp_path):
         GGUF.open(tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_mutations_never_crash(tmp_path):
     """2,000 files with 1 to 4 wrong bytes, most of them before the data, or cut short."""
     rng = np.random.default_rng(0)

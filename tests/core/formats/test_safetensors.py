@@ -168,6 +168,7 @@ def test_missing_file_and_folder_are_bad_input(tmp_path):
         SafeTensors.open(tmp_path)
 
 
+@pytest.mark.slow
 def test_mutations_never_crash(tmp_path):
     """2,000 files with 1 to 4 wrong bytes, most of them in the header, or cut short."""
     rng = np.random.default_rng(0)
