@@ -325,6 +325,7 @@ def test_every_answer_to_a_regex_matches_all_of_it(lm: LM, engine: Engine):
 CHOICES = ["yes", "no", "no, never", 'a "b"\n', "é/\\x", "[a-z]*"]
 
 
+@pytest.mark.slow
 def test_every_answer_to_choices_is_one_of_them_and_all_come(lm: LM, engine: Engine):
     one = lm.grammar({"choice": CHOICES})
     asked = [Request([5], 20, Sampling(temperature=2.0), EOS, 0, i, grammar=one) for i in range(60)]

@@ -300,6 +300,7 @@ def test_room_grows_by_large_steps_and_to_the_context_at_most():
     assert room.grown([100] * 1000, 200, EngineSettings(slots=5, page=8, pages=70)) == (5, 200, 70)
 
 
+@pytest.mark.slow
 def test_engine_settings_bound_what_is_generated(lm):
     own = LM(lm.config, lm.module, lm.tokenizer, engine_settings=EngineSettings(slots=1, page=8, pages=3, context=24, budget=32))
     assert own.longest == 24

@@ -420,6 +420,7 @@ def test_the_log_holds_command_versions_steps_and_ending(finished: Path):
     assert header["vocab"] == 64
 
 
+@pytest.mark.slow
 def test_a_sample_is_shown_with_its_prompt_and_what_takes_long_is_reported(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr("argosy.core.progress.PATIENCE", 0)
     words = [w for w in WORDS if not w.startswith(("model.vocab", "data.source"))]
