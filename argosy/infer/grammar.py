@@ -7,8 +7,8 @@ grammar. Host only: NumPy, and llguidance, which walks a trie of all tokens thro
     bits, states = masks([matcher, ...])         # before each token; matcher.push(token) after it
 
 A token stands for the bytes that decoding gives for it after other text, so byte tokens may build a character together, and every
-way to cut a text into tokens is allowed. Special tokens stand for nothing: no text matches them. An end-of-sequence token is allowed
-where the text is complete.
+way to cut a text into tokens is allowed. Special tokens stand for nothing: no text matches them, and only our own grammars name them
+(`Structure.special`). An end-of-sequence token is allowed where the text is complete.
 
 llguidance compiles recursively, and a chain of 2,000 definitions in 60 kB of schema overflows the 8 MB stack of a thread, which ends
 the process. So it compiles in a thread whose stack grows with the text.
@@ -56,10 +56,12 @@ class Crowded(BadInput):
 
 @dataclass(frozen=True)
 class Structure:
-    """What an answer must match, as a Lark grammar. kind: the word it was asked by."""
+    """What an answer must match, as a Lark grammar. kind: the word it was asked by. special: it names special tokens, as in `<|end|>`;
+    then a complement (`~/a/`) in it may match them too."""
 
     kind: Kind
     lark: str
+    special: bool = False
 
 
 def structure_of(given: Mapping[str, Any]) -> Structure:
@@ -188,7 +190,7 @@ class Grammars:
                 f"structured output is not supported with this tokenizer: it drops {tokenizer.trims} spaces at the end of a text"
             )
         self.tokenizer, self.vocab = tokenizer, vocab
-        self._library: Any = None
+        self._libraries: dict[bool, Any] = {}
         self._found: OrderedDict[Structure, Grammar] = OrderedDict()
         self._lock, self._building = threading.Lock(), threading.Lock()
         self._turns = threading.Semaphore(COMPILING)
@@ -205,7 +207,7 @@ class Grammars:
         """
         if (known := self._known(structure)) is not None:
             return known
-        self.library()
+        self.library(structure.special)
         end = None if seconds is None else time.monotonic() + seconds
         if not self._turns.acquire(timeout=seconds):
             raise Crowded(f"no turn to compile the grammar within {seconds:g} seconds", hint="try again")
@@ -228,15 +230,16 @@ class Grammars:
                 self._found.move_to_end(structure)
             return self._found.get(structure)
 
-    def library(self) -> Any:
-        """llguidance's trie of the tokens. Building it takes 0.7 s for 49k tokens."""
+    def library(self, special: bool = False) -> Any:
+        """llguidance's trie of the tokens, of the special ones too if asked for. Building it takes 0.7 s for 49k tokens."""
         with self._building:
-            if self._library is None:
+            if special not in self._libraries:
                 from llguidance import LLTokenizer
 
-                tokens: Any = _Tokens(token_bytes(self.tokenizer, self.vocab))
-                self._library = LLTokenizer(tokens)
-            return self._library
+                names = special_names(self.tokenizer, self.vocab) if special else {}
+                tokens: Any = _Tokens(token_bytes(self.tokenizer, self.vocab), names)
+                self._libraries[special] = LLTokenizer(tokens)
+            return self._libraries[special]
 
 
 def token_bytes(tokenizer: Tokenizer, vocab: int) -> list[bytes]:
@@ -248,15 +251,22 @@ def token_bytes(tokenizer: Tokenizer, vocab: int) -> list[bytes]:
     return [b"" if b"\xff" in piece else piece for piece in found]
 
 
+def special_names(tokenizer: Tokenizer, vocab: int) -> dict[int, bytes]:
+    """The special tokens that a grammar may name: those written as `<...>`, but not the ones that begin, end or fill texts."""
+    silent = {tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.unknown}
+    names = {token: tokenizer.piece(token, False) for token in tokenizer.hidden if token < vocab and token not in silent}
+    return {token: name for token, name in names.items() if re.fullmatch(rb"<[^<>\s]+>", name)}
+
+
 class _Tokens:
     """Tokens as llguidance takes them, and one more without bytes: allowed where the text is complete."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
-    special_token_ids = ()
 
-    def __init__(self, tokens: list[bytes]):
-        self.tokens, self.eos_token_id = [*tokens, b""], len(tokens)
+    def __init__(self, tokens: list[bytes], special: Mapping[int, bytes]):
+        self.tokens, self.eos_token_id = [*(special.get(i, piece) for i, piece in enumerate(tokens)), b""], len(tokens)
+        self.special_token_ids = sorted(special)
 
     def __call__(self, text: Any) -> list[int]:
         raise RuntimeError("grammars do not force tokens")
@@ -280,7 +290,7 @@ class Grammar:
         # Where only one text can follow, llguidance would force its own way to cut it into tokens.
         text = f'{self.structure.lark}\n%llguidance {{"no_forcing": true}}\n'
         limits = LLParserLimits(max_lexer_states=LEXER_STATES, step_lexer_fuel=LEXER_FUEL, verbose_errors=False)
-        inner = LLMatcher(self.grammars.library(), text, log_level=0, limits=limits)
+        inner = LLMatcher(self.grammars.library(self.structure.special), text, log_level=0, limits=limits)
         if inner.is_error():
             raise BadInput(f"`{self.structure.kind}`: {_reason(inner.get_error())}")
         return inner

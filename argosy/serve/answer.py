@@ -102,8 +102,8 @@ class Job:
             what = f"`{self.wanted.param}` is not supported with `use_beam_search`"
             raise ApiError(what, param=self.wanted.param, code="unsupported_parameter")
         n = self.fields.n
-        begun = self.wanted is not None
-        self.choices = [self.service.choice(self.fields, ids, begun=begun) for ids in self.prompts for _ in range(n)]
+        how: Any = {"begun": self.wanted is not None, "marks": self.reading.marks}
+        self.choices = [self.service.choice(self.fields, ids, **how) for ids in self.prompts for _ in range(n)]
         self.readers = [Reader(self.reading) for _ in self.choices]
         if not self.requests:
             for choice in self.choices:

@@ -1,7 +1,8 @@
-"""Calls of tools in the text of an answer, in the two notations that most templates teach.
+"""Calls of tools in the text of an answer, in the notations that most templates teach.
 
     hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number, after text (Hermes, Qwen)
     llama3    {"name": "f", "parameters": {...}}, separated by semicolons, and nothing else (Llama 3)
+    channels  one message of the channel `commentary`, after thoughts (gpt-oss): `serve.channels` reads it
 
 Text that could be a call is held back until the answer ends. What does not parse is text.
 
@@ -12,16 +13,21 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from argosy.infer.grammar import Structure, json_rule
+from argosy.serve import channels
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+ANYTHING = Structure("grammar", "start: /(?s:.*)/")
 _CALL = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|\Z)", re.DOTALL)
 
 
 def notation_of(template: str) -> str | None:
     """The notation that a chat template teaches; None: another one, and calls stay text."""
+    if channels.written_in(template):
+        return "channels"
     if OPEN in template:
         return "hermes"
     return "llama3" if '"parameters"' in template and "ipython" in template else None
@@ -68,7 +74,7 @@ class Calls:
         if not self._holds or not found:
             return held, []
         text = _CALL.sub("", held).strip() if self.notation == "hermes" else ""
-        return text, [_written(one) for one in found]
+        return text, [written(one) for one in found]
 
 
 # ---------------------------------------------------------------- grammars
@@ -81,13 +87,16 @@ def grammar_of(
 
     Args:
         must: an answer is a call and nothing else; otherwise text, then calls if any.
-        many: calls may follow each other. In the notation of Llama 3 there is one.
+        many: calls may follow each other. In the notations of Llama 3 and of gpt-oss there is one.
         answer: what an answer matches that is no call, in the place of text.
 
     Raises:
         BadInput: the parameters of a tool are no schema.
     """
     functions = [tool["function"] for tool in tools]
+    if notation == "channels":
+        schemas = [(function["name"], _parameters(function)) for function in functions]
+        return replace(channels.framed(answer or ANYTHING, schemas, must=must), kind="tools")
     rules = [json_rule(f"arguments_{i}", _parameters(function)) for i, function in enumerate(functions)]
     for i, function in enumerate(functions):
         field = "arguments" if notation == "hermes" else "parameters"
@@ -153,7 +162,8 @@ def _llama3(text: str) -> list[Mapping[str, Any]]:
     return found
 
 
-def _written(call: Mapping[str, Any]) -> dict[str, Any]:
+def written(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as the API writes it, with an id of its own."""
     arguments = call.get("arguments", call.get("parameters", {}))
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {

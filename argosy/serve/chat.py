@@ -11,6 +11,7 @@ from argosy.infer.request import Request
 from argosy.serve.answer import Choices, Job, Shape
 from argosy.serve.beams import Search, check_beams, searches_of
 from argosy.serve.calls import grammar_of, notation_of
+from argosy.serve.channels import framed, written_in
 from argosy.serve.choice import Choice, Names, Piece, Scored
 from argosy.serve.errors import ApiError
 from argosy.serve.fields import Chat
@@ -65,16 +66,32 @@ def asked(service: Service, fields: Chat) -> Asked:
     most = min((m for m in (fields.max_tokens, fields.max_completion_tokens) if m is not None), default=None)
     requests, searches = service.requests(fields, [prompt], most), searches_of(service, fields, [prompt], most)
     template = service.template(tools, fields.chat_template)
-    notation = notation_of(template) if tools else None
-    start = None
-    if thinks(service.reasoning, template):
-        continued = messages[-1]["content"] if fields.continue_final_message else None
-        start = start_of(service.reasoning, service.lm.tokenizer, prompt, continued)
+    reading = reading_of(service, fields, messages, prompt, template, bool(tools))
     if tools:
-        wanted = calls_wanted(fields, tools, notation, wanted, service.limits)
-    if wanted is not None and start is not None:
-        wanted = replace(wanted, structure=after_thoughts(wanted.structure, start))
-    return Asked(fields, prompt, requests, wanted, Reading(notation, start, fields.include_reasoning), searches)
+        wanted = calls_wanted(fields, tools, reading.notation, wanted, service.limits)
+    if wanted is not None and reading.start is not None:
+        # A grammar of calls in channels has thoughts before them.
+        if not reading.marks:
+            wanted = replace(wanted, structure=after_thoughts(wanted.structure, reading.start))
+        elif reading.start != "after" and wanted.structure.kind != "tools":
+            wanted = replace(wanted, structure=framed(wanted.structure))
+    return Asked(fields, prompt, requests, wanted, reading, searches)
+
+
+def reading_of(
+    service: Service, fields: Chat, messages: Sequence[dict[str, Any]], prompt: Sequence[int], template: str, tools: bool
+) -> Reading:
+    """How the answers to a request are split."""
+    notation, start, shows = notation_of(template) if tools else None, None, fields.include_reasoning
+    continued = messages[-1]["content"] if fields.continue_final_message else None
+    if written_in(template):
+        # Without the marks, everything is text, and so is what continues a final message.
+        notation = notation if service.marks and continued is None else None
+        start = None if not service.marks else "open" if continued is None else "after"
+        return Reading(notation, start, shows, service.marks)
+    if thinks(service.reasoning, template):
+        start = start_of(service.reasoning, service.lm.tokenizer, prompt, continued)
+    return Reading(notation, start, shows)
 
 
 def prompt_of(service: Service, fields: Chat) -> list[int]:
@@ -149,7 +166,7 @@ def calls_wanted(
         return answer
     param = "tool_choice" if must else "tools" if strict else "parallel_tool_calls"
     if notation is None:
-        what = f"`{param}` needs a chat template with calls in the notation of Hermes or Llama 3"
+        what = f"`{param}` needs a chat template with calls in the notation of Hermes, Llama 3 or gpt-oss"
         raise ApiError(what, param=param, code="unsupported_parameter")
     if answer is not None and not must and (answer.structure.kind == "grammar" or notation == "llama3"):
         # In Llama 3 notation a call starts like any other JSON.

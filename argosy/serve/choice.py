@@ -1,6 +1,6 @@
 """One answer while it is generated: tokens to text, log-probabilities, and why it ended. Nothing here knows a shape of the API."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ class Ending:
 
     stops: strings. stop_tokens: ids that the request named. eos: the model's own end-of-sequence token, None if the answer goes on
     after it. least: tokens before a stop string counts. include: the text keeps what ended it. skip_special: special tokens are no
-    text.
+    text. marks: texts of some special tokens, which are text nevertheless.
     """
 
     stops: Sequence[str] = ()
@@ -30,6 +30,7 @@ class Ending:
     least: int = 0
     include: bool = False
     skip_special: bool = True
+    marks: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Choice:
         self.pieces: list[str] = []
         self.finish: str | None = None
         self.stop_reason: str | int | None = None
-        whole = tokenizer if tokenizer is None or ending.skip_special else _speaking(tokenizer)
+        whole = tokenizer if tokenizer is None else _speaking(tokenizer, ending)
         self._text = Text(whole, _ends_of(prompt), ending.stops, include_stop=ending.include, begun=begun)
 
     @property
@@ -118,9 +119,9 @@ def scored_prompt(ids: Sequence[int], scores: PromptScores, top: int) -> list[Sc
     ]
 
 
-def _speaking(tokenizer: Any) -> Any:
-    """The tokenizer, with special tokens as text."""
-    return SimpleNamespace(stream=lambda: tokenizer.stream(False))
+def _speaking(tokenizer: Any, ending: Ending) -> Any:
+    """The tokenizer, with the special tokens as text that the ending says."""
+    return SimpleNamespace(stream=lambda: tokenizer.stream(ending.skip_special, ending.marks))
 
 
 class Names:

@@ -1,10 +1,11 @@
 """Splits the text of an answer into thoughts, text and tool calls."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from argosy.serve.calls import Calls
+from argosy.serve.calls import Calls, written
+from argosy.serve.channels import Channels
 from argosy.serve.choice import Piece, Scored
 from argosy.serve.reasoning import Start, Thoughts
 
@@ -14,12 +15,13 @@ class Reading:
     """How to read the answers of a request.
 
     notation: of tool calls; None: no tools. start: where answers start; None: thoughts are not split off. shows: include the thoughts
-    in the response.
+    in the response. marks: special tokens that split an answer into channels, in place of `<think>`.
     """
 
     notation: str | None = None
     start: Start | None = None
     shows: bool = True
+    marks: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,13 @@ class Reader:
     tokens: list[Scored] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._thoughts = None if self.reading.start is None else Thoughts(self.reading.start)
-        self._calls = None if self.reading.notation is None else Calls(self.reading.notation)
+        how = self.reading
+        self._thoughts: Thoughts | Channels | None = None if how.start is None else Thoughts(how.start)
+        self._calls: Calls | None = None
+        if how.marks:
+            self._thoughts = Channels(calls=how.notation is not None, continued=how.start == "after")
+        elif how.notation is not None:
+            self._calls = Calls(how.notation)
         self._pending: list[Scored] = []
         self._passed = 0
 
@@ -74,6 +81,8 @@ class Reader:
             if not before:
                 tokens = self._scored(tokens, ends)
         calls: list[dict[str, Any]] = []
+        if ends and isinstance(self._thoughts, Channels):
+            calls = [written({"name": name, "arguments": text}) for name, text in self._thoughts.calls]
         if self._calls is not None:
             text = self._calls.push(text)
             if ends:

@@ -30,6 +30,8 @@ def parser_of(parser: Parser, tokenizer: Any) -> Parser:
     """
     if parser == "none" or tokenizer is None:
         return "none"
+    if parser == "openai_gptoss":
+        return parser
     if not tokenizer.hidden.isdisjoint(tokenizer.encode(CLOSE, special=True)):
         if parser == "auto":
             return "none"
@@ -39,8 +41,8 @@ def parser_of(parser: Parser, tokenizer: Any) -> Parser:
 
 
 def thinks(parser: Parser, template: str) -> bool:
-    """Whether to split thoughts off the answers of a model with this chat template."""
-    return parser != "none" and (parser != "auto" or CLOSE in template)
+    """Whether to split thoughts between `<think>` and `</think>` off the answers of a model with this chat template."""
+    return parser in ("qwen3", "deepseek_r1") or (parser == "auto" and CLOSE in template)
 
 
 def start_of(parser: Parser, tokenizer: Any, prompt: Sequence[int], continued: str | None) -> Start:

@@ -21,6 +21,7 @@ from argosy.infer.lm import LM, check_draft
 from argosy.serve.admin import Admin
 from argosy.serve.admission import Admission
 from argosy.serve.app import App, admin_app
+from argosy.serve.channels import MARKS, marks_of
 from argosy.serve.encoder import EncoderFront, EncoderService, shapes_of
 from argosy.serve.engines import front_of
 from argosy.serve.guard import HEADER_BYTES, is_local
@@ -118,12 +119,16 @@ def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None, draf
     if name in settings.lora_modules:
         raise BadInput(f"lora_modules: the model itself is called `{name}`", hint="`name=` gives it another")
     reasoning = parser_of(settings.reasoning_parser, lm.tokenizer)
+    marks = marks_of(lm.tokenizer) if settings.reasoning_parser in ("auto", "openai_gptoss") else {}
+    if settings.reasoning_parser == "openai_gptoss" and not marks:
+        what = f"reasoning_parser=openai_gptoss needs {', '.join(MARKS)} as special tokens, and this model's tokenizer lacks some"
+        raise BadInput(what, hint="leave it out, or set reasoning_parser=none")
     if draft is not None:
         check_draft(lm, draft)
     front = front_of(lm, name, settings, say, draft)
     defaults, templates = defaults_of(lm.generation), settings.request_chat_template
     store = Store(settings.stored_responses) if settings.stored_responses else None
-    more: Any = {"request_templates": templates, "reasoning": reasoning, "store": store}
+    more: Any = {"request_templates": templates, "reasoning": reasoning, "marks": marks, "store": store}
     return Service(lm, name, front, settings.limits, defaults, Random(settings.seed), **more)
 
 

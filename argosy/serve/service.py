@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +12,7 @@ from argosy.infer.grammar import Crowded, Grammar
 from argosy.infer.lm import LM
 from argosy.infer.request import Request
 from argosy.serve.admission import Admission
+from argosy.serve.channels import with_descriptions, with_thinking, written_in
 from argosy.serve.choice import Choice, Ending
 from argosy.serve.copies import Copies
 from argosy.serve.errors import ApiError, no_model, of_input, unavailable
@@ -105,6 +106,8 @@ class Served(Generic[F]):
             ApiError: there is no template, it refuses these messages, or it came with the request and this server accepts none.
         """
         template = self.template(tools, fields.chat_template)
+        if written_in(template):
+            messages, tools = with_thinking(messages), with_descriptions(tools)
         variables: dict[str, Any] = variables_of(fields.reasoning_effort, template) | fields.chat_template_kwargs
         variables |= {"documents": fields.documents} if fields.documents else {}
         how: Any = {
@@ -123,13 +126,14 @@ class Service(Served[Front | Copies]):
     """A model that generates text.
 
     defaults: sampling settings where a request gives none. seeds: source of random seeds where a request gives none. reasoning: how
-    thoughts are split off answers. store: keeps responses of /v1/responses; None: nothing is kept. weight_version: of the
-    weights, as an update over HTTP named it.
+    thoughts are split off answers. marks: special tokens that split them, as from `channels.marks_of`. store: keeps responses of
+    /v1/responses; None: nothing is kept. weight_version: of the weights, as an update over HTTP named it.
     """
 
     defaults: dict[str, Any]
     seeds: random.Random
     reasoning: Parser = field(default="auto", kw_only=True)
+    marks: Mapping[int, str] = field(default_factory=dict, kw_only=True)
     store: Store | None = field(default=None, kw_only=True)
     weight_version: str = field(default=UNNAMED, kw_only=True)
 
@@ -233,11 +237,14 @@ class Service(Served[Front | Copies]):
         """The token ids that end an answer."""
         return frozenset(fields.stop_token_ids) | (frozenset() if fields.ignore_eos else frozenset(self.lm.stops()))
 
-    def choice(self, fields: Generation, prompt: Sequence[int], *, begun: bool = False) -> Choice:
+    def choice(
+        self, fields: Generation, prompt: Sequence[int], *, begun: bool = False, marks: Mapping[int, str] | None = None
+    ) -> Choice:
         """An empty answer to a prompt.
 
         Args:
             begun: its first token keeps its leading space whatever the prompt is, as a grammar takes it.
+            marks: texts of some special tokens, in place of nothing.
         """
         tokenizer = self.lm.tokenizer
         ending = Ending(
@@ -247,6 +254,7 @@ class Service(Served[Front | Copies]):
             least=fields.min_tokens or 0,
             include=fields.include_stop_str_in_output,
             skip_special=fields.skip_special_tokens,
+            marks=marks or {},
         )
         return Choice(tokenizer, prompt, ending, begun=begun)
 

@@ -8,7 +8,7 @@ from argosy.core.settings import Settings
 from argosy.infer.settings import EngineSettings
 
 # vLLM's names. deepseek_r1: an answer starts inside its thoughts even where neither it nor its prompt has `<think>`.
-Parser = Literal["auto", "none", "qwen3", "deepseek_r1"]
+Parser = Literal["auto", "none", "qwen3", "deepseek_r1", "openai_gptoss"]
 
 
 class Limits(Settings):
@@ -125,10 +125,11 @@ class ServeSettings(Settings):
     web: bool = True
     """Serves a playground and a live dashboard at `/`, for models that generate text. The page needs no key; its requests do."""
     reasoning_parser: Parser = "auto"
-    """How thoughts are split off the answers of chats: auto, none, qwen3 or deepseek_r1. qwen3: they stand between `<think>` and
-    `</think>`, and the prompt or the answer opens them. deepseek_r1: the same, but an answer starts with its thoughts even where
-    nothing opens them. auto: qwen3 for chat templates that contain `</think>`, as those of reasoning models do because they drop old
-    thoughts; none for others."""
+    """How thoughts are split off the answers of chats: auto, none, qwen3, deepseek_r1 or openai_gptoss. qwen3: they stand between
+    `<think>` and `</think>`, and the prompt or the answer opens them. deepseek_r1: the same, but an answer starts with its thoughts
+    even where nothing opens them. openai_gptoss: the channels of gpt-oss, which special tokens mark. auto: openai_gptoss for chat
+    templates with channels; qwen3 for those that contain `</think>`, as reasoning models' do because they drop old thoughts; none for
+    others."""
     stored_responses: int = Field(0, ge=0)
     """Number of responses of /v1/responses to keep in memory for `previous_response_id`, `background` and GET; the oldest are dropped
     first. Each holds its conversation, which the context of the model bounds. 0, the default, because OpenAI's clients ask for storage

@@ -12,7 +12,7 @@ import codecs
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -22,10 +22,14 @@ Span = tuple[int, int]
 
 
 class TextStream:
-    """Turns ids into text one at a time, and never gives half a character."""
+    """Turns ids into text one at a time, and never gives half a character.
 
-    def __init__(self, tokenizer: "Tokenizer", skip_special: bool = True):
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+    Args:
+        marks: texts of some tokens, in place of their own.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", skip_special: bool = True, marks: Mapping[int, str] | None = None):
+        self._tokenizer, self._skip_special, self._marks = tokenizer, skip_special, marks or {}
         self._text = codecs.getincrementaldecoder("utf-8")(tokenizer.invalid)
         self._first, self._strip, self._held = True, tokenizer.strips, ""
 
@@ -35,6 +39,10 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The characters that this token completes, perhaps none."""
+        if (mark := self._marks.get(token)) is not None:
+            cut = self._stripped(self._text.decode(b"", True))
+            self._text.reset()
+            return self._held_back(cut + mark)
         if self._skip_special and token in self._tokenizer.hidden:
             return ""
         piece = self._tokenizer.piece(token, self._first)
@@ -186,9 +194,9 @@ class Tokenizer(ABC):
         stream = self.stream(skip_special)
         return "".join([stream.push(token) for token in ids]) + stream.end()
 
-    def stream(self, skip_special: bool = True) -> TextStream:
-        """For ids that arrive one by one; the parts join to `decode` of all."""
-        return TextStream(self, skip_special)
+    def stream(self, skip_special: bool = True, marks: Mapping[int, str] | None = None) -> TextStream:
+        """For ids that arrive one by one; without `marks`, the parts join to `decode` of all."""
+        return TextStream(self, skip_special, marks)
 
 
 def well_formed(text: str) -> str:
