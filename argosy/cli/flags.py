@@ -56,6 +56,7 @@ SETTINGS = {
     "--max-num-batched-tokens": "engine.budget",
     "--block-size": "engine.page",
     "--num-gpu-blocks-override": "engine.pages",
+    "--kv-cache-memory-bytes": "engine.memory",
     "--max-loras": "engine.lora.adapters",
     "--max-lora-rank": "engine.lora.rank",
 }
@@ -105,8 +106,7 @@ ANSWERS = {
     "--pipeline-parallel-size": "layers are not split over devices; `tensor=N` shares each of them",
     "--data-parallel-rank": "a server chooses the copy for each request by itself",
     "--data-parallel-address": "the copies of a server are on the devices of one process",
-    "--gpu-memory-utilization": "the cache has `engine.pages` pages of `engine.page` tokens",
-    "--kv-cache-memory-bytes": "the cache has `engine.pages` pages of `engine.page` tokens",
+    "--gpu-memory-utilization": "`engine.memory` is the cache's size in bytes",
     "--calculate-kv-scales": "leave it out: each token and head of a quantized cache has its own scale",
     "--trust-remote-code": "leave it out: no code of a model is ever run",
     "--enforce-eager": "leave it out: every step is compiled, and kept for the next start",

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.infer import settings
 from argosy.infer.forward import Sizes, blank, cut
-from argosy.infer.memory import Extent, Home, Needs, allocated, mesh_in
+from argosy.infer.memory import Extent, Home, Needs, mesh_in, reserved
 from argosy.infer.packing import Packed, Packing, sampled_rows
 from argosy.infer.sampler import Slots, sample
 from argosy.infer.schedule import Plan
@@ -40,7 +40,7 @@ class Around(NamedTuple):
     def allocated(self, specs: Specs, pages: int, dtype: Any) -> Caches:
         """Further caches with as many pages. All their layers keep all tokens."""
         needs, slots = self._needs(specs, dtype), self.packing.settings.slots
-        return allocated(specs, self.home, lambda: needs.empty(slots, Extent(pages, {})))
+        return reserved(specs, self.home, lambda: needs.empty(slots, Extent(pages, {})))
 
     def _needs(self, specs: Specs, dtype: Any) -> Needs:
         settings = self.packing.settings

@@ -39,7 +39,7 @@ from argosy.infer.constrain import bias_rows, mask_rows, spread
 from argosy.infer.drafts import Around
 from argosy.infer.forward import Tables, Whole, forward_of
 from argosy.infer.grammar import Matcher
-from argosy.infer.memory import Extent, allocated, check_fits, home_of, mesh_in, needs_of, room_for_cache
+from argosy.infer.memory import Extent, check_fits, home_of, mesh_in, needs_of, reserved, room_for_cache
 from argosy.infer.packing import Packed, Packing, power, sampled_rows
 from argosy.infer.pages import Pages
 from argosy.infer.request import Event, Reason, Request, Stats
@@ -118,7 +118,7 @@ class Engine:
             None if self.shares else 1,
             [Pool(window, Pages(count, reuse=reuse), windows[window].filling) for window, count in extent.windows.items()],
         )
-        self.caches = allocated(specs, self.home, lambda: self.needs.empty(slots, extent))
+        self.caches = reserved(specs, self.home, lambda: self.needs.empty(slots, extent))
         self.slots = jax.device_put(fresh(slots, self.vocab), self.home)
         if self.speculation is not None:
             self.speculation.drafter.allocate(self.pages.count)
@@ -155,7 +155,9 @@ class Engine:
         if pages is not None:
             return self.needs.extent(slots, pages)
         besides = self.speculation.drafter.page_bytes if self.speculation else 0
-        return self.needs.fitting(slots, room_for_cache(self.weights(), copies), mesh_in(self.home), besides)
+        memory = self.settings.memory
+        room = room_for_cache(self.weights(), copies, memory)
+        return self.needs.fitting(slots, room, mesh_in(self.home), besides, strict=memory is not None)
 
     def described(self) -> str:
         """What the cache holds, in words."""

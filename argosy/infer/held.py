@@ -164,7 +164,8 @@ def _pages_for(parts: Parts, room: Room) -> int:
     if draft is not None:
         besides = Needs(draft.layers.holds(), settings.page, draft.dtype, room.context, {}).bytes(mesh, Extent(1, {}))
     needs = needs_of(module.layers.holds(), settings, module.dtype, room.context)
-    return needs.fitting(room.slots, room_for_cache(weights), mesh, besides).pages
+    space = room_for_cache(weights, memory=settings.memory)
+    return needs.fitting(room.slots, space, mesh, besides, strict=settings.memory is not None).pages
 
 
 def identities(module: Any) -> list[Any]:

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from argosy.core.errors import BadInput
+from argosy.core.resident import drop
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.cache import Caches, Specs, Window, bytes_of, laid_out, layouts, paged
 from argosy.models.parts.weight import Leaves
 from argosy.observe.environment import memory_bytes
+from argosy.observe.readable import sized
 from argosy.parallel.scope import scope
 
 # The most bytes of a cache in the memory of a CPU, and the share of what is free there, unless one sequence needs more. On other
@@ -48,12 +50,15 @@ def mesh_in(home: Home) -> Mesh | None:
     return home.mesh if isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh) else None
 
 
-def room_for_cache(weights: Leaves, copies: int = 1) -> float:
+def room_for_cache(weights: Leaves, copies: int = 1, memory: int | None = None) -> float:
     """Bytes that a cache may take beside these weights on each device.
 
     Args:
         copies: engines of this process with a cache each; on a CPU they share its memory.
+        memory: what the settings say instead.
     """
+    if memory is not None:
+        return memory
     devices = {device for a in weights.values() if isinstance(a, jax.Array) for device in a.devices()}
     stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
     if stats and all("bytes_limit" in found for found in stats):
@@ -111,15 +116,22 @@ class Needs:
         windows = {w: int(count * one.decoding + min(count, 2) * one.filling) for w, one in self.windows.items()}
         return Extent(pages, windows)
 
-    def fitting(self, slots: int, room: float, mesh: Mesh | None, besides: int = 0) -> Extent:
+    def fitting(self, slots: int, room: float, mesh: Mesh | None, besides: int = 0, *, strict: bool = False) -> Extent:
         """The largest pools for which there is room, up to `slots` sequences; but for one in any case.
 
         Args:
             room: bytes on each device.
             besides: bytes of other caches for each page, on each device.
+            strict: room for less than one sequence is an error.
+
+        Raises:
+            BadInput: it is, with `strict`.
         """
         # Bytes grow with the number of sequences in two straight lines: up to two sequences each has a prompt, and then none.
         one, two, three = (self.bytes(mesh, self.extent(3, n * self.pages)) + besides * n * self.pages for n in (1, 2, 3))
+        if strict and room < one:
+            what = f"engine.memory = {sized(room)}, and a sequence of {self.longest:,} tokens takes {sized(one)} of cache"
+            raise BadInput(what, hint="more, or a shorter `engine.context`")
         first, then = max(two - one, 1), max(three - two, 1)
         count = max(1.0, min(slots, 1 + (room - one) / first if room < two else 2 + (room - two) / then))
         return self.extent(slots, int(count * self.pages))
@@ -181,3 +193,20 @@ def allocated(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Caches:
             return jax.jit(lambda: laid_out(specs, empty()))()
     with jax.default_device(next(iter(home.device_set))):
         return jax.device_put(empty(), home)
+
+
+def reserved(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Caches:
+    """As `allocated`, for caches that last. On a CPU they take memory as their pages are first written, so a large pool costs what
+    is used of it. Entry by entry, so that not even the peak has all of them."""
+    device = next(iter(home.device_set)) if home is not None else jnp.zeros(()).device
+    if device.platform != "cpu" or mesh_in(home) is not None:
+        return allocated(specs, home, empty)
+
+    def one(a: jax.ShapeDtypeStruct) -> jax.Array:
+        with jax.default_device(device):
+            zeros = jax.block_until_ready(jnp.zeros(a.shape, a.dtype))
+        # XLA has written zeros, and these are read again from pages that the system has taken back.
+        drop(zeros.unsafe_buffer_pointer(), zeros.nbytes)
+        return zeros if home is None else jax.device_put(zeros, home)
+
+    return jax.tree.map(one, jax.eval_shape(empty))

@@ -88,7 +88,11 @@ class PlainEngineSettings(Settings):
     """Tokens per page of the cache."""
     pages: int | None = Field(None, gt=0)
     """Number of pages of the cache. By default enough for `slots` sequences of `context` tokens, but on a CPU at most 4 GB and a
-    quarter of the free memory, elsewhere at most 0.8 of what the weights leave; or what one sequence needs if that is more."""
+    quarter of the free memory, elsewhere at most 0.8 of what the weights leave; or what one sequence needs if that is more. On a CPU
+    pages take memory when they are first written."""
+    memory: Annotated[int | None, Also("kv_cache_memory_bytes", "kv_cache_memory")] = Field(None, gt=0)
+    """Bytes of the cache on each device, at most, instead of `pages`: the cache has as many pages as fit. Refused if they hold no
+    sequence of `context` tokens."""
     cache_dtype: Annotated[CacheType | None, Also("kv_cache_dtype", "cache_type", "kv_dtype")] = None
     """Type of the cached keys and values: int8, fp8_e4m3 (fp8 for short) or fp8_e5m2, in eight bits with a float32 scale for each
     token and head, so that the same memory has room for 3.8 times the tokens of float32 or 1.9 times those of bfloat16 (heads of 64).
@@ -115,6 +119,12 @@ class PlainEngineSettings(Settings):
     which helps small models on fast devices. Tokens then come in groups of as many, and a new request waits for the group. Answers
     whose grammar or bans depend on each token take single steps. The model is one program, on CPUs too, where that compiles several
     times as long and gains nothing. Not with `speculative`, which needs each step's tokens."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> "PlainEngineSettings":
+        if self.memory is not None and self.pages is not None:
+            raise ValueError(f"memory = {self.memory} and pages = {self.pages} both set the size of the cache")
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_several_tokens(self) -> "PlainEngineSettings":

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 
 from argosy.core.progress import Say
+from argosy.core.resident import trim
 from argosy.infer.copies import copies_of
 from argosy.infer.engine import Engine
 from argosy.infer.lm import LM
@@ -21,6 +22,7 @@ def front_of(lm: LM, name: str, settings: ServeSettings, say: Say | None, draft:
     engines = engines_of(lm, settings, say, draft)
     fronts = [Front(engine, settings.limits, EngineMetrics(name, engine, i)) for i, engine in enumerate(engines)]
     _compile_all(fronts, settings)
+    trim()
     front = fronts[0] if len(fronts) == 1 else Copies(fronts, settings.limits)
     front.metrics.ready()
     front.start()
@@ -37,7 +39,7 @@ def engines_of(lm: LM, settings: ServeSettings, say: Say | None, draft: LM | Non
         engine = Engine(module, how, say=say, keeps=True, draft=own, copies=count)
         if jax.default_backend() == "cpu":
             # Less memory is free once a copy has its cache, but the next one is to have as much.
-            how = how.model_copy(update={"pages": engine.pages.count})
+            how = how.model_copy(update={"pages": engine.pages.count, "memory": None})
         for adapter, folder in settings.lora_modules.items():
             engine.load_adapter(adapter, folder)
         engines.append(engine)

@@ -71,6 +71,7 @@ class ServeSettings(Settings):
         "served_model_name": "did you mean `name`?",
         "max_model_len": "did you mean `engine.context`?",
         "kv_cache_dtype": "did you mean `engine.cache_dtype`?",
+        "kv_cache_memory_bytes": "did you mean `engine.memory`?",
         "max_num_seqs": "did you mean `engine.slots`?",
         "max_num_batched_tokens": "did you mean `engine.budget`?",
         "block_size": "did you mean `engine.page`?",

@@ -17,6 +17,7 @@ import numpy as np
 from argosy.core.errors import Damaged, Unsupported
 from argosy.core.formats import Shape, damaged, map_file, quoted
 from argosy.core.formats.quants import TYPES, Type, dequantize
+from argosy.core.resident import drop
 
 # The limit of ggml.
 MOST_AXES = 4
@@ -96,21 +97,28 @@ class GGUF:
         return self.data[place.begin : place.begin + place.bytes].reshape(*rows, last // values * size)
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the file if the stored bytes are values, otherwise dequantized to float32.
+        """A view of the file if the stored bytes are values, otherwise dequantized to float32. Bytes that were dequantized leave the
+        process's memory, where one view of another tensor would keep the whole file.
 
         Raises:
             Unsupported: the block type cannot be decoded.
         """
         place = self.places[name]
         if place.kind.dtype is None:
-            return dequantize(place.kind.name, self.raw(name)).reshape(place.shape)
+            raw = self.raw(name)
+            found = dequantize(place.kind.name, raw).reshape(place.shape)
+            drop(raw.ctypes.data, raw.nbytes)
+            return found
         view = self.data[place.begin : place.begin + place.bytes].view(place.kind.dtype)
         return np.require(view.reshape(place.shape), requirements="A")
 
     def read_part(self, name: str, i: int) -> np.ndarray:
         """As `read`, for one entry of the first of several axes: only that entry is dequantized."""
         if (kind := self.places[name].kind).dtype is None:
-            return dequantize(kind.name, self.raw(name)[i])
+            raw = self.raw(name)[i]
+            found = dequantize(kind.name, raw)
+            drop(raw.ctypes.data, raw.nbytes)
+            return found
         return self.read(name)[i]
 
 
