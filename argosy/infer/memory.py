@@ -58,7 +58,7 @@ def room_for_cache(weights: Leaves, copies: int = 1, memory: int | None = None) 
         memory: what the settings say instead.
     """
     if memory is not None:
-        return memory
+        return float(memory)
     devices = {device for a in weights.values() if isinstance(a, jax.Array) for device in a.devices()}
     stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
     if stats and all("bytes_limit" in found for found in stats):

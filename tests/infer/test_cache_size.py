@@ -1,12 +1,25 @@
 """The size of a cache: as large as the room allows, and no larger."""
 
-import jax.numpy as jnp
-import pytest
+import sys
+from typing import Any
 
-from argosy.infer.memory import Needs, needs_of
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from argosy.core.errors import BadInput
+from argosy.infer.engine import Engine
+from argosy.infer.forward import Sizes, Tables, Whole
+from argosy.infer.load import random
+from argosy.infer.memory import Needs, allocated, needs_of, reserved
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
+from argosy.models.parts.cache import Window, bytes_of
 from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import abstract
+from argosy.observe.memory import resident_bytes
 
 
 def needs(family: str, example: str, window: int | None = None) -> Needs:
@@ -24,3 +37,67 @@ def test_pools_take_nearly_all_of_the_room_and_never_more(family: str, example: 
     room = 1.0 * one.bytes(None, one.extent(99, int(sequences * one.pages)))
     found = one.bytes(None, one.fitting(99, room, None))
     assert 0.97 * room <= found <= room
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells no resident memory, or takes no pages back")
+def test_a_pool_takes_memory_as_its_pages_are_written():
+    """XLA writes zeros when it allocates: a pool of 4 GB was resident before the first request."""
+    one = needs("llama", "plain")
+    pages = int(400e6 / one.bytes(None, one.extent(1, 1000)) * 1000)
+    # What XLA itself takes when it compiles for the first time is no part of it.
+    reserved(one.specs, None, lambda: one.empty(1, one.extent(1, 1)))
+    before = resident_bytes()
+    caches = reserved(one.specs, None, lambda: one.empty(1, one.extent(1, pages)))
+    assert bytes_of(caches) > 380e6
+    assert resident_bytes() - before < 60e6
+    name, cache = next(iter(caches.items()))
+    key, pool = next(iter(cache.items()))
+    address = pool.unsafe_buffer_pointer()
+    pool = jax.jit(lambda a: a.at[7].set(1), donate_argnums=0)(pool)
+    assert pool.unsafe_buffer_pointer() == address
+    assert resident_bytes() - before < 60e6
+    assert np.asarray(pool[6:9]).any((1, 2, 3)).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_reserved_caches_are_those_that_were_asked_for(form: str | None):
+    one = needs("gemma", "3", 24)
+    one = Needs(one.specs, one.page, one.dtype, one.longest, one.windows, form)
+
+    def make() -> Any:
+        return one.empty(2, one.extent(2, 2 * one.pages))
+
+    found, wanted = (jax.tree.leaves_with_path(how(one.specs, None, make)) for how in (reserved, allocated))
+    assert [(path, a.shape, a.dtype) for path, a in found] == [(path, a.shape, a.dtype) for path, a in wanted]
+    assert not any(np.asarray(a).any() for _, a in [*found, *wanted])
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_a_step_of_several_kinds_of_rows_copies_no_pool(window: int | None):
+    """A group that reads the pool before the next group writes to it makes XLA copy it: 3.7 GB in each step of decoding rows beside
+    prompts."""
+    family, example = ("llama", "plain") if window is None else ("gemma", "3")
+    change = {} if window is None else {"window": window}
+    model = FAMILIES[family].examples()[example].model_copy(update=change).build(Unroll())
+    model.dtype, forward = jnp.float32, Whole(model)
+    one = needs(family, example, window)
+    windows = {Window(window): 2048} if window else {}
+    extent = one.extent(4, 2048)._replace(windows=windows)
+    caches = jax.eval_shape(lambda: one.empty(4, extent))
+    tables = Tables(one.page, 4, tuple(windows))
+    for sizes in (Sizes(4, 2, 32, tables), Sizes(0, 2, 32, tables, 4, 3)):
+        given = abstract(model), caches, np.zeros(4, np.int32), np.zeros(sizes.words, np.int32), np.zeros(4, np.int32)
+        taken = forward._program.lower(*given, sizes).compile().memory_analysis()
+        assert taken.alias_size_in_bytes >= bytes_of(caches)
+        assert taken.temp_size_in_bytes < 0.1 * bytes_of(caches)
+
+
+def test_the_size_of_the_cache_may_be_given_in_bytes():
+    model = random(FAMILIES["llama"].examples()["plain"], 0).module
+    size = bytes_of(Engine(model, EngineSettings(page=4, context=32, pages=50)).caches)
+    found = Engine(model, EngineSettings(page=4, context=32, memory=size))
+    assert found.pages.count == 50 and bytes_of(found.caches) == size
+    with pytest.raises(BadInput, match=r"engine\.memory = .* a sequence of 32 tokens takes"):
+        Engine(model, EngineSettings(page=4, context=32, memory=size // 50))
+    with pytest.raises(ValidationError, match="both set the size"):
+        EngineSettings(memory=1, pages=1)

@@ -34,6 +34,7 @@ def test_flags_of_vllm_are_settings():
     words = "port=1 --host ::1 --max-model-len=64 --enable-prefix-caching --max_num_seqs 3 --enable-chunked-prefill"
     expected = ["port=1", "host=::1", "engine.context=64", "engine.reuse=true", "engine.slots=3"]
     assert translated(words.split()) == expected
+    assert translated(["--kv-cache-memory-bytes", "2000000"]) == ["engine.memory=2000000"]
     assert translated(["--data-parallel-size", "2", "-tp=4"]) == ["copies=2", "tensor=4"]
     assert translated(["-dp", "2", "--tensor_parallel_size", "4"]) == ["copies=2", "tensor=4"]
     with pytest.raises(BadInput, match="data-parallel-size") as error:

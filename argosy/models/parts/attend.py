@@ -385,25 +385,39 @@ class Paged(Recurs):
             rings = {n: jnp.take(cache[RING + n], self.slots, axis=0, mode="clip") for n in held}
             y = meet_ring(q, held, rings, self.lengths, at, self.live, read, score, self.absorb)
             return y, with_tokens(cache, self.slots, held, at, self.live)
-        if is_windowed(cache, held):
-            own = {name.removeprefix(WINDOW): a for name, a in cache.items() if name.startswith(WINDOW)}
-            page = next(iter(own.values())).shape[1]
-            y, pools = self._in_window(score, page)._over_pages(q, held, own, read, score)
-            return y, cache | {WINDOW + name: a for name, a in pools.items()}
-        y, pools = self._over_pages(q, held, cache, read, score)
-        return y, cache | pools
+        cache = self.write(held, cache, score)
+        return self.attend(q, held, cache, read, score), cache
 
-    def _over_pages(self, q: Array, held: Cache, cache: Cache, read: Read, score: Score) -> tuple[Array, Cache]:
-        """Attention over pages in which the new tokens are written first, and these pools."""
-        if JOINED in cache:
+    def write(self, held: Cache, cache: Cache, score: Score) -> Cache:
+        """The pools with the tokens of this call. Not for rings."""
+        own, prefix, pools = self._pools(held, cache, score)
+        if JOINED in pools:
             held = {JOINED: joined(held["k"], held["v"])}
-        where = self._places(*cache[next(iter(held))].shape[:2])
-        pools = {n: written(cache[n], where, new) for n, new in held.items()}
-        total = self.lengths + self.new
+        where = own._places(*next(iter(pools.values())).shape[:2])
+        return cache | {prefix + n: written(pools[n], where, new) for n, new in held.items()}
+
+    def attend(self, q: Array, held: Cache, cache: Cache, read: Read, score: Score) -> Array:
+        """Attention over pools to which the tokens of this call were written.
+
+        Args:
+            held: for its names.
+        """
+        own, _, pools = self._pools(held, cache, score)
+        total = own.lengths + own.new
         if read is HEADS and not score.chunked:
             both = (pools[JOINED],) if JOINED in pools else (pools["k"], pools["v"])
-            return paged_attention(q, both, self.table, total, self.positions, score), pools
-        return self._met(q, pools, total, read, score), pools
+            return paged_attention(q, both, own.table, total, own.positions, score)
+        return own._met(q, pools, total, read, score)
+
+    def _pools(self, held: Cache, cache: Cache, score: Score) -> tuple["Paged", str, Cache]:
+        """The strategy for a layer's pools, what their names in the cache begin with, and the pools by plain name."""
+        own, prefix = self, ""
+        if is_windowed(cache, held):
+            prefix = WINDOW
+            page = next(a for name, a in cache.items() if name.startswith(WINDOW)).shape[1]
+            own = self._in_window(score, page)
+        names = (JOINED,) if prefix + JOINED in cache else tuple(held)
+        return own, prefix, {name: cache[prefix + name] for name in names}
 
     def _in_window(self, score: Score, page: int) -> "Paged":
         """The strategy for the pools of a window, as if sequences began where their pages there begin: what a query sees depends on

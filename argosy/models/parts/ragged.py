@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from argosy.models.parts.attend import HEADS, Angled, Paged, Read, Recurrence
-from argosy.models.parts.cache import Cache, Specs
+from argosy.models.parts.cache import Cache, Specs, is_ring
 from argosy.ops.attention import Score
 
 
@@ -56,11 +56,19 @@ class Ragged:
 
     def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
         queries, new = self.split(q), {name: self.split(a) for name, a in held.items()}
+        reads = [read.of_rows(lambda a, i=i: self.split(a)[i]) for i in range(len(self.groups))]
+        parts = [{name: a[i] for name, a in new.items()} for i in range(len(self.groups))]
         out = []
-        for i, group in enumerate(self.groups):
-            own = read.of_rows(lambda a, i=i: self.split(a)[i])
-            y, cache = group(queries[i], {name: a[i] for name, a in new.items()}, cache, own, score=score)
-            out.append(y)
+        if cache is None or is_ring(cache, held):
+            for group, mine, own, part in zip(self.groups, queries, reads, parts):
+                y, cache = group(mine, part, cache, own, score=score)
+                out.append(y)
+            return self.joined(out), cache
+        # Groups write to pages of their own, so all may write before any reads. A read between two writes would make XLA copy the pool.
+        for group, part in zip(self.groups, parts):
+            cache = group.write(part, cache, score)
+        for group, mine, own, part in zip(self.groups, queries, reads, parts):
+            out.append(group.attend(mine, part, cache, own, score))
         return self.joined(out), cache
 
     def recur(self, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:
