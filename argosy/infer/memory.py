@@ -198,7 +198,7 @@ def allocated(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Caches:
 def reserved(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Caches:
     """As `allocated`, for caches that last. On a CPU they take memory as their pages are first written, so a large pool costs what
     is used of it. Entry by entry, so that not even the peak has all of them."""
-    device = next(iter(home.device_set)) if home is not None else jnp.zeros(()).device
+    device = next(iter(jnp.zeros(()).devices() if home is None else home.device_set))
     if device.platform != "cpu" or mesh_in(home) is not None:
         return allocated(specs, home, empty)
 
