@@ -548,8 +548,8 @@ EDITS = [
     Edit(
         "structured output binds the thoughts",
         "argosy/serve/chat.py",
-        "if wanted is not None and start is not None:",
-        "if wanted is not None and start == 'inside':",
+        "if wanted is not None and reading.start is not None:",
+        "if wanted is not None and reading.start == 'inside':",
         ("tests/serve/test_reasoning.py::test_a_request_is_bound_behind_its_thoughts",),
     ),
     Edit(

@@ -489,7 +489,11 @@ def test_one_program_over_stacked_layers_speculates_too(
     expected = Engine(lm.module, TIGHT).generate(requests)
     stacked = lm.config.build(Scan())
     put(stacked, from_layers(stacked, split(lm.module)[1]))
-    monkeypatch.setattr(engine_module, "forward_of", lambda model, weights, **more: Whole(model, **more))
+
+    def as_one(model: Any, weights: Any, adapters: Any, *, hidden: bool, whole: bool) -> Whole:
+        return Whole(model, adapters, hidden=hidden)
+
+    monkeypatch.setattr(engine_module, "forward_of", as_one)
     engine = Engine(stacked, with_(method))
     if isinstance(method, how.NGram):
         scripted(engine, requests, expected)
