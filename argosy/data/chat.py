@@ -3,7 +3,8 @@
 A template is a program written by somebody else, so each is rendered in a process with limits (`chat_child`): 2 seconds of
 CPU, 512 MB, a bound on its text. No template is trusted more than another, because its cost depends on the messages and
 cannot be seen in its source. The process stays for the next conversation: it costs 0.2 s once, then less than 1 ms beside
-the rendering itself. This file knows no tokenizer: special tokens come as texts.
+the rendering itself. Many conversations travel in one request, to a process for each core (`children`). This file knows no
+tokenizer: special tokens come as texts.
 """
 
 import atexit
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +26,8 @@ from typing import Any
 from argosy.core.errors import ArgosyError, BadInput, nearest
 
 Message = Mapping[str, Any]
+# A render of the first so many messages, and whether it ends with the tokens that open an answer.
+Part = tuple[int, bool]
 # As in transformers, with a space at its end.
 MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -105,6 +109,16 @@ def choose_template(templates: Mapping[str, str], *, name: str | None = None, to
     return templates[chosen]
 
 
+@dataclass(frozen=True)
+class Job:
+    """One conversation to render, whole and in parts, by a template with its variables."""
+
+    template: str
+    messages: Sequence[Message]
+    parts: Sequence[Part]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
 def rendered(
     template: str,
     messages: Sequence[Message],
@@ -112,22 +126,67 @@ def rendered(
     variables: Mapping[str, Any],
     now: datetime | None,
 ) -> dict[str, Any]:
-    """The child's answer to one conversation."""
-    if len(template) > TEMPLATE_CHARACTERS:
-        raise BadInput(f"a chat template of {len(template):,} characters", hint=f"at most {TEMPLATE_CHARACTERS:,}")
-    context = {"messages": list(messages), "documents": None} | dict(special) | dict(variables)
-    try:
-        given = json.dumps(context)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadInput(f"the conversation is not JSON: {str(error)[:200]}") from None
-    request = {
-        "template": template, "variables": context, "now": now and now.isoformat(),
-        "most_characters": LEAST_CHARACTERS + 4 * len(given),
-    }  # fmt: skip
-    answer = CHILD.ask(request)
+    """The text of one conversation, and its spans in `{% generation %}`."""
+    rest = {name: value for name, value in variables.items() if name != "add_generation_prompt"}
+    part = len(messages), bool(variables.get("add_generation_prompt"))
+    return told(all_rendered([Job(template, messages, [part], rest)], special, now, CHILD)[0][0])
+
+
+def told(answer: dict[str, Any] | BadInput) -> dict[str, Any]:
+    """An answer that is not a failure.
+
+    Raises:
+        BadInput: it is one.
+    """
+    if isinstance(answer, BadInput):
+        raise answer
     if "error" in answer:
         raise refusal(answer["error"], answer["message"])
     return answer
+
+
+def all_rendered(
+    jobs: Sequence[Job], special: Mapping[str, str], now: datetime | None, child: "Child"
+) -> list[list[dict[str, Any] | BadInput]]:
+    """The answers to every part of some jobs, which one process renders in one request; `told` opens each.
+
+    A job that is refused, or that its process dies of, does not harm the others: those are rendered again without it.
+    """
+    numbers = {template: number for number, template in enumerate(dict.fromkeys(job.template for job in jobs))}
+    asked: list[dict[str, Any] | BadInput] = []
+    for job in jobs:
+        try:
+            asked.append(request_of(job, numbers[job.template], special))
+        except BadInput as error:
+            asked.append(error)
+    request = {"templates": list(numbers), "now": now and now.isoformat()}
+    good = [one for one in asked if not isinstance(one, BadInput)]
+    try:
+        answers = iter(child.ask(request | {"jobs": good})["jobs"] if good else ())
+    except BadInput as error:
+        if len(jobs) > 1:
+            return [all_rendered([job], special, now, child)[0] for job in jobs]
+        return [[error] * len(jobs[0].parts)]
+    return [
+        [one] * len(job.parts) if isinstance(one, BadInput) else next(answers) for job, one in zip(jobs, asked)
+    ]
+
+
+def request_of(job: Job, number: int, special: Mapping[str, str]) -> dict[str, Any]:
+    """What the process reads for a job.
+
+    Raises:
+        BadInput: the template is too long, or its variables are not JSON.
+    """
+    if len(job.template) > TEMPLATE_CHARACTERS:
+        raise BadInput(f"a chat template of {len(job.template):,} characters", hint=f"at most {TEMPLATE_CHARACTERS:,}")
+    variables = {"messages": list(job.messages), "documents": None} | dict(special) | dict(job.variables)
+    try:
+        given = json.dumps(variables)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadInput(f"the conversation is not JSON: {str(error)[:200]}") from None
+    most = LEAST_CHARACTERS + 4 * len(given)
+    return {"template": number, "variables": variables, "most_characters": most, "parts": list(job.parts)}
 
 
 def refusal(kind: str, message: str) -> BadInput:
@@ -254,6 +313,30 @@ def receive_bytes(process: subprocess.Popen[bytes], count: int, until: float) ->
     return b"".join(parts)
 
 
+def children() -> list[Child]:
+    """A rendering process for each core that this process may use; none is started before its first request."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with GROWING:
+        CHILDREN.extend(Child() for _ in range(cores - len(CHILDREN)))
+    return CHILDREN[:cores]
+
+
+def close_all() -> None:
+    for child in CHILDREN:
+        child.close()
+
+
+def forget_all() -> None:
+    """Called in a forked process."""
+    global GROWING
+    GROWING = Lock()
+    for child in CHILDREN:
+        child.forget()
+
+
+# The process of single conversations, which is the first of all.
 CHILD = Child()
-atexit.register(CHILD.close)
-os.register_at_fork(after_in_child=CHILD.forget)
+CHILDREN = [CHILD]
+GROWING = Lock()
+atexit.register(close_all)
+os.register_at_fork(after_in_child=forget_all)

@@ -4,8 +4,9 @@ Templates come with models, from anybody. Jinja's sandbox stops access to Python
 `'a' * 10**10` asks for 10 GB, and neither can be interrupted by an exception. So the process has limits of its own and may
 die of them. It needs the standard library and Jinja, opens no file after its imports, and ends with its parent.
 
-Messages in both directions are 4 bytes of length, then JSON. In: template, variables, now (ISO 8601 or null),
-most_characters. Out: text and spans, or error and message.
+Messages in both directions are 4 bytes of length, then JSON. In: templates, now (ISO 8601 or null), and jobs: template (its
+number), variables, most_characters, parts ([messages, add_generation_prompt] each). Out: for each job a list of its parts, each
+text and spans, or error and message. Many jobs travel together because a round trip costs as much as a short conversation.
 """
 
 import contextlib
@@ -69,9 +70,9 @@ class Environment(ImmutableSandboxedEnvironment):
     def strftime_now(self, format):
         return (self.now or datetime.now()).strftime(format)
 
-    def rendered(self, template, variables, now, most_characters):
+    def rendered(self, template, variables, most_characters):
         """The text, and the spans of it that an assistant wrote."""
-        self.parts, self.spans, self.now = [], [], None if now is None else datetime.fromisoformat(now)
+        self.parts, self.spans = [], []
         left = most_characters
         for part in self.compiled(template).generate(**variables):
             left -= len(part)
@@ -89,10 +90,25 @@ def refuse(message):
     raise jinja2.TemplateError(message)
 
 
-def answer(environment, request):
+def answers(environment, request):
+    """Every part of every job."""
+    environment.now = None if request["now"] is None else datetime.fromisoformat(request["now"])
+    found = []
+    for job in request["jobs"]:
+        template, messages = request["templates"][job["template"]], job["variables"]["messages"]
+        found.append([
+            answer(environment, template, job["most_characters"],
+                   job["variables"] | {"messages": messages[:count], "add_generation_prompt": prompt})
+            for count, prompt in job["parts"]
+        ])  # fmt: skip
+    return {"jobs": found}
+
+
+def answer(environment, template, most_characters, variables):
+    """One render, in at most CPU_S."""
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
     try:
-        return environment.rendered(**request)
+        return environment.rendered(template, variables, most_characters)
     except BaseException as error:  # the process continues after any failure
         line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         return {"error": type(error).__name__, "message": str(error)[:400] + line}
@@ -133,7 +149,7 @@ def main():
     send({"ready": True})
     while True:
         (size,) = struct.unpack("<I", read(4, parent))
-        send(answer(environment, json.loads(read(size, parent))))
+        send(answers(environment, json.loads(read(size, parent))))
 
 
 if __name__ == "__main__":

@@ -8,17 +8,50 @@ turn, the result is an error, never a guess.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.data.chat import Message, choose_template, render, rendered
+from argosy.data.chat import CHILD, Child, Job, Message, Part, all_rendered, children, choose_template, told
 from argosy.data.tokenizers import Span, Tokenizer
 
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # A private-use character, with which no real word begins or ends.
 PROBE = "\ue000"
+# Conversations in one request to a rendering process: a round trip is then small beside them.
+TOGETHER = 32
+Ids = tuple[list[int], list[bool]]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to encode, with what else their template reads.
+
+    learned: for each message, whether its words count where it is an assistant's; None: all do.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    learned: Sequence[bool] | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How conversations are encoded.
+
+    templates, name: of the chat templates the named one; see `choose_template`. now: the clock of templates. masked: look for what
+    assistants said; otherwise every token counts.
+    """
+
+    templates: Mapping[str, str]
+    name: str | None = None
+    now: datetime | None = None
+    masked: bool = True
 
 
 def encode_with_mask(
@@ -29,11 +62,11 @@ def encode_with_mask(
     tools: Sequence[Mapping[str, Any]] | None = None,
     now: datetime | None = None,
     **extra: Any,
-) -> tuple[list[int], list[bool]]:
+) -> Ids:
     """A conversation as ids, and for each id whether an assistant wrote it: its words and the token that ends its turn.
 
-    The ids are those of the whole text, except where one token would span the end of a prompt and the beginning of an answer.
-    The text is cut there, as it is at inference.
+    The ids are those of the whole text, except where one token would span the end of a prompt and the beginning of an answer, or
+    where the answer changes how the prompt before it is encoded. The text is cut there, as it is at inference.
 
     Args:
         template: the name of one of the tokenizer's; see `choose_template`.
@@ -42,20 +75,101 @@ def encode_with_mask(
     Raises:
         BadInput: as `render_with_mask`; and where no token is an assistant's, since nothing would be trained.
     """
-    source = choose_template(tokenizer.chat_templates, name=template, tools=bool(tools))
-    ends = [tokenizer.decode([token], skip_special=False) for token in tokenizer.hidden]
-    text, spans = render_with_mask(
-        source, messages, tokenizer.special, ends=ends, name=template or "default", tools=tools, now=now, **extra
-    )
-    ids, places = tokenizer.encode_with_offsets(text, special=True)
-    if cuts := straddled(ids, places, spans, tokenizer.hidden):
-        ids, places = encode_cut(tokenizer, text, cuts)
-    mask = [any(start <= begin < stop for start, stop in spans) for begin, _ in places]
-    if not any(mask):
+    way = Way(tokenizer.chat_templates, template, now)
+    (found,) = encode_chunk(tokenizer, [Conversation(messages, tools, extra)], way, CHILD)
+    if isinstance(found, BadInput):
+        raise found
+    if not any(found[1]):
         raise BadInput(
             "no token of this conversation is an assistant's", hint="give at least one message of an assistant"
         )
-    return ids, mask
+    return found
+
+
+def encode_all(tokenizer: Tokenizer, conversations: Sequence[Conversation], way: Way) -> Iterator[Ids | BadInput]:
+    """`encode_with_mask` of many conversations, in order and on all cores: each its ids and mask, which may be all False, or the
+    error that it would raise."""
+    processes = children()
+    chunks = [conversations[at : at + TOGETHER] for at in range(0, len(conversations), TOGETHER)]
+    with ThreadPoolExecutor(min(len(processes), len(chunks)) or 1) as threads:
+        work = threads.map(
+            lambda number: encode_chunk(tokenizer, chunks[number], way, processes[number % len(processes)]),
+            range(len(chunks)),
+        )
+        for found in work:
+            yield from found
+
+
+def encode_chunk(
+    tokenizer: Tokenizer, conversations: Sequence[Conversation], way: Way, child: Child
+) -> list[Ids | BadInput]:
+    """`encode_all` of conversations that one process renders in one request."""
+    now = way.now or datetime.now()  # one clock for all renders
+    ends = [tokenizer.decode([token], skip_special=False) for token in tokenizer.hidden]
+    jobs = []
+    for one in conversations:
+        template = choose_template(way.templates, name=way.name, tools=bool(one.tools))
+        whole = [(len(one.messages), False)]
+        parts = parts_of(template, one.messages) if way.masked else whole
+        jobs.append(Job(template, one.messages, parts, {"tools": one.tools} | dict(one.variables)))
+    found: list[Ids | BadInput] = []
+    for one, job, answers in zip(conversations, jobs, all_rendered(jobs, tokenizer.special, now, child)):
+        renders = Renders(job, tokenizer.special, now, way.name or "default", dict(zip(job.parts, answers)), child)
+        try:
+            turns = renders.turns(ends) if way.masked else {}
+            found.append(encoded(tokenizer, renders.whole, list(kept(turns, one).values()), way.masked))
+        except BadInput as error:
+            found.append(error)
+    return found
+
+
+def parts_of(template: str, messages: Sequence[Message]) -> list[Part]:
+    """The renders that show which words are an assistant's: the whole, and for each turn its prompt and all up to its end."""
+    whole = len(messages), False
+    if TAG.search(template):
+        return [whole]
+    places = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    return list(dict.fromkeys([whole, *((place, True) for place in places), *((place + 1, False) for place in places)]))
+
+
+def kept(turns: Mapping[int, Span], conversation: Conversation) -> dict[int, Span]:
+    """The turns that count.
+
+    Raises:
+        BadInput: only some do, and the template's own marks do not show which turn is which message's.
+    """
+    learned = conversation.learned
+    if learned is None:
+        return dict(turns)
+    if any(place < 0 for place in turns):
+        raise BadInput(
+            "the template's {% generation %} marks are not one for each message of the assistant, and not all of those are learned",
+            hint="learn all of them, or use a template without these marks",
+        )
+    return {place: span for place, span in turns.items() if learned[place]}
+
+
+def encoded(tokenizer: Tokenizer, text: str, spans: Sequence[Span], masked: bool = True) -> Ids:
+    """The ids of a text, and which of them lie in spans of characters that the prompt before each must not change."""
+    ids, places = tokenizer.encode_with_offsets(text, special=True)
+    if not masked:
+        return ids, [True] * len(ids)
+    cuts = straddled(ids, places, spans, tokenizer.hidden)
+    cuts += [start for start, _ in spans if start not in cuts and not begins_as_prompt(tokenizer, text, ids, places, start)]
+    if cuts:
+        ids, places = encode_cut(tokenizer, text, sorted(cuts))
+    return ids, [any(start <= begin < stop for start, stop in spans) for begin, _ in places]
+
+
+def begins_as_prompt(tokenizer: Tokenizer, text: str, ids: Sequence[int], places: Sequence[Span], start: int) -> bool:
+    """Whether the ids before a place are those of the text before it alone, as a prompt is encoded. Only what follows the last
+    special token is compared first: no token reaches over one."""
+    count = bisect_left(places, start, key=lambda place: place[0])
+    last = next((place for place in range(count - 1, 0, -1) if ids[place] in tokenizer.hidden), 0)
+    for first in (last, 0):
+        if tokenizer.encode(text[places[first][0] : start] if count else "", special=True) == list(ids[first:count]):
+            return True
+    return False
 
 
 def straddled(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span], hidden: Collection[int]) -> list[int]:
@@ -72,7 +186,8 @@ def encode_cut(tokenizer: Tokenizer, text: str, cuts: Sequence[int]) -> tuple[li
     ids: list[int] = []
     places: list[Span] = []
     for start, stop in zip([0, *cuts], [*cuts, len(text)]):
-        part, spans = tokenizer.encode_with_offsets(text[start:stop], special=True)
+        rest = start > 0 and tokenizer.puts_space
+        part, spans = tokenizer.encode_with_offsets(text[start:stop], special=True, **({"rest": True} if rest else {}))
         ids += part
         places += [(start + begin, start + end) for begin, end in spans]
     return ids, places
@@ -98,40 +213,57 @@ def render_with_mask(
     Raises:
         BadInput: as `render`; and where the assistant's words cannot be located.
     """
-    now = now or datetime.now()  # one clock for all renders
-    variables = {"tools": tools, "add_generation_prompt": False} | extra
-    if TAG.search(template):
-        answer = rendered(template, messages, special, variables, now)
-        text, spans = answer["text"], [(start, stop) for start, stop in answer["spans"]]
-    else:
-        renders = Renders(template, messages, special, {"tools": tools, "now": now} | extra, name)
-        text = renders.whole
-        spans = [renders.turn(place, ends) for place, m in enumerate(messages) if m.get("role") == "assistant"]
-    spans = [(start, without_blanks(text, start, stop, ends)) for start, stop in spans]
-    return text, [span for span in spans if span[0] < span[1]]
+    now = now or datetime.now()
+    job = Job(template, messages, parts_of(template, messages), {"tools": tools} | extra)
+    (answers,) = all_rendered([job], special, now, CHILD)
+    renders = Renders(job, special, now, name, dict(zip(job.parts, answers)), CHILD)
+    return renders.whole, list(renders.turns(ends).values())
 
 
 class Renders:
-    """One conversation, rendered completely and in parts."""
+    """One conversation, rendered completely and in parts.
+
+    known: answers to parts that were rendered before. name: the template's, for errors.
+    """
 
     def __init__(
         self,
-        template: str,
-        messages: Sequence[Message],
+        job: Job,
         special: Mapping[str, str],
-        how: Mapping[str, Any],
+        now: datetime,
         name: str,
+        known: Mapping[Part, dict[str, Any] | BadInput],
+        child: Child,
     ):
-        self.template, self.messages, self.special, self.how, self.name = template, list(messages), special, how, name
-        self.whole = self.of(self.messages)
+        self.job, self.messages, self.special, self.now = job, list(job.messages), special, now
+        self.name, self.known, self.child = name, known, child
+        self.whole = self.of(len(self.messages))
 
-    def of(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        return render(self.template, messages, self.special, add_generation_prompt=prompt, **self.how)
+    def of(self, count: int, prompt: bool = False) -> str:
+        """The first `count` messages."""
+        known = self.known.get((count, prompt))
+        return self.once(self.messages, count, prompt) if known is None else told(known)["text"]
+
+    def once(self, messages: Sequence[Message], count: int, prompt: bool = False) -> str:
+        job = Job(self.job.template, messages, [(count, prompt)], self.job.variables)
+        return told(all_rendered([job], self.special, self.now, self.child)[0][0])["text"]
+
+    def turns(self, ends: Collection[str]) -> dict[int, Span]:
+        """The span of each message of the assistant that is not empty, by the message's place. Where the template's own marks are
+        not one for each of these messages, the keys are -1, -2, ..."""
+        places = [place for place, message in enumerate(self.messages) if message.get("role") == "assistant"]
+        if TAG.search(self.job.template):
+            spans = [(start, stop) for start, stop in told(self.known[len(self.messages), False])["spans"]]
+            if len(spans) != len(places):
+                places = [-1 - number for number in range(len(spans))]
+        else:
+            spans = [self.turn(place, ends) for place in places]
+        spans = [(start, without_blanks(self.whole, start, stop, ends)) for start, stop in spans]
+        return {place: span for place, span in zip(places, spans) if span[0] < span[1]}
 
     def turn(self, place: int, ends: Collection[str]) -> Span:
         """The span of the message at a place in the whole text."""
-        prompt = self.of(self.messages[:place], prompt=True)
-        through = self.of(self.messages[: place + 1])
+        prompt, through = self.of(place, prompt=True), self.of(place + 1)
         start = len(prompt) if self.whole.startswith(prompt) else self.common_start(place, prompt)
         if self.whole.startswith(through):
             stop = len(through)
@@ -148,14 +280,14 @@ class Renders:
             raise self.unclear(place)
         other = {**self.messages[place], "content": PROBE}
         try:
-            return self.of([*self.messages[:place], other, *self.messages[place + 1 :]])
+            return self.once([*self.messages[:place], other, *self.messages[place + 1 :]], len(self.messages))
         except BadInput:
             raise self.unclear(place) from None
 
     def common_start(self, place: int, prompt: str) -> int:
         """Where the prompt and the turn separate, independent of the words: a prompt may contain text that earlier turns do not
         keep."""
-        other, before = self.with_other_words(place), self.of(self.messages[:place])
+        other, before = self.with_other_words(place), self.of(place)
         start = shared(prompt, other)
         # There is no generation prompt: an answer begins with its first word.
         if prompt == before:

@@ -129,9 +129,12 @@ class Tokenizer(ABC):
         otherwise they are ordinary text."""
 
     @abstractmethod
-    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
+    def encode_with_offsets(
+        self, text: str, special: bool = False, rest: bool = False
+    ) -> tuple[list[int], list[Span]]:
         """`encode`, and the half-open span of characters that each token stands for. Tokens that are bytes of one character
-        have the same span; a token that stands for no character has an empty one."""
+        have the same span; a token that stands for no character has an empty one. rest: the text continues a longer one, so
+        no space is put in front of it."""
 
     @abstractmethod
     def piece(self, token: int, first: bool) -> bytes:

@@ -35,7 +35,7 @@ class ByteTokenizer(Tokenizer):
         parts = re.split(f"({'|'.join(NAMES)})", text)
         return [token for part in parts for token in ([NAMES[part]] if part in NAMES else self.encode(part))]
 
-    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
+    def encode_with_offsets(self, text: str, special: bool = False, rest: bool = False) -> tuple[list[int], list[Span]]:
         ids, spans, at = [], [], 0
         for part in re.split(f"({'|'.join(NAMES)})", well_formed(text)) if special else [well_formed(text)]:
             units = [part] if special and part in NAMES else part

@@ -53,9 +53,11 @@ class FastTokenizer(Tokenizer):
         with refusals(self._path):
             return self._finding(special).encode(well_formed(text), add_special_tokens=False).ids
 
-    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
+    def encode_with_offsets(
+        self, text: str, special: bool = False, rest: bool = False
+    ) -> tuple[list[int], list[Span]]:
         with refusals(self._path):
-            encoding = self._finding(special).encode(well_formed(text), add_special_tokens=False)
+            encoding = self._finding(special, rest=rest and self.puts_space).encode(well_formed(text), add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def encode_many(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:

@@ -80,9 +80,12 @@ class PieceTokenizer(Tokenizer):
                 library = first if not place else self._library if self._legacy else self._without_space
                 yield (self._special.get(part) if len(parts) > 1 else None), library, part
 
-    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[Span]]:
+    def encode_with_offsets(
+        self, text: str, special: bool = False, rest: bool = False
+    ) -> tuple[list[int], list[Span]]:
         ids, spans, at = [], [], 0
-        for token, library, part in self._parts(well_formed(text), special, self._library):
+        first = self._continuing(text) if rest else self._library
+        for token, library, part in self._parts(well_formed(text), special, first):
             if token is not None:
                 found = [(token, 0, len(part))]
             else:
