@@ -149,45 +149,53 @@ def kept(turns: Mapping[int, Span], conversation: Conversation) -> dict[int, Spa
     return {place: span for place, span in turns.items() if learned[place]}
 
 
-def encoded(tokenizer: Tokenizer, text: str, spans: Sequence[Span], masked: bool = True) -> Ids:
-    """The ids of a text, and which of them lie in spans of characters that the prompt before each must not change."""
-    ids, places = tokenizer.encode_with_offsets(text, special=True)
+def encoded(
+    tokenizer: Tokenizer, text: str, spans: Sequence[Span], masked: bool = True, special: bool = True
+) -> Ids:
+    """The ids of a text, and which of them lie in spans of characters. The text before a span is encoded as a prompt is: alone."""
+    ids, places = tokenizer.encode_with_offsets(text, special=special)
     if not masked:
         return ids, [True] * len(ids)
     cuts = straddled(ids, places, spans, tokenizer.hidden)
-    cuts += [start for start, _ in spans if start not in cuts and not begins_as_prompt(tokenizer, text, ids, places, start)]
+    cuts += [start for start, _ in spans if start not in cuts and not begins_as_prompt(tokenizer, text, ids, places, start, special)]
     if cuts:
-        ids, places = encode_cut(tokenizer, text, sorted(cuts))
-    return ids, [any(start <= begin < stop for start, stop in spans) for begin, _ in places]
+        ids, places = encode_cut(tokenizer, text, sorted(cuts), special)
+    begins, mask = [begin for begin, _ in places], [False] * len(ids)
+    for start, stop in spans:
+        first, last = bisect_left(begins, start), bisect_left(begins, stop)
+        mask[first:last] = [True] * (last - first)
+    return ids, mask
 
 
-def begins_as_prompt(tokenizer: Tokenizer, text: str, ids: Sequence[int], places: Sequence[Span], start: int) -> bool:
-    """Whether the ids before a place are those of the text before it alone, as a prompt is encoded. Only what follows the last
-    special token is compared first: no token reaches over one."""
+def begins_as_prompt(
+    tokenizer: Tokenizer, text: str, ids: Sequence[int], places: Sequence[Span], start: int, special: bool
+) -> bool:
+    """Whether the ids before a place are those of the text before it alone, as a prompt is encoded. What follows the last special
+    token decides: text before one has no effect on what comes after it."""
     count = bisect_left(places, start, key=lambda place: place[0])
-    last = next((place for place in range(count - 1, 0, -1) if ids[place] in tokenizer.hidden), 0)
-    for first in (last, 0):
-        if tokenizer.encode(text[places[first][0] : start] if count else "", special=True) == list(ids[first:count]):
-            return True
-    return False
+    first = next((place for place in range(count - 1, 0, -1) if ids[place] in tokenizer.hidden), 0)
+    return not count or tokenizer.encode(text[places[first][0] : start], special=special) == list(ids[first:count])
 
 
 def straddled(ids: Sequence[int], places: Sequence[Span], spans: Sequence[Span], hidden: Collection[int]) -> list[int]:
     """The edges of spans that lie inside a token of text. Special tokens are exempt: they may include blanks beside them."""
-    edges = {edge for span in spans for edge in span}
-    inside = {
-        edge for edge in edges for token, (begin, end) in zip(ids, places) if begin < edge < end and token not in hidden
-    }
-    return sorted(inside)
+    inside = []
+    for edge in sorted({edge for span in spans for edge in span}):
+        token = bisect_left(places, edge, key=lambda place: place[0]) - 1
+        if token >= 0 and places[token][1] > edge and ids[token] not in hidden:
+            inside.append(edge)
+    return inside
 
 
-def encode_cut(tokenizer: Tokenizer, text: str, cuts: Sequence[int]) -> tuple[list[int], list[Span]]:
+def encode_cut(
+    tokenizer: Tokenizer, text: str, cuts: Sequence[int], special: bool = True
+) -> tuple[list[int], list[Span]]:
     """Ids and spans of a text whose parts are encoded separately."""
     ids: list[int] = []
     places: list[Span] = []
     for start, stop in zip([0, *cuts], [*cuts, len(text)]):
         rest = start > 0 and tokenizer.puts_space
-        part, spans = tokenizer.encode_with_offsets(text[start:stop], special=True, **({"rest": True} if rest else {}))
+        part, spans = tokenizer.encode_with_offsets(text[start:stop], special=special, **({"rest": True} if rest else {}))
         ids += part
         places += [(start + begin, start + end) for begin, end in spans]
     return ids, places

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from argosy.core.errors import BadInput
-from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, check_fields
+from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, Fingerprint, check_fields
+from argosy.data.conversations import encoder_for, shown_template
 from argosy.data.encode import Encoder
 from argosy.data.order import Order, ordered, picked, whole_numbers
-from argosy.data.pack import Rows, corpus_of, rows_of
-from argosy.data.prepare import HeldOut, fingerprint_of, grouped
-from argosy.data.settings import DataSettings
+from argosy.data.pack import Rows, corpus_of
+from argosy.data.prepare import HeldOut, grouped
+from argosy.data.settings import DataSettings, encoding
 from argosy.data.sources import Document, Source
 from argosy.data.summary import CorpusSummary
-from argosy.data.tables import described
+from argosy.data.tables import described, identity_of, packed
 
 if TYPE_CHECKING:
     from grain.experimental import ThreadPrefetchDatasetIterator
@@ -46,14 +47,14 @@ class OnlineBatches(Batches):
             what = "several processes cannot end online data together: `data.epochs` counts each one's own documents"
             raise BadInput(what, hint="leave `data.epochs` out, or prepare the corpus (`data.online=false`)")
         check_fields(fields, LANGUAGE_MODELING)
-        identity = fingerprint_of(source, tokenizer, settings.held_out, settings.bos, settings.special)
+        identity = identity_of(source, tokenizer, settings)
         self.fingerprint = ordered(identity, settings, seed)
         self.tokens_per_batch = settings.batch * settings.sequence
         self.bytes_per_token = None
         self.among = {"process": process, "processes": processes}
-        make = lambda: Encoder(tokenizer, settings.bos, settings.special)  # noqa: E731
-        self.source, self.settings, self.make_encoder = source, settings, make
-        windows = Windows(source, settings, make, seed, process, processes, fields)
+        make = lambda: encoder_for(source, tokenizer, **encoding(settings))  # noqa: E731
+        self.source, self.settings, self.make_encoder, self.identity = source, settings, make, identity
+        windows = Windows(source, settings, identity, make, seed, process, processes, fields)
         self.held = [ThreadPrefetchDatasetIterator(windows, settings.prefetch)]
         # Grain's iterator closes itself when deleted, which prints a traceback once the interpreter shuts down.
         self.release = weakref.finalize(self, lambda held: held.pop().close(), self.held)
@@ -80,7 +81,11 @@ class OnlineBatches(Batches):
             "max_bytes": limit if cut else None,
         }
         known |= {"special_documents": encoder.special_documents, "special_names": tuple(encoder.special_names)}
-        return described(self.settings.source, self.settings, online=True, **known)
+        if self.source.format != "text":
+            rendered = shown_template(encoder.tokenizer, self.source.format, self.settings.template)
+            known |= {"rendered": rendered, "learn": self.settings.learn}
+        known |= {"ignored": self.source.ignored}
+        return described(self.settings.source, self.settings, identity=self.identity, online=True, **known)
 
     def position(self) -> dict[str, Any]:
         return self.iterator.get_state() | self.among
@@ -112,6 +117,7 @@ class Windows:
         self,
         source: Source,
         settings: DataSettings,
+        identity: Fingerprint,
         make_encoder: Callable[[], Encoder],
         seed: int,
         process: int,
@@ -119,6 +125,7 @@ class Windows:
         fields: Fields,
     ):
         self.source, self.settings, self.make_encoder, self.fields = source, settings, make_encoder, fields
+        self.identity = identity
         self.seed, self.process, self.processes = seed, process, processes
         self.set_state(dict.fromkeys(self.POSITION, 0))
 
@@ -159,7 +166,7 @@ class Windows:
         for document in islice(documents, start):
             encoder.skip(document)
         for group in grouped(documents):
-            rows = rows_of(corpus_of(encoder.encode(group)), self.settings.packing, self.settings.sequence)
+            rows = packed(corpus_of(encoder.encode(group)), self.settings, self.identity)
             if len(rows):
                 yield start, rows
             start += len(group)

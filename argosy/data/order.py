@@ -51,11 +51,36 @@ class Order:
         return int.from_bytes(hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest(), "big")
 
 
+def of_records(identity: Fingerprint) -> bool:
+    """Whether data with this fingerprint was made from records, such as conversations, and not from text."""
+    return "source.format" in identity
+
+
+def packing_of(settings: DataSettings, identity: Fingerprint) -> str:
+    """How the documents of this data become rows."""
+    return settings.packing or ("fit" if of_records(identity) else "split")
+
+
+def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
+    """What happens to a document longer than a row.
+
+    Raises:
+        BadInput: the setting would be ignored, because the packing has no documents longer than a row.
+    """
+    if settings.too_long is not None and packing_of(settings, identity) == "split":
+        what = f"data.too_long={settings.too_long} is for data.packing=fit: data.packing=split joins documents and cuts the stream"
+        raise BadInput(what, hint="set `data.packing=fit`, or leave `data.too_long` out")
+    return settings.too_long or ("cut" if of_records(identity) else "continue")
+
+
 def ordered(identity: Fingerprint, settings: DataSettings, seed: int) -> Fingerprint:
     """Everything that decides which rows come in which order. The number of processes and of steps do not."""
     # Another way of shuffling gets another number.
     shuffle = "order 1" if settings.shuffle else False
-    packed = {"sequence": settings.sequence, "batch": settings.batch, "packing": settings.packing}
+    packing, too_long = packing_of(settings, identity), too_long_of(settings, identity)
+    packed = {"sequence": settings.sequence, "batch": settings.batch, "packing": packing}
+    # Left out where it is what every older run did, so that those resume.
+    packed |= {"too_long": too_long} if packing == "fit" and too_long != "continue" else {}
     return identity | packed | {"shuffle": shuffle, "seed": seed, "online": settings.online}
 
 

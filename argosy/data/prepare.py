@@ -29,6 +29,7 @@ import numpy as np
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.files import sync
 from argosy.data.batch import Fingerprint
+from argosy.data.conversations import counted, encoder_for, made_by, nothing_to_learn
 from argosy.data.encode import Encoder, puts_bos
 from argosy.data.pack import Corpus, Encoded
 from argosy.data.sources import Capped, Document, Source, is_prepared
@@ -114,6 +115,8 @@ def prepare(
     held_out: float = 0.01,
     bos: bool | None = None,
     special: bool = False,
+    learn: str = "answers",
+    template: str | None = None,
     settings: Mapping[str, Any] | None = None,
     keep_tokenizer: bool = False,
     progress: Progress | None = None,
@@ -125,7 +128,7 @@ def prepare(
     documents, the rest is the end of the corpus.
 
     Args:
-        bos, special: as for `encode.Encoder`.
+        bos, special, learn, template: as for `conversations.encoder_for`.
         settings: kept in the manifest, for whoever opens the folder.
         keep_tokenizer: save the tokenizer in the folder too.
         progress: gets the bytes of text done, after each group of documents.
@@ -136,7 +139,7 @@ def prepare(
         ArgosyError: the disk is full; what was begun is removed.
     """
     folder = Path(folder).expanduser().absolute()
-    fingerprint = fingerprint_of(source, tokenizer, held_out, bos, special)
+    fingerprint = fingerprint_of(source, tokenizer, held_out, bos, special, learn, template)
     try:
         with one_writer(folder, say) as partial:
             if is_prepared(folder):
@@ -145,8 +148,8 @@ def prepare(
                 raise BadInput("the folder holds other files", where=str(folder), hint="choose a new or empty folder")
             if keep_tokenizer:
                 tokenizer.save(partial / TOKENIZER)
-            encoder = Encoder(tokenizer, bos, special)
-            write(partial, source, encoder, held_out, fingerprint, settings or {}, progress)
+            encoder = encoder_for(source, tokenizer, bos, special, learn, template)
+            write(partial, source, encoder, held_out, fingerprint, settings or {}, progress, template)
             partial.rename(folder)
             sync(folder.parent)
     except OSError as e:
@@ -157,7 +160,13 @@ def prepare(
 
 
 def fingerprint_of(
-    source: Source, tokenizer: "Tokenizer", held_out: float, bos: bool | None, special: bool = False
+    source: Source,
+    tokenizer: "Tokenizer",
+    held_out: float,
+    bos: bool | None,
+    special: bool = False,
+    learn: str = "answers",
+    template: str | None = None,
 ) -> Fingerprint:
     """What decides the tokens. Keys that came later are left out where they change nothing, so that older runs resume."""
     made = {"tokenizer": tokenizer.fingerprint, "bos": puts_bos(tokenizer, bos), "held_out": held_out}
@@ -165,7 +174,7 @@ def fingerprint_of(
     made |= (
         {"parts": "joined"} if tokenizer.puts_space else {}
     )  # once, each MiB of a text began with a space of its own
-    return source.fingerprint() | made
+    return source.fingerprint() | made | made_by(source, tokenizer, learn, template)
 
 
 def same(prepared: Prepared, fingerprint: Fingerprint) -> Prepared:
@@ -185,6 +194,7 @@ def write(
     fingerprint: Fingerprint,
     settings: Mapping[str, Any],
     progress: Progress | None,
+    template: str | None,
 ) -> None:
     """Fills the partial folder: both splits, then the manifest."""
     chooser, done = HeldOut(share), 0
@@ -193,7 +203,9 @@ def write(
         for group in grouped(source.documents()):
             for document, encoded in zip(group, encoder.encode(group)):
                 size_bytes = len(document.text.encode())
-                writers["held_out" if chooser.takes(document) else "train"].add(encoded, size_bytes)
+                # Records have no text whose bytes their tokens could be compared with.
+                text_bytes = size_bytes if document.record is None else 0
+                writers["held_out" if chooser.takes(document) else "train"].add(encoded, text_bytes)
                 done += size_bytes
             if progress:
                 progress(done, source.size_bytes)
@@ -203,8 +215,10 @@ def write(
         hint = "is `data.source` the right file?"
         read = source.source if isinstance(source, Capped) else source
         where = str(getattr(read, "path", fingerprint["source"]))
-        raise BadInput("the corpus is empty: no document holds any text", where=where, hint=hint)
+        raise nothing_to_learn(encoder, where) or BadInput("the corpus is empty: no document holds any text", where=where, hint=hint)
     wanted = int(share * total) - held_out.tokens
+    if source.format != "text":
+        wanted = train.tail_of_documents(wanted) if share else 0
     if held_out.tokens < share * total / 2 and wanted > 1:  # a lone token has no target
         held_out.take_tail(train, wanted, encoder)
     splits = {split: writer.manifest() for split, writer in writers.items()}
@@ -217,6 +231,7 @@ def write(
         "settings": dict(settings),
         "source": {"files": source.files, "disk_bytes": source.disk_bytes, "max_bytes": source.max_bytes},
         "special": {"documents": encoder.special_documents, "names": encoder.special_names},
+        "records": counted(encoder, source, template),
         "splits": splits,
     }
     with (partial / "manifest.json").open("w") as file:
@@ -306,14 +321,22 @@ class SplitWriter:
                 size = min(GROUP_BYTES, other.tokens - at)
                 tokens = np.fromfile(other.folder / "tokens.bin", self.dtype, size, offset=at * self.dtype.itemsize)
                 self.put(tokens, other.weights_at(at, size, other.weights) if other.weights else None)
-                words = [token for token in tokens.tolist() if token not in (*encoder.before, *encoder.after)]
-                moved_bytes += len(encoder.tokenizer.decode(words).encode())
+                if other.bytes:
+                    words = [token for token in tokens.tolist() if token not in (*encoder.before, *encoder.after)]
+                    moved_bytes += len(encoder.tokenizer.decode(words).encode())
         os.truncate(other.folder / "tokens.bin", start * self.dtype.itemsize)
         if other.weights:
             os.truncate(other.folder / other.weights, start * DTYPES[other.weights].itemsize)
         head[:-1].tofile(other.folder / "documents.bin")
         self.documents, self.bytes = self.documents + 1 + len(inside), self.bytes + moved_bytes
         other.tokens, other.documents, other.bytes = start, len(head) - 1, other.bytes - moved_bytes
+
+    def tail_of_documents(self, count: int) -> int:
+        """How many tokens whole documents at the end have: the fewest that are at least `count`, while one document stays."""
+        self.files["documents.bin"].flush()
+        starts = np.fromfile(self.folder / "documents.bin", "<i8")
+        first = int(np.searchsorted(starts, self.tokens - count, side="right")) - 1
+        return self.tokens - int(starts[max(first, 1)]) if len(starts) > 1 else 0
 
     def manifest(self) -> dict[str, Any]:
         """Ends the index, and describes the files once they are on the disk."""

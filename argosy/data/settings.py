@@ -1,19 +1,24 @@
 """The settings of data. They do not depend on the model; its vocabulary is passed when a pipeline is built."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from argosy.core.schema import Also, BelongsTo, MayChange
 from argosy.core.settings import Settings
 
-MADE_WITH = ("tokenizer", "held_out", "max_bytes", "documents", "invalid", "bos", "special")
+MADE_WITH = ("tokenizer", "held_out", "max_bytes", "documents", "invalid", "format", "columns", "bos", "special", "learn",
+             "template")  # fmt: skip
 """What decides the tokens of a prepared corpus. A run on such a folder may repeat these settings, but not change them."""
 
 
+ENCODED_BY = ("bos", "special", "learn", "template")
+"""What an encoder is made with, beside its tokenizer."""
+
+
 class DataSettings(Settings):
-    """The data of a run. `max_bytes`, `documents` and `invalid` describe how one source is read, so changing `source` discards
-    what earlier layers (a recipe) set for them. `held_out`, a share, applies to any source."""
+    """The data of a run. `max_bytes`, `documents`, `invalid`, `format` and `columns` describe how one source is read, so changing
+    `source` discards what earlier layers (a recipe) set for them. `held_out`, a share, applies to any source."""
 
     source: Annotated[
         str,
@@ -77,11 +82,19 @@ class DataSettings(Settings):
     ] = Field(default=8, gt=0)
     """Rows of an update, over all devices and processes, before `accumulate` splits them."""
 
-    packing: Annotated[Literal["split", "fit"], Also("sample_packing", "group_by_length", "pad_to_sequence_len")] = (
-        "split"
-    )
+    packing: Annotated[
+        Literal["split", "fit"] | None, Also("sample_packing", "group_by_length", "pad_to_sequence_len")
+    ] = None
     """How documents become rows. split: joined to one stream and cut every `sequence` tokens, without padding. fit: packed into
-    rows by best fit, so that only documents longer than a row are cut."""
+    rows by best fit, so that only documents longer than a row are cut (`too_long`). None: split for text; fit for conversations,
+    since the rest of one in another row would lack its prompt."""
+
+    too_long: Annotated[
+        Literal["continue", "cut", "drop", "error"] | None, Also("excess_length_strategy", "truncation_mode", "truncation")
+    ] = None
+    """What `packing=fit` does with a document longer than a row. continue: the rest goes into further rows; cut: the rest is left
+    out; drop: all of it is left out; error: the run ends before its first step. What is cut or left out is counted. None: continue
+    for text, cut for conversations."""
 
     shuffle: Annotated[bool, Also("enable_data_shuffling", "shuffle_data")] = True
     """Shuffles the rows of each epoch differently. Off: rows come in the order of the source."""
@@ -113,13 +126,36 @@ class DataSettings(Settings):
     invalid: Annotated[Literal["error", "replace"], BelongsTo("source")] = "error"
     """What to do with bytes that are not UTF-8. error: report their position; replace: read them as U+FFFD."""
 
+    format: Annotated[
+        Literal["auto", "text", "completion", "messages", "alpaca", "sharegpt"], BelongsTo("source"), Also("dataset_format")
+    ] = "auto"
+    """What the records of a JSONL file are. text: documents; completion: `prompt` and `completion`; messages: OpenAI's; alpaca:
+    `instruction`, `input`, `output`; sharegpt: `conversations`. auto: what the first record is. Any other record is an error."""
+
+    columns: Annotated[dict[str, str], BelongsTo("source"), Also("field_messages", "dataset_text_field", "columns_mapping")] = {}
+    """Names of the columns of a JSONL file that differ from the format's: `data.columns.messages=dialog` reads messages from the
+    column `dialog`. `role`, `content`, `from` and `value` rename what a message holds."""
+
+    learn: Annotated[
+        Literal["answers", "all"],
+        Also("assistant_only_loss", "completion_only_loss", "train_on_completions_only", "roles_to_train", note="answers is that"),
+        Also("train_on_inputs", "train_on_prompt", note="all is that"),
+    ] = "answers"
+    """Which tokens of conversations count in the loss. answers: what the assistant says with the token that ends its turn, and
+    completions; conversations without any are left out and counted. all: every token. Text is learned whole."""
+
+    template: Annotated[str | None, Also("chat_template", "chat_template_path", "chat_template_jinja")] = None
+    """The chat template of conversations: the name of one of the tokenizer's, a Jinja file, or `alpaca` (Stanford's text, for
+    Alpaca records). None: the tokenizer's own; Alpaca records without one get Stanford's text."""
+
     bos: Annotated[bool | None, Also("add_bos", "add_bos_token")] = None
     """Puts the tokenizer's beginning-of-sequence token in front of every document that does not begin with it. None: as the
-    tokenizer does for a prompt, so that training and generation agree (Llama and Gemma: yes, GPT-2 and Qwen: no)."""
+    tokenizer does for a prompt, so that training and generation agree (Llama and Gemma: yes, GPT-2 and Qwen: no); a chat template
+    writes its own."""
 
     special: bool = False
-    """Encodes the names of special tokens in a text (`<|im_start|>`) as those tokens, which rendered chats need. Off: they are
-    ordinary text, and a warning counts the documents that contain some."""
+    """Encodes the names of special tokens in a text (`<|im_start|>`) as those tokens, for text that was rendered by a chat template
+    elsewhere. Off: they are ordinary text, and a warning counts the documents that contain some."""
 
     online: Annotated[bool, Also("streaming")] = False
     """Tokenizes and packs while training, and writes nothing. A run then resumes only with the same number of processes,
@@ -132,3 +168,8 @@ class DataSettings(Settings):
 
     cache: Annotated[str | None, MayChange(), Also("dataset_prepared_path", "cache_dir")] = None
     """Folder where tokenized corpora are cached. None: `argosy/corpora` under $XDG_CACHE_HOME, or under ~/.cache."""
+
+
+def encoding(settings: DataSettings) -> dict[str, Any]:
+    """The settings that an encoder is made with."""
+    return {name: getattr(settings, name) for name in ENCODED_BY}

@@ -17,8 +17,9 @@ import numpy as np
 
 from argosy.core.errors import BadInput, Damaged
 from argosy.data.batch import Fingerprint
-from argosy.data.encode import Encoder
-from argosy.data.pack import Corpus, Rows, corpus_of, rows_of
+from argosy.data.conversations import encoder_for, template_hash
+from argosy.data.order import of_records, packing_of, too_long_of
+from argosy.data.pack import Corpus, Rows, corpus_of, counts_of, rows_of
 from argosy.data.prepare import (
     HeldOut,
     Prepared,
@@ -28,7 +29,7 @@ from argosy.data.prepare import (
     open_prepared,
     prepare,
 )
-from argosy.data.settings import MADE_WITH, DataSettings
+from argosy.data.settings import ENCODED_BY, MADE_WITH, DataSettings, encoding
 from argosy.data.sources import RowSource, Source, find_source, is_prepared
 from argosy.data.summary import CorpusSummary
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 CORPUS_BYTES = 10**9
 # Packings kept in memory: a run builds its data twice, training and evaluation each time.
 PLANS = 4
-KEPT: OrderedDict[tuple[str, str, str, int], Rows] = OrderedDict()
+KEPT: OrderedDict[tuple[str, str, str, int, str], Rows] = OrderedDict()
 ENDLESS = sys.maxsize
 
 Data = Source | RowSource | Prepared | Corpus
@@ -81,16 +82,38 @@ def check_prepared(prepared: Prepared, settings: DataSettings) -> None:
     was = {
         "held_out": made.get("held_out"), "max_bytes": made.get("source.max_bytes"), "bos": made.get("bos"),
         "documents": made.get("source.documents", "whole"), "invalid": made.get("source.invalid", "error"),
-        "special": made.get("special", False),
+        "special": made.get("special", False), "format": made.get("source.format", "text"),
+        "columns": json.loads(made.get("source.columns", "{}")), "learn": made.get("learn", "all"),
     }  # fmt: skip
+    check_template(prepared, settings)
     for name in (name for name in MADE_WITH if name in was and name in settings.model_fields_set):
         value = getattr(settings, name)
-        if value != was[name] and not (name == "bos" and value is None):
+        if value != was[name] and not (name == "bos" and value is None) and not (name == "format" and value == "auto"):
             raise BadInput(
                 f"the corpus was prepared with data.{name}={was[name]}, not {value}",
                 where=str(prepared.folder),
                 hint=f"leave `data.{name}` out, or prepare the corpus again with `{name}={value}`",
             )
+
+
+def check_template(prepared: Prepared, settings: DataSettings) -> None:
+    """Compares the chat template, which may be a file that has changed, with the one that a corpus was rendered by.
+
+    Raises:
+        BadInput: it is another, or the corpus is text.
+    """
+    if settings.template is None or prepared.tokenizer is None:
+        return
+    from argosy.data.tokenize import load_tokenizer
+
+    made = prepared.fingerprint.get("template")
+    if made is None or template_hash(load_tokenizer(prepared.tokenizer), settings.template) != made:
+        was = (prepared.manifest.get("settings") or {}).get("template") or ("the tokenizer's" if made else "none")
+        raise BadInput(
+            f"the corpus was prepared with another chat template than data.template={settings.template}: {was}",
+            where=str(prepared.folder),
+            hint=f"leave `data.template` out, or prepare the corpus again with `template={settings.template}`",
+        )
 
 
 def tokenizer_for(settings: DataSettings) -> "Tokenizer | None":
@@ -165,9 +188,14 @@ def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: i
     digest = hashlib.sha256()
     for name, array in {"tokens": corpus.tokens, "starts": corpus.starts, **corpus.beside}.items():
         digest.update(f"{name} {array.dtype}".encode() + np.ascontiguousarray(array).tobytes())
-    rows = needed(rows_of(corpus, settings.packing, settings.sequence), split, settings)
-    identity = {"source": "corpus in memory", "source.sha256": digest.hexdigest()}
+    identity: Fingerprint = {"source": "corpus in memory", "source.sha256": digest.hexdigest()}
+    rows = needed(packed(corpus, settings, identity), split, settings)
     return Table(rows, identity, None, described("in memory", settings, corpus, rows))
+
+
+def packed(corpus: Corpus, settings: DataSettings, identity: Fingerprint) -> Rows:
+    """The rows of a corpus under the settings; `identity` says what it was made from."""
+    return rows_of(corpus, packing_of(settings, identity), settings.sequence, too_long_of(settings, identity))
 
 
 def planned(prepared: Prepared, split: str, settings: DataSettings) -> Rows:
@@ -175,21 +203,35 @@ def planned(prepared: Prepared, split: str, settings: DataSettings) -> Rows:
     a million documents."""
     corpus = prepared.train if split == "train" else prepared.held_out
     files = json.dumps(prepared.manifest["splits"][split]["files"], sort_keys=True)
-    key = (str(prepared.folder), files, settings.packing, settings.sequence)
+    made = prepared.fingerprint
+    key = (str(prepared.folder), files, packing_of(settings, made), settings.sequence, too_long_of(settings, made))
     if key not in KEPT:
-        KEPT[key] = rows_of(corpus, settings.packing, settings.sequence)
+        KEPT[key] = packed(corpus, settings, made)
         while len(KEPT) > PLANS:
             KEPT.popitem(last=False)
     return KEPT[key]
 
 
 def described(
-    name: str, settings: DataSettings, corpus: Corpus | None = None, rows: Rows | None = None, **more: Any
+    name: str,
+    settings: DataSettings,
+    corpus: Corpus | None = None,
+    rows: Rows | None = None,
+    identity: Fingerprint | None = None,
+    **more: Any,
 ) -> CorpusSummary:
-    """A summary of these rows; `rows` and `batch` are what batches are made of."""
+    """A summary of these rows; `rows` and `batch` are what batches are made of. identity: what the corpus was made from."""
+    identity = identity or {}
     if corpus is not None:
-        short = int((np.diff(corpus.starts) < 2).sum()) if settings.packing == "fit" else 0
+        short = int((np.diff(corpus.starts) < 2).sum()) if packing_of(settings, identity) == "fit" else 0
         more |= {"documents": corpus.documents, "tokens": len(corpus.tokens), "short_documents": short}
+    if of_records(identity):
+        more |= {"format": identity["source.format"], "packing": packing_of(settings, identity)}
+        more |= {"chosen_packing": settings.packing is None, "too_long": too_long_of(settings, identity)}
+    if rows is not None and (of_records(identity) or settings.too_long not in (None, "continue")):
+        done = counts_of(rows)
+        more |= {"cut": done.cut, "dropped": done.dropped, "unlearned": done.unlearned, "targets": done.targets}
+        more |= {"parted": done.parted if of_records(identity) else 0, "learned": done.learned}
     count = None if rows is None else len(rows)
     return CorpusSummary(source=name, rows=count, sequence=settings.sequence, batch=settings.batch, **more)
 
@@ -197,10 +239,12 @@ def described(
 def summary_of(prepared: Prepared, settings: DataSettings, rows: Rows | None = None) -> CorpusSummary:
     """What a prepared corpus consists of."""
     source, special = prepared.manifest.get("source", {}), prepared.manifest.get("special", {})
+    records = prepared.manifest.get("records", {})
     train, held_out = (prepared.manifest["splits"][split] for split in ("train", "held_out"))
     return described(
-        settings.source, settings, prepared.train, rows,
-        bytes=train["bytes"], held_out_documents=held_out["documents"], held_out_tokens=held_out["tokens"],
+        settings.source, settings, prepared.train, rows, prepared.fingerprint,
+        ignored=tuple(records.get("ignored", ())), unanswered=records.get("unanswered", 0), rendered=records.get("rendered"),
+        learn=records.get("learn"), bytes=train["bytes"], held_out_documents=held_out["documents"], held_out_tokens=held_out["tokens"],
         files=source.get("files"), source_bytes=source.get("disk_bytes"), max_bytes=source.get("max_bytes"),
         special_documents=special.get("documents", 0), special_names=tuple(special.get("names", ())),
     )  # fmt: skip
@@ -210,6 +254,11 @@ def needed(rows: Rows, split: str, settings: DataSettings) -> Rows:
     """The rows, which must not be empty."""
     if not len(rows):
         purpose, hint = ("train", "") if split == "train" else ("evaluate", "raise `data.held_out`, or ")
+        counts = counts_of(rows)
+        if counts.dropped or counts.unlearned:
+            what = f"nothing to {purpose} on is left: every document is longer than a row of {settings.sequence}, or has no "
+            what += "answer within it"
+            raise BadInput(what, where=settings.source, hint="raise `data.sequence`")
         raise BadInput(f"the corpus holds nothing to {purpose} on", where=settings.source, hint=f"{hint}give more text")
     return rows
 
@@ -220,7 +269,7 @@ def cached(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progr
     Raises:
         BadInput: more text than should be tokenized while a run starts.
     """
-    fingerprint = fingerprint_of(source, tokenizer, settings.held_out, settings.bos, settings.special)
+    fingerprint = identity_of(source, tokenizer, settings)
     modified = source.modified()
     identity = fingerprint | {"modified": modified} if modified else fingerprint
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -236,8 +285,13 @@ def cached(source: Source, settings: DataSettings, tokenizer: "Tokenizer", progr
             where=f"data.source={settings.source}",
             hint=f"run `argosy data prepare {settings.source} FOLDER`, then train with `data.source=FOLDER`",
         )
-    how: dict[str, Any] = {"held_out": settings.held_out, "bos": settings.bos, "special": settings.special}
+    how: dict[str, Any] = {name: getattr(settings, name) for name in ("held_out", *ENCODED_BY)}
     return prepare(source, tokenizer, folder, **how, progress=progress)
+
+
+def identity_of(source: Source, tokenizer: "Tokenizer", settings: DataSettings) -> Fingerprint:
+    """What decides the tokens of a source under these settings."""
+    return fingerprint_of(source, tokenizer, settings.held_out, **encoding(settings))
 
 
 def cache_folder(settings: DataSettings) -> Path:
@@ -252,24 +306,25 @@ def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenize
     Raises:
         BadInput: nothing is left out, for instance because all the text is one document.
     """
-    chooser, encoder = HeldOut(settings.held_out), Encoder(tokenizer, settings.bos, settings.special)
+    chooser, encoder = HeldOut(settings.held_out), encoder_for(source, tokenizer, **encoding(settings))
     enough = ENDLESS if limit is None else limit * settings.batch * settings.sequence + 1
     encoded, tokens, size_bytes = [], 0, 0
     for group in grouped(document for document in source.documents() if chooser.takes(document)):
         for document, one in zip(group, encoder.encode(group)):
             if tokens < enough:
                 encoded.append(one)
-                tokens, size_bytes = tokens + len(one.tokens), size_bytes + len(document.text.encode())
+                text_bytes = len(document.text.encode()) if document.record is None else 0
+                tokens, size_bytes = tokens + len(one.tokens), size_bytes + text_bytes
         if tokens >= enough:
             break
     corpus = corpus_of(encoded)
-    rows = rows_of(corpus, settings.packing, settings.sequence)
+    identity = identity_of(source, tokenizer, settings)
+    rows = packed(corpus, settings, identity)
     if not len(rows):
         raise BadInput(
             "data.online holds out whole documents, and none of this source was",
             where=settings.source,
             hint="`data.documents=paragraphs`, a larger `data.held_out`, or `data.held_out=0` to train without evaluation",
         )
-    identity = fingerprint_of(source, tokenizer, settings.held_out, settings.bos, settings.special)
     bytes_per_token = size_bytes / (len(corpus.tokens) - corpus.documents) if size_bytes else None
-    return Table(rows, identity, bytes_per_token, described(settings.source, settings, corpus, rows))
+    return Table(rows, identity, bytes_per_token, described(settings.source, settings, corpus, rows, identity))

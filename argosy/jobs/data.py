@@ -11,7 +11,7 @@ from argosy.core.errors import BadInput
 from argosy.core.settings import dump, read_settings, words_layer
 from argosy.data import pipeline
 from argosy.data.prepare import Progress, open_prepared
-from argosy.data.settings import MADE_WITH, DataSettings
+from argosy.data.settings import ENCODED_BY, MADE_WITH, DataSettings
 from argosy.data.sources import Source, find_source, is_prepared
 from argosy.data.tokenize import load_tokenizer
 from argosy.jobs.compose import compose, recipes
@@ -73,7 +73,7 @@ def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress |
     if missing := tokenizer.missing_bytes:
         say(f"the tokenizer `{settings.tokenizer}` has no token for {len(missing)} of the 256 bytes: text with them loses them")
     made_with = {name: value for name, value in dump(settings).items() if name in ("source", *MADE_WITH)}
-    how: dict[str, Any] = {name: getattr(settings, name) for name in ("held_out", "bos", "special")}
+    how: dict[str, Any] = {name: getattr(settings, name) for name in ("held_out", *ENCODED_BY)}
     prepared = write(
         source, tokenizer, target, **how, settings=made_with, keep_tokenizer=True, progress=progress, say=say
     )

@@ -89,8 +89,15 @@ def test_masked_tokens_are_the_assistants_words_and_the_end_of_its_turn(name):
     tokenizer = tokenizer_for(template_of(name), *marks)
     words = [message["content"] for message in TALK if message["role"] == "assistant"]
     assert said(tokenizer, TALK) == [first + word + end for first, word, end in zip(before, words, ends)]
-    ids, _ = encode_with_mask(tokenizer, TALK, now=NOW)
-    assert ids == tokenizer.encode(render(template_of(name), TALK, SPECIAL, now=NOW), special=True)
+    ids, mask = encode_with_mask(tokenizer, TALK, now=NOW)
+    text = render(template_of(name), TALK, SPECIAL, now=NOW)
+    assert tokenizer.decode(ids, skip_special=False) == text
+    prompt = render(template_of(name), TALK[:1], SPECIAL, add_generation_prompt=True, now=NOW)
+    asked = tokenizer.encode(prompt, special=True)
+    if text.startswith(prompt):
+        assert ids[: mask.index(True)] == asked
+    if tokenizer.encode(text, special=True)[: len(asked)] == asked:
+        assert ids == tokenizer.encode(text, special=True)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "google-gemma-2-2b-it"])  # it knows no system role

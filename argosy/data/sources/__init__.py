@@ -5,12 +5,13 @@
     data.source=text:server.log   a reader by name, and what it reads
 
 A source of documents yields the same documents in the same order every time. A source of rows makes any row from its
-number. Neither knows the tokenizer.
+number. Neither knows the tokenizer: a source of conversations yields records, which `data.conversations` renders.
 """
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -41,12 +42,36 @@ CORPORA = ("stdlib", "docstrings", "synthetic")
 
 
 @dataclass(frozen=True)
+class Record:
+    """One example to fine-tune on: messages for a chat template, or a prompt and its completion. With both, they say the same.
+
+    where: the file and line, for errors. learned: for each message, whether it counts where it is an assistant's; None: all do.
+    tools: JSON schemas of functions. variables: of the template.
+    """
+
+    where: str
+    messages: Sequence[Mapping[str, Any]] | None = None
+    learned: tuple[bool, ...] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str | None = None
+    completion: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Everything that decides its tokens, as JSON."""
+        said = [self.messages, self.learned, self.tools, self.variables, self.prompt, self.completion]
+        return json.dumps(said, ensure_ascii=False, sort_keys=True)
+
+
+@dataclass(frozen=True)
 class Document:
-    """Text, or tokens where the source already has them.
+    """Text, or tokens where the source already has them, or a record.
 
     learn: half-open spans of `tokens` that count in the loss; None means all of them.
     weights: of each of `tokens` in the loss, in place of `learn`.
     ends: False for a piece of a long document; the next Document continues it.
+    record: what to render; `text` is then its JSON, by which it is measured and held out.
     """
 
     text: str = ""
@@ -54,6 +79,7 @@ class Document:
     learn: tuple[tuple[int, int], ...] | None = None
     ends: bool = True
     weights: Sequence[float] | None = None
+    record: Record | None = None
 
     def __post_init__(self) -> None:
         if (self.learn is not None or self.weights is not None) and self.tokens is None:
@@ -91,6 +117,18 @@ class Source(Origin):
     files: int | None = None
     # The limit on the text, if it cut some off; known once the text has been read.
     max_bytes: int | None = None
+    # Whether the settings `format` and `columns` apply: to JSONL.
+    has_columns: bool = False
+
+    @property
+    def format(self) -> str:
+        """One of `records.FORMATS`. Any other than `text` yields records."""
+        return "text"
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Columns that were found and not read, as far as the source has been read."""
+        return ()
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:
@@ -116,7 +154,15 @@ class Capped(Source):
     def __init__(self, source: Source, limit: int):
         self.source, self.limit = source, limit
         self.size_bytes = limit if source.size_bytes is None else min(source.size_bytes, limit)
-        self.disk_bytes, self.files = source.disk_bytes, source.files
+        self.disk_bytes, self.files, self.has_columns = source.disk_bytes, source.files, source.has_columns
+
+    @property
+    def format(self) -> str:
+        return self.source.format
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return self.source.ignored
 
     def documents(self) -> Iterator[Document]:
         left, inside, self.max_bytes = self.limit, False, None
@@ -124,7 +170,8 @@ class Capped(Source):
             size = len(document.text.encode())
             if size > left or not left:
                 self.max_bytes = self.limit
-                if left or inside:
+                # A record is read whole or not at all.
+                if (left or inside) and document.record is None:
                     yield Document(document.text.encode()[:left].decode(errors="ignore"))
                 return
             left, inside = left - size, not document.ends
@@ -148,9 +195,28 @@ def find_source(settings: "DataSettings") -> Source | RowSource:
         source = SOURCES[name].from_settings(argument, settings)
     else:
         source = SOURCES[reader_of(settings.source)].from_settings(settings.source, settings)
+    check_described(source, settings)
     if settings.max_bytes is not None and isinstance(source, Source):
         return Capped(source, settings.max_bytes)
     return source
+
+
+def check_described(source: Origin, settings: "DataSettings") -> None:
+    """Checks that the settings about records say nothing of a source that has none.
+
+    Raises:
+        BadInput: they do, since they would be ignored.
+    """
+    has_columns = isinstance(source, Source) and source.has_columns
+    if not has_columns and (settings.format not in ("auto", "text") or settings.columns):
+        name = "columns" if settings.columns else f"format={settings.format}"
+        hint = "such a file ends in .jsonl or .ndjson, or is named as `jsonl:FILE`"
+        raise BadInput(f"data.{name} is for JSONL, and this source is not", where=f"data.source={settings.source}", hint=hint)
+    given = {name: getattr(settings, name) for name in ("learn", "template") if name in settings.model_fields_set}
+    asked = [name for name, value in given.items() if value not in (None, "all")]
+    if asked and not (isinstance(source, Source) and source.format != "text"):
+        what = f"data.{asked[0]} is for conversations, and this data is text: every token is learned"
+        raise BadInput(what, where=f"data.source={settings.source}", hint=f"leave `data.{asked[0]}` out")
 
 
 def check_readable(settings: "DataSettings") -> None:

@@ -1,4 +1,4 @@
-"""Text files, JSON lines, folders of both, and texts in memory; `.gz` is read as what it wraps.
+"""Text files, JSON lines (text or records), folders of both, and texts in memory; `.gz` is read as what it wraps.
 
 Files of any size are read in pieces of about 1 MiB, so memory is bounded. How a text in pieces gets the tokens of the whole
 text is the business of `encode.Encoder`. Text must be UTF-8.
@@ -10,14 +10,16 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 
 from argosy.core.errors import BadInput, Damaged
 from argosy.data.sources import Document, Source, is_prepared, missing, reader_of
+from argosy.data.sources.records import Reader
 
 if TYPE_CHECKING:
     from argosy.data.settings import DataSettings
@@ -57,17 +59,33 @@ class TextFile(Source):
 
 
 class JsonLines(Source):
-    """One JSON object a line; its field `text` is the document."""
+    """One JSON object a line: text, or a record to fine-tune on."""
 
-    def __init__(self, path: str | Path, *, invalid: str = "error"):
+    has_columns = True
+
+    def __init__(
+        self, path: str | Path, *, invalid: str = "error", format: str = "auto", columns: Mapping[str, str] | None = None
+    ):
+        """format, columns: as `records.Reader`."""
         self.path = existing(path)
-        self.invalid = invalid
+        self.invalid, self.asked, self.columns = invalid, format, dict(columns or {})
+        self.reader = Reader(format, columns)
         self.size_bytes = self.disk_bytes = self.path.stat().st_size
         self.files = 1
 
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
-        return cls(argument, invalid=settings.invalid)
+        return cls(argument, invalid=settings.invalid, format=settings.format, columns=settings.columns)
+
+    @property
+    def format(self) -> str:
+        if self.reader.format is None:
+            next(self.documents(), None)
+        return self.reader.format or "text"
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return tuple(self.reader.ignored)
 
     def documents(self) -> Iterator[Document]:
         with opened(self.path) as stream:
@@ -78,20 +96,43 @@ class JsonLines(Source):
                     raise BadInput(f"a line of JSON longer than {LINE_BYTES >> 20} MiB", where=f"{self.path}:{number}")
                 text = decode(line, offset, self.path, self.invalid)
                 if text.strip():
-                    yield Document(text_field(text, f"{self.path}:{number}"))
+                    yield self.document(text, f"{self.path}:{number}")
                 offset += len(line)
 
+    def document(self, line: str, where: str) -> Document:
+        if not self.reader.begun:
+            self.reader.row(line, where)  # decides the format
+        if self.reader.format == "text":
+            return Document(self.reader.text(line, where))
+        record = self.reader.record(line, where)
+        return Document(record.text, record=record)
+
     def fingerprint(self) -> dict[str, Any]:
-        return {"source": "jsonl", "source.sha256": content_hash(self.path), "source.invalid": self.invalid}
+        made = {"source": "jsonl", "source.sha256": content_hash(self.path), "source.invalid": self.invalid}
+        return made | read_as(self.format, self.columns)
 
     def modified(self) -> list[int]:
         return modified([self.path])
 
 
+def read_as(format: str, columns: Mapping[str, str]) -> dict[str, Any]:
+    """How records are read, for a fingerprint. Nothing for text in the column `text`, so that older runs resume."""
+    made = {"source.format": format} if format != "text" else {}
+    return made | ({"source.columns": json.dumps(dict(columns), sort_keys=True)} if columns else {})
+
+
 class Folder(Source):
     """Every text and JSONL file below a folder, or whatever a glob matches, in the order of their paths."""
 
-    def __init__(self, where: str | Path, *, documents: str = "whole", invalid: str = "error"):
+    def __init__(
+        self,
+        where: str | Path,
+        *,
+        documents: str = "whole",
+        invalid: str = "error",
+        format: str = "auto",
+        columns: Mapping[str, str] | None = None,
+    ):
         root = Path(where).expanduser()
         matched = readable_below(root) if root.is_dir() else map(Path, sorted(glob(str(root), recursive=True)))
         self.paths = [path for path in matched if path.is_file()]
@@ -102,21 +143,40 @@ class Folder(Source):
             searched = f"a folder is searched for {' '.join(FOLDER_SUFFIXES)}, also with .gz"
             raise BadInput(f"no files to read: `{where}`", hint=searched)
         self.root = root if root.is_dir() else Path(os.path.commonpath([path.parent for path in self.paths]))
-        self.split, self.invalid = documents, invalid
+        self.split, self.invalid, self.asked, self.columns = documents, invalid, format, dict(columns or {})
         self.size_bytes = self.disk_bytes = sum(path.stat().st_size for path in self.paths)
         self.files = len(self.paths)
+        self.lines = [path for path in self.paths if reader_of(str(path)) == "jsonl"]
+        self.has_columns = bool(self.lines)
+        self.unread: dict[str, None] = {}
 
     @classmethod
     def from_settings(cls, argument: str, settings: "DataSettings") -> Self:
-        return cls(argument, documents=settings.documents, invalid=settings.invalid)
+        how: dict[str, Any] = {"documents": settings.documents, "invalid": settings.invalid}
+        return cls(argument, **how, format=settings.format, columns=settings.columns)
+
+    @cached_property
+    def format(self) -> str:  # type: ignore[override]
+        """That of the first JSONL file; all others must have it."""
+        found = JsonLines(self.lines[0], invalid=self.invalid, format=self.asked, columns=self.columns).format if self.lines else "text"
+        if found != "text" and (texts := [path for path in self.paths if path not in self.lines]):
+            what = f"a text file among files of `{found}` records"
+            raise BadInput(what, where=str(texts[0]), hint=f"name the JSONL files alone: `data.source={self.root}/*.jsonl`")
+        return found
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return tuple(self.unread)
 
     def documents(self) -> Iterator[Document]:
         for path in self.paths:
-            yield from self.reader(path).documents()
+            source = self.reader(path)
+            yield from source.documents()
+            self.unread |= dict.fromkeys(source.ignored)
 
     def reader(self, path: Path) -> Source:
-        if reader_of(str(path)) == "jsonl":
-            return JsonLines(path, invalid=self.invalid)
+        if path in self.lines:
+            return JsonLines(path, invalid=self.invalid, format=self.format, columns=self.columns)
         return TextFile(path, documents=self.split, invalid=self.invalid)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -125,6 +185,7 @@ class Folder(Source):
         for path in self.paths:
             digest.update(f"{path.relative_to(self.root).as_posix()}\0{content_hash(path)}\n".encode())
         how = {"source.files": len(self.paths), "source.documents": self.split, "source.invalid": self.invalid}
+        how |= read_as(self.format, self.columns)
         return {"source": "folder", "source.sha256": digest.hexdigest()} | how
 
     def modified(self) -> list[int]:
@@ -219,23 +280,6 @@ def decode(data: bytes, offset: int, path: Path, invalid: str) -> str:
             where=str(path),
             hint="convert the file, or read it with `data.invalid=replace`",
         ) from None
-
-
-def text_field(line: str, where: str) -> str:
-    """The field `text` of one line of JSON."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise BadInput(f"not a line of JSON: {e}"[:200], where=where) from None
-    if not isinstance(row, dict):
-        raise BadInput("each line of a JSONL file must be an object", where=where, hint='like {"text": "..."}')
-    if not isinstance(row.get("text"), str):
-        found = ", ".join(f"`{key}`" for key in list(row)[:6]) or "none"
-        hint = f"pre-training reads the field `text`; the fields here are {found}"[:200]
-        if {"messages", "conversations"} & row.keys():
-            hint = "conversations are not read from JSONL yet: \"Chats\" in docs/guides/data.md renders them to text or tokens"
-        raise BadInput("no text in the field `text`", where=where, hint=hint)
-    return row["text"]
 
 
 def existing(path: str | Path) -> Path:
