@@ -59,9 +59,7 @@ def marked(text: str, counts: bool, color: bool) -> str:
 
 
 def words(ids: list[int], tokenizer: "Tokenizer | None") -> str:
-    """Decoded text, with the tokens of beginning and end spelled out."""
+    """Decoded text, special tokens by their names; without a tokenizer, the ids."""
     if tokenizer is None:
         return "".join(f"{token} " for token in ids)
-    special = {tokenizer.bos: "<bos>", tokenizer.eos: "<eos>"}
-    runs = groupby(ids, key=lambda token: special.get(token))
-    return "".join(name * len(list(run)) if name else tokenizer.decode(list(run)) for name, run in runs)
+    return tokenizer.decode(ids, skip_special=False)

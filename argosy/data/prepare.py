@@ -333,7 +333,6 @@ class SplitWriter:
 
     def tail_of_documents(self, count: int) -> int:
         """How many tokens whole documents at the end have: the fewest that are at least `count`, while one document stays."""
-        self.files["documents.bin"].flush()
         starts = np.fromfile(self.folder / "documents.bin", "<i8")
         first = int(np.searchsorted(starts, self.tokens - count, side="right")) - 1
         return self.tokens - int(starts[max(first, 1)]) if len(starts) > 1 else 0

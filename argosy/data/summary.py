@@ -15,6 +15,11 @@ class CorpusSummary:
     and which packing by fit leaves out.  tail_rows: of the last epoch, too few for a batch.  ends_after: batches until the
     epochs asked for are over.  special_documents: hold the name of a special token, which trains as plain text.
     special_names: some of those names.
+
+    Of records: format, and rendered: how they became text.  learn: which tokens count.  targets, learned: tokens that are predicted
+    in one epoch, and those that count.  packing: how they became rows; chosen_packing: because it was not set.  unanswered: left
+    out because nothing in them is learned.  too_long: what happens to documents longer than a row; cut, dropped: how many it
+    happened to; unlearned: left out because no answer is within the row.  parted: continue in another row.  ignored: columns.
     """
 
     source: str
@@ -36,6 +41,20 @@ class CorpusSummary:
     special_documents: int = 0
     special_names: tuple[str, ...] = ()
     online: bool = field(default=False)
+    format: str | None = None
+    rendered: str | None = None
+    learn: str | None = None
+    targets: int = 0
+    learned: int | None = None
+    packing: str | None = None
+    chosen_packing: bool = False
+    unanswered: int = 0
+    too_long: str | None = None
+    cut: int = 0
+    dropped: int = 0
+    unlearned: int = 0
+    parted: int = 0
+    ignored: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """All known fields, for JSON."""
@@ -44,24 +63,31 @@ class CorpusSummary:
     @property
     def text(self) -> str:
         """The summary as one paragraph."""
-        sentences = [self._what(), self._left_out(), self.warning]
+        sentences = [self._what(), self._left_out(), self._cut(), self._ignored(), self.warning]
         return " ".join(sentence for sentence in sentences if sentence)
 
     def _what(self) -> str:
         parts = []
+        if self.format:
+            parts.append(f"`{self.format}` by {self.rendered}" if self.rendered else f"`{self.format}`")
         if self.files is not None:
             size = f" of {counted_bytes(self.source_bytes)}" if self.source_bytes is not None else ""
             parts.append(f"{plural(self.files, 'file')}{size}")
         if self.bytes:
             parts.append(f"{counted_bytes(self.bytes)} of text")
         if self.documents:
-            parts.append(plural(self.documents, "document"))
+            parts.append(plural(self.documents, self.noun))
         if self.tokens:
             parts.append(plural(self.tokens, "token"))
+        if self.format and self.targets:
+            share = 1.0 if self.learned is None else self.learned / self.targets
+            parts.append(f"{100 * share:.3g} % of targets learned (data.learn={self.learn})")
         if self.rows:
-            parts.append(f"{plural(self.rows, 'row')} of {self.sequence}")
+            default = f" by data.packing={self.packing}" + (", the default for them" if self.chosen_packing else "")
+            parts.append(f"{plural(self.rows, 'row')} of {self.sequence}{default if self.format else ''}")
         if self.online:
-            parts.append("tokenized while training, so its size is not known beforehand")
+            more = f"; data.learn={self.learn}, data.packing={self.packing}, data.too_long={self.too_long}" if self.format else ""
+            parts.append(f"tokenized while training, so its size is not known beforehand{more}")
         if self.epochs is not None:
             parts.append(f"{self.epochs:.3g} epochs in this run")
         return f"data {self.source}: {', '.join(parts) or 'of unknown size'}."
@@ -72,13 +98,36 @@ class CorpusSummary:
             of = f" of {counted_bytes(self.source_bytes)}" if self.source_bytes is not None else ""
             parts.append(f"everything after the first {counted_bytes(self.max_bytes)}{of} (data.max_bytes)")
         if self.held_out_tokens:
-            documents = f" in {plural(self.held_out_documents, 'document')}" if self.held_out_documents else ""
+            documents = f" in {plural(self.held_out_documents, self.noun)}" if self.held_out_documents else ""
             parts.append(f"{plural(self.held_out_tokens, 'token')}{documents} for evaluation (data.held_out)")
+        if self.unanswered:
+            parts.append(f"{plural(self.unanswered, self.noun)} without an answer (data.learn=answers)")
+        if self.dropped:
+            parts.append(f"{plural(self.dropped, self.noun)} longer than a row (data.too_long=drop)")
+        if self.unlearned:
+            parts.append(f"{plural(self.unlearned, self.noun)} whose answer begins after the end of a row (data.sequence)")
         if self.short_documents:
             parts.append(f"{plural(self.short_documents, 'document')} of fewer than two tokens")
         if self.tail_rows:
             parts.append(f"the last {plural(self.tail_rows, 'row')}, too few for a batch (data.epochs)")
         return f"Left out: {'; '.join(parts)}." if parts else ""
+
+    def _cut(self) -> str:
+        if self.cut:
+            return f"Cut: {plural(self.cut, self.noun)} longer than a row of {self.sequence} (data.too_long=cut)."
+        parted = f"Cut: {plural(self.parted, self.noun)} at the end of a row, to go on in the next one without what came before"
+        return f"{parted} (data.packing=split)." if self.parted else ""
+
+    def _ignored(self) -> str:
+        names = ", ".join(f"`{name}`" for name in self.ignored)
+        return f"Ignored columns: {names}." if names else ""
+
+    @property
+    def noun(self) -> str:
+        """What a document is called."""
+        if self.format in (None, "text"):
+            return "document"
+        return "example" if self.format in ("completion", "alpaca") else "conversation"
 
     @property
     def warning(self) -> str:

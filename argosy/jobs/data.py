@@ -89,7 +89,7 @@ def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress |
 
 
 def inspect(recipe: str, words: Iterable[str], rows: int, color: bool) -> tuple[str, list[dict[str, Any]]]:
-    """The first rows of a recipe's first batch: as text, and as JSON.
+    """The first rows of a recipe's first batch: as text below what the corpus consists of, and as JSON.
 
     Raises:
         UserError: anything that would prevent the run from starting on its data.
@@ -102,9 +102,10 @@ def inspect(recipe: str, words: Iterable[str], rows: int, color: bool) -> tuple[
     batches = pipeline.build(run.data, tokenizer, vocab=run.model.vocab, seed=run.seed)
     try:
         batch = {name: array[:rows] for name, array in next(batches).items()}
+        corpus = batches.summary().text
     finally:
         batches.close()
-    text = inspect.render(batch, tokenizer, color)
+    text = f"{corpus}\n\n{inspect.render(batch, tokenizer, color)}"
     count = len(batch["tokens"])
     document = [{name: array[row].tolist() for name, array in batch.items()} for row in range(count)]
     for row in document:
