@@ -138,8 +138,8 @@ class DataSettings(Settings):
 
     learn: Annotated[
         Literal["answers", "all"],
-        Also("assistant_only_loss", "completion_only_loss", "train_on_completions_only", "roles_to_train", note="answers is that"),
-        Also("train_on_inputs", "train_on_prompt", note="all is that"),
+        Also("assistant_only_loss", "completion_only_loss", "roles_to_train", note="answers, the default, is that"),
+        Also("train_on_inputs", "train_on_prompt", note="data.learn=all is that; the default learns answers only"),
     ] = "answers"
     """Which tokens of conversations count in the loss. answers: what the assistant says with the token that ends its turn, and
     completions; conversations without any are left out and counted. all: every token. Text is learned whole."""

@@ -12,7 +12,6 @@ _QUANTIZED = "training quantized weights is not built yet"
 _DROPOUT = "dropout is not built: one pass over much text does not need it"
 _PROFILE = "profiling a run is not built yet; metrics.jsonl and report.html show where its time went"
 _RESUMES = "the same command resumes: a run directory continues from its last good checkpoint"
-_CHAT = "not from the command line yet: every token is learned; `argosy.data.chat_mask` in Python"
 _HUB = "nothing is uploaded: `argosy convert RUN FOLDER` writes a Hub folder"
 _LOADERS = "data is read ahead by threads: data.prefetch is how many batches"
 _COMPILED = "every step is compiled, and compiled programs are kept between runs"
@@ -90,10 +89,6 @@ ELSEWHERE: dict[str, str] = {
     "label_smoothing": "label smoothing is not built",
     "label_smoothing_factor": "label smoothing is not built",
     "neftune_noise_alpha": "noise on embeddings is not built",
-    "chat_template": "not from the command line yet; `argosy.data.chat_mask` in Python renders conversations",
-    "train_on_inputs": _CHAT,
-    "completion_only_loss": _CHAT,
-    "assistant_only_loss": _CHAT,
     "betas": "two settings: optimizer.b1 and optimizer.b2",
     "fp16": "float16 is not built: precision=bfloat16 takes as much memory and needs no loss scaling",
     "per_device_eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches sets how many",

@@ -53,11 +53,18 @@ EXAMPLES = {
 }
 
 
-@pytest.fixture(params=list(SOURCES))
+def records(folder):
+    """Prompts with completions, of which some are longer than a row."""
+    rows = [{"prompt": text[: len(text) // 2], "completion": text[len(text) // 2 :]} for text in stories(90)]
+    (folder / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return JsonLines(folder / "r.jsonl")
+
+
+@pytest.fixture(params=[*SOURCES, "records"])
 def source(request, tmp_path) -> Source | RowSource:
     folder = tmp_path / "source"
     folder.mkdir()
-    return EXAMPLES[request.param](folder)
+    return (EXAMPLES | {"records": records})[request.param](folder)
 
 
 @pytest.fixture(params=["split", "fit"])

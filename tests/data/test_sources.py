@@ -115,13 +115,6 @@ def test_a_wrong_line_of_json_is_reported_with_its_number(tmp_path, line, told):
     assert len(str(e.value).splitlines()) <= 5
 
 
-def test_messages_in_jsonl_are_answered_by_the_guide(tmp_path):
-    path = write(tmp_path / "chats.jsonl", '{"messages": [{"role": "user", "content": "hi"}]}\n')
-    with pytest.raises(BadInput, match="no text in the field") as e:
-        list(JsonLines(path).documents())
-    assert "docs/guides/data.md" in (e.value.hint or "")
-
-
 def test_an_endless_line_of_json_is_not_read_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "LINE_BYTES", 100)
     with pytest.raises(BadInput, match="longer than"):

@@ -102,8 +102,17 @@ AXOLOTL = {
     "load_in_8bit": SENTENCE,
     "flash_attention": SENTENCE,
     "wandb_project": SENTENCE,
-    "train_on_inputs": SENTENCE,
-    "chat_template": SENTENCE,
+    "train_on_inputs": "data.learn",
+    "roles_to_train": "data.learn",
+    "chat_template": "data.template",
+    "excess_length_strategy": "data.too_long",
+    "field_messages": "data.columns",
+}
+TRL = {
+    "completion_only_loss": "data.learn",
+    "assistant_only_loss": "data.learn",
+    "chat_template_path": "data.template",
+    "dataset_text_field": "data.columns",
 }
 NANOCHAT = {
     "depth": "model.layers",
@@ -173,6 +182,7 @@ NAMES = {
         "hugging face": HUGGING_FACE,
         "torchtitan": TORCHTITAN,
         "axolotl": AXOLOTL,
+        "trl": TRL,
         "nanochat": NANOCHAT,
         "maxtext": MAXTEXT,
     }.items()
@@ -209,9 +219,8 @@ def test_a_name_of_another_trainer_is_answered(readings, name, key):
         ("min_lr", "`schedule.final`? it is a share of the peak, not a rate"),
         ("betas", "optimizer.b1 and optimizer.b2"),
         ("resume_from_checkpoint", "the same command resumes"),
-        ("completion_only_loss", "not from the command line yet: every token is learned; `argosy.data.chat_mask` in Python"),
-        ("train_on_inputs", "not from the command line yet"),
-        ("chat_template", "not from the command line yet"),
+        ("completion_only_loss", "`data.learn`? answers, the default, is that"),
+        ("train_on_inputs", "`data.learn`? data.learn=all is that"),
     ],
 )
 def test_an_answer_says_how_the_value_differs(readings, name, says):

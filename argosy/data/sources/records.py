@@ -1,0 +1,323 @@
+"""Records to fine-tune on: which format the objects of a JSONL file have, and what each of them asks and answers.
+
+    text         text                                   a document, as in pre-training
+    completion   prompt, completion                     two texts, or two lists of messages
+    messages     messages                               OpenAI's: role, content, tool_calls
+    alpaca       instruction, output, (input)           also system and history, as LLaMA-Factory writes them
+    sharegpt     conversations                          from and value; role and content too, since many files mix the names
+
+Beside messages, `tools` are JSON schemas of functions (a list, or its JSON) and `chat_template_kwargs` further variables of the
+template, as in TRL. A message of an assistant with `weight` 0 is not learned, as in OpenAI's fine-tuning. A column that is null
+counts as absent, because that is how tables with optional columns become JSONL.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from argosy.core.errors import BadInput, nearest
+from argosy.data.sources import Record
+
+Row = Mapping[str, Any]
+# Format -> the columns that it needs, and those that it may have.
+FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "text": (("text",), ()),
+    "completion": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
+    "messages": (("messages",), ("tools", "chat_template_kwargs")),
+    "alpaca": (("instruction", "output"), ("input", "system", "history")),
+    "sharegpt": (("conversations",), ("tools", "system", "chat_template_kwargs")),
+}
+# What a message holds, which `data.columns` may rename too.
+OF_A_MESSAGE = ("role", "content", "from", "value")
+NAMES = tuple(dict.fromkeys([*(name for needs, may in FORMATS.values() for name in needs + may), *OF_A_MESSAGE]))
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TAGS = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "observation": "tool", "tool": "tool", "function_call": "assistant",
+}  # fmt: skip
+"""The roles that ShareGPT files write as `from`."""
+SHOWN = 6
+
+# Stanford's texts, as in the column `text` of tatsu-lab/alpaca (github.com/tatsu-lab/stanford_alpaca, train.py).
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+
+
+class Reader:
+    """Reads the records of one format.
+
+    Args:
+        format: one of FORMATS, or `auto`: the one that the first record has.
+        columns: format's name of a column -> its name in the file.
+    """
+
+    def __init__(self, format: str = "auto", columns: Mapping[str, str] | None = None):
+        self.columns = dict(columns or {})
+        for name in self.columns:
+            if name not in NAMES:
+                raise BadInput(f"unknown column `{name}`", where="data.columns", hint=nearest(name, NAMES))
+        self.format = None if format == "auto" else format
+        self.begun = False
+        # Columns that were found and are not read, in order.
+        self.ignored: dict[str, None] = {}
+
+    def row(self, line: str, where: str) -> dict[str, Any]:
+        """The columns of a line of JSON, under the format's names.
+
+        Raises:
+            BadInput: it is not an object, or not of the format.
+        """
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            raise BadInput(f"not a line of JSON: {e}"[:200], where=where) from None
+        if not isinstance(found, dict):
+            raise BadInput("each line of a JSONL file must be an object", where=where, hint='like {"text": "..."}')
+        has = {name: value for name, value in found.items() if value is not None}
+        if not self.begun:
+            self.begin(found, has, where)
+        needs, may = FORMATS[self.format or "text"]
+        if lacking := [name for name in needs if self.named(name) not in has]:
+            raise self.other(lacking, has, where)
+        known = [name for name in (*needs, *may) if self.named(name) in has]
+        read = {self.named(name) for name in known}
+        self.ignored |= dict.fromkeys(name for name in has if name not in read)
+        return {name: has[self.named(name)] for name in known}
+
+    def named(self, name: str) -> str:
+        """A column's name in the file."""
+        return self.columns.get(name, name)
+
+    def begin(self, found: Row, has: Row, where: str) -> None:
+        """Decides the format by the first record.
+
+        Raises:
+            BadInput: it has none, or several.
+        """
+        for name, column in self.columns.items():
+            if name not in OF_A_MESSAGE and column not in found:
+                raise BadInput(f"no column `{column}`", where=where, hint=f"data.columns.{name}={column}; {listed(has)}")
+        if self.format is None:
+            fits = [one for one, (needs, _) in FORMATS.items() if all(self.named(name) in has for name in needs)]
+            if len(fits) > 1:
+                what = f"this record could be {' or '.join(f'`{one}`' for one in fits)}"
+                hint = f"say which: {' or '.join(f'data.format={one}' for one in fits)}"
+                raise BadInput(what, where=where, hint=hint)
+            if not fits:
+                raise unknown(has, where)
+            self.format = fits[0]
+        self.begun = True
+
+    def other(self, lacking: list[str], has: Row, where: str) -> BadInput:
+        columns = " and ".join(f"`{self.named(name)}`" for name in lacking)
+        if self.format == "text":
+            return BadInput(f"no text in the field {columns}", where=where, hint=f"this data is read as text; {listed(has)}")
+        what = f"a record without {columns}"
+        return BadInput(what, where=where, hint=f"this data is read as `{self.format}`; {listed(has)}")
+
+    def text(self, line: str, where: str) -> str:
+        """The text of a record of the format `text`."""
+        text = self.row(line, where)["text"]
+        if not isinstance(text, str):
+            name = self.named("text")
+            raise BadInput(f"no text in the field `{name}`", where=where, hint=f"it holds {kind(text)}")
+        return text
+
+    def record(self, line: str, where: str) -> Record:
+        """A record of any other format.
+
+        Raises:
+            BadInput: something in it is not what the format says.
+        """
+        row = self.row(line, where)
+        how = {"where": where, "tools": tools_of(row.get("tools"), where), "variables": variables_of(row, where)}
+        if self.format == "alpaca":
+            return alpaca(row, where)
+        if self.format == "completion":
+            return self.completion(row, how, where)
+        column = "messages" if self.format == "messages" else "conversations"
+        messages, taught = self.messages(row[column], self.named(column), where)
+        if row.get("system"):
+            messages, taught = [system(row["system"], where), *messages], [True, *taught]
+        return Record(messages=messages, learned=None if all(taught) else tuple(taught), **how)
+
+    def completion(self, row: Row, how: dict[str, Any], where: str) -> Record:
+        """A prompt and its completion: both texts, or both messages."""
+        prompt, answer = row["prompt"], row["completion"]
+        if isinstance(prompt, str) and isinstance(answer, str):
+            return Record(where=where, prompt=prompt, completion=answer)
+        if not (isinstance(prompt, list) and isinstance(answer, list)):
+            what = f"a prompt that is {kind(prompt)}, and a completion that is {kind(answer)}"
+            raise BadInput(what, where=where, hint="both are texts, or both are lists of messages")
+        asked, _ = self.messages(prompt, self.named("prompt"), where)
+        said, taught = self.messages(answer, self.named("completion"), where)
+        return Record(messages=[*asked, *said], learned=(*[False] * len(asked), *taught), **how)
+
+    def messages(self, given: Any, column: str, where: str) -> tuple[list[dict[str, Any]], list[bool]]:
+        """Messages as templates read them, and which of them are learned if an assistant's."""
+        if not isinstance(given, list) or not given:
+            what = "an empty list of messages" if given == [] else f"`{column}` is {kind(given)}, not a list of messages"
+            raise BadInput(what, where=where, hint='like [{"role": "user", "content": "..."}, ...]')
+        found, taught = [], []
+        for place, message in enumerate(given):
+            at = f"{where}, {column}[{place}]"
+            if not isinstance(message, dict):
+                raise BadInput(f"a message that is {kind(message)}", where=at)
+            message = {name: value for name, value in message.items() if value is not None}
+            weight = message.pop("weight", 1)
+            if weight not in (0, 1):
+                raise BadInput(f"a message of weight {str(weight)[:20]}", where=at, hint="0: not learned; 1: learned")
+            found.append(self.message(message, at))
+            taught.append(bool(weight))
+        return found, taught
+
+    def message(self, message: dict[str, Any], where: str) -> dict[str, Any]:
+        """One message under the names that templates read."""
+        tag, value = self.named("from"), self.named("value")
+        if tag in message and self.named("role") not in message:
+            speaker, content = message.pop(tag), message.pop(value, None)
+            if not isinstance(speaker, str) or speaker not in TAGS:
+                what = f"a message from `{str(speaker)[:40]}`"
+                raise BadInput(what, where=where, hint=f"`{tag}` is one of {', '.join(TAGS)}")
+            if not isinstance(content, str):
+                raise BadInput(f"a message without text in `{value}`", where=where, hint=listed(message))
+            if speaker == "function_call":
+                return {"role": "assistant", "content": "", "tool_calls": function_call(content, where)} | message
+            return {"role": TAGS[speaker], "content": content} | message
+        role = message.pop(self.named("role"), None)
+        if role not in ROLES:
+            what = f"a message of the role `{str(role)[:40]}`" if role is not None else "a message without a role"
+            raise BadInput(what, where=where, hint=nearest(str(role), ROLES) if role is not None else listed(message))
+        content = text_of(message.pop(self.named("content"), None), where)
+        if "tool_calls" in message:
+            message["tool_calls"] = calls_of(message["tool_calls"], where)
+        elif not content and role == "user":
+            raise BadInput("a message of the user without content", where=where)
+        return {"role": role, "content": content} | message
+
+
+def function_call(text: str, where: str) -> list[dict[str, Any]]:
+    """The calls that a ShareGPT message `from: function_call` holds as JSON: one object, or several."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    calls = given if isinstance(given, list) else [given]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise BadInput("a function call that is not JSON", where=where, hint='like {"name": "f", "arguments": {}}')
+    return calls_of([{"type": "function", "function": call} for call in calls], where)
+
+
+def text_of(content: Any, where: str) -> str:
+    """A message's content as text: parts of text are joined by line breaks, as the server joins them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            name = part.get("type") if isinstance(part, dict) else kind(part)
+            raise BadInput(f"a content of type `{str(name)[:32]}`", where=where, hint="only text is read; images are not built yet")
+    return "\n".join(part["text"] for part in parts)
+
+
+def calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects: OpenAI writes them as a JSON text, which templates would quote again."""
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadInput("a tool call without a function's name", where=where, hint='like {"function": {"name": "f"}}')
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                raise BadInput("the arguments of a tool call are not JSON", where=where) from None
+        found.append(call | {"function": function | {"arguments": {} if arguments is None else arguments}})
+    return found
+
+
+def tools_of(given: Any, where: str) -> list[Any] | None:
+    """The functions that a conversation may call; None where there are none."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else None
+        except (ValueError, RecursionError):
+            raise BadInput("`tools` is a text that is not JSON", where=where) from None
+    if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
+        raise BadInput(f"`tools` is {kind(given)}", where=where, hint="a list of JSON schemas of functions")
+    return given or None
+
+
+def variables_of(row: Row, where: str) -> dict[str, Any]:
+    """Further variables of the template."""
+    given = row.get("chat_template_kwargs", {})
+    if not isinstance(given, dict):
+        raise BadInput(f"`chat_template_kwargs` is {kind(given)}", where=where, hint='like {"enable_thinking": false}')
+    return given
+
+
+def alpaca(row: Row, where: str) -> Record:
+    """An instruction, as messages and as Stanford's text, which has no room for earlier turns."""
+    for name in ("instruction", "output", "input", "system"):
+        if not isinstance(row.get(name, ""), str):
+            raise BadInput(f"`{name}` is {kind(row[name])}, not a text", where=where)
+    asked, extra, said = row["instruction"], row.get("input", ""), row["output"]
+    history = row.get("history") or []
+    if not all(isinstance(turn, list) and len(turn) == 2 and all(isinstance(one, str) for one in turn) for turn in history):
+        raise BadInput("`history` is not a list of pairs of texts", where=where, hint='like [["question", "answer"]]')
+    messages = [system(row["system"], where)] if row.get("system") else []
+    for question, answer in history:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    whole = f"{asked}\n\n{extra}" if extra else asked
+    messages += [{"role": "user", "content": whole}, {"role": "assistant", "content": said}]
+    text = (ALPACA_WITH_INPUT if extra else ALPACA).format(instruction=asked, input=extra)
+    alone = not history and not row.get("system")
+    return Record(where=where, messages=messages, prompt=text if alone else None, completion=said if alone else None)
+
+
+def system(text: Any, where: str) -> dict[str, Any]:
+    if not isinstance(text, str):
+        raise BadInput(f"`system` is {kind(text)}, not a text", where=where)
+    return {"role": "system", "content": text}
+
+
+def unknown(has: Row, where: str) -> BadInput:
+    """The error for a first record of no format, with what its columns probably are."""
+    what, hint = "a record of no known format", f"{listed(has)}; a format needs {needed()}"
+    if {"chosen", "rejected"} <= has.keys():
+        hint = "preference pairs are not read from files yet; `data.columns.completion=chosen` trains on the chosen answers"
+    elif "input_ids" in has:
+        hint = "token ids are not read from files: give the text or the messages"
+    elif pair := next((pair for pair in PAIRS if set(pair) <= has.keys()), None):
+        hint = f"{listed(has)}; rename them: data.columns.prompt={pair[0]} data.columns.completion={pair[1]}"
+    return BadInput(what, where=where, hint=hint)
+
+
+# Names under which files have a prompt and its completion.
+PAIRS = (("question", "answer"), ("query", "response"), ("prompt", "response"), ("instruction", "response"), ("input", "output"),
+         ("question", "response"), ("instruction", "completion"))  # fmt: skip
+
+
+def needed() -> str:
+    """The columns of every format, for a hint."""
+    return ", ".join(" and ".join(f"`{name}`" for name in needs) for needs, _ in FORMATS.values())
+
+
+def listed(has: Row) -> str:
+    """The first columns of a record, for a hint."""
+    names = ", ".join(f"`{name[:40]}`" for name in list(has)[:SHOWN])
+    return f"it has {names}" if names else "it has no columns"
+
+
+def kind(value: Any) -> str:
+    """What a JSON value is, in words."""
+    names = {str: "a text", bool: "a switch", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), "null")
