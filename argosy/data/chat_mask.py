@@ -114,8 +114,8 @@ def encode_chunk(
         jobs.append(Job(template, one.messages, parts, {"tools": one.tools} | dict(one.variables)))
     found: list[Ids | BadInput] = []
     for one, job, answers in zip(conversations, jobs, all_rendered(jobs, tokenizer.special, now, child)):
-        renders = Renders(job, tokenizer.special, now, way.name or "default", dict(zip(job.parts, answers)), child)
         try:
+            renders = Renders(job, tokenizer.special, now, way.name or "default", dict(zip(job.parts, answers)), child)
             turns = renders.turns(ends) if way.masked else {}
             found.append(encoded(tokenizer, renders.whole, list(kept(turns, one).values()), way.masked))
         except BadInput as error:

@@ -161,7 +161,7 @@ def made_by(source: Source, tokenizer: "Tokenizer", learn: str, template: str | 
 def template_hash(tokenizer: "Tokenizer", template: str | None) -> str:
     """sha256 of the templates that may be used, and of the special tokens that they write."""
     templates, name = templates_of(tokenizer, template)
-    used = {name: templates[name]} if name in templates else dict(templates)
+    used = {name: templates[name]} if name is not None and name in templates else dict(templates)
     return hashlib.sha256(json.dumps([used, tokenizer.special, name], sort_keys=True).encode()).hexdigest()
 
 

@@ -1,0 +1,345 @@
+"""Fine-tuning data from JSONL to batches: the ids are those of inference, the answers are learned, and nothing is lost unsaid."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers import shared
+from test_chat_mask import tokenizer_for
+from test_records import GOOD, HI, HO, TOOL, written
+from test_tokenize import tokenizer_of
+
+from argosy.core.errors import BadInput
+from argosy.data import chat, chat_mask
+from argosy.data.chat_mask import Conversation, Way, encode_all, encode_with_mask
+from argosy.data.conversations import CLOCK, ConversationEncoder, encoder_for
+from argosy.data.inspect import render
+from argosy.data.pipeline import build, eval_batches, find
+from argosy.data.pipeline import tokenizer_for as tokenizer_in
+from argosy.data.prepare import fingerprint_of, open_prepared
+from argosy.data.settings import DataSettings
+from argosy.data.sources.text import JsonLines
+from argosy.infer.lm import LM
+from argosy.jobs import data as job
+
+# A refusal for a word, and no special token anywhere.
+STRICT = (
+    "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('no is not allowed') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended():
+    yield
+    chat.close_all()
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return tokenizer_of("smollm2")
+
+
+def settings_for(folder, rows, **values) -> DataSettings:
+    path = written(folder, rows)
+    how = {"sequence": 96, "batch": 1, "held_out": 0, "shuffle": False, "cache": str(folder / "cache")}
+    return DataSettings(source=str(path), **how | values)
+
+
+def encoded(tokenizer, folder, rows, **how) -> list[tuple[list[int], list[int]]]:
+    """The ids of each record, and which of them are learned."""
+    source = JsonLines(written(folder, rows))
+    encoder = encoder_for(source, tokenizer, **how)
+    return [
+        (one.tokens.tolist(), [1] * len(one.tokens) if one.weights is None else one.weights.tolist())
+        for one in encoder.encode(list(source.documents()))
+    ]
+
+
+def asked(tokenizer, messages, **how) -> list[int]:
+    """The ids that `lm.chat` feeds for these messages."""
+    return LM.chat_prompt(SimpleNamespace(tokenizer=tokenizer), messages, **how)
+
+
+# ---- ids
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct", "Qwen-Qwen2.5-7B-Instruct", "meta-llama-Llama-3.2-3B-Instruct"])
+def test_the_ids_before_an_answer_are_those_that_chat_feeds(tmp_path, name, monkeypatch):
+    """Llama's prompts end with two line breaks, which this vocabulary joins to one token unless an answer follows."""
+    template = shared(f"chat_templates/{name}.jinja").read_text()
+    tokenizer = tokenizer_for(template, "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
+    given = json.loads(shared("chat_templates/golden.json").read_text())["conversations"]["system_multi"]["messages"]
+    rows = [{"messages": [*given[:2], HO]}, {"messages": [HI, HO], "tools": [TOOL]}]
+    answers = encoded(tokenizer, tmp_path, rows)
+    for (ids, learned), row in zip(answers, rows):
+        prompt = asked(tokenizer, row["messages"][:-1], tools=row.get("tools"), **({"date_string": "26 Jul 2024"}))
+        first = learned.index(1)
+        assert ids[:first] == prompt
+        said = tokenizer.decode([token for token, one in zip(ids, learned) if one], skip_special=False)
+        assert said in ("ho<|im_end|>", "ho<|eot_id|>")
+
+
+@pytest.mark.parametrize("name", ["smollm2", "stories260k", "byte"])
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("Once upon a ti", "me there was"), ("Say:\n\n", "Blue"), ("", "once"), ("2 + 2 =", " 4")]
+)
+def test_a_completion_follows_its_prompt_as_it_is_generated(tmp_path, name, prompt, completion):
+    """The prompt alone decides its ids; the end of sequence is learned, and the beginning is where prompts have one."""
+    tokenizer = tokenizer_of(name)
+    ((ids, learned),) = encoded(tokenizer, tmp_path, [{"prompt": prompt, "completion": completion}])
+    fed = LM.encode(SimpleNamespace(tokenizer=tokenizer), prompt)
+    assert ids[: learned.index(1)] == fed
+    assert learned == [0] * len(fed) + [1] * (len(ids) - len(fed))
+    assert ids[-1] == tokenizer.eos
+    assert tokenizer.decode(ids) == prompt + completion
+
+
+def test_texts_go_through_no_template_and_alpaca_does(tmp_path, smollm2):
+    instruction = {"instruction": "Add.", "input": "2 2", "output": "4"}
+    ((ids, learned),) = encoded(smollm2, tmp_path, [instruction])
+    messages = [{"role": "user", "content": "Add.\n\n2 2"}]
+    assert ids[: learned.index(1)] == asked(smollm2, messages)
+    ((ids, learned),) = encoded(smollm2, tmp_path, [instruction], template="alpaca")
+    text = smollm2.decode(ids[: learned.index(1)])
+    assert text.startswith("Below is an instruction")
+    assert text.endswith("### Input:\n2 2\n\n### Response:\n")
+    assert encoded(tokenizer_of("byte"), tmp_path, [instruction])[0][1].count(1) == len("4") + 1
+    ((ids, _),) = encoded(smollm2, tmp_path, [{"prompt": "Add.", "completion": " 4"}])
+    assert smollm2.decode(ids, skip_special=False) == "Add. 4<|im_end|>"
+
+
+def test_a_beginning_of_sequence_is_the_templates_own(tmp_path):
+    tokenizer = tokenizer_of("stories260k")
+    tokenizer.chat_templates = {"default": STRICT}
+    assert tokenizer.adds_bos
+    ((ids, _),) = encoded(tokenizer, tmp_path, [GOOD])
+    assert tokenizer.bos not in ids
+    ((ids, _),) = encoded(tokenizer, tmp_path, [GOOD], bos=True)
+    assert ids[0] == tokenizer.bos
+    tokenizer.chat_templates = {}
+
+
+def test_only_messages_that_count_are_learned(tmp_path, smollm2):
+    rows = [
+        {"messages": [HI, {**HO, "content": "first", "weight": 0}, HI, {**HO, "content": "second"}]},
+        {"prompt": [HI, {**HO, "content": "first"}, HI], "completion": [{**HO, "content": "second"}]},
+    ]
+    for row in rows:
+        ((ids, learned),) = encoded(smollm2, tmp_path, [row])
+        assert smollm2.decode([t for t, one in zip(ids, learned) if one], skip_special=False) == "second<|im_end|>"
+        ((_, learned),) = encoded(smollm2, tmp_path, [row], learn="all")
+        assert all(learned)
+
+
+def test_weights_need_a_mark_for_each_message(tmp_path):
+    marked = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}a{% endgeneration %}{% endif %}{% endfor %}"
+    twice = marked.replace("%}a{%", "%}a{% endgeneration %}{% generation %}b{%")
+    rows = [{"messages": [HI, {**HO, "weight": 0}, HI, HO]}]
+    ((ids, learned),) = encoded(tokenizer_for(marked), tmp_path, rows)
+    assert (len(ids), sum(learned)) == (2, 1)
+    with pytest.raises(BadInput, match="not one for each message"):
+        encoded(tokenizer_for(twice), tmp_path, rows)
+
+
+def test_dates_in_templates_do_not_depend_on_the_day(tmp_path):
+    tokenizer = tokenizer_for("{{ strftime_now('%d %B %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    ((ids, _),) = encoded(tokenizer, tmp_path, [GOOD], learn="all")
+    assert tokenizer.decode(ids) == f"{CLOCK:%d %B %Y}hiho"
+
+
+# ---- many at once
+
+
+def test_many_conversations_in_two_processes_are_those_of_one_by_one(smollm2, monkeypatch):
+    monkeypatch.setattr(chat_mask, "children", lambda: chat.children()[:1] * 2)
+    monkeypatch.setattr(chat_mask, "TOGETHER", 3)
+    talks = [[HI, {**HO, "content": f"answer {n}"}, HI, {**HO, "content": "x" * (n % 5 + 1)}] for n in range(20)]
+    way = Way(smollm2.chat_templates)
+    together = list(encode_all(smollm2, [Conversation(talk) for talk in talks], way))
+    assert together == [encode_with_mask(smollm2, talk) for talk in talks]
+    assert list(encode_all(smollm2, [], way)) == []
+
+
+def test_a_conversation_that_kills_its_process_does_not_harm_its_neighbors():
+    class Mortal:
+        """Dies of the word `boom`."""
+
+        def ask(self, request):
+            if any("boom" in json.dumps(job) for job in request["jobs"]):
+                raise chat.costly("its process ended")
+            return chat.CHILD.ask(request)
+
+    jobs = [chat.Job("{{ messages[0].content }}", [{"content": word}], [(1, False)]) for word in ("a", "boom", "b")]
+    first, dead, last = chat.all_rendered(jobs, {}, None, Mortal())
+    assert (first[0]["text"], last[0]["text"]) == ("a", "b")
+    with pytest.raises(BadInput, match="costs too much"):
+        chat.told(dead[0])
+
+
+# ---- what is refused, left out and counted
+
+
+@pytest.mark.parametrize(("name", "rows", "how", "says", "hint"), [
+    ("byte", [GOOD], {}, "messages need a chat template, and this tokenizer has none", "data.template=FILE.jinja"),
+    ("smollm2", [GOOD], {"template": "defualt"}, "no chat template `defualt`", "did you mean `default`"),
+    ("smollm2", [GOOD], {"template": "alpaca"}, "does not fit Alpaca's text", ""),
+    ("strict", [GOOD, {"messages": [HI, {**HO, "content": "no"}]}], {}, "no is not allowed", ""),
+    ("unclear", [{"messages": [HI, HO]}], {}, "does not show where message 1", "generation"),
+    ("broken", [GOOD], {}, "is not Jinja", ""),
+])  # fmt: skip
+def test_what_cannot_be_rendered_is_reported_with_its_line(tmp_path, name, rows, how, says, hint):
+    made = {"strict": STRICT, "unclear": "{{ messages | length }}{{ add_generation_prompt }}", "broken": "{% if %}"}
+    tokenizer = tokenizer_for(made[name]) if name in made else tokenizer_of(name)
+    with pytest.raises(BadInput) as e:
+        encoded(tokenizer, tmp_path, rows, **how)
+    assert says in e.value.what
+    assert hint in (e.value.hint or "")
+    assert "template" in how or f"t.jsonl:{len(rows)}" in (e.value.where or "")
+
+
+def test_records_without_an_answer_are_counted_and_left_out(tmp_path, smollm2):
+    settings = settings_for(tmp_path, [{"messages": [HI]}, {**GOOD, "id": 3}, {"messages": [HI, HI]}])
+    batches = build(settings, smollm2, vocab=smollm2.vocab, seed=0)
+    summary = batches.summary()
+    assert (summary.documents, summary.unanswered) == (1, 2)
+    assert "`messages` by the tokenizer's chat template, 1 file" in summary.text
+    assert "1 conversation, " in summary.text
+    assert "2 conversations without an answer (data.learn=answers)" in summary.text
+    assert "Ignored columns: `id`." in summary.text
+    assert "data.packing=fit, the default for them" in summary.text
+    share = 100 * summary.learned / summary.targets
+    assert f"{share:.3g} % of targets learned" in summary.text
+    batch = next(batches)
+    assert int(batch["mask"].sum()) == summary.learned == 2
+    assert smollm2.decode(batch["targets"][batch["mask"] > 0].tolist(), skip_special=False) == "ho<|im_end|>"
+
+
+def test_records_none_of_which_has_an_answer_are_an_error(tmp_path, smollm2):
+    settings = settings_for(tmp_path, [{"messages": [HI]}] * 2)
+    with pytest.raises(BadInput, match="none of 2 records has an answer"):
+        build(settings, smollm2, vocab=smollm2.vocab, seed=0)
+    whole = settings.model_copy(update={"learn": "all"})
+    assert build(whole, smollm2, vocab=smollm2.vocab, seed=0).summary().learned is None
+
+
+LONG = [{"prompt": "p" * 10, "completion": "c" * 50}, {"prompt": "p" * 5, "completion": "c" * 5},
+        {"prompt": "p" * 70, "completion": "c"}]  # fmt: skip
+
+
+@pytest.mark.parametrize(("too_long", "says", "learned"), [
+    (None, "Cut: 1 example longer than a row of 32 (data.too_long=cut).", 23 + 6),
+    ("drop", "2 examples longer than a row (data.too_long=drop)", 6),
+    ("continue", "3 examples", 51 + 6 + 2),
+])  # fmt: skip
+def test_what_is_longer_than_a_row_is_cut_or_left_out_and_counted(tmp_path, too_long, says, learned):
+    settings = settings_for(tmp_path, LONG, sequence=32, too_long=too_long)
+    batches = build(settings, tokenizer_of("byte"), vocab=258, seed=0)
+    summary = batches.summary()
+    assert says in summary.text
+    unlearned = "1 example whose answer begins after the end of a row" in summary.text
+    assert unlearned == (too_long is None)
+    seen = sum(int(next(batches)["mask"].sum()) for _ in range(summary.rows))
+    assert seen == summary.learned == learned
+
+
+@pytest.mark.parametrize(("values", "says", "hint"), [
+    ({"too_long": "error"}, "2 of 3 documents are longer than a row of 32", "raise `data.sequence`"),
+    ({"too_long": "drop", "packing": "split"}, "data.too_long=drop is for data.packing=fit", "leave `data.too_long` out"),
+    ({"sequence": 4, "too_long": "drop"}, "nothing to train on is left", "raise `data.sequence`"),
+])  # fmt: skip
+def test_settings_that_leave_nothing_or_contradict_are_errors(tmp_path, values, says, hint):
+    settings = settings_for(tmp_path, LONG, **{"sequence": 32} | values)
+    with pytest.raises(BadInput, match=says) as e:
+        build(settings, tokenizer_of("byte"), vocab=258, seed=0)
+    assert hint in (e.value.hint or "")
+
+
+def test_split_packing_counts_what_continues_without_its_prompt(tmp_path):
+    settings = settings_for(tmp_path, LONG, sequence=32, packing="split")
+    summary = build(settings, tokenizer_of("byte"), vocab=258, seed=0).summary()
+    assert "Cut: 3 examples at the end of a row" in summary.text
+
+
+# ---- held out, online, resume, prepared
+
+
+def many(count: int) -> list[dict]:
+    return [{"prompt": f"question {n}: ", "completion": "yes " * (n % 7 + 1)} for n in range(count)]
+
+
+@pytest.mark.parametrize("rows", [many(3), many(200)], ids=["few", "many"])
+def test_whole_records_are_held_out(tmp_path, rows):
+    settings = settings_for(tmp_path, rows, held_out=0.1, sequence=64)
+    train, held = (make(settings, tokenizer_of("byte"), vocab=258, seed=0) for make in (build, eval_batches))
+    tokenizer = tokenizer_of("byte")
+    texts = []
+    for corpus in (train.table.rows.corpus, held.table.rows.corpus):
+        assert corpus.documents
+        texts += [tokenizer.decode(corpus.tokens[a:b].tolist()) for a, b in zip(corpus.starts, corpus.starts[1:])]
+    assert sorted(texts) == sorted(row["prompt"] + row["completion"] for row in rows)
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_batches_of_conversations_resume_bit_for_bit(tmp_path, smollm2, online):
+    rows = [{"messages": [{**HI, "content": f"say {n}"}, {**HO, "content": "yes " * (n % 9 + 1)}]} for n in range(40)]
+    settings = settings_for(tmp_path, rows, online=online, held_out=0.1, batch=2, shuffle=True)
+    stream, other = (build(settings, smollm2, vocab=smollm2.vocab, seed=3) for _ in range(2))
+    assert "`messages` by the tokenizer's chat template" in stream.summary().text
+    for _ in range(5):
+        next(stream)
+    other.restore(json.loads(json.dumps(stream.state())))
+    for _ in range(4):
+        one, two = next(stream), next(other)
+        assert all(np.array_equal(one[name], two[name]) for name in one)
+        assert one["mask"].sum() > 0
+    stream.close()
+    other.close()
+
+
+def test_the_fingerprint_covers_template_and_what_is_learned(tmp_path, smollm2):
+    source = JsonLines(written(tmp_path, [GOOD]))
+    (tmp_path / "mine.jinja").write_text(STRICT)
+    ways = [{}, {"learn": "all"}, {"template": str(tmp_path / "mine.jinja")}, {"template": "default"}]
+    made = [fingerprint_of(source, smollm2, 0.0, None, **way) for way in ways]
+    assert len({json.dumps(one) for one in made}) == 4
+    text = JsonLines(written(tmp_path, [{"text": "a"}], "text.jsonl"))
+    assert not {"learn", "template"} & fingerprint_of(text, smollm2, 0.0, None).keys()
+
+
+def test_a_prepared_folder_refuses_another_format_template_or_learning(tmp_path, smollm2):
+    path = written(tmp_path, [GOOD] * 3)
+    (tmp_path / "mine.jinja").write_text(STRICT)
+    words = [f"tokenizer={shared('tokenizers/smollm2')}", "held_out=0"]
+    told = job.prepare(job.data_settings(str(path), words), tmp_path / "made", lambda text: None)
+    assert "3 conversations" in told["summary"]
+    made = DataSettings(source=str(tmp_path / "made"), sequence=64, batch=1)
+    batches = build(made, tokenizer_in(made), vocab=smollm2.vocab, seed=0, source=find(made))
+    assert "`messages` by the tokenizer's chat template" in batches.summary().text
+    assert next(batches)["mask"].sum() == 2
+    kept = open_prepared(tmp_path / "made").manifest["settings"]
+    assert {name: kept[name] for name in ("format", "learn", "template")} == {"format": "auto", "learn": "answers", "template": None}
+    for values, says in [
+        ({"format": "alpaca"}, "data.format=messages, not alpaca"),
+        ({"learn": "all"}, "data.learn=answers, not all"),
+        ({"columns": {"messages": "m"}}, "data.columns"),
+        ({"template": str(tmp_path / "mine.jinja")}, "another chat template"),
+    ]:
+        with pytest.raises(BadInput, match=says):
+            find(DataSettings(source=str(tmp_path / "made"), **values))
+
+
+def test_what_is_learned_of_a_conversation_is_shown(tmp_path, smollm2):
+    settings = settings_for(tmp_path, [GOOD])
+    batch = next(build(settings, smollm2, vocab=smollm2.vocab, seed=0))
+    shown = render(batch, smollm2)
+    assert shown.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟧ho<|im_end|>\n")
+    assert "\x1b[32mho<|im_end|>\x1b[0m" in render(batch, smollm2, color=True)
+
+
+def test_an_encoder_of_text_and_one_of_records_are_chosen_by_the_source(tmp_path, smollm2):
+    assert isinstance(encoder_for(JsonLines(written(tmp_path, [GOOD])), smollm2), ConversationEncoder)
+    text = JsonLines(Path(written(tmp_path, [{"text": "a"}], "text.jsonl")))
+    assert not isinstance(encoder_for(text, smollm2), ConversationEncoder)
