@@ -167,7 +167,7 @@ def template_hash(tokenizer: "Tokenizer", template: str | None) -> str:
 
 def shown_template(tokenizer: "Tokenizer", format: str, template: str | None) -> str:
     """How records of a format are rendered, in words."""
-    templates, name = templates_of(tokenizer, template)
+    templates, _ = templates_of(tokenizer, template)
     if format == "alpaca" and not templates:
         return "Stanford's Alpaca text"
     if not templates:

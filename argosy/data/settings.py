@@ -132,7 +132,9 @@ class DataSettings(Settings):
     """What the records of a JSONL file are. text: documents; completion: `prompt` and `completion`; messages: OpenAI's; alpaca:
     `instruction`, `input`, `output`; sharegpt: `conversations`. auto: what the first record is. Any other record is an error."""
 
-    columns: Annotated[dict[str, str], BelongsTo("source"), Also("field_messages", "dataset_text_field", "columns_mapping")] = {}
+    columns: Annotated[
+        dict[str, str], BelongsTo("source"), Also("field_messages", "dataset_text_field", "columns_mapping")
+    ] = Field(default_factory=dict)
     """Names of the columns of a JSONL file that differ from the format's: `data.columns.messages=dialog` reads messages from the
     column `dialog`. `role`, `content`, `from` and `value` rename what a message holds."""
 

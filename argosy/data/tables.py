@@ -43,6 +43,9 @@ PLANS = 4
 KEPT: OrderedDict[tuple[str, str, str, int, str], Rows] = OrderedDict()
 ENDLESS = sys.maxsize
 
+# Values that leave a setting to the data: any prepared corpus has them.
+UNDECIDED = {"bos": None, "format": "auto"}
+
 Data = Source | RowSource | Prepared | Corpus
 
 
@@ -88,7 +91,7 @@ def check_prepared(prepared: Prepared, settings: DataSettings) -> None:
     check_template(prepared, settings)
     for name in (name for name in MADE_WITH if name in was and name in settings.model_fields_set):
         value = getattr(settings, name)
-        if value != was[name] and not (name == "bos" and value is None) and not (name == "format" and value == "auto"):
+        if value != was[name] and value != UNDECIDED.get(name, was[name]):
             raise BadInput(
                 f"the corpus was prepared with data.{name}={was[name]}, not {value}",
                 where=str(prepared.folder),
