@@ -9,6 +9,7 @@ never put through a chat template. An Alpaca record becomes messages where there
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,6 +150,15 @@ def templates_of(tokenizer: "Tokenizer", template: str | None) -> tuple[Mapping[
         where = f"this tokenizer's are {', '.join(known[:-1]) or 'none'}, and there is no such file"
         raise BadInput(f"no chat template `{template}`", where=where, hint=nearest(template, known) or HINT)
     return {DEFAULT: read_text(path, CONFIG_BYTES)}, None
+
+
+def with_template(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
+    """The tokenizer, with a template that is a file as its default one."""
+    templates, name = templates_of(tokenizer, template)
+    if template is not None and name is None:
+        tokenizer.config = replace(tokenizer.config, templates={**tokenizer.chat_templates, **templates})
+        tokenizer.chat_templates, tokenizer.chat_template = dict(tokenizer.config.templates), templates[DEFAULT]
+    return tokenizer
 
 
 def made_by(source: Source, tokenizer: "Tokenizer", learn: str, template: str | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from argosy.core.errors import BadInput, Damaged
 from argosy.data.batch import Fingerprint
-from argosy.data.conversations import encoder_for, template_hash
+from argosy.data.conversations import encoder_for, template_hash, with_template
 from argosy.data.order import of_records, packing_of, too_long_of
 from argosy.data.pack import Corpus, Rows, corpus_of, counts_of, rows_of
 from argosy.data.prepare import (
@@ -120,10 +120,11 @@ def check_template(prepared: Prepared, settings: DataSettings) -> None:
 
 
 def tokenizer_for(settings: DataSettings) -> "Tokenizer | None":
-    """The tokenizer of the data: the one that is set, else the one that a prepared corpus brings. None for synthetic tokens.
+    """The tokenizer of the data: the one that is set, else the one that a prepared corpus brings. None for synthetic tokens. A
+    template of the settings becomes its own, so that whoever chats with the trained model uses it.
 
     Raises:
-        UserError: there is no such tokenizer.
+        UserError: there is no such tokenizer or template.
     """
     from argosy.data.tokenize import load_tokenizer
 
@@ -131,8 +132,8 @@ def tokenizer_for(settings: DataSettings) -> "Tokenizer | None":
         return None
     if "tokenizer" not in settings.model_fields_set and is_prepared(settings.source):
         kept = open_prepared(settings.source).tokenizer
-        return load_tokenizer(kept or settings.tokenizer)
-    return load_tokenizer(settings.tokenizer)
+        return with_template(load_tokenizer(kept or settings.tokenizer), settings.template)
+    return with_template(load_tokenizer(settings.tokenizer), settings.template)
 
 
 def holds_out(settings: DataSettings, source: Data) -> bool:

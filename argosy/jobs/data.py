@@ -10,6 +10,7 @@ from typing import Any
 from argosy.core.errors import BadInput
 from argosy.core.settings import dump, read_settings, words_layer
 from argosy.data import pipeline
+from argosy.data.conversations import with_template
 from argosy.data.prepare import Progress, open_prepared
 from argosy.data.settings import ENCODED_BY, MADE_WITH, DataSettings
 from argosy.data.sources import Source, find_source, is_prepared
@@ -69,7 +70,7 @@ def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress |
     from argosy.data.prepare import SPLITS
     from argosy.data.prepare import prepare as write
 
-    source, tokenizer = documents_of(settings), load_tokenizer(settings.tokenizer)
+    source, tokenizer = documents_of(settings), with_template(load_tokenizer(settings.tokenizer), settings.template)
     if missing := tokenizer.missing_bytes:
         say(f"the tokenizer `{settings.tokenizer}` has no token for {len(missing)} of the 256 bytes: text with them loses them")
     made_with = {name: value for name, value in dump(settings).items() if name in ("source", *MADE_WITH)}

@@ -21,6 +21,7 @@ from argosy.data.pipeline import tokenizer_for as tokenizer_in
 from argosy.data.prepare import fingerprint_of, open_prepared
 from argosy.data.settings import DataSettings
 from argosy.data.sources.text import JsonLines
+from argosy.data.tokenize import load_tokenizer
 from argosy.infer.lm import LM
 from argosy.jobs import data as job
 
@@ -329,6 +330,22 @@ def test_a_prepared_folder_refuses_another_format_template_or_learning(tmp_path,
     ]:
         with pytest.raises(BadInput, match=says):
             find(DataSettings(source=str(tmp_path / "made"), **values))
+
+
+def test_a_template_from_a_file_stays_with_the_tokenizer(tmp_path):
+    """Whoever chats with the trained model gets the ids that it was trained on."""
+    (tmp_path / "mine.jinja").write_text(STRICT)
+    settings = settings_for(tmp_path, [GOOD], template=str(tmp_path / "mine.jinja"))
+    tokenizer = tokenizer_in(settings)
+    tokenizer.save(tmp_path / "kept")
+    again = load_tokenizer(tmp_path / "kept")
+    batch = next(build(settings, tokenizer, vocab=258, seed=0))
+    prompt = asked(again, [HI])
+    assert batch["tokens"][0, : len(prompt)].tolist() == prompt
+    told = job.prepare(settings, tmp_path / "made", lambda text: None)
+    assert "the chat template " in told["summary"]
+    assert load_tokenizer(tmp_path / "made" / "tokenizer").chat_template == STRICT
+    find(DataSettings(source=str(tmp_path / "made"), template=str(tmp_path / "mine.jinja")))
 
 
 def test_what_is_learned_of_a_conversation_is_shown(tmp_path, smollm2):
