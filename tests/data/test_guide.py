@@ -1,6 +1,7 @@
 """The commands and formats of the guide do what it says."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from argosy.data.chat_mask import encode_with_mask
 from argosy.data.pack import Encoded, corpus_of
 from argosy.data.pipeline import build, tokenizer_for
 from argosy.data.settings import DataSettings
+from argosy.data.sources.records import FORMATS
+from argosy.data.sources.text import JsonLines
 
 
 def first(tmp_path, *words: str) -> dict[str, np.ndarray]:
@@ -61,3 +64,21 @@ def test_only_the_assistant_is_learned():
     settings = DataSettings(sequence=64, batch=1, packing="fit")
     batch = next(build(settings, None, vocab=tokenizer.vocab, seed=0, source=corpus))
     assert tokenizer.decode(batch["targets"][batch["mask"] > 0].tolist()) == "4"
+
+
+def test_every_record_of_the_fine_tuning_page_is_read(tmp_path):
+    """The examples of the formats, one file each, with the columns in the table."""
+    page = (Path(__file__).parents[2] / "docs/guides/fine-tuning-data.md").read_text()
+    lines = [line.strip() for line in page.splitlines() if line.startswith('    {"')]
+    assert len(lines) == 4
+    formats = []
+    for number, line in enumerate(lines):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(line + "\n")
+        source = JsonLines(path)
+        assert len(list(source.documents())) == 1
+        formats.append(source.format)
+    assert {*formats, "text"} == set(FORMATS)
+    for name, (needs, may) in FORMATS.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        assert all(f"`{column}`" in row for column in {*needs, *may} - {"chat_template_kwargs"})
