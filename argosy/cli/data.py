@@ -95,9 +95,9 @@ def prepared_text(result: dict[str, Any]) -> str:
     lines = [f"{result['target']}: tokens of `{result['tokenizer']}`, {result['vocab']:,} in its vocabulary"]
     for split in ("train", "held_out"):
         part = result[split]
-        each = f", {part['bytes'] / part['tokens']:.2f} bytes each" if part["tokens"] else ""
+        each = f", {part['bytes'] / part['tokens']:.2f} bytes each" if part["tokens"] and part["bytes"] else ""
         lines.append(f"  {split:8}  {part['documents']:,} documents, {part['tokens']:,} tokens{each}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *([result["summary"]] if "format" in result else [])])
 
 
 class Progress:

@@ -86,7 +86,7 @@ def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress |
     return {
         "target": str(target), "tokenizer": settings.tokenizer, "vocab": prepared.manifest["vocab"], **splits,
         "summary": summary.text,
-    }  # fmt: skip
+    } | ({} if summary.format is None else {"format": summary.format})  # fmt: skip
 
 
 def inspect(recipe: str, words: Iterable[str], rows: int, color: bool) -> tuple[str, list[dict[str, Any]]]:
@@ -129,8 +129,9 @@ def train_tokenizer(settings: DataSettings, vocab: int, target: Path) -> dict[st
     def texts() -> Iterator[str]:
         for document in documents_of(settings).documents():
             read["documents"] += 1
-            read["bytes"] += len(document.text.encode())
-            yield document.text
+            text = document.text if document.record is None else document.record.words
+            read["bytes"] += len(text.encode())
+            yield text
 
     tokenizer = train(texts(), vocab)
     tokenizer.save(target)

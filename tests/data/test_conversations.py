@@ -11,6 +11,7 @@ from test_chat_mask import tokenizer_for
 from test_records import GOOD, HI, HO, TOOL, written
 from test_tokenize import tokenizer_of
 
+from argosy.cli.data import prepared_text
 from argosy.core.errors import BadInput
 from argosy.data import chat, chat_mask
 from argosy.data.chat_mask import Conversation, Way, encode_all, encode_with_mask
@@ -291,6 +292,8 @@ def test_batches_of_conversations_resume_bit_for_bit(tmp_path, smollm2, online):
     assert "`messages` by the tokenizer's chat template" in stream.summary().text
     for _ in range(5):
         next(stream)
+    held = next(eval_batches(settings, smollm2, vocab=smollm2.vocab, seed=3))
+    assert held["mask"].sum() > 0
     other.restore(json.loads(json.dumps(stream.state())))
     for _ in range(4):
         one, two = next(stream), next(other)
@@ -316,6 +319,8 @@ def test_a_prepared_folder_refuses_another_format_template_or_learning(tmp_path,
     words = [f"tokenizer={shared('tokenizers/smollm2')}", "held_out=0"]
     told = job.prepare(job.data_settings(str(path), words), tmp_path / "made", lambda text: None)
     assert "3 conversations" in told["summary"]
+    train, _, last = prepared_text(told).splitlines()[1:]
+    assert (train, last) == ("  train     3 documents, 102 tokens", told["summary"])
     made = DataSettings(source=str(tmp_path / "made"), sequence=64, batch=1)
     batches = build(made, tokenizer_in(made), vocab=smollm2.vocab, seed=0, source=find(made))
     assert "`messages` by the tokenizer's chat template" in batches.summary().text
@@ -346,6 +351,14 @@ def test_a_template_from_a_file_stays_with_the_tokenizer(tmp_path):
     assert "the chat template " in told["summary"]
     assert load_tokenizer(tmp_path / "made" / "tokenizer").chat_template == STRICT
     find(DataSettings(source=str(tmp_path / "made"), template=str(tmp_path / "mine.jinja")))
+
+
+def test_a_vocabulary_is_trained_on_what_is_said(tmp_path):
+    path = written(tmp_path, [{"messages": [{**HI, "content": "tell me " * 40}, {**HO, "content": "well then " * 40}]}] * 3)
+    read = job.train_tokenizer(job.data_settings(str(path), []), 300, tmp_path / "words")
+    assert read["bytes"] == 3 * (len("tell me ") * 40 + 1 + len("well then ") * 40)
+    pieces = load_tokenizer(tmp_path / "words")
+    assert not any(b"role" in pieces.piece(token, False) for token in range(pieces.vocab))
 
 
 def test_what_is_learned_of_a_conversation_is_shown(tmp_path, smollm2):

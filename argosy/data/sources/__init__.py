@@ -58,6 +58,13 @@ class Record:
     completion: str | None = None
 
     @property
+    def words(self) -> str:
+        """What is said in it, without the names of roles and columns."""
+        if self.messages is None:
+            return f"{self.prompt}{self.completion}"
+        return "\n".join(str(message["content"]) for message in self.messages)
+
+    @property
     def text(self) -> str:
         """Everything that decides its tokens, as JSON."""
         said = [self.messages, self.learned, self.tools, self.variables, self.prompt, self.completion]
