@@ -66,7 +66,7 @@ def inspect(
     """Shows the first rows that a model will see, and which tokens count in the loss: green, or outside ⟦ ⟧."""
     from argosy.jobs import data as job
 
-    text, document = job.inspect(recipe, words or [], rows, can_color(sys.stdout))
+    text, document = job.inspect(recipe, words or [], rows, can_color(sys.stdout), say)
     answer(text, document, as_json)
 
 

@@ -89,8 +89,10 @@ def prepare(settings: DataSettings, target: Path, say: Say, progress: Progress |
     } | ({} if summary.format is None else {"format": summary.format})  # fmt: skip
 
 
-def inspect(recipe: str, words: Iterable[str], rows: int, color: bool) -> tuple[str, list[dict[str, Any]]]:
-    """The first rows of a recipe's first batch: as text below what the corpus consists of, and as JSON.
+def inspect(
+    recipe: str, words: Iterable[str], rows: int, color: bool, say: Say
+) -> tuple[str, list[dict[str, Any]]]:
+    """The first rows of a recipe's first batch: as text, and as JSON. `say` gets what the corpus consists of.
 
     Raises:
         UserError: anything that would prevent the run from starting on its data.
@@ -103,10 +105,10 @@ def inspect(recipe: str, words: Iterable[str], rows: int, color: bool) -> tuple[
     batches = pipeline.build(run.data, tokenizer, vocab=run.model.vocab, seed=run.seed)
     try:
         batch = {name: array[:rows] for name, array in next(batches).items()}
-        corpus = batches.summary().text
+        say(batches.summary().text)
     finally:
         batches.close()
-    text = f"{corpus}\n\n{inspect.render(batch, tokenizer, color)}"
+    text = inspect.render(batch, tokenizer, color)
     count = len(batch["tokens"])
     document = [{name: array[row].tolist() for name, array in batch.items()} for row in range(count)]
     for row in document:

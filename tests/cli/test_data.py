@@ -47,8 +47,9 @@ def test_a_vocabulary_a_corpus_and_a_look_at_it(here, capsys):
     assert TEXT.startswith(tokenizer.decode(train))
 
     words = ["data.source=corpus", "data.tokenizer=words", "model.vocab=280", "data.shuffle=false"]
-    code, out, _ = run(capsys, "inspect", "tiny", *words, "--rows", "1")
+    code, out, err = run(capsys, "inspect", "tiny", *words, "--rows", "1")
     assert code == 0
+    assert err.startswith("data corpus: ")
     assert out.startswith("row 0: 128 tokens, 128 learned, 0 padding")
     assert "quick brown fox" in out
     code, out, _ = run(capsys, "inspect", "tiny", *words, "--rows", "3", "--json")

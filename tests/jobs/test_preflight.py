@@ -58,7 +58,7 @@ def test_a_group_with_a_mistake_is_not_checked_further(here: Path):
 
 @pytest.mark.parametrize(
     ("name", "text", "what"),
-    [("rows.jsonl", b'{"txt": "a"}\n', "no text in the field `text`"), ("latin.txt", b"caf\xe9", "not UTF-8: byte 0xe9")],
+    [("rows.jsonl", b'{"txt": "a"}\n', "a record of no known format"), ("latin.txt", b"caf\xe9", "not UTF-8: byte 0xe9")],
 )
 def test_the_beginning_of_a_text_is_read(here: Path, name: str, text: bytes, what: str):
     (here / name).write_bytes(text)
