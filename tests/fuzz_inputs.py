@@ -516,6 +516,34 @@ def read_template(folder: Path) -> None:
         assert all(0 <= start < stop <= len(text) for start, stop in spans)
 
 
+# ---- records to fine-tune on
+
+
+def records_good() -> list[Files]:
+    hi, ho = {"role": "user", "content": "hi"}, {"role": "assistant", "content": [{"type": "text", "text": "ho"}], "weight": 1}
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    said = [{"from": "human", "value": "hi"}, {"from": "function_call", "value": '{"name": "f"}'}, {"from": "gpt", "value": "ho"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": [hi, call, ho], "tools": [{"name": "f"}], "chat_template_kwargs": {"a": 1}},
+        {"prompt": "a", "completion": "b"}, {"prompt": [hi], "completion": [ho]}, {"conversations": said, "system": "s", "tools": "[]"},
+        {"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]], "system": "f"},
+    ]  # fmt: skip
+    return [{"t.jsonl": json.dumps(row).encode()} for row in rows]
+
+
+def read_records(folder: Path) -> None:
+    """Whatever is accepted becomes tokens of the vocabulary, with a mask of equal length."""
+    from argosy.data.conversations import encoder_for
+    from argosy.data.sources.text import JsonLines
+    from argosy.data.tokenizers.byte import ByteTokenizer
+
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_templates = {"default": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"}
+    source = JsonLines(folder / "t.jsonl")
+    for one in encoder_for(source, tokenizer, learn="answers").encode(list(source.documents())):
+        assert one.weights is None or len(one.weights) == len(one.tokens)
+
+
 GGUF = either(any_byte("model.gguf"), described)
 KINDS: dict[str, Kind] = {
     "safetensors": Kind(tensors_good, header("model.safetensors"), read_tensors),
@@ -542,9 +570,10 @@ KINDS: dict[str, Kind] = {
         cache(lists_good), any_byte("vocab.json", "merges.txt", "vocab.txt"), read_tokenizer
     ),
     "chat template": Kind(cache(templates_good), any_byte("t.jinja"), read_template),
+    "records": Kind(cache(records_good), either(any_value("t.jsonl"), any_byte("t.jsonl")), read_records),
 }  # fmt: skip
 SHARES = {
-    "safetensors": 20, "shards": 8, "gguf": 20, "gguf vocabulary": 8, "config.json": 20, "tokenizer.json": 8, "tokenizer.model": 6,
-    "tiktoken": 3, "vocab and merges": 3, "chat template": 4,
+    "safetensors": 16, "shards": 8, "gguf": 20, "gguf vocabulary": 8, "config.json": 20, "tokenizer.json": 8, "tokenizer.model": 6,
+    "tiktoken": 3, "vocab and merges": 3, "chat template": 4, "records": 4,
 }  # fmt: skip
 """Of a hundred inputs, how many are of each kind."""

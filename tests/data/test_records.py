@@ -143,6 +143,7 @@ GOOD = {"messages": [HI, HO]}
     ([{"conversations": [], "system": "s"}], {}, "an empty list", ""),
     ([{"instruction": 1, "output": "b"}], {}, "`instruction` is a number", ""),
     ([{"instruction": "a", "output": "b", "history": [["x"]]}], {}, "`history` is not a list of pairs", "question"),
+    ([{"instruction": "a", "output": "b", "history": 3}], {}, "`history` is not a list of pairs", "question"),
     ([{"conversations": [{"from": "human", "value": "x"}], "system": 1}], {}, "`system` is a number", ""),
 ])  # fmt: skip
 def test_a_wrong_record_is_reported_with_its_line_and_what_it_has(tmp_path, rows, how, says, hint):

@@ -271,7 +271,7 @@ def alpaca(row: Row, where: str) -> Record:
             raise BadInput(f"`{name}` is {kind(row[name])}, not a text", where=where)
     asked, extra, said = row["instruction"], row.get("input", ""), row["output"]
     history = row.get("history") or []
-    if not all(isinstance(turn, list) and len(turn) == 2 and all(isinstance(one, str) for one in turn) for turn in history):
+    if not isinstance(history, list) or not all(pair_of_texts(turn) for turn in history):
         raise BadInput("`history` is not a list of pairs of texts", where=where, hint='like [["question", "answer"]]')
     messages = [system(row["system"], where)] if row.get("system") else []
     for question, answer in history:
@@ -281,6 +281,10 @@ def alpaca(row: Row, where: str) -> Record:
     text = (ALPACA_WITH_INPUT if extra else ALPACA).format(instruction=asked, input=extra)
     alone = not history and not row.get("system")
     return Record(where=where, messages=messages, prompt=text if alone else None, completion=said if alone else None)
+
+
+def pair_of_texts(turn: Any) -> bool:
+    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(one, str) for one in turn)
 
 
 def system(text: Any, where: str) -> dict[str, Any]:
