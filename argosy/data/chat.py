@@ -314,7 +314,8 @@ def receive_bytes(process: subprocess.Popen[bytes], count: int, until: float) ->
 
 
 def children() -> list[Child]:
-    """A rendering process for each core that this process may use; none is started before its first request."""
+    """A rendering process for each core that this process may use; none is started before its first request, and `close_all` ends
+    them until the next."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with GROWING:
         CHILDREN.extend(Child() for _ in range(cores - len(CHILDREN)))

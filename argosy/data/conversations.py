@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from argosy.core.errors import BadInput, nearest
+from argosy.data import chat
 from argosy.data.chat_mask import Conversation, Ids, Way, encode_all, encoded
 from argosy.data.encode import Encoder
 from argosy.data.pack import Encoded
@@ -37,7 +38,8 @@ HINT = "data.template=FILE.jinja gives one; many are in the folders of instructi
 class ConversationEncoder(Encoder):
     """Encodes documents that hold records; the counts are of those so far.
 
-    read: records.  unanswered: left out because nothing in them is learned.
+    read: records.  unanswered: left out because nothing in them is learned.  endless: conversations whose last answer ends with no
+    special token, so that a model does not learn to stop.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class ConversationEncoder(Encoder):
         self.learn, self.bos_first = learn, bool(bos)
         self.templates, self.name = templates_of(tokenizer, template)
         self.way = Way(self.templates, self.name, CLOCK, masked=learn == "answers")
-        self.read = self.unanswered = 0
+        self.read = self.unanswered = self.endless = 0
 
     def encode(self, documents: list[Document]) -> Iterator[Encoded]:
         """The records in order, one answer each, which is empty for those that are left out.
@@ -78,6 +80,9 @@ class ConversationEncoder(Encoder):
 
     def skip(self, document: Document) -> None:
         """Passes over a record, which leaves nothing behind."""
+
+    def close(self) -> None:
+        chat.close_all()
 
     def is_chat(self, record: Record) -> bool:
         """Whether a record goes through a chat template.
@@ -109,6 +114,9 @@ class ConversationEncoder(Encoder):
         if self.learn == "answers" and not any(mask):
             self.unanswered += 1
             return Encoded(np.zeros(0, self.dtype), np.zeros(0, np.uint8), begins=False)
+        if is_chat and self.learn == "answers":
+            last = next(token for token, learned in zip(reversed(ids), reversed(mask)) if learned)
+            self.endless += last not in self.tokenizer.hidden
         before = self.before if (self.bos_first or not is_chat) and ids[:1] != self.before else []
         after = self.after if not is_chat and [ids[-1]] != self.after else []
         tokens = self._checked([*before, *ids, *after])
@@ -193,6 +201,7 @@ def counted(encoder: Encoder, source: Source, template: str | None) -> dict[str,
     if isinstance(encoder, ConversationEncoder):
         rendered = shown_template(encoder.tokenizer, source.format, template)
         found |= {"read": encoder.read, "unanswered": encoder.unanswered, "rendered": rendered, "learn": encoder.learn}
+        found |= {"endless": encoder.endless} if encoder.endless else {}
     return found
 
 

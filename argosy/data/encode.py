@@ -84,6 +84,9 @@ class Encoder:
         """Passes over a document, or a piece of one, without encoding it: the next piece is encoded as if it had been."""
         self._ready(document)
 
+    def close(self) -> None:
+        """Ends what encoding started; it may start again."""
+
     @property
     def inside(self) -> bool:
         """Whether a document has begun and not ended."""

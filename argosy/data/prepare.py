@@ -209,6 +209,7 @@ def write(
                 done += size_bytes
             if progress:
                 progress(done, source.size_bytes)
+        encoder.close()
     train, held_out = writers["train"], writers["held_out"]
     total = train.tokens + held_out.tokens
     if not total:

@@ -20,6 +20,7 @@ class CorpusSummary:
     in one epoch, and those that count.  packing: how they became rows; chosen_packing: because it was not set.  unanswered: left
     out because nothing in them is learned.  too_long: what happens to documents longer than a row; cut, dropped: how many it
     happened to; unlearned: left out because no answer is within the row.  parted: continue in another row.  ignored: columns.
+    endless: end with no special token.
     """
 
     source: str
@@ -55,6 +56,7 @@ class CorpusSummary:
     unlearned: int = 0
     parted: int = 0
     ignored: tuple[str, ...] = ()
+    endless: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """All known fields, for JSON."""
@@ -132,6 +134,11 @@ class CorpusSummary:
     @property
     def warning(self) -> str:
         """A warning about what is probably a mistake; empty if nothing is."""
+        if self.endless:
+            return (
+                f"Warning: the answers of {plural(self.endless, self.noun)} end with no special token, so the model does not learn to "
+                "stop there; a template should end each turn with the end-of-sequence token."
+            )
         if not self.special_documents:
             return ""
         names = ", ".join(self.special_names)

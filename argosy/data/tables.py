@@ -248,7 +248,8 @@ def summary_of(prepared: Prepared, settings: DataSettings, rows: Rows | None = N
     return described(
         settings.source, settings, prepared.train, rows, prepared.fingerprint,
         ignored=tuple(records.get("ignored", ())), unanswered=records.get("unanswered", 0), rendered=records.get("rendered"),
-        learn=records.get("learn"), bytes=train["bytes"], held_out_documents=held_out["documents"], held_out_tokens=held_out["tokens"],
+        learn=records.get("learn"), endless=records.get("endless", 0),
+        bytes=train["bytes"], held_out_documents=held_out["documents"], held_out_tokens=held_out["tokens"],
         files=source.get("files"), source_bytes=source.get("disk_bytes"), max_bytes=source.get("max_bytes"),
         special_documents=special.get("documents", 0), special_names=tuple(special.get("names", ())),
     )  # fmt: skip

@@ -146,6 +146,22 @@ def test_weights_need_a_mark_for_each_message(tmp_path):
         encoded(tokenizer_for(twice), tmp_path, rows)
 
 
+def test_a_template_without_an_end_of_turn_is_warned_of(tmp_path, smollm2):
+    """A model would be trained to answer and never to stop, which shows in no loss."""
+    (tmp_path / "mine.jinja").write_text(STRICT)
+    settings = settings_for(tmp_path, [GOOD] * 2, template=str(tmp_path / "mine.jinja"))
+    warned = build(settings, smollm2, vocab=smollm2.vocab, seed=0).summary()
+    assert "the answers of 2 conversations end with no special token" in warned.warning
+    own = settings.model_copy(update={"template": None})
+    assert not build(own, smollm2, vocab=smollm2.vocab, seed=0).summary().warning
+
+
+def test_rendering_ends_with_the_preparation(tmp_path, smollm2):
+    """A process for each core would otherwise stay for all of training."""
+    build(settings_for(tmp_path, [GOOD]), smollm2, vocab=smollm2.vocab, seed=0)
+    assert all(child._process is None for child in chat.CHILDREN)
+
+
 def test_dates_in_templates_do_not_depend_on_the_day(tmp_path):
     tokenizer = tokenizer_for("{{ strftime_now('%d %B %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}")
     ((ids, _),) = encoded(tokenizer, tmp_path, [GOOD], learn="all")
