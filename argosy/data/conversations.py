@@ -93,10 +93,10 @@ class ConversationEncoder(Encoder):
         if self.templates and record.messages is not None:
             return True
         if record.prompt is None:
-            what = "messages need a chat template, and this tokenizer has none" if self.name != ALPACA else (
-                "a record with earlier turns or a system message does not fit Alpaca's text"
-            )  # fmt: skip
-            raise BadInput(what, where=record.where, hint=HINT)
+            if self.name == ALPACA:
+                what = "messages, and instructions with a system message or earlier turns, do not fit Alpaca's text"
+                raise BadInput(what, where=record.where, hint="leave `data.template` out")
+            raise BadInput("messages need a chat template, and this tokenizer has none", where=record.where, hint=HINT)
         return False
 
     def conversation(self, record: Record) -> Conversation:
@@ -111,7 +111,7 @@ class ConversationEncoder(Encoder):
     def finished(self, found: Ids, is_chat: bool) -> Encoded:
         """Ids with what begins and ends a document, and what is learned of them."""
         ids, mask = found
-        if self.learn == "answers" and not any(mask):
+        if not ids or (self.learn == "answers" and not any(mask)):
             self.unanswered += 1
             return Encoded(np.zeros(0, self.dtype), np.zeros(0, np.uint8), begins=False)
         if is_chat and self.learn == "answers":

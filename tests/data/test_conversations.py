@@ -203,7 +203,7 @@ def test_a_conversation_that_kills_its_process_does_not_harm_its_neighbors():
 @pytest.mark.parametrize(("name", "rows", "how", "says", "hint"), [
     ("byte", [GOOD], {}, "messages need a chat template, and this tokenizer has none", "data.template=FILE.jinja"),
     ("smollm2", [GOOD], {"template": "defualt"}, "no chat template `defualt`", "did you mean `default`"),
-    ("smollm2", [GOOD], {"template": "alpaca"}, "does not fit Alpaca's text", ""),
+    ("smollm2", [GOOD], {"template": "alpaca"}, "do not fit Alpaca's text", "leave `data.template` out"),
     ("strict", [GOOD, {"messages": [HI, {**HO, "content": "no"}]}], {}, "no is not allowed", ""),
     ("unclear", [{"messages": [HI, HO]}], {}, "does not show where message 1", "generation"),
     ("broken", [GOOD], {}, "is not Jinja", ""),
@@ -241,6 +241,13 @@ def test_records_none_of_which_has_an_answer_are_an_error(tmp_path, smollm2):
         build(settings, smollm2, vocab=smollm2.vocab, seed=0)
     whole = settings.model_copy(update={"learn": "all"})
     assert build(whole, smollm2, vocab=smollm2.vocab, seed=0).summary().learned is None
+
+
+def test_an_empty_example_is_left_out_whatever_is_learned(tmp_path):
+    rows = [{"prompt": "", "completion": ""}, {"prompt": "", "completion": "a"}]
+    for learn in ("answers", "all"):
+        empty, full = encoded(tokenizer_of("byte"), tmp_path, rows, learn=learn)
+        assert (empty, full) == (([], []), ([97, 257], [1, 1]))
 
 
 LONG = [{"prompt": "p" * 10, "completion": "c" * 50}, {"prompt": "p" * 5, "completion": "c" * 5},
