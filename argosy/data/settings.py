@@ -36,7 +36,7 @@ class DataSettings(Settings):
             "train_data",
         ),
     ] = "stdlib"
-    """Where the data comes from: a text or JSONL file, a folder or glob of such files, a folder written by `argosy data prepare`,
+    """Where the data comes from: a text, JSONL or JSON file, a folder or glob of such files, a folder written by `argosy data prepare`,
     or a name: stdlib, docstrings, synthetic. `NAME:ARGUMENT` chooses the reader, as in `text:server.log`."""
 
     tokenizer: Annotated[

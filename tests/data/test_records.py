@@ -7,7 +7,7 @@ import pytest
 from argosy.core.errors import BadInput
 from argosy.core.settings import read_settings, words_layer
 from argosy.data.settings import DataSettings
-from argosy.data.sources import Capped, Record, find_source
+from argosy.data.sources import Capped, Record, find_source, text
 from argosy.data.sources.records import FORMATS
 from argosy.data.sources.text import Folder, JsonLines
 
@@ -196,6 +196,33 @@ def test_the_fingerprint_covers_how_records_are_read(tmp_path):
     ]
     assert len({json.dumps(one) for one in made}) == 3
     assert set(made[0]) == {"source", "source.sha256", "source.invalid"}  # as before there were formats
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_is_read_as_its_records(tmp_path, indent):
+    """Alpaca and ShareGPT are published so; as text, a model would learn the brackets."""
+    path = tmp_path / "alpaca.json"
+    path.write_text(json.dumps(RECORDS["alpaca"], indent=indent))
+    source = find_source(settings_of(path))
+    assert source.format == "alpaca"
+    assert [document.record.completion for document in source.documents()] == ["4", "On."]
+
+
+@pytest.mark.parametrize(("content", "says", "hint"), [
+    ('[{"messages": []}]', "an empty list of messages", ""),
+    ("[1]", "must be an object", ""),
+    ('{"messages": []}', "must be an array", "jq -c"),
+    ('{"text": "a"}\n{"text": "b"}\n', "not JSON", "ends in .jsonl"),
+    ("[" + " " * 300 + "]", "more than 0 MiB", "jq -c"),
+])  # fmt: skip
+def test_an_array_that_cannot_be_read_is_reported(tmp_path, monkeypatch, content, says, hint):
+    monkeypatch.setattr(text, "ARRAY_BYTES", 200)
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(BadInput, match=says) as e:
+        list(JsonLines(path).documents())
+    assert "a.json" in str(e.value)
+    assert hint in (e.value.hint or "")
 
 
 def test_a_limit_of_bytes_never_cuts_a_record(tmp_path):

@@ -253,7 +253,7 @@ def reader_of(spec: str) -> str:
     if not path.exists():
         raise missing(path)
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    return "jsonl" if suffixes and suffixes[-1] in (".jsonl", ".ndjson") else "text"
+    return "jsonl" if suffixes and suffixes[-1] in (".jsonl", ".ndjson", ".json") else "text"
 
 
 def missing(path: Path) -> BadInput:

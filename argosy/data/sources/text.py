@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 PIECE_BYTES = 1 << 20
 # Longer lines are refused: such a file is not JSONL.
 LINE_BYTES = 64 << 20
+# A larger JSON array is refused, since all of it is read at once.
+ARRAY_BYTES = 1 << 30
 # For larger files only 64 samples are hashed, so that a terabyte is not read twice.
 HASHED_BYTES = 64 << 20
 FOLDER_SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl", ".ndjson")
@@ -59,7 +61,7 @@ class TextFile(Source):
 
 
 class JsonLines(Source):
-    """One JSON object a line: text, or a record to fine-tune on."""
+    """One JSON object a line, or all of them in one array (`.json`): text, or records to fine-tune on."""
 
     has_columns = True
 
@@ -88,6 +90,10 @@ class JsonLines(Source):
         return tuple(self.reader.ignored)
 
     def documents(self) -> Iterator[Document]:
+        if self.path.name.removesuffix(".gz").endswith(".json"):
+            for number, row in enumerate(array_of(self.path, self.invalid)):
+                yield self.document(json.dumps(row, ensure_ascii=False), f"{self.path}, record {number}")
+            return
         with opened(self.path) as stream:
             offset = number = 0
             while line := stream.readline(LINE_BYTES + 1):
@@ -113,6 +119,27 @@ class JsonLines(Source):
 
     def modified(self) -> list[int]:
         return modified([self.path])
+
+
+def array_of(path: Path, invalid: str) -> list[Any]:
+    """The values of a file that is one JSON array.
+
+    Raises:
+        BadInput: it is larger than is read at once, or anything else.
+    """
+    with opened(path) as stream:
+        data = stream.read(ARRAY_BYTES + 1)
+    lines = "one object a line (.jsonl) is read in pieces: `jq -c '.[]' FILE.json > FILE.jsonl`"
+    if len(data) > ARRAY_BYTES:
+        raise BadInput(f"a JSON array of more than {ARRAY_BYTES >> 20} MiB", where=str(path), hint=lines)
+    try:
+        found = json.loads(decode(data, 0, path, invalid).removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as e:
+        hint = f"one object a line ends in .jsonl; `data.source=text:{path}` reads the file as text"
+        raise BadInput(f"not JSON: {e}"[:200], where=str(path), hint=hint) from None
+    if not isinstance(found, list):
+        raise BadInput("a .json file must be an array of objects", where=str(path), hint=lines)
+    return found
 
 
 def read_as(format: str, columns: Mapping[str, str]) -> dict[str, Any]:
