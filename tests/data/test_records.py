@@ -161,7 +161,6 @@ def test_a_wrong_record_is_reported_with_its_line_and_what_it_has(tmp_path, rows
     ("t.txt", {"format": "messages"}, "data.format=messages is for JSONL"),
     ("t.txt", {"columns": {"text": "body"}}, "data.columns is for JSONL"),
     ("t.txt", {"template": "default"}, "data.template is for conversations"),
-    ("text.jsonl", {"learn": "answers"}, "data.learn is for conversations"),
     ("text.jsonl", {"learn": "all", "template": "default"}, "data.template is for conversations"),
 ])  # fmt: skip
 def test_settings_that_would_be_ignored_are_refused(tmp_path, name, values, says):

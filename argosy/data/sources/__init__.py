@@ -219,11 +219,10 @@ def check_described(source: Origin, settings: "DataSettings") -> None:
         name = "columns" if settings.columns else f"format={settings.format}"
         hint = "such a file ends in .jsonl or .ndjson, or is named as `jsonl:FILE`"
         raise BadInput(f"data.{name} is for JSONL, and this source is not", where=f"data.source={settings.source}", hint=hint)
-    given = {name: getattr(settings, name) for name in ("learn", "template") if name in settings.model_fields_set}
-    asked = [name for name, value in given.items() if value not in (None, "all")]
-    if asked and not (isinstance(source, Source) and source.format != "text"):
-        what = f"data.{asked[0]} is for conversations, and this data is text: every token is learned"
-        raise BadInput(what, where=f"data.source={settings.source}", hint=f"leave `data.{asked[0]}` out")
+    # A run that resumes has the defaults among its settings, so `learn=answers` cannot be told from saying nothing.
+    if settings.template is not None and not (isinstance(source, Source) and source.format != "text"):
+        what = "data.template is for conversations, and this data is text: every token is learned"
+        raise BadInput(what, where=f"data.source={settings.source}", hint="leave `data.template` out")
 
 
 def check_readable(settings: "DataSettings") -> None:
