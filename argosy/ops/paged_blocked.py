@@ -85,10 +85,15 @@ def over_blocks(
         oldest = jnp.where(lengths > 0, jnp.min(at, 1) - score.window + 1, longest)
         first = jnp.maximum(jnp.min(oldest, initial=NOWHERE), 0) // size
     y, total = jax.lax.fori_loop(first, -(-longest // size), lambda i, done: merged([done, block(i)]), nothing)
-    if score.sinks is not None:
-        both = jnp.logaddexp(total, score.sinks.astype(total.dtype))
-        y, total = y * jnp.exp(total - both)[..., None], both
-    return y, total
+    return with_sinks(y, total, score)
+
+
+def with_sinks(y: Float[Array, "B T N U"], total: Float[Array, "B T N"], score: Score) -> tuple[Array, Array]:
+    """Attention without sinks as if its scores had them."""
+    if score.sinks is None:
+        return y, total
+    both = jnp.logaddexp(total, score.sinks.astype(total.dtype))
+    return y * jnp.exp(total - both)[..., None], both
 
 
 BLOCKED = Implementation(blocked, lambda *_: None)

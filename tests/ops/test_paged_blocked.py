@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from argosy.ops import paged_blocked
+from argosy.ops import paged_blocked, paged_rows
 from argosy.ops.attention import Score, See
 from argosy.ops.paged_attention import reference
 
@@ -19,13 +19,19 @@ SCORES = {
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_blocks_give_what_all_pages_give(monkeypatch: pytest.MonkeyPatch, name: str):
-    monkeypatch.setattr(paged_blocked, "BLOCK", 12)
+@pytest.mark.parametrize(("how_many", "block", "together"), [(2, 12, 1), (1, 12, 4), (1, 12, 8), (1, 64, 4)])
+def test_blocks_give_what_all_pages_give(
+    monkeypatch: pytest.MonkeyPatch, name: str, how_many: int, block: int, together: int
+):
+    """Of several queries a row in blocks; of one by rows, in groups of rows or all at once, in blocks and in one."""
+    monkeypatch.setattr(paged_blocked, "BLOCK", block)
+    monkeypatch.setattr(paged_rows, "rows_together", lambda *_: together)
+    run = paged_blocked.blocked if how_many > 1 else paged_rows.by_rows
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         pages, page, P, N, K, H = 40, 4, 11, 6, 2, 5
         pools = [rng.normal(size=(pages, page, K, size)) for size in (H, H + 2)]
-        lengths, T = np.asarray([0, 3, 17, 44, 12, 30], np.int32), 2
+        lengths, T = np.asarray([0, 3, 17, 44, 12, 30], np.int32), how_many
         table = np.full((len(lengths), P), -1, np.int32)
         free = iter(rng.permutation(pages)[:-4])
         for row, length in zip(table, lengths):
@@ -50,13 +56,22 @@ def test_blocks_give_what_all_pages_give(monkeypatch: pytest.MonkeyPatch, name: 
             jnp.asarray(at),
             score,
         )
-        y, lse = jax.jit(lambda: paged_blocked.blocked(*given, lse=True))()
+        y, lse = jax.jit(lambda: run(*given, lse=True))()
         expected, expected_lse = reference(*given, lse=True)
         some = lengths > 0
         # Scores and their sums are float32 in both.
         np.testing.assert_allclose(y[some], expected[some], atol=1e-5)
         np.testing.assert_allclose(lse[some], expected_lse[some], atol=1e-5)
         assert np.isfinite(y).all()
+
+
+def test_few_rows_at_a_time_where_they_are_large():
+    """SmolLM2's rows of 256 tokens have 393 kB of keys and values, those of Llama 3.1 8B 2.1 MB; a short table has few tokens."""
+    table = jnp.zeros((64, 128), jnp.int32)
+    for heads, size, expected in ((3, 64, 4), (8, 128, 1), (1, 16, 64)):
+        pools = (jnp.zeros((9, 16, heads, size)),) * 2
+        assert paged_rows.rows_together(pools, table) == expected
+    assert paged_rows.rows_together(pools, table[:, :2]) == 512
 
 
 @pytest.mark.parametrize(
