@@ -637,6 +637,20 @@ EDITS = [
         ("tests/infer/test_adapters.py::test_each_request_of_a_mixed_batch_is_as_with_its_adapter_alone",),
     ),
     Edit(
+        "decoding rows take the values of the first key head",
+        "argosy/ops/paged_rows.py",
+        "every[:, i, :, i]",
+        "every[:, i, :, 0]",
+        ("tests/ops/test_paged_blocked.py::test_blocks_give_what_all_pages_give",),
+    ),
+    Edit(
+        "a last group of decoding rows is shifted by its padding",
+        "argosy/ops/paged_rows.py",
+        "a.reshape(-1, *a.shape[2:])[:B]",
+        "a.reshape(-1, *a.shape[2:])[-B:]",
+        ("tests/ops/test_paged_blocked.py::test_blocks_give_what_all_pages_give",),
+    ),
+    Edit(
         "the marks of channels are no text",
         "argosy/data/tokenizers/__init__.py",
         "if (mark := self._marks.get(token)) is not None:",
