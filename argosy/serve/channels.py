@@ -7,7 +7,7 @@ An answer is a row of messages: a header, its text, and a special token that end
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>    a call of a tool
 
 The prompt ends with `<|start|>assistant`. The marks are special tokens, which decode to nothing, so the text of such an answer is made
-with a character for each mark that Unicode will never assign: what the model writes in ordinary tokens is never taken for a mark.
+with a character for each mark that Unicode will never assign. So `<|end|>` that is spelled in ordinary tokens is text.
 """
 
 import json
@@ -105,8 +105,8 @@ class Channels:
             else:
                 header = self._header = self._header + part
                 if len(header) > LONGEST_HEADER:
-                    self._close(found)
-                    self._header, self._kind = None, "text"
+                    self._header, self._kind, self.over = None, "text", True
+                    self._write(_PARTS.sub("", header), found)
         return found["thought"], found["text"]
 
     def end(self) -> tuple[str, str]:

@@ -104,6 +104,8 @@ def as_marks(text: str) -> str:
         # No header at all.
         ("Hello", "", "Hello", []),
         ("x" * 1000, "", "x" * 1000, []),
+        # A header that never ends is text, without its mark.
+        (f"<|channel|>{'x' * 1000}", "", "x" * 1000, []),
         ("", "", "", []),
         # A tool of the model's own, which nobody offered.
         ("<|channel|>analysis to=python<|message|>1+1<|call|>", "1+1", "", []),

@@ -217,7 +217,7 @@ def check_described(source: Origin, settings: "DataSettings") -> None:
     has_columns = isinstance(source, Source) and source.has_columns
     if not has_columns and (settings.format not in ("auto", "text") or settings.columns):
         name = "columns" if settings.columns else f"format={settings.format}"
-        hint = "such a file ends in .jsonl or .ndjson, or is named as `jsonl:FILE`"
+        hint = "such a file ends in .jsonl, .ndjson or .json, or is named as `jsonl:FILE`"
         raise BadInput(f"data.{name} is for JSONL, and this source is not", where=f"data.source={settings.source}", hint=hint)
     # A run that resumes has the defaults among its settings, so `learn=answers` cannot be told from saying nothing.
     if settings.template is not None and not (isinstance(source, Source) and source.format != "text"):
