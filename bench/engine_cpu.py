@@ -27,6 +27,7 @@ from argosy.infer.engine import Engine
 from argosy.infer.forward import ByLayer, Whole, cut
 from argosy.infer.layers import pass_of
 from argosy.infer.load import load, random
+from argosy.infer.programs import Programs, described
 from argosy.infer.request import Request
 from argosy.infer.sample import Sampling, table
 from argosy.infer.settings import EngineSettings, NGram
@@ -57,18 +58,20 @@ def forward(preset: str = "smollm2-135m", *rows: str) -> None:
         d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), HELD, -1
         d["table"][:, :10] = np.arange(10 * count).reshape(count, 10)
         picks, calls = np.arange(count, dtype=np.int32), {}
-        for kind in (Whole, ByLayer):
-            one = kind(model)
+        ahead, given = Programs(), (words, picks, sizes)
+        kinds = {"Whole": Whole(model), "ByLayer": ByLayer(model), "ByLayer prepared ahead": ByLayer(model, run=ahead)}
+        for name, one in kinds.items():
             weights = one.prepared(engine.weights())
-
-            given = (words, picks, sizes)
+            if name.endswith("ahead"):
+                with ahead.ahead():
+                    one(weights, described(engine.caches), described(engine.slots.last), *given)
 
             def call(one: Any = one, weights: Any = weights, given: Any = given) -> Any:
                 logits, engine.caches, _ = one(weights, engine.caches, engine.slots.last, *given)
                 return logits
 
-            calls[kind.__name__] = call
-            print(f"{count} rows, {kind.__name__}: compiled in {clocked(call)[1]:.1f} CPU s", flush=True)
+            calls[name] = call
+            print(f"{count} rows, {name}: compiled in {clocked(call)[1]:.1f} CPU s", flush=True)
         spent: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
         for _ in range(20):
             for name, call in calls.items():

@@ -2,8 +2,8 @@
 
     ./run python bench/memory_serving.py MODEL [engine setting=value ...]     such as pages=512 context=2048
 
-After each stage stands what is left when malloc has returned what it can. Two rounds of 32 sequences, 128 tokens in and 64 out. Floor:
-float32 weights, 4 bytes each, and the interpreter with jax.
+The second run finds its programs on disk. After each stage stands what is left when malloc has returned what it can. Two rounds of 32
+sequences, 128 tokens in and 64 out. Floor: float32 weights, 4 bytes each, and the interpreter with jax.
 """
 
 import sys
@@ -16,9 +16,10 @@ from argosy.core.resident import trim
 from argosy.core.settings import read_settings, words_layer
 from argosy.infer.engine import Engine
 from argosy.infer.load import load
+from argosy.infer.program_store import open_store
 from argosy.infer.request import Request
 from argosy.infer.settings import EngineSettings
-from argosy.jobs.machine import start_jax
+from argosy.jobs.machine import programs_folder, start_jax
 from argosy.observe.memory import peak_bytes
 
 ROUNDS, SEQUENCES, PROMPT, ANSWER = 2, 32, 128, 64
@@ -44,7 +45,7 @@ def main(model: str, *words: str) -> None:
     row("loaded")
     engine = Engine(lm.module, settings, keeps=True)
     row(f"cache: {engine.described()}")
-    engine.warm_up()
+    engine.warm_up(open_store(programs_folder()))
     row("warmed up")
     draw = np.random.default_rng(0)
     for i in range(ROUNDS):

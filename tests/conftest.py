@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import pytest
 from jax._src.lru_cache import LRUCache
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxtyping import install_import_hook
 from jaxtyping._import_hook import JaxtypingTransformer
 
@@ -40,7 +41,7 @@ def _outside_functions(self: JaxtypingTransformer, node: ast.FunctionDef) -> ast
 
 JaxtypingTransformer.visit_FunctionDef = _outside_functions
 # Every annotated function of these rooms checks its arguments: shapes and types, at run time, in tests only.
-install_import_hook(["argosy.models", "argosy.ops", "argosy.adapt", "argosy.train", "argosy.infer"], "beartype.beartype")
+install_import_hook(["argosy.models", "argosy.ops", "argosy.adapt", "argosy.train", "argosy.infer", "argosy.rl"], "beartype.beartype")
 
 
 def _keep_programs() -> None:
@@ -81,14 +82,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _programs_of_described_devices(request: pytest.FixtureRequest) -> Iterator[None]:
-    """JAX writes a program for devices that are not there into its cache, and cannot read it again."""
+    """JAX writes a program for devices that are not there into its cache, and cannot read it again. It remembers whether it uses the
+    cache, from its first compilation on."""
     if not request.node.get_closest_marker("tpu"):
         yield
         return
     before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()
     yield
     jax.config.update("jax_enable_compilation_cache", before)
+    reset_cache()
 
 
 @pytest.fixture(scope="module", autouse=True)

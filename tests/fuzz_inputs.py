@@ -533,7 +533,7 @@ def records_good() -> list[Files]:
 
 def read_records(folder: Path) -> None:
     """Whatever is accepted becomes tokens of the vocabulary, with a mask of equal length."""
-    from argosy.data.conversations import encoder_for
+    from argosy.data.sequences import encoder_for
     from argosy.data.sources.text import JsonLines
     from argosy.data.tokenizers.byte import ByteTokenizer
 

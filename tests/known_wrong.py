@@ -122,10 +122,47 @@ EDITS = [
     Edit(
         "every evaluated batch weighs like the last",
         "argosy/jobs/hooks.py",
-        "sum(float(s.weight) for s in sums)",
-        "len(sums) * float(sums[-1].weight)",
+        "sum(float(one[name].weight) for one in sums)",
+        "len(sums) * float(sums[-1][name].weight)",
         ("tests/jobs/test_evaluate.py",),
     ),
+    # ---------------------------------------------------------------- preferences
+    Edit(
+        "KTO's divergence that of each part of a batch",
+        "argosy/train/step.py",
+        "gradients(state, frozen or {}, part | known, key)",
+        "gradients(state, frozen or {}, part, key)",
+        ("tests/train/test_preference_losses.py::test_accumulation_and_order_change_no_loss_and_no_gradient",),
+    ),
+    Edit(
+        "a packed row's log-probability in its first slot",
+        "argosy/train/objectives/sequences.py",
+        "own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)",
+        "own = (segments[:, :, None] > 0) & (jnp.arange(slots) == 0)",
+        ("tests/train/test_preference_losses.py::test_log_probabilities_of_packed_sequences_are_those_of_each_alone",),
+    ),
+    Edit(
+        "the weights of today taken for the reference after a resume",
+        "argosy/jobs/reference.py",
+        "self.leaves: Leaves | None = state.params | state.rest if fresh else None",
+        "self.leaves: Leaves | None = state.params | state.rest",
+        ("tests/jobs/test_preference_runs.py::test_only_what_a_run_visits_is_computed_and_longer_runs_add_the_rest",),
+    ),
+    Edit(
+        "answers to the same prompt taken for mismatched ones",
+        "argosy/data/sequences.py",
+        "if asked_of(one) != asked_of(record) and is_chat(one)",
+        "if one is not record and is_chat(one)",
+        ("tests/data/test_sequences.py::test_answers_to_the_same_prompt_are_not_taken_for_mismatched_ones",),
+    ),
+    Edit(
+        "equal answers kept as a pair",
+        "argosy/data/sequences.py",
+        "return [] if same else [record, *others]",
+        "return [record, *others]",
+        ("tests/data/test_sequences.py::test_equal_answers_and_empty_ones_are_dropped_and_counted",),
+    ),
+    # ---------------------------------------------------------------- samples
     Edit(
         "random streams that are added, not folded",
         "argosy/infer/sample.py",
@@ -213,9 +250,23 @@ EDITS = [
     Edit(
         "states that keep a rejected draft",
         "argosy/infer/speculate.py",
-        "where = jnp.where(found.rejected, step.owners, -1)",
-        "where = jnp.full_like(step.owners, -1)",
+        "jnp.where(rejected, owners, -1)",
+        "jnp.full_like(owners, -1)",
         ("tests/infer/test_speculate.py::test_every_structure_verifies_and_rolls_back[recurrent]",),
+    ),
+    Edit(
+        "stored programs that came from JAX's cache",
+        "argosy/infer/programs.py",
+        "lowered.compile(compiler_options=ANEW)",
+        "lowered.compile()",
+        ("tests/infer/test_programs.py::test_programs_that_this_process_has_from_the_cache_of_jax_are_compiled_anew",),
+    ),
+    Edit(
+        "a stored program named without what it closes over",
+        "argosy/infer/fingerprint.py",
+        "(cell.cell_contents for cell in value.__closure__ or ())",
+        "(None for cell in value.__closure__ or ())",
+        ("tests/infer/test_programs.py::test_whatever_decides_a_program_is_in_its_name",),
     ),
     # ---------------------------------------------------------------- models, attention, caches
     Edit(
@@ -463,7 +514,7 @@ EDITS = [
     Edit(
         "data restarted from zero",
         "argosy/jobs/train.py",
-        'self.assembly.batches.restore(self.directory.checkpoints.meta(step)["data"])',
+        'self.assembly.batches.restore(meta["data"])',
         "self.assembly.batches.rewind()",
         (f"{RESUME}a_run_that_stopped_at_a_checkpoint",),
     ),

@@ -1,41 +1,65 @@
-"""Low-rank adapters: y = W x + (alpha / rank) B A x. Hu et al. 2021 (arXiv:2106.09685).
+"""Low-rank adapters: y = W x + gain B A x, where gain = alpha / rank. Hu et al. 2021 (arXiv:2106.09685).
 
 The factors follow from the contraction's equation: A has the summed letters, B the kept ones. Grouped weights have an A and a B
-for each expert, on the same route. B starts at zero, so the model starts unchanged; W is frozen and may be quantized (QLoRA,
-arXiv:2305.14314).
+for each expert, on the same route. A starts uniformly scattered with the variance of the PEFT library, 1 / (3 fan-in), and B at
+zero, so the model starts unchanged; W is frozen and may be quantized (QLoRA, arXiv:2305.14314).
+
+    rsLoRA   gain = alpha / sqrt(rank)                                     arXiv:2312.03732
+    PiSSA    y = W x + gain (B A - B0 A0) x                                 arXiv:2404.02948
+    DoRA     y = m / |W + gain B A| (W x + gain B A x)                      arXiv:2402.09353
+
+Where they differ from the papers: PiSSA keeps W and subtracts what the factors started from, instead of storing W - gain B0 A0.
+That is the same function, the base stays the file's own, and it is the form that PEFT converts to on export. DoRA's norm, of each
+output channel, is a constant for the gradient, as in section 4.3 there and in PEFT.
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from argosy.adapt.surgery import at, find, put_at
-from argosy.core.errors import BadInput
+from argosy.core.dims import LOOKED_UP
+from argosy.core.errors import BadInput, Unsupported
 from argosy.models.parts.einsum import Contraction, Einsum, Route, contract
 from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
+from argosy.ops.native.products import Panels
+from argosy.ops.precision import sums_in
+from argosy.ops.quantized import Quantized
 
 
 class LoRA(Contraction):
-    """A contraction with an adapter of this rank. The two factors are descriptions until `fill` draws them."""
+    """A contraction with an adapter. Its factors are descriptions until `fill` draws them.
 
-    def __init__(self, of: Contraction, rank: int, alpha: float):
+    Args:
+        of: the contraction; its weight and bias are frozen.
+        rank: columns of A.
+        alpha: alpha / rank is the gain.
+        gain: in place of alpha / rank.
+        start: the product of further, frozen factors of the same shapes is subtracted: what A and B started from (PiSSA).
+    """
+
+    def __init__(self, of: Contraction, rank: int, alpha: float, *, gain: float | None = None, start: bool = False):
         if rank < 1:
             raise ValueError(f"rank {rank}")
-        self.eq, self.gain = of.eq, alpha / rank
+        self.eq, self.gain = of.eq, alpha / rank if gain is None else gain
         lead, sizes = of.shape[: of.stacked], of.sizes | {"r": rank}
-        outer = "".join(a for a in of.spec if a in of.out)
-        a, b = of.group + of.inner + "r", of.group + "r" + outer
+        a, b = of.group + of.inner + "r", of.group + "r" + _outer(of)
         between = "".join(letter for letter in of.x if letter not in of.inner) + "r"
         self.down, self.up = f"{of.x},{a}->{between}", f"{between},{b}->{of.out}"
         fan_in = math.prod(sizes[letter] for letter in of.inner)
         self.of = _frozen(of)
         shape_a, shape_b = ((*lead, *(sizes[letter] for letter in letters)) for letters in (a, b))
-        self.a = weight(shape_a, Meaning(a, of.inner, of.group), Draw("normal", fan_in**-0.5), nnx.LoRAParam)
-        self.b = weight(shape_b, Meaning(b, "r", of.group), Draw("constant", 0.0), nnx.LoRAParam)
+        draws = Meaning(a, of.inner, of.group), Draw("normal", (3 * fan_in) ** -0.5)
+        zeros = Meaning(b, "r", of.group), Draw("constant", 0.0)
+        self.a, self.b = weight(shape_a, *draws, nnx.LoRAParam), weight(shape_b, *zeros, nnx.LoRAParam)
+        self.a0 = weight(shape_a, *draws, Frozen) if start else None
+        self.b0 = weight(shape_b, *zeros, Frozen) if start else None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,45 +73,157 @@ class LoRA(Contraction):
     def bias(self) -> Array | None:
         return self.of.bias
 
+    @property
+    def rank(self) -> int:
+        return int(self.a.shape[-1])
+
     def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: Any = None) -> Float[Array, "..."]:
-        low = contract(self.down, x, self.a[...], route)
-        return self.of.product(x, route, dtype=dtype) + self.gain * contract(self.up, low, self.b[...], route, dtype=dtype)
+        return self.of.product(x, route, dtype=dtype) + self.gain * self._low(x, route, dtype)
+
+    def _low(self, x: Float[Array, "..."], route: Route | None, dtype: Any) -> Float[Array, "..."]:
+        """B A x, less what it was at the start."""
+
+        def through(a: nnx.Variable, b: nnx.Variable) -> Array:
+            return contract(self.up, contract(self.down, x, a[...], route), b[...], route, dtype=dtype)
+
+        low = through(self.a, self.b)
+        return low if self.a0 is None or self.b0 is None else low - through(self.a0, self.b0)
 
     def via(self, eq: str, x: Float[Array, "..."], *, dtype: Any = None) -> Float[Array, "..."]:
         before, out = eq.split("->")
         letters = before.split(",")[0]
-        a, b = self.down.split(",")[1].split("->")[0], self.up.split(",")[1].split("->")[0]
         whole = self.of.via(eq, x, dtype=dtype)
-        both = jnp.einsum(
-            f"{letters},{a},{b}->{out}",
-            x,
-            self.a[...].astype(x.dtype),
-            self.b[...].astype(x.dtype),
-            optimize="optimal",
-            preferred_element_type=whole.dtype,
-        )
-        return whole + self.gain * both
+
+        def through(a: nnx.Variable, b: nnx.Variable) -> Array:
+            eq = f"{letters},{self.letters_a},{self.letters_b}->{out}"
+            factors = a[...].astype(x.dtype), b[...].astype(x.dtype)
+            return jnp.einsum(eq, x, *factors, optimize="optimal", preferred_element_type=whole.dtype)
+
+        low = through(self.a, self.b)
+        if self.a0 is not None and self.b0 is not None:
+            low = low - through(self.a0, self.b0)
+        return whole + self.gain * low
 
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
-        return self.of.take(ids) + self.gain * self.a[...][ids] @ self.b[...]
+        low = self.a[...][ids] @ self.b[...]
+        if self.a0 is not None and self.b0 is not None:
+            low = low - self.a0[...][ids] @ self.b0[...]
+        return self.of.take(ids) + self.gain * low
+
+    @property
+    def letters_a(self) -> str:
+        return self.down.split(",")[1].split("->")[0]
+
+    @property
+    def letters_b(self) -> str:
+        return self.up.split(",")[1].split("->")[0]
+
+    def effective(self) -> Array:
+        """The weight with the adapter, W + gain (B A - B0 A0), in float32 and the axes of W."""
+        return self._with_adapter(_floats(self.of))
+
+    def _with_adapter(self, w: Array) -> Array:
+        lead = "L" * self.stacked
+        eq = f"{lead}{self.letters_a},{lead}{self.letters_b}->{lead}{self.spec}"
+        delta = jnp.einsum(eq, self.a[...], self.b[...])
+        if self.a0 is not None and self.b0 is not None:
+            delta = delta - jnp.einsum(eq, self.a0[...], self.b0[...])
+        return w + self.gain * delta.astype(w.dtype)
 
     def merged(self) -> Einsum:
-        """The weight with the adapter merged, W + gain A B, added in float32 and kept in the type of W. This module is unchanged.
+        """The weight with the adapter merged, added in float32 and kept in the type of W. This module is unchanged.
 
         Raises:
             ValueError: W is quantized: merging would round the adapter away.
         """
         if not isinstance(self.of, Einsum):
             raise ValueError(f"{self.eq}: the weight under the adapter is {type(self.of).__name__}, not float")
-        a, b = self.down.split(",")[1].split("->")[0], self.up.split(",")[1].split("->")[0]
-        lead = "L" * self.stacked
-        delta = jnp.einsum(f"{lead}{a},{lead}{b}->{lead}{self.spec}", self.a[...], self.b[...])
         of = nnx.merge(*nnx.split(self.of))
-        w = (of.w[...].astype(jnp.float32) + self.gain * delta).astype(of.w.dtype)
+        w = self.effective().astype(of.w.dtype)
         of.w = nnx.Param(w, **{k: of.w.get_metadata()[k] for k in ("meaning", "draw")})
         if of.b is not None:
             of.b = nnx.Param(of.b.get_value(), **{k: of.b.get_metadata()[k] for k in ("meaning", "draw")})
         return of
+
+    def start_from(self, w: np.ndarray, iterations: int | None = None) -> dict[str, np.ndarray]:
+        """What the factors start from where that depends on the weight: {name of a variable: array}. Empty where they are drawn.
+
+        Args:
+            w: the weight, float32, in its stored axes.
+            iterations: of a randomized SVD; the exact one by default.
+        """
+        if self.a0 is None:
+            return {}
+        a, b = _principal(self, w, iterations)
+        return {"a": a, "b": b, "a0": a, "b0": b}
+
+
+class DoRA(LoRA):
+    """A contraction with a weight-decomposed adapter. m: the magnitude of each output channel, trained; it starts at that of W.
+
+    ratio: m / |W + gain B A|, once `settle` has computed it; until then every call computes the norms.
+    """
+
+    def __init__(self, of: Contraction, rank: int, alpha: float, *, gain: float | None = None):
+        super().__init__(of, rank, alpha, gain=gain)
+        if of.inner and set(of.inner) <= LOOKED_UP:
+            raise Unsupported(f"DoRA on an embedding ({of.eq}) is not built", hint="leave embeddings out of `where`")
+        shape = (*of.shape[: of.stacked], *(of.sizes[letter] for letter in of.kept))
+        self.m = weight(shape, Meaning(of.kept, "", of.group), Draw("constant", 1.0), nnx.LoRAParam)
+
+    def product(self, x: Float[Array, "..."], route: Route | None = None, *, dtype: Any = None) -> Float[Array, "..."]:
+        settled: nnx.Variable | None = getattr(self, "ratio", None)
+        ratio = self._ratio() if settled is None else settled[...]
+        y = super().product(x, route, dtype=dtype)
+        return y * (ratio if route is None else ratio[route.expert]).astype(y.dtype)
+
+    def via(self, eq: str, x: Float[Array, "..."], *, dtype: Any = None) -> Float[Array, "..."]:
+        self.check_via(eq)
+        return contract(eq, x, self.effective(), dtype=dtype)
+
+    def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+        raise ValueError(f"{self.eq}: DoRA on an embedding")
+
+    def effective(self) -> Array:
+        """The weight with the adapter, m (W + gain B A) / |W + gain B A|, in float32 and the axes of W."""
+        whole = super().effective()
+        return whole * jnp.expand_dims(self._ratio(), self._inner_axes())
+
+    def settle(self) -> None:
+        """Computes the ratio once, for a model that is not trained further: it costs 2 rank + 3 FLOPs a weight in every call."""
+        self.ratio = Frozen(self._ratio(), meaning=self.m.get_metadata()["meaning"], draw=Draw())
+
+    def start_from(self, w: np.ndarray, iterations: int | None = None) -> dict[str, np.ndarray]:
+        return {"m": np.sqrt(np.sum(np.square(w, dtype=np.float32), self._inner_axes()))}
+
+    def _ratio(self) -> Array:
+        whole = self._with_adapter(_floats(self.of))
+        norm = jax.lax.stop_gradient(jnp.sqrt(jnp.sum(whole * whole, self._inner_axes())))
+        return self.m[...].astype(norm.dtype) / norm
+
+    def _inner_axes(self) -> tuple[int, ...]:
+        return tuple(self.stacked + i for i, letter in enumerate(self.spec) if letter in self.inner)
+
+
+def without_adapters(model: nnx.Module) -> Any:
+    """The model with its adapters switched off: the frozen base, quantized if it is. A new model that shares every weight with this
+    one, which stays as it is. It may be called inside a jitted step, for the reference of a preference loss; nothing is copied.
+
+    Raises:
+        BadInput: the model has no adapters.
+    """
+    base = nnx.merge(*nnx.split(model))
+    for name, adapted in _adapted(base).items():
+        put_at(base, name, adapted.of)
+    return base
+
+
+def _adapted(model: nnx.Module) -> dict[str, LoRA]:
+    if not any(isinstance(module, LoRA) for _, module in nnx.iter_modules(model)):
+        raise BadInput(
+            "the model has no adapters", hint="argosy.load(MODEL, adapter=FOLDER), or put some on it: docs/adapters.md"
+        )
+    return find(model, ".*", LoRA)
 
 
 def merge(model: nnx.Module, kept: dict[str, LoRA] | None = None) -> list[str]:
@@ -99,11 +235,7 @@ def merge(model: nnx.Module, kept: dict[str, LoRA] | None = None) -> list[str]:
     Raises:
         BadInput: there is no adapter, or one is on a quantized weight, which would round it away.
     """
-    if not any(isinstance(module, LoRA) for _, module in nnx.iter_modules(model)):
-        raise BadInput(
-            "the model has no adapters", hint="argosy.load(MODEL, adapter=FOLDER), or put some on it: docs/adapters.md"
-        )
-    found = find(model, ".*", LoRA)
+    found = _adapted(model)
     if quantised := [name for name, adapted in found.items() if not isinstance(adapted.of, Einsum)]:
         raise BadInput(f"adapters on quantized weights cannot be merged: {', '.join(quantised[:4])}")
     names = list(found)
@@ -138,3 +270,53 @@ def _frozen(of: Contraction) -> Contraction:
         if isinstance(v, nnx.Param):
             setattr(of, name, Frozen(v.get_value(), meaning=v.get_metadata()["meaning"], draw=v.get_metadata()["draw"]))
     return of
+
+
+def _floats(of: Contraction) -> Array:
+    """The weight, in float32 at least. It is frozen, so no gradient is taken through it."""
+    w = of.weight
+    if isinstance(w, Quantized):
+        return w.dequantized()
+    w = w.dense() if isinstance(w, Panels) else w
+    return w.astype(sums_in(w.dtype))
+
+
+def _outer(of: Contraction) -> str:
+    """The letters of B beside the rank: those of the weight that the output keeps."""
+    return "".join(letter for letter in of.spec if letter in of.out)
+
+
+def _principal(lora: LoRA, w: np.ndarray, iterations: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """A and B with gain B A the best approximation of this rank of each matrix: sqrt(S / gain) split over both sides."""
+    lead = lora.stacked
+    order = lora.group + lora.inner + _outer(lora)
+    axes = [*range(lead), *(lead + lora.spec.index(letter) for letter in order)]
+    inner = math.prod(lora.sizes[letter] for letter in lora.inner)
+    matrices = np.asarray(w, np.float32).transpose(axes).reshape(-1, inner, w.size // (_many(lora, w) * inner))
+    rank = lora.rank
+    if rank > min(matrices.shape[1:]):
+        raise BadInput(f"adapter.rank = {rank}: {lora.eq} has {min(matrices.shape[1:])} singular values", hint="a lower rank")
+    parts = [_svd(matrix, rank, iterations) for matrix in matrices]
+    root = [np.sqrt(s / lora.gain) for _, s, _ in parts]
+    a = np.stack([u * r for (u, _, _), r in zip(parts, root)]).reshape(lora.a.shape)
+    b = np.stack([r[:, None] * v for (_, _, v), r in zip(parts, root)]).reshape(lora.b.shape)
+    return a.astype(np.float32), b.astype(np.float32)
+
+
+def _many(lora: LoRA, w: np.ndarray) -> int:
+    """The number of matrices: of layers times experts."""
+    return math.prod(w.shape[: lora.stacked]) * math.prod(lora.sizes[letter] for letter in lora.group)
+
+
+def _svd(matrix: np.ndarray, rank: int, iterations: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The largest singular values of a matrix and their vectors; by randomized subspace iteration (arXiv:0909.4061, algorithm 4.4)
+    where a number of iterations is given."""
+    if iterations is None:
+        u, s, v = np.linalg.svd(matrix, full_matrices=False)
+        return u[:, :rank], s[:rank], v[:rank]
+    noise = np.random.default_rng(0).standard_normal((matrix.shape[1], min(2 * rank, *matrix.shape)), np.float32)
+    q = np.linalg.qr(matrix @ noise)[0]
+    for _ in range(iterations):
+        q = np.linalg.qr(matrix @ np.linalg.qr(matrix.T @ q)[0])[0]
+    u, s, v = np.linalg.svd(q.T @ matrix, full_matrices=False)
+    return (q @ u)[:, :rank], s[:rank], v[:rank]

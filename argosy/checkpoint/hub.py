@@ -23,7 +23,7 @@ from argosy.core.formats.safetensors import Folder, folder_files
 from argosy.core.keymap import IGNORED, How, KeyMap, Row
 from argosy.data.tokenize import matching
 from argosy.models import FAMILIES
-from argosy.models.family import FamilyConfig
+from argosy.models.family import SCORING, FamilyConfig, with_scores
 from argosy.models.parts.weight import exact
 
 CONFIG_BYTES = 16 << 20
@@ -69,7 +69,7 @@ def config_from(hub: dict[str, Any], where: str) -> FamilyConfig:
     try:
         text = families[kind].hub_text(_plain(hub))
         check_bounds(text, where)
-        config = families[kind].from_hub(text)
+        config = with_scores(families[kind].from_hub(text), hub)
     except BadInput as error:
         raise BadInput(error.what, where=error.where or where, hint=error.hint) from None
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
@@ -338,6 +338,7 @@ def _kept_type(hub: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any
     if (
         hub
         and hub.get("architectures")
+        and str(hub["architectures"][0]).endswith(SCORING) == str(new["architectures"][0]).endswith(SCORING)
         and config_from(hub | new | {"model_type": hub["model_type"]}, "").to_hub() == new
     ):
         return new | {k: hub[k] for k in ("model_type", "architectures")}

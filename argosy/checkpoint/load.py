@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from argosy.adapt.base import FACTORS, fill_base
 from argosy.checkpoint.hub import Mapped, read_json
-from argosy.checkpoint.peft import put_adapter, read_adapter
-from argosy.checkpoint.stored import Stored, open_model, read_into
+from argosy.checkpoint.peft import put_adapter, read_adapter, settle
+from argosy.checkpoint.stored import Stored, open_model, stored_arrays
 from argosy.core.errors import BadInput
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
@@ -56,6 +57,7 @@ def load(
     """Loads a Hub folder, a GGUF file, a run directory or one checkpoint.
 
     Args:
+        path: a run that trained adapters is loaded as its base with the adapters on it, quantized as in training.
         dtype: the type of weights and activations; float32 on CPUs and bfloat16 elsewhere by default.
         run: how layers run; by default unrolled up to 32 layers on CPUs, scanned elsewhere.
         context: the longest sequence the model will get, in tokens; selects between tables of rotary positions where a model has
@@ -70,15 +72,22 @@ def load(
     stored = open_model(path, warn)
     dtype = as_dtype(dtype)
     config = stored.config if context is None else stored.config.for_context(context)
-    adapters = read_adapter(adapter, config) if adapter is not None else {}
-    check_memory(config, dtype)
-    model = config.build(Unroll() if adapters else run or default_run(config))
-    read_into(model, stored.weights, dtype=dtype, place=None if tensor == 1 else places(model, tensor).__getitem__)
+    if adapter is not None and stored.adapted is not None:
+        raise BadInput(f"{path} has adapters already", hint="convert it first, which merges them: argosy convert")
+    adapters = read_adapter(adapter, config) if adapter is not None else stored.adapted.adapters if stored.adapted else {}
+    layout = Unroll() if adapters else run or default_run(config)
+    model, plain = config.build(layout), config.build(layout)
+    is_quantized = stored.adapted is not None and bool(stored.adapted.settings.quantize(model))
+    check_memory(config, np.int8 if is_quantized else dtype)
+    base = stored.adapted.base.weights if stored.adapted else stored.weights
+    place = None if tensor == 1 else places(model, tensor).__getitem__
+    fill_base(model, stored_arrays(plain, base, dtype=dtype), dtype=dtype, place=place)
     if adapters:
         names = put_adapter(model, adapters)
+        settle(model)
         if tensor > 1:
             on, own = places(model, tensor), variables(model)
-            factors = [f"{name}.{side}" for name in names for side in "ab"]
+            factors = [at for name in names for factor in FACTORS if (at := f"{name}.{factor}") in own]
             put(model, {address: jax.device_put(own[address].get_value(), on[address]) for address in factors})
     model.dtype = dtype
     tokenizer = tokenizer_of(stored)
@@ -88,7 +97,8 @@ def load(
             where=str(path),
             hint="they do not belong together",
         )
-    return Loaded(config, model, tokenizer, generation_of(stored), stored.hub, stored.companions, dtypes_of(stored))
+    hub = stored.hub | ({"_name_or_path": str(stored.adapted.base.path)} if stored.adapted else {})
+    return Loaded(config, model, tokenizer, generation_of(stored), hub, stored.companions, dtypes_of(stored))
 
 
 def places(model: Any, tensor: int) -> dict[str, NamedSharding]:

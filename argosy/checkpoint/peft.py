@@ -10,7 +10,9 @@ Where the Hub fuses weights that are separate here (Phi's qkv_proj), all of them
 become one adapter whose rank is the sum of their ranks and whose B is block-diagonal: the same function, without rounding.
 
 The gain is alpha / r, or alpha / sqrt(r) with `use_rslora`; ranks and alphas may differ by module (`rank_pattern`,
-`alpha_pattern`). Features that change the function and are not built are refused: DoRA, trained biases, fully saved modules.
+`alpha_pattern`). DoRA's magnitudes (`use_dora`) are read as a bias is. What PiSSA started from is written as further columns, with
+the opposite sign: PEFT's own conversion of it to LoRA. Features that change the function and are not built are refused: trained
+biases, fully saved modules.
 """
 
 import json
@@ -25,7 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from argosy.adapt.lora import LoRA
+from argosy.adapt.base import FACTORS
+from argosy.adapt.lora import DoRA, LoRA
 from argosy.adapt.surgery import swap
 from argosy.checkpoint.hub import read_json
 from argosy.checkpoint.partial import Partial, taken
@@ -35,7 +38,7 @@ from argosy.core.formats.files import of_text
 from argosy.core.formats.safetensors import SafeTensors, tensors_file
 from argosy.core.keymap import How, KeyMap, Row
 from argosy.models.parts.einsum import Contraction
-from argosy.models.parts.stack import Unroll, to_layers
+from argosy.models.parts.stack import Unroll, stored_addresses
 from argosy.models.parts.weight import put, split
 
 FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -45,7 +48,6 @@ SLAB_BYTES = 1 << 26
 # Keys that change the function, and the values at which they do not.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
-    "use_dora": (False, None),
     "use_qalora": (False, None),
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
@@ -58,11 +60,13 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 class Adapter(NamedTuple):
-    """The factors of one contraction, in the letters of `adapt.lora`, and the gain of their product."""
+    """The factors of one contraction, in the letters of `adapt.lora`, and the gain of their product. m: DoRA's magnitude of each
+    output channel."""
 
     a: np.ndarray
     b: np.ndarray
     gain: float
+    m: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Site:
     ours: tuple[str, ...]
     how_a: str
     how_b: str
+    how_m: str
     # An embedding: PEFT uses other names for its factors.
     table: bool
 
@@ -82,13 +87,18 @@ class Site:
         kind = ("lora_embedding_A", "lora_embedding_B") if self.table else ("lora_A.weight", "lora_B.weight")
         return f"{PREFIX}{self.module}.{kind[0]}", f"{PREFIX}{self.module}.{kind[1]}"
 
-    def rows(self, part: int) -> list[Row]:
-        """The rows of A and B, for contraction number `part` of the module."""
+    def magnitude(self) -> str:
+        """The name of DoRA's magnitudes on the Hub."""
+        return f"{PREFIX}{self.module}.lora_magnitude_vector"
+
+    def rows(self, part: int, dora: bool = False) -> list[Row]:
+        """The rows of A and B, and of DoRA's magnitudes, for contraction number `part` of the module."""
         a, b = self.names()
-        return [
+        rows = [
             Row(a, f"{self.ours[part]}.a", self.how_a),
             Row(b, tuple(f"{name}.b" for name in self.ours), self.how_b),
         ]
+        return [*rows, Row(self.magnitude(), tuple(f"{name}.m" for name in self.ours), self.how_m)] if dora else rows
 
 
 def sites(config: Any) -> list[Site]:
@@ -122,9 +132,9 @@ def _contractions(config: Any) -> dict[str, Contraction]:
     return {".".join(map(str, path)): m for path, m in modules if isinstance(m, Contraction)}
 
 
-def _hows(how: str, weights: Sequence[Contraction]) -> tuple[str, str] | None:
-    """How A and B are read, derived from how the weights are read; None if the Hub's weight is not a matrix of inputs and
-    outputs."""
+def _hows(how: str, weights: Sequence[Contraction]) -> tuple[str, str, str] | None:
+    """How A, B and the magnitudes are read, derived from how the weights are read; None if the Hub's weight is not a matrix of
+    inputs and outputs."""
     weight = weights[0]
     left, right = how.split("->")
     theirs, parts = _axes(left), [_axes(part) for part in right.split(",")]
@@ -138,7 +148,8 @@ def _hows(how: str, weights: Sequence[Contraction]) -> tuple[str, str] | None:
     kept = [[a for a, x in zip(part, w.spec) if x in w.out and x not in w.inner] for part, w in zip(parts, weights)]
     how_a = f"r {inputs} -> {' '.join([*group, *summed, 'r'])}"
     how_b = f"{outputs} r -> {', '.join(' '.join([*group, 'r', *axes]) for axes in kept)}"
-    return how_a, how_b
+    how_m = f"{outputs} -> {', '.join(' '.join([*group, *axes]) for axes in kept)}"
+    return how_a, how_b, how_m
 
 
 def _axes(side: str) -> list[str]:
@@ -173,7 +184,7 @@ def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
         raise BadInput(f"no {WEIGHTS}", where=str(folder), hint="weights saved as pickles are never read")
     file = SafeTensors.open(folder / WEIGHTS)
     out, used = {}, set()
-    sizes, experts = config.hub_rows()[1], config.dims.get("E", 0)
+    sizes, experts, dora = config.hub_rows()[1], config.dims.get("E", 0), bool(keys.get("use_dora"))
     for site in sites(config):
         names = [[n.replace("{e}", str(e)) for e in range(experts if "{e}" in n else 1)] for n in site.names()]
         if not any(name in file.names for name in (*names[0], *names[1])):
@@ -181,10 +192,15 @@ def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
         rank = file.shape(names[0][0])[0] if names[0][0] in file.names else 0
         used.update(*names)
         _check_tied(site, config)
+        if dora:
+            used.update(site.magnitude().replace("{e}", str(e)) for e in range(len(names[0])))
+            if site.table:
+                raise Unsupported(f"DoRA on the embedding `{site.module}`: not built", hint="merge it with PEFT first")
         gain = _gain(keys, site.module, rank, len(names[0]))
         for part, ours in enumerate(site.ours):
-            table = KeyMap(site.rows(part), sizes | {"r": rank})
-            out[ours] = Adapter(table.read(file, f"{ours}.a"), table.read(file, f"{ours}.b"), gain)
+            table = KeyMap(site.rows(part, dora), sizes | {"r": rank})
+            read = {factor: table.read(file, f"{ours}.{factor}") for factor in ("abm" if dora else "ab")}
+            out[ours] = Adapter(read["a"], read["b"], gain, read.get("m"))
     choosing = tuple(f"{PREFIX}{module}.lora_" for module, _, _, weights in _modules(config) if weights[0].chooses)
     if index := [name for name in set(file.names) - used if choosing and name.startswith(choosing)]:
         if any(file.read(name).any() for name in index if ".lora_B." in name):
@@ -206,16 +222,30 @@ def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
 def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
     """Puts adapters on the contractions of a model with unrolled layers. Returns the names of the contractions. The factors are arrays
     of the default device."""
-    alike: dict[tuple[int, float], list[str]] = {}
+    alike: dict[tuple[int, float, bool], list[str]] = {}
     for name, adapter in adapters.items():
-        alike.setdefault((adapter.a.shape[-1], adapter.gain), []).append(name)
+        alike.setdefault((adapter.a.shape[-1], adapter.gain, adapter.m is not None), []).append(name)
     done = []
-    for (rank, gain), names in alike.items():
-        done += swap(model, "|".join(map(re.escape, names)), lambda of, r=rank, g=gain: LoRA(of, r, g * r))
+    for (rank, gain, dora), names in alike.items():
+        kind = DoRA if dora else LoRA
+        make = lambda of, k=kind, r=rank, g=gain: k(of, r, g * r, gain=g)  # noqa: E731
+        done += swap(model, "|".join(map(re.escape, names)), make)
     # Arrays in host memory would be copied to the device in every step.
-    leaves = {f"{n}.{f}": jnp.asarray(np.ascontiguousarray(getattr(adapters[n], f), np.float32)) for n in done for f in "ab"}
+    leaves = {
+        f"{name}.{factor}": jnp.asarray(np.ascontiguousarray(array, np.float32))
+        for name in done
+        for factor, array in adapters[name]._asdict().items()
+        if factor != "gain" and array is not None
+    }
     put(model, leaves)
     return done
+
+
+def settle(model: Any) -> None:
+    """Computes what DoRA needs of the weights once, for a model that is not trained further."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, DoRA):
+            module.settle()
 
 
 def merged(weights: Reader, adapters: Mapping[str, Adapter], config: Any) -> Reader:
@@ -227,28 +257,42 @@ def merged(weights: Reader, adapters: Mapping[str, Adapter], config: Any) -> Rea
         if name not in adapters:
             return read()
         if part is None:
-            return _with_adapter(specs[name], adapters[name], read(), 0)
-        return _with_adapter(specs[name], adapters[name], read()[None], part)[0]
+            return with_adapter(specs[name], adapters[name], read(), 0)
+        return with_adapter(specs[name], adapters[name], read()[None], part)[0]
 
     return View(weights, change=change)
 
 
-def _with_adapter(of: Any, adapter: Adapter, weight: np.ndarray, first: int) -> np.ndarray:
+def with_adapter(of: Any, adapter: Adapter, weight: np.ndarray, first: int) -> np.ndarray:
     """A weight with its adapter merged; or entries of its first axis, starting at `first`."""
     outer = "".join(letter for letter in of.spec if letter not in of.inner + of.group)
-    letters_a, letters_b = f"{of.group}{of.inner}r", f"{of.group}r{outer}"
+    letters_a, letters_b, letters_m = f"{of.group}{of.inner}r", f"{of.group}r{outer}", of.kept
     out = np.empty_like(weight)
     rows = max(1, SLAB_BYTES * len(weight) // (4 * weight.size))
-    # A slab at a time: at once, it would need five arrays of the weight's size.
-    for low in range(0, len(weight), rows):
-        here = slice(low, min(low + rows, len(weight)))
+    slabs = [slice(low, min(low + rows, len(weight))) for low in range(0, len(weight), rows)]
+
+    def own(array: np.ndarray, letters: str, here: slice) -> np.ndarray:
+        """The part of a factor that belongs to a slab."""
         there = slice(first + here.start, first + here.stop)
-        a, b = (
-            factor[tuple(there if letter == of.spec[0] else slice(None) for letter in letters)].astype(np.float32)
-            for factor, letters in ((adapter.a, letters_a), (adapter.b, letters_b))
-        )
+        return array[tuple(there if letter == of.spec[0] else slice(None) for letter in letters)].astype(np.float32)
+
+    def whole(here: slice) -> np.ndarray:
+        a, b = own(adapter.a, letters_a, here), own(adapter.b, letters_b, here)
         delta = np.einsum(f"{letters_a},{letters_b}->{of.spec}", a, b, optimize=True)
-        out[here] = (weight[here].astype(np.float32) + np.float32(adapter.gain) * delta).astype(weight.dtype)
+        return weight[here].astype(np.float32) + np.float32(adapter.gain) * delta
+
+    # A slab at a time: at once, it would need five arrays of the weight's size.
+    if adapter.m is None:
+        for here in slabs:
+            out[here] = whole(here).astype(weight.dtype)
+        return out
+    inner = tuple(i for i, letter in enumerate(of.spec) if letter in of.inner)
+    squares = [np.sum(np.square(whole(here)), inner) for here in slabs]
+    if 0 in inner:
+        squares = [sum(squares)] * len(slabs)
+    for here, square in zip(slabs, squares):
+        ratio = own(adapter.m, letters_m, here) / np.sqrt(square)
+        out[here] = (whole(here) * np.expand_dims(ratio, inner)).astype(weight.dtype)
     return out
 
 
@@ -293,15 +337,23 @@ def adapters_of(model: Any) -> dict[str, Adapter]:
     Raises:
         BadInput: the model has no adapters.
     """
-    layers = to_layers(model, split(model)[1])
-    gains = {".".join(map(str, path)): m.gain for path, m in nnx.iter_modules(model) if isinstance(m, LoRA)}
-    kinds = {re.sub(r"^(layers)\.[^.]+\.", r"\1.*.", name): gain for name, gain in gains.items()}
+    modules = {".".join(map(str, path)): m for path, m in nnx.iter_modules(model) if isinstance(m, LoRA)}
+    own = split(model)[1]
+    layers: dict[str, dict[str, np.ndarray]] = {}
+    of: dict[str, LoRA] = {}
+    for layer, (address, i) in stored_addresses(model).items():
+        stored, _, factor = address.rpartition(".")
+        if stored in modules and factor in FACTORS:
+            name = layer.rpartition(".")[0]
+            layers.setdefault(name, {})[factor] = np.asarray(own[address] if i is None else own[address][i])
+            of[name] = modules[stored]
     out = {}
-    for address in layers:
-        name = address.removesuffix(".a")
-        gain = gains.get(name, kinds.get(re.sub(r"^(layers)\.\d+\.", r"\1.*.", name)))
-        if address.endswith(".a") and gain is not None and f"{name}.b" in layers:
-            out[name] = Adapter(np.asarray(layers[address]), np.asarray(layers[f"{name}.b"]), gain)
+    for name, factors in sorted(layers.items()):
+        a, b, module = factors["a"], factors["b"], of[name]
+        if "a0" in factors:
+            # B has the rank behind its group.
+            a, b = np.concatenate([a, factors["a0"]], -1), np.concatenate([b, -factors["b0"]], len(module.group))
+        out[name] = Adapter(a, b, module.gain, factors.get("m"))
     if not out:
         raise BadInput(
             "the model has no adapters", hint="put some on it first: adapt.surgery.swap with adapt.lora.LoRA"
@@ -333,11 +385,14 @@ def write_adapter(folder: str | Path, config: Any, adapters: Mapping[str, Adapte
         for name, array, rank, gain in _theirs(site, parts, sizes):
             theirs[name] = array
             modules[re.sub(r"\.lora_.*", "", name.removeprefix(PREFIX))] = (rank, gain)
+    magnitudes = {adapter.m is not None for adapter in adapters.values()}
+    if len(magnitudes) > 1:
+        raise Unsupported("DoRA on some weights and LoRA on others: PEFT has one of them", hint="merge them instead")
     entries = [
         Entry(name, array.shape, array.dtype, lambda array=array: array) for name, array in sorted(theirs.items())
     ]
     files = [tensors_file(WEIGHTS, entries, {"format": "pt"})]
-    files.append(of_text(CONFIG, json.dumps(_config(modules, base), indent=2) + "\n"))
+    files.append(of_text(CONFIG, json.dumps(_config(modules, base, magnitudes.pop()), indent=2) + "\n"))
     # The folder is written completely or not at all.
     with Partial(folder, None) as part:
         part.plan(files)
@@ -350,6 +405,10 @@ def _theirs(
 ) -> Iterator[tuple[str, np.ndarray, int, float]]:
     """A and B of one site, with rank and gain."""
     present = [part for part in parts if part is not None]
+    dora = [part.m is not None for part in present]
+    if any(dora) and not (all(dora) and len(present) == len(parts)):
+        what = f"DoRA on a part of `{site.module}`, which is one matrix for the PEFT library"
+        raise Unsupported(what, hint=f"adapt all of {', '.join(site.ours)}, or merge instead")
     shared = len(present) == len(parts) and all(
         part.gain == present[0].gain and np.array_equal(part.a, present[0].a) for part in present
     )
@@ -372,13 +431,14 @@ def _theirs(
                 start += part.a.shape[-1]
             bs.append(b)
     rank = a.shape[-1]
-    table = KeyMap(site.rows(0), dict(sizes) | {"r": rank})
+    table = KeyMap(site.rows(0, any(dora)), dict(sizes) | {"r": rank})
     ours = {f"{site.ours[0]}.a": a} | {f"{name}.b": b for name, b in zip(site.ours, bs)}
+    ours |= {f"{name}.m": part.m for name, part in zip(site.ours, parts) if part is not None and part.m is not None}
     for entry in table.inverse(Arrays({name: np.asarray(array, np.float32) for name, array in ours.items()})):
         yield entry.name, np.ascontiguousarray(entry.make()), rank, gain
 
 
-def _config(modules: Mapping[str, tuple[int, float]], base: str | None) -> dict[str, Any]:
+def _config(modules: Mapping[str, tuple[int, float]], base: str | None, dora: bool) -> dict[str, Any]:
     ranks = [rank for rank, _ in modules.values()]
     rank = max(set(ranks), key=ranks.count)
     alphas = {module: gain * r for module, (r, gain) in modules.items()}
@@ -392,7 +452,7 @@ def _config(modules: Mapping[str, tuple[int, float]], base: str | None) -> dict[
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": dora,
         "fan_in_fan_out": False,
         "modules_to_save": None,
         "target_modules": sorted(modules),

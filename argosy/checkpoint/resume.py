@@ -34,11 +34,13 @@ def may_change(settings: Settings, key: str) -> bool:
 def default_of(settings: Settings, key: str) -> Any:
     """The default of a setting; None if it has none."""
     *_, (name, info) = _path(settings, key) or [("", None)]
-    if info is None or info.is_required() or name != key:
+    if info is None or info.is_required():
         return None
     default = info.get_default(call_default_factory=True)
     kind = shape_of(info)
     if kind.kind == "choice":
+        return default if key == f"{name}.{kind.of.tag}" and isinstance(default, str) else None
+    if name != key:
         return None
     return dump(default) if isinstance(default, Settings) else default
 

@@ -4,12 +4,15 @@
     metrics.jsonl    one line per logged step, evaluation and sample
     checkpoints/     <step>/
     tokenizer/       the tokenizer of the data
+    adapter/         what a run of adapters trained, for the PEFT library
+    reference.json   sha256 of the weights that the run compares with; reference/  their log-probabilities of each sequence
     evaluations.jsonl  one line per `argosy eval` of the run
     log.txt  report.html  quickstart.json
 
 It may be a local folder or any address that `core.storage` knows. Importing this module imports no jax.
 """
 
+import io
 import json
 import shutil
 import tempfile
@@ -27,13 +30,19 @@ from argosy.core.settings import Reading, Settings, dump, flatten, yaml_layer, y
 from argosy.core.storage import LOCK, Store
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from argosy.checkpoint.settings import CheckpointSettings
     from argosy.checkpoint.store import Checkpoints
 
 SETTINGS, LOG, REPORT, TOKENIZER, CHECKPOINTS = "settings.yml", "log.txt", "report.html", "tokenizer", "checkpoints"
+# A PEFT folder, where the run trains adapters.
+ADAPTER = "adapter"
 # What `argosy quickstart` did with the run, for its report.
 STORY = "quickstart.json"
 GENERATION = "generation_config.json"
+# The weights that preferences are compared with, and the log-probabilities of each split's sequences by them.
+REFERENCE, LOGPS = "reference.json", "reference/{split}.npy"
 # One line per `argosy eval`: time, step, the settings that were given, and the numbers of each task.
 EVALUATIONS = "evaluations.jsonl"
 
@@ -107,6 +116,36 @@ class RunDirectory:
             except (ValueError, TypeError):
                 continue
         return found
+
+    def reference_weights(self) -> str | None:
+        """The sha256 of the weights that the run compares with; None if it is not known yet."""
+        return json.loads(self.store.read_text(REFERENCE))["weights"] if self.store.exists(REFERENCE) else None
+
+    def write_reference_weights(self, sha256: str) -> None:
+        self.store.write_text(REFERENCE, json.dumps({"weights": sha256}) + "\n")
+
+    def read_reference(self, split: str, documents: int) -> "np.ndarray | None":
+        """The reference's log-probabilities of a split's documents; None if they are not there, or of other data."""
+        import numpy as np
+
+        name = LOGPS.format(split=split)
+        if not self.store.exists(name):
+            return None
+        with self.store.open(name) as file:
+            data = file.read()
+        try:
+            found = np.load(io.BytesIO(data))
+        except (ValueError, EOFError):
+            return None  # a kill tore it
+        return found if found.shape == (documents,) else None
+
+    def write_reference(self, split: str, table: "np.ndarray") -> None:
+        import numpy as np
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "table.npy"
+            np.save(path, table)
+            self.store.put_file(LOGPS.format(split=split), path)
 
     # ---------------------------------------------------------------- may these settings run here?
 
@@ -194,6 +233,18 @@ class RunDirectory:
                     file.replace(self.path / name)
                 else:
                     self.store.put_file(name, file)
+
+    def write_adapter(self, write: Callable[[Path], None]) -> None:
+        """Replaces the adapters of the run. write: writes them into a folder that does not exist yet."""
+        with self._scratch() as scratch:
+            write(scratch / ADAPTER)
+            if self.store.is_local:
+                if (self.path / ADAPTER).exists():
+                    (self.path / ADAPTER).rename(scratch / "old")
+                (scratch / ADAPTER).rename(self.path / ADAPTER)
+                return
+            for file in sorted((scratch / ADAPTER).iterdir()):
+                self.store.put_file(f"{ADAPTER}/{file.name}", file)
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:

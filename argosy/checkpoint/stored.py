@@ -2,10 +2,10 @@
 per-layer name ("layers.3.attn.q.w"), one tensor at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import layer_addresses, stored_addresses
 from argosy.models.parts.weight import kept_in, put, variables
 
+if TYPE_CHECKING:
+    from argosy.checkpoint.adapted import Adapted
+
 COMPANIONS = (
     *VOCABULARIES,
     *BESIDE,
@@ -41,7 +44,11 @@ COMPANIONS = (
 @dataclass(frozen=True)
 class Stored:
     """An opened model whose weights are not read yet. weights: by per-layer name. hub: its config.json. companions: the folder of
-    its small files, or the GGUF file, which contains a tokenizer. kind: hub, gguf or argosy."""
+    its small files, or the GGUF file, which contains a tokenizer. kind: hub, gguf or argosy.
+
+    adapted: the base and the adapters of a run that trained adapters; its `weights` are those of the base with the adapters merged
+    as they are read.
+    """
 
     path: Path
     kind: str
@@ -49,6 +56,7 @@ class Stored:
     weights: Reader
     companions: Path | None = None
     hub: dict[str, Any] = field(default_factory=dict)
+    adapted: "Adapted | None" = None
 
 
 def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
@@ -74,9 +82,9 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
         return open_folder(path, warn)
     if (path / META).is_file():
         manifest.verify(path)
-        return _open_step(path)
+        return _open_step(path, warn)
     if (path / CHECKPOINTS).is_dir():
-        return _open_newest(path, Checkpoints(path / CHECKPOINTS, warn=warn))
+        return _open_newest(path, Checkpoints(path / CHECKPOINTS, warn=warn), warn)
     if path.is_file():
         raise BadInput(
             f"{path} is a file, but not a .gguf", hint="a Hub folder, a .gguf file, a run directory or a checkpoint step"
@@ -112,20 +120,20 @@ def config_of(dumped: dict[str, Any]) -> FamilyConfig:
     return Choice(FAMILIES, tag="family").build(dumped)  # type: ignore[return-value]
 
 
-def _open_newest(run: Path, checkpoints: Checkpoints) -> Stored:
+def _open_newest(run: Path, checkpoints: Checkpoints, warn: Callable[[str], None]) -> Stored:
     """The last good checkpoint of a run. If the run removes it before it is locked, the next one is tried."""
     step = checkpoints.latest_good()
     if step is None:
         raise BadInput(f"{run} has no checkpoint yet", hint="the run has not saved; wait, or train it further")
     try:
-        return _open_step(checkpoints.path(step))
+        return _open_step(checkpoints.path(step), warn)
     except (BadInput, Damaged):
         if step in checkpoints.steps():
             raise
-    return _open_newest(run, checkpoints)
+    return _open_newest(run, checkpoints, warn)
 
 
-def _open_step(folder: Path) -> Stored:
+def _open_step(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
     meta = read_meta(folder)
     try:
         config = config_of(meta["model"])
@@ -134,25 +142,43 @@ def _open_step(folder: Path) -> Stored:
     # Of a converted model, or of a run's step.
     beside = [folder, folder.parent.parent / TOKENIZER]
     companions = next((folder for folder in beside if matching(folder, COMPANIONS)), None)
+    if "base" in meta:
+        from argosy.checkpoint.adapted import open_adapted
+
+        adapted = open_adapted(folder, config, meta, warn)
+        return Stored(folder, "argosy", config, adapted.weights, companions, meta.get("hub", {}), adapted)
     return Stored(
         folder, "argosy", config, StepReader(folder, config, meta["decided"]["layers"]), companions, meta.get("hub", {})
     )
 
 
-def read_into(model: Any, weights: Reader, *, dtype: Any = None, place: Callable[[str], Any] | None = None) -> None:
+def read_into(
+    model: Any, weights: Reader, *, dtype: Any = None, place: Callable[[str], Any] | None = None, but: str | None = None
+) -> None:
     """Fills a model in any layout from per-layer weights, one stored array at a time.
 
     Args:
         dtype: the type to keep the weights in; float32 by default.
         place: gives the sharding of a stored address.
+        but: the name of a weight that is left as it is, whether or not it is stored.
 
     Raises:
         BadInput: weights are missing, unexpected or of the wrong shape, all listed.
     """
+    for address, array in stored_arrays(model, weights, dtype=dtype, but=but):
+        put(model, {address: jax.device_put(array, place(address) if place else None)})
+
+
+def stored_arrays(
+    model: Any, weights: Reader, *, dtype: Any = None, but: str | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The weights of a model in its layout, one stored array at a time, with their addresses. Arguments and errors are those of
+    `read_into`."""
     names, own = layer_addresses(model), variables(model)
-    check_fit(model, weights)
+    check_fit(model, weights, but)
     # In the order in which they are stored, so that a stack of layers is read once.
     order = {name: i for i, name in enumerate(weights.names)}
+    own = {address: v for address, v in own.items() if address != but}
     for address, v in sorted(own.items(), key=lambda item: order[names(item[0])[0]]):
         stacked = len(v.shape) > len(v.get_metadata()["meaning"].letters)
         target = np.dtype(kept_in(v, dtype or jnp.float32))
@@ -162,12 +188,11 @@ def read_into(model: Any, weights: Reader, *, dtype: Any = None, place: Callable
                 whole[i] = weights.read(name)
         else:
             whole = np.ascontiguousarray(weights.read(names(address)[0]).astype(target, copy=False))
-        v_place = place(address) if place else None
-        put(model, {address: jax.device_put(whole, v_place)})
+        yield address, whole
 
 
-def check_fit(model: Any, weights: Reader) -> None:
-    """Checks that these are the weights of this model.
+def check_fit(model: Any, weights: Reader, but: str | None = None) -> None:
+    """Checks that these are the weights of this model. but: the name of a weight that is not compared.
 
     Raises:
         BadInput: names every difference, the first eight in full.
@@ -176,9 +201,10 @@ def check_fit(model: Any, weights: Reader) -> None:
     expected = {}
     for name, (address, i) in stored_addresses(model).items():
         expected[name] = tuple(own[address].shape if i is None else own[address].shape[1:])
+    expected.pop(but, None)
     here = set(weights.names)
     problems = [f"missing {n}" for n in expected if n not in here]
-    problems += [f"unexpected {n}" for n in weights.names if n not in expected]
+    problems += [f"unexpected {n}" for n in weights.names if n not in expected and n != but]
     problems += [
         f"{n} is {weights.shape(n)}, not {shape}"
         for n, shape in expected.items()

@@ -19,6 +19,9 @@ from argosy.core.formats import Reader, Shape, View, is_apart
 def streamed(stored: Stored) -> Stored:
     """The same model, with at most the last tensor read in memory."""
     weights = stored.weights
+    if stored.adapted is not None:
+        adapted = stored.adapted.over(streamed(stored.adapted.base))
+        return replace(stored, adapted=adapted, weights=adapted.weights)
     if isinstance(weights, Mapped):
         return replace(stored, weights=weights.over(releasing(weights.reader)))
     return stored
@@ -27,6 +30,8 @@ def streamed(stored: Stored) -> Stored:
 def largest(stored: Stored) -> tuple[str, int]:
     """The largest tensor that is read at once, and its bytes. Converted tensors count too: blocks with scales become float32, and
     experts are read one by one."""
+    if stored.adapted is not None:
+        stored = stored.adapted.base
     weights = stored.weights
     sizes = []
     if isinstance(weights, Mapped):

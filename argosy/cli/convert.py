@@ -1,4 +1,4 @@
-"""`argosy convert SOURCE TARGET [to=hub or argosy] [dtype=...]`, and `argosy convert A --check B`."""
+"""`argosy convert SOURCE TARGET [to=hub, argosy or peft] [dtype=...]`, and `argosy convert A --check B`."""
 
 import os
 import sys
@@ -26,8 +26,9 @@ MOST_LISTED = 20
 class Convert(Settings):
     """What to write."""
 
-    to: Literal["hub", "argosy"] = "hub"
-    """Format to write: a Hub folder, or an Argosy checkpoint."""
+    to: Literal["hub", "argosy", "peft"] = "hub"
+    """Format to write: a Hub folder or an Argosy checkpoint, into which adapters are merged; or the adapters of a run alone, as a
+    folder of the PEFT library."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the tensors. None: as they are in the source."""
     adapter: str | None = None
@@ -51,7 +52,7 @@ def convert(
     target: Annotated[str | None, typer.Argument(help="a new folder", show_default=False)] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[to=hub|argosy] [dtype=...] [adapter=FOLDER] [shard_gb=5]", show_default=False),
+        typer.Argument(metavar="[to=hub|argosy|peft] [dtype=...] [adapter=FOLDER] [shard_gb=5]", show_default=False),
     ] = None,
     check: Annotated[
         str | None, typer.Option("--check", metavar="OTHER", help="compare with this model; write nothing [tolerance=]")

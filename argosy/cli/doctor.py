@@ -35,6 +35,7 @@ def text_of(found: Mapping[str, Any]) -> str:
             "cores": f"{machine['cores']:g}, load {machine['load']}",
             "memory": of(machine["memory_free_bytes"], machine["memory_bytes"]),
             "huge pages": pages["state"] + (f" ({pages['system']})" if pages["system"] else ""),
+            "kernels": found["kernels"]["library"] or f"none: {found['kernels']['why_not']}",
             "open files": found["open_files"] or "unlimited",
         },
         "devices": devices(found["jax"]),

@@ -1,6 +1,9 @@
 """`argosy serve MODEL [key=value ...]`."""
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +19,18 @@ from argosy.serve.settings import ServeSettings
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 KEY, ADMIN_KEY = "ARGOSY_API_KEY", "ARGOSY_ADMIN_KEY"
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection: nearly everything that a start makes stays, and looking at it again and again takes 0.9 CPU s. Later
+    collections leave out what was made here."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -39,9 +54,10 @@ def serve(
         admin = admin.model_copy(update={"key": admin.key or os.environ.get(ADMIN_KEY) or None})
     key = settings.api_key or os.environ.get(KEY) or None
     settings = settings.model_copy(update={"api_key": key, "admin": admin})
-    with Doing() as doing:
+    with Doing() as doing, uncollected():
         doing("loading jax")
         machine.start_jax()
+        from argosy.infer.program_store import open_store
         from argosy.jobs.public import draft_of, load
         from argosy.serve import run
 
@@ -51,7 +67,8 @@ def serve(
         how: Any = {"dtype": settings.dtype, "adapter": settings.adapter, "tensor": settings.tensor}
         lm = load(model, **how, context=settings.engine.context)
         name = settings.name or Path(model).resolve().name
-        service = run.serving(lm, name, settings, doing, draft_of(settings.engine, settings.dtype, settings.tensor))
+        draft = draft_of(settings.engine, settings.dtype, settings.tensor)
+        service = run.serving(lm, name, settings, doing, draft, open_store(machine.programs_folder(), say))
     # A line that replaces itself would stay on the terminal.
     service.front.says(lambda what: say(f"{what} ..."))
     for line in service.about:

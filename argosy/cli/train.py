@@ -52,7 +52,10 @@ def train(
         outcome = run(reading, where, view, command_of(recipe, words or []))
     if outcome.done and outcome.seconds:
         shown = f", or open {outcome.dir}/report.html" if isinstance(outcome.dir, Path) else ""
-        say(f"{outcome.dir}: step {outcome.step}. Next: argosy generate {outcome.dir}{shown}")
+        # A reward model generates nothing.
+        scores = reading.value.model.scored
+        follows = f"argosy convert {outcome.dir} FOLDER to=hub" if scores else f"argosy generate {outcome.dir}"
+        say(f"{outcome.dir}: step {outcome.step}. Next: {follows}{shown}")
     if outcome.exit_code:
         kept = (
             f"checkpoint {outcome.saved} is saved, and the same command resumes"

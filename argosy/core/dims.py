@@ -29,6 +29,7 @@ LEGEND: dict[str, str] = {
     "I": "index_heads",  # of the index of sparse attention
     "J": "index",  # and their size
     "L": "layers",
+    "Z": "scores",  # of a head that scores sequences instead of predicting tokens
 }
 
 # Axes along which rows are looked up; no product sums over them.

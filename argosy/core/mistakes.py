@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from argosy.core.errors import BadInput, UserError, nearest
 from argosy.core.plain import dotted
 from argosy.core.scalars import written
-from argosy.core.schema import Choice, Refused, members
+from argosy.core.schema import Also, Choice, Refused, marks, members
 from argosy.core.words import SELF, SettingsLayer
 
 Setter = Callable[[str], SettingsLayer | None]
@@ -107,6 +107,18 @@ def _of_other_trainers(key: str, names: Names) -> str | None:
             return f"{meant} {note}" if (note := names.notes.get(name)) else meant
         if sentence := names.elsewhere.get(name):
             return sentence
+    return next(filter(None, (_of_another_choice(name, names) for name in dict.fromkeys([plain, leaf]))), None)
+
+
+def _of_another_choice(name: str, names: Names) -> str | None:
+    """The answer to a name for a key that only another class of a choice has: `lora_r` where `adapter` is none."""
+    for key, (choice, chosen) in names.choices.items():
+        # Classes of model families import jax.
+        for other in choice.registry if choice.tag == "name" else ():
+            for field_name, info in choice.pick(other).model_fields.items() if other != chosen else ():
+                for mark in marks(info, Also):
+                    if name in mark.names:
+                        return f"did you mean `{key}={other} {key}.{field_name}=...`? {mark.note}".rstrip()
     return None
 
 

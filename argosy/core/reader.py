@@ -254,15 +254,18 @@ def _default(info: FieldInfo) -> list[Given]:
 
 
 def _tagged(choice: Choice, one: Given) -> Given:
-    """Expands a choice's shorthand: a name alone, or a name beside keys, is the tag."""
+    """Expands a choice's shorthand: a name alone, or a name beside keys, is the tag. Where a choice has the name `none`, none is it."""
     value = one.value
+    if "none" in choice.registry:
+        absent = next((key for key in (SELF, choice.tag) if isinstance(value, Mapping) and value.get(key, "") is None), None)
+        value = "none" if value is None else {**value, absent: "none"} if absent is not None else value
     if isinstance(value, Settings):
         return Given(one.layer, {choice.tag: choice.name_of(value), **_explicit(value)})
     if isinstance(value, str):
         return Given(one.layer, {choice.tag: value})
     if isinstance(value, Mapping) and isinstance(value.get(SELF), str):
         return Given(one.layer, {choice.tag: value[SELF]} | {k: v for k, v in value.items() if k != SELF})
-    return one
+    return Given(one.layer, value)
 
 
 def _since_named(given: list[Given], tag: str) -> list[Given]:

@@ -16,6 +16,7 @@ the input at t has no target of its own document.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -85,6 +86,8 @@ class Batches(ABC):
     tokens_per_batch: int  # of the global batch, padding included
     # UTF-8 bytes of text for each token that is learned; None where there is no text.
     bytes_per_token: float | None
+    # Of the axes that are fields' own, by letter.
+    sizes: Mapping[str, int] = MappingProxyType({})
 
     def __iter__(self) -> "Batches":
         return self
@@ -123,6 +126,10 @@ class Batches(ABC):
     def summary(self, steps: int | None = None) -> CorpusSummary:
         """What the data consists of; with `steps`, also how many epochs of it so many batches are."""
         return CorpusSummary(source="unknown")
+
+    def example(self) -> Batch | None:
+        """The first record as a batch, to be shown; None where the data is no records, or nothing has been read yet."""
+        return None
 
     def rewind(self) -> None:
         """Moves back to the first batch: an evaluation reads the same rows every time."""

@@ -108,8 +108,8 @@ class ConversationEncoder(Encoder):
         span = [(len(prompt), len(prompt) + len(answer))] if answer else []
         return encoded(self.tokenizer, prompt + answer, span, special=self.special)
 
-    def finished(self, found: Ids, is_chat: bool) -> Encoded:
-        """Ids with what begins and ends a document, and what is learned of them."""
+    def finished(self, found: Ids, is_chat: bool, ends: bool = True) -> Encoded:
+        """Ids with what begins a document and, where it `ends`, ends it, and what is learned of them."""
         ids, mask = found
         if not ids or (self.learn == "answers" and not any(mask)):
             self.unanswered += 1
@@ -118,26 +118,12 @@ class ConversationEncoder(Encoder):
             last = next(token for token, learned in zip(reversed(ids), reversed(mask)) if learned)
             self.endless += last not in self.tokenizer.hidden
         before = self.before if (self.bos_first or not is_chat) and ids[:1] != self.before else []
-        after = self.after if not is_chat and [ids[-1]] != self.after else []
+        after = self.after if ends and not is_chat and [ids[-1]] != self.after else []
         tokens = self._checked([*before, *ids, *after])
         if self.learn == "all":
             return Encoded(tokens)
         learned = np.array([False] * len(before) + mask + mask[-1:] * len(after), np.uint8)
         return Encoded(tokens, learned)
-
-
-def encoder_for(
-    source: Source,
-    tokenizer: "Tokenizer",
-    bos: bool | None = None,
-    special: bool = False,
-    learn: str = "answers",
-    template: str | None = None,
-) -> Encoder:
-    """The encoder of a source's documents: of text, or of records."""
-    if source.format == "text":
-        return Encoder(tokenizer, bos, special)
-    return ConversationEncoder(tokenizer, bos, special, learn, template)
 
 
 def templates_of(tokenizer: "Tokenizer", template: str | None) -> tuple[Mapping[str, str], str | None]:
@@ -190,7 +176,9 @@ def shown_template(tokenizer: "Tokenizer", format: str, template: str | None) ->
         return "Stanford's Alpaca text"
     if not templates:
         return "their text"
-    if format == "completion":
+    if format == "stepwise":
+        return "their text"
+    if format in ("completion", "preference", "kto"):
         return "their text, or a chat template for messages"
     return f"the chat template {template}" if template else "the tokenizer's chat template"
 
@@ -202,12 +190,19 @@ def counted(encoder: Encoder, source: Source, template: str | None) -> dict[str,
         rendered = shown_template(encoder.tokenizer, source.format, template)
         found |= {"read": encoder.read, "unanswered": encoder.unanswered, "rendered": rendered, "learn": encoder.learn}
         found |= {"endless": encoder.endless} if encoder.endless else {}
+        found |= {"identical": identical} if (identical := getattr(encoder, "identical", 0)) else {}
     return found
 
 
 def nothing_to_learn(encoder: Encoder, where: str) -> BadInput | None:
     """The error for records none of which has an answer."""
-    if not (isinstance(encoder, ConversationEncoder) and encoder.unanswered):
+    if not isinstance(encoder, ConversationEncoder):
+        return None
+    if identical := getattr(encoder, "identical", 0):
+        what = f"of {encoder.read:,} pairs, {identical:,} have a rejected answer equal to the chosen one"
+        what += f" and {encoder.unanswered:,} an empty answer" if encoder.unanswered else ""
+        return BadInput(what, where=where, hint="are both columns the right ones? `data.columns.rejected=NAME` reads another")
+    if not encoder.unanswered:
         return None
     what = f"none of {encoder.unanswered:,} records has an answer to learn"
     return BadInput(what, where=where, hint="`data.learn=all` learns every token")

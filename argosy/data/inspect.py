@@ -28,6 +28,16 @@ def render(batch: Batch, tokenizer: "Tokenizer | None", color: bool = False, row
     return "\n".join(row_text(row, number, tokenizer, color) for number, row in enumerate(table))
 
 
+def example(batch: Batch, tokenizer: "Tokenizer | None", most: int = 600) -> str:
+    """The first sequence of each row of a batch as text, at most so many characters of each, the middle left out."""
+    parts = []
+    for row in range(len(batch["tokens"])):
+        own = {name: array[row] for name, array in batch.items()}
+        text = segment_text(own, np.flatnonzero(own["segments"] == 1), tokenizer, color=False).strip("\n")
+        parts.append(text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}")
+    return "\n--\n".join(parts)
+
+
 def row_text(row: Batch, number: int, tokenizer: "Tokenizer | None", color: bool) -> str:
     """One row: a line of counts, then each segment below a line of its own."""
     segments, filled = row["segments"], int((row["segments"] > 0).sum())

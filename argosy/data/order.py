@@ -8,6 +8,7 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.data.batch import Batch, Fields, Fingerprint
 from argosy.data.settings import DataSettings
+from argosy.data.sources.records import GROUPS
 from argosy.data.sources.synthetic import splitmix
 
 # 8 MB of permutation, made in 0.1 s an epoch.
@@ -56,9 +57,26 @@ def of_records(identity: Fingerprint) -> bool:
     return "source.format" in identity
 
 
+def of_sequences(identity: Fingerprint) -> int:
+    """How many sequences of a record belong together, in data with this fingerprint; 0 if it holds none."""
+    return GROUPS.get(str(identity.get("source.format")), 0)
+
+
 def packing_of(settings: DataSettings, identity: Fingerprint) -> str:
-    """How the documents of this data become rows."""
-    return settings.packing or ("fit" if of_records(identity) else "split")
+    """How the documents of this data become rows.
+
+    Raises:
+        BadInput: the setting is not for such data.
+    """
+    if not of_sequences(identity):
+        if settings.packing == "none":
+            what = "data.packing=none is for pairs, labeled answers and steps"
+            raise BadInput(what, hint="data.packing=fit packs whole conversations")
+        return settings.packing or ("fit" if of_records(identity) else "split")
+    if settings.packing == "split":
+        what = f"data.packing=split would cut `{identity['source.format']}` records, which are compared as a whole"
+        raise BadInput(what, hint="set `data.packing=fit`, or leave it out")
+    return settings.packing or "none"
 
 
 def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
@@ -67,6 +85,11 @@ def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:
     Raises:
         BadInput: the setting would be ignored, because the packing has no documents longer than a row.
     """
+    if of_sequences(identity):
+        if settings.too_long == "continue":
+            what = f"data.too_long=continue would cut `{identity['source.format']}` records, which are compared as a whole"
+            raise BadInput(what, hint="set `data.too_long=drop`, `cut` or `error`, or leave it out")
+        return settings.too_long or "drop"
     if settings.too_long is not None and packing_of(settings, identity) == "split":
         what = f"data.too_long={settings.too_long} is for data.packing=fit: data.packing=split joins documents and cuts the stream"
         raise BadInput(what, hint="set `data.packing=fit`, or leave `data.too_long` out")
@@ -80,7 +103,7 @@ def ordered(identity: Fingerprint, settings: DataSettings, seed: int) -> Fingerp
     packing, too_long = packing_of(settings, identity), too_long_of(settings, identity)
     packed = {"sequence": settings.sequence, "batch": settings.batch, "packing": packing}
     # Left out where it is what every older run did, so that those resume.
-    packed |= {"too_long": too_long} if packing == "fit" and too_long != "continue" else {}
+    packed |= {"too_long": too_long} if packing != "split" and too_long != "continue" else {}
     return identity | packed | {"shuffle": shuffle, "seed": seed, "online": settings.online}
 
 

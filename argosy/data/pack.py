@@ -31,12 +31,14 @@ class Corpus:
     tokens: [n] unsigned integers.  starts: [documents + 1] int64, where each document begins, then n.
     weights: [n] of each token in the loss, uint8 where all are 0 or 1, else float32; None means 1.
     columns: further numbers for each token, [n] each, such as advantages; they come out of every packing beside the targets.
+    values: numbers of each document, [documents] each; only rows of sequences have them (`data.sequences`).
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     weights: np.ndarray | None = None
     columns: Columns = field(default_factory=dict)
+    values: Columns = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, column in self.columns.items():
@@ -62,12 +64,17 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document, or a piece of one: tokens [n], weights and columns as in Corpus, and whether a document begins here."""
+    """A document, or a piece of one: tokens [n], weights and columns as in Corpus, and whether a document begins here.
+
+    group: documents that belong together with it and follow it. values: numbers of each of them.
+    """
 
     tokens: np.ndarray
     weights: np.ndarray | None = None
     begins: bool = True
     columns: Columns = field(default_factory=dict)
+    group: "tuple[Encoded, ...]" = ()
+    values: Mapping[str, float] = field(default_factory=dict)
 
 
 class Rows(Protocol):
@@ -274,6 +281,8 @@ class PackCounts:
 
 def counts_of(rows: Rows) -> PackCounts:
     """The counts of rows from documents; of others, none."""
+    if (counts := getattr(rows, "counts", None)) is not None:
+        return counts
     if isinstance(rows, FitRows):
         learned = None if rows.corpus.weights is None else int(rows.learned(rows.begin, rows.size).sum())
         return PackCounts(rows.cut, rows.dropped, rows.unlearned, 0, int(rows.size.sum()), learned)

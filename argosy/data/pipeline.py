@@ -17,11 +17,12 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, check_fields
 from argosy.data.online import OnlineBatches
-from argosy.data.order import Order, ordered, picked, whole_numbers
+from argosy.data.order import Order, of_records, ordered, picked, whole_numbers
 from argosy.data.pack import Rows
 from argosy.data.prepare import Progress
 from argosy.data.settings import DataSettings
 from argosy.data.sources import Source
+from argosy.data.sources.records import GROUPS
 from argosy.data.summary import CorpusSummary
 from argosy.data.tables import ENDLESS, Data, Table, find, fitting, holds_out, summary_of, table_of, tokenizer_for
 
@@ -63,6 +64,8 @@ def build(
     share = share_of(settings.batch, process, processes, rows_per_group)
     source, seed = source or find(settings), seed if settings.seed is None else settings.seed
     if settings.online and isinstance(source, Source):
+        if source.format in GROUPS:
+            raise BadInput(f"`{source.format}` records are not read online", hint="leave `data.online` off")
         if rows_per_group > 1:
             raise ungrouped(rows_per_group, 1)
         tokenizer = fitting(tokenizer, settings, vocab)
@@ -124,9 +127,8 @@ def share_of(batch: int, process: int, processes: int, per_group: int = 1) -> sl
 
 def ungrouped(wanted: int, found: int) -> BadInput:
     """The error for data whose rows do not come in the groups that the objective expects."""
-    has = f"groups of {found} rows" if found > 1 else "single rows"
-    return BadInput(f"the objective reads groups of {wanted} rows, and this data has {has}" if wanted > 1 else
-                    f"the objective reads single rows, and this data has {has}")  # fmt: skip
+    has, reads = (f"groups of {count} rows" if count > 1 else "single rows" for count in (found, wanted))
+    return BadInput(f"the objective reads {reads}, and this data has {has}")
 
 
 class Blocks:
@@ -187,6 +189,7 @@ class RowBatches(Batches):
         self.tokens_per_batch = settings.batch * settings.sequence
         self.bytes_per_token = table.bytes_per_token
         self.table, self.blocks, self.block, self.handed = table, blocks, None, 0
+        self.sizes = getattr(blocks.rows, "own_sizes", {})
         self.epochs = settings.epochs if blocks.order.repeats else None
         ahead = grain.ReadOptions(num_threads=min(1, settings.prefetch), prefetch_buffer_size=settings.prefetch)
         self.iterator = iter(grain.MapDataset.source(blocks).to_iter_dataset(ahead))
@@ -209,6 +212,10 @@ class RowBatches(Batches):
         tail = int((self.epochs or 0) * rows) - (ends or 0) * batch if reached and self.epochs else 0
         epochs = None if made is None else made * batch / rows
         return replace(self.table.summary, epochs=epochs, ends_after=ends, tail_rows=tail)
+
+    def example(self) -> Batch | None:
+        rows = self.blocks.rows
+        return rows.gather(np.arange(rows.per_group)) if of_records(self.table.identity) else None
 
     def position(self) -> dict[str, Any]:
         return {"row": self.handed * self.blocks.batch}

@@ -6,6 +6,8 @@
     FOLDER/train/documents.bin       int64: where each document begins, then the number of tokens
     FOLDER/train/learn.bin           uint8 a token: 0 where it does not count in the loss; only if there are such tokens
     FOLDER/train/weights.bin         float32 a token in place of learn.bin, where some weight is neither 0 nor 1
+    FOLDER/train/column.NAME.bin     float32 a token: further numbers, such as whether a step is right
+    FOLDER/train/value.NAME.bin      float32 a document: numbers of records, such as margins
     FOLDER/held_out/                 the same
 
 The folder appears under its name in one rename, complete or not at all. A writer that is killed leaves `.NAME.partial`
@@ -26,13 +28,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from argosy.core.caches import one_at_a_time
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats.files import sync
 from argosy.data.batch import Fingerprint
-from argosy.data.conversations import counted, encoder_for, made_by, nothing_to_learn
+from argosy.data.conversations import counted, made_by, nothing_to_learn
 from argosy.data.encode import Encoder, puts_bos
 from argosy.data.pack import Corpus, Encoded
+from argosy.data.sequences import encoder_for
 from argosy.data.sources import Capped, Document, Source, is_prepared
+from argosy.data.sources.records import GROUPS
 
 if TYPE_CHECKING:
     from argosy.data.tokenize import Tokenizer
@@ -42,6 +47,7 @@ SPLITS = ("train", "held_out")
 TOKENIZER = "tokenizer"
 # Bytes of text tokenized at once: enough for all cores, and little memory.
 GROUP_BYTES = 1 << 20
+FLOAT = np.dtype("<f4")
 DTYPES = {"learn.bin": np.dtype(np.uint8), "weights.bin": np.dtype("<f4")}
 Say = Callable[[str], None]
 # Called with the bytes of text done, and in all (None: unknown).
@@ -128,7 +134,7 @@ def prepare(
     documents, the rest is the end of the corpus.
 
     Args:
-        bos, special, learn, template: as for `conversations.encoder_for`.
+        bos, special, learn, template: as for `sequences.encoder_for`.
         settings: kept in the manifest, for whoever opens the folder.
         keep_tokenizer: save the tokenizer in the folder too.
         progress: gets the bytes of text done, after each group of documents.
@@ -219,7 +225,7 @@ def write(
         raise nothing_to_learn(encoder, where) or BadInput("the corpus is empty: no document holds any text", where=where, hint=hint)
     wanted = int(share * total) - held_out.tokens
     if source.format != "text":
-        wanted = train.tail_of_documents(wanted) if share else 0
+        wanted = train.tail_of_documents(wanted, GROUPS.get(source.format, 1)) if share else 0
     if held_out.tokens < share * total / 2 and wanted > 1:  # a lone token has no target
         held_out.take_tail(train, wanted, encoder)
     splits = {split: writer.manifest() for split, writer in writers.items()}
@@ -271,10 +277,21 @@ class SplitWriter:
         self.bytes += size_bytes
         if not len(encoded.tokens):
             return
-        if encoded.begins:
-            self.files["documents.bin"].write(np.array([self.tokens], "<i8").tobytes())
-            self.documents += 1
-        self.put(encoded.tokens, encoded.weights)
+        for one in (encoded, *encoded.group):
+            if one.begins:
+                self.files["documents.bin"].write(np.array([self.tokens], "<i8").tobytes())
+                self.documents += 1
+            for name, value in encoded.values.items():
+                self.number(f"value.{name}.bin", np.array([value]))
+            for name, column in one.columns.items():
+                self.number(f"column.{name}.bin", column)
+            self.put(one.tokens, one.weights)
+
+    def number(self, name: str, values: np.ndarray) -> None:
+        """Adds numbers of documents or tokens. Every document has the same ones."""
+        if name not in self.files:
+            self.files[name] = (self.folder / name).open("wb")
+        self.files[name].write(values.astype(FLOAT).tobytes())
 
     def put(self, tokens: np.ndarray, weights: np.ndarray | None) -> None:
         self.files["tokens.bin"].write(tokens.astype(self.dtype, copy=False).tobytes())
@@ -325,6 +342,10 @@ class SplitWriter:
                 if other.bytes:
                     words = [token for token in tokens.tolist() if token not in (*encoder.before, *encoder.after)]
                     moved_bytes += len(encoder.tokenizer.decode(words).encode())
+            for name in [name for name in other.files if name.startswith(("value.", "column."))]:
+                first = start if name.startswith("column.") else len(head) - 1
+                self.number(name, np.fromfile(other.folder / name, FLOAT, offset=first * FLOAT.itemsize))
+                os.truncate(other.folder / name, first * FLOAT.itemsize)
         os.truncate(other.folder / "tokens.bin", start * self.dtype.itemsize)
         if other.weights:
             os.truncate(other.folder / other.weights, start * DTYPES[other.weights].itemsize)
@@ -332,9 +353,9 @@ class SplitWriter:
         self.documents, self.bytes = self.documents + 1 + len(inside), self.bytes + moved_bytes
         other.tokens, other.documents, other.bytes = start, len(head) - 1, other.bytes - moved_bytes
 
-    def tail_of_documents(self, count: int) -> int:
-        """How many tokens whole documents at the end have: the fewest that are at least `count`, while one document stays."""
-        starts = np.fromfile(self.folder / "documents.bin", "<i8")
+    def tail_of_documents(self, count: int, per_group: int = 1) -> int:
+        """How many tokens whole groups of documents at the end have: the fewest that are at least `count`, while one group stays."""
+        starts = np.fromfile(self.folder / "documents.bin", "<i8")[::per_group]
         first = int(np.searchsorted(starts, self.tokens - count, side="right")) - 1
         return self.tokens - int(starts[max(first, 1)]) if len(starts) > 1 else 0
 
@@ -381,6 +402,8 @@ def open_split(folder: Path, written: dict[str, Any], dtype: np.dtype) -> Corpus
     tokens, documents = int(written["tokens"]), int(written["documents"])
     sizes = {"tokens.bin": tokens * dtype.itemsize, "documents.bin": (documents + 1) * 8}
     sizes |= {name: tokens * kind.itemsize for name, kind in DTYPES.items()}
+    numbers = {name: {"value": documents, "column": tokens}.get(name.split(".")[0]) for name in written["files"]}
+    sizes |= {name: count * FLOAT.itemsize for name, count in numbers.items() if count is not None}
     for name in {"tokens.bin", "documents.bin", *written["files"]}:
         path = folder / name
         if name not in sizes or not path.is_file() or path.stat().st_size != sizes[name]:
@@ -391,7 +414,9 @@ def open_split(folder: Path, written: dict[str, Any], dtype: np.dtype) -> Corpus
     if starts[0] != 0 or starts[-1] != tokens or (np.diff(starts) <= 0).any():
         raise Damaged("the index of a prepared corpus does not ascend", where=str(folder / "documents.bin"))
     weights = next((mapped(folder / name, kind) for name, kind in DTYPES.items() if name in written["files"]), None)
-    return Corpus(mapped(folder / "tokens.bin", dtype), starts, weights)
+    kinds = {kind: {n.split(".")[1]: mapped(folder / n, FLOAT) for n in written["files"] if n.startswith(f"{kind}.")}
+             for kind in ("column", "value")}  # fmt: skip
+    return Corpus(mapped(folder / "tokens.bin", dtype), starts, weights, kinds["column"], kinds["value"])
 
 
 def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
@@ -406,12 +431,8 @@ def one_writer(folder: Path, say: Say) -> Iterator[Path]:
     The lock is a file beside the folder, and is released when its process ends. It is removed once the folder stands, when
     nobody who waited for it has anything left to write.
     """
-    import fcntl
-
     partial, lock = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.lock")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with one_at_a_time(lock, say):
         if partial.exists():
             say(f"tokenizing into {folder} was killed before it finished; it starts over")
             shutil.rmtree(partial, ignore_errors=True)

@@ -83,18 +83,20 @@ class DataSettings(Settings):
     """Rows of an update, over all devices and processes, before `accumulate` splits them."""
 
     packing: Annotated[
-        Literal["split", "fit"] | None, Also("sample_packing", "group_by_length", "pad_to_sequence_len")
+        Literal["split", "fit", "none"] | None, Also("sample_packing", "group_by_length", "pad_to_sequence_len")
     ] = None
     """How documents become rows. split: joined to one stream and cut every `sequence` tokens, without padding. fit: packed into
-    rows by best fit, so that only documents longer than a row are cut (`too_long`). None: split for text; fit for conversations,
-    since the rest of one in another row would lack its prompt."""
+    rows by best fit, so that only documents longer than a row are cut (`too_long`). none: one sequence a row, for pairs, labeled
+    answers and steps. None: split for text; fit for conversations, since the rest of one in another row would lack its prompt;
+    none for pairs and the like, so that `batch` counts their sequences."""
 
     too_long: Annotated[
         Literal["continue", "cut", "drop", "error"] | None, Also("excess_length_strategy", "truncation_mode", "truncation")
     ] = None
-    """What `packing=fit` does with a document longer than a row. continue: the rest goes into further rows; cut: the rest is left
-    out; drop: all of it is left out; error: the run ends before its first step. What is cut or left out is counted. None: continue
-    for text, cut for conversations."""
+    """What happens to a document longer than a row, where documents stay whole. continue: the rest goes into further rows; cut: the
+    rest is left out; drop: all of it is left out, of a pair both answers; error: the run ends before its first step. What is cut or
+    left out is counted. None: continue for text, cut for conversations, drop for pairs and the like, since an answer without its end
+    is another answer."""
 
     shuffle: Annotated[bool, Also("enable_data_shuffling", "shuffle_data")] = True
     """Shuffles the rows of each epoch differently. Off: rows come in the order of the source."""
@@ -127,10 +129,13 @@ class DataSettings(Settings):
     """What to do with bytes that are not UTF-8. error: report their position; replace: read them as U+FFFD."""
 
     format: Annotated[
-        Literal["auto", "text", "completion", "messages", "alpaca", "sharegpt"], BelongsTo("source"), Also("dataset_format")
+        Literal["auto", "text", "completion", "messages", "alpaca", "sharegpt", "preference", "kto", "stepwise"],
+        BelongsTo("source"),
+        Also("dataset_format"),
     ] = "auto"
     """What the records of a JSONL file are. text: documents; completion: `prompt` and `completion`; messages: OpenAI's; alpaca:
-    `instruction`, `input`, `output`; sharegpt: `conversations`. auto: what the first record is. Any other record is an error."""
+    `instruction`, `input`, `output`; sharegpt: `conversations`; preference: `chosen` and `rejected`; kto: `prompt`, `completion`
+    and `label`; stepwise: `prompt`, `completions` and `labels`. auto: what the first record is. Any other record is an error."""
 
     columns: Annotated[
         dict[str, str], BelongsTo("source"), Also("field_messages", "dataset_text_field", "columns_mapping")

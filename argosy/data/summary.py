@@ -20,7 +20,7 @@ class CorpusSummary:
     in one epoch, and those that count.  packing: how they became rows; chosen_packing: because it was not set.  unanswered: left
     out because nothing in them is learned.  too_long: what happens to documents longer than a row; cut, dropped: how many it
     happened to; unlearned: left out because no answer is within the row.  parted: continue in another row.  ignored: columns.
-    endless: end with no special token.
+    endless: end with no special token.  identical: pairs whose answers are the same.  slots: sequences of a packed row, at most.
     """
 
     source: str
@@ -57,6 +57,8 @@ class CorpusSummary:
     parted: int = 0
     ignored: tuple[str, ...] = ()
     endless: int = 0
+    identical: int = 0
+    slots: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """All known fields, for JSON."""
@@ -83,10 +85,13 @@ class CorpusSummary:
             parts.append(plural(self.tokens, "token"))
         if self.format and self.targets:
             share = 1.0 if self.learned is None else self.learned / self.targets
-            parts.append(f"{100 * share:.3g} % of targets learned (data.learn={self.learn})")
+            of = "in answers" if self.compared else f"learned (data.learn={self.learn})"
+            parts.append(f"{100 * share:.3g} % of targets {of}")
         if self.rows:
             default = f" by data.packing={self.packing}" + (", the default for them" if self.chosen_packing else "")
             parts.append(f"{plural(self.rows, 'row')} of {self.sequence}{default if self.format else ''}")
+        if self.slots:
+            parts.append(f"up to {plural(self.slots, 'sequence')} a row")
         if self.online:
             more = f"; data.learn={self.learn}, data.packing={self.packing}, data.too_long={self.too_long}" if self.format else ""
             parts.append(f"tokenized while training, so its size is not known beforehand{more}")
@@ -102,8 +107,11 @@ class CorpusSummary:
         if self.held_out_tokens:
             documents = f" in {plural(self.held_out_documents, self.noun)}" if self.held_out_documents else ""
             parts.append(f"{plural(self.held_out_tokens, 'token')}{documents} for evaluation (data.held_out)")
+        if self.identical:
+            parts.append(f"{plural(self.identical, self.noun)} whose rejected answer is the chosen one")
         if self.unanswered:
-            parts.append(f"{plural(self.unanswered, self.noun)} without an answer (data.learn=answers)")
+            why = "" if self.compared else " (data.learn=answers)"
+            parts.append(f"{plural(self.unanswered, self.noun)} without an answer{why}")
         if self.dropped:
             parts.append(f"{plural(self.dropped, self.noun)} longer than a row (data.too_long=drop)")
         if self.unlearned:
@@ -125,10 +133,17 @@ class CorpusSummary:
         return f"Ignored columns: {names}." if names else ""
 
     @property
+    def compared(self) -> bool:
+        """Whether records are pairs, labeled answers or steps."""
+        return self.format in ("preference", "kto", "stepwise")
+
+    @property
     def noun(self) -> str:
         """What a document is called."""
         if self.format in (None, "text"):
             return "document"
+        if self.compared:
+            return "pair" if self.format == "preference" else "example"
         return "example" if self.format in ("completion", "alpaca") else "conversation"
 
     @property

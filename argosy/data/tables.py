@@ -5,7 +5,6 @@ Everything that is wrong with the data is found here, before a batch is made.
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 from collections import OrderedDict
@@ -15,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from argosy.core.caches import cache_home
 from argosy.core.errors import BadInput, Damaged
 from argosy.data.batch import Fingerprint
-from argosy.data.conversations import encoder_for, template_hash, with_template
-from argosy.data.order import of_records, packing_of, too_long_of
+from argosy.data.conversations import template_hash, with_template
+from argosy.data.order import of_records, of_sequences, packing_of, too_long_of
 from argosy.data.pack import Corpus, Rows, corpus_of, counts_of, rows_of
 from argosy.data.prepare import (
     HeldOut,
@@ -29,6 +29,7 @@ from argosy.data.prepare import (
     open_prepared,
     prepare,
 )
+from argosy.data.sequences import SequenceRows, encoder_for
 from argosy.data.settings import ENCODED_BY, MADE_WITH, DataSettings, encoding
 from argosy.data.sources import RowSource, Source, find_source, is_prepared
 from argosy.data.summary import CorpusSummary
@@ -199,7 +200,10 @@ def table_in_memory(corpus: Corpus, split: str, settings: DataSettings, vocab: i
 
 def packed(corpus: Corpus, settings: DataSettings, identity: Fingerprint) -> Rows:
     """The rows of a corpus under the settings; `identity` says what it was made from."""
-    return rows_of(corpus, packing_of(settings, identity), settings.sequence, too_long_of(settings, identity))
+    how = settings.sequence, packing_of(settings, identity), too_long_of(settings, identity)
+    if together := of_sequences(identity):
+        return SequenceRows(corpus, together, *how)
+    return rows_of(corpus, how[1], how[0], how[2])
 
 
 def planned(prepared: Prepared, split: str, settings: DataSettings) -> Rows:
@@ -226,7 +230,10 @@ def described(
 ) -> CorpusSummary:
     """A summary of these rows; `rows` and `batch` are what batches are made of. identity: what the corpus was made from."""
     identity = identity or {}
-    if corpus is not None:
+    together = of_sequences(identity)
+    if corpus is not None and together:
+        more |= {"documents": corpus.documents // together, "tokens": len(corpus.tokens)}
+    elif corpus is not None:
         short = int((np.diff(corpus.starts) < 2).sum()) if packing_of(settings, identity) == "fit" else 0
         more |= {"documents": corpus.documents, "tokens": len(corpus.tokens), "short_documents": short}
     if of_records(identity):
@@ -236,6 +243,10 @@ def described(
         done = counts_of(rows)
         more |= {"cut": done.cut, "dropped": done.dropped, "unlearned": done.unlearned, "targets": done.targets}
         more |= {"parted": done.parted if of_records(identity) else 0, "learned": done.learned}
+    if together and "held_out_documents" in more:
+        more["held_out_documents"] //= together
+    if together and rows is not None and settings.packing == "fit":
+        more |= {"slots": rows.own_sizes["s"]}  # type: ignore[attr-defined]
     count = None if rows is None else len(rows)
     return CorpusSummary(source=name, rows=count, sequence=settings.sequence, batch=settings.batch, **more)
 
@@ -248,7 +259,7 @@ def summary_of(prepared: Prepared, settings: DataSettings, rows: Rows | None = N
     return described(
         settings.source, settings, prepared.train, rows, prepared.fingerprint,
         ignored=tuple(records.get("ignored", ())), unanswered=records.get("unanswered", 0), rendered=records.get("rendered"),
-        learn=records.get("learn"), endless=records.get("endless", 0),
+        learn=records.get("learn"), endless=records.get("endless", 0), identical=records.get("identical", 0),
         bytes=train["bytes"], held_out_documents=held_out["documents"], held_out_tokens=held_out["tokens"],
         files=source.get("files"), source_bytes=source.get("disk_bytes"), max_bytes=source.get("max_bytes"),
         special_documents=special.get("documents", 0), special_names=tuple(special.get("names", ())),
@@ -261,7 +272,7 @@ def needed(rows: Rows, split: str, settings: DataSettings) -> Rows:
         purpose, hint = ("train", "") if split == "train" else ("evaluate", "raise `data.held_out`, or ")
         counts = counts_of(rows)
         if counts.dropped or counts.unlearned:
-            what = f"nothing to {purpose} on is left: every document is longer than a row of {settings.sequence}, or has no "
+            what = f"nothing to {purpose} on is left: every record is longer than a row of {settings.sequence} tokens, or has no "
             what += "answer within it"
             raise BadInput(what, where=settings.source, hint="raise `data.sequence`")
         raise BadInput(f"the corpus holds nothing to {purpose} on", where=settings.source, hint=f"{hint}give more text")
@@ -302,7 +313,9 @@ def identity_of(source: Source, tokenizer: "Tokenizer", settings: DataSettings) 
 def cache_folder(settings: DataSettings) -> Path:
     if settings.cache is not None:
         return Path(settings.cache).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "argosy" / "corpora"
+    if (home := cache_home()) is None:
+        raise BadInput("there is no home directory to keep tokenized text in", hint="set data.cache, or XDG_CACHE_HOME")
+    return home / "corpora"
 
 
 def held_out_online(source: Source, settings: DataSettings, tokenizer: "Tokenizer", limit: int | None) -> Table:

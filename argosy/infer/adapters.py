@@ -29,7 +29,7 @@ from jaxtyping import Array, Int
 from argosy.adapt.bank import Bank, Chosen, refused
 from argosy.adapt.surgery import find, put_at
 from argosy.checkpoint.peft import Adapter, read_adapter
-from argosy.core.errors import BadInput, nearest
+from argosy.core.errors import BadInput, Unsupported, nearest
 from argosy.infer.forward import Sizes, cut
 from argosy.infer.memory import Home, home_of, mesh_of
 from argosy.infer.settings import LoraSettings
@@ -226,8 +226,11 @@ class Adapters:
         """Adapters by per-layer name as the arrays of one place: padded to the rank, with the gain in B.
 
         Raises:
-            BadInput: as `read`.
+            BadInput, Unsupported: as `read`.
         """
+        if dora := sorted(name for name, adapter in adapters.items() if adapter.m is not None):
+            what = f"DoRA beside other adapters is not built: {', '.join(dora[:4])}"
+            raise Unsupported(what, hint="argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it")
         most = self.settings.rank
         if strange := sorted(set(adapters) - self._bank.carrying):
             what = f"{len(strange)} contractions of the adapter carry none here: {', '.join(strange[:4])}"

@@ -23,6 +23,7 @@ from argosy.infer.drafts import Around, Drafter, copied, decoding_rows, drawn, f
 from argosy.infer.forward import Sizes, cut, read_step
 from argosy.infer.layers import Absent, model_of
 from argosy.infer.packing import Packed, sampled_rows
+from argosy.infer.programs import Program
 from argosy.infer.sampler import Slots
 from argosy.infer.schedule import Plan
 from argosy.infer.schedule import Sequence as Scheduled
@@ -71,7 +72,7 @@ class Ahead(Drafter):
     def allocate(self, pages: int) -> None:
         self.caches = self.around.allocated(self.specs, pages, self.dtype)
 
-    def observe(self, step: Packed, hidden: Array) -> None:
+    def observe(self, step: Packed, hidden: Any) -> None:
         if self._plan is not None:
             running = [*self._plan.decodes, *(piece.sequence for piece in self._plan.pieces)]
             self._seen = _Seen({s.slot: (s, s.preemptions) for s in running}, step, hidden)
@@ -100,26 +101,28 @@ class Ahead(Drafter):
 
         return drawn(plan, room, logits, slots, passed, self.run)
 
-    def _passed(self, weights: Leaves, x: Array, last: Array, words: np.ndarray, sizes: Sizes) -> Array:
+    def _passed(self, weights: Leaves, x: Any, last: Any, words: np.ndarray, sizes: Sizes) -> Any:
         what = f"multi-token prediction of {sizes.tokens} tokens"
         x, self.caches = self.run(what, self._ahead, ("mtp", *sizes), weights, x, self.caches, last, words, sizes)
         return x
 
-    def _after(self, weights: Leaves, x: Array, picks: np.ndarray) -> tuple[Array, Array]:
+    def _after(self, weights: Leaves, x: Any, picks: np.ndarray) -> tuple[Any, Any]:
         """The module's output at some places, and the logits there."""
         x = self._taken(x, picks)
         return x, self.run(f"the head for {len(picks)} rows", self._head, ("head", len(picks)), weights, x)
 
-    def _taken(self, x: Array, places: np.ndarray) -> Array:
+    def _taken(self, x: Any, places: np.ndarray) -> Any:
         size = ("taken", x.shape[1], len(places))
         return self.run(f"{len(places)} of {x.shape[1]} tokens", _taken, size, x, places.astype(np.int32))
 
     def warm_up(self, slots: Slots) -> None:
+        # What the engine's warm-up has shown to `observe` describes a step that nobody computed.
+        self._plan = self._seen = None
         copied(slots, self.run)
         weights = {name: v.get_value() for name, v in self.variables.items()}
         counts = {sampled_rows(n) for n in range(1, self.packing.settings.slots + 1)}
         for step in (*self.packing.every(), *self.packing.every(self.tokens + 1)):
-            hidden = jax.device_put(jnp.zeros((1, step.sizes.tokens, self._width), self.dtype), self.around.home)
+            hidden = jax.ShapeDtypeStruct((1, step.sizes.tokens, self._width), self.dtype, sharding=self.around.home)
             x = self._passed(weights, hidden, slots.last, step.words, step.sizes)
             for count in counts:
                 y, _ = self._after(weights, x, np.zeros(count, np.int32))
@@ -166,7 +169,7 @@ def _ahead(graph: Any, absent: Absent, dtype: Any) -> Any:
             x = jax.lax.with_sharding_constraint(x, PartitionSpec())
         return x, caches
 
-    return jax.jit(ahead, donate_argnums=2, static_argnums=5)
+    return Program(ahead, donate=2, static=5)
 
 
 @lru_cache(maxsize=16)
@@ -177,9 +180,11 @@ def _head(graph: Any, absent: Absent, dtype: Any) -> Any:
         logits = model_of(graph, weights, dtype, absent).unembed(x)[0]
         return jax.lax.with_sharding_constraint(logits, PartitionSpec()) if on_several_devices() else logits
 
-    return jax.jit(head)
+    return Program(head)
 
 
-@jax.jit
-def _taken(x: Float[Array, "1 tokens D"], places: Int[Array, "B"]) -> Float[Array, "1 B D"]:
+def _take(x: Float[Array, "1 tokens D"], places: Int[Array, "B"]) -> Float[Array, "1 B D"]:
     return jnp.take(x, places, axis=1, mode="clip")
+
+
+_taken = Program(_take)

@@ -51,7 +51,9 @@ class DraftModel(Drafter):
         weights = split(model)[1]
         if home_of(weights) != around.home:
             raise BadInput("the draft model is not on the devices of the model", hint="load both with the same `tensor`")
-        self.forward = forward_of(model, weights)
+        # Under names of its own: it may be the engine's model, over other caches.
+        programs = around.programs
+        self.forward = forward_of(model, weights, run=lambda program, at, *given: programs(program, ("draft", at), *given))
         if not rows_share_pages(self.forward.specs, around.context, slack=around.context):
             raise BadInput("the draft model has recurrent layers", hint="a draft model of attention layers only")
         self.weights, self.dtype = self.forward.prepared(weights), model.dtype
@@ -86,7 +88,7 @@ class DraftModel(Drafter):
 
         return drawn(plan, plan.room, logits, slots, passed, self.run)
 
-    def _passed(self, sizes: Sizes, words: np.ndarray, picks: np.ndarray, last: Array) -> Array:
+    def _passed(self, sizes: Sizes, words: np.ndarray, picks: np.ndarray, last: Any) -> Any:
         what = f"the draft model for {sizes.decodes + sizes.drafted} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
         key = ("draft", *sizes, len(picks))
         logits, self.caches, _ = self.run(what, self.forward, key, self.weights, self.caches, last, words, picks, sizes)

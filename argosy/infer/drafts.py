@@ -18,6 +18,7 @@ from argosy.infer import settings
 from argosy.infer.forward import Sizes, blank, cut
 from argosy.infer.memory import Extent, Home, Needs, mesh_in, reserved
 from argosy.infer.packing import Packed, Packing, sampled_rows
+from argosy.infer.programs import Program, Programs
 from argosy.infer.sampler import Slots, sample
 from argosy.infer.schedule import Plan
 from argosy.infer.schedule import Sequence as Scheduled
@@ -26,12 +27,13 @@ from argosy.models.parts.cache import Caches, Specs
 
 class Around(NamedTuple):
     """What a drafter sees of its engine. context: longest sequence in tokens. home: of the weights. run: `Engine._run`, which counts
-    compilations."""
+    compilations. programs: the engine's."""
 
     packing: Packing
     context: int
     home: Home
     run: Callable[..., Any]
+    programs: Programs
 
     def page_bytes(self, specs: Specs, dtype: Any) -> int:
         """Bytes of further caches for each page of the engine's."""
@@ -70,7 +72,7 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def observe(self, step: Packed, hidden: Array) -> None:
+    def observe(self, step: Packed, hidden: Any) -> None:
         """Takes the input of the model's head at the tokens of the step that was drafted last."""
 
     def warm_up(self, slots: Slots) -> None:
@@ -187,6 +189,8 @@ def copied(slots: Slots, run: Callable[..., Any]) -> Slots:
     return run("a copy of the sampler's state", _copied, ("copied",), slots)
 
 
-@jax.jit
-def _copied(slots: Slots) -> Slots:
+def _copy(slots: Slots) -> Slots:
     return jax.tree.map(jnp.copy, slots)
+
+
+_copied = Program(_copy)

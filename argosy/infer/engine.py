@@ -23,8 +23,9 @@ and masks before the sampler runs.
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,25 @@ from argosy.infer.constrain import bias_rows, mask_rows, spread
 from argosy.infer.drafts import Around
 from argosy.infer.forward import Tables, Whole, forward_of
 from argosy.infer.grammar import Matcher
-from argosy.infer.memory import Extent, check_fits, home_of, mesh_in, needs_of, reserved, room_for_cache
+from argosy.infer.memory import Extent, check_fits, describe_pools, home_of, mesh_in, needs_of, reserved, room_for_cache
 from argosy.infer.packing import Packed, Packing, power, sampled_rows
 from argosy.infer.pages import Pages
+from argosy.infer.program_store import ProgramStore
+from argosy.infer.programs import Program, Programs, described
 from argosy.infer.request import Event, Reason, Request, Stats
-from argosy.infer.sample import Sampling, Seed, streams
-from argosy.infer.sampler import Sampled, biased, fresh, masked, sample, settled
+from argosy.infer.sample import Sampling, Seed, stream_data, words_of
+from argosy.infer.sampler import Sampled, biased, fresh, masked, ownership, sample, settled
 from argosy.infer.schedule import Plan, Pool, Scheduler
 from argosy.infer.schedule import Sequence as Scheduled
 from argosy.infer.settings import MTP, ROW, EngineSettings
 from argosy.infer.speculate import Verified, speculation_of
-from argosy.models.parts.cache import bytes_of
+from argosy.infer.views import viewable
+from argosy.models.parts.cache import Caches, bytes_of
 from argosy.models.parts.ragged import rows_share_pages
 from argosy.models.parts.weight import Leaves, put, split, variable
 from argosy.observe.readable import sized
+from argosy.ops.native import library
+from argosy.ops.native.products import Panels
 from argosy.parallel.scope import scope
 
 
@@ -89,11 +95,17 @@ class Engine:
         self.variables = {address: variable(model, address) for address in split(model)[1]}
         weights, speculative = self.weights(), self.settings.speculative
         self.home = home_of(weights)
+        if viewable(weights):
+            library.load(say)
         lora = self.settings.lora
         self.adapters = adapters or (Adapters(lora, model, self.settings.slots) if lora.enabled else None)
+        self.stats = Stats()
+        self.programs = Programs(self._on_mesh, self._missed)
         with self._on_mesh():
-            how = {"hidden": isinstance(speculative, MTP), "whole": self.settings.steps > 1}
-            self.forward = forward_of(model, weights, self.adapters, **how)
+            # Copies share the memory of their weights; packed, each would have its own.
+            replace = self._replace if keeps and copies == 1 else None
+            how: Any = {"hidden": isinstance(speculative, MTP), "whole": self.settings.steps > 1, "replace": replace}
+            self.forward = forward_of(model, weights, self.adapters, run=self.programs, **how)
         self.dtype, self.vocab = model.dtype, model.config.vocab
         self.context = min(self.settings.context or model.config.context, model.config.context)
         page, slots = self.settings.page, self.settings.slots
@@ -101,7 +113,7 @@ class Engine:
         self.needs = needs_of(specs, self.settings, self.dtype, self.context)
         windows = self.needs.windows
         self.packing = Packing(self.settings, Tables(page, self.needs.pages, tuple(windows)), self.shares)
-        around = Around(self.packing, self.context, self.home, self._run)
+        around = Around(self.packing, self.context, self.home, self._run, self.programs)
         with self._on_mesh():
             self.speculation = speculation_of(speculative, model, draft, self.forward.specs, around)
         reuse = self.settings.reuse and self.shares
@@ -118,11 +130,14 @@ class Engine:
             None if self.shares else 1,
             [Pool(window, Pages(count, reuse=reuse), windows[window].filling) for window, count in extent.windows.items()],
         )
-        self.caches = reserved(specs, self.home, lambda: self.needs.empty(slots, extent))
+        self._empty = lambda: self.needs.empty(slots, extent)
+        self._caches: Caches | None = None
+        if not viewable(weights):
+            # A CPU touches all of the cache to reserve it (0.7 s for 4 GB), which `warm_up` does while programs load.
+            self._caches = self.caches
         self.slots = jax.device_put(fresh(slots, self.vocab), self.home)
         if self.speculation is not None:
             self.speculation.drafter.allocate(self.pages.count)
-        self.stats = Stats()
         self._sequences: dict[int, Scheduled] = {}
         self._next = 0
         self._flying: list[tuple[Packed, Sampled | Verified]] = []
@@ -132,6 +147,17 @@ class Engine:
         # Held weakly while nothing runs: a weight that was replaced is not kept in memory.
         self._seen: dict[str, Any] = {}
         self._weights: Any = None
+
+    @property
+    def caches(self) -> Caches:
+        """The pools of pages, and the states of recurrent layers."""
+        if self._caches is None:
+            self._caches = reserved(self.forward.specs, self.home, self._empty, self.programs)
+        return self._caches
+
+    @caches.setter
+    def caches(self, caches: Caches) -> None:
+        self._caches = caches
 
     @property
     def devices(self) -> list[Any]:
@@ -144,11 +170,13 @@ class Engine:
         mesh = mesh_in(self.home)
         return nullcontext() if mesh is None else scope(mesh)
 
-    def _key(self, seed: Seed, row: int) -> np.ndarray:
+    def _key(self, seed: Seed, row: int) -> Any:
         """The random key of a request, computed on a device of this engine: another one may be busy with a step of its own."""
         device = None if self.home is None else min(self.home.device_set, key=lambda one: one.id)
+        words = np.asarray(words_of(seed), np.uint32)
         with nullcontext() if device is None else jax.default_device(device):
-            return np.asarray(jax.random.key_data(streams(seed, [row])))[0]
+            found = self.programs(stream_data, len(words), words, np.asarray([row], np.uint32))
+        return found if isinstance(found, jax.ShapeDtypeStruct) else np.asarray(found)[0]
 
     def _extent(self, copies: int) -> Extent:
         slots, pages = self.settings.slots, self.settings.pages
@@ -274,6 +302,9 @@ class Engine:
             self._forget(sequence)
         return sequence is not None
 
+    def _replace(self, address: str, packed: Panels) -> None:
+        self.variables[address].set_value(packed)
+
     def _look_for_new_weights(self) -> None:
         """Computes running sequences again and clears the prefix cache, if a weight was replaced since the last step."""
         # Through `get_value`, looking at 270 weights takes 3 ms a step.
@@ -282,9 +313,11 @@ class Engine:
             self._land_all()
             self.scheduler.begin_anew()
             self._weights = None
+            self.forward.forget()
         if self._weights is None:
-            self._seen = {address: weakref.ref(a) for address, a in now.items()}
+            del now
             self._weights = self.forward.prepared(self.weights())
+            self._seen = {address: weakref.ref(v.get_raw_value()) for address, v in self.variables.items()}
 
     @property
     def busy(self) -> bool:
@@ -405,8 +438,12 @@ class Engine:
         if self.adapters is not None and ended is not None:
             self.adapters.leave(sequence.what.adapter)
 
-    def warm_up(self) -> int:
-        """Compiles every program that a step may need; returns their number. Later requests compile nothing.
+    def warm_up(self, store: ProgramStore | None = None) -> int:
+        """Compiles every program that a step may need, or reads it from a store; returns their number. Later requests compile nothing.
+        Of the model, one token is computed.
+
+        Args:
+            store: compiled programs of earlier starts; those that it lacks are added.
 
         Raises:
             RuntimeError: requests are running.
@@ -414,7 +451,42 @@ class Engine:
         if self.busy:
             raise RuntimeError("warm_up is for an engine without requests")
         self._look_for_new_weights()
-        before = self.stats.compilations
+        before, seconds, start = self.stats.compilations, self.stats.compile_seconds, time.monotonic()
+        with self.programs.ahead(store, self.say):
+            with self._describing():
+                self._call_all()
+            self._caches = self.caches
+        # What is no program of ours is compiled by the first request otherwise: random keys, copies to the host.
+        step = next(iter(self.packing.every()))
+        for a in self._computed(step)[:3]:
+            np.asarray(a)
+        if self.adapters is not None:
+            self._run("the loading of adapters", self.adapters.compile, ("adapters",))
+        self._settled(self.settings.slots, Sampling(), self._key(0, 0), 0, [0], [])
+        if not self.keeps:
+            self._weights = None
+        self.stats.compile_seconds = seconds + time.monotonic() - start
+        return self.stats.compilations - before
+
+    @contextmanager
+    def _describing(self) -> Iterator[None]:
+        """Descriptions stand in for the caches and the sampler's state."""
+        drafter = None if self.speculation is None else self.speculation.drafter
+        caches, slots, drafts = self._caches, self.slots, None if drafter is None else drafter.caches
+        try:
+            self._caches = describe_pools(self.home, self._empty, self.programs) if caches is None else described(caches)
+            self.slots = described(slots)
+            if drafter is not None:
+                drafter.caches = described(drafts)
+            yield
+        finally:
+            self._caches, self.slots = caches, slots
+            if drafter is not None:
+                drafter.caches = drafts
+
+    def _call_all(self) -> None:
+        """Calls every program in every size."""
+        self._key(0, 0)
         for step in self.packing.every():
             self._computed(step)
         if self.speculation is not None:
@@ -426,15 +498,7 @@ class Engine:
             self._biased(np.full(rows, nobody, np.int32), np.zeros((rows, self.vocab), np.float32))
         for rows in sorted({sampled_rows(n) for n in range(1, nobody + 1)}):
             self._masked(np.full(rows, nobody, np.int32), np.zeros((rows, -(-self.vocab // 32)), np.int32))
-        if self.adapters is not None:
-            self._run("the loading of adapters", self.adapters.compile, ("adapters",))
-        # These two take no number of rows, and are compiled by the first request otherwise.
-        key = self._key(0, 0)
-        with self._on_mesh():
-            self.slots = settled(self.slots, nobody, Sampling(), key, 0, [0], [])
-        if not self.keeps:
-            self._weights = None
-        return self.stats.compilations - before
+        self._settled(nobody, Sampling(), np.zeros(2, np.uint32), 0, [0], [])
 
     # ---------------------------------------------------------------- dispatch
 
@@ -467,7 +531,7 @@ class Engine:
         self.caches = self.speculation.rolled_back(self.caches, copies, step, found)
         return found
 
-    def _passed(self, step: Packed) -> jax.Array:
+    def _passed(self, step: Packed) -> Any:
         """The logits after the picked tokens of a step."""
         sizes, words, picks = step.sizes, step.words, step.picks
         what = f"a step of {sizes.decodes + sizes.drafted} decoding rows and {sizes.rows} x {sizes.width} prompt tokens"
@@ -488,7 +552,7 @@ class Engine:
         self.slots, self.caches, found = self._run(what, program, ("several", *sizes, len(owners)), *state, sizes)
         return found
 
-    def _sampled(self, logits: jax.Array, owners: np.ndarray) -> Sampled:
+    def _sampled(self, logits: Any, owners: np.ndarray) -> Sampled:
         """Samples a token for each row with an owner."""
         count = len(owners)
         self.slots, sampled = self._run(f"the sampler for {count} rows", sample, (count,), self.slots, logits, owners)
@@ -496,6 +560,8 @@ class Engine:
 
     def _run(self, what: str, program: Any, sizes: tuple[Any, ...], *arguments: Any) -> Any:
         """Calls a program; counts and times the call if it compiles."""
+        if isinstance(program, Program):
+            program = partial(self.programs, program, sizes)
         if sizes in self._sizes:
             with self._on_mesh():
                 return program(*arguments)
@@ -512,13 +578,20 @@ class Engine:
         wanted: _Wanted = sequence.what
         prompt, answer = sequence.tokens[: sequence.prompt], sequence.tokens[sequence.prompt :]
         asked = wanted.request
-        with self._on_mesh():
-            self.slots = settled(self.slots, sequence.slot, asked.sampling, wanted.key, asked.top, prompt, answer)
+        self._settled(sequence.slot, asked.sampling, wanted.key, asked.top, prompt, answer)
         wanted.slot = (sequence.slot, sequence.preemptions)
         if self.adapters is not None:
             self.adapters.assign(sequence.slot, wanted.adapter)
         wanted.bias.forget()
         wanted.mask = b""
+
+    def _settled(self, slot: int, *owner: Any) -> None:
+        """Gives a slot a new owner; the arguments are those of `sampler.ownership`."""
+        with self._on_mesh():
+            self.slots = self.programs(settled, "slot", self.slots, *ownership(self.vocab, slot, *owner))
+
+    def _missed(self) -> None:
+        self.stats.compilations += 1
 
     def _constrain(self, due: list[Scheduled]) -> None:
         """Hands over the biases and the masks that have changed, of the sequences that are sampled next."""

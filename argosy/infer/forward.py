@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from argosy.infer.layers import Layers, model_of
+from argosy.infer.panels import Replace, packs_of
+from argosy.infer.programs import Program, Run, plainly
 from argosy.infer.sampler import Sampled, Slots, sampled
 from argosy.infer.views import Views, viewable
 from argosy.models.parts.attend import Attend, Paged
@@ -122,17 +124,19 @@ class Forward(Protocol):
     specs: Specs
 
     def prepared(self, weights: Leaves) -> Any:
-        """The model's weights as the programs take them."""
+        """The model's weights as the programs take them. May take some out of `weights`."""
         ...
 
-    def __call__(
-        self, weights: Any, caches: Caches, last: Int[Array, "N"], words: Any, picks: Any, sizes: Sizes
-    ) -> Passed:
-        """One step.
+    def forget(self) -> None:
+        """Frees what `prepared` keeps for its next call, because the weights have changed."""
+        ...
+
+    def __call__(self, weights: Any, caches: Caches, last: Any, words: Any, picks: Any, sizes: Sizes) -> Passed:
+        """One step. While programs are prepared (`infer.programs`), of descriptions.
 
         Args:
             weights: from `prepared`.
-            last: the token sampled last in each slot, which a decoding row computes.
+            last: the token sampled last in each slot [N], which a decoding row computes.
             words: the step, as in `cut`.
             picks: places of the tokens whose logits are wanted: decoding rows come first, then drafted rows and prompts row by row.
         """
@@ -140,22 +144,33 @@ class Forward(Protocol):
 
 
 def forward_of(
-    model: Any, weights: Leaves, adapters: "Adapters | None" = None, *, hidden: bool = False, whole: bool = False
+    model: Any,
+    weights: Leaves,
+    adapters: "Adapters | None" = None,
+    *,
+    run: Run = plainly,
+    hidden: bool = False,
+    whole: bool = False,
+    replace: Replace | None = None,
 ) -> Forward:
     """The forward pass for where these weights are.
 
     Args:
+        run: how its programs are called (`infer.programs`).
         hidden: whether it returns the input of the head at every token too.
+        replace: as in `ByLayer`.
         whole: whether it is one program wherever they are.
     """
-    return (ByLayer if viewable(weights) and not whole else Whole)(model, adapters, hidden=hidden)
+    if viewable(weights) and not whole:
+        return ByLayer(model, adapters, run=run, hidden=hidden, replace=replace)
+    return Whole(model, adapters, run=run, hidden=hidden)
 
 
 class Whole:
     """The forward pass as one program."""
 
-    def __init__(self, model: Any, adapters: "Adapters | None" = None, *, hidden: bool = False):
-        self.adapters = adapters
+    def __init__(self, model: Any, adapters: "Adapters | None" = None, *, run: Run = plainly, hidden: bool = False):
+        self.adapters, self.run = adapters, run
         model = model if adapters is None else adapters.on(model)
         self.specs: Specs = model.layers.holds()
         graph = split(model)[0]
@@ -164,8 +179,12 @@ class Whole:
     def prepared(self, weights: Leaves) -> Leaves:
         return weights if self.adapters is None else {own: weights[base] for own, base in self.adapters.base.items()}
 
-    def __call__(self, weights: Leaves, caches: Caches, last: Array, words: Any, picks: Any, sizes: Sizes) -> Passed:
-        return self._program(self._with_adapters(weights, words, picks, sizes), caches, last, words, picks, sizes)
+    def forget(self) -> None:
+        pass
+
+    def __call__(self, weights: Leaves, caches: Caches, last: Any, words: Any, picks: Any, sizes: Sizes) -> Passed:
+        weights = self._with_adapters(weights, words, picks, sizes)
+        return self.run(self._program, (sizes, len(picks)), weights, caches, last, words, picks, sizes)
 
     def several(
         self, weights: Leaves, caches: Caches, slots: Slots, words: Any, picks: Any, owners: Any, sizes: Sizes
@@ -176,7 +195,7 @@ class Whole:
             picks, owners: as a step's, for the sampler.
         """
         weights = self._with_adapters(weights, words, picks, sizes)
-        return self._several(weights, caches, slots, words, picks, owners, sizes)
+        return self.run(self._several, (sizes, len(picks)), weights, caches, slots, words, picks, owners, sizes)
 
     def _with_adapters(self, weights: Leaves, words: Any, picks: Any, sizes: Sizes) -> Leaves:
         if (adapters := self.adapters) is None:
@@ -185,10 +204,25 @@ class Whole:
 
 
 class ByLayer:
-    """The forward pass as programs of its parts: before the layers, each kind of layer, after the layers."""
+    """The forward pass as programs of its parts: before the layers, each kind of layer, after the layers.
 
-    def __init__(self, model: Any, adapters: "Adapters | None" = None, *, hidden: bool = False):
-        self.views, self.adapters = Views(model) if model.layers.run.stacked else None, adapters
+    Args:
+        run: how programs are called (`infer.programs`).
+        replace: what to do with each weight that is packed, by the model's address; None: packed weights are copies.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        adapters: "Adapters | None" = None,
+        *,
+        run: Run = plainly,
+        hidden: bool = False,
+        replace: Replace | None = None,
+    ):
+        self.views, self.adapters, self.run = Views(model) if model.layers.run.stacked else None, adapters, run
+        replace = replace if self.views is None else None
+        self.packs = packs_of(model if self.views is None else self.views.model, replace)
         model = model if self.views is None else self.views.model
         model = model if adapters is None else adapters.on(model)
         self.specs: Specs = model.layers.holds()
@@ -197,20 +231,26 @@ class ByLayer:
 
     def prepared(self, weights: Leaves) -> tuple[Leaves, list[Leaves]]:
         weights = weights if self.views is None else self.views.of(weights)
+        if self.packs is not None:
+            weights = self.packs.of(weights)
         if self.adapters is not None:
             weights = {own: weights[base] for own, base in self.adapters.base.items()}
         return self.layers.prepared(weights)
 
+    def forget(self) -> None:
+        if self.packs is not None:
+            self.packs.forget()
+
     def __call__(
-        self, weights: tuple[Leaves, Sequence[Leaves]], caches: Caches, last: Array, words: Any, picks: Any, sizes: Sizes
+        self, weights: tuple[Leaves, Sequence[Leaves]], caches: Caches, last: Any, words: Any, picks: Any, sizes: Sizes
     ) -> Passed:
         outside, layers = weights
         if (adapters := self.adapters) is not None:
             more = self.layers.prepared(adapters.arrays | adapters.leaves(adapters.tokens(words, sizes), picks))
             outside, layers = outside | more[0], [own | added for own, added in zip(layers, more[1])]
-        x, attend = self._before(outside, last, words, sizes)
-        x, kept = self.layers(layers, x, caches, attend)
-        logits, normed = self._after(outside, x, picks)
+        x, attend = self.run(self._before, sizes, outside, last, words, sizes)
+        x, kept = self.layers(layers, x, caches, attend, self.run, sizes)
+        logits, normed = self.run(self._after, (sizes.tokens, len(picks)), outside, x, picks)
         return Passed(logits, kept, normed)
 
 
@@ -262,7 +302,7 @@ def _whole(graph: Any, dtype: Any, hidden: bool) -> Any:
             logits, x = (jax.lax.with_sharding_constraint(a, PartitionSpec()) for a in (logits, x))
         return Passed(logits, caches, x if hidden else None)
 
-    return jax.jit(whole, donate_argnums=1, static_argnums=5)
+    return Program(whole, donate=1, static=5)
 
 
 @lru_cache(maxsize=16)
@@ -288,7 +328,7 @@ def _several(graph: Any, dtype: Any) -> Any:
         (slots, caches), found = jax.lax.scan(one, (slots, caches), jnp.arange(sizes.steps, dtype=jnp.int32))
         return slots, caches, found
 
-    return jax.jit(several, donate_argnums=(1, 2), static_argnums=6)
+    return Program(several, donate=(1, 2), static=6)
 
 
 @lru_cache(maxsize=16)
@@ -300,7 +340,7 @@ def _before(graph: Any, dtype: Any, absent: Any) -> Any:
         tokens, attend = read_step(last, words, sizes)
         return model.embedded(tokens, attend), model.layers.with_angles(attend)
 
-    return jax.jit(before, static_argnums=3)
+    return Program(before, static=3)
 
 
 @lru_cache(maxsize=16)
@@ -314,4 +354,4 @@ def _after(graph: Any, dtype: Any, absent: Any, hidden: bool) -> Any:
         normed = model.norm(x)
         return model.unembed(normed[:, picks])[0], normed
 
-    return jax.jit(after)
+    return Program(after)

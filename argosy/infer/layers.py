@@ -4,13 +4,14 @@ XLA:CPU compiles a program in time proportional to its layers. `ByParts` compile
 SmolLM2 135M takes 2.5 CPU seconds where the whole program takes 10 to 14, and a step costs the same to 5 %.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array
 
+from argosy.infer.programs import Program, Run, plainly
 from argosy.infer.views import viewable
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Caches, laid_out
@@ -89,12 +90,23 @@ class Layers:
         return {address: weights[address] for address in self._outside if address in weights}, layers
 
     def __call__(
-        self, weights: Sequence[Leaves], x: Array, caches: Mapping[str, Any], attend: Attend
-    ) -> tuple[Array, dict[str, Any]]:
-        """The hidden states after all layers, and their caches, in place."""
+        self,
+        weights: Sequence[Leaves],
+        x: Any,
+        caches: Mapping[str, Any],
+        attend: Any,
+        run: Run = plainly,
+        at: Hashable = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """The hidden states after all layers, and their caches, in place.
+
+        Args:
+            attend: a strategy (`parts.attend`).
+            run, at: how programs are called, and what stands for the shapes of these arguments (`infer.programs`).
+        """
         kept = {}
         for i, (layer, own) in enumerate(zip(self._layers, weights)):
-            x, kept[str(i)] = layer(own, x, caches.get(str(i)), attend)
+            x, kept[str(i)] = run(layer, at, own, x, caches.get(str(i)), attend)
         return x, kept
 
 
@@ -141,7 +153,7 @@ def _layer(graph: Any, layer: Layer) -> Any:
     def one(weights: Leaves, x: Array, cache: Any, attend: Attend) -> tuple[Array, Any]:
         return run_block(graph, layer, weights, x, cache, attend, "none", unrolled=True)[:2]
 
-    return jax.jit(one, donate_argnums=2)
+    return Program(one, donate=2)
 
 
 @lru_cache(maxsize=64)

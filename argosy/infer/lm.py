@@ -256,6 +256,21 @@ class LM:
 
         return embed(self, texts, normalize, **how)
 
+    def rewards(self, conversations: Sequence[Any], *, batch: int = BATCH) -> np.ndarray:
+        """The scores of a reward model, read at the last token of each: [n] float32, or [n Z] where its head gives Z > 1.
+
+        Args:
+            conversations: lists of messages, rendered by the chat template; or texts of a prompt and its answer, which end with the
+                end-of-sequence token as in training; or token ids, used as they are.
+            batch: tokens of one forward pass, padding included.
+
+        Raises:
+            BadInput: the model has no head of scores, or as `chat_prompt` and `score`.
+        """
+        from argosy.infer.rewards import rewards
+
+        return rewards(self, conversations, batch)
+
     # ---------------------------------------------------------------- adapters
 
     @property
@@ -396,10 +411,12 @@ class LM:
         """Checks that the model predicts tokens.
 
         Raises:
-            BadInput: it is an encoder.
+            BadInput: it is an encoder, or scores sequences.
         """
         if not self.config.causal:
             raise BadInput("this model is an encoder: it predicts no tokens", hint="lm.embed(texts) returns its vectors")
+        if self.config.scored:
+            raise BadInput("this model scores sequences: it predicts no tokens", hint="lm.rewards(texts) returns scores")
 
     def check_ids(self, ids: Any, length: int) -> None:
         """Checks token ids, and that the context has room for a length.

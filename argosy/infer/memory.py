@@ -3,14 +3,17 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import Array
 
 from argosy.core.errors import BadInput
 from argosy.core.resident import drop
+from argosy.infer.programs import Program, Programs, default_device
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.cache import Caches, Specs, Window, bytes_of, laid_out, layouts, paged
 from argosy.models.parts.weight import Leaves
@@ -64,7 +67,14 @@ def room_for_cache(weights: Leaves, copies: int = 1, memory: int | None = None) 
     if stats and all("bytes_limit" in found for found in stats):
         return OF_DEVICE * min(found["bytes_limit"] - found["bytes_in_use"] for found in stats)
     free = memory_bytes()[1]
-    return (CACHE if free is None else min(CACHE, OF_FREE * free)) / max(len(devices) * copies, 1)
+    return (CACHE if free is None else min(CACHE, _in_steps(OF_FREE * free))) / max(len(devices) * copies, 1)
+
+
+def _in_steps(room: float) -> float:
+    """Less room, in steps of 500 MB, or of 50 MB below that. Free memory differs at each start, and programs are compiled for the
+    size of a cache: every start would compile them anew."""
+    step = next((step for step in (5e8, 5e7) if room >= step), 1)
+    return room // step * step
 
 
 class Share(NamedTuple):
@@ -195,18 +205,40 @@ def allocated(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Caches:
         return jax.device_put(empty(), home)
 
 
-def reserved(specs: Specs, home: Home, empty: Callable[[], Caches]) -> Caches:
+def reserved(specs: Specs, home: Home, empty: Callable[[], Caches], programs: Programs | None = None) -> Caches:
     """As `allocated`, for caches that last. On a CPU they take memory as their pages are first written, so a large pool costs what
-    is used of it. Entry by entry, so that not even the peak has all of them."""
-    device = next(iter(jnp.zeros(()).devices() if home is None else home.device_set))
+    is used of it. Entry by entry, so that not even the peak has all of them.
+
+    Args:
+        programs: those of the engine.
+    """
+    device = default_device() if home is None else next(iter(home.device_set))
     if device.platform != "cpu" or mesh_in(home) is not None:
         return allocated(specs, home, empty)
+    programs = programs or Programs()
 
     def one(a: jax.ShapeDtypeStruct) -> jax.Array:
         with jax.default_device(device):
-            zeros = jax.block_until_ready(jnp.zeros(a.shape, a.dtype))
+            zeros = jax.block_until_ready(programs.prepared(_zeros(a.shape, a.dtype), "pool")())
         # XLA has written zeros, and these are read again from pages that the system has taken back.
         drop(zeros.unsafe_buffer_pointer(), zeros.nbytes)
         return zeros if home is None else jax.device_put(zeros, home)
 
     return jax.tree.map(one, jax.eval_shape(empty))
+
+
+def describe_pools(home: Home, empty: Callable[[], Caches], programs: Programs) -> Caches:
+    """What `reserved` will return on a CPU. Its programs are prepared first of all, for it to run while others are."""
+    found = jax.eval_shape(empty)
+    with jax.default_device(default_device() if home is None else next(iter(home.device_set))):
+        for a in jax.tree.leaves(found):
+            programs(_zeros(a.shape, a.dtype), "pool")
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home), found)
+
+
+@lru_cache(maxsize=64)
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Program:
+    def zeros() -> Array:
+        return jnp.zeros(shape, dtype)
+
+    return Program(zeros)

@@ -30,6 +30,7 @@ from pydantic import Field
 
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings
+from argosy.infer.programs import Program
 
 # Likeliest tokens that are looked at before the whole vocabulary is.
 CANDIDATES = 256
@@ -126,12 +127,19 @@ def words_of(seed: Any) -> list[int]:
     return words
 
 
-@jax.jit
-def _streams(words: Array, rows: Array) -> Any:
+def _drawn(words: Array, rows: Array) -> Any:
     key = jax.random.key(words[0])
     for i in range(1, len(words)):
         key = jax.random.fold_in(key, words[i])
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+
+
+def _data(words: Array, rows: Array) -> Array:
+    """The data of keys [rows 2]."""
+    return jax.random.key_data(_drawn(words, rows))
+
+
+_streams, stream_data = jax.jit(_drawn), Program(_data)
 
 
 def clocks(key: Any, tokens: Int[Array, "N"]) -> Float[Array, "N"]:

@@ -2,14 +2,14 @@
 settings compiles nothing."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from argosy.infer.programs import Program
 from argosy.infer.sample import Sampling, choose, likeliest, penalized, penalizes, table
 
 # Upper limit on the likeliest tokens that come with a token.
@@ -49,37 +49,35 @@ class Sampled(NamedTuple):
 
 
 def fresh(slots: int, vocab: int) -> Slots:
-    """The state of slots without an owner."""
-    plain = {name: jnp.asarray(column) for name, column in table([Sampling()] * slots).items()}
-    return Slots(
-        last=jnp.zeros(slots, jnp.int32),
-        made=jnp.zeros(slots, jnp.int32),
-        keys=jnp.zeros((slots, 2), jnp.uint32),
-        settings=plain,
-        top=jnp.zeros(slots, jnp.int32),
-        seen=jnp.zeros((slots, vocab), bool),
-        counts=jnp.zeros((slots, vocab), jnp.int32),
-        bias=jnp.zeros((slots, vocab), jnp.float32),
-        has_bias=jnp.zeros(slots, bool),
-        mask=jnp.zeros((slots, -(-vocab // 32)), jnp.int32),
-        has_mask=jnp.zeros(slots, bool),
-    )
+    """The state of slots without an owner, as host arrays."""
+    plain: dict[str, Any] = {
+        "last": np.zeros(slots, np.int32),
+        "made": np.zeros(slots, np.int32),
+        "keys": np.zeros((slots, 2), np.uint32),
+        "settings": table([Sampling()] * slots),
+        "top": np.zeros(slots, np.int32),
+        "seen": np.zeros((slots, vocab), bool),
+        "counts": np.zeros((slots, vocab), np.int32),
+        "bias": np.zeros((slots, vocab), np.float32),
+        "has_bias": np.zeros(slots, bool),
+        "mask": np.zeros((slots, -(-vocab // 32)), np.int32),
+        "has_mask": np.zeros(slots, bool),
+    }
+    return Slots(**plain)
 
 
-def settled(
-    slots: Slots, slot: int, sampling: Sampling, key: np.ndarray, top: int, prompt: Sequence[int], answer: Sequence[int]
-) -> Slots:
-    """The state with a new owner of a slot, whose answer has these tokens already."""
-    vocab = slots.seen.shape[1]
+def ownership(
+    vocab: int, slot: int, sampling: Sampling, key: np.ndarray, top: int, prompt: Sequence[int], answer: Sequence[int]
+) -> tuple[Any, ...]:
+    """The arguments of `settled`, for a new owner of a slot whose answer has these tokens already."""
     seen, counts = np.zeros(vocab, bool), np.zeros(vocab, np.int32)
     seen[np.asarray([*prompt, *answer])] = True
     np.add.at(counts, np.asarray(answer, int), 1)
     row = {name: column[0] for name, column in table([sampling]).items()}
     last = np.int32([*prompt, *answer][-1])
-    return _settled(slots, np.int32(slot), last, row, key, np.int32(top), np.int32(len(answer)), seen, counts)
+    return np.int32(slot), last, row, key, np.int32(top), np.int32(len(answer)), seen, counts
 
 
-@partial(jax.jit, donate_argnums=0)
 def _settled(
     slots: Slots,
     slot: Array,
@@ -91,6 +89,7 @@ def _settled(
     seen: Array,
     counts: Array,
 ) -> Slots:
+    """The state with a new owner of a slot, from `ownership`."""
     return slots._replace(
         # Read if chunks end before the last token of a preempted sequence: a decode step computes that one.
         last=slots.last.at[slot].set(last),
@@ -105,20 +104,27 @@ def _settled(
     )
 
 
-@partial(jax.jit, donate_argnums=0)
-def biased(slots: Slots, where: Int[Array, "B"], bias: Float[Array, "B V"]) -> Slots:
+settled = Program(_settled, donate=0)
+
+
+def _biased(slots: Slots, where: Int[Array, "B"], bias: Float[Array, "B V"]) -> Slots:
     """The state with other biases in these slots; a slot out of range is dropped."""
     return slots._replace(
         bias=slots.bias.at[where].set(bias, mode="drop"), has_bias=slots.has_bias.at[where].set(True, mode="drop")
     )
 
 
-@partial(jax.jit, donate_argnums=0)
-def masked(slots: Slots, where: Int[Array, "B"], mask: Int[Array, "B W"]) -> Slots:
+biased = Program(_biased, donate=0)
+
+
+def _masked(slots: Slots, where: Int[Array, "B"], mask: Int[Array, "B W"]) -> Slots:
     """The state with other masks in these slots; a slot out of range is dropped."""
     return slots._replace(
         mask=slots.mask.at[where].set(mask, mode="drop"), has_mask=slots.has_mask.at[where].set(True, mode="drop")
     )
+
+
+masked = Program(_masked, donate=0)
 
 
 def unpacked(mask: Int[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
@@ -172,4 +178,4 @@ def sampled(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) 
     return slots, Sampled(tokens, logprobs, drawn, top, ids)
 
 
-sample = partial(jax.jit, donate_argnums=0)(sampled)
+sample = Program(sampled, donate=0)

@@ -88,8 +88,8 @@ class PlainEngineSettings(Settings):
     """Tokens per page of the cache."""
     pages: int | None = Field(None, gt=0)
     """Number of pages of the cache. By default enough for `slots` sequences of `context` tokens, but on a CPU at most 4 GB and a
-    quarter of the free memory, elsewhere at most 0.8 of what the weights leave; or what one sequence needs if that is more. On a CPU
-    pages take memory when they are first written."""
+    quarter of the free memory, in steps of 500 MB (a cache of another size needs other programs), elsewhere at most 0.8 of what the
+    weights leave; or what one sequence needs if that is more. On a CPU pages take memory when they are first written."""
     memory: Annotated[int | None, Also("kv_cache_memory_bytes", "kv_cache_memory")] = Field(None, gt=0)
     """Bytes of the cache on each device, at most, instead of `pages`: the cache has as many pages as fit. Refused if they hold no
     sequence of `context` tokens."""

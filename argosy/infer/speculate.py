@@ -33,6 +33,7 @@ from argosy.infer.draft_ahead import Ahead
 from argosy.infer.draft_model import DraftModel
 from argosy.infer.drafts import Around, Drafter, NGram
 from argosy.infer.packing import Packed
+from argosy.infer.programs import Program
 from argosy.infer.sampler import Sampled, Slots, sampled
 from argosy.infer.schedule import Plan, Scheduler
 from argosy.infer.schedule import Sequence as Scheduled
@@ -49,8 +50,7 @@ class Verified(NamedTuple):
     rejected: Bool[Array, "B"]
 
 
-@partial(jax.jit, donate_argnums=0)
-def verify(
+def _verified(
     slots: Slots, logits: Float[Array, "WB V"], owners: Int[Array, "B"], drafts: Int[Array, "K B"]
 ) -> tuple[Slots, Verified]:
     """Samples a token for each row, then as many more as drafts agree with what is sampled.
@@ -78,6 +78,9 @@ def verify(
     return slots, Verified(out, counts, counts < 1 + (drafts >= 0).sum(0, dtype=jnp.int32))
 
 
+verify = Program(_verified, donate=0)
+
+
 class Speculation:
     """The engine's steps with drafts.
 
@@ -95,8 +98,8 @@ class Speculation:
         self.keeps_states = any(
             entry.kind != "token" for spec, _ in specs.values() for entry in spec.entries(longest, slack=longest)
         )
-        self._copied = jax.jit(partial(snapshot, specs))
-        self._restored = jax.jit(partial(_restored, specs), donate_argnums=0)
+        self._copied = Program(partial(snapshot, specs))
+        self._restored = Program(partial(_restored, specs), donate=0)
         self.rows = self.drafted = 0
         self.accepted = [0] * drafter.tokens
 
@@ -125,7 +128,7 @@ class Speculation:
         count = len(step.owners)
         return self.run(f"copies of {count} states", self._copied, ("copies", count), caches, step.owners)
 
-    def verified(self, slots: Slots, logits: Array, step: Packed) -> tuple[Slots, Verified]:
+    def verified(self, slots: Slots, logits: Any, step: Packed) -> tuple[Slots, Verified]:
         """Samples after the drafts of a step."""
         count = len(step.owners)
         what = f"the sampler for {count} rows of {self.ahead} tokens"
@@ -136,8 +139,8 @@ class Speculation:
         if copies is None:
             return caches
         count = len(step.owners)
-        where = jnp.where(found.rejected, step.owners, -1)
-        return self.run(f"restoring {count} states", self._restored, ("restored", count), caches, copies, where)
+        rows = step.owners, found.rejected
+        return self.run(f"restoring {count} states", self._restored, ("restored", count), caches, copies, *rows)
 
     def landed(self, scheduler: Scheduler, step: Packed, found: Verified) -> list[tuple[Scheduled, tuple[int, int]]]:
         """Each token that counts: its sequence, and its place in the arrays of `found.sampled`."""
@@ -158,8 +161,10 @@ class Speculation:
         return places
 
 
-def _restored(specs: Specs, caches: Caches, copies: Caches, rows: Int[Array, "B"]) -> Caches:
-    caches = restore(specs, caches, copies, rows)
+def _restored(
+    specs: Specs, caches: Caches, copies: Caches, owners: Int[Array, "B"], rejected: Bool[Array, "B"]
+) -> Caches:
+    caches = restore(specs, caches, copies, jnp.where(rejected, owners, -1))
     return laid_out(specs, caches) if on_several_devices() else caches
 
 

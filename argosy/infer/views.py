@@ -7,15 +7,19 @@ import numpy as np
 
 from argosy.models.parts.stack import stored_addresses, unrolled
 from argosy.models.parts.weight import Leaves, split
+from argosy.ops.native.products import Panels
 
 
 def viewable(weights: Leaves) -> bool:
-    """Whether every weight lies in the memory of one CPU device."""
+    """Whether every weight lies in the memory of one CPU device; packed ones do."""
     return all(
-        isinstance(a, jax.Array)
-        and a.is_fully_addressable
-        and len(a.devices()) == 1
-        and next(iter(a.devices())).platform == "cpu"
+        isinstance(a, Panels)
+        or (
+            isinstance(a, jax.Array)
+            and a.is_fully_addressable
+            and len(a.devices()) == 1
+            and next(iter(a.devices())).platform == "cpu"
+        )
         for a in weights.values()
     )
 

@@ -7,7 +7,7 @@ scan and unroll agree only to rounding.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,11 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from argosy.adapt.base import base_addresses
 from argosy.core.errors import BadInput, Unsupported, mistakes_of, refuse
+from argosy.core.settings import Choice
 from argosy.data import pipeline
 from argosy.data.batch import Batches
 from argosy.data.sources import RowSource
 from argosy.data.tokenize import Tokenizer
+from argosy.jobs import reference
 from argosy.jobs.memory import batch_shapes, estimated_need
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
@@ -30,6 +33,7 @@ from argosy.ops.grouped import IMPLEMENTATIONS as EXPERTS
 from argosy.parallel.place import batch_sharding, like_weights, place_batch, row_shares
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
+from argosy.train.settings import OBJECTIVES
 from argosy.train.state import TrainState, flattened, meanings_of, trained, training_graph, unflattened
 from argosy.train.step import Precision, make_evaluation, make_step
 
@@ -40,6 +44,8 @@ class Decided:
 
     layers: Literal["unroll", "scan"]
     precision: Precision
+    # The type of frozen weights under an adapter.
+    base_dtype: Precision = "float32"
 
     @classmethod
     def here(cls, run: Run) -> "Decided":
@@ -50,7 +56,7 @@ class Decided:
         precision = run.precision
         if precision == "auto":
             precision = "float32" if cpu else "bfloat16"
-        return cls(layers, precision)
+        return cls(layers, precision, base_dtype(run) if precision == "bfloat16" else "float32")
 
     @property
     def dtype(self) -> Any:
@@ -58,6 +64,17 @@ class Decided:
 
     def run(self, remat: Any) -> Execution:
         return Unroll(remat) if self.layers == "unroll" else Scan(remat)
+
+
+def base_dtype(run: Run) -> Precision:
+    """The type of frozen weights in a run that computes in bfloat16: bfloat16 if their file has no more bits, float32 otherwise, so
+    that nothing is rounded."""
+    if run.adapter.trains_base or not run.init.weights:
+        return "float32"
+    from argosy.checkpoint.stored import open_model
+
+    weights = open_model(run.init.weights).weights
+    return "bfloat16" if {str(weights.dtype(name)) for name in weights.names} == {"bfloat16"} else "float32"
 
 
 def backend() -> str:
@@ -92,15 +109,24 @@ class Assembly:
     rate: Any
     shapes: TrainState
     places: TrainState
+    # The contractions with adapters, and the addresses of the frozen weights under them, which checkpoints leave out.
+    adapted: tuple[str, ...] = ()
+    base: frozenset[str] = frozenset()
+    # Weights of frozen models by role, once they are known.
+    frozen: dict[str, Any] = field(default_factory=dict)
 
     # ---------------------------------------------------------------- states
 
     def start(self) -> TrainState:
         """A state with random weights from the seed."""
-        places = self.places.params | self.places.rest
-        fill(self.model, jax.random.key(self.run.seed), addresses=layer_addresses(self.model), place=places.__getitem__)
+        self.draw()
         _, params, rest = trained(self.model)
         return self.begin(params, rest)
+
+    def draw(self) -> None:
+        """Draws the weights that the model does not have yet from the seed."""
+        places = self.places.params | self.places.rest
+        fill(self.model, jax.random.key(self.run.seed), addresses=layer_addresses(self.model), place=places.__getitem__)
 
     def begin(self, params: dict[str, Any], rest: dict[str, Any], step: int = 0, optimizer: Any = None) -> TrainState:
         """A state with these weights, and a fresh optimizer unless one is given."""
@@ -109,14 +135,15 @@ class Assembly:
         return TrainState(self._here(step), params, rest, optimizer, jax.random.key(self.run.seed))
 
     def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state as a checkpoint stores it: weights, and the rest, both {name: array}."""
+        """The state as a checkpoint stores it: weights except those of a base, and the rest, both {name: array}."""
         key = jax.random.key_data(state.key)
-        return state.params | state.rest, {"step": state.step, "key": key} | {
+        weights = {address: leaf for address, leaf in (state.params | state.rest).items() if address not in self.base}
+        return weights, {"step": state.step, "key": key} | {
             f"optimizer.{name}": leaf for name, leaf in flattened(state.optimizer).items()
         }
 
     def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
-        """The state from what `packed` returned, with arrays placed as `state_places` says."""
+        """The state from what `packed` returned and the weights of the base, with arrays placed as `state_places` says."""
         optimizer = unflattened(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
         params = {a: weights[a] for a in self.shapes.params}
         rest = {a: weights[a] for a in self.shapes.rest}
@@ -135,7 +162,7 @@ class Assembly:
     # ---------------------------------------------------------------- programs
 
     def compile(self) -> Any:
-        """Compiles the update for these shapes; the state is donated."""
+        """Compiles the update for these shapes; the state is donated, except the frozen weights of a base."""
         step = make_step(
             training_graph(self.model),
             self.run.objective,
@@ -143,15 +170,34 @@ class Assembly:
             self.rate,
             precision=self.decided.precision,
             accumulate=self.run.accumulate,
+            roles=self.roles,
         )
+        if self.base:
+            moving = replace(self.places, rest={a: p for a, p in self.places.rest.items() if a not in self.base})
+            jitted = jax.jit(beside_base(step), donate_argnums=0, out_shardings=(moving, None))
+            with self.tracing():
+                return BesideBase(jitted.lower(*apart(self.shapes, self.base), self.batch_shapes()).compile(), self.base)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.places, None))
         with self.tracing():
-            return jitted.lower(self.shapes, self.batch_shapes()).compile()
+            return jitted.lower(self.shapes, self.batch_shapes(), self.frozen_shapes).compile()
 
     def compile_evaluation(self) -> Any:
-        evaluate = make_evaluation(self.graph, self.run.objective, precision=self.decided.precision)
+        evaluate = make_evaluation(self.graph, self.run.objective, precision=self.decided.precision, roles=self.roles)
         with self.tracing():
-            return jax.jit(evaluate).lower(self.shapes, self.batch_shapes()).compile()
+            return jax.jit(evaluate).lower(self.shapes, self.batch_shapes(self.evals), self.frozen_shapes).compile()
+
+    def with_frozen(self, program: Any) -> Any:
+        """A compiled update or evaluation as a function of state and batch, with this run's frozen models."""
+        return lambda state, batch: program(state, batch, self.frozen)
+
+    @property
+    def roles(self) -> dict[str, Any]:
+        """The graphs of frozen models by role."""
+        return {reference.ROLE: self.graph} if reference.kind_of(self.run.objective) == "online" else {}
+
+    @property
+    def frozen_shapes(self) -> dict[str, Any]:
+        return dict.fromkeys(self.roles, self.shapes.params | self.shapes.rest)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -160,13 +206,18 @@ class Assembly:
         with scope(self.mesh), chosen:
             yield
 
-    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        data = self.run.data
-        return batch_shapes(self.run.objective, data.batch, data.sequence, batch_sharding(self.mesh))
+    def batch_shapes(self, batches: Batches | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a training batch, or of one of others."""
+        data, own = self.run.data, (batches or self.batches).sizes
+        return batch_shapes(self.run.objective, data.batch, data.sequence, batch_sharding(self.mesh), own)
 
     def place(self, batch: Any) -> Any:
         """Puts a host batch onto the devices: the arrays that the step reads."""
-        return place_batch({name: batch[name] for name in self.batch_shapes()}, self.mesh)
+        return self.place_fields({name: batch[name] for name in self.run.objective.reads()})
+
+    def place_fields(self, batch: Any) -> Any:
+        """Puts arrays of rows onto the devices."""
+        return place_batch(batch, self.mesh)
 
     def close(self) -> None:
         """Stops the threads that read ahead."""
@@ -178,12 +229,21 @@ class Assembly:
 
     @property
     def parameters(self) -> int:
+        """The parameters of the model and of its adapters; those of a quantized base count as before."""
+        if self.base:
+            return self.run.model.parameters() + count(self.shapes.params)
         return count(self.shapes.params) + count(self.shapes.rest)
 
     @property
     def flops_per_step(self) -> int:
-        """FLOPs of the forward and backward pass; attention counts in full, although half of it is masked."""
-        return self.run.data.batch * self.run.model.training_flops(self.run.data.sequence)
+        """FLOPs of the forward and backward pass; attention counts in full, although half of it is masked. Frozen weights have no
+        gradient, which saves one of three passes over them; adapters have all three."""
+        model, tokens = self.run.model, self.run.data.sequence
+        if not self.base:
+            return self.run.data.batch * model.training_flops(tokens)
+        weights = model.flops(tokens) - model.mixing_flops(tokens)
+        row = model.training_flops(tokens) - weights + 6 * tokens * count(self.shapes.params)
+        return self.run.data.batch * row
 
 
 def check_implementations(execution: Any) -> None:
@@ -222,7 +282,46 @@ def data_of(run: Run) -> tuple[Any, Tokenizer | None]:
     """
     source, tokenizer = pipeline.find(run.data), pipeline.tokenizer_for(run.data)
     is_text = not isinstance(source, RowSource)
+    check_formats(run, source)
     return source, pipeline.fitting(tokenizer, run.data, run.model.vocab) if is_text else tokenizer
+
+
+def check_formats(run: Run, source: Any) -> None:
+    """Checks that the records of the data are what the objective trains on.
+
+    Raises:
+        BadInput: they are not, or the data has none.
+    """
+    from argosy.data.prepare import Prepared
+    from argosy.data.sources import Source
+    from argosy.data.sources.records import FORMATS, GROUPS
+
+    if not isinstance(source, Source | Prepared):
+        return
+    found = source.format if isinstance(source, Source) else source.fingerprint.get("source.format", "text")
+    wanted, name = getattr(run.objective, "trains_on", ()), Choice(OBJECTIVES).name_of(run.objective)
+    where = f"data.source={run.data.source}"
+    if wanted and found not in wanted:
+        columns = " or ".join(" and ".join(f"`{c}`" for c in FORMATS[one][0]) for one in wanted)
+        what = f"objective={name} trains on `{'` or `'.join(wanted)}` records, and this data is `{found}`"
+        raise BadInput(what, where=where, hint=f"give records with {columns}; data.columns.NAME=COLUMN renames")
+    if not wanted and found in GROUPS:
+        others = {
+            "preference": "data.columns.completion=chosen trains on the chosen answers; data.format=messages reads other columns",
+            "kto": "data.format=completion reads the answers without their labels",
+        }
+        what = f"objective={name} trains on single texts, and this data is `{found}`"
+        raise BadInput(what, where=where, hint=others.get(found, "objective=process_reward trains on it"))
+    batch, least = run.data.batch // run.objective.rows_per_group, getattr(run.objective, "least_groups", 1)
+    if batch < least:
+        what = f"data.batch = {run.data.batch} holds {batch} example, and objective={name} estimates a divergence over the batch"
+        raise BadInput(what, where=where, hint=f"make it at least {least * run.objective.rows_per_group}: two rows an example")
+
+
+def scheduled(steps: int, batches: Batches) -> int:
+    """The steps over which the learning rate is scheduled: those of the run, or fewer if its epochs end before. Otherwise a small file
+    would end in the middle of a warm-up."""
+    return min(steps, batches.summary().ends_after or steps)
 
 
 def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
@@ -245,11 +344,13 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     mesh, (source, tokenizer) = parts["mesh"], parts["data"]
     common: dict[str, Any] = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress}
     common |= {"process": jax.process_index(), "processes": jax.process_count(), "source": source}
-    common |= {"fields": run.objective.reads(), "rows_per_group": run.objective.rows_per_group}
-    batches = pipeline.build(run.data, tokenizer, **common)
-    evals = None
+    common |= {"fields": reference.asked_of_data(run.objective), "rows_per_group": run.objective.rows_per_group}
+    batches: Any = pipeline.build(run.data, tokenizer, **common)
+    evals: Any = None
     if run.eval.batches and pipeline.holds_out(run.data, source):
         evals = pipeline.eval_batches(run.data, tokenizer, limit=run.eval.batches, **common)
+    if reference.kind_of(run.objective) == "cached":
+        batches, evals = reference.WithReference(batches), evals and reference.WithReference(evals)
 
     model = run.model.build(decided.run(run.execution.remat))
     if not (run.init.weights or run.init.state) and (
@@ -259,8 +360,11 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
             f"{len(drawn)} weights of the sparse-attention indexer would keep their random values: nothing trains them",
             hint="start from trained weights (init.weights=FOLDER), or leave the indexer out: model.index=none",
         )
+    adapted: list[str] = []
+    if not run.adapter.trains_base:
+        adapted = run.adapter.put_on(model, jnp.dtype(decided.base_dtype))
     graph, params, rest = trained(model)
-    rate = run.schedule.build(run.steps)
+    rate = run.schedule.build(scheduled(run.steps, batches))
     optimizer = run.optimizer.build(rate, meanings_of(model))
     shapes = abstract(model)
     weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)
@@ -278,5 +382,40 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731
     return Assembly(
         run, decided, mesh, tokenizer, batches, evals, model, graph, optimizer, learning_rate,
-        jax.tree.map(described, state, places), places,
+        jax.tree.map(described, state, places), places, tuple(adapted),
+        frozenset(base_addresses(model)) if adapted else frozenset(),
     )  # fmt: skip
+
+
+def apart(state: TrainState, base: frozenset[str]) -> tuple[TrainState, dict[str, Any]]:
+    """A state without the frozen weights of its base, and those."""
+    moving = {a: leaf for a, leaf in state.rest.items() if a not in base}
+    return replace(state, rest=moving), {a: state.rest[a] for a in base}
+
+
+def beside_base(step: Any) -> Any:
+    """A step that takes the base beside the state and does not return it: its arrays stay what they are."""
+
+    def update(state: TrainState, base: dict[str, Any], batch: Any) -> Any:
+        new, metrics = step(replace(state, rest=state.rest | base), batch)
+        return apart(new, frozenset(base))[0], metrics
+
+    return update
+
+
+@dataclass(frozen=True)
+class BesideBase:
+    """A compiled `beside_base`, called as a step of the whole state."""
+
+    program: Any
+    base: frozenset[str]
+
+    def __call__(self, state: TrainState, batch: Any, frozen: Any = None) -> Any:
+        if frozen:
+            raise ValueError(f"frozen models beside a base: {sorted(frozen)}")
+        moving, base = apart(state, self.base)
+        new, metrics = self.program(moving, base, batch)
+        return replace(new, rest=new.rest | base), metrics
+
+    def memory_analysis(self) -> Any:
+        return self.program.memory_analysis()

@@ -5,11 +5,16 @@
 A layer that names a preset discards what earlier layers set for the model, because they described another one:
 `model=llama3.2-1b` on the command line replaces the recipe's model completely. What the same or a later layer sets for the model
 overrides the preset, as usual, and provenance shows it. Composing only reads files.
+
+A recipe may name settings that it leaves to the user (`needs`, each with an example), and defaults that depend on a choice (`when`):
+
+    needs: {model: FOLDER, data: {source: chats.jsonl}}
+    when: {adapter: {none: {optimizer: {learning_rate: 2e-5}}}}
 """
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -26,6 +31,7 @@ from argosy.core.settings import (
     Reading,
     Settings,
     SettingsLayer,
+    flatten,
     read_settings,
     words_layer,
     yaml_layer,
@@ -38,7 +44,7 @@ T = TypeVar("T", bound=Settings)
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Folders with users' own presets, separated as in PATH.
 PRESET_FOLDERS = "ARGOSY_PRESETS"
-EXTENDS = "extends"
+EXTENDS, NEEDS, WHEN = "extends", "needs", "when"
 # ORGANIZATION/NAME of a model on the Hugging Face Hub.
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -66,9 +72,11 @@ def compose(
     layers = [yaml_layer(configs / "base.yml")] if (configs / "base.yml").exists() else []
     layers += recipe_layers(recipe, configs) if recipe is not None else []
     layers.append(words_layer(words, origin))
+    layers, needs = with_conditions(schema, layers)
     if "model" not in schema.model_fields:
         return read_settings(schema, *layers)
     layers = with_folders(layers)
+    check_needs(schema, str(recipe), layers, needs)
     try:
         layers = with_preset(layers, configs, _families(schema))
     except UserError as error:
@@ -77,6 +85,66 @@ def compose(
             raise SettingsError([*problems_of(error), *others], error.good) from None
         raise
     return read_settings(schema, *layers)
+
+
+def with_conditions(
+    schema: type[Settings], layers: list[SettingsLayer]
+) -> tuple[list[SettingsLayer], dict[str, Any]]:
+    """The layers, in which the defaults of a recipe that depend on a choice follow those of the recipe where the choice is made; and
+    what the recipe needs: {dotted key: example}."""
+    out, needs = [], dict[str, Any]()
+    for layer in layers:
+        values = {key: value for key, value in layer.values.items() if key not in (NEEDS, WHEN)}
+        out.append(replace(layer, values=values))
+        needs |= flatten(layer.values.get(NEEDS) or {})
+        for key, options in (layer.values.get(WHEN) or {}).items():
+            chosen = _chosen(schema, layers, key)
+            if isinstance(options, dict) and isinstance(options.get(chosen), dict):
+                prefix = f"{WHEN}.{key}.{chosen}."
+                marks = {k.removeprefix(prefix): mark for k, mark in layer.marks.items() if k.startswith(prefix)}
+                out.append(SettingsLayer(layer.origin, options[chosen], marks))
+    return out, needs
+
+
+def _chosen(schema: type[Settings], layers: list[SettingsLayer], key: str) -> str:
+    """The name that the layers give to a choice at the root."""
+    for layer in reversed(layers):
+        value = layer.values.get(key, {})
+        given = [value[own] for own in ("name", SELF) if own in value] if isinstance(value, dict) else [value]
+        if given:
+            return "none" if given[0] is None else str(given[0])
+    field = schema.model_fields.get(key)
+    return "" if field is None else str(field.default)
+
+
+def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer], needs: Mapping[str, Any]) -> None:
+    """Checks that everything a recipe leaves to the user is set.
+
+    Raises:
+        SettingsError: something is not, together with everything else that is wrong.
+    """
+    missing = [key for key in needs if not any(_gives(layer.values, key) for layer in layers)]
+    if not missing:
+        return
+    words = " ".join(f"{key}={example}" for key, example in needs.items())
+    named = " and ".join(f"`{key}`" for key in missing)
+    error = BadInput(f"`{recipe}` needs {named}", where=mistakes.NOBODY, hint=f"argosy train {recipe} {words}")
+    others: list[UserError] = []
+    try:
+        read_settings(schema, *layers)
+    except UserError as also:
+        others = [p for p in problems_of(also) if not p.what.startswith(("`model`", "model "))]
+    raise SettingsError([error, *others]) from None
+
+
+def _gives(values: Mapping[str, Any], key: str) -> bool:
+    """Whether a layer sets a dotted key, or the group that it begins."""
+    at: Any = values
+    for name in key.split("."):
+        if not isinstance(at, Mapping) or name not in at:
+            return False
+        at = at[name]
+    return at is not None
 
 
 def _beside_the_preset(
@@ -153,7 +221,8 @@ def editor_schema(schema: type[Settings], configs: Path = CONFIGS) -> dict[str, 
     """The JSON Schema of a recipe: the settings, plus `extends`, plus `model` as the name of a preset."""
     document = json_schema(schema)
     extends = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-    document["properties"] = {EXTENDS: extends, **document["properties"]}
+    conditions = {NEEDS: {"type": "object"}, WHEN: {"type": "object"}}
+    document["properties"] = {EXTENDS: extends, **conditions, **document["properties"]}
     model = document["properties"].get("model", {})
     if "oneOf" in model:
         model["oneOf"][0] = {"type": "string", "examples": presets(configs)}
@@ -196,7 +265,7 @@ def with_folders(layers: list[SettingsLayer]) -> list[SettingsLayer]:
             out.append(layer)
             continue
         out = _overruled(out)
-        out.append(_of_folder(folder, brings_weights=folder == named))
+        out.append(_shortened(_of_folder(folder, brings_weights=folder == named), out))
         if folder == named:
             rest = {key: value for key, value in layer.values["model"].items() if key != "preset"}
             layer = replace(layer, values={**layer.values, "model": rest})
@@ -219,6 +288,15 @@ def _of_folder(folder: str, brings_weights: bool) -> SettingsLayer:
     if find_tokenizer(Path(folder)) is not None:
         values["data"] = {"tokenizer": folder}
     return StoredModel(folder, values)
+
+
+def _shortened(stored: SettingsLayer, before: list[SettingsLayer]) -> SettingsLayer:
+    """The layer of a stored model, with its context as `data.sequence` where a recipe's is longer: a recipe does not know the model."""
+    given = [layer.values["data"]["sequence"] for layer in before if "sequence" in (layer.values.get("data") or {})]
+    context = stored.values["model"].get("context")
+    if not given or not isinstance(given[-1], int) or not isinstance(context, int) or given[-1] <= context:
+        return stored
+    return replace(stored, values={**stored.values, "data": {**stored.values.get("data", {}), "sequence": context}})
 
 
 # ---- presets among the layers

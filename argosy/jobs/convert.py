@@ -46,9 +46,10 @@ def convert(
     say: Say = lambda _: None,
     progress: Progress = lambda new, all, kept: None,
 ) -> dict[str, Any]:
-    """Writes `source` to the new folder `target`. Returns what was written.
+    """Writes `source` to the new folder `target`. Returns what was written. A run that trained adapters is merged with its base.
 
     Args:
+        to: hub or argosy; or peft, for the adapters of a run alone, unmerged.
         dtype: float32, float16 or bfloat16; None keeps each tensor's type.
         shard_gb: the largest file of a Hub folder, in 1e9 bytes.
         adapter: a PEFT folder to merge during the conversion.
@@ -61,6 +62,12 @@ def convert(
         raise BadInput(f"{target}: GGUF can be read but not written", hint="name a new folder")
     start = time.monotonic()
     original = stored = opened(source, say)
+    if to == "peft":
+        return adapters_alone(stored, source, target, dtype, adapter, start)
+    if stored.adapted is not None:
+        say(f"merging adapters on {len(stored.adapted.adapters)} weights into {stored.adapted.base.path}")
+        if stored.adapted.is_quantized:
+            say("the base was quantized for training: its weights are rounded likewise, then the adapters are added")
     if dtype is None and isinstance(stored.weights, Mapped) and (scaled := stored.weights.scaled):
         many = f"{len(scaled)} tensors are stored in blocks with scales (fp8, mxfp4)"
         say(f"{many} and become float32; dtype=bfloat16 halves their size")
@@ -101,6 +108,35 @@ def convert(
         "kept_bytes": count.kept,
         "seconds": seconds,
         "memory": memory_used([original]),
+    }
+
+
+def adapters_alone(
+    stored: Stored, source: str, target: Path, dtype: str | None, adapter: str | None, start: float
+) -> dict[str, Any]:
+    """Writes the adapters of a run as a PEFT folder.
+
+    Raises:
+        BadInput: the source has no adapters, or another setting does not apply to them.
+    """
+    if stored.adapted is None:
+        raise BadInput(f"{source} has no adapters", hint="to=peft is for a run with adapter=lora, dora or qlora")
+    if dtype is not None or adapter is not None:
+        raise BadInput("to=peft takes neither dtype nor adapter: adapters are written in float32", hint="leave them out")
+    adapters = stored.adapted.adapters
+    peft.write_adapter(target, stored.config, adapters, str(stored.adapted.base.path))
+    sizes = [array.size for one in adapters.values() for array in (one.a, one.b, one.m) if array is not None]
+    written = sum(file.stat().st_size for file in target.iterdir())
+    return {
+        "source": source,
+        "target": str(target),
+        "format": "peft",
+        "tensors": len(sizes),
+        "parameters": sum(sizes),
+        "bytes": written,
+        "kept_bytes": 0,
+        "seconds": time.monotonic() - start,
+        "memory": memory_used([stored]),
     }
 
 

@@ -102,7 +102,8 @@ def inspect(
 
     run = compose(Run, recipe, words).value
     tokenizer = pipeline.tokenizer_for(run.data)
-    batches = pipeline.build(run.data, tokenizer, vocab=run.model.vocab, seed=run.seed)
+    together = run.objective.rows_per_group
+    batches = pipeline.build(run.data, tokenizer, vocab=run.model.vocab, seed=run.seed, rows_per_group=together)
     try:
         batch = {name: array[:rows] for name, array in next(batches).items()}
         say(batches.summary().text)

@@ -17,6 +17,7 @@ from typing import Any
 from argosy.jobs import machine
 from argosy.observe import environment
 from argosy.observe.readable import lasted, sized
+from argosy.ops.native import library
 
 BROKEN, WARNING, NOTE = "broken", "warning", "note"
 GIB = 1 << 30
@@ -48,6 +49,7 @@ def examine(devices: Callable[[], dict[str, Any]] = environment.devices) -> dict
             "writable": folder is not None and can_write(folder),
         },
         "huge_pages": huge_pages(),
+        "kernels": kernels(),
         "open_files": _open_files(),
         "clock_behind_s": _clock_behind_s(),
         "variables": environment.variables(),
@@ -167,8 +169,16 @@ def check_huge_pages(found: Mapping[str, Any]) -> list[Finding]:
     return [Finding(NOTE, what, hints[state])] if state in hints else []
 
 
+def check_kernels(found: Mapping[str, Any]) -> list[Finding]:
+    if not (why := found["kernels"]["why_not"]) or found["jax"].get("backend", "cpu") != "cpu":
+        return []
+    what = f"no compiled kernels: {why}; on this CPU, answering several requests takes up to twice as long"
+    hint = f"unset {library.SWITCH}" if library.SWITCH in why else "they need a C++17 compiler, such as the package g++; $CXX names one"
+    return [Finding(NOTE, what, hint)]
+
+
 CHECKS: tuple[Callable[[Mapping[str, Any]], list[Finding]], ...] = (
-    check_packages, check_devices, check_variables, check_disk, check_cache, check_machine, check_huge_pages
+    check_packages, check_devices, check_variables, check_disk, check_cache, check_machine, check_huge_pages, check_kernels
 )  # fmt: skip
 
 
@@ -190,6 +200,14 @@ def huge_pages() -> dict[str, str]:
     else:
         state = "asked for"
     return {"system": system, "state": state}
+
+
+def kernels() -> dict[str, str]:
+    """The library of compiled kernels, built if need be, and why there is none."""
+    try:
+        return {"library": str(library.built()), "why_not": ""}
+    except library.Unavailable as e:
+        return {"library": "", "why_not": str(e)}
 
 
 def can_write(folder: Path) -> bool:

@@ -3,12 +3,9 @@
 Names that correspond to a setting are marked on it (`core.schema.Also`). `argosy.cli.pages` writes both to a page.
 """
 
-_ADAPTERS = (
-    "training with adapters is not built yet; `argosy convert` and `generate` take a PEFT folder by adapter=FOLDER"
-)
+_MODULES = "training whole modules beside an adapter is not built: adapter.where puts adapters on more of them"
 _TRACKERS = "trackers are not built yet: every number is in metrics.jsonl of the run, and report.html plots it"
 _DEVICE = "JAX uses the accelerator it finds; the variable JAX_PLATFORMS=cpu, cuda or tpu chooses"
-_QUANTIZED = "training quantized weights is not built yet"
 _DROPOUT = "dropout is not built: one pass over much text does not need it"
 _PROFILE = "profiling a run is not built yet; metrics.jsonl and report.html show where its time went"
 _RESUMES = "the same command resumes: a run directory continues from its last good checkpoint"
@@ -20,18 +17,17 @@ _DEEPSPEED = "mesh.fsdp splits weights and optimizer state over devices, as ZeRO
 
 ELSEWHERE: dict[str, str] = {
     # adapters and quantized training
-    "adapter": _ADAPTERS,
-    "lora": _ADAPTERS,
-    "lora_r": _ADAPTERS,
-    "lora_rank": _ADAPTERS,
-    "lora_alpha": _ADAPTERS,
-    "lora_dropout": _ADAPTERS,
-    "lora_target_modules": _ADAPTERS,
-    "peft_config": _ADAPTERS,
-    "load_in_8bit": _QUANTIZED,
-    "load_in_4bit": _QUANTIZED,
-    "quantization": _QUANTIZED,
-    "fp8": _QUANTIZED,
+    "lora_dropout": _DROPOUT,
+    "modules_to_save": _MODULES,
+    "lora_modules_to_save": _MODULES,
+    "use_dora": "adapter=dora",
+    "peft_use_dora": "adapter=dora",
+    "lora_bias": "biases are not trained beside an adapter",
+    "bnb_4bit_use_double_quant": "scales of blocks stay float32; adapter.block sets how many weights share one",
+    "bnb_4bit_compute_dtype": "precision is the type of the activations, also over a quantized base",
+    "merge_lora": "`argosy convert RUN FOLDER` merges; the PEFT folder is `adapter/` in the run directory",
+    "quantization": "adapter=qlora trains adapters on a quantized base",
+    "fp8": "training in FP8 is not built",
     # trackers, profiles, uploads
     "report_to": _TRACKERS,
     "wandb": _TRACKERS,

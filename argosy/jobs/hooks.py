@@ -42,10 +42,19 @@ class Saver:
     Args:
         reading: the run's settings and who set each.
         hub: the config.json of the model that the weights came from.
+        base: what identifies the base model under adapters (`checkpoint.adapted`); empty without any.
     """
 
-    def __init__(self, assembly: Assembly, reading: Reading[Run], checkpoints: Checkpoints, hub: dict[str, Any]):
+    def __init__(
+        self,
+        assembly: Assembly,
+        reading: Reading[Run],
+        checkpoints: Checkpoints,
+        hub: dict[str, Any],
+        base: dict[str, Any] | None = None,
+    ):
         self.assembly, self.reading, self.checkpoints, self.hub = assembly, reading, checkpoints, hub
+        self.base = {"base": base} if base else {}
         self.eval_losses = checkpoints.eval_losses()
         self.newest: int | None = None
 
@@ -63,7 +72,7 @@ class Saver:
             "hub": self.hub,
             "settings": settings,
             "origin": self.reading.origin,
-        }
+        } | self.base
         weights, state = self.assembly.packed(now.state)
         self.checkpoints.save(now.step, weights, state, meta)
 
@@ -77,7 +86,7 @@ class Saver:
 
 
 class Evaluation:
-    """Evaluates the loss on held-out text, its perplexity, and bits per byte of text.
+    """Evaluates the loss on held-out data: of text its perplexity and bits per byte, of anything else the objective's metrics.
 
     A signal to stop is not kept waiting until all batches are through: the evaluation is given up, except that of the last step,
     which nothing would make up for.
@@ -101,7 +110,7 @@ class Evaluation:
         if is_stopping(now, self.steps):
             return
         if self._program is None:
-            self._program = self.assembly.compile_evaluation()
+            self._program = self.assembly.with_frozen(self.assembly.compile_evaluation())
         numbers = self.evaluate(now.state, (lambda: False) if now.last else self.interrupted)
         if numbers is None:
             return
@@ -122,8 +131,12 @@ class Evaluation:
             sums.append(self._program(state, self.assembly.place(batch)))
             # One batch is under way and one is queued: a signal would wait for all that are queued.
             jax.block_until_ready(sums[-2:-1])
-        total, weight = sum(float(s.total) for s in sums), sum(float(s.weight) for s in sums)
-        loss = total / max(weight, 1e-30)
+        weights = {name: sum(float(one[name].weight) for one in sums) for name in sums[0]}
+        totals = {name: sum(float(one[name].total) for one in sums) for name in sums[0]}
+        found = {f"eval_{name}": totals[name] / max(weight, 1e-30) for name, weight in weights.items()}
+        loss = found["eval_loss"]
+        if "eval_cross_entropy" not in found:
+            return {"eval_loss": loss} | found
         numbers = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
         if evals.bytes_per_token:
             numbers["eval_bits_per_byte"] = loss / math.log(2) / evals.bytes_per_token

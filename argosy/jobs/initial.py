@@ -7,19 +7,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from argosy.adapt.base import fill_base
 from argosy.checkpoint import manifest
+from argosy.checkpoint.adapted import describe_base, open_base
 from argosy.checkpoint.load import tokenizer_of
 from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
 from argosy.checkpoint.step_reader import StepReader
 from argosy.checkpoint.store import META, STATE, load_item, read_meta
-from argosy.checkpoint.stored import Stored, config_of, open_model, read_into
+from argosy.checkpoint.stored import Stored, config_of, open_model, read_into, stored_arrays
 from argosy.core.errors import BadInput
 from argosy.core.settings import diff, dump
 from argosy.jobs.assemble import Assembly
 from argosy.jobs.run import Run
-from argosy.models.parts.stack import from_layers, stored_addresses
-from argosy.models.parts.weight import split
+from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses
+from argosy.models.parts.weight import Leaves, fill, split
 from argosy.train.state import TrainState, trained
+
+# The name of a head's weight.
+HEAD = "head.w"
 
 
 def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> tuple[TrainState, Stored]:
@@ -31,14 +36,64 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
     """
     stored = open_model(model, say)
     _check_same(assembly.run.model, stored.config, model)
-    places = assembly.places.params | assembly.places.rest
-    read_into(assembly.model, stored.weights, place=places.__getitem__)
-    say(f"weights from {model}")
+    if assembly.base:
+        say(f"base weights from {model}, frozen; adapters on {len(assembly.adapted)} contractions")
+    else:
+        say(f"weights from {model}")
+    if _fill_from(assembly, stored):
+        say("a head of scores takes the place of the language model's: drawn from the random seed")
     theirs, ours = tokenizer_of(stored), assembly.tokenizer
     if theirs is not None and ours is not None and theirs.fingerprint != ours.fingerprint:
         say(f"{model} was trained with another tokenizer than this run's: data.tokenizer={model} uses its own")
     _, params, rest = trained(assembly.model)
     return assembly.begin(params, rest), stored
+
+
+def base_of(assembly: Assembly, base: dict[str, Any], say: Callable[[str], None]) -> Leaves:
+    """The frozen weights of a run with adapters that resumes.
+
+    Args:
+        base: what its checkpoint says of them.
+
+    Raises:
+        BadInput: they are missing, or others than those that the run began with.
+    """
+    _fill_base(assembly, open_base(base, say, thorough=True), fresh=False)
+    own = split(assembly.model)[1]
+    return {address: own[address] for address in assembly.base}
+
+
+def _fill_from(assembly: Assembly, stored: Stored) -> bool:
+    """Fills the model of a run from the one it starts from, and draws what that does not have: adapters, or a head of scores. Returns
+    whether it drew a head."""
+    places = assembly.places.params | assembly.places.rest
+    if assembly.base:
+        _fill_base(assembly, stored, fresh=True)
+        key = jax.random.key(assembly.run.seed)
+        fill(assembly.model, key, addresses=layer_addresses(assembly.model), place=places.__getitem__)
+        return False
+    head = HEAD if assembly.run.model.scored and not stored.config.scored else None
+    read_into(assembly.model, stored.weights, place=places.__getitem__, but=head)
+    if head:
+        assembly.draw()
+    return head is not None
+
+
+def _fill_base(assembly: Assembly, stored: Stored, *, fresh: bool) -> None:
+    places = assembly.places.params | assembly.places.rest
+    plain = assembly.run.model.build(assembly.decided.run("none"))
+    fill_base(
+        assembly.model,
+        stored_arrays(plain, stored.weights, dtype=assembly.decided.base_dtype),
+        place=places.__getitem__,
+        fresh=fresh,
+        iterations=getattr(assembly.run.adapter, "pissa_iterations", None),
+    )
+
+
+def base_described(assembly: Assembly, stored: Stored | None, given: str | None) -> dict[str, Any]:
+    """What checkpoints say of the base of a run; empty for a run without adapters."""
+    return describe_base(stored, given) if assembly.base and stored is not None and given is not None else {}
 
 
 def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> TrainState:
@@ -71,6 +126,27 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> Trai
     _, params, rest = trained(assembly.model)
     say(f"weights, optimizer and step {int(placed['step'])} from {run}")
     return assembly.restored(params | rest, placed)
+
+
+def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, Any]:
+    """The weights with which a run began, by address, on its devices: read from where it took them, or drawn again.
+
+    Raises:
+        BadInput, Damaged: as `weights_for`; or what it started from is gone.
+    """
+    init, places = assembly.run.init, assembly.places.params | assembly.places.rest
+    if init.weights or init.state:
+        check_source(assembly.run, say)
+    if init.weights:
+        _fill_from(assembly, open_model(init.weights, say))
+    elif init.state:
+        path, meta = step_of(init.state, say)
+        reader = StepReader(path, config_of(meta["model"]), meta["decided"]["layers"])
+        read_into(assembly.model, reader, place=places.__getitem__)
+    else:
+        assembly.draw()
+    _, params, rest = trained(assembly.model)
+    return params | rest
 
 
 def check_source(run: Run, say: Callable[[str], None] = lambda _: None) -> None:
@@ -150,6 +226,9 @@ def _run_of(meta: dict[str, Any]) -> Any:
 
 def _check_same(mine: Any, theirs: Any, where: str) -> None:
     """Checks that the sizes agree. The preset's name, the declared context, and whether a size was set or derived may differ."""
+    if mine.scored and not theirs.scored and "scores" in type(theirs).model_fields:
+        # The head is replaced.
+        theirs = theirs.model_copy(update={"scores": mine.scored})
     theirs_dumped, mine_dumped = dump(theirs.resolved()), dump(mine.resolved())
     changed = [(k, was, now) for k, was, now in diff(theirs_dumped, mine_dumped) if k not in ("preset", "context", "family")]
     if type(mine) is not type(theirs) or changed:

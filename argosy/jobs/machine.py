@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from argosy.core import signals
+from argosy.core.caches import cache_home
 
 TUNABLE = "glibc.malloc.hugetlb=1"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -46,14 +47,15 @@ def _wide_vectors() -> None:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_prefer_vector_width=512".strip()
 
 
-def cache_folder() -> Path | None:
+def cache_folder(name: str = "xla") -> Path | None:
     """The folder of compiled programs, shared between processes; None if this user has no home directory."""
-    if folder := os.environ.get("XDG_CACHE_HOME"):
-        return Path(folder) / "argosy" / "xla"
-    try:
-        return Path.home() / ".cache" / "argosy" / "xla"
-    except RuntimeError:
-        return None
+    home = cache_home()
+    return None if home is None else home / name
+
+
+def programs_folder() -> Path | None:
+    """The folder of a server's programs (`infer.program_store`), beside that of JAX's compilation cache."""
+    return cache_folder("programs")
 
 
 def start_jax() -> None:

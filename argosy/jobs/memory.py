@@ -9,8 +9,9 @@ On a CPU the devices share the machine's memory, so their needs add up; each acc
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -73,13 +74,13 @@ def estimated_need(run: Any, decided: Any, shapes: Any, places: Any, mesh: Any) 
     if _limit(mesh)[0] is not None:
         rows = run.data.batch // run.accumulate
         how = (run.objective, decided.precision, run.execution.remat)
-        traced = activation_bytes(run.model, rows, run.data.sequence, *how) // (1 if _shared(mesh) else mesh.size)
-    return _need(_state_bytes(shapes, places, mesh), int(TRUST * traced), run, mesh)
+        traced = activation_bytes(run.model, rows, run.data.sequence, *how, adapter=run.adapter) // (1 if _shared(mesh) else mesh.size)
+    return _need(_state_bytes(shapes, places, mesh, run.objective), int(TRUST * traced), run, mesh)
 
 
 def compiled_need(assembly: Any, program: Any) -> Need:
     """The need of a compiled update: XLA's temporaries are gradients and activations."""
-    state = _state_bytes(assembly.shapes, assembly.places, assembly.mesh)
+    state = _state_bytes(assembly.shapes, assembly.places, assembly.mesh, assembly.run.objective)
     analysis = program.memory_analysis()
     times = assembly.mesh.size if _shared(assembly.mesh) else 1
     sizes = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
@@ -89,12 +90,14 @@ def compiled_need(assembly: Any, program: Any) -> Need:
     return _need(state, max(rest - state["gradients"], 0), assembly.run, assembly.mesh)
 
 
-def activation_bytes(config: Any, rows: int, tokens: int, objective: Any, precision: Any, remat: Any) -> int:
+def activation_bytes(
+    config: Any, rows: int, tokens: int, objective: Any, precision: Any, remat: Any, adapter: Any = None
+) -> int:
     """Bytes that the backward pass keeps for `rows` sequences of `tokens` tokens, found by tracing the loss: the inputs of every
     gradient, before XLA fuses any of them. Layers are traced as a scan, which takes as long for 80 layers as for 2. Long
     sequences are extrapolated as a T + b T^2, because attention masks are created while tracing and would take 17 GB for 131k
     tokens."""
-    how = (config, rows, objective, precision, remat)
+    how = (config, rows, objective, precision, remat, adapter)
     if tokens <= 2 * TRACED:
         return _traced_bytes(tokens, *how)
     one, two = _traced_bytes(TRACED, *how), _traced_bytes(2 * TRACED, *how)
@@ -103,29 +106,50 @@ def activation_bytes(config: Any, rows: int, tokens: int, objective: Any, precis
     return int((one - b) * n + b * n * n)
 
 
-def _traced_bytes(tokens: int, config: Any, rows: int, objective: Any, precision: Any, remat: Any) -> int:
+def _traced_bytes(
+    tokens: int, config: Any, rows: int, objective: Any, precision: Any, remat: Any, adapter: Any = None
+) -> int:
     model = config.build(Scan(remat))
+    if adapter is not None and not adapter.trains_base:
+        adapter.put_on(model)
     _, params, rest = trained(model)
     graph, shapes, batch = training_graph(model), abstract(model), batch_shapes(objective, rows, tokens)
 
     def residuals(params: Any, rest: Any, batch: Any) -> Any:
+        # An online reference keeps nothing for the backward pass, so any weights will do.
+        frozen = {"reference": model_for(graph, precision, params, rest)}
+
         def loss(params: Any) -> Any:
-            models = {"model": model_for(graph, precision, params, rest)}
+            models = {"model": model_for(graph, precision, params, rest)} | frozen
             return objective(models, batch, jax.random.key(0)).loss.total
 
         return jax.vjp(loss, params)[1]
 
-    own = {a: shapes[a] for a in params}
-    kept = jax.eval_shape(residuals, own, {a: shapes[a] for a in rest}, batch)
-    return max(0, _bytes(kept) - _bytes(own))
+    own, other = {a: shapes[a] for a in params}, {a: shapes[a] for a in rest}
+    kept = jax.eval_shape(residuals, own, other, batch)
+    # The weights are among what is kept.
+    return max(0, _bytes(kept) - _bytes(own) - _bytes(other))
 
 
-def batch_shapes(objective: Any, rows: int, tokens: int, place: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a batch that an objective reads: {name: shape and type}, with this sharding."""
-    sizes, out = {"B": rows, "T": tokens}, {}
-    for name, field in objective.reads().items():
-        shape = [sizes[letter] for letter in field.axes.split()]
-        shape[0] //= objective.rows_per_group if field.per == "group" else 1
+def batch_shapes(
+    objective: Any, rows: int, tokens: int, place: Any = None, own: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a batch that an objective reads: {name: shape and type}, with this sharding.
+
+    Args:
+        own: sizes of axes that are fields' own, by letter; 1 for others.
+    """
+    return shapes_of(objective.reads(), rows, tokens, objective.rows_per_group, own, place)
+
+
+def shapes_of(
+    fields: Any, rows: int, tokens: int, per_group: int, own: Mapping[str, int], place: Any = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of these fields, as in `batch_shapes`."""
+    sizes, out = {"B": rows, "T": tokens, **own}, {}
+    for name, field in fields.items():
+        shape = [sizes.get(letter, 1) for letter in field.axes.split()]
+        shape[0] //= per_group if field.per == "group" else 1
         out[name] = jax.ShapeDtypeStruct(tuple(shape), field.dtype, sharding=place)
     return out
 
@@ -140,11 +164,13 @@ def training_bytes(config: Any, tokens: int) -> dict[str, int]:
     return {"state": 16 * config.parameters(), "activations": of.none, "activations_recomputed": of.full}
 
 
-def _state_bytes(shapes: Any, places: Any, mesh: Any) -> dict[str, int]:
+def _state_bytes(shapes: Any, places: Any, mesh: Any, objective: Any) -> dict[str, int]:
+    """Bytes of the state by kind; the parameters of an online reference count beside the model's."""
     params = _total(shapes.params, places.params, mesh)
     rest = _total(shapes.rest, places.rest, mesh)
+    models = 2 if getattr(objective, "reference", None) == "online" else 1
     return {
-        "parameters": params + rest,
+        "parameters": models * (params + rest),
         "gradients": params,
         "optimizer": _total(shapes.optimizer, places.optimizer, mesh),
     }
@@ -178,7 +204,9 @@ def _need(sizes: dict[str, int], activations: int, run: Any, mesh: Any) -> Need:
     limit, where = _limit(mesh)
     sizes = sizes | {"activations": activations}
     if _shared(mesh):
-        sizes |= {"checkpoint": sizes["parameters"] + sizes["optimizer"], "process": resident_bytes()}
+        # Gradients are as large as what is trained, which is what is saved.
+        saved = sizes["parameters"] if run.adapter.trains_base else sizes["gradients"]
+        sizes |= {"checkpoint": saved + sizes["optimizer"], "process": resident_bytes()}
     changes = []
     if activations > sizes["parameters"]:
         changes.append("a smaller data.batch, or accumulate=N: the same update in N parts")

@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from argosy.adapt.settings import ADAPTERS
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.settings import Also, Choice, MayChange, Settings
 from argosy.data.settings import DataSettings
@@ -152,6 +153,8 @@ class Run(Settings):
     """The model to train: a preset by name, or a family and its sizes."""
     data: DataSettings = DataSettings()
     """The data to train on."""
+    adapter: Annotated[Any, Choice(ADAPTERS), Also("peft_config", "use_peft", "finetuning_type", "use_lora", "lora")] = "none"
+    """What is trained beside a frozen base model. none: nothing, every weight of the model is trained."""
     objective: Annotated[Any, Choice(OBJECTIVES), Also("loss", "loss_fn", "loss_type", "criterion")] = "next_token"
     """The loss to minimize."""
     optimizer: Annotated[Any, Choice(OPTIMIZERS), Also("optim", "opt_type", "opt", "optimizer_type")] = "adamw"
@@ -196,8 +199,8 @@ class Run(Settings):
             "amp",
         ),
     ] = "auto"
-    """Type of the activations; weights and optimizer state are float32. auto: float32 on CPUs, bfloat16 elsewhere. Stored with
-    the run."""
+    """Type of the activations; weights and optimizer state are float32. auto: float32 on CPUs, bfloat16 elsewhere. Frozen weights
+    under an adapter stay bfloat16 if their file has them so and the activations are. Stored with the run."""
     execution: Execution = Execution()
     """How the layers run."""
     mesh: Annotated[MeshSettings, MayChange()] = MeshSettings()
@@ -219,11 +222,30 @@ class Run(Settings):
             raise ValueError(
                 "model is an encoder: it predicts no tokens, and no objective that trains one is built yet"
             )
+        scores = getattr(self.objective, "scores", 0)
+        if scores and "scores" not in type(self.model).model_fields:
+            raise ValueError("models of this family have no head of scores yet: a Llama, Qwen, Gemma, OLMo or Phi has")
+        if scores and not self.model.scores:
+            object.__setattr__(self, "model", self.model.model_copy(update={"scores": scores}))
+        if self.model.scored != scores:
+            raise ValueError(
+                f"model.scores = {self.model.scored}, and the objective needs {scores}: "
+                + ("a reward model predicts no tokens" if not scores else "its head gives one score")
+            )
         if self.data.sequence > self.model.context:
             raise ValueError(
                 f"data.sequence = {self.data.sequence} is longer than the model's context, "
                 f"model.context = {self.model.context} tokens"
             )
+        if not self.adapter.trains_base and not self.init.weights:
+            what = "init.state is not built with an adapter" if self.init.state else "the weights under an adapter are random"
+            raise ValueError(f"{what}: model=FOLDER or init.weights=FOLDER names the trained model to put it on")
+        if not self.adapter.trains_base and getattr(self.objective, "reference", None) == "online":
+            raise ValueError(
+                "objective.reference=online is not built with an adapter; objective.reference=cached computes the same numbers once"
+            )
+        if not self.adapter.trains_base and self.model.scored:
+            raise ValueError("a head of scores is not trained beside an adapter: train all weights (adapter=none)")
         if self.data.batch % self.accumulate:
             raise ValueError(f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}")
         return self

@@ -5,13 +5,14 @@ takes, and only then write the first file.
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from argosy.checkpoint.run_directory import GENERATION, RunDirectory
 from argosy.core.command import command as as_run
+from argosy.core.errors import Unsupported
 from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.signals import asked_to_stop
@@ -128,13 +129,37 @@ def _locked(
             fewer = f", and steps={settings.steps} asks for fewer" if good > settings.steps else f" of {settings.steps}"
             log.say(f"{directory} is done: {good} steps{fewer}; steps=N trains longer, for N above {good}")
             last = last_numbers(directory)
+            keep_adapter(directory, log.say)
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
         kept = directory.with_provenance(reading)
         training = Training.begin(kept, directory, meta, log, clock, command, assembly)
         state = training.fresh() if good is None else training.restored(good)
         directory.write_settings(training.reading)
         training.keep_tokenizer()
-    return training.run(state)
+        training.settle_reference(state, fresh=good is None)
+    outcome = training.run(state)
+    keep_adapter(directory, log.say)
+    return outcome
+
+
+def keep_adapter(directory: RunDirectory, say: Callable[[str], None]) -> None:
+    """Writes the adapters of the newest checkpoint as a PEFT folder of the run, if it has any.
+
+    A kill before this loses nothing: the next start of the run writes them.
+    """
+    step = directory.checkpoints.latest_good()
+    if step is None or "base" not in directory.checkpoints.meta(step):
+        return
+    from argosy.checkpoint.peft import write_adapter
+    from argosy.checkpoint.stored import open_model
+
+    stored = open_model(directory.checkpoints.path(step))
+    adapted = stored.adapted
+    assert adapted is not None
+    try:
+        directory.write_adapter(lambda folder: write_adapter(folder, stored.config, adapted.adapters, str(adapted.base.path)))
+    except Unsupported as error:
+        say(f"no PEFT folder: {error.what}; `argosy convert {directory} FOLDER` merges them")
 
 
 def last_numbers(directory: RunDirectory) -> dict[str, float]:
@@ -159,6 +184,8 @@ class Training:
     origin: Any = None
     # The step of this run that it resumes from.
     resumed: int | None = None
+    # What identifies the base model under adapters.
+    base: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def begin(
@@ -195,10 +222,10 @@ class Training:
         """The state with which the run begins."""
         init = self.settings.init
         if init.weights:
-            from argosy.jobs.initial import weights_for
+            from argosy.jobs.initial import base_described, weights_for
 
             state, self.origin = weights_for(self.assembly, init.weights, self.view.say)
-            self.hub = dict(self.origin.hub)
+            self.hub, self.base = dict(self.origin.hub), base_described(self.assembly, self.origin, init.weights)
             return state
         if init.state:
             from argosy.jobs.initial import state_from
@@ -211,20 +238,29 @@ class Training:
         """The state of a checkpoint, on this run's devices."""
         from argosy.checkpoint.store import STATE, load_item, load_weights
 
-        folder = self.directory.checkpoints.path(step)
-        self.assembly.batches.restore(self.directory.checkpoints.meta(step)["data"])
+        folder, meta = self.directory.checkpoints.path(step), self.directory.checkpoints.meta(step)
+        frozen: dict[str, Any] = {}
+        if self.assembly.base:
+            from argosy.jobs.initial import base_of
+
+            self.base = dict(meta["base"])
+            frozen = base_of(self.assembly, self.base, self.view.say)
+        self.assembly.batches.restore(meta["data"])
         weights, state = self.assembly.state_places()
-        restored = self.assembly.restored(load_weights(folder, weights), load_item(folder, STATE, state))
+        restored = self.assembly.restored(load_weights(folder, weights) | frozen, load_item(folder, STATE, state))
         self.resumed = step
         self.view.say(f"resuming from step {step} of {self.settings.steps} in {self.directory}")
         return restored
 
     def say_what_changed(self, meta: Mapping[str, Any]) -> None:
         """Reports what another number of steps does to the learning rate, if anything."""
+        from argosy.jobs.assemble import scheduled
+
         before, step = int(meta["settings"]["steps"]), int(meta["step"])
         if before == self.settings.steps:
             return
-        old = self.settings.optimizer.learning_rate * float(self.settings.schedule.build(before)(step))
+        was = scheduled(before, self.assembly.batches)
+        old = self.settings.optimizer.learning_rate * float(self.settings.schedule.build(was)(step))
         new = float(self.assembly.rate(step))
         if abs(new - old) <= 1e-6 * max(old, new):
             return
@@ -239,6 +275,13 @@ class Training:
         if self.assembly.tokenizer is not None:
             companions = self.origin.companions if self.origin is not None else None
             self.directory.write_tokenizer(self.assembly.tokenizer, companions / GENERATION if companions else None)
+
+    def settle_reference(self, state: Any, fresh: bool) -> None:
+        """Finds the reference that the objective compares with, if it has one."""
+        from argosy.jobs import reference
+
+        weights = reference.Weights(self.assembly, state, fresh, self.view.say)
+        reference.settle(self.assembly, self.directory, weights, self.view.say)
 
     # ---------------------------------------------------------------- the loop and its hooks
 
@@ -264,13 +307,14 @@ class Training:
         try:
             header = self.header()
             self.view.header(header)
+            self.say_example()
             with self.clock("compile"), telling(self.view.say, "compiling the training step ..."):
                 update = a.compile()
                 need = compiled_need(a, update)
                 need.check()
             self.view.say(f"memory      {memory_words(need.document())}")
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
-            saver = Saver(a, self.reading, self.directory.checkpoints, self.hub)
+            saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base)
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace)
             with asked_to_stop(STOPPING) as stop:
                 hooks: list[Any] = []
@@ -282,7 +326,7 @@ class Training:
                     sampling = Sampling(a, settings, metrics, self.view, stop)
                     hooks.append(Every("samples", settings.sample.every, sampling))
                 state = fit(
-                    state, a.batches, update, settings.steps, hooks, place=a.place, meter=meter, interrupted=stop
+                    state, a.batches, a.with_frozen(update), settings.steps, hooks, place=a.place, meter=meter, interrupted=stop
                 )
                 with self.clock("checkpoint"):
                     self.directory.checkpoints.wait()
@@ -298,6 +342,14 @@ class Training:
         outcome = Outcome(self.directory.place, step, settings.steps, stop.code, last, self.clock.shares(), saved)
         self.view.end(ending(outcome))
         return outcome
+
+    def say_example(self) -> None:
+        """Shows the first record as the model sees it, unless the run resumes."""
+        from argosy.data.inspect import example
+
+        found = self.assembly.batches.example() if self.resumed is None else None
+        if found is not None:
+            self.view.say(f"the first record; what is in ⟦ ⟧ does not count in the loss:\n{example(found, self.assembly.tokenizer)}\n")
 
     def say_pace(self, seconds: float, steps: int) -> None:
         """Reports how long `steps` steps will take, where the first logged one is far away. seconds: of one step."""
@@ -320,6 +372,7 @@ class Training:
             "versions": installed,
             "model": settings.model.preset or family_of(settings),
             "parameters": a.parameters,
+            **self.adapter(),
             "vocab": settings.model.vocab,
             "steps": settings.steps,
             "tokens_per_step": a.batches.tokens_per_batch,
@@ -341,6 +394,19 @@ class Training:
         if init.weights:
             return f"from {init.weights}"
         return f"from the state of {init.state}" if init.state else f"random, from seed {self.settings.seed}"
+
+    def adapter(self) -> dict[str, str]:
+        """The adapter, if there is one, and the share of the parameters that it trains."""
+        from argosy.adapt.settings import ADAPTERS
+        from argosy.core.schema import Choice
+        from argosy.models.parts.weight import count
+
+        a, settings = self.assembly, self.settings.adapter
+        if not a.adapted:
+            return {}
+        some, all_ = count(a.shapes.params), a.parameters
+        kind = Choice(ADAPTERS).name_of(settings)
+        return {"adapter": f"{kind}, rank {settings.rank}, on {len(a.adapted)} weights; {some:,} trained ({some / all_:.2%})"}
 
     def tokenizer(self) -> str:
         """The tokenizer, and its size against the model's vocabulary."""

@@ -59,6 +59,11 @@ class FamilyConfig(Settings):
     tied: Annotated[bool, Also("tie_word_embeddings", "tie_embeddings", "logits_via_embedding")] = False
     """Uses the embedding as the output head (tied embeddings)."""
 
+    @property
+    def scored(self) -> int:
+        """How many scores the head gives for a token, in place of logits; 0 for a language model."""
+        return getattr(self, "scores", 0)
+
     def build(self, run: "parts.Execution | None" = None) -> Any:
         """Builds the module; every weight is a description (`parts.weight`)."""
         raise NotImplementedError
@@ -103,7 +108,8 @@ class FamilyConfig(Settings):
         apart = LOOKED_UP | {"O"}
         met = (t for t in kept(*self.hub_rows()) if t.path.endswith(".w") and not apart & set(t.axes))
         weights = sum(t.size * t.layers * self._share(t.axes) for t in met)
-        head = self.width * self.vocab if self.causal else 0
+        # A head of scores is among the weights that are met.
+        head = self.width * self.vocab if self.causal and not self.scored else 0
         return int(2 * tokens * (weights + head)) + self.mixing_flops(tokens)
 
     def training_flops(self, tokens: int) -> int:
@@ -182,8 +188,13 @@ class FamilyConfig(Settings):
             Unsupported: it does not; names the settings that would be lost.
         """
         hint = 'Argosy\'s own format keeps every setting: to=argosy, lm.save(..., format="argosy")'
+        if self.scored:
+            (kind,) = written["architectures"]
+            written |= {"architectures": [kind.replace("ForCausalLM", SCORING)]}
+            written |= {"id2label": {str(i): f"LABEL_{i}" for i in range(self.scored)}}
+            written |= {"label2id": {f"LABEL_{i}": i for i in range(self.scored)}}
         try:
-            again = type(self).from_hub(written).resolved()
+            again = with_scores(type(self).from_hub(written), written).resolved()
         except (ArgosyError, ValueError) as error:
             raise Unsupported(
                 f"the Hub's `{written['model_type']}` has no such model: {complaint(error)}", hint=hint
@@ -192,6 +203,26 @@ class FamilyConfig(Settings):
         if lost := list(_differing(mine, theirs)):
             raise Unsupported(f"the Hub's `{written['model_type']}` cannot express {', '.join(lost)} of this model", hint=hint)
         return written
+
+
+# The end of the name of transformers' classes with a head of scores.
+SCORING = "ForSequenceClassification"
+
+
+def with_scores(config: "FamilyConfig", hub: Mapping[str, Any]) -> "FamilyConfig":
+    """The settings of a model whose config.json names a class with a head of scores; of any other, unchanged.
+
+    Raises:
+        BadInput: the family has no such head.
+    """
+    if not any(str(name).endswith(SCORING) for name in hub.get("architectures") or ()):
+        return config
+    if "scores" not in type(config).model_fields:
+        what = f"a `{hub.get('model_type')}` with a head of scores ({SCORING}) is not built"
+        raise BadInput(what)
+    # transformers writes labels only if there are not two.
+    labels = hub.get("id2label")
+    return config.model_copy(update={"scores": len(labels) if isinstance(labels, dict) and labels else 2})
 
 
 def _differing(mine: Any, theirs: Any, at: str = "") -> Iterator[str]:
@@ -243,6 +274,9 @@ class DecoderConfig(FamilyConfig):
     """Added to the mean square in RMSNorm."""
     activation: Annotated[Activation, Also("hidden_act", "mlp_activations", "hidden_activation")] = "silu"
     """Activation of the feed-forward gate."""
+    scores: Annotated[int, Also("num_labels")] = Field(0, ge=0)
+    """Scores that the head gives for each token, in place of logits: 1 for a reward model. Objectives that train scores set it. 0: a
+    language model."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "DecoderConfig":
@@ -270,6 +304,7 @@ class DecoderConfig(FamilyConfig):
     def dims(self) -> dict[str, int]:
         sizes = {"D": self.width, "F": self.ffn, "N": self.heads, "K": self.K, "H": self.H, "V": self.vocab}
         moe = self.experts
+        sizes |= {"Z": self.scores} if self.scores else {}
         return sizes if moe is None else sizes | {"E": moe.count, "M": moe.ffn, "shared": moe.shared}
 
     def resolved(self) -> Any:

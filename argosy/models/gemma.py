@@ -93,7 +93,7 @@ class GemmaConfig(DecoderConfig):
         rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias) + hub.glu(over)
         rows += hub.norms(over, POST_NORMS if self.post_norms else hub.PRE_NORMS)
         rows += hub.head_norms(over) if self.qk_norm else []
-        return rows + hub.ends(self.tied), self.dims
+        return rows + hub.ends(self.tied, scores=self.scores), self.dims
 
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:

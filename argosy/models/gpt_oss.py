@@ -97,7 +97,7 @@ class GptOssConfig(DecoderConfig):
             return Row(hub.LAYER + theirs, (f"layers.{{l}}.mlp.gate.{kind}", f"layers.{{l}}.mlp.up.{kind}"), how, over)
 
         rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
-        rows += hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied)
+        rows += hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
         rows += hub.of_layers(
             over,
             ("self_attn.sinks", "attn.sinks", "N -> N"),

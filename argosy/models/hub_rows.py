@@ -13,13 +13,16 @@ def of_layers(over: Sequence[int], *names: tuple[str, str, str], prefix: str = L
     return [Row(prefix + theirs, "layers.{l}." + ours, how, over) for theirs, ours, how in names]
 
 
-def ends(tied: bool, *, bias: bool = False) -> list[Row]:
-    """The rows of embedding, final norm (with a bias for LayerNorm) and head."""
+def ends(tied: bool, *, bias: bool = False, scores: int = 0) -> list[Row]:
+    """The rows of embedding, final norm (with a bias for LayerNorm) and head: of logits, or of so many scores."""
+    tied_to = "lm_head.weight" if tied and not scores else None
     rows = [
-        Row("model.embed_tokens.weight", "embed.w", "V D -> V D", tied_to="lm_head.weight" if tied else None),
+        Row("model.embed_tokens.weight", "embed.w", "V D -> V D", tied_to=tied_to),
         Row("model.norm.weight", "norm.scale", "D -> D"),
     ]
     rows += [Row("model.norm.bias", "norm.b", "D -> D")] if bias else []
+    if scores:
+        return [*rows, Row("score.weight", "head.w", "Z D -> D Z")]
     return rows if tied else [*rows, Row("lm_head.weight", "head.w", "V D -> D V")]
 
 

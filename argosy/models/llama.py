@@ -60,7 +60,7 @@ class LlamaConfig(DecoderConfig):
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
         rows = hub.attention(over, bias=self.attention_bias, out_bias=self.attention_bias)
-        rows += hub.glu(over, bias=self.mlp_bias) + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied)
+        rows += hub.glu(over, bias=self.mlp_bias) + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
         return rows, self.dims
 
     @classmethod

@@ -129,7 +129,7 @@ class Llama4Config(DecoderConfig):
             ("feed_forward.experts.down_proj", "mlp.down.w", "E M D -> E M D"),
         )
         rows += hub.glu(sparse, "feed_forward.shared_expert", "mlp.shared", "shared") if self.moe.shared else []
-        return rows + hub.ends(self.tied), self.dims
+        return rows + hub.ends(self.tied, scores=self.scores), self.dims
 
     @classmethod
     def hub_text(cls, config: dict[str, Any]) -> dict[str, Any]:

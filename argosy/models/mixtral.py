@@ -65,7 +65,7 @@ class MixtralConfig(DecoderConfig):
 
     def hub_rows(self) -> tuple[list[Row], dict[str, int]]:
         over = range(self.layers)
-        rows = hub.attention(over) + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied)
+        rows = hub.attention(over) + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores)
         rows += hub.of_layers(
             over,
             ("block_sparse_moe.gate.weight", "mlp.router.w", "E D -> D E"),

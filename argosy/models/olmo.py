@@ -65,7 +65,7 @@ class OlmoConfig(DecoderConfig):
             ("self_attn.q_norm.weight", "attn.q_norm.scale", "(N H) -> N H"),
             ("self_attn.k_norm.weight", "attn.k_norm.scale", "(K H) -> K H"),
         )
-        return rows + hub.ends(self.tied), self.dims
+        return rows + hub.ends(self.tied, scores=self.scores), self.dims
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "OlmoConfig":

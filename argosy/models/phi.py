@@ -64,7 +64,7 @@ class PhiConfig(DecoderConfig):
             ("self_attn.o_proj.weight", "attn.o.w", "D (N H) -> N H D"),
             ("mlp.down_proj.weight", "mlp.down.w", "D F -> F D"),
         )
-        return rows + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied), self.dims
+        return rows + hub.norms(over, hub.PRE_NORMS) + hub.ends(self.tied, scores=self.scores), self.dims
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "PhiConfig":

@@ -106,7 +106,7 @@ class QwenConfig(DecoderConfig):
                 rows += hub.glu(sparse, "mlp.shared_expert", "mlp.shared", "shared")
             if self.moe.shared_gate:
                 rows += hub.of_layers(sparse, ("mlp.shared_expert_gate.weight", "mlp.shared_gate.w", "1 D -> D 1"))
-        return rows + hub.ends(self.tied), self.dims
+        return rows + hub.ends(self.tied, scores=self.scores), self.dims
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "QwenConfig":

@@ -183,7 +183,7 @@ class Qwen3NextConfig(DecoderConfig):
             ("mlp.shared_expert_gate.weight", "mlp.shared_gate.w", "1 D -> D 1"),
         )
         sizes = self.dims | {letter.lower(): size for letter, size in self.delta.dims.items()}
-        return rows + hub.ends(self.tied), sizes
+        return rows + hub.ends(self.tied, scores=self.scores), sizes
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> "Qwen3NextConfig":

@@ -106,11 +106,16 @@ IMPLEMENTATIONS = Registry("paged attention implementation")
 IMPLEMENTATIONS.add("reference", REFERENCE)
 IMPLEMENTATIONS.add("blocked", "argosy.ops.paged_blocked:BLOCKED")
 IMPLEMENTATIONS.add("rows", "argosy.ops.paged_rows:ROWS")
+IMPLEMENTATIONS.add("native", "argosy.ops.native.paged:NATIVE")
 IMPLEMENTATIONS.add("ragged", "argosy.ops.paged_ragged:RAGGED")
 
 # What to try first on each platform. `blocked` reads only the pages in use, and is `reference` for tables of one block; `rows` does
-# so for decoding rows, faster on a CPU.
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("rows", "blocked"), "gpu": ("blocked",), "tpu": ("ragged", "blocked")}
+# so for decoding rows, faster on a CPU; `native` is faster still, where its library is loaded (`ops.native.library`).
+PREFERENCE: dict[str, tuple[str, ...]] = {
+    "cpu": ("native", "rows", "blocked"),
+    "gpu": ("blocked",),
+    "tpu": ("ragged", "blocked"),
+}
 
 
 def reads_joined(heads: int, size: int, dtype: Any) -> bool:

@@ -10,6 +10,7 @@ from argosy.core.resident import trim
 from argosy.infer.copies import copies_of
 from argosy.infer.engine import Engine
 from argosy.infer.lm import LM
+from argosy.infer.program_store import ProgramStore
 from argosy.infer.request import Request
 from argosy.serve.copies import Copies
 from argosy.serve.front import Front
@@ -17,11 +18,13 @@ from argosy.serve.metrics import EngineMetrics
 from argosy.serve.settings import ServeSettings
 
 
-def front_of(lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None) -> Front | Copies:
+def front_of(
+    lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None, programs: ProgramStore | None = None
+) -> Front | Copies:
     """The front of a model, its threads started. Arguments and errors are those of `run.service_of`."""
     engines = engines_of(lm, settings, say, draft)
     fronts = [Front(engine, settings.limits, EngineMetrics(name, engine, i)) for i, engine in enumerate(engines)]
-    _compile_all(fronts, settings)
+    _compile_all(fronts, settings, programs)
     trim()
     front = fronts[0] if len(fronts) == 1 else Copies(fronts, settings.limits)
     front.metrics.ready()
@@ -46,21 +49,21 @@ def engines_of(lm: LM, settings: ServeSettings, say: Say | None, draft: LM | Non
     return engines
 
 
-def _compile_all(fronts: Sequence[Front], settings: ServeSettings) -> None:
+def _compile_all(fronts: Sequence[Front], settings: ServeSettings, programs: ProgramStore | None) -> None:
     """Compiles the programs of all copies, in parallel. On GPUs the first copy goes ahead: the others then find its programs in JAX's
     persistent cache. On CPUs and TPUs that cache has an entry for each device, and nothing to share."""
     ahead = 1 if len(fronts) == 1 or jax.default_backend() == "gpu" else 0
     for front in fronts[:ahead]:
-        _compile(front, settings)
+        _compile(front, settings, programs)
     if rest := fronts[ahead:]:
         with ThreadPoolExecutor(len(rest), "warm up") as threads:
-            for done in [threads.submit(_compile, front, settings) for front in rest]:
+            for done in [threads.submit(_compile, front, settings, programs) for front in rest]:
                 done.result()
 
 
-def _compile(front: Front, settings: ServeSettings) -> None:
+def _compile(front: Front, settings: ServeSettings, programs: ProgramStore | None) -> None:
     if settings.warm_up:
-        front.engine.warm_up()
+        front.engine.warm_up(programs)
     else:
         front.engine.generate([Request([0], 2)])
     if settings.warm_up_prompt_logprobs:

@@ -18,6 +18,7 @@ from argosy.core.progress import Say
 from argosy.infer.copies import check_devices
 from argosy.infer.embed import Encoder
 from argosy.infer.lm import LM, check_draft
+from argosy.infer.program_store import ProgramStore
 from argosy.serve.admin import Admin
 from argosy.serve.admission import Admission
 from argosy.serve.app import App, admin_app
@@ -105,11 +106,14 @@ def _bound(host: str, port: int, setting: str) -> socket.socket:
         return listener
 
 
-def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None) -> Service:
+def service_of(
+    lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None, programs: ProgramStore | None = None
+) -> Service:
     """The model with an engine whose programs are compiled, and its thread started.
 
     Args:
         draft: the draft model that `engine.speculative` names.
+        programs: compiled programs of earlier starts.
 
     Raises:
         BadInput: the model is an encoder, its cache has no room, or the draft model does not fit.
@@ -125,7 +129,7 @@ def service_of(lm: LM, name: str, settings: ServeSettings, say: Say | None, draf
         raise BadInput(what, hint="leave it out, or set reasoning_parser=none")
     if draft is not None:
         check_draft(lm, draft)
-    front = front_of(lm, name, settings, say, draft)
+    front = front_of(lm, name, settings, say, draft, programs)
     defaults, templates = defaults_of(lm.generation), settings.request_chat_template
     store = Store(settings.stored_responses) if settings.stored_responses else None
     more: Any = {"request_templates": templates, "reasoning": reasoning, "marks": marks, "store": store}
@@ -155,12 +159,12 @@ def encoder_of(lm: LM, name: str, settings: ServeSettings, say: Say | None) -> E
 
 
 def serving(
-    lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None
+    lm: LM, name: str, settings: ServeSettings, say: Say | None, draft: LM | None = None, programs: ProgramStore | None = None
 ) -> Service | EncoderService:
     """The model as a service of its kind. Arguments and errors are those of `service_of` and `encoder_of`."""
     if not lm.config.causal:
         return encoder_of(lm, name, settings, say)
-    return service_of(lm, name, settings, say, draft)
+    return service_of(lm, name, settings, say, draft, programs)
 
 
 def address_of(listener: socket.socket, settings: ServeSettings) -> str:

@@ -11,6 +11,7 @@ from argosy.data.chat import choose_template
 from argosy.infer.grammar import Crowded, Grammar
 from argosy.infer.lm import LM
 from argosy.infer.request import Request
+from argosy.ops.native import library
 from argosy.serve.admission import Admission
 from argosy.serve.channels import with_descriptions, with_thinking, written_in
 from argosy.serve.choice import Choice, Ending
@@ -146,7 +147,10 @@ class Service(Served[Front | Copies]):
     def about(self) -> list[str]:
         told = " ".join(f"{key}={value}" for key, value in self.defaults.items())
         sampled = f"{self.name}: requests that say nothing are sampled with {told}"
-        return [sampled, f"cache: {self.front.described()}"]
+        lines = [sampled, f"cache: {self.front.described()}"]
+        if why := library.failure():
+            lines.append(f"no compiled kernels: {why}; several requests at a time take up to twice as long")
+        return lines
 
     @property
     def names(self) -> list[str]:

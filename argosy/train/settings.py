@@ -12,13 +12,15 @@ from argosy.core.settings import Settings
 
 OBJECTIVES = Registry("objective")
 OBJECTIVES.add("next_token", "argosy.train.settings:NextToken")
+for _name, _settings in {
+    "dpo": "DPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO", "kto": "KTO", "reward": "Reward", "process_reward": "ProcessReward",
+}.items():  # fmt: skip
+    OBJECTIVES.add(_name, f"argosy.train.preferences:{_settings}")
 
 
-class NextToken(Settings):
-    """Cross-entropy of the next token, normalized by the weight of all targets in the global batch."""
+class OfTokens(Settings):
+    """How an objective computes the log-probabilities of tokens."""
 
-    z_loss: float = Field(0.0, ge=0)
-    """Weight of the squared log partition function, which keeps logits near 0 (PaLM, arXiv:2204.02311, uses 1e-4)."""
     head: Literal["auto", "logits", "blocks", "chunks"] = "auto"
     """How the loss over the vocabulary is computed. logits: all at once; blocks: one block of the vocabulary at a time, fastest
     on CPUs; chunks: some rows at a time, recomputed in the backward pass, to save memory. auto: chunks if the logits would take
@@ -26,6 +28,12 @@ class NextToken(Settings):
     chunk: int = Field(1024, gt=0)
     """Rows of logits that exist at once with `head: chunks`."""
 
+
+class NextToken(OfTokens):
+    """Cross-entropy of the next token, normalized by the weight of all targets in the global batch."""
+
+    z_loss: float = Field(0.0, ge=0)
+    """Weight of the squared log partition function, which keeps logits near 0 (PaLM, arXiv:2204.02311, uses 1e-4)."""
     mtp: float = Field(0.3, ge=0)
     """Weight of the multi-token prediction loss, for models that have such modules: their mean cross-entropy is multiplied by it
     (arXiv:2412.19437, equation 25)."""

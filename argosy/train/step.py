@@ -62,13 +62,23 @@ def make_step(
         grads, loss = jax.grad(total, has_aux=True)(state.params, state.rest, frozen, batch, key)
         return grads, loss
 
+    def shared(state: TrainState, frozen: Frozen, parts: Batch, key: Array) -> Batch:
+        """The numbers that every part reads of the whole batch."""
+        before = getattr(objective, "before", None)
+        if before is None:
+            return {}
+        models = models_for(state.params, state.rest, frozen)
+        found = _summed(lambda part, key: before(models, part, key), parts, key)
+        return {name: mean.value() for name, mean in found.items()}
+
     def step(state: TrainState, batch: Batch, frozen: Frozen | None = None) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
         if accumulate == 1:
             grads, loss = gradients(state, frozen or {}, batch, key)
         else:
             parts = in_parts(batch, accumulate, objective)
-            grads, loss = _accumulated(lambda part, key: gradients(state, frozen or {}, part, key), parts, key)
+            known = shared(state, frozen or {}, parts, key)
+            grads, loss = _summed(lambda part, key: gradients(state, frozen or {}, part | known, key), parts, key)
         grads = jax.tree.map(lambda g: g / jnp.maximum(loss.loss.weight, 1e-30), grads)
         updates, new = optimizer.update(grads, state.optimizer, state.params)
         params: Any = optax.apply_updates(state.params, updates)
@@ -108,27 +118,29 @@ def in_parts(batch: Batch, parts: int, objective: Objective) -> Batch:
     return {name: one(name, a) for name, a in batch.items()}
 
 
-def _accumulated(gradients: Callable[..., tuple[Leaves, Loss]], parts: Batch, key: Array) -> tuple[Leaves, Loss]:
-    """The sums over the parts of a batch, computed one after the other."""
+def _summed(of_part: Callable[[Batch, Array], Any], parts: Batch, key: Array) -> Any:
+    """What a function gives for each part of a batch, summed over the parts, which are computed one after the other. Metrics add by
+    their own `+`: that of a maximum is the larger one."""
     count = len(next(iter(parts.values())))
     first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), parts)
-    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(gradients, first, key))
+    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(of_part, first, key))
 
     def one(so_far: Any, piece: Any) -> tuple[Any, None]:
         i, part = piece
-        return jax.tree.map(jnp.add, so_far, gradients(part, jax.random.fold_in(key, i))), None
+        made = of_part(part, jax.random.fold_in(key, i))
+        return jax.tree.map(lambda a, b: a + b, so_far, made, is_leaf=lambda x: hasattr(x, "value")), None
 
     return jax.lax.scan(one, zero, (jnp.arange(count), parts))[0]
 
 
 def make_evaluation(
     graph: Any, objective: Objective, *, precision: Precision = "float32", roles: Mapping[str, Any] | None = None
-) -> Callable[..., Mean]:
-    """Makes `(state, batch, frozen={})` -> the summed cross-entropy of a batch, and its weight."""
+) -> Callable[..., dict[str, Mean]]:
+    """Makes `(state, batch, frozen={})` -> the objective's metrics on a batch, and its `loss`: the cross-entropy where there is one."""
     models_for = _models(graph, precision, roles or {})
 
-    def evaluate(state: TrainState, batch: Batch, frozen: Frozen | None = None) -> Mean:
+    def evaluate(state: TrainState, batch: Batch, frozen: Frozen | None = None) -> dict[str, Mean]:
         loss = objective(models_for(state.params, state.rest, frozen or {}), batch, state.key)
-        return loss.metrics.get("cross_entropy", loss.loss)
+        return loss.metrics | {"loss": loss.metrics.get("cross_entropy", loss.loss)}
 
     return evaluate

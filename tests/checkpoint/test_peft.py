@@ -28,7 +28,7 @@ ADAPTERS = Path(__file__).parents[1] / "goldens" / "adapters"
 NAMES = sorted(folder.name for folder in ADAPTERS.iterdir())
 
 
-@pytest.fixture(scope="module", params=default("gemma2-plain", "llama-grouped", of=NAMES))
+@pytest.fixture(scope="module", params=default("gemma2-plain", "llama-grouped", "llama-multi-head-biased", of=NAMES))
 def case(request, tmp_path_factory) -> tuple[Path, Path, dict[str, np.ndarray]]:
     """The base model's folder, the adapter's, and what PEFT says."""
     base = write_model(ADAPTERS.parent / "models" / request.param, tmp_path_factory.mktemp("base") / request.param)
@@ -173,13 +173,18 @@ def test_every_contraction_of_every_family_goes_out_and_in(name, tmp_path):
             of = specs[n]
             shape = [of.sizes[x] for x in of.group] + [2] + [of.sizes[x] for x in of.out if x in of.spec]
             given[n] = Adapter(a, draw(shape).astype(np.float32), 1.5)
-    write_adapter(tmp_path / "adapter", config, given)
-    read = read_adapter(tmp_path / "adapter", config)
-    assert set(read) == set(given)
-    for n, (a, b, gain) in given.items():
-        np.testing.assert_array_equal(read[n].a, a)
-        np.testing.assert_array_equal(read[n].b, b)
-        assert read[n].gain == pytest.approx(gain)
+    magnitudes = {n: draw([specs[n].sizes[x] for x in specs[n].kept]).astype(np.float32) for n in given}
+    dora = {n: adapter._replace(m=magnitudes[n]) for n, adapter in given.items()}
+    for name, adapters in (("lora", given), ("dora", dora)):
+        write_adapter(tmp_path / name, config, adapters)
+        read = read_adapter(tmp_path / name, config)
+        assert set(read) == set(adapters)
+        for n, (a, b, gain, m) in adapters.items():
+            np.testing.assert_array_equal(read[n].a, a)
+            np.testing.assert_array_equal(read[n].b, b)
+            assert read[n].gain == pytest.approx(gain)
+            assert (read[n].m is None) == (m is None)
+            np.testing.assert_array_equal(read[n].m, m)
 
 
 def test_an_alpha_by_module_holds_for_experts_too(tmp_path):
@@ -224,7 +229,7 @@ def broken(tmp_path):
 @pytest.mark.parametrize(
     ("said", "error", "match"),
     [
-        ({"use_dora": True}, Unsupported, "use_dora"),
+        ({"use_qalora": True}, Unsupported, "use_qalora"),
         ({"bias": "all"}, Unsupported, "bias"),
         ({"modules_to_save": ["lm_head"]}, Unsupported, "modules_to_save"),
         ({"peft_type": "IA3"}, Unsupported, "IA3"),

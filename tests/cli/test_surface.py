@@ -27,6 +27,7 @@ from argosy.core.registry import Registry
 from argosy.core.settings import Choice, Settings, read_settings, words_layer
 from argosy.core.streams import silence
 from argosy.jobs.complete import SCRIPTS
+from argosy.jobs.compose import recipes
 
 ROOT = Path(argosy.cli.__file__).parents[2]
 
@@ -101,7 +102,7 @@ def test_every_verb_helps(verb, capsys):
         (["confg"], "unknown verb `confg`", "did you mean `config`?"),
         (["zzzzz"], "unknown verb `zzzzz`", "train, sweep, generate"),
         (["train", "tiny", "--steps", "100"], "no such option: --steps", "`steps=100`"),
-        (["train"], "train needs a recipe\n  recipes are bench-31m, quickstart, tiny", "`argosy train tiny`"),
+        (["train"], f"train needs a recipe\n  recipes are {', '.join(recipes())}", "`argosy train tiny`"),
         (["train", "steps=5"], "`steps=5` is a setting, not a recipe\n  recipes are", "argosy train tiny steps=5"),
         (["train", "--config", "tiny"], "no such option: --config", "the recipe is the first word: `argosy train tiny`"),
         (["train", "-c", "tiny"], "no such option: -c", "the recipe is the first word: `argosy train tiny`"),

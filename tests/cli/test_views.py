@@ -334,6 +334,7 @@ def well() -> dict[str, Any]:
         "disk": {"here": {"path": "x", "free_bytes": 100 << 30, "total_bytes": 200 << 30}},
         "cache": {"folder": "x", "programs": 1, "bytes": 10, "writable": True},
         "huge_pages": {"system": "madvise", "state": "asked for"},
+        "kernels": {"library": "x", "why_not": ""},
         "open_files": 4096,
         "clock_behind_s": 0.0,
         "variables": {},
@@ -372,6 +373,8 @@ NO_FLAG = {"error": "Unknown flag in XLA_FLAGS"}
         ({"open_files": 256}, "warning", "256 open files", "ulimit"),
         ({"clock_behind_s": 1e6}, "warning", "clock", "set the clock"),
         ({"huge_pages": {"system": "never", "state": "off in the system"}}, "note", "10 to 18 %", "madvise"),
+        ({"kernels": {"library": "", "why_not": "ARGOSY_NATIVE=0"}}, "note", "twice as long", "unset ARGOSY_NATIVE"),
+        ({"kernels": {"library": "", "why_not": "there is no C++ compiler"}}, "note", "twice as long", "g++"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_found(changes, level, what, hint):
@@ -390,7 +393,8 @@ def test_doctor_exits_with_one_where_nothing_would_run(monkeypatch, capsys):
 
 def test_doctor_in_a_process_of_its_own(tmp_path):
     variables = {**os.environ, "PYTHONPATH": str(Path(argosy.__file__).parents[1]), "XDG_CACHE_HOME": str(tmp_path)}
-    variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DEBUG_NANS": "1"}
+    # Or it would build the kernels, into a folder that is empty.
+    variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DEBUG_NANS": "1", "ARGOSY_NATIVE": "0"}
     command = [sys.executable, "-m", "argosy", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
     found = json.loads(done.stdout)

@@ -67,10 +67,11 @@ def test_only_the_assistant_is_learned():
 
 
 def test_every_record_of_the_fine_tuning_page_is_read(tmp_path):
-    """The examples of the formats, one file each, with the columns in the table."""
-    page = (Path(__file__).parents[2] / "docs/guides/fine-tuning-data.md").read_text()
+    """The examples of the formats, one file each, with the columns in the table; those of preferences have a page of their own."""
+    guides = Path(__file__).parents[2] / "docs" / "guides"
+    page = "\n".join((guides / f"{name}.md").read_text() for name in ("fine-tuning-data", "preferences"))
     lines = [line.strip() for line in page.splitlines() if line.startswith('    {"')]
-    assert len(lines) == 4
+    assert len(lines) == 9
     formats = []
     for number, line in enumerate(lines):
         path = tmp_path / f"{number}.jsonl"

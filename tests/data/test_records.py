@@ -22,6 +22,9 @@ RECORDS = {
     "messages": [{"messages": [HI, HO]}, {"messages": [{**HI, "name": None}, HO], "tools": None}],
     "alpaca": [{"instruction": "Add.", "input": "2 2", "output": "4"}, {"instruction": "Go.", "input": None, "output": "On."}],
     "sharegpt": [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}],
+    "preference": [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}, {"prompt": "", "chosen": "x", "rejected": "y"}],
+    "kto": [{"prompt": "2 + 2 =", "completion": " 4", "label": True}],
+    "stepwise": [{"prompt": "2 + 2 =", "completions": [" 4"], "labels": [True]}],
 }
 
 
@@ -115,7 +118,6 @@ GOOD = {"messages": [HI, HO]}
     ([GOOD, {"messages": None, "id": 1}], {}, "without `messages`", "it has `id`"),
     ([{"text": "a", **GOOD}], {}, "could be `text` or `messages`", "data.format=text or data.format=messages"),
     ([{"question": "a", "answer": "b"}], {}, "no known format", "data.columns.prompt=question data.columns.completion=answer"),
-    ([{"prompt": "p", "chosen": "a", "rejected": "b"}], {}, "no known format", "preference pairs"),
     ([{"input_ids": [1]}], {}, "no known format", "token ids"),
     ([{"a": 1}], {}, "no known format", "it has `a`; a format needs `text`, `prompt` and `completion`"),
     ([{}], {}, "no known format", "it has no columns"),

@@ -37,7 +37,8 @@ from argosy.models.parts.stack import Scan, Unroll, from_layers
 from argosy.models.parts.weight import Meaning, put, split
 
 ADAPTERS = Path(__file__).parents[1] / "goldens" / "adapters"
-GOLDENS = sorted(folder.name for folder in ADAPTERS.iterdir())
+# Those of LoRA: an adapter of DoRA has no place beside others.
+GOLDENS = sorted(folder.parent.name for folder in ADAPTERS.glob("*/adapter_config.json") if '"use_dora": false' in folder.read_text())
 SIZES = {"slots": 4, "page": 8, "context": 96, "pages": 40, "budget": 32, "beside": 32}
 ON = EngineSettings(**SIZES, lora={"enabled": True, "adapters": 3, "rank": 4})
 
@@ -285,13 +286,19 @@ def test_head_and_embedding_carry_adapters_where_the_settings_say_so():
 def test_a_folder_of_the_peft_library_gives_its_logits(name: str, tmp_path):
     lm = load(write_model(ADAPTERS.parent / "models" / name, tmp_path / "base"))
     golden = dict(np.load(ADAPTERS / name / "golden.npz"))
-    engine = Engine(lm.module, EngineSettings(**SIZES, lora={"enabled": True}))
+    engine = Engine(lm.module, EngineSettings(**SIZES, lora={"enabled": True, "where": ".*"}))
     engine.load_adapter("golden", ADAPTERS / name)
     for ids, logits in zip(golden["tokens"], golden["logits"], strict=True):
         event = answered(engine, [Request(ids.tolist(), 1, top=20, adapter="golden")])[0][0]
         tokens, logprobs = zip(*event.top)
         expected = np.asarray(jax.nn.log_softmax(logits[-1].astype(np.float64)))[list(tokens)]
         np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+
+
+def test_dora_has_no_place_beside_other_adapters(plain: Any, engine: Engine):
+    magnitudes = {name: of._replace(m=np.ones(3, np.float32)) for name, of in adapter_of(plain, 0, 2).items()}
+    with pytest.raises(Unsupported, match="DoRA beside other adapters"):
+        engine.adapters.packed(magnitudes)
 
 
 def test_experts_carry_an_adapter_each():
@@ -349,7 +356,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing(plain: Any, engine: Engine
         np.testing.assert_array_equal(a, before[address])
 
 
-@pytest.mark.parametrize("key, value", [("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"])])
+@pytest.mark.parametrize("key, value", [("use_qalora", True), ("bias", "all"), ("modules_to_save", ["lm_head"])])
 def test_adapters_that_change_more_are_refused_by_name(plain: Any, engine: Engine, tmp_path, key: str, value: Any):
     shutil.copytree(ADAPTERS / "llama-grouped", tmp_path / "adapter")
     config = tmp_path / "adapter" / "adapter_config.json"

@@ -361,9 +361,9 @@ def test_several_devices_answer_as_one_does_and_compile_nothing_later():
     put(module, {address: jax.device_put(a, where[address]) for address, a in split(module)[1].items()})
     engine = Engine(module, quantized("fp8_e4m3"))
     number = engine.warm_up()
-    size = engine.forward._program._cache_size()
+    size = engine.forward._program.compilations
     assert [[token for token, _ in one] for one in scores(engine, requests)] == alone
-    assert (engine.stats.compilations, engine.forward._program._cache_size()) == (number, size)
+    assert (engine.stats.compilations, engine.forward._program.compilations) == (number, size)
 
 
 def test_what_saves_no_memory_is_refused_before_any_work():

@@ -166,13 +166,13 @@ def test_after_warming_up_no_request_compiles_anything(family: str, example: str
         )
         for i in range(40)
     ]
-    sizes = sampler._settled._cache_size()
+    sizes = sampler.settled.compilations
     while waiting or engine.busy:
         for _ in range(min(chance.integers(0, 4), len(waiting))):
             engine.add(waiting.pop())
         engine.step()
     assert engine.stats.compilations == number
-    assert sampler._settled._cache_size() == sizes
+    assert sampler.settled.compilations == sizes
     prompt = prompts(lm.config.vocab)[0]
     whole = lm.logits([[*prompt, *(found := answers(engine, [Request(prompt, 6)])[0])]])[0].argmax(-1)
     assert found == whole[len(prompt) - 1 : -1].tolist(), "warming up leaves nothing in the cache"

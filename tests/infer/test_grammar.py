@@ -481,11 +481,11 @@ def test_nothing_compiles_after_warming_up(lm: LM):
     engine = Engine(lm.module, EngineSettings(slots=3, page=8, context=64, pages=24, budget=64, beside=32))
     number = engine.warm_up()
     found = [lm.grammar({"json": schema}) for schema in SCHEMAS[:6]]
-    sizes = [program._cache_size() for program in (sampler._settled, sampler.masked, sampler.sample, sampler.biased)]
+    sizes = [program.compilations for program in (sampler.settled, sampler.masked, sampler.sample, sampler.biased)]
     how = [Sampling(temperature=1.0), Sampling(min_tokens=2), Sampling(top_k=3, temperature=1.0)]
     answers(engine, [Request([5, i], 30, how[i % 3], EOS, row=i, grammar=found[i % 6] if i % 4 else None) for i in range(14)])
     assert engine.stats.compilations == number
-    after = [program._cache_size() for program in (sampler._settled, sampler.masked, sampler.sample, sampler.biased)]
+    after = [program.compilations for program in (sampler.settled, sampler.masked, sampler.sample, sampler.biased)]
     assert after == sizes
 
 

@@ -53,11 +53,11 @@ def test_several_devices_answer_as_one_does_and_compile_nothing_later(family: st
     split_over(module, COUNTS.get(family, 2))
     engine = Engine(module, SMALL)
     number = engine.warm_up()
-    programs = (engine.forward._program, sampler.sample, sampler._settled, sampler.biased)
-    sizes = [program._cache_size() for program in programs]
+    programs = (engine.forward._program, sampler.sample, sampler.settled, sampler.biased)
+    sizes = [program.compilations for program in programs]
     assert tokens(engine) == alone
     assert engine.stats.compilations == number
-    assert [program._cache_size() for program in programs] == sizes
+    assert [program.compilations for program in programs] == sizes
 
 
 SPECULATIVE = [
@@ -78,11 +78,11 @@ def test_several_devices_speculate_as_one_does_and_compile_nothing_later(family:
     split_over(module, COUNTS.get(family, 2))
     engine = Engine(module, how, draft=draft)
     number, programs = engine.warm_up(), (engine.forward._program, sampler.sample, verify, engine.speculation._restored)
-    sizes = [program._cache_size() for program in programs]
+    sizes = [program.compilations for program in programs]
     assert tokens(engine) == alone
     assert engine.speculation.drafted
     assert engine.stats.compilations == number
-    assert [program._cache_size() for program in programs] == sizes
+    assert [program.compilations for program in programs] == sizes
     if draft is not None:
         assert sum(engine.speculation.accepted) == engine.speculation.drafted
         with pytest.raises(BadInput, match="devices of the model"):

@@ -27,12 +27,22 @@ def test_an_evaluation_weighs_each_batch_by_its_targets():
     sums = [Mean(jnp.float32(total), jnp.float32(weight)) for total, weight in ((30, 10), (40, 10), (1, 1))]
     assembly = SimpleNamespace(evals=Held(sums), place=lambda batch: batch)
     evaluation = Evaluation(assembly, 1, *[None] * 4)
-    evaluation._program = lambda state, batch: batch
+    evaluation._program = lambda state, batch: {"loss": batch, "cross_entropy": batch}
     numbers = evaluation.evaluate(None)
     loss = 71 / 21
     assert numbers["eval_loss"] == pytest.approx(loss)
     assert numbers["eval_perplexity"] == pytest.approx(math.exp(loss))
     assert numbers["eval_bits_per_byte"] == pytest.approx(loss / math.log(2) / 2)
+
+
+def test_an_evaluation_without_a_cross_entropy_reports_the_objectives_own_metrics():
+    """A perplexity of rewards means nothing."""
+    one, two = (
+        {"loss": Mean(jnp.float32(x), jnp.float32(2)), "rewards/accuracy": Mean(jnp.float32(x), jnp.float32(4))} for x in (1, 2)
+    )
+    evaluation = Evaluation(SimpleNamespace(evals=Held([one, two]), place=lambda batch: batch), 1, *[None] * 4)
+    evaluation._program = lambda state, batch: batch
+    assert evaluation.evaluate(None) == {"eval_loss": 0.75, "eval_rewards/accuracy": 0.375}
 
 
 @pytest.mark.parametrize(("last", "made"), [(False, 2), (True, 5)])
@@ -43,7 +53,7 @@ def test_a_signal_ends_an_evaluation_between_two_batches_unless_it_is_the_last(l
     written: list[object] = []
     metrics, view = SimpleNamespace(write=written.append), SimpleNamespace(evaluation=lambda *_: None)
     evaluation = Evaluation(assembly, 9, SimpleNamespace(evaluated=lambda *_: None), metrics, view, Clock(), lambda: len(seen) > 1)  # pyright: ignore[reportArgumentType]
-    evaluation._program = lambda state, batch: seen.append(batch) or Mean(jnp.float32(1), jnp.float32(1))
+    evaluation._program = lambda state, batch: seen.append(batch) or {"loss": Mean(jnp.float32(1), jnp.float32(1))}
     evaluation(SimpleNamespace(step=9 if last else 3, last=last, state=None))
     assert len(seen) == made
     assert len(written) == last

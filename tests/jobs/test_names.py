@@ -97,9 +97,16 @@ AXOLOTL = {
     "gradient_clipping": "optimizer.clip",
     "evals_per_epoch": "eval.every",
     "saves_per_epoch": "checkpoint.every",
-    "lora_r": SENTENCE,
-    "lora_alpha": SENTENCE,
-    "load_in_8bit": SENTENCE,
+    "lora_r": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": SENTENCE,
+    "lora_target_modules": "adapter.where",
+    "peft_use_rslora": "adapter.rslora",
+    "peft_init_lora_weights": "adapter.init",
+    "lora_modules_to_save": SENTENCE,
+    "load_in_4bit": "adapter.format",
+    "load_in_8bit": "adapter.format",
+    "merge_lora": SENTENCE,
     "flash_attention": SENTENCE,
     "wandb_project": SENTENCE,
     "train_on_inputs": "data.learn",
@@ -193,7 +200,8 @@ NAMES = {
 @pytest.fixture(scope="module")
 def readings():
     """What a run may have: names of the optimizer and the schedule that are chosen count."""
-    return [compose(Run, "tiny"), compose(Run, "tiny", ["optimizer=muon", "schedule=wsd"])]
+    words = [[], ["optimizer=muon", "schedule=wsd"], ["adapter=lora", "init.weights=x"], ["adapter=qlora", "init.weights=x"]]
+    return [compose(Run, "tiny", each) for each in words]
 
 
 @pytest.mark.parametrize(("name", "key"), NAMES.values(), ids=NAMES)
@@ -221,6 +229,9 @@ def test_a_name_of_another_trainer_is_answered(readings, name, key):
         ("resume_from_checkpoint", "the same command resumes"),
         ("completion_only_loss", "`data.learn`? answers, the default, is that"),
         ("train_on_inputs", "`data.learn`? data.learn=all is that"),
+        ("lora_r", "`adapter=lora adapter.rank=...`?"),
+        ("load_in_4bit", "`adapter=qlora adapter.format=...`? nf4, the default, is bitsandbytes' 4 bit"),
+        ("use_dora", "adapter=dora"),
     ],
 )
 def test_an_answer_says_how_the_value_differs(readings, name, says):

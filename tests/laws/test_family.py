@@ -26,9 +26,9 @@ from laws.families import (
     tokens_of,
 )
 
-from argosy.adapt.lora import LoRA
+from argosy.adapt.lora import DoRA, LoRA
 from argosy.adapt.quant import int8
-from argosy.adapt.surgery import swap
+from argosy.adapt.surgery import at, swap
 from argosy.core.formats import Arrays
 from argosy.core.keymap import KeyMap
 from argosy.export.lower import lower, raise_again
@@ -391,17 +391,22 @@ def weight_bytes(model) -> int:
 
 
 @each_layout(scan=["llama"], unroll=[])
-def test_lora_starts_at_the_base_trains_and_leaves_it_untouched(case, run, full):
+def test_adapters_start_at_the_base_train_and_leave_it_untouched(case, run, full):
+    """DoRA on attention, LoRA elsewhere, on int8 weights in part."""
     config, tokens, _ = full(case)
     model = in_float64(config, RUNS[run])
-    swap(model, r"layers\..*\.(up|down)", int8)  # QLoRA there, LoRA elsewhere
+    swap(model, r"layers\..*\.(up|down)", int8)
     packed = config.attend(jnp.ones_like(tokens))
     base = np.asarray(forward(model)(tokens, packed)[0])
     frozen = {a: np.asarray(w) for a, w in split(model)[1].items()}
     contractions = adaptable(model)
-    swapped = swap(model, r"layers\..*", lambda of: LoRA(of, 3, 6.0))
+    dora = swap(model, r"layers\..*\.attn\..*", lambda of: DoRA(of, 3, 6.0))
+    swapped = dora + swap(model, r"layers\.(?!.*\.attn\.).*", lambda of: LoRA(of, 3, 6.0))
     assert len(swapped) == len(contractions)
-    assert len(fill(model, jax.random.key(1), addresses=layer_addresses(model))) == 2 * len(swapped)
+    assert len(fill(model, jax.random.key(1), addresses=layer_addresses(model))) == 2 * len(swapped) + len(dora)
+    for name in dora:
+        module = at(model, name)
+        module.m.set_value(1 / jax.jit(lambda module: module._ratio())(module))
     assert not undrawn(model)
     graph, adapters, rest = split(model, nnx.LoRAParam)
 

@@ -36,6 +36,9 @@ CASES = {
         "rank_pattern": {"v_proj": 5},
         "alpha_pattern": {"layers.1.self_attn.q_proj": 7},
     },
+    "llama-multi-head-biased": {"r": 3, "lora_alpha": 5, "use_dora": True, "target_modules": LINEAR},
+    "phi3-long": {"r": 2, "lora_alpha": 4, "use_dora": True, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},
+    "gpt2-untied": {"r": 2, "lora_alpha": 4, "use_dora": True, "target_modules": ["c_attn", "c_fc", "c_proj"]},
 }
 
 
@@ -48,7 +51,8 @@ def make(name: str) -> None:
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **CASES[name])).eval()
     for key, value in model.named_parameters():
         if "lora_" in key:
-            value.copy_(torch.randn_like(value) * 0.3)
+            noise = torch.randn_like(value)
+            value.copy_(value * (1 + 0.3 * noise) if "magnitude" in key else noise * 0.3)
     folder = ADAPTERS / name
     model.save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)

@@ -5,6 +5,7 @@ Runs in the environment of make.py. Checked are
     exports     each golden through `./run convert`, straight and by way of an Argosy checkpoint; stories260K too, from its
                 folder and from its GGUF: the tensors, the logits and, where there is a tokenizer, its ids
     adapters    each adapter through `lm.save(format="peft")`: PEFT's logits with it
+    runs        an adapter of each kind that a run trains: PEFT's logits with the run's `adapter/`, beside those of the loaded run
 
 The figures of the exports go to tests/goldens/exports.json, for the table of docs/reference/families.md.
 """
@@ -28,6 +29,8 @@ from variants import MODELS
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("ARGOSY_TEST_DATA") or ROOT.parent / "shared" / "data")
 FIGURES = GOLDENS.parent / "exports.json"
+# As exports.py trains them.
+TRAINED = ("lora", "rslora", "pissa", "dora")
 AGAIN = 1e-5  # another processor's matrix products round otherwise
 EXPORTED = 2e-5  # of the largest logit
 
@@ -76,6 +79,17 @@ def check_adapter(name: str, base: Path, folder: Path) -> str | None:
 
 
 @torch.no_grad()
+def check_run(name: str, base: Path, run: Path) -> str | None:
+    """What is wrong with the adapter that a run trained, if anything."""
+    tokens, expected = np.load(GOLDENS / name / "golden.npz")["tokens"], np.load(run / "expected.npy")
+    model = load(base)
+    plain = model(torch.from_numpy(tokens), use_cache=False).logits.numpy()
+    logits = peft.PeftModel.from_pretrained(model, run / "adapter").eval()(torch.from_numpy(tokens), use_cache=False).logits.numpy()
+    worst, moved = (float(np.abs(a - expected).max() / np.abs(expected).max()) for a in (logits, plain))
+    return f"{worst:.1e} apart" if worst >= EXPORTED else None if moved > 1e-3 else "nothing was trained"
+
+
+@torch.no_grad()
 def check_stories(folder: Path) -> str | None:
     """What is wrong with stories260K as we wrote it, if anything."""
     golden = json.loads((DATA / "models" / "stories260k" / "golden.json").read_text(encoding="utf-8"))
@@ -102,6 +116,8 @@ def checks(folder: Path, names: list[str]) -> Iterator[tuple[str, str | None]]:
         FIGURES.write_text(json.dumps(dict(sorted(figures.items())), indent=1) + "\n")
         if (ADAPTERS / name).exists():
             yield f"adapter {name}", check_adapter(name, base, folder / f"{name}.adapter")
+            for kind in TRAINED:
+                yield f"run {name} {kind}", check_run(name, base, folder / f"{name}.{kind}")
     for source in ("models/stories260k", "gguf/stories260K-f32.gguf"):
         if (DATA / source).exists():
             yield f"export {source}", check_stories(convert(DATA / source, folder / f"{Path(source).name}.hub"))

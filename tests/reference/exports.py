@@ -1,9 +1,12 @@
 """What check.py loads with transformers and PEFT, written by Argosy in one process: `./run python tests/reference/exports.py
 SCRATCH NAME ...`. For each golden: NAME.base (its model), NAME (through `convert`), NAME.again (by way of a checkpoint), and
-NAME.adapter where there is a golden of an adapter."""
+where there is a golden of an adapter NAME.adapter, and NAME.KIND for each kind that a run can train: the run directory, with
+expected.npy, what the loaded run answers."""
 
 import sys
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from golden_weights import write_model
@@ -12,6 +15,13 @@ import argosy
 from argosy.jobs.convert import convert
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
+TRAINED = {
+    "lora": ["adapter=lora"],
+    "rslora": ["adapter=lora", "adapter.rslora=true"],
+    "pissa": ["adapter=lora", "adapter.init=pissa"],
+    "dora": ["adapter=dora"],
+}
+STEPS = ["steps=3", "data.source=synthetic", "data.sequence=32", "data.batch=8", "eval.batches=0", "optimizer.learning_rate=1e-2"]
 
 
 def export(name: str, scratch: Path) -> None:
@@ -22,6 +32,11 @@ def export(name: str, scratch: Path) -> None:
     adapter = GOLDENS / "adapters" / name
     if adapter.exists():
         argosy.load(base, adapter=adapter).save(scratch / f"{name}.adapter", format="peft")
+        tokens = np.load(GOLDENS / "models" / name / "golden.npz")["tokens"]
+        for kind, words in TRAINED.items():
+            run = scratch / f"{name}.{kind}"
+            argosy.fit("tiny", *STEPS, *words, f"model={base}", f"dir={run}", "adapter.rank=2")
+            np.save(run / "expected.npy", argosy.load(run).logits(tokens))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
@@ -240,6 +241,31 @@ def test_the_command_says_when_it_is_ready_and_drains_on_sigterm():
                 process.kill()
     assert any("temperature=1.0" in line for line in told)
     assert "cache: 16,384 tokens of 32 sequences of at most 512, 20.0 MiB\n" in told
+
+
+@pytest.mark.slow
+def test_a_second_start_of_the_command_compiles_nothing_and_answers_alike(tmp_path: Path):
+    words = [sys.executable, "-P", "-m", "argosy", "serve", str(shared("models/stories260k")), "--port", "0"]
+    words += ["engine.slots=1", "engine.context=64", "engine.budget=32", "engine.beside=32"]
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_LOG_COMPILES": "1"}
+    answers, compiled = [], []
+    for _ in range(2):
+        with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env) as process:
+            assert process.stderr is not None
+            said = []
+            for line in process.stderr:
+                said.append(line)
+                if line.startswith("ready on "):
+                    break
+            body = {"prompt": "Once upon a time", "temperature": 0}
+            story = httpx.post(f"{said[-1].split()[-1]}/v1/completions", json=body, timeout=60)
+            answers.append(story.json()["choices"][0]["text"])
+            process.terminate()
+            said += process.stderr.readlines()
+        compiled.append([line for line in said if "Finished XLA compilation" in line])
+    assert answers[0] == answers[1] != ""
+    assert compiled[0]
+    assert not compiled[1], "not while it starts, and not by the first request"
 
 
 def test_a_draft_model_is_loaded_by_its_name_and_has_the_models_tokenizer(lm: LM, tmp_path: Path):

@@ -47,6 +47,8 @@ class Record:
 
     where: the file and line, for errors. learned: for each message, whether it counts where it is an assistant's; None: all do.
     tools: JSON schemas of functions. variables: of the template.
+    others: what belongs together with it, such as the rejected answer of a pair. asked: how many messages are the prompt of a
+    completion. values: numbers of the record. steps: texts of a completion, and whether each is right.
     """
 
     where: str
@@ -56,18 +58,27 @@ class Record:
     variables: Mapping[str, Any] = field(default_factory=dict)
     prompt: str | None = None
     completion: str | None = None
+    others: "tuple[Record, ...]" = ()
+    asked: int = 0
+    values: Mapping[str, float] = field(default_factory=dict)
+    steps: tuple[tuple[str, bool], ...] = ()
 
     @property
     def words(self) -> str:
         """What is said in it, without the names of roles and columns."""
         if self.messages is None:
-            return f"{self.prompt}{self.completion}"
-        return "\n".join(str(message["content"]) for message in self.messages)
+            own = f"{self.prompt}{self.completion}"
+        else:
+            own = "\n".join(str(message["content"]) for message in self.messages)
+        return "\n".join([own, *(other.words for other in self.others)])
 
     @property
     def text(self) -> str:
         """Everything that decides its tokens, as JSON."""
-        said = [self.messages, self.learned, self.tools, self.variables, self.prompt, self.completion]
+        said: list[Any] = [self.messages, self.learned, self.tools, self.variables, self.prompt, self.completion]
+        # Left out where there is none, so that what is held out of older corpora stays the same.
+        if self.others or self.values or self.steps:
+            said += [[other.text for other in self.others], self.values, self.steps]
         return json.dumps(said, ensure_ascii=False, sort_keys=True)
 
 

@@ -1,10 +1,11 @@
-"""Records to fine-tune on: which format the objects of a JSONL file have, and what each of them asks and answers.
+"""Records to train on: which format the objects of a JSONL file have, and what each of them asks and answers.
 
     text         text                                   a document, as in pre-training
     completion   prompt, completion                     two texts, or two lists of messages
     messages     messages                               OpenAI's: role, content, tool_calls
     alpaca       instruction, output, (input)           also system and history, as LLaMA-Factory writes them
     sharegpt     conversations                          from and value; role and content too, since many files mix the names
+    preference, kto, stepwise                           `sources.preferences`
 
 Beside messages, `tools` are JSON schemas of functions (a list, or its JSON) and `chat_template_kwargs` further variables of the
 template, as in TRL. A message of an assistant with `weight` 0 is not learned, as in OpenAI's fine-tuning. A column that is null
@@ -17,6 +18,7 @@ from typing import Any
 
 from argosy.core.errors import BadInput, nearest
 from argosy.data.sources import Record
+from argosy.data.sources.preferences import instructed, labeled, preference, stepwise
 
 Row = Mapping[str, Any]
 # Format -> the columns that it needs, and those that it may have.
@@ -26,7 +28,15 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": (("messages",), ("tools", "chat_template_kwargs")),
     "alpaca": (("instruction", "output"), ("input", "system", "history")),
     "sharegpt": (("conversations",), ("tools", "system", "chat_template_kwargs")),
-}
+    "preference": (
+        ("chosen", "rejected"), ("prompt", "instruction", "input", "system", "margin", "tools", "chat_template_kwargs"),
+    ),
+    "kto": (("prompt", "completion", "label"), ("tools", "chat_template_kwargs")),
+    "stepwise": (("prompt", "completions", "labels"), ()),
+}  # fmt: skip
+# Formats whose columns are told apart from those of fine-tuning beside them, and how many sequences of a record belong together. KTO's
+# second one is the prompt with the answer to another.
+GROUPS = {"preference": 2, "kto": 2, "stepwise": 1}
 # What a message holds, which `data.columns` may rename too.
 OF_A_MESSAGE = ("role", "content", "from", "value")
 NAMES = tuple(dict.fromkeys([*(name for needs, may in FORMATS.values() for name in needs + may), *OF_A_MESSAGE]))
@@ -105,7 +115,7 @@ class Reader:
             if name not in OF_A_MESSAGE and column not in found:
                 raise BadInput(f"no column `{column}`", where=where, hint=f"data.columns.{name}={column}; {listed(has)}")
         if self.format is None:
-            fits = [one for one, (needs, _) in FORMATS.items() if all(self.named(name) in has for name in needs)]
+            fits = self.fitting(has)
             if len(fits) > 1:
                 what = f"this record could be {' or '.join(f'`{one}`' for one in fits)}"
                 hint = f"say which: {' or '.join(f'data.format={one}' for one in fits)}"
@@ -114,6 +124,17 @@ class Reader:
                 raise unknown(has, where)
             self.format = fits[0]
         self.begun = True
+
+    def fitting(self, has: Row) -> list[str]:
+        """The formats that a record has the columns of. One that needs more columns is meant, such as a pair beside `messages`; but not
+        one that lacks a column which the settings rename."""
+        fits = [one for one, (needs, _) in FORMATS.items() if all(self.named(name) in has for name in needs)]
+        renamed = {name for name in self.columns if name not in OF_A_MESSAGE}
+        fits = [one for one in fits if renamed <= {*FORMATS[one][0], *FORMATS[one][1]}] or fits
+        # A column `label` may be a class; only a truth value is KTO's.
+        if "kto" in fits and not isinstance(has[self.named("label")], bool):
+            fits.remove("kto")
+        return [one for one in fits if one in GROUPS] or fits
 
     def other(self, lacking: list[str], has: Row, where: str) -> BadInput:
         columns = " and ".join(f"`{self.named(name)}`" for name in lacking)
@@ -142,6 +163,15 @@ class Reader:
             return alpaca(row, where)
         if self.format == "completion":
             return self.completion(row, how, where)
+        if self.format == "kto":
+            return labeled(row, self.completion(row, how, where), where, kind)
+        if self.format == "stepwise":
+            return stepwise(row, where, kind)
+        if self.format == "preference" and "instruction" in row and "prompt" not in row:
+            return instructed(row, alpaca, where, kind)
+        if self.format == "preference":
+            read = lambda given, column: self.messages(given, column, where)  # noqa: E731
+            return preference(row, json.loads(line), self.named, read, how, kind)
         column = "messages" if self.format == "messages" else "conversations"
         messages, taught = self.messages(row[column], self.named(column), where)
         if row.get("system"):
@@ -296,9 +326,7 @@ def system(text: Any, where: str) -> dict[str, Any]:
 def unknown(has: Row, where: str) -> BadInput:
     """The error for a first record of no format, with what its columns probably are."""
     what, hint = "a record of no known format", f"{listed(has)}; a format needs {needed()}"
-    if {"chosen", "rejected"} <= has.keys():
-        hint = "preference pairs are not read from files yet; `data.columns.completion=chosen` trains on the chosen answers"
-    elif "input_ids" in has:
+    if "input_ids" in has:
         hint = "token ids are not read from files: give the text or the messages"
     elif pair := next((pair for pair in PAIRS if set(pair) <= has.keys()), None):
         hint = f"{listed(has)}; rename them: data.columns.prompt={pair[0]} data.columns.completion={pair[1]}"

@@ -359,16 +359,17 @@ class Paged(Recurs):
     how a prompt was cut into calls.
     """
 
-    table: Int[Array, "B P"]
-    slots: Int[Array, "B"]
-    lengths: Int[Array, "B"]
-    new: Int[Array, "B"]
+    # Arrays, or descriptions of them (`infer.programs`).
+    table: Int[Any, "B P"]
+    slots: Int[Any, "B"]
+    lengths: Int[Any, "B"]
+    new: Int[Any, "B"]
     # 0..T-1 in each row, so that the number of tokens is known from an array with the batch as leading axis.
-    t: Int[Array, "B T"]
+    t: Int[Any, "B T"]
     absorb: bool | None = None
     angles: Angled = None
     # For the pools of windows: the number of the first page that a row keeps there [B], and from it on its pages [B W].
-    windows: Mapping[Window, tuple[Int[Array, "B"], Int[Array, "B W"]]] = field(default_factory=dict)
+    windows: Mapping[Window, tuple[Int[Any, "B"], Int[Any, "B W"]]] = field(default_factory=dict)
 
     @property
     def positions(self) -> Int[Array, "B T"]:

@@ -49,8 +49,16 @@ def fed(mlp: Any, x: Float[Array, "B T D"], live: Bool[Array, "B T"]) -> tuple[F
     return mlp(x, live) if isinstance(mlp, MoE) else (mlp(x), {})
 
 
+def head_of(config: Any) -> Einsum | None:
+    """What makes logits or scores of the last layer's output; None where the embedding does (tied embeddings)."""
+    if getattr(config, "scores", 0):
+        # The deviation of transformers' new heads: first scores near 0.
+        return Einsum("BTD,DZ->BTZ", config.dims, scale=0.02)
+    return None if config.tied else Einsum("BTD,DV->BTV", config.dims)
+
+
 class Decoder(nnx.Module):
-    """Tokens to logits. `dtype` is the type of activations, and so of contractions.
+    """Tokens to logits; or to scores, if the config has `scores`. `dtype` is the type of activations, and so of contractions.
 
     Args:
         config: of the family: vocab, width, tied, dims.
@@ -79,7 +87,7 @@ class Decoder(nnx.Module):
         self.positions = Einsum("BTA,AD->BTD", config.dims, scale=0.02) if positions else None
         self.layers = Stack(plan, make, run=run)
         self.norm = norm
-        self.head = None if config.tied else Einsum("BTD,DV->BTV", config.dims)
+        self.head = head_of(config)
 
     def embedded(self, tokens: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T D"]:
         """The input of the first layer."""
@@ -95,11 +103,13 @@ class Decoder(nnx.Module):
         return constrain(self.norm(x), "B T D"), cache, aux
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits, summed and kept in float32 at least, whatever the type of x."""
+        """Logits, or scores [B T Z], summed and kept in float32 at least, whatever the type of x."""
         if self.head is None:
             y = self.embed.via("BTD,VD->BTV", x, dtype=sums_in(x.dtype))
         else:
             y = self.head(x, dtype=sums_in(x.dtype))
+        if getattr(self.config, "scores", 0):
+            return y
         y = constrain(y, "B T V")
         return y if self.logit_cap is None else self.logit_cap * jnp.tanh(y / self.logit_cap)
 

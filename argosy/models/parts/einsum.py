@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from argosy.core.dims import LEGEND, LOOKED_UP
 from argosy.models.parts.weight import Choosing, Draw, Meaning, weight
 from argosy.ops.grouped import grouped_matmul
+from argosy.ops.native.products import Panels, product
 from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized, round_int8
 from argosy.parallel.scope import gathered
@@ -47,18 +48,22 @@ def contract(
     """Contracts data with a weight; no other function does. Computes in the type of `x` and sums in float32 at least.
 
     Args:
-        w: an array, or a quantized one (`ops.quantized`).
+        w: an array, a quantized one (`ops.quantized`), or a packed one (`ops.native.products`).
         route: of a grouped equation, such as "XD,EDM->XM".
         dtype: of the output; that of `x` unless given. Rounding the logits of a bfloat16 head ties the best two of 3 % of tokens.
     """
     dtype = dtype or x.dtype
-    y = _quantized(eq, x, w, route) if isinstance(w, Quantized) else _plain(eq, x, w, route, dtype)
+    y = _requantized(eq, x, w, route) if isinstance(w, Quantized) else _plain(eq, x, w, route, dtype)
     return checkpoint_name(y.astype(dtype), PRODUCT)
 
 
-def _plain(eq: str, x: Array, w: Array, route: Route | None, dtype: Any) -> Array:
+def _plain(eq: str, x: Array, w: Any, route: Route | None, dtype: Any) -> Array:
     if route is not None and not route.even:
         return grouped_matmul(x, w, route.sizes)
+    if isinstance(w, Panels):
+        if route is None and x.dtype == jnp.float32 and _packed_for(eq, w):
+            return product(x.reshape(-1, math.prod(x.shape[x.ndim - w.inner :])), w).reshape(*x.shape[: x.ndim - w.inner], *w.kept)
+        w = w.dense()
     w = w.astype(x.dtype)
     if route is not None:
         rows = x.reshape(len(w), -1, x.shape[-1])
@@ -66,6 +71,12 @@ def _plain(eq: str, x: Array, w: Array, route: Route | None, dtype: Any) -> Arra
     if (inner := _tail(eq)) is None:
         return jnp.einsum(eq, x, w, preferred_element_type=dtype)
     return _product(eq, x, w, inner, dtype)
+
+
+def _requantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Array, "..."]:
+    """A contraction whose backward pass widens the weight again. Otherwise the weights of all layers would be kept as floats from the
+    forward pass to the backward pass, and a 4-bit base would take the memory of float32."""
+    return jax.checkpoint(lambda x, w: _quantized(eq, x, w, route))(x, w)
 
 
 def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Array, "..."]:
@@ -89,7 +100,7 @@ def _quantized(eq: str, x: Array, w: Quantized, route: Route | None) -> Float[Ar
         per_expert = jnp.squeeze(a, shared)
         return jnp.broadcast_to(per_expert, (w.shape[0], *per_expert.shape[1:]))[route.expert]
 
-    if in_blocks or not (own <= set(out) | group or own <= set(letters) | group):
+    if in_blocks or not w.is_linear or not (own <= set(out) | group or own <= set(letters) | group):
         return _plain(eq, x, w.dequantized(x.dtype), route, kind).astype(kind)
     kept = own <= set(out) | group
     if not kept:
@@ -122,6 +133,12 @@ def _tail(eq: str) -> str | None:
     return None
 
 
+def _packed_for(eq: str, w: Panels) -> bool:
+    """Whether a weight is packed for the product of this equation."""
+    inner, spec = _tail(eq), letters_of(eq).spec
+    return inner is not None and len(inner) == w.inner and spec.startswith(inner) == w.first
+
+
 def _product(eq: str, x: Array, w: Array, inner: str, dtype: Any) -> Array:
     """The contraction as one matrix product with merged axes: XLA:CPU runs it with four axes 15 % slower."""
     _, spec, _ = eq.replace("->", ",").split(",")
@@ -152,10 +169,11 @@ def letters_of(eq: str) -> Letters:
 class Contraction(nnx.Module):
     """The interface of `Einsum` and of everything that replaces it: `__call__`, `via`, `take`, and the letters of the equation.
 
-    b: the variable of the bias, or None; `biased` adds it.
+    b: the variable of the bias, or None; `biased` adds it. several: whether other equations contract the weight too (`via`).
     """
 
     eq: str
+    several: bool = False
 
     @property
     def weight(self) -> Any:
@@ -203,7 +221,7 @@ class Contraction(nnx.Module):
     def take(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Rows of the weight: the lookup of an embedding."""
         w = self.weight
-        return w.rows(ids) if isinstance(w, Quantized) else gathered(w, tuple(LEGEND[a] for a in self.spec), ids)[ids]
+        return w.rows(ids) if isinstance(w, Quantized | Panels) else gathered(w, tuple(LEGEND[a] for a in self.spec), ids)[ids]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -275,6 +293,7 @@ class Einsum(Contraction):
         bias: adds one number for each kept channel.
         scale: standard deviation of the initial weights; 1/sqrt(fan-in) by default.
         kind: of its variables: `Choosing` if its output only selects something.
+        several: whether other equations contract the weight as well (`via`), so that it is not packed for this one.
     """
 
     def __init__(
@@ -285,8 +304,9 @@ class Einsum(Contraction):
         bias: bool = False,
         scale: float | None = None,
         kind: type[nnx.Variable] = nnx.Param,
+        several: bool = False,
     ):
-        self.eq = eq
+        self.eq, self.several = eq, several
         fan_in = math.prod(dims[a] for a in self.inner)
         meaning = Meaning(self.spec, self.inner, self.group)
         draw = Draw("normal", fan_in**-0.5 if scale is None else scale)
@@ -295,7 +315,7 @@ class Einsum(Contraction):
         self.b = weight(b, Meaning(self.kept, "", self.group), Draw("constant", 0.0), kind) if bias else None
 
     @property
-    def weight(self) -> Array:
+    def weight(self) -> Any:
         return self.w[...]
 
     @property

@@ -60,8 +60,8 @@ class LatentAttention(nnx.Module):
         self.kv_down = Einsum("BTD,DR->BTR", dims, bias=bias)
         self.kv_norm = RMSNorm(dims["R"], LATENT_EPS, letters="R")
         self.k_rope = Einsum("BTD,DP->BTP", dims, bias=bias)
-        self.k_up = Einsum("BTR,RNH->BTNH", dims)
-        self.v_up = Einsum("BTR,RNU->BTNU", dims)
+        self.k_up = Einsum("BTR,RNH->BTNH", dims, several=True)
+        self.v_up = Einsum("BTR,RNU->BTNU", dims, several=True)
         self.o = Einsum("BTNU,NUD->BTD", dims, bias=bias, scale=(dims["N"] * dims["U"] * 2 * layers) ** -0.5)
         self.index: Any = None if index is None else Indexer(dims, index.topk)
 

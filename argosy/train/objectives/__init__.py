@@ -61,6 +61,17 @@ class Objective(Protocol):
     """The settings of an objective, which are also its function. It must be pure.
 
     rows_per_group: how many rows of a batch belong together (2: a preference pair); they are never split.
+
+    An objective may also have
+
+    before(models, batch, key) -> {name: Mean}
+        means over the whole batch that its loss reads, without gradient. Where a batch is computed in parts, they are found first, over
+        all parts, and each part's batch then holds them as scalars. Alone, a batch does without them: the loss computes its own.
+    trains_on: the formats of records that it trains on (`data.sources.records`); without it, those with one row an example.
+    reference: "cached" or "online", if it compares the model with its first weights. cached: a batch holds `reference`, the
+        log-probability of each sequence; online: `models["reference"]` is the frozen model.
+    scores: how many scores the model's head must give for a token, in place of logits.
+    least_groups: the fewest groups of a batch with which it makes sense.
     """
 
     rows_per_group: ClassVar[int]

@@ -17,7 +17,7 @@ from argosy.ops.cross_entropy import from_logits, row_chunks, vocabulary_blocks
 from argosy.parallel.scope import axis_sizes, platform
 from argosy.train.objectives import Loss, Mean, Models
 from argosy.train.objectives.routers import with_routers
-from argosy.train.settings import NextToken
+from argosy.train.settings import NextToken, OfTokens
 
 Losses = tuple[Float[Array, "B T"], Float[Array, "B T"]]
 # Float32 logits of up to this size per device are kept in memory.
@@ -72,7 +72,7 @@ def further(
     return sum(sums[1:], sums[0]), jax.tree.map(lambda *each: jnp.stack(each), *aux)
 
 
-def losses(how: NextToken, model: Any, x: Float[Array, "B T D"], targets: Int[Array, "B T"]) -> Losses:
+def losses(how: OfTokens, model: Any, x: Float[Array, "B T D"], targets: Int[Array, "B T"]) -> Losses:
     """Loss and log partition function of each target, [B T] each. Rows are not flattened, because they could then not be laid out
     over devices by the rules of a batch."""
     way, plain = how.head, plain_head(model)

@@ -1,0 +1,93 @@
+"""The frozen base under adapters: freezing a model, and filling it from the weights of the plain one.
+
+A base is never trained, never donated to a step and never saved with a run: it is read again from where it came, and known by its
+content. Its weights keep their names: "layers.3.attn.q.w" of the file fills "layers.3.attn.q.of.w" under an adapter, or the codes
+and scales of that.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from argosy.adapt.lora import LoRA
+from argosy.adapt.quant import QuantizedEinsum
+from argosy.adapt.surgery import at, put_at
+from argosy.models.parts.weight import Frozen, Moved, kept_in, put, variables
+
+# Of a LoRA and a DoRA: everything that is not the contraction below.
+FACTORS = ("a", "b", "a0", "b0", "m")
+
+
+class Still(Frozen):
+    """A router's bias in a frozen model: no rule moves it. It stays float32, as it does where one does."""
+
+    exact = True
+
+
+def frozen(model: nnx.Module, dtype: Any = None) -> None:
+    """Freezes every weight of a model, also those that training moves by a rule.
+
+    Args:
+        dtype: the type that descriptions of weights get, except of those that are always float32.
+    """
+    for address, v in variables(model).items():
+        own = {key: v.get_metadata()[key] for key in ("meaning", "draw")}
+        kind = Still if isinstance(v, Moved) else Frozen if isinstance(v, nnx.Param) else type(v)
+        value = v.get_value()
+        if dtype is not None and isinstance(value, jax.ShapeDtypeStruct):
+            value = jax.ShapeDtypeStruct(value.shape, kept_in(kind(value, **own), dtype))
+        put_at(model, address, kind(value, **own))
+
+
+def base_addresses(model: nnx.Module) -> set[str]:
+    """The addresses of the weights that come from the base: all that are not factors of an adapter."""
+    names = {".".join(map(str, path)) for path, module in nnx.iter_modules(model) if isinstance(module, LoRA)}
+    factors = {f"{name}.{factor}" for name in names for factor in FACTORS}
+    return set(variables(model)) - factors
+
+
+def fill_base(
+    model: nnx.Module,
+    weights: Iterable[tuple[str, np.ndarray]],
+    *,
+    dtype: Any = None,
+    place: Callable[[str], Any] | None = None,
+    fresh: bool = False,
+    iterations: int | None = None,
+) -> None:
+    """Fills the base of a model with adapters, or of a quantized model, one weight at a time.
+
+    Args:
+        weights: the stored addresses of the plain model in the same layout, and their arrays.
+        dtype: the type to keep float weights in; that of their descriptions by default.
+        place: the sharding of an address.
+        fresh: also the factors that start from the weights (PiSSA's and DoRA's).
+        iterations: of PiSSA's randomized SVD; the exact one by default.
+    """
+    own = variables(model)
+
+    def keep(address: str, value: Any) -> None:
+        put(model, {address: jax.device_put(value, place(address) if place else None)})
+
+    for address, array in weights:
+        name, _, leaf = address.rpartition(".")
+        module: Any = at(model, name) if name else model
+        adapted = module if isinstance(module, LoRA) else None
+        of, inside = (module.of, f"{name}.of") if adapted else (module, name)
+        if isinstance(of, QuantizedEinsum) and leaf == "w":
+            codes = of.codes(array)
+            keep(f"{inside}.values", codes.values)
+            keep(f"{inside}.scale", codes.scale)
+            array = np.asarray(codes.dequantized()) if adapted and fresh else array
+        else:
+            there = f"{inside}.{leaf}"
+            kind = own[there].dtype if dtype is None else kept_in(own[there], dtype)
+            keep(there, np.ascontiguousarray(array.astype(kind, copy=False)))
+        if adapted is not None and fresh and leaf == "w":
+            started = adapted.start_from(array.astype(np.float32, copy=False), iterations)
+            for factor, value in started.items():
+                keep(f"{name}.{factor}", jnp.asarray(value))

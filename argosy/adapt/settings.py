@@ -1,0 +1,149 @@
+"""The settings of adapters: what a run trains beside a frozen base model. They import no jax, so mistakes are reported at once.
+
+`put_on` changes a model that is still a description: the base is frozen, then quantized where asked for, and the adapters are put
+on. `adapt.base` fills it.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from argosy.core.registry import Registry
+from argosy.core.settings import Also, Settings
+
+if TYPE_CHECKING:
+    from argosy.models.parts.einsum import Contraction
+
+# Every matrix of the layers, except those that choose experts or weigh the shared one.
+LAYERS = r"layers\.(?!.*\.(router|shared_gate)$).*"
+WAY_OUT = "names are regular expressions over module paths: `argosy models show MODEL`, docs/adapters.md"
+
+ADAPTERS = Registry("adapter")
+ADAPTERS.add("none", "argosy.adapt.settings:NoAdapter")
+ADAPTERS.add("lora", "argosy.adapt.settings:Lora")
+ADAPTERS.add("dora", "argosy.adapt.settings:Dora")
+ADAPTERS.add("qlora", "argosy.adapt.settings:Qlora")
+
+
+class NoAdapter(Settings):
+    """Every weight is trained."""
+
+    trains_base: ClassVar[bool] = True
+
+
+class LowRank(Settings):
+    """The settings of every low-rank adapter. The base model is frozen; only the adapters are trained, optimized and saved."""
+
+    trains_base: ClassVar[bool] = False
+
+    rank: Annotated[int, Also("lora_r", "lora_rank", "lora_dim", "r", "peft_config.r", "lora.rank")] = Field(16, gt=0)
+    """Columns of A and rows of B: how many directions of each matrix can change. 16 holds some ten thousand examples; a rank too
+    small for the data learns slower (thinkingmachines.ai/blog/lora)."""
+    alpha: Annotated[float, Also("lora_alpha", "peft_config.lora_alpha", "lora.alpha")] = Field(32.0, gt=0)
+    """The adapter's output is multiplied by alpha / rank. With a constant alpha the best learning rate hardly depends on the rank
+    (thinkingmachines.ai/blog/lora, which uses 32)."""
+    rslora: Annotated[bool, Also("use_rslora", "lora_use_rslora", "peft_use_rslora")] = False
+    """Multiplies by alpha / sqrt(rank) instead, so that high ranks learn as fast as low ones (arXiv:2312.03732)."""
+    where: Annotated[
+        str | None,
+        Also(
+            "lora_target_modules",
+            "target_modules",
+            "lora_target",
+            "lora_target_linear",
+            "lora_module_path",
+            "lora_attn_modules",
+            note="a regular expression over our module paths, which `argosy models show` prints",
+        ),
+    ] = None
+    """The contractions that get an adapter: a regular expression that matches their whole path, such as
+    `layers\\..*\\.attn\\.[qv]`. A pattern that matches nothing is an error. None: every matrix of the layers except routers
+    and heads, because adapters on attention alone learn less (thinkingmachines.ai/blog/lora, arXiv:2305.14314)."""
+
+    def gain(self, rank: int | None = None) -> float:
+        """What the product of the factors is multiplied by."""
+        rank = rank or self.rank
+        return self.alpha / (rank**0.5 if self.rslora else rank)
+
+    def make(self, of: "Contraction") -> "Contraction":
+        """A contraction with its adapter."""
+        from argosy.adapt.lora import LoRA
+
+        return LoRA(of, self.rank, self.alpha, gain=self.gain())
+
+    def quantize(self, model: Any) -> list[str]:
+        """Quantizes the base of a model. Returns the names of the contractions, none by default."""
+        return []
+
+    def put_on(self, model: Any, dtype: Any = None) -> list[str]:
+        """Freezes a model, quantizes it where the settings say so, and puts the adapters on. Returns the names of the contractions
+        with adapters, at least one.
+
+        Args:
+            model: with weights that are descriptions, in any layout of the layers.
+            dtype: the type in which frozen weights are kept; float32 by default.
+
+        Raises:
+            BadInput: `where` matches nothing, or is not a regular expression.
+        """
+        from argosy.adapt.base import frozen
+        from argosy.adapt.surgery import swap
+        from argosy.core.errors import BadInput
+
+        frozen(model, dtype)
+        self.quantize(model)
+        try:
+            return swap(model, self.where or LAYERS, self.make)
+        except BadInput as error:
+            raise BadInput(f"adapter.where: {error.what}", where=error.where, hint=error.hint or WAY_OUT) from None
+
+
+class Lora(LowRank):
+    """Low-rank adapters: y = W x + alpha / rank B A x. Hu et al. 2021 (arXiv:2106.09685)."""
+
+    init: Annotated[
+        Literal["zero", "pissa"], Also("init_lora_weights", "peft_init_lora_weights", "pissa_init", note="true is zero")
+    ] = "zero"
+    """What the factors start from. zero: A is random and B zero. pissa: the largest singular values of W, which learn faster
+    (arXiv:2404.02948); their product at the start is subtracted, so that the model starts unchanged either way."""
+    pissa_iterations: Annotated[int | None, Also("pissa_iter", "pissa_niter")] = Field(None, gt=0)
+    """Subspace iterations of a randomized SVD for `init=pissa`: 16 take seconds for a 7B model. None: the exact SVD, minutes to
+    hours."""
+
+    def make(self, of: "Contraction") -> "Contraction":
+        from argosy.adapt.lora import LoRA
+
+        return LoRA(of, self.rank, self.alpha, gain=self.gain(), start=self.init == "pissa")
+
+
+class Dora(LowRank):
+    """Weight-decomposed adapters: the magnitude of each output channel of W + alpha / rank B A is trained apart from its direction.
+    Liu et al. 2024 (arXiv:2402.09353). Closer to full fine-tuning at low ranks, for about a fifth more time a step."""
+
+    def make(self, of: "Contraction") -> "Contraction":
+        from argosy.adapt.lora import DoRA
+
+        return DoRA(of, self.rank, self.alpha, gain=self.gain())
+
+
+class Qlora(LowRank):
+    """Low-rank adapters on a quantized base. Dettmers et al. 2023 (arXiv:2305.14314). Unlike there, the scales of blocks are not
+    quantized again: they stay float32, half a bit for each weight."""
+
+    format: Annotated[
+        Literal["nf4", "int4", "int8"],
+        Also("load_in_4bit", "bnb_4bit_quant_type", "quantization_bit", note="nf4, the default, is bitsandbytes' 4 bit"),
+        Also("load_in_8bit", note="adapter.format=int8"),
+    ] = "nf4"
+    """Number format of the base. nf4: 16 levels that are equally likely for normal weights, in blocks; int4: 15 evenly spaced
+    levels, in blocks; int8: one scale for each output channel."""
+    block: Annotated[int, Also("bnb_4bit_blocksize", "quant_block_size")] = Field(64, gt=0)
+    """Most weights that share a scale in nf4 and int4, along the summed axis; the largest divisor of that axis up to this."""
+    quantize_where: str | None = None
+    """The contractions to quantize, as in `where`. None: every matrix of the layers except routers and heads."""
+
+    def quantize(self, model: Any) -> list[str]:
+        from argosy.adapt.quant import quantized
+        from argosy.adapt.surgery import swap
+
+        return swap(model, self.quantize_where or LAYERS, lambda of: quantized(of, self.format, self.block))

@@ -1,0 +1,163 @@
+"""A checkpoint of adapters: the factors of every contraction that has some, and which base model they belong to.
+
+A base is known by where it was and by the size and SHA-256 of the files of its weights. It is opened again from there; another one
+is refused, because adapters on other weights give plausible nonsense. A file whose size and time are those that were recorded counts
+as the same when a model is loaded. A run that resumes hashes every file.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.adapt.base import FACTORS
+from argosy.adapt.lora import LoRA
+from argosy.adapt.quant import QuantizedEinsum
+from argosy.adapt.settings import ADAPTERS, LowRank
+from argosy.adapt.surgery import find
+from argosy.checkpoint import manifest
+from argosy.checkpoint.peft import Adapter, adapters_of, with_adapter
+from argosy.checkpoint.step_reader import read_array
+from argosy.checkpoint.stored import Stored, open_model
+from argosy.core.errors import BadInput, Damaged
+from argosy.core.formats import Reader, View
+from argosy.core.schema import Choice
+from argosy.models.parts.einsum import Contraction
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.weight import put, variables
+
+MISSING = "put the base model back, or leave a link to it there"
+OTHER = "adapters only fit the weights they were trained on: put those back, or train again with dir=NEW"
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Adapters and their base.
+
+    folder: of the checkpoint. settings: the run's `adapter`. base: its weights are not merged. layers: the layout of the factors.
+    """
+
+    folder: Path
+    settings: LowRank
+    base: Stored
+    layers: str
+    config: Any
+    # Retention does not remove the checkpoint while this object exists.
+    held: manifest.Held
+
+    @cached_property
+    def adapters(self) -> dict[str, Adapter]:
+        """The factors, by the per-layer name of their contraction.
+
+        Raises:
+            Damaged: one is missing.
+        """
+        model = self.config.build(Scan() if self.layers == "scan" else Unroll())
+        self.settings.put_on(model)
+        for name in find(model, ".*", LoRA):
+            for factor in FACTORS:
+                if (address := f"{name}.{factor}") in variables(model):
+                    put(model, {address: read_array(self.folder, address)})
+        return adapters_of(model)
+
+    @property
+    def weights(self) -> Reader:
+        """The base's weights with the adapters merged as they are read, in the types of the base. Where the base was quantized for
+        training, it is rounded as it was then, because the adapters have learned to make up for that."""
+        return View(self.base.weights, change=self._merged)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the base was quantized for training."""
+        return any(isinstance(of, QuantizedEinsum) for of in self._contractions.values())
+
+    def over(self, base: Stored) -> "Adapted":
+        """The same adapters, on the same base read in another way."""
+        return replace(self, base=base)
+
+    @cached_property
+    def _contractions(self) -> dict[str, Contraction]:
+        model = self.config.build(Unroll())
+        self.settings.quantize(model)
+        return find(model, ".*")
+
+    def _merged(self, name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:
+        module, _, leaf = name.rpartition(".")
+        of = self._contractions.get(module) if leaf == "w" else None
+        if of is None or (module not in self.adapters and not isinstance(of, QuantizedEinsum)):
+            return read()
+        array = read() if part is None else read()[None]
+        if isinstance(of, QuantizedEinsum):
+            array = np.asarray(of.codes(array).dequantized(array.dtype))
+        if module in self.adapters:
+            array = with_adapter(of, self.adapters[module], array, part or 0)
+        return array if part is None else array[0]
+
+
+def open_adapted(
+    folder: Path, config: Any, meta: Mapping[str, Any], warn: Callable[[str], None] = lambda _: None
+) -> Adapted:
+    """The adapters of a checkpoint.
+
+    Raises:
+        BadInput: the base is missing, or it has other weights.
+        Damaged: meta.json lacks what it should hold.
+    """
+    try:
+        settings: Any = Choice(ADAPTERS).build(meta["settings"]["adapter"])
+        base, layers = meta["base"], meta["decided"]["layers"]
+    except KeyError as missing:
+        raise Damaged(f"meta.json has no {missing}", where=str(folder)) from None
+    try:
+        held = manifest.Held(folder)
+    except FileNotFoundError:
+        raise BadInput(f"no checkpoint at {folder}") from None
+    return Adapted(folder, settings, open_base(base, warn), layers, config, held)
+
+
+def describe_base(stored: Stored, given: str) -> dict[str, Any]:
+    """What a checkpoint says of its base: its path, and size, SHA-256 and time of every file of weights.
+
+    given: the path or address as the user gave it.
+    """
+    # The newest checkpoint of a run changes; the step itself does not.
+    path = given if "://" in given else str(stored.path.resolve())
+    files = {file.name: manifest.describe(file) | {"mtime_ns": file.stat().st_mtime_ns} for file in _files(stored)}
+    return {"path": path, "files": files}
+
+
+def open_base(base: Mapping[str, Any], warn: Callable[[str], None] = lambda _: None, *, thorough: bool = False) -> Stored:
+    """The base of a checkpoint.
+
+    Args:
+        base: what `describe_base` returned.
+        thorough: hashes every file, also those of the same size and time.
+
+    Raises:
+        BadInput: it is not there, or its weights are others.
+    """
+    path = base["path"]
+    if "://" not in path and not Path(path).exists():
+        raise BadInput(f"the base model under these adapters is not at {path}", hint=MISSING)
+    stored = open_model(path, warn)
+    here = {file.name: file for file in _files(stored)}
+    if here.keys() != base["files"].keys():
+        what = f"{path} has {', '.join(sorted(here))}, and the base under these adapters {', '.join(sorted(base['files']))}"
+        raise BadInput(what, hint=OTHER)
+    for name, expected in base["files"].items():
+        about = here[name].stat()
+        if not thorough and (about.st_size, about.st_mtime_ns) == (expected["bytes"], expected["mtime_ns"]):
+            continue
+        if about.st_size != expected["bytes"] or manifest.describe(here[name])["sha256"] != expected["sha256"]:
+            raise BadInput(f"{path} has other weights than the base under these adapters", where=str(here[name]), hint=OTHER)
+    return stored
+
+
+def _files(stored: Stored) -> list[Path]:
+    """The files of a model's weights. A checkpoint's manifest holds the hashes of the others."""
+    if stored.path.is_file():
+        return [stored.path]
+    return [stored.path / manifest.NAME] if stored.kind == "argosy" else sorted(stored.path.glob("*.safetensors"))

@@ -1,0 +1,156 @@
+"""Records of preferences, labels and steps, as TRL's users, LLaMA-Factory and the Hub write them.
+
+    preference   chosen, rejected               with `prompt`, or both beginning with it; texts, or lists of messages
+                                                (LLaMA-Factory's `instruction` and `input` are a prompt too)
+    kto          prompt, completion, label      label: true for a good answer
+    stepwise     prompt, completions, labels    texts: the steps of one answer, and whether each is right
+
+`margin` beside a pair is by how much the chosen answer is to be preferred; reward models read it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.data.sources import Record
+
+Row = Mapping[str, Any]
+Messages = tuple[list[dict[str, Any]], list[bool]]
+# Reads a list of messages: (given, name of the column) -> messages, and which of them may be learned.
+ReadMessages = Callable[[Any, str], Messages]
+# Columns that hold the question where there is no `prompt`: overlooking one would train on answers to nothing.
+ASKING = ("question", "query", "problem", "context", "user", "input")
+# What an answer follows in the texts of Anthropic's HH-RLHF.
+ASSISTANT = "\n\nAssistant:"
+HINT = 'like {"prompt": "...", "chosen": "...", "rejected": "..."}'
+
+
+def preference(row: Row, has: Row, named: Callable[[str], str], read: ReadMessages, how: dict[str, Any], kind: Any) -> Record:
+    """A pair: a record of the chosen answer that holds one of the rejected answer.
+
+    Args:
+        row, has: the columns under the format's names, and all columns of the file.
+        named: a column's name in the file.
+        how: where, tools and variables of records.
+        kind: what a JSON value is, in words.
+    """
+    where, chosen, rejected = how["where"], row["chosen"], row["rejected"]
+    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+        what = f"a chosen answer that is {kind(chosen)}, and a rejected one that is {kind(rejected)}"
+        raise BadInput(what, where=where, hint="both are texts, or both are lists of messages")
+    values = {"margin": margin_of(row.get("margin"), where, kind)}
+    prompt = prompt_of(row, has, named, where, kind)
+    if isinstance(chosen, str):
+        if isinstance(prompt, list):
+            raise BadInput("a prompt of messages, and answers that are texts", where=where, hint=HINT)
+        if prompt is None:
+            prompt, chosen, rejected = apart(chosen, rejected)
+        one = replace(Record(where=where, prompt=prompt, completion=chosen), values=values)
+        return replace(one, others=(Record(where=where, prompt=prompt, completion=rejected),))
+    said, taught = read(chosen, named("chosen"))
+    other, other_taught = read(rejected, named("rejected"))
+    asked: list[dict[str, Any]] = []
+    if isinstance(prompt, list):
+        asked, _ = read(prompt, named("prompt"))
+    elif prompt is not None:
+        asked = [{"role": "user", "content": prompt}]
+    both = [conversation(asked, *one, prompt is None) for one in ((said, taught), (other, other_taught))]
+    common = shared([messages for messages, _ in both]) if prompt is None or starts(said, asked) else len(asked)
+    if not common:
+        what = "two conversations that begin with no common prompt"
+        raise BadInput(what, where=where, hint="give the prompt: `prompt`, or the same messages at the start of both")
+    made = [
+        Record(messages=messages, learned=(*[False] * common, *learned[common:]), asked=common, **how) for messages, learned in both
+    ]
+    return replace(made[0], others=(made[1],), values=values)
+
+
+def instructed(row: Row, alpaca: Callable[[Row, str], Record], where: str, kind: Any) -> Record:
+    """A pair of answers to an instruction, each as an Alpaca record."""
+    one, other = (alpaca({**row, "output": row[name]}, where) for name in ("chosen", "rejected"))
+    one, other = (replace(record, asked=len(record.messages or ()) - 1) for record in (one, other))
+    return replace(one, others=(other,), values={"margin": margin_of(row.get("margin"), where, kind)})
+
+
+def conversation(asked: list[dict[str, Any]], said: list[dict[str, Any]], taught: list[bool], whole: bool) -> Messages:
+    """A whole conversation. Many files repeat the prompt in the answers' messages, where it is taken once."""
+    if whole or starts(said, asked):
+        return said, taught
+    return [*asked, *said], [*[False] * len(asked), *taught]
+
+
+def starts(messages: Sequence[Any], asked: Sequence[Any]) -> bool:
+    """Whether messages begin with those of a prompt. A prompt that is one text may follow a system message."""
+    begins = list(messages[: len(asked)]) == list(asked)
+    after_system = len(asked) == 1 and len(messages) > 2 and messages[0]["role"] == "system" and messages[1] == asked[0]
+    return bool(asked) and (begins or after_system)
+
+
+def shared(both: Sequence[Sequence[Any]]) -> int:
+    """How many messages two conversations begin with in common; of equal ones, all but the last."""
+    one, other = both
+    common = next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return min(common, len(one) - 1, len(other) - 1)
+
+
+def prompt_of(row: Row, has: Row, named: Callable[[str], str], where: str, kind: Any) -> Any:
+    """The prompt of a pair: a text or messages; None where both answers begin with it.
+
+    Raises:
+        BadInput: it is something else, or may be in a column that is not read.
+    """
+    prompt = row.get("prompt")
+    if prompt is None:
+        read = {named(name) for name in row}
+        if (column := next((name for name in ASKING if name in has and name not in read), None)) is not None:
+            what = "a preference pair without `prompt`"
+            raise BadInput(what, where=where, hint=f"if `{column}` is the prompt: data.columns.prompt={column}")
+        return None
+    if not isinstance(prompt, str | list):
+        raise BadInput(f"`{named('prompt')}` is {kind(prompt)}", where=where, hint="a text, or a list of messages")
+    return prompt
+
+
+def apart(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """The common beginning of two texts, and what is left of each. It ends where an assistant begins to speak, otherwise after a
+    blank: a word is not cut."""
+    common = next((at for at, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
+    speaks = chosen.rfind(ASSISTANT, 0, common)
+    if speaks >= 0:
+        common = speaks + len(ASSISTANT)
+    elif chosen != rejected:
+        # A blank belongs to the word after it, as tokenizers have it.
+        while common and not (chosen[common : common + 1].isspace() and rejected[common : common + 1].isspace()):
+            common -= 1
+    return chosen[:common], chosen[common:], rejected[common:]
+
+
+def margin_of(given: Any, where: str, kind: Any) -> float:
+    if given is None:
+        return 0.0
+    if isinstance(given, bool) or not isinstance(given, int | float) or not abs(given) < float("inf"):
+        raise BadInput(f"`margin` is {kind(given)}", where=where, hint="a number: by how much chosen is better")
+    return float(given)
+
+
+def labeled(row: Row, record: Record, where: str, kind: Any) -> Record:
+    """A prompt and its completion with a label."""
+    label = row["label"]
+    if label not in (True, False) or isinstance(label, float):
+        raise BadInput(f"`label` is {kind(label)}", where=where, hint="true for a good answer, false for a bad one")
+    asked = sum(1 for learned in record.learned or () if not learned) if record.messages is not None else 0
+    return replace(record, values={"desirable": float(label)}, asked=asked)
+
+
+def stepwise(row: Row, where: str, kind: Any) -> Record:
+    """A prompt, the steps of an answer, and whether each is right."""
+    prompt, steps, labels = row["prompt"], row["completions"], row["labels"]
+    if not isinstance(prompt, str):
+        raise BadInput(f"`prompt` is {kind(prompt)}, not a text", where=where)
+    if not (isinstance(steps, list) and steps and all(isinstance(step, str) and step.strip() for step in steps)):
+        raise BadInput("`completions` is not a list of texts", where=where, hint='like ["First step.", "Second step."]')
+    if not (isinstance(labels, list) and len(labels) == len(steps) and all(isinstance(label, bool) for label in labels)):
+        what = f"`labels` is not a list of {len(steps)} truth values, one for each step"
+        raise BadInput(what, where=where, hint="like [true, false]")
+    return Record(where=where, prompt=prompt, completion="".join(f"{step}\n" for step in steps), steps=tuple(zip(steps, labels)))

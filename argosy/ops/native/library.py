@@ -1,0 +1,158 @@
+"""Builds `kernels.cc` with this machine's C++ compiler, once, and registers its kernels with XLA.
+
+    library.load()        at the start of what wants it: builds if need be, 5 seconds
+    library.unavailable() why programs may not call the kernels; "" if they may
+
+The library lies in `argosy/native` under ~/.cache ($XDG_CACHE_HOME), under a name made of everything that decides its content:
+source, headers, compiler, flags and processor. Nothing is downloaded. Without a compiler, with $ARGOSY_NATIVE=0, or where building
+fails, programs use what XLA has, which computes the same to rounding. Nothing here runs on import.
+"""
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+
+from argosy.core.caches import cache_home
+from argosy.core.progress import Say, telling
+
+SOURCE = Path(__file__).with_name("kernels.cc")
+# XLA's names for the kernels: symbols of the library too.
+KERNELS = ("argosy_product", "argosy_paged_attention")
+SWITCH = "ARGOSY_NATIVE"
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno")
+TIMEOUT_S = 120
+
+_lock = threading.Lock()
+# None: not tried yet. Otherwise why the kernels cannot be used, "" if they can.
+_reason: str | None = None
+_library: ctypes.CDLL | None = None
+
+
+def unavailable() -> str:
+    """Why programs may not call the kernels; "" if they may."""
+    return "the kernels were not loaded" if _reason is None else _reason
+
+
+def failure() -> str:
+    """Why loading the kernels failed; "" if it did not, or nobody asked for them (several devices)."""
+    return _reason or ""
+
+
+def load(say: Say | None = None) -> str:
+    """Builds and loads the kernels, once in a process. Returns why they cannot be used, "" if they can.
+
+    say: called with what is done, if it takes longer than a second.
+    """
+    global _reason, _library
+    with _lock:
+        if _reason is None:
+            try:
+                import jax
+
+                with telling(say, "building kernels for this processor ..."):
+                    _library = ctypes.CDLL(str(built()))
+                for name in KERNELS:
+                    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(_library, name)), platform="cpu")
+                _reason = ""
+            except Unavailable as e:
+                _reason = str(e)
+            except OSError as e:
+                _reason = f"cannot load what was built: {e}"
+        return _reason
+
+
+class Unavailable(Exception):
+    """Why there are no kernels."""
+
+
+def built() -> Path:
+    """The library, built if it is not there yet.
+
+    Raises:
+        Unavailable: it is turned off, or cannot be built here.
+    """
+    if os.environ.get(SWITCH) == "0":
+        raise Unavailable(f"{SWITCH}=0")
+    home = cache_home()
+    if home is None:
+        raise Unavailable("there is no home directory to keep them in: set XDG_CACHE_HOME")
+    compiler = _compiler()
+    if compiler is None:
+        raise Unavailable("there is no C++ compiler (c++, g++ or clang++; $CXX names another)")
+    target = home / "native" / f"kernels-{_key(compiler)}.so"
+    try:
+        if not target.exists():
+            _build(compiler, target)
+        _check_owner(target)
+    except OSError as e:
+        raise Unavailable(f"{target}: {e.strerror or e}") from None
+    return target
+
+
+def _headers() -> Path:
+    """XLA's, which come with jaxlib; found without importing it."""
+    found = importlib.util.find_spec("jaxlib")
+    if found is None or found.origin is None:
+        raise Unavailable("jaxlib is not installed")
+    return Path(found.origin).parent / "include"
+
+
+def _compiler() -> str | None:
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+@lru_cache(maxsize=4)
+def _key(compiler: str) -> str:
+    try:
+        said = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT_S, check=False).stdout
+    except (OSError, subprocess.SubprocessError) as e:
+        raise Unavailable(f"{compiler} does not run: {e}") from None
+    parts = [SOURCE.read_bytes(), said, " ".join(FLAGS).encode(), version("jaxlib").encode(), _processor().encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    kept = [line for line in lines if line.split("\t")[0].strip() in ("model name", "flags", "Features", "CPU part")]
+    return "\n".join([platform.machine(), platform.processor(), *kept])
+
+
+def _build(compiler: str, target: Path) -> None:
+    """Into a file of its own, then renamed: processes that build at the same time do not disturb each other."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(suffix=".so", prefix="building-", dir=target.parent)
+    os.close(handle)
+    try:
+        command = [compiler, *FLAGS, "-isystem", str(_headers()), str(SOURCE), "-o", unfinished]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        if done.returncode:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
+            raise Unavailable(f"{compiler} failed: {first.strip()}")
+        os.chmod(unfinished, 0o700)
+        os.replace(unfinished, target)
+    except subprocess.SubprocessError as e:
+        raise Unavailable(f"{compiler}: {e}") from None
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+
+
+def _check_owner(target: Path) -> None:
+    """A library is code: it is loaded only if nobody else can have written it."""
+    if not hasattr(os, "getuid"):
+        return
+    found = target.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Unavailable(f"{target} belongs to another user, or others may write it")

@@ -1,0 +1,66 @@
+"""Metrics that add up: `whole = part + part`, then `whole.value()`.
+
+A mean alone cannot report an extreme or an effective sample size, so each has a type of its own. Zeros are neutral in all of them:
+accumulation starts from zeros.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.train.objectives import Mean
+
+
+class Highest(NamedTuple):
+    """The largest of numbers that are 0 or more; 0 if there are none."""
+
+    highest: Float[Array, ""]
+
+    def __add__(self, other: Any) -> "Highest":
+        return Highest(jnp.maximum(self.highest, other.highest))
+
+    def value(self) -> Float[Array, ""]:
+        return self.highest
+
+
+class Lowest(NamedTuple):
+    """The smallest of positive numbers, held as the largest inverse; infinite if there are none."""
+
+    inverse: Float[Array, ""]
+
+    def __add__(self, other: Any) -> "Lowest":
+        return Lowest(jnp.maximum(self.inverse, other.inverse))
+
+    def value(self) -> Float[Array, ""]:
+        return 1.0 / self.inverse
+
+
+class EffectiveShare(NamedTuple):
+    """The effective sample size of importance weights as a share of their number: (sum w)^2 / (n sum w^2), 1 if all are equal."""
+
+    total: Float[Array, ""]
+    squares: Float[Array, ""]
+    number: Float[Array, ""]
+
+    def __add__(self, other: Any) -> "EffectiveShare":
+        return EffectiveShare(*(a + b for a, b in zip(self, other)))
+
+    def value(self) -> Float[Array, ""]:
+        """The share; 0 if every weight is 0."""
+        below = self.number * self.squares
+        return jnp.where(below == 0, 0.0, self.total**2 / jnp.where(below == 0, 1.0, below))
+
+
+Metric = Mean | Highest | Lowest | EffectiveShare
+Metrics = dict[str, Metric]
+
+
+def mean_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Mean:
+    """The mean of the values at which the mask is 1; the others may be NaN."""
+    return Mean(jnp.sum(jnp.where(mask > 0, values, 0.0)), jnp.sum((mask > 0).astype(values.dtype)))
+
+
+def highest_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Highest:
+    """The largest of the values (0 or more) at which the mask is 1."""
+    return Highest(jnp.max(jnp.where(mask > 0, values, 0.0), initial=0.0))

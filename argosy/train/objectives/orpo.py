@@ -1,0 +1,48 @@
+"""Odds ratio preference optimization (ORPO): Hong et al. 2024, arXiv:2403.07691, equations 6 and 7. No reference.
+
+    -log p(w)/|w|  -  beta log s(log odds(w) - log odds(l))        odds(y) = P(y) / (1 - P(y)),  P(y) = exp(log p(y) / |y|)
+
+w the chosen, l the rejected answer, |y| its number of tokens, s the logistic function. The first term is fine-tuning on the chosen
+answers, so ORPO starts from a base model.
+
+Differences from the paper: none. From TRL 1.16 (ORPOTrainer): the first term counts the completion alone, as the paper does, and is
+the mean over each answer's tokens, then over pairs; TRL counts the prompt's tokens too, and takes the mean over all tokens of a
+micro-batch.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from argosy.train.objectives import Loss, Models
+from argosy.train.objectives.routers import with_routers
+from argosy.train.objectives.sequences import Sequences, pair_weights, pairs, preference_metrics, sequences
+from argosy.train.preferences import ORPO
+
+# A mean log-probability nearer to 0 than this counts as this: the odds of a certain answer are infinite.
+CERTAIN = -1e-6
+
+
+def log_odds(logp: Float[Array, "P s"]) -> Float[Array, "P s"]:
+    """log(P / (1 - P)) from log P. expm1 near 0, where 1 - exp loses every digit, and log1p elsewhere, where expm1 is near -1."""
+    logp = jnp.minimum(logp, CERTAIN)
+    near = logp > -0.6931
+    rest = jnp.where(near, jnp.log(-jnp.expm1(jnp.where(near, logp, -0.5))), jnp.log1p(-jnp.exp(jnp.where(near, -1.0, logp))))
+    return logp - rest
+
+
+def orpo(how: ORPO, found: Sequences, live: Float[Array, "B s"]) -> Loss:
+    """The loss of a batch from the log-probabilities of its sequences."""
+    both = pairs(found, live)
+    chosen, rejected = both.chosen.means, both.rejected.means
+    ratio = log_odds(chosen) - log_odds(rejected)
+    odds = -jax.nn.log_sigmoid(ratio)
+    metrics = preference_metrics(both, how.beta * chosen, how.beta * rejected)
+    metrics |= {"log_odds_ratio": both.mean(ratio), "loss/sft": both.mean(-chosen), "loss/odds_ratio": both.mean(odds)}
+    return Loss(both.mean(-chosen + how.beta * odds), metrics)
+
+
+def loss(how: ORPO, models: Models, batch: dict[str, Array]) -> Loss:
+    """Computes the objective."""
+    found, aux = sequences(how, models["model"], batch)
+    return with_routers(orpo(how, found, batch["live"]), models["model"], aux, pair_weights(batch["live"]))

@@ -1,0 +1,126 @@
+"""Numbers of whole sequences from numbers of their tokens: what objectives over preferences and labels share.
+
+A row holds up to s sequences, one in each slot: tokens of segment k belong to slot k - 1. Unpacked rows have one slot. Of a pair,
+the chosen sequence is in an even row and the rejected one in the same slot of the row after it. Sums are taken slot by slot, so
+packing, padding and the order of rows change no sequence's number, and a sequence's mean divides by its own length.
+
+    tokens, targets, segments, mask   [B T] as in language modeling; the mask is 1 on targets of completions
+    live                              [B s] 1 where the slot holds a sequence
+
+The last token of a sequence is an input too, without a target: reward models read their score there.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from argosy.data.batch import Field, Fields
+from argosy.models.parts.attend import Packed
+from argosy.models.parts.stack import Aux
+from argosy.train.objectives import Mean
+from argosy.train.objectives.next_token import losses
+from argosy.train.settings import OfTokens
+
+PER_SEQUENCE = Field("B s", np.float32, "row")
+PER_TOKEN = Field("B T", np.float32)
+FIELDS: Fields = {
+    "tokens": Field("B T", np.int32),
+    "targets": Field("B T", np.int32),
+    "segments": Field("B T", np.int32),
+    "mask": PER_TOKEN,
+    "live": PER_SEQUENCE,
+}
+
+
+class Sequences(NamedTuple):
+    """Log-probabilities of completions, summed over their tokens, and the number of these tokens."""
+
+    logps: Float[Array, "B s"]
+    lengths: Float[Array, "B s"]
+
+    @property
+    def means(self) -> Float[Array, "B s"]:
+        """The mean log-probability of a token; 0 in empty slots."""
+        return self.logps / jnp.maximum(self.lengths, 1.0)
+
+
+class Pairs(NamedTuple):
+    """Chosen and rejected sequences. live: 1 where there is a pair."""
+
+    chosen: Sequences
+    rejected: Sequences
+    live: Float[Array, "P s"]
+
+    def mean(self, values: Float[Array, "P s"]) -> Mean:
+        """The mean of a number of each pair."""
+        return Mean(jnp.sum(jnp.where(self.live > 0, values, 0.0)), jnp.sum(self.live))
+
+
+def by_slot(values: Float[Array, "B T"], segments: Int[Array, "B T"], slots: int) -> Float[Array, "B s"]:
+    """Sums over the tokens of each slot."""
+    own = segments[:, :, None] == jnp.arange(1, slots + 1, dtype=segments.dtype)
+    return jnp.sum(jnp.where(own, values[:, :, None], 0.0), 1)
+
+
+def sequences(how: OfTokens, model: Any, batch: dict[str, Array]) -> tuple[Sequences, Aux]:
+    """The log-probabilities of a batch's completions under a model, and the aux outputs of its layers. Logits exist as the setting
+    `head` says, never whole in float32 where they would be large."""
+    x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
+    nll, _ = losses(how, model, x, batch["targets"])
+    mask, slots = batch["mask"], batch["live"].shape[1]
+    summed = by_slot(jnp.where(mask > 0, -nll, 0.0), batch["segments"], slots)
+    return Sequences(summed, by_slot((mask > 0).astype(jnp.float32), batch["segments"], slots)), aux
+
+
+def scores(model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B T"], Aux]:
+    """The score of each token by a model whose head gives one."""
+    x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
+    return model.unembed(x)[..., 0], aux
+
+
+def last(values: Float[Array, "B T"], segments: Int[Array, "B T"], slots: int) -> Float[Array, "B s"]:
+    """The value at the last token of each slot."""
+    after = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)))
+    return by_slot(jnp.where(segments != after, values, 0.0), segments, slots)
+
+
+def pairs(found: Sequences, live: Float[Array, "B s"]) -> Pairs:
+    """The pairs of a batch: even rows hold chosen sequences, odd ones rejected ones."""
+    chosen, rejected = (Sequences(found.logps[i::2], found.lengths[i::2]) for i in (0, 1))
+    return Pairs(chosen, rejected, live[::2])
+
+
+def referenced(how: Any, models: Any, batch: dict[str, Array]) -> Float[Array, "B s"]:
+    """The reference's log-probabilities of the same completions: of the batch, or by the frozen model. No gradient."""
+    if "reference" in batch:
+        return batch["reference"]
+    return jax.lax.stop_gradient(sequences(how, models["reference"], batch)[0].logps)
+
+
+def pair_weights(live: Float[Array, "B s"]) -> Float[Array, "B"]:
+    """The weight of each row for aux losses of experts: half of its pairs, so that the rows of a batch weigh as much as its pairs."""
+    return jnp.sum(live, 1) / 2
+
+
+def preference_metrics(
+    pairs: Pairs, chosen: Float[Array, "P s"], rejected: Float[Array, "P s"]
+) -> dict[str, Mean]:
+    """What every objective over pairs reports, as means over pairs.
+
+    `logps/chosen` falling together with `logps/rejected` while the margin rises is the collapse of DPO: answers that nobody wrote
+    become likely.
+
+    Args:
+        chosen, rejected: the implicit rewards of the answers.
+    """
+    return {
+        "rewards/chosen": pairs.mean(chosen),
+        "rewards/rejected": pairs.mean(rejected),
+        "rewards/accuracy": pairs.mean((chosen > rejected).astype(jnp.float32)),
+        "rewards/margin": pairs.mean(chosen - rejected),
+        "logps/chosen": pairs.mean(pairs.chosen.logps),
+        "logps/rejected": pairs.mean(pairs.rejected.logps),
+    }

@@ -1,0 +1,92 @@
+"""The compiled kernels for CPUs beside what XLA has, in turn.
+
+    ./run python bench/native_cpu.py products [ROWS ...]    all products of SmolLM2 135M, ms, and the floor of reading its weights
+    ./run python bench/native_cpu.py attention              attention over pages, ms, by implementation
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.ops.attention import Score
+from argosy.ops.native import library
+from argosy.ops.native.products import packed, product
+from argosy.ops.paged_attention import IMPLEMENTATIONS
+
+LAYERS, WIDTH, FFN, VOCAB, TURNS = 30, 576, 1536, 49152, 15
+MATRICES = ((WIDTH, 960), (WIDTH, WIDTH), (WIDTH, FFN), (WIDTH, FFN), (FFN, WIDTH))
+# Rows, queries a row, query heads, key heads, size, longest sequence.
+SHAPES = ((1, 1, 9, 3, 64, 150), (8, 1, 9, 3, 64, 150), (32, 1, 9, 3, 64, 150), (32, 1, 9, 3, 64, 900), (32, 1, 32, 8, 128, 900))
+SHAPES += ((1, 128, 9, 3, 64, 128), (1, 512, 9, 3, 64, 2048), (4, 128, 32, 8, 128, 1024))
+
+
+def medians(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Milliseconds of each call; the calls take turns."""
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(TURNS + 1):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            jax.block_until_ready(call())
+            if turn:
+                spent[name].append(time.perf_counter() - began)
+    return {name: 1e3 * float(np.median(times)) for name, times in spent.items()}
+
+
+def shown(what: str, found: Mapping[str, float]) -> None:
+    print(f"{what}: " + ", ".join(f"{name} {ms:.2f}" for name, ms in found.items()), flush=True)
+
+
+def products(*rows: str) -> None:
+    rng = np.random.default_rng(0)
+    shapes = [*MATRICES * LAYERS, (WIDTH, VOCAB)]
+    plain = [jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
+    halves = [w.astype(jnp.bfloat16).astype(jnp.float32) for w in plain]
+    forms = {
+        "XLA": (plain, lambda x, w: x @ w),
+        "float32": ([packed(w, 1, True) for w in plain], product),
+        "bfloat16": ([packed(w, 1, True) for w in halves], product),
+    }
+    size = sum(w.nbytes for w in plain)
+    began = time.perf_counter()
+    sum(float(np.asarray(w).sum()) for w in plain)
+    print(f"{size / 1e6:.0f} MB of weights, summed by NumPy on one core in {1e3 * (time.perf_counter() - began):.0f} ms")
+    for count in [int(word) for word in rows] or [1, 2, 4, 8, 16, 32, 64, 128, 512]:
+        inputs = {k: jnp.asarray(rng.normal(size=(count, k)).astype(np.float32)) for k in (WIDTH, FFN)}
+
+        def all_of(weights: Sequence[Any], multiply: Callable[[Any, Any], Any], inputs: Any = inputs) -> Callable[[], Any]:
+            def every(weights: Sequence[Any], inputs: Any) -> Any:
+                return [multiply(inputs[k], w).sum(1) for (k, _), w in zip(shapes, weights, strict=True)]
+
+            compiled = jax.jit(every)
+            return lambda: compiled(weights, inputs)
+
+        shown(f"{count} rows", medians({name: all_of(*form) for name, form in forms.items()}))
+
+
+def attention() -> None:
+    rng = np.random.default_rng(0)
+    for B, T, N, K, H, longest in SHAPES:
+        page, P = 16, -(-longest // 16)
+        pools = tuple(jnp.asarray(rng.normal(size=(B * P, page, K, H)).astype(np.float32)) for _ in "kv")
+        lengths = np.full(B, longest, np.int32)
+        table, at = rng.permutation(B * P).reshape(B, P).astype(np.int32), lengths[:, None] - T + np.arange(T, dtype=np.int32)
+        q = jnp.asarray(rng.normal(size=(B, T, N, H)).astype(np.float32))
+        given, score = (q, pools, *map(jnp.asarray, (table, lengths, at))), Score(H**-0.5)
+
+        def by(name: str, given: Any = given, score: Score = score) -> Callable[[], Any]:
+            compiled = jax.jit(lambda *arrays: IMPLEMENTATIONS[name].run(*arrays, score))
+            return lambda: compiled(*given)
+
+        names = ["native", "blocked"] + ["rows"] * (T == 1)
+        shown(f"{B} rows of {T}, {N} heads over {K} of {H}, {longest} tokens", medians({name: by(name) for name in names}))
+
+
+if __name__ == "__main__":
+    if why := library.load(print):
+        raise SystemExit(f"no kernels: {why}")
+    {"products": products, "attention": attention}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,318 @@
+"""Pairs, labeled answers and steps from JSONL to batches: sequences of a record stay together, and only answers count."""
+
+import json
+from itertools import islice
+
+import numpy as np
+import pytest
+from test_chat_mask import tokenizer_for
+from test_prepare import Bytes
+from test_records import HI, HO, written
+
+from argosy.core.errors import BadInput
+from argosy.data import chat
+from argosy.data.batch import Field
+from argosy.data.inspect import example, render
+from argosy.data.pack import corpus_of
+from argosy.data.pipeline import build, eval_batches
+from argosy.data.prepare import prepare
+from argosy.data.sequences import SequenceRows
+from argosy.data.settings import DataSettings
+from argosy.data.sources.text import JsonLines
+from argosy.train.objectives.sequences import FIELDS, PER_SEQUENCE, PER_TOKEN
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OTHER = {"role": "assistant", "content": "no"}
+DOCUMENT = {"document": Field("B s", np.int32, "row")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended():
+    yield
+    chat.close_all()
+
+
+def batches_of(folder, rows, per_group=2, make=build, tokenizer=None, named=("margin",), **values):
+    source = written(folder, rows)
+    how = {"sequence": 64, "batch": 2, "held_out": 0, "shuffle": False, "cache": str(folder / "cache")}
+    settings = DataSettings(source=str(source), **how | values)
+    fields = {**FIELDS, **DOCUMENT, **dict.fromkeys(named, PER_SEQUENCE)}
+    return make(settings, tokenizer or Bytes(), vocab=50000, seed=0, fields=fields, rows_per_group=per_group)
+
+
+def shown(batch, tokenizer=None) -> list[str]:
+    """The rows as text, with what does not count in ⟦ ⟧."""
+    return [part.split("--\n", 1)[1].strip("\n") for part in render(batch, tokenizer or Bytes()).split("row ")[1:]]
+
+
+def text_pairs(count):
+    return [{"prompt": f"{i} + 1 =", "chosen": f" {i + 1}", "rejected": " no idea" * (i % 3 + 1)} for i in range(count)]
+
+
+# ---- records
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [HI], "chosen": [HO], "rejected": [OTHER]},
+        {"prompt": "hi", "chosen": [HO], "rejected": [OTHER]},
+        {"chosen": [HI, HO], "rejected": [HI, OTHER]},
+        {"prompt": "hi", "chosen": [HI, HO], "rejected": [HI, OTHER], "messages": [HI, HO], "score_chosen": 8.0},
+        {"prompt": [HI], "chosen": [HI, HO], "rejected": [HI, OTHER]},
+        {"instruction": "hi", "input": "", "output": "ho", "chosen": "ho", "rejected": "no"},
+    ],
+)
+def test_a_pair_in_every_spelling_gives_the_same_two_conversations(tmp_path, row):
+    tokenizer = tokenizer_for(CHATML, "<|im_start|>", "<|im_end|>")
+    batches = batches_of(tmp_path, [row], tokenizer=tokenizer)
+    assert "`preference`" in batches.summary().text
+    assert [one.replace("⟦", "[").replace("⟧", "]") for one in shown(next(batches), tokenizer)] == [
+        "[<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n]ho<|im_end|>[\n]",
+        "[<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n]no<|im_end|>[\n]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("\n\nHuman: hi\n\nAssistant: I do", "\n\nHuman: hi\n\nAssistant: I don't", "\n\nHuman: hi\n\nAssistant:"),
+        ("Count: one two", "Count: one tower", "Count: one"),
+        ("same word here", "same words here", "same"),
+        ("abc", "xyz", ""),
+    ],
+)
+def test_an_implicit_prompt_ends_where_an_answer_begins(tmp_path, chosen, rejected, prompt):
+    (document,) = JsonLines(written(tmp_path, [{"chosen": chosen, "rejected": rejected}])).documents()
+    record = document.record
+    assert record is not None
+    (other,) = record.others
+    assert (record.prompt, record.completion) == (prompt, chosen.removeprefix(prompt))
+    assert (other.prompt, other.completion) == (prompt, rejected.removeprefix(prompt))
+
+
+def test_a_pair_is_two_whole_rows_with_their_margin(tmp_path):
+    batch = next(batches_of(tmp_path, [{**text_pairs(3)[2], "margin": 0.5}]))
+    learned = [bytes(row[mask > 0][:-1].tolist()).decode() for row, mask in zip(batch["targets"], batch["mask"])]
+    assert learned == [" 3", " no idea no idea no idea"]
+    assert {int(row[mask > 0][-1]) for row, mask in zip(batch["targets"], batch["mask"])} == {Bytes().eos}
+    assert batch["margin"].tolist() == [[0.5], [0.5]]
+    assert batch["live"].tolist() == [[1], [1]]
+    for row in range(2):
+        filled = int(batch["segments"][row].sum())
+        assert batch["mask"][row, filled - 1] == 0, "the last token is an input without a target"
+        assert (batch["targets"][row, : filled - 1] == batch["tokens"][row, 1:filled]).all()
+
+
+def test_columns_are_renamed_and_the_rest_is_listed(tmp_path):
+    rows = [{"question": "1 + 1 =", "good": " 2", "bad": " 3", "id": 7}]
+    batches = batches_of(tmp_path, rows, columns={"prompt": "question", "chosen": "good", "rejected": "bad"})
+    assert shown(next(batches))[0].startswith("⟦1 + 1 =⟧ 2")
+    assert "Ignored columns: `id`." in batches.summary().text
+
+
+@pytest.mark.parametrize(
+    ("row", "format"),
+    [
+        ({"prompt": "a", "completion": "b", "label": True}, "kto"),
+        ({"prompt": "a", "completion": "b", "label": 3}, "completion"),
+        ({"prompt": "a", "completions": ["b"], "labels": [True]}, "stepwise"),
+        ({"chosen": "a b", "rejected": "a c", "messages": [HI, HO]}, "preference"),
+    ],
+)
+def test_the_first_record_tells_the_format(tmp_path, row, format):
+    assert JsonLines(written(tmp_path, [row])).format == format
+
+
+def test_a_pair_file_still_fine_tunes_on_its_chosen_answers(tmp_path):
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    assert JsonLines(written(tmp_path, rows), columns={"completion": "chosen"}).format == "completion"
+
+
+@pytest.mark.parametrize(
+    ("row", "what", "hint"),
+    [
+        ({"question": "1?", "chosen": "a", "rejected": "b"}, "pair without `prompt`", "data.columns.prompt=question"),
+        ({"prompt": "p", "chosen": "a", "rejected": [OTHER]}, "a chosen answer that is a text, and", "both are texts"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, "`margin` is a text", "a number"),
+        ({"prompt": [HI], "chosen": "a", "rejected": "b"}, "a prompt of messages", "prompt"),
+        ({"chosen": [HI, HO], "rejected": [OTHER]}, "no common prompt", "give the prompt"),
+        ({"prompt": "p", "completions": ["a", "b"], "labels": [True]}, "not a list of 2 truth values", "[true, false]"),
+        ({"prompt": "p", "completions": [], "labels": []}, "not a list of texts", "First step"),
+    ],
+)
+def test_wrong_records_are_refused_with_their_line(tmp_path, row, what, hint):
+    source = JsonLines(written(tmp_path, [row]))
+    with pytest.raises(BadInput) as caught:
+        list(source.documents())
+    assert what in caught.value.what
+    assert hint in (caught.value.hint or "")
+    assert "t.jsonl:1" in str(caught.value.where)
+
+
+# ---- what is left out
+
+
+def test_equal_answers_and_empty_ones_are_dropped_and_counted(tmp_path):
+    pair = {"prompt": "p", "chosen": " a", "rejected": " a"}
+    batches = batches_of(tmp_path, [*text_pairs(3), pair, {**pair, "rejected": ""}, {**pair, "chosen": ""}])
+    text = batches.summary().text
+    assert "3 pairs" in text
+    assert "1 pair whose rejected answer is the chosen one" in text
+    assert "2 pairs without an answer" in text
+
+
+def test_nothing_but_equal_answers_is_an_error(tmp_path):
+    with pytest.raises(BadInput, match="of 2 pairs, 2 have a rejected answer equal to the chosen one") as caught:
+        batches_of(tmp_path, [{"prompt": "p", "chosen": "a", "rejected": "a"}] * 2)
+    assert "data.columns.rejected" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("too_long", ["drop", "cut", "error"])
+def test_a_pair_too_long_is_handled_as_a_whole(tmp_path, too_long):
+    long = [{"prompt": "p", "chosen": " a" * 40, "rejected": " b"}, {"prompt": "p" * 70, "chosen": "a", "rejected": "b"}]
+    rows = [*text_pairs(2), *long]
+    if too_long == "error":
+        with pytest.raises(BadInput, match="2 of 4 records are longer than a row of 64 tokens"):
+            batches_of(tmp_path, rows, too_long=too_long)
+        return
+    batches = batches_of(tmp_path, rows, too_long=too_long)
+    text = batches.summary().text
+    kept = 2 if too_long == "drop" else 3
+    assert len(batches.table.rows) == 2 * kept
+    if too_long == "drop":
+        assert "2 pairs longer than a row (data.too_long=drop)" in text
+    else:
+        assert "1 pair whose answer begins after the end of a row" in text
+        assert "Cut: 1 pair longer than a row of 64" in text
+
+
+def test_settings_that_would_cut_or_ignore_are_refused(tmp_path):
+    for values, what in (
+        ({"packing": "split"}, "would cut `preference` records"),
+        ({"too_long": "continue"}, "would cut `preference` records"),
+        ({"learn": "all"}, "only the answers count"),
+        ({"online": True}, "not read online"),
+    ):
+        with pytest.raises(BadInput, match=what):
+            batches_of(tmp_path, text_pairs(2), **values)
+    with pytest.raises(BadInput, match=r"data\.packing=none is for pairs"):
+        batches_of(tmp_path, [{"prompt": "a", "completion": "b"}], per_group=1, named=(), packing="none")
+
+
+# ---- rows
+
+
+def test_pairs_stay_together_through_shuffling_packing_and_evaluation(tmp_path):
+    for packing in (None, "fit"):
+        how = {"batch": 4, "shuffle": True, "packing": packing, "held_out": 0.3}
+        batches = batches_of(tmp_path, text_pairs(30), **how)
+        for batch in [*islice(batches, 12), *batches_of(tmp_path, text_pairs(30), make=eval_batches, **how)]:
+            live = batch["live"] > 0
+            assert (live[::2] == live[1::2]).all()
+            chosen, rejected = batch["document"][::2][live[::2]], batch["document"][1::2][live[1::2]]
+            assert (chosen % 2 == 0).all()
+            assert (rejected == chosen + 1).all()
+            for row, slots in enumerate(live):
+                assert np.unique(batch["segments"][row]).tolist() in (
+                    list(range(slots.sum() + 1)), list(range(1, slots.sum() + 1)),
+                )  # fmt: skip
+
+
+def test_packed_rows_hold_every_pair_once_and_whole(tmp_path):
+    alone, packed = (batches_of(tmp_path, text_pairs(9), packing=packing).table.rows for packing in ("none", "fit"))
+    assert packed.slots > 1
+    assert len(packed) < len(alone)
+    found = {}
+    for rows in (alone, packed):
+        batch = rows.gather(np.arange(len(rows)))
+        for row, slot in zip(*np.nonzero(batch["live"])):
+            here = batch["segments"][row] == slot + 1
+            key = int(batch["document"][row, slot])
+            text = batch["tokens"][row][here].tolist(), batch["mask"][row][here].tolist()
+            assert found.setdefault(key, text) == text
+    assert sorted(found) == list(range(18))
+
+
+def test_what_is_held_out_is_whole_pairs_even_from_the_tail(tmp_path):
+    """A share of few documents is taken from the end of the corpus."""
+    for share in (0.02, 0.5):
+        source = JsonLines(written(tmp_path, [{**row, "margin": i} for i, row in enumerate(text_pairs(12))]))
+        made = prepare(source, Bytes(), tmp_path / f"corpus-{share}", held_out=share)
+        for split in (made.train, made.held_out):
+            assert split.documents % 2 == 0
+            assert split.documents
+            assert split.values["margin"][::2].tolist() == split.values["margin"][1::2].tolist()
+        margins = [*made.train.values["margin"][::2], *made.held_out.values["margin"][::2]]
+        assert sorted(margins) == list(range(12))
+        assert len(made.train.tokens) == made.train.starts[-1]
+        made.verify()
+
+
+# ---- KTO and steps
+
+
+def labeled(count, prompts=3):
+    return [{"prompt": f"q{i % prompts}:", "completion": f" a{i}", "label": i % 2 == 0} for i in range(count)]
+
+
+def test_an_example_comes_with_its_prompt_and_the_answer_to_another(tmp_path):
+    batch = next(batches_of(tmp_path, labeled(4), named=("desirable",), batch=8))
+    texts = [text.split("<")[0] for text in shown(batch)]
+    assert [text[:8] for text in texts[::2]] == ["⟦q0:⟧ a0", "⟦q1:⟧ a1", "⟦q2:⟧ a2", "⟦q0:⟧ a3"]
+    assert [text[:8] for text in texts[1::2]] == ["⟦q0:⟧ a1", "⟦q1:⟧ a2", "⟦q2:⟧ a3", "⟦q0:⟧ a1"]
+    assert batch["desirable"][::2, 0].tolist() == [1, 0, 1, 0]
+
+
+def test_answers_to_the_same_prompt_are_not_taken_for_mismatched_ones(tmp_path):
+    rows = [{"prompt": "q:", "completion": f" a{i}", "label": True} for i in range(3)]
+    batch = next(batches_of(tmp_path, [*rows, {"prompt": "r:", "completion": " b", "label": False}], named=("desirable",), batch=8))
+    assert all(text.startswith("⟦q:⟧ b") for text in shown(batch)[1:6:2])
+    with pytest.raises(BadInput, match="all records have the same one"):
+        batches_of(tmp_path, rows, named=("desirable",))
+
+
+def test_mismatched_conversations_keep_their_own_prompt(tmp_path):
+    tokenizer = tokenizer_for(CHATML, "<|im_start|>", "<|im_end|>")
+    rows = [
+        {"prompt": [HI], "completion": [HO], "label": True},
+        {"prompt": [{**HI, "content": "why"}], "completion": [OTHER], "label": False},
+    ]
+    batch = next(batches_of(tmp_path, rows, named=("desirable",), tokenizer=tokenizer))
+    assert "hi" in shown(batch, tokenizer)[1]
+    assert "⟧no<|im_end|>⟦" in shown(batch, tokenizer)[1]
+
+
+def test_the_last_token_of_each_step_is_marked_with_its_label(tmp_path):
+    rows = [{"prompt": "p:", "completions": ["one", "two", "six"], "labels": [True, True, False]}]
+    source = written(tmp_path, rows)
+    settings = DataSettings(source=str(source), sequence=24, batch=1, held_out=0, cache=str(tmp_path / "cache"))
+    batch = next(build(settings, Bytes(), vocab=300, seed=0, fields={**FIELDS, "right": PER_TOKEN}))
+    marked = np.flatnonzero(batch["mask"][0])
+    assert [chr(token) for token in batch["targets"][0, marked]] == ["\n"] * 3
+    assert batch["right"][0, marked].tolist() == [1, 1, 0]
+    assert batch["right"].sum() == 2
+
+
+def test_rows_of_sequences_refuse_nothing_silently(tmp_path):
+    """A corpus in which no pair fits says so."""
+    with pytest.raises(BadInput, match="every record is longer than a row of 4 tokens"):
+        batches_of(tmp_path, text_pairs(2), sequence=4)
+    assert len(SequenceRows(corpus_of([]), 2, 8)) == 0
+
+
+def test_a_file_of_pairs_as_json_array_is_read_too(tmp_path):
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps(text_pairs(3)))
+    assert len(list(JsonLines(path).documents())) == 3
+
+
+def test_the_first_record_is_shown_with_what_counts_and_long_ones_without_their_middle(tmp_path):
+    batches = batches_of(tmp_path, [{"prompt": "p:", "chosen": " a" * 20, "rejected": " b"}])
+    found = batches.example()
+    assert found is not None
+    assert example(found, Bytes()).split("\n--\n")[1].startswith("⟦p:⟧ b")
+    assert len(example(found, Bytes(), most=12).split("\n--\n")[0]) == 12 + len(" ... ")
