@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from argosy.core import mistakes
 from argosy.core.errors import BadInput, UnknownName, UserError
 from argosy.core.plain import dotted
+from argosy.core.repeats import Repeats
 from argosy.core.schema import (
     Also,
     BelongsTo,
@@ -90,6 +91,11 @@ class Reader:
 
     def _part(self, info: FieldInfo, key: str, given: list[Given]) -> Any:
         kind = shape_of(info)
+        for mark in marks(info, Repeats):
+            if wrong := [problem for one in given for problem in mark.misplaced(key, one.layer)]:
+                self.problems += wrong
+                return _FAILED
+            given = [Given(*mark.given(key, one.layer, one.value)) for one in given]
         return self._leaf(info.annotation, key, given) if kind.kind == "leaf" else self._read(kind, key, given)
 
     def _read(self, kind: Shape, key: str, given: list[Given]) -> Any:

@@ -16,6 +16,7 @@ from argosy.core import mistakes
 from argosy.core.errors import SettingsError
 from argosy.core.plain import diff, dump, flatten
 from argosy.core.reader import DEFAULT, Given, Reader
+from argosy.core.repeats import Repeats
 from argosy.core.schema import Also, Choice, MayChange, Settings
 from argosy.core.words import COMMAND_LINE, Mark, SettingsLayer, words_layer, yaml_layer, yaml_text_layer
 
@@ -27,6 +28,7 @@ __all__ = [
     "Mark",
     "MayChange",
     "Reading",
+    "Repeats",
     "Settings",
     "SettingsLayer",
     "diff",

@@ -6,7 +6,7 @@ text for a text setting and false for a switch, `007` stays `007`, and errors na
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -39,11 +39,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class SettingsLayer:
-    """One source of settings: its origin and its values."""
+    """One source of settings: its origin and its values.
+
+    words: of `key=value` words, each key with its values and their marks in order, for keys that may be repeated (`core.repeats`).
+    """
 
     origin: str
     values: Mapping[str, Any]
     marks: Mapping[str, Mark] = field(default_factory=dict)
+    words: Mapping[str, Sequence[tuple[Any, Mapping[str, Mark]]]] = field(default_factory=dict)
 
     def where(self, key: str) -> str:
         """`tiny.yml:12`, or only the origin if there are no lines."""
@@ -191,13 +195,15 @@ def _dotted(key: str, name: str) -> str:
 
 
 def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLayer:
-    """Reads `a.b=value` words as one layer. A value is a scalar or a flow collection, `[1, 2]`; the last of two words wins.
+    """Reads `a.b=value` words as one layer. A value is a scalar or a flow collection, `[1, 2]`; the last of two words wins,
+    unless the key `Repeats`.
 
     Raises:
         SettingsError: every word that is not `key=value`.
     """
     values: dict[str, Any] = {}
     marks: dict[str, Mark] = {}
+    given: dict[str, list[tuple[Any, Mapping[str, Mark]]]] = {}
     problems: list[UserError] = []
     words, apart = _joined(list(words))
     for key, text in apart:
@@ -216,10 +222,11 @@ def words_layer(words: Iterable[str], origin: str = COMMAND_LINE) -> SettingsLay
             problems.append(error)
         else:
             marks |= its_marks
+            given.setdefault(key, []).append((value, its_marks))
             _put(values, key.split("."), value)
     if problems:
         raise SettingsError(problems)
-    return SettingsLayer(origin, values, marks)
+    return SettingsLayer(origin, values, marks, given)
 
 
 def _inside(origin: str) -> str:
