@@ -3,20 +3,18 @@
 A root that has rewards holds `reward: Annotated[list[Reward], Repeats("of")]`, so that `reward=a.py:f reward=b.py:g` are two.
 """
 
-from typing import Annotated
-
 from pydantic import Field, field_validator
 
-from argosy.core.settings import Also, Settings
+from argosy.core.settings import Settings
 
 
 class Reward(Settings):
     """One reward of a completion, and how much it counts."""
 
-    of: Annotated[str, Also("reward_funcs", "reward_fn", "reward_model", "custom_reward_function.path", note="FILE.py:FUNCTION")]
+    of: str
     """Where the reward comes from: FILE.py:FUNCTION (from the working directory), package.module:FUNCTION, the name of a built-in
     (`exact`, `maths`, `math_verify`, `format`, `code`), or the folder of a reward model, a model with a head of one score."""
-    weight: Annotated[float, Also("reward_weights", "reward_weight")] = 1.0
+    weight: float = 1.0
     """What the reward is multiplied by before rewards are added. A negative weight makes a penalty of it."""
     timeout: float = Field(10.0, gt=0)
     """Seconds for one call of the function, which is then ended with its process and its completions have no reward. A call is the
