@@ -514,9 +514,37 @@ EDITS = [
     Edit(
         "data restarted from zero",
         "argosy/jobs/train.py",
-        'self.assembly.batches.restore(meta["data"])',
+        'self.assembly.batches.restore(meta["data"], load_data(folder))',
         "self.assembly.batches.rewind()",
         (f"{RESUME}a_run_that_stopped_at_a_checkpoint",),
+    ),
+    Edit(
+        "the updates that are left of a rollout forgotten by a resume",
+        "argosy/jobs/hooks.py",
+        "self.checkpoints.save(now.step, weights, state, meta, now.batches.arrays())",
+        "self.checkpoints.save(now.step, weights, state, meta)",
+        ("tests/jobs/test_reinforce_runs.py::test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit[ppo]",),
+    ),
+    Edit(
+        "every rollout with the same random streams",
+        "argosy/rl/rollouts.py",
+        "seed = (self.seed, ROLLOUT, self.number, round_)",
+        "seed = (self.seed, ROLLOUT, 0, 0)",
+        ("tests/rl/test_rollouts.py::test_every_rollout_and_every_round_has_random_streams_of_its_own",),
+    ),
+    Edit(
+        "the end of an answer not learned",
+        "argosy/rl/answers.py",
+        "answer.tokens.append(event.token)\n                answer.live.append(True)",
+        "answer.tokens.append(event.token)\n                answer.live.append(event.reason != \"stop\")",
+        ("tests/rl/test_rollouts.py::test_an_answer_keeps_its_end_and_its_log_probabilities",),
+    ),
+    Edit(
+        "the last tokens of prompts learned as answers",
+        "argosy/rl/experience.py",
+        "begin = row * shape.sequence + at + asked - 1",
+        "begin = row * shape.sequence + at + asked - 2",
+        ("tests/rl/test_policy.py::test_log_probabilities_are_those_of_each_answer_alone[logits-1.0]",),
     ),
     Edit(
         "a resume held against settings.yml",

@@ -234,6 +234,11 @@ class RunDirectory:
                 else:
                     self.store.put_file(name, file)
 
+    def generation(self) -> dict[str, Any]:
+        """The generation settings that `write_tokenizer` saved; empty if there are none."""
+        name = f"{TOKENIZER}/{GENERATION}"
+        return json.loads(self.store.read_text(name)) if self.store.exists(name) else {}
+
     def write_adapter(self, write: Callable[[Path], None]) -> None:
         """Replaces the adapters of the run. write: writes them into a folder that does not exist yet."""
         with self._scratch() as scratch:

@@ -1,7 +1,7 @@
 """A run's checkpoints: `checkpoints/<step>/` holds weights, optimizer, random streams, data position and settings, committed
 together.
 
-    weights/  state/      arrays, written by Orbax
+    weights/  state/      arrays, written by Orbax; data/ too, where the position in the data has some
     meta.json             data position, settings, evaluation
     manifest.json         the hash of every file; written last, it makes the step a checkpoint
 
@@ -37,7 +37,7 @@ from argosy.core.storage import Store
 __all__ = ["CheckpointSettings", "Checkpoints"]
 
 Arrays = dict[str, Any]  # {name: array}
-WEIGHTS, STATE, META = "weights", "state", "meta.json"
+WEIGHTS, STATE, DATA, META = "weights", "state", "data", "meta.json"
 # A step with this ending is being removed.
 REMOVED = ".removed"
 
@@ -123,8 +123,10 @@ class Checkpoints:
 
     # ---------------------------------------------------------------- writing
 
-    def save(self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any]) -> None:
-        """Starts a save and returns when the arrays are copied. `meta` is any JSON.
+    def save(
+        self, step: int, weights: Arrays, state: Arrays, meta: Mapping[str, Any], data: Arrays | None = None
+    ) -> None:
+        """Starts a save and returns when the arrays are copied. `meta` is any JSON; data: arrays of the position in the data.
 
         If the previous save failed, that is reported and this one is still tried: a full disk may have space again.
         """
@@ -136,7 +138,7 @@ class Checkpoints:
             return
         # What a kill left between the files and their manifest.
         self.store.remove(str(step))
-        arrays = {WEIGHTS: weights, STATE: state}
+        arrays = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
         _start_copies(arrays)
         on_host = {item: _off_device(own) for item, own in arrays.items()}
         job = (step, on_host, json.dumps(dict(meta), indent=1))
@@ -310,6 +312,13 @@ def load_item(folder: Path, item: str, shardings: Mapping[str, Any] | None = Non
         for name, a in stored_shapes(folder, item).items()
     }
     return _guarded(folder, lambda: _orbax().load_checkpointables(folder.absolute(), {item: wanted})[item])
+
+
+def load_data(folder: Path) -> Arrays:
+    """The arrays of a step's position in the data; none where it had none."""
+    if not (folder / DATA).is_dir():
+        return {}
+    return {name: np.asarray(a) for name, a in load_item(folder, DATA).items()}
 
 
 def _host() -> Any:

@@ -123,6 +123,15 @@ class Batches(ABC):
         update takes its buffers. Other data ignores it, which is the default.
         """
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What of the position is too large for JSON, by name. A checkpoint keeps it too."""
+        return {}
+
+    def take(self, arrays: dict[str, np.ndarray]) -> None:
+        """Continues with the arrays of a position, after `seek`."""
+        if arrays:
+            raise BadInput("this data keeps no arrays in a checkpoint", where="the saved position")
+
     def summary(self, steps: int | None = None) -> CorpusSummary:
         """What the data consists of; with `steps`, also how many epochs of it so many batches are."""
         return CorpusSummary(source="unknown")
@@ -139,8 +148,8 @@ class Batches(ABC):
         """Position and fingerprint, as JSON."""
         return {"position": self.position(), "fingerprint": self.fingerprint}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken.
+    def restore(self, state: dict[str, Any], arrays: dict[str, np.ndarray] | None = None) -> None:
+        """Continues where `state` and `arrays` were taken.
 
         Raises:
             UserError: the state was taken on other data; the message names the differences.
@@ -149,6 +158,7 @@ class Batches(ABC):
             raise BadInput("not the state of a data pipeline", hint="it holds `position` and `fingerprint`")
         check_same(state["fingerprint"], self.fingerprint)
         self.seek(state["position"])
+        self.take(arrays or {})
 
 
 def check_same(was: Fingerprint, now: Fingerprint) -> None:

@@ -129,13 +129,14 @@ class DataSettings(Settings):
     """What to do with bytes that are not UTF-8. error: report their position; replace: read them as U+FFFD."""
 
     format: Annotated[
-        Literal["auto", "text", "completion", "messages", "alpaca", "sharegpt", "preference", "kto", "stepwise"],
+        Literal["auto", "text", "completion", "messages", "alpaca", "sharegpt", "preference", "kto", "stepwise", "prompt"],
         BelongsTo("source"),
         Also("dataset_format"),
     ] = "auto"
     """What the records of a JSONL file are. text: documents; completion: `prompt` and `completion`; messages: OpenAI's; alpaca:
     `instruction`, `input`, `output`; sharegpt: `conversations`; preference: `chosen` and `rejected`; kto: `prompt`, `completion`
-    and `label`; stepwise: `prompt`, `completions` and `labels`. auto: what the first record is. Any other record is an error."""
+    and `label`; stepwise: `prompt`, `completions` and `labels`; prompt: `prompt`, with any other columns for rewards. auto: what the
+    first record is, or `prompt` for reinforcement learning. Any other record is an error."""
 
     columns: Annotated[
         dict[str, str], BelongsTo("source"), Also("field_messages", "dataset_text_field", "columns_mapping")

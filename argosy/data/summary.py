@@ -104,6 +104,8 @@ class CorpusSummary:
         if self.max_bytes is not None:
             of = f" of {counted_bytes(self.source_bytes)}" if self.source_bytes is not None else ""
             parts.append(f"everything after the first {counted_bytes(self.max_bytes)}{of} (data.max_bytes)")
+        if self.format == "prompt" and self.held_out_documents:
+            parts.append(f"{plural(self.held_out_documents, self.noun)} for evaluation (data.held_out)")
         if self.held_out_tokens:
             documents = f" in {plural(self.held_out_documents, self.noun)}" if self.held_out_documents else ""
             parts.append(f"{plural(self.held_out_tokens, 'token')}{documents} for evaluation (data.held_out)")
@@ -144,6 +146,8 @@ class CorpusSummary:
             return "document"
         if self.compared:
             return "pair" if self.format == "preference" else "example"
+        if self.format == "prompt":
+            return "prompt"
         return "example" if self.format in ("completion", "alpaca") else "conversation"
 
     @property

@@ -33,6 +33,8 @@ from argosy.ops.grouped import IMPLEMENTATIONS as EXPERTS
 from argosy.parallel.place import batch_sharding, like_weights, place_batch, row_shares
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
+from argosy.rl.critic import PREFIX, attach
+from argosy.train.optim import scaled
 from argosy.train.settings import OBJECTIVES
 from argosy.train.state import TrainState, flattened, meanings_of, trained, training_graph, unflattened
 from argosy.train.step import Precision, make_evaluation, make_step
@@ -263,6 +265,8 @@ def mesh_of(run: Run) -> Mesh:
         BadInput: it does not fit the devices, or the batch does not divide over it.
     """
     mesh = run.mesh.build()
+    if run.rollout is not None:
+        return mesh
     shares, together = row_shares(mesh), run.objective.rows_per_group
     if run.data.batch % (shares * run.accumulate * together):
         raise BadInput(
@@ -284,6 +288,18 @@ def data_of(run: Run) -> tuple[Any, Tokenizer | None]:
     is_text = not isinstance(source, RowSource)
     check_formats(run, source)
     return source, pipeline.fitting(tokenizer, run.data, run.model.vocab) if is_text else tokenizer
+
+
+def prompts_tokenizer(run: Run) -> Tokenizer:
+    """The tokenizer of a run that learns from rewards.
+
+    Raises:
+        BadInput: there is none.
+    """
+    tokenizer = pipeline.tokenizer_for(run.data)
+    if tokenizer is None:
+        raise BadInput("rewards read texts, and this data has no tokenizer", hint="data.tokenizer=FOLDER")
+    return pipeline.fitting(tokenizer, run.data, run.model.vocab)
 
 
 def check_formats(run: Run, source: Any) -> None:
@@ -338,10 +354,14 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         mistakes_of(
             lambda: check_implementations(run.execution),
             lambda: parts.update(mesh=mesh_of(run)),
-            lambda: parts.update(data=data_of(run)),
+            lambda: parts.update(data=data_of(run) if run.rollout is None else (None, prompts_tokenizer(run))),
         )
     )
     mesh, (source, tokenizer) = parts["mesh"], parts["data"]
+    if run.rollout is not None:
+        from argosy.jobs.reinforce import Reinforced, rollouts_of
+
+        return _assembled(Reinforced, run, decided, mesh, tokenizer, rollouts_of(run, mesh, tokenizer), None)
     common: dict[str, Any] = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress}
     common |= {"process": jax.process_index(), "processes": jax.process_count(), "source": source}
     common |= {"fields": reference.asked_of_data(run.objective), "rows_per_group": run.objective.rows_per_group}
@@ -351,7 +371,13 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         evals = pipeline.eval_batches(run.data, tokenizer, limit=run.eval.batches, **common)
     if reference.kind_of(run.objective) == "cached":
         batches, evals = reference.WithReference(batches), evals and reference.WithReference(evals)
+    return _assembled(Assembly, run, decided, mesh, tokenizer, batches, evals)
 
+
+def _assembled(
+    kind: type[Assembly], run: Run, decided: Decided, mesh: Mesh, tokenizer: Any, batches: Batches, evals: Batches | None
+) -> Assembly:
+    """What does not depend on where batches come from: the model, the optimizer, and whether they fit."""
     model = run.model.build(decided.run(run.execution.remat))
     if not (run.init.weights or run.init.state) and (
         drawn := [a for a, v in variables(model).items() if isinstance(v, Choosing)]
@@ -363,9 +389,15 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     adapted: list[str] = []
     if not run.adapter.trains_base:
         adapted = run.adapter.put_on(model, jnp.dtype(decided.base_dtype))
+    base = frozenset(base_addresses(model)) if adapted else frozenset()
+    critic = getattr(run.objective, "critic", None)
+    if critic is not None:
+        attach(model, run.model, decided.run(run.execution.remat))
     graph, params, rest = trained(model)
     rate = run.schedule.build(scheduled(run.steps, batches))
     optimizer = run.optimizer.build(rate, meanings_of(model))
+    if critic is not None:
+        optimizer = scaled(optimizer, PREFIX, critic.rate)
     shapes = abstract(model)
     weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)
 
@@ -380,10 +412,9 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     places = like_weights(state, weights, shapes, mesh)
     estimated_need(run, decided, state, places, mesh).check()
     learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731
-    return Assembly(
+    return kind(
         run, decided, mesh, tokenizer, batches, evals, model, graph, optimizer, learning_rate,
-        jax.tree.map(described, state, places), places, tuple(adapted),
-        frozenset(base_addresses(model)) if adapted else frozenset(),
+        jax.tree.map(described, state, places), places, tuple(adapted), base,
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ class Saver:
             "origin": self.reading.origin,
         } | self.base
         weights, state = self.assembly.packed(now.state)
-        self.checkpoints.save(now.step, weights, state, meta)
+        self.checkpoints.save(now.step, weights, state, meta, now.batches.arrays())
 
     def evaluated(self, now: Any, loss: float) -> None:
         """Records an evaluation, and saves at once if it is among the best that are kept."""

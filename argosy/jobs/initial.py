@@ -21,6 +21,7 @@ from argosy.jobs.assemble import Assembly
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses
 from argosy.models.parts.weight import Leaves, fill, split
+from argosy.rl.critic import PREFIX, apart
 from argosy.train.state import TrainState, trained
 
 # The name of a head's weight.
@@ -72,10 +73,19 @@ def _fill_from(assembly: Assembly, stored: Stored) -> bool:
         key = jax.random.key(assembly.run.seed)
         fill(assembly.model, key, addresses=layer_addresses(assembly.model), place=places.__getitem__)
         return False
+    with apart(assembly.model) as critic:
+        if critic is not None:
+            # The body of the weights, and a head that is drawn.
+            read_into(critic, stored.weights, place=lambda address: places[PREFIX + address], but=HEAD)
+        head = _fill_model(assembly, stored, places)
+    if head or critic is not None:
+        assembly.draw()
+    return head
+
+
+def _fill_model(assembly: Assembly, stored: Stored, places: dict[str, Any]) -> bool:
     head = HEAD if assembly.run.model.scored and not stored.config.scored else None
     read_into(assembly.model, stored.weights, place=places.__getitem__, but=head)
-    if head:
-        assembly.draw()
     return head is not None
 
 

@@ -22,6 +22,8 @@ from argosy.models.parts.weight import abstract
 from argosy.observe.environment import memory_bytes
 from argosy.observe.memory import resident_bytes
 from argosy.observe.readable import sized
+from argosy.parallel.place import row_shares
+from argosy.rl.critic import attach
 from argosy.train.state import trained, training_graph
 from argosy.train.step import model_for
 
@@ -72,7 +74,7 @@ def estimated_need(run: Any, decided: Any, shapes: Any, places: Any, mesh: Any) 
     """
     traced = 0
     if _limit(mesh)[0] is not None:
-        rows = run.data.batch // run.accumulate
+        rows = run.data.batch // run.accumulate if run.rollout is None else run.rollout.rows_over(row_shares(mesh))
         how = (run.objective, decided.precision, run.execution.remat)
         traced = activation_bytes(run.model, rows, run.data.sequence, *how, adapter=run.adapter) // (1 if _shared(mesh) else mesh.size)
     return _need(_state_bytes(shapes, places, mesh, run.objective), int(TRUST * traced), run, mesh)
@@ -112,6 +114,8 @@ def _traced_bytes(
     model = config.build(Scan(remat))
     if adapter is not None and not adapter.trains_base:
         adapter.put_on(model)
+    if getattr(objective, "critic", None) is not None:
+        attach(model, config, Scan(remat))
     _, params, rest = trained(model)
     graph, shapes, batch = training_graph(model), abstract(model), batch_shapes(objective, rows, tokens)
 
@@ -168,7 +172,7 @@ def _state_bytes(shapes: Any, places: Any, mesh: Any, objective: Any) -> dict[st
     """Bytes of the state by kind; the parameters of an online reference count beside the model's."""
     params = _total(shapes.params, places.params, mesh)
     rest = _total(shapes.rest, places.rest, mesh)
-    models = 2 if getattr(objective, "reference", None) == "online" else 1
+    models = 2 if getattr(objective, "reference", None) in ("online", "rollout") else 1
     return {
         "parameters": models * (params + rest),
         "gradients": params,

@@ -34,6 +34,7 @@ from argosy.data.pipeline import RowBatches
 from argosy.data.tables import cache_folder
 from argosy.models.parts.weight import Leaves
 from argosy.observe.readable import lasted
+from argosy.rl.critic import PREFIX as CRITIC
 from argosy.train.objectives.sequences import FIELDS, sequences
 from argosy.train.step import model_for
 
@@ -45,7 +46,7 @@ NOTHING = np.float32(np.nan)
 
 
 def kind_of(objective: Any) -> str | None:
-    """`cached` or `online`; None where the objective has no reference."""
+    """`cached`, `online` or `rollout` (its numbers are computed with each rollout); None where the objective has no reference."""
     return getattr(objective, ROLE, None)
 
 
@@ -122,7 +123,7 @@ def settle(assembly: Any, directory: RunDirectory, weights: Weights, say: Say) -
     if kind is None:
         return
     known = None if weights.fresh else directory.reference_weights()
-    if kind == "online" or known is None:
+    if kind in ("online", "rollout") or known is None:
         found = hash_of(weights.read())
         if known is None:
             directory.write_reference_weights(found)
@@ -132,6 +133,10 @@ def settle(assembly: Any, directory: RunDirectory, weights: Weights, say: Say) -
     if kind == "online":
         # A copy, because the state's own buffers are given to the first step.
         assembly.frozen = {ROLE: {address: jnp.copy(array) for address, array in weights.read().items()}}
+        return
+    if kind == "rollout":
+        own = {a: array for a, array in weights.read().items() if a not in assembly.base and not a.startswith(CRITIC)}
+        assembly.frozen = {ROLE: {address: jnp.copy(array) for address, array in own.items()}}
         return
     splits = {"train": assembly.batches, "held_out": assembly.evals}
     for split, batches in splits.items():

@@ -6,14 +6,22 @@ from pydantic import Field, model_validator
 
 from argosy.adapt.settings import ADAPTERS
 from argosy.checkpoint.settings import CheckpointSettings
-from argosy.core.settings import Also, Choice, MayChange, Settings
+from argosy.core.settings import Also, Choice, MayChange, Repeats, Settings
 from argosy.data.settings import DataSettings
 from argosy.jobs.elsewhere import ELSEWHERE
 from argosy.models import FAMILIES
 from argosy.parallel.mesh import MeshSettings
+from argosy.rl.policies import Rollout
+from argosy.rl.settings import Reward
 from argosy.train.optim import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES
 from argosy.train.settings import OBJECTIVES
+
+for _name, _settings in {
+    "ppo": "PPO", "grpo": "GRPO", "dr_grpo": "DrGRPO", "dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO", "rloo": "RLOO",
+    "reinforce_pp": "ReinforcePP", "remax": "ReMax", "gpg": "GPG", "opo": "OPO",
+}.items():  # fmt: skip
+    OBJECTIVES.add(_name, f"argosy.rl.policies:{_settings}")
 
 
 class Init(Settings):
@@ -157,6 +165,10 @@ class Run(Settings):
     """What is trained beside a frozen base model. none: nothing, every weight of the model is trained."""
     objective: Annotated[Any, Choice(OBJECTIVES), Also("loss", "loss_fn", "loss_type", "criterion")] = "next_token"
     """The loss to minimize."""
+    rollout: Rollout | None = None
+    """How answers are sampled, for objectives that learn from rewards. None: the defaults, where the objective does."""
+    reward: Annotated[list[Reward], Repeats("of"), Also("reward_funcs", "reward_fn", "reward_model")] = Field(default_factory=list)
+    """What answers are rewarded for, for objectives that learn from rewards. `reward=FILE.py:FUNCTION` may be given several times."""
     optimizer: Annotated[Any, Choice(OPTIMIZERS), Also("optim", "opt_type", "opt", "optimizer_type")] = "adamw"
     """The rule that updates the weights."""
     schedule: Annotated[
@@ -222,6 +234,7 @@ class Run(Settings):
             raise ValueError(
                 "model is an encoder: it predicts no tokens, and no objective that trains one is built yet"
             )
+        self._check_rewards()
         scores = getattr(self.objective, "scores", 0)
         if scores and "scores" not in type(self.model).model_fields:
             raise ValueError("models of this family have no head of scores yet: a Llama, Qwen, Gemma, OLMo or Phi has")
@@ -249,3 +262,21 @@ class Run(Settings):
         if self.data.batch % self.accumulate:
             raise ValueError(f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}")
         return self
+
+    def _check_rewards(self) -> None:
+        """Rewards and rollouts go with objectives that learn from them, and with no others."""
+        if not getattr(self.objective, "on_policy", False):
+            for name in ("reward", "rollout"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is for objectives that learn from rewards, such as objective=grpo")
+            return
+        if not self.reward:
+            raise ValueError("reward is missing: reward=FILE.py:FUNCTION names what answers are rewarded for")
+        if self.accumulate > 1:
+            raise ValueError("accumulate does not apply: the parts of an update follow from the lengths (rollout.rows)")
+        if getattr(self.objective, "critic", None) is not None and "scores" not in type(self.model).model_fields:
+            raise ValueError("models of this family have no head of scores yet, which a critic needs")
+        if self.data.format == "auto":
+            object.__setattr__(self, "data", self.data.model_copy(update={"format": "prompt"}))
+        if self.rollout is None:
+            object.__setattr__(self, "rollout", Rollout())

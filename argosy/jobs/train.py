@@ -236,7 +236,7 @@ class Training:
 
     def restored(self, step: int) -> Any:
         """The state of a checkpoint, on this run's devices."""
-        from argosy.checkpoint.store import STATE, load_item, load_weights
+        from argosy.checkpoint.store import STATE, load_data, load_item, load_weights
 
         folder, meta = self.directory.checkpoints.path(step), self.directory.checkpoints.meta(step)
         frozen: dict[str, Any] = {}
@@ -245,7 +245,7 @@ class Training:
 
             self.base = dict(meta["base"])
             frozen = base_of(self.assembly, self.base, self.view.say)
-        self.assembly.batches.restore(meta["data"])
+        self.assembly.batches.restore(meta["data"], load_data(folder))
         weights, state = self.assembly.state_places()
         restored = self.assembly.restored(load_weights(folder, weights) | frozen, load_item(folder, STATE, state))
         self.resumed = step
@@ -318,6 +318,8 @@ class Training:
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace)
             with asked_to_stop(STOPPING) as stop:
                 hooks: list[Any] = []
+                if settings.rollout is not None:
+                    hooks += self.begin_rollouts(saver, metrics, stop)
                 if a.evals is not None:
                     evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock, stop)
                     hooks.append(Every("evaluation", settings.eval.every, evaluation))
@@ -342,6 +344,20 @@ class Training:
         outcome = Outcome(self.directory.place, step, settings.steps, stop.code, last, self.clock.shares(), saved)
         self.view.end(ending(outcome))
         return outcome
+
+    def begin_rollouts(self, saver: Any, metrics: Metrics, stop: Callable[[], bool]) -> list[Any]:
+        """Lends the rollouts what they need of the run; returns their hooks."""
+        from argosy.jobs.hooks import Every
+        from argosy.jobs.reinforce import Reinforced, RewardEvaluation, keeper
+
+        a = self.assembly
+        assert isinstance(a, Reinforced)
+        a.hub, a.generation = self.hub, self.directory.generation()
+        a.begin_rollouts(self.view.say, keeper(self.directory.store, self.view), stop)
+        if not self.settings.eval.batches or a.rollouts.held_out is None:
+            return []
+        evaluation = RewardEvaluation(a, self.settings, saver, metrics, self.view, self.clock)
+        return [Every("evaluation", self.settings.eval.every, evaluation)]
 
     def say_example(self) -> None:
         """Shows the first record as the model sees it, unless the run resumes."""
@@ -375,8 +391,7 @@ class Training:
             **self.adapter(),
             "vocab": settings.model.vocab,
             "steps": settings.steps,
-            "tokens_per_step": a.batches.tokens_per_batch,
-            "flops_per_step": a.flops_per_step,
+            **self.work(),
             "devices": a.mesh.size,
             "device": a.mesh.devices.flat[0].device_kind,
             "precision": a.decided.precision,
@@ -385,6 +400,15 @@ class Training:
             "tokenizer": self.tokenizer(),
             "corpus": a.batches.summary(settings.steps).text,
         }
+
+    def work(self) -> dict[str, Any]:
+        """What a step computes; of rollouts, whose lengths nobody knows, what they are made of."""
+        a, how = self.assembly, self.settings.rollout
+        if how is None:
+            return {"tokens_per_step": a.batches.tokens_per_batch, "flops_per_step": a.flops_per_step}
+        from argosy.jobs.reinforce import told
+
+        return told(self.settings, how)
 
     def weights(self) -> str:
         """Where the weights of the first step come from."""

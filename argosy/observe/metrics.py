@@ -14,17 +14,17 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """The metrics file of a run directory, for appending."""
+    """The metrics file of a run directory, or another file of such lines, for appending."""
 
-    def __init__(self, store: Store):
-        self.store = store
-        if store.exists(FILE):
-            text = store.read_text(FILE)
+    def __init__(self, store: Store, file: str = FILE):
+        self.store, self.file = store, file
+        if store.exists(file):
+            text = store.read_text(file)
             if text and not text.endswith("\n"):
-                store.write_text(FILE, text[: text.rfind("\n") + 1])
+                store.write_text(file, text[: text.rfind("\n") + 1])
 
     def write(self, line: dict[str, Any]) -> None:
-        self.store.append_line(FILE, json.dumps({k: _plain(v) for k, v in line.items()}))
+        self.store.append_line(self.file, json.dumps({k: _plain(v) for k, v in line.items()}))
 
 
 def read(store: Store) -> list[dict[str, Any]]:

@@ -42,8 +42,10 @@ class Picture:
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         self.now, self.numbers = step, numbers
         self._times.append((time.monotonic(), step))
-        if math.isfinite(numbers.get("loss", math.nan)):
-            self._losses.append((float(step), numbers["loss"]))
+        # What is learned from rewards has a loss near 0 all the time.
+        drawn = numbers.get("reward", numbers.get("loss", math.nan))
+        if math.isfinite(drawn):
+            self._losses.append((float(step), drawn))
         if len(self._losses) > POINTS:
             self._losses = curve.halved(self._losses)
 
@@ -96,7 +98,8 @@ class Picture:
             # Copies, because the run continues while this draws.
             losses, evals = list(self._losses), list(self.evals.items())
             first = losses[0][0]
-            marks = [(float(s), n["eval_loss"]) for s, n in evals if math.isfinite(n.get("eval_loss", math.nan))]
+            found = [(float(s), n.get("eval_reward", n.get("eval_loss", math.nan))) for s, n in evals]
+            marks = [mark for mark in found if math.isfinite(mark[1])]
             marks = [mark for mark in marks if mark[0] >= first]
             log_x = self.x == "log" or (self.x == "auto" and self.steps >= LOG_FROM * first)
             plot = curve.plot(losses, marks, width - 8, height, log_x=log_x and first > 0)
@@ -156,7 +159,7 @@ def headed(facts: Mapping[str, Any]) -> list[str]:
     facts.pop("vocab", None)
     wide = {
         name: text
-        for name in ("command", "versions", "weights", "adapter", "tokenizer", "corpus", "memory")
+        for name in ("command", "versions", "weights", "adapter", "tokenizer", "corpus", "rollout", "rewards", "memory")
         if (text := _wide(name, facts.pop(name, None)))
     }
     short: dict[str, str] = {}
@@ -197,7 +200,11 @@ def memory_words(sizes: Mapping[str, int]) -> str:
 
 def stepped(numbers: Mapping[str, float]) -> str:
     """The numbers of a step that are worth watching, as text."""
-    words = [f"loss {numbers['loss']:.4f}"] if "loss" in numbers else []
+    words = [f"reward {numbers['reward']:.3f}"] if "reward" in numbers else []
+    if "answers/tokens" in numbers:
+        words.append(f"answers of {numbers['answers/tokens']:.0f} tokens")
+    if "loss" in numbers:
+        words.append(f"loss {numbers['loss']:.4f}")
     if "tokens_per_s" in numbers:
         words.append(f"{numbers['tokens_per_s']:,.0f} tokens/s")
     if "lr" in numbers:
@@ -214,6 +221,8 @@ def stepped(numbers: Mapping[str, float]) -> str:
 def evaluated(numbers: Mapping[str, float]) -> str:
     """The numbers of an evaluation, as text."""
     words = [f"eval loss {numbers['eval_loss']:.4f}"] if "eval_loss" in numbers else []
+    if "eval_reward" in numbers:
+        words.append(f"eval reward {numbers['eval_reward']:.3f} of {numbers['eval_prompts']:.0f} greedy answers")
     if "eval_perplexity" in numbers:
         words.append(f"perplexity {numbers['eval_perplexity']:.4g}")
     if "eval_bits_per_byte" in numbers:

@@ -58,6 +58,7 @@ class Diverged(ArgosyError):
 class Meter:
     """Turns a step's metrics into the logged numbers: reads and checks them, and adds rates since the last logged step.
 
+    tokens_per_step: of each step; where a step's metrics have `tokens`, those since the first step count instead.
     pace: called once with the seconds of a step, when the first one was timed, unless a logged one comes earlier.
     """
 
@@ -68,9 +69,11 @@ class Meter:
     pace: Callable[[float], None] | None = None
     _since: dict[str, float] = field(default_factory=dict)
     _logged_step: int | None = None
+    _logged_tokens: float | None = None
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, tokens: float | None = None) -> None:
         self._logged_step, self._since = step, dict(self.clock.seconds)
+        self._logged_tokens = tokens
 
     def read(self, step: int, metrics: Mapping[str, Any], *, last: bool = False, certain: bool = False) -> None:
         """Waits for the metrics of `step` if it is one to log; with `certain`, also if it is not, to check it.
@@ -98,11 +101,13 @@ class Meter:
             return
         self.pace = None
         steps = step - (self._logged_step or 0)
-        numbers["tokens"] = step * self.tokens_per_step
-        numbers["tokens_per_s"] = steps * self.tokens_per_step / max(self._spent_s(), 1e-9)
+        counted = numbers.get("tokens")
+        made = steps * self.tokens_per_step if counted is None else counted - (self._logged_tokens or 0)
+        numbers["tokens"] = step * self.tokens_per_step if counted is None else counted
+        numbers["tokens_per_s"] = made / max(self._spent_s(), 1e-9)
         numbers["data_wait_s"] = self._spent_s("data")
         self.tell(step, numbers)
-        self.begin(step)
+        self.begin(step, counted)
 
     def _spent_s(self, *causes: str) -> float:
         """Seconds since the last logged step that went into these causes; by default those of training."""

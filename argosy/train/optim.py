@@ -202,6 +202,16 @@ def _apart(rules: Mapping[str, Transformation], labels: Mapping[str, str]) -> Tr
     return optax.GradientTransformation(init, update)
 
 
+def scaled(optimizer: Any, prefix: str, factor: float) -> Any:
+    """The optimizer with so many times the learning rate for the weights whose addresses begin so."""
+    import optax
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return {a: factor * own if a.startswith(prefix) else own for a, own in updates.items()}, state
+
+    return optax.chain(optimizer, optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+
+
 def muon_dimensions(meaning: Any, stored: int) -> Any:
     """The axes of a weight as a matrix, summed letters by kept letters, separate for each layer and expert. None: not for
     Muon."""

@@ -79,19 +79,59 @@ def make_step(
             parts = in_parts(batch, accumulate, objective)
             known = shared(state, frozen or {}, parts, key)
             grads, loss = _summed(lambda part, key: gradients(state, frozen or {}, part | known, key), parts, key)
-        grads = jax.tree.map(lambda g: g / jnp.maximum(loss.loss.weight, 1e-30), grads)
-        updates, new = optimizer.update(grads, state.optimizer, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss.loss.value()} | {name: mean.value() for name, mean in loss.metrics.items()}
-        metrics |= {
-            "grad_norm": optax.tree.norm(grads),
-            "lr": jnp.asarray(rate(state.step)),
-            "targets": loss.loss.weight,
-        }
-        moved = {a: own.rule(state.rest[a], own.statistic) for a, own in loss.updates.items()}
-        return TrainState(state.step + 1, params, state.rest | moved, new, state.key), metrics
+        return updated(state, grads, loss, optimizer, rate)
 
     return step
+
+
+def make_parts(
+    graph: Any,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    rate: Factor,
+    *,
+    precision: Precision = "float32",
+    roles: Mapping[str, Any] | None = None,
+) -> tuple[Callable[..., Any], Callable[..., tuple[TrainState, Metrics]]]:
+    """The update of `make_step` for batches of any number of parts, in two functions to be jitted:
+
+        add(params, rest, frozen, part, key, sums) -> sums    gradients and loss of a part, added to those before (None: the first)
+        finish(state, sums) -> state, metrics                 the update, from the sums over all parts
+
+    Of the weights that are not trained, `finish` needs and returns only those that move by a rule.
+    """
+    models_for = _models(graph, precision, roles or {})
+
+    def add(params: Leaves, rest: Leaves, frozen: Frozen, part: Batch, key: Array, sums: Any = None) -> Any:
+        def total(params: Leaves) -> tuple[Array, Loss]:
+            loss = objective(models_for(params, rest, frozen), part, key)
+            return loss.loss.total, loss
+
+        made = jax.grad(total, has_aux=True)(params)
+        return made if sums is None else _added(sums, made)
+
+    def finish(state: TrainState, sums: Any) -> tuple[TrainState, Metrics]:
+        grads, loss = sums
+        return updated(state, grads, loss, optimizer, rate)
+
+    return add, finish
+
+
+def updated(
+    state: TrainState, grads: Leaves, loss: Loss, optimizer: optax.GradientTransformation, rate: Factor
+) -> tuple[TrainState, Metrics]:
+    """The next state from gradients that are sums over targets, and the metrics."""
+    grads = jax.tree.map(lambda g: g / jnp.maximum(loss.loss.weight, 1e-30), grads)
+    updates, new = optimizer.update(grads, state.optimizer, state.params)
+    params: Any = optax.apply_updates(state.params, updates)
+    metrics = {"loss": loss.loss.value()} | {name: mean.value() for name, mean in loss.metrics.items()}
+    metrics |= {
+        "grad_norm": optax.tree.norm(grads),
+        "lr": jnp.asarray(rate(state.step)),
+        "targets": loss.loss.weight,
+    }
+    moved = {a: own.rule(state.rest[a], own.statistic) for a, own in loss.updates.items()}
+    return TrainState(state.step + 1, params, state.rest | moved, new, state.key), metrics
 
 
 def _models(graph: Any, precision: Precision, roles: Mapping[str, Any]) -> Callable[..., Models]:
@@ -119,8 +159,7 @@ def in_parts(batch: Batch, parts: int, objective: Objective) -> Batch:
 
 
 def _summed(of_part: Callable[[Batch, Array], Any], parts: Batch, key: Array) -> Any:
-    """What a function gives for each part of a batch, summed over the parts, which are computed one after the other. Metrics add by
-    their own `+`: that of a maximum is the larger one."""
+    """What a function gives for each part of a batch, summed over the parts, which are computed one after the other."""
     count = len(next(iter(parts.values())))
     first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), parts)
     zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(of_part, first, key))
@@ -128,9 +167,14 @@ def _summed(of_part: Callable[[Batch, Array], Any], parts: Batch, key: Array) ->
     def one(so_far: Any, piece: Any) -> tuple[Any, None]:
         i, part = piece
         made = of_part(part, jax.random.fold_in(key, i))
-        return jax.tree.map(lambda a, b: a + b, so_far, made, is_leaf=lambda x: hasattr(x, "value")), None
+        return _added(so_far, made), None
 
     return jax.lax.scan(one, zero, (jnp.arange(count), parts))[0]
+
+
+def _added(a: Any, b: Any) -> Any:
+    """Sums of gradients, losses and metrics. Metrics add by their own `+`: that of a maximum is the larger one."""
+    return jax.tree.map(lambda a, b: a + b, a, b, is_leaf=lambda x: hasattr(x, "value"))
 
 
 def make_evaluation(

@@ -43,11 +43,25 @@ def settings_of(path, **values) -> DataSettings:
     return DataSettings(source=str(path), **values)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "prompt"])
 def test_the_first_record_tells_the_format(tmp_path, name):
     source = JsonLines(written(tmp_path, RECORDS[name]))
     assert source.format == name
     assert len(list(source.documents())) == len(RECORDS[name])
+
+
+def test_prompts_are_read_where_they_are_asked_for_with_all_other_columns(tmp_path):
+    rows = [{"prompt": "2 + 2 =", "answer": "4", "level": None}, {"prompt": [HI], "answer": "ho", "extra": [1]}]
+    text, chat = read(tmp_path, *rows, format="prompt")
+    assert (text.prompt, text.messages, text.columns) == ("2 + 2 =", None, {"answer": "4", "level": None})
+    assert (chat.prompt, list(chat.messages or ()), chat.columns) == (None, [HI], {"answer": "ho", "extra": [1]})
+    source = JsonLines(written(tmp_path, rows), format="prompt", columns={"prompt": "prompt"})
+    assert len(list(source.documents())) == 2
+    assert source.ignored == ()
+    with pytest.raises(BadInput, match="no known format"):
+        list(JsonLines(written(tmp_path, [{"prompt": "x", "answer": "y"}])).documents())
+    with pytest.raises(BadInput, match="a prompt that is a number"):
+        read(tmp_path, {"prompt": 3}, format="prompt")
 
 
 def test_openai_and_sharegpt_write_the_same_conversation(tmp_path):

@@ -48,7 +48,8 @@ class Record:
     where: the file and line, for errors. learned: for each message, whether it counts where it is an assistant's; None: all do.
     tools: JSON schemas of functions. variables: of the template.
     others: what belongs together with it, such as the rejected answer of a pair. asked: how many messages are the prompt of a
-    completion. values: numbers of the record. steps: texts of a completion, and whether each is right.
+    completion. values: numbers of the record. steps: texts of a completion, and whether each is right. columns: what else the file says
+    of a prompt, under its own names.
     """
 
     where: str
@@ -62,12 +63,13 @@ class Record:
     asked: int = 0
     values: Mapping[str, float] = field(default_factory=dict)
     steps: tuple[tuple[str, bool], ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def words(self) -> str:
         """What is said in it, without the names of roles and columns."""
         if self.messages is None:
-            own = f"{self.prompt}{self.completion}"
+            own = f"{self.prompt or ''}{self.completion or ''}"
         else:
             own = "\n".join(str(message["content"]) for message in self.messages)
         return "\n".join([own, *(other.words for other in self.others)])
@@ -79,6 +81,8 @@ class Record:
         # Left out where there is none, so that what is held out of older corpora stays the same.
         if self.others or self.values or self.steps:
             said += [[other.text for other in self.others], self.values, self.steps]
+        if self.columns:
+            said.append(self.columns)
         return json.dumps(said, ensure_ascii=False, sort_keys=True)
 
 

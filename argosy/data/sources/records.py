@@ -6,10 +6,12 @@
     alpaca       instruction, output, (input)           also system and history, as LLaMA-Factory writes them
     sharegpt     conversations                          from and value; role and content too, since many files mix the names
     preference, kto, stepwise                           `sources.preferences`
+    prompt       prompt                                 a text, or a list of messages; every other column is kept, for rewards
 
-Beside messages, `tools` are JSON schemas of functions (a list, or its JSON) and `chat_template_kwargs` further variables of the
-template, as in TRL. A message of an assistant with `weight` 0 is not learned, as in OpenAI's fine-tuning. A column that is null
-counts as absent, because that is how tables with optional columns become JSONL.
+`prompt` is never detected, because the others have a prompt too: whoever wants prompts alone asks for it. Beside messages, `tools`
+are JSON schemas of functions (a list, or its JSON) and `chat_template_kwargs` further variables of the template, as in TRL.
+A message of an assistant with `weight` 0 is not learned, as in OpenAI's fine-tuning. A column that is null counts as absent, because
+that is how tables with optional columns become JSONL.
 """
 
 import json
@@ -33,7 +35,10 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "kto": (("prompt", "completion", "label"), ("tools", "chat_template_kwargs")),
     "stepwise": (("prompt", "completions", "labels"), ()),
+    "prompt": (("prompt",), ("tools", "chat_template_kwargs")),
 }  # fmt: skip
+# The format whose other columns are free, and kept.
+PROMPT = "prompt"
 # Formats whose columns are told apart from those of fine-tuning beside them, and how many sequences of a record belong together. KTO's
 # second one is the prompt with the answer to another.
 GROUPS = {"preference": 2, "kto": 2, "stepwise": 1}
@@ -98,7 +103,8 @@ class Reader:
             raise self.other(lacking, has, where)
         known = [name for name in (*needs, *may) if self.named(name) in has]
         read = {self.named(name) for name in known}
-        self.ignored |= dict.fromkeys(name for name in has if name not in read)
+        if self.format != PROMPT:
+            self.ignored |= dict.fromkeys(name for name in has if name not in read)
         return {name: has[self.named(name)] for name in known}
 
     def named(self, name: str) -> str:
@@ -128,7 +134,8 @@ class Reader:
     def fitting(self, has: Row) -> list[str]:
         """The formats that a record has the columns of. One that needs more columns is meant, such as a pair beside `messages`; but not
         one that lacks a column which the settings rename."""
-        fits = [one for one, (needs, _) in FORMATS.items() if all(self.named(name) in has for name in needs)]
+        detected = [one for one in FORMATS if one != PROMPT]
+        fits = [one for one in detected if all(self.named(name) in has for name in FORMATS[one][0])]
         renamed = {name for name in self.columns if name not in OF_A_MESSAGE}
         fits = [one for one in fits if renamed <= {*FORMATS[one][0], *FORMATS[one][1]}] or fits
         # A column `label` may be a class; only a truth value is KTO's.
@@ -167,6 +174,8 @@ class Reader:
             return labeled(row, self.completion(row, how, where), where, kind)
         if self.format == "stepwise":
             return stepwise(row, where, kind)
+        if self.format == PROMPT:
+            return self.asking(row, json.loads(line), how, where)
         if self.format == "preference" and "instruction" in row and "prompt" not in row:
             return instructed(row, alpaca, where, kind)
         if self.format == "preference":
@@ -177,6 +186,17 @@ class Reader:
         if row.get("system"):
             messages, taught = [system(row["system"], where), *messages], [True, *taught]
         return Record(messages=messages, learned=None if all(taught) else tuple(taught), **how)
+
+    def asking(self, row: Row, found: Row, how: dict[str, Any], where: str) -> Record:
+        """A prompt alone, with every other column of the file under its own name."""
+        prompt, taken = row["prompt"], {self.named(name) for name in (*FORMATS[PROMPT][0], *FORMATS[PROMPT][1])}
+        columns = {name: value for name, value in found.items() if name not in taken}
+        if isinstance(prompt, str):
+            return Record(where=where, prompt=prompt, columns=columns)
+        if not isinstance(prompt, list):
+            raise BadInput(f"a prompt that is {kind(prompt)}", where=where, hint="it is a text, or a list of messages")
+        messages, _ = self.messages(prompt, self.named("prompt"), where)
+        return Record(messages=messages, asked=len(messages), columns=columns, **how)
 
     def completion(self, row: Row, how: dict[str, Any], where: str) -> Record:
         """A prompt and its completion: both texts, or both messages."""
@@ -340,7 +360,7 @@ PAIRS = (("question", "answer"), ("query", "response"), ("prompt", "response"), 
 
 def needed() -> str:
     """The columns of every format, for a hint."""
-    return ", ".join(" and ".join(f"`{name}`" for name in needs) for needs, _ in FORMATS.values())
+    return ", ".join(" and ".join(f"`{name}`" for name in needs) for one, (needs, _) in FORMATS.items() if one != PROMPT)
 
 
 def listed(has: Row) -> str:

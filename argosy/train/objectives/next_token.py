@@ -72,9 +72,16 @@ def further(
     return sum(sums[1:], sums[0]), jax.tree.map(lambda *each: jnp.stack(each), *aux)
 
 
-def losses(how: OfTokens, model: Any, x: Float[Array, "B T D"], targets: Int[Array, "B T"]) -> Losses:
+def losses(
+    how: OfTokens, model: Any, x: Float[Array, "B T D"], targets: Int[Array, "B T"], temperature: float = 1.0
+) -> Losses:
     """Loss and log partition function of each target, [B T] each. Rows are not flattened, because they could then not be laid out
-    over devices by the rules of a batch."""
+    over devices by the rules of a batch.
+
+    Args:
+        temperature: divides the logits.
+    """
+    by = jnp.asarray(1.0 / temperature, x.dtype)
     way, plain = how.head, plain_head(model)
     if way == "auto":
         roomy = 4 * targets.size * model.config.vocab <= ROOMY_BYTES * math.prod(axis_sizes().values())
@@ -82,12 +89,12 @@ def losses(how: OfTokens, model: Any, x: Float[Array, "B T D"], targets: Int[Arr
     found: Any
     flat = targets.reshape(-1)
     if way == "blocks" and plain:
-        found = vocabulary_blocks(x.reshape(-1, x.shape[-1]), plain[0], flat, plain[1])
+        found = vocabulary_blocks((x if temperature == 1.0 else x * by).reshape(-1, x.shape[-1]), plain[0], flat, plain[1])
     elif way == "chunks":
         rows = x.reshape(-1, x.shape[-1])
-        found = row_chunks(lambda rows: model.unembed(rows[:, None])[:, 0], rows, flat, min(how.chunk, len(flat)))
+        found = row_chunks(lambda rows: model.unembed(rows[:, None])[:, 0] / temperature, rows, flat, min(how.chunk, len(flat)))
     else:
-        logits = model.unembed(x)
+        logits = model.unembed(x) / temperature
         found = from_logits(logits.reshape(-1, logits.shape[-1]), flat)
     return found[0].reshape(targets.shape), found[1].reshape(targets.shape)
 

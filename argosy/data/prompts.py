@@ -1,0 +1,140 @@
+"""Prompts of reinforcement learning: what is asked, as token ids, with the columns that rewards read.
+
+All records are held in memory, because their texts are small beside what is generated for them. They are rendered as they are used.
+Which of them are held out depends on their own text alone, as in a corpus.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.batch import Fingerprint
+from argosy.data.chat import choose_template, render
+from argosy.data.conversations import CLOCK, HINT, template_hash, templates_of
+from argosy.data.order import Order
+from argosy.data.prepare import HeldOut
+from argosy.data.settings import DataSettings
+from argosy.data.sources import Record, Source, find_source
+from argosy.data.sources.records import PROMPT
+
+if TYPE_CHECKING:
+    from argosy.data.tokenize import Tokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as a policy reads it.
+
+    asked: the text or the messages, as in the file. tokens: what the model is fed, ready for an answer. columns: the other columns.
+    """
+
+    asked: str | Sequence[Mapping[str, Any]]
+    tokens: Sequence[int]
+    columns: Mapping[str, Any]
+    where: str
+
+
+@dataclass
+class Prompts:
+    """The prompts of a file in the order of a run: epochs follow each other, each shuffled anew.
+
+    records: at least one. names: of all columns, in the order of their first occurrence; a record without one has None there.
+    """
+
+    records: Sequence[Record]
+    tokenizer: "Tokenizer"
+    order: Order
+    fingerprint: Fingerprint
+    template: str | None = None
+    bos: bool | None = None
+    special: bool = False
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = tuple(dict.fromkeys(name for record in self.records for name in record.columns))
+        self.templates, self.name = templates_of(self.tokenizer, self.template)
+        self.first = self.tokenizer.adds_bos if self.bos is None else self.bos
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __call__(self, first: int, count: int) -> list[Prompt]:
+        """The prompts at `count` places of the order, from `first` on; fewer where the order ends.
+
+        Raises:
+            BadInput: a template refuses one, or there is none; the record is named.
+        """
+        rows = self.order(np.arange(first, first + count))
+        return [self.rendered(self.records[row]) for row in rows.tolist() if row >= 0]
+
+    def rendered(self, record: Record) -> Prompt:
+        """One record as token ids, and all columns."""
+        columns = {name: record.columns.get(name) for name in self.names}
+        if record.messages is None:
+            text = record.prompt or ""
+            ids = self.tokenizer.encode(text, special=self.special)
+            if self.first and self.tokenizer.bos is not None and ids[:1] != [self.tokenizer.bos]:
+                ids = [self.tokenizer.bos, *ids]
+            if not ids:
+                raise BadInput("an empty prompt", where=record.where)
+            return Prompt(text, ids, columns, record.where)
+        if not self.templates:
+            raise BadInput("messages need a chat template, and this tokenizer has none", where=record.where, hint=HINT)
+        chosen = choose_template(self.templates, name=self.name, tools=bool(record.tools))
+        how: dict[str, Any] = {"tools": record.tools, "add_generation_prompt": True, "now": CLOCK}
+        try:
+            text = render(chosen, list(record.messages), self.tokenizer.special, **how, **record.variables)
+        except BadInput as error:
+            where = f"{record.where}: {error.where}" if error.where else record.where
+            raise BadInput(error.what, where=where, hint=error.hint) from None
+        return Prompt(record.messages, self.tokenizer.encode(text, special=True), columns, record.where)
+
+
+def prompts_of(settings: DataSettings, tokenizer: "Tokenizer", seed: int) -> tuple[Prompts, Prompts | None]:
+    """The prompts to train on, and those held out, in the order of the file; None if none are.
+
+    Raises:
+        BadInput: no file, no records, no prompt in one of them, or settings that mean nothing for prompts.
+    """
+    check_prompt_settings(settings)
+    source = find_source(settings.model_copy(update={"format": PROMPT}))
+    if not isinstance(source, Source) or source.format != PROMPT:
+        what = "reinforcement learning reads prompts from a JSONL file, and this source has none"
+        raise BadInput(what, where=f"data.source={settings.source}", hint='lines like {"prompt": "...", "answer": "..."}')
+    held, records, others = HeldOut(settings.held_out), list[Record](), list[Record]()
+    for document in source.documents():
+        assert document.record is not None
+        (others if held.takes(document) else records).append(document.record)
+    if not records:
+        raise BadInput("no prompts", where=f"data.source={settings.source}", hint="the file is empty")
+    seed = seed if settings.seed is None else settings.seed
+    made = source.fingerprint() | {"held_out": settings.held_out, "tokenizer": tokenizer.fingerprint}
+    made |= {"template": template_hash(tokenizer, settings.template), "bos": settings.bos, "special": settings.special}
+    made |= {"seed": seed, "shuffle": settings.shuffle}
+    how: Any = {"template": settings.template, "bos": settings.bos, "special": settings.special}
+    epochs = Order(len(records), seed if settings.shuffle else None)
+    once = Order(len(others), None, repeats=False)
+    return Prompts(records, tokenizer, epochs, made, **how), Prompts(others, tokenizer, once, made, **how) if others else None
+
+
+# Settings that say something about rows of given tokens, with their defaults.
+OF_ROWS = ("packing", "too_long", "online", "learn")
+
+
+def check_prompt_settings(settings: DataSettings) -> None:
+    """Checks that no setting is given that would be ignored.
+
+    Raises:
+        BadInput: one is.
+    """
+    if settings.format not in ("auto", PROMPT):
+        what = f"data.format={settings.format}, and reinforcement learning reads prompts"
+        raise BadInput(what, hint="leave it out; data.columns.prompt=NAME reads the prompt from another column")
+    fields = type(settings).model_fields
+    for name in OF_ROWS:
+        if name in fields and getattr(settings, name) != fields[name].default:
+            what = f"data.{name} is for answers that are in the data, and here they are generated"
+            raise BadInput(what, hint=f"leave `data.{name}` out")

@@ -1,0 +1,304 @@
+"""Reinforcement learning as a training run: what its assembly does otherwise than that of other objectives.
+
+The engine and the trainer are one model on the same devices: before a rollout the engine's module is given the state's own arrays,
+without a copy, and after it holds nothing. An update computes as many parts as a rollout's answers fill, by one program.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.batch import Batch
+from argosy.data.prompts import prompts_of
+from argosy.infer.lm import LM
+from argosy.infer.settings import EngineSettings
+from argosy.jobs import reference
+from argosy.jobs.assemble import Assembly
+from argosy.jobs.hooks import Saver, is_stopping
+from argosy.jobs.memory import shapes_of
+from argosy.jobs.run import Run
+from argosy.jobs.view import View
+from argosy.models.parts.weight import merge, put
+from argosy.observe.goodput import Clock
+from argosy.observe.metrics import Metrics
+from argosy.observe.readable import one_line
+from argosy.parallel.place import batch_sharding, row_shares
+from argosy.rl.critic import PREFIX
+from argosy.rl.experience import Experience, Shape
+from argosy.rl.policies import Rollout
+from argosy.rl.policy import ROWS, gathered, logps_of, values_of
+from argosy.rl.reward_functions import open_rewards
+from argosy.rl.rollouts import Rollouts, Told, Trainer
+from argosy.train.state import TrainState, training_graph
+from argosy.train.step import make_parts, model_for
+
+# Answers of a rollout that are kept in the run directory and shown.
+KEPT = 16
+# Of so many rollouts an answer of one is shown.
+SHOWN = 10
+# Processes for reward functions, unless the settings say otherwise.
+MOST_WORKERS = 8
+ANSWERS = "answers.jsonl"
+SIZES = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An update's parts on the devices, and the numbers that are logged with it."""
+
+    parts: Sequence[Any]
+    numbers: Mapping[str, float]
+
+
+@dataclass
+class Reinforced(Assembly):
+    """The assembly of a run whose batches are rollouts."""
+
+    # Which tokens end an answer: config.json and generation_config.json of the model that the weights came from.
+    hub: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    _engine: LM | None = field(default=None, init=False, repr=False)
+
+    @property
+    def rollouts(self) -> Rollouts:
+        assert isinstance(self.batches, Rollouts)
+        return self.batches
+
+    # ---------------------------------------------------------------- shapes
+
+    def part_shapes(self, only: Sequence[str] | None = None) -> dict[str, Any]:
+        """The arrays of a part: rows are split over devices, numbers of answers are everywhere."""
+        shape, fields = self.rollouts.shape, self.run.objective.reads()
+        chosen = {name: fields[name] for name in only or fields}
+        made = shapes_of(chosen, shape.rows, shape.sequence, 1, shape.sizes, None)
+        return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._place_of(name)) for name, a in made.items()}
+
+    def _place_of(self, name: str) -> Any:
+        return batch_sharding(self.mesh) if name in ROWS else self.places.step
+
+    def _placed(self, part: Batch) -> dict[str, Any]:
+        return {name: jax.device_put(a, self._place_of(name)) for name, a in part.items()}
+
+    def place(self, batch: Experience) -> Placed:
+        return Placed([self._placed(part) for part in batch.parts], batch.numbers)
+
+    # ---------------------------------------------------------------- programs
+
+    def compile(self) -> "Update":
+        """Compiles the programs of an update for the shape of a part."""
+        graph = training_graph(self.model)
+        add, finish = make_parts(graph, self.run.objective, self.optimizer, self.rate, precision=self.decided.precision)
+        shapes, part, key = self.shapes, self.part_shapes(), jax.eval_shape(lambda: jax.random.key(0))
+        with self.tracing():
+            sums = jax.eval_shape(add, shapes.params, shapes.rest, {}, part, key)
+            places = (self.places.params, jax.tree.map(lambda _: self.places.step, sums[1]))
+            sums = jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), sums, places)
+            first = jax.jit(add, out_shardings=places).lower(shapes.params, shapes.rest, {}, part, key).compile()
+            further = jax.jit(add, donate_argnums=5, out_shardings=places)
+            further = further.lower(shapes.params, shapes.rest, {}, part, key, sums).compile()
+            moved = frozenset(sums[1].updates)
+            small = replace(shapes, rest={a: shapes.rest[a] for a in moved})
+            out = replace(self.places, rest={a: self.places.rest[a] for a in moved}), None
+            last = jax.jit(finish, donate_argnums=0, out_shardings=out).lower(small, sums).compile()
+        waiting = sum(
+            math.prod(place.shard_shape(a.shape)) * a.dtype.itemsize
+            for a, place in zip(jax.tree.leaves(shapes.optimizer), jax.tree.leaves(self.places.optimizer), strict=True)
+        )
+        return Update(first, further, last, moved, waiting)
+
+    def with_frozen(self, program: Any) -> Any:
+        return program
+
+    def begin_rollouts(self, say: Callable[[str], None], keep: Callable[[Sequence[Told]], None], stop: Callable[[], bool]) -> None:
+        """Lends the rollouts what they need of this run, before its first step."""
+        self.rollouts.trainer = Trainer(
+            self.engine,
+            lambda state, rows: self.logps(state.params, state.rest, rows),
+            lambda state, rows: self.logps(*self.reference_of(state), rows),
+            self.values,
+        )
+        self.rollouts.say, self.rollouts.keep, self.rollouts.interrupted = say, keep, stop
+
+    def logps(self, params: Any, rest: Any, part: Batch) -> np.ndarray:
+        """The log-probabilities of the tokens of a part's answers by these weights, [S L]."""
+        names = (*ROWS, "places")
+        return np.asarray(self._scorer(params, rest, self._placed({name: part[name] for name in names})))
+
+    @cached_property
+    def _scorer(self) -> Any:
+        how, graph = self.run.objective, training_graph(self.model)
+
+        def logps(params: Any, rest: Any, part: Any) -> Any:
+            return logps_of(how, model_for(graph, self.decided.precision, params, rest), part)[0]
+
+        with self.tracing():
+            shapes = self.shapes.params, self.shapes.rest, self.part_shapes((*ROWS, "places"))
+            return jax.jit(logps, out_shardings=self.places.step).lower(*shapes).compile()
+
+    def reference_of(self, state: TrainState) -> tuple[Any, Any]:
+        """The reference's weights: those of the first step, over the base that all share."""
+        first = self.frozen[reference.ROLE]
+        return {a: first.get(a, own) for a, own in state.params.items()}, {a: first.get(a, own) for a, own in state.rest.items()}
+
+    def values(self, state: TrainState, rows: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """The critic's values of the tokens of a part's answers [S L], and after their last token [S]."""
+        found = self._values(state.params, state.rest, self._placed({name: rows[name] for name in (*ROWS, "places", "ends")}))
+        return np.asarray(found[0]), np.asarray(found[1])
+
+    @cached_property
+    def _values(self) -> Any:
+        graph, place = training_graph(self.model), self.places.step
+
+        def values(params: Any, rest: Any, part: Any) -> Any:
+            found, _ = values_of(model_for(graph, self.decided.precision, params, rest), part)
+            return gathered(found, part["places"]), found.reshape(-1)[part["ends"]]
+
+        with self.tracing():
+            ends = jax.ShapeDtypeStruct((self.rollouts.shape.answers,), jnp.int32, sharding=place)
+            shapes = self.shapes.params, self.shapes.rest, self.part_shapes((*ROWS, "places")) | {"ends": ends}
+            return jax.jit(values, out_shardings=(place, place)).lower(*shapes).compile()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+        weights, arrays = super().packed(state)
+        own = {address: leaf for address, leaf in weights.items() if address.startswith(PREFIX)}
+        return {a: leaf for a, leaf in weights.items() if a not in own}, arrays | own
+
+    def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
+        own = {name: a for name, a in arrays.items() if name.startswith(PREFIX)}
+        return super().restored(weights | own, {name: a for name, a in arrays.items() if name not in own})
+
+    def state_places(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        weights, state = super().state_places()
+        own = {address: place for address, place in weights.items() if address.startswith(PREFIX)}
+        return {a: place for a, place in weights.items() if a not in own}, state | own
+
+    # ---------------------------------------------------------------- the engine
+
+    def engine(self, state: TrainState) -> LM:
+        """The language model with the weights of a state, which it shares."""
+        if self._engine is None:
+            module = merge(self.graph, state.params, state.rest)
+            module.dtype = self.decided.dtype
+            if hasattr(module, "critic"):
+                del module.critic
+            settings = EngineSettings(slots=(self.run.rollout or Rollout()).slots)
+            self._engine = LM(
+                self.run.model, module, self.tokenizer, hub=self.hub, generation=self.generation, engine_settings=settings
+            )
+        put(self._engine.module, {a: leaf for a, leaf in (state.params | state.rest).items() if not a.startswith(PREFIX)})
+        return self._engine
+
+
+@dataclass(frozen=True)
+class Update:
+    """The compiled update of a state by a rollout's parts.
+
+    moved: frozen weights that change by a rule. waiting: bytes of the optimizer's state on a device.
+    """
+
+    first: Any
+    further: Any
+    last: Any
+    moved: frozenset[str]
+    waiting: int
+
+    def __call__(self, state: TrainState, batch: Placed) -> tuple[TrainState, dict[str, Any]]:
+        sums: Any = None
+        key = jax.random.fold_in(state.key, state.step)
+        for i, part in enumerate(batch.parts):
+            own = jax.random.fold_in(key, i)
+            args = (state.params, state.rest, {}, part, own)
+            sums = self.first(*args) if sums is None else self.further(*args, sums)
+        small = replace(state, rest={a: state.rest[a] for a in self.moved})
+        new, metrics = self.last(small, sums)
+        return replace(new, rest=state.rest | new.rest), dict(metrics) | dict(batch.numbers)
+
+    def memory_analysis(self) -> Any:
+        """That of the program of a part. The optimizer's state waits beside it."""
+        own = self.further.memory_analysis()
+        sizes = {name: int(getattr(own, name, 0) or 0) for name in SIZES}
+        sizes["argument_size_in_bytes"] += self.waiting
+        return SimpleNamespace(**sizes)
+
+
+def rollouts_of(run: Run, mesh: Any, tokenizer: Any) -> Rollouts:
+    """The rollouts of a run. Everything is checked, nothing is sampled.
+
+    Raises:
+        UserError: a mistake in prompts, rewards or settings.
+    """
+    how, shares = run.rollout, row_shares(mesh)
+    assert how is not None
+    rows = how.rows_over(shares)
+    if rows % shares:
+        what = f"rollout.rows = {rows} does not divide over {shares} devices"
+        raise BadInput(what, hint=f"make it a multiple of {shares}")
+    prompts, held_out = prompts_of(run.data, tokenizer, run.seed)
+    shape = Shape(rows, run.data.sequence, how.tokens)
+    workers = how.workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    judge = open_rewards(run.reward, workers, columns=prompts.names, say=lambda text: made.say(text))
+    try:
+        made = Rollouts(prompts, held_out, run.objective, how, run.data.batch, shape, judge, run.seed)
+    except BaseException:
+        judge.close()
+        raise
+    return made
+
+
+def told(run: Run, how: Rollout) -> dict[str, str]:
+    """The rollouts and rewards of a run, for its header."""
+    n, answers = how.completions, run.data.batch
+    each = f"{answers} answers of at most {how.tokens} tokens: {n} to each of {answers // n} prompts"
+    updates = f"{how.updates} updates" if how.updates > 1 else "an update"
+    rewards = ", ".join(f"{one.of}{'' if one.weight == 1 else f' x {one.weight:g}'}" for one in run.reward)
+    return {"rollout": f"{each}, at temperature {run.objective.temperature:g}; {updates} from each rollout", "rewards": rewards}
+
+
+class RewardEvaluation:
+    """Evaluates the rewards of greedy answers to held-out prompts. The best checkpoints are those of the highest reward."""
+
+    def __init__(self, assembly: Reinforced, run: Run, saver: Saver, metrics: Metrics, view: View, clock: Clock):
+        self.assembly, self.run, self.saver = assembly, run, saver
+        self.metrics, self.view, self.clock = metrics, view, clock
+
+    def __call__(self, now: Any) -> None:
+        if is_stopping(now, self.run.steps):
+            return
+        most = self.run.eval.batches * self.run.data.batch
+        numbers = self.assembly.rollouts.evaluated(now.state, most)
+        if not numbers:
+            return
+        self.metrics.write({"step": now.step} | numbers)
+        self.view.evaluation(now.step, numbers)
+        with self.clock("checkpoint"):
+            self.saver.evaluated(now, -numbers["eval_reward"])
+
+
+def keeper(store: Any, view: View) -> Callable[[Sequence[Told]], None]:
+    """Writes some answers of each rollout into the run directory, a line each, and shows the best of those now and then."""
+    lines = Metrics(store, ANSWERS)
+
+    def keep(told: Sequence[Told]) -> None:
+        for one in told[:KEPT]:
+            lines.write(asdict(one))
+        best = max(told[:KEPT], key=lambda one: one.advantage)
+        if best.rollout % SHOWN == 1:
+            asked = best.prompt if isinstance(best.prompt, str) else str(best.prompt[-1].get("content", ""))
+            view.say(f"rollout {best.rollout}, rewards {shown(best.rewards)}: {one_line(asked)} -> {one_line(best.completion)}")
+
+    return keep
+
+
+def shown(rewards: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {'none' if value is None else f'{value:.3g}'}" for name, value in rewards.items())

@@ -1,0 +1,96 @@
+"""From the rewards of a rollout to the advantage of every token, by the policy's choice (`rl.advantages`).
+
+It is done once over all answers of a rollout, on the host's arrays, because advantages compare answers with each other. The numbers
+are small, so where they are computed does not matter.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from argosy.rl.advantages import Advantages, groups
+from argosy.rl.advantages.gae import gae
+from argosy.rl.advantages.gdpo import gdpo
+from argosy.rl.advantages.gpg import gpg
+from argosy.rl.advantages.grpo import grpo
+from argosy.rl.advantages.opo import opo
+from argosy.rl.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from argosy.rl.advantages.remax import remax
+from argosy.rl.advantages.rloo import rloo
+from argosy.rl.metrics import Metrics
+from argosy.rl.policies import Policy
+from argosy.rl.rewards import at_last, total
+
+
+class Compared(NamedTuple):
+    """The advantage of each token [B L], 0 where there is none; which answers count [B]; which groups teach [g]; metrics; and where
+    there is a critic, the returns that it learns [B L]."""
+
+    values: np.ndarray
+    counted: np.ndarray
+    useful: np.ndarray
+    metrics: Metrics
+    returns: np.ndarray | None = None
+
+
+class Judgment(NamedTuple):
+    """What is known of a rollout of g groups of n answers, B = g n in their order.
+
+    rewards: [g n k], NaN where missing. weights: of the k rewards. live: [B L], 1 on tokens of the policy.
+    greedy: [g k], the rewards of the greedy answers, for `advantages: greedy`.
+    penalty: [B L], what is subtracted from the reward at each token.
+    values, after: [B L] of the critic, and [B] its value after the last token of answers that were cut, 0 for others.
+    """
+
+    rewards: np.ndarray
+    weights: Sequence[float]
+    live: np.ndarray
+    greedy: np.ndarray | None = None
+    penalty: np.ndarray | None = None
+    values: np.ndarray | None = None
+    after: np.ndarray | None = None
+
+
+def compared(how: Policy, of: Judgment) -> Compared:
+    """The advantages of a rollout."""
+    summed, mask = total(jnp.asarray(of.rewards), of.weights), jnp.asarray(of.live)
+    penalty = None if of.penalty is None else jnp.where(mask > 0, jnp.asarray(of.penalty), 0.0)
+    if how.critic is not None or how.advantages == "batch":
+        return of_tokens(how, of, summed, mask, penalty)
+    less = summed if penalty is None else summed - jnp.sum(penalty, 1).reshape(summed.shape)
+    made: Advantages
+    if how.advantages == "group":
+        each = how.normalize == "each"
+        made = gdpo(jnp.asarray(of.rewards), of.weights) if each else grpo(less, scale=how.scale)
+    elif how.advantages == "greedy":
+        assert of.greedy is not None
+        made = remax(less, total(jnp.asarray(of.greedy)[:, None], of.weights))
+    elif how.advantages == "length":
+        made = opo(less, jnp.sum(mask, 1).reshape(summed.shape))
+    else:
+        made = {"leave_one_out": rloo, "group_batch": reinforce_pp_baseline, "useful": gpg}[how.advantages](less)
+    rows, kept = made.rows(mask)
+    # The metrics are of the rewards as they came.
+    metrics = made.metrics | groups(summed).advantages(jnp.zeros_like(summed)).metrics
+    return Compared(np.asarray(jnp.where(kept > 0, rows, 0.0)), flat(made.scored), flat(made.useful), metrics)
+
+
+def of_tokens(how: Policy, of: Judgment, summed: Array, mask: Array, penalty: Array | None) -> Compared:
+    """Advantages of tokens, which are compared with the whole batch or with a critic: every group teaches."""
+    plain = groups(summed).advantages(jnp.zeros_like(summed))
+    every = np.ones(len(summed), bool)
+    if how.critic is None:
+        found = reinforce_pp(summed, mask, penalty)
+        return Compared(np.asarray(found.values), flat(plain.scored), every, plain.metrics)
+    assert of.values is not None
+    rewards = at_last(summed.reshape(-1), mask) - (0.0 if penalty is None else penalty)
+    after = None if of.after is None else jnp.asarray(of.after)
+    found = gae(rewards, jnp.asarray(of.values), mask, after, gamma=how.critic.gamma, lam=how.critic.lam)
+    return Compared(np.asarray(found.values), flat(plain.scored), every, plain.metrics, np.asarray(found.returns))
+
+
+def flat(a: Array) -> np.ndarray:
+    return np.asarray(a).reshape(-1)

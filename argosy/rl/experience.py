@@ -1,0 +1,160 @@
+"""Answers with their advantages, packed into parts of one shape, each of which a device computes at once.
+
+A part has R rows of T tokens. Prompts with their answers are packed into rows by best fit, rows into parts in that order; a part is
+closed when its rows or its S places for answers are full. How many parts there are depends on the lengths, so the number of programs
+does not, and little is computed for padding. See `rl.policy` for the arrays.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import BadInput
+from argosy.data.batch import Batch
+from argosy.data.pack import best_fit_decreasing
+from argosy.rl.answers import Answer
+
+# Answers that a part has places for, as a multiple of those of full length.
+SHORTER = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a part: rows, tokens of a row, the longest answer, and how many answers there is room for."""
+
+    rows: int
+    sequence: int
+    longest: int
+
+    @property
+    def answers(self) -> int:
+        return self.rows * max(1, self.sequence // self.longest) * SHORTER
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By the letters of the fields' axes."""
+        return {"S": self.answers, "L": self.longest}
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What one update learns from. numbers: metrics of the host, which are logged with the update."""
+
+    parts: Sequence[Batch]
+    numbers: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Packed answers without what is to be learned from them. owners: [S], the answer in each place, -1: none."""
+
+    rows: Batch
+    owners: np.ndarray
+
+    def filled(self, columns: Mapping[str, np.ndarray]) -> Batch:
+        """The part with numbers of the answers' tokens, [B L] each."""
+        there = (self.owners >= 0)[:, None]
+        own = {name: np.where(there, values[self.owners], np.zeros((), values.dtype)) for name, values in columns.items()}
+        return {**self.rows, **own}
+
+    def spread(self, found: np.ndarray, out: np.ndarray) -> None:
+        """Writes what was found for each place, [S ...], to its answer, [B ...]."""
+        there = self.owners >= 0
+        out[self.owners[there]] = found[there]
+
+
+def per_token(answers: Sequence[Answer], longest: int, what: str) -> np.ndarray:
+    """`live` or `logprobs` of answers as [B L], 0 beyond their end.
+
+    Raises:
+        BadInput: an answer is longer.
+    """
+    out = np.zeros((len(answers), longest), np.float32)
+    for row, answer in enumerate(answers):
+        values = getattr(answer, what)
+        if len(values) > longest:
+            raise BadInput(f"an answer of {len(values)} tokens", where=f"rollout.tokens = {longest}")
+        out[row, : len(values)] = values
+    return out
+
+
+def packed(answers: Sequence[Answer], numbers: Sequence[int], shape: Shape) -> list[Part]:
+    """Parts of the answers of these numbers.
+
+    Raises:
+        BadInput: a prompt with its answer is longer than a row.
+    """
+    sizes = np.array([len(answers[i].prompt.tokens) + len(answers[i].tokens) for i in numbers], np.int64)
+    if sizes.max(initial=0) > shape.sequence:
+        raise BadInput(f"a prompt and its answer have {sizes.max()} tokens", where=f"data.sequence = {shape.sequence}")
+    return [part_of(answers, shape, [[numbers[i] for i in row] for row in rows]) for rows in in_parts(sizes, shape)]
+
+
+def in_parts(sizes: np.ndarray, shape: Shape) -> Iterator[list[list[int]]]:
+    """The answers of each row of each part."""
+    row_of = best_fit_decreasing(sizes, shape.sequence)
+    rows: list[list[int]] = [[] for _ in range(int(row_of.max(initial=-1)) + 1)]
+    for answer, row in enumerate(row_of.tolist()):
+        rows[row].append(answer)
+    part: list[list[int]] = []
+    held = 0
+    for row in rows:
+        # A row of very short answers may have more of them than a part has places for.
+        for begin in range(0, len(row), shape.answers):
+            piece = row[begin : begin + shape.answers]
+            if part and (len(part) == shape.rows or held + len(piece) > shape.answers):
+                yield part
+                part, held = [], 0
+            part, held = [*part, piece], held + len(piece)
+    if part:
+        yield part
+
+
+def part_of(answers: Sequence[Answer], shape: Shape, rows: list[list[int]]) -> Part:
+    """One part: the answers of each of its rows. The last token of an answer is an input too, without a target."""
+    tokens, targets, segments = np.zeros((3, shape.rows, shape.sequence), np.int32)
+    places, ends = np.zeros((shape.answers, shape.longest), np.int32), np.zeros(shape.answers, np.int32)
+    owners = np.full(shape.answers, -1, np.int32)
+    slot = 0
+    for row, own in enumerate(rows):
+        at = 0
+        for segment, number in enumerate(own, 1):
+            answer = answers[number]
+            asked, length = len(answer.prompt.tokens), len(answer.tokens)
+            ids = [*answer.prompt.tokens, *answer.tokens]
+            tokens[row, at : at + len(ids)], segments[row, at : at + len(ids)] = ids, segment
+            targets[row, at : at + len(ids) - 1] = ids[1:]
+            # The target of the prompt's last token is the first of the answer.
+            begin = row * shape.sequence + at + asked - 1
+            places[slot, :length], ends[slot] = begin + np.arange(length), begin + length
+            owners[slot] = number
+            at, slot = at + len(ids), slot + 1
+    rows_ = {"tokens": tokens, "targets": targets, "segments": segments, "places": places, "ends": ends}
+    return Part(rows_, owners)
+
+
+def density(parts: Sequence[Batch]) -> float:
+    """The share of the tokens of parts that are no padding."""
+    return float(np.mean([np.mean(part["segments"] > 0) for part in parts])) if parts else 0.0
+
+
+def stored(experiences: Sequence[Experience]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    """Experiences as arrays by name, and as JSON what else they are. Parts that several share, as epochs do, are stored once."""
+    own: dict[int, int] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for one in experiences:
+        if id(one.parts) not in own and one.parts:
+            own[id(one.parts)] = len(own)
+            arrays |= {f"{own[id(one.parts)]}.{name}": np.stack([part[name] for part in one.parts]) for name in one.parts[0]}
+    return arrays, [{"numbers": one.numbers, "parts": own.get(id(one.parts))} for one in experiences]
+
+
+def restored(arrays: dict[str, np.ndarray], described: Sequence[dict[str, Any]]) -> list[Experience]:
+    """The experiences that `stored` gave."""
+    held: dict[int | None, list[Batch]] = {None: []}
+    for number in sorted({int(name.partition(".")[0]) for name in arrays}):
+        own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{number}.")}
+        held[number] = [{name: a[i] for name, a in own.items()} for i in range(len(next(iter(own.values()))))]
+    return [Experience(held[one["parts"]], dict(one["numbers"])) for one in described]

@@ -1,0 +1,202 @@
+"""Runs that learn from rewards: they get better, a resume is bit for bit wherever it is, and mistakes are found before work starts."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from campaign_kill import SMALL
+
+import argosy
+from argosy.core.errors import ArgosyError, UserError
+from argosy.core.storage import Store
+from argosy.jobs.proof import digest
+from argosy.jobs.train import Quiet
+from argosy.observe.metrics import by_step, read
+from argosy.parallel.mesh import MeshSettings
+
+FUNCTIONS = """
+def digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+def right(completions, answer):
+    return [float(text.startswith(one)) for text, one in zip(completions, answer)]
+
+def same(completions):
+    return [1.0 for _ in completions]
+
+def broken(completions):
+    raise RuntimeError("no such thing")
+
+def odd(prompts, completions):
+    return [float("inf") if "1" in p else None if "2" in p else 0.5 * len(c) for p, c in zip(prompts, completions)]
+"""
+
+
+class Heard(Quiet):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.words = ""
+
+    def say(self, text: str) -> None:
+        self.words += text + "\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    """A mesh of one device where the settings ask for one, although there are eight."""
+    with pytest.MonkeyPatch.context() as patch:
+        build = MeshSettings.build
+        alone = lambda how: (how.data, how.fsdp, how.tensor) == (1, 1, 1)  # noqa: E731
+        patch.setattr(MeshSettings, "build", lambda how: build(how, jax.devices()[:1] if alone(how) else None))
+        yield
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prompts")
+    rows = [{"prompt": f"{i}+{i % 3}=", "answer": str(i + i % 3)} for i in range(10)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "functions.py").write_text(FUNCTIONS)
+    return folder
+
+
+def words_for(data: Path, run: Path, *more: str) -> list[str]:
+    words = [word for word in SMALL if not word.startswith(("data.", "eval.", "objective", "steps"))]
+    words += [f"data.source={data / 'prompts.jsonl'}", "data.sequence=24", "data.batch=16", "data.held_out=0.2"]
+    words += ["model.context=64", "model.vocab=258", "model.family=llama", "model.layers=1", "mesh.data=1", "mesh.fsdp=1"]
+    words += ["rollout.completions=4", "rollout.tokens=6", "rollout.rows=4", "rollout.workers=1", "eval.every=99", "eval.batches=1"]
+    words += ["optimizer=adamw", "optimizer.learning_rate=1e-2", "schedule=constant", "checkpoint.every=3", f"dir={run}"]
+    words += [] if any(word.startswith("reward=") for word in more) else [f"reward={data / 'functions.py'}:digits"]
+    return [*words, *more]
+
+
+def fit(recipe: str, data: Path, run: Path, *more: str, steps: int) -> str:
+    heard = Heard()
+    argosy.fit(recipe, *words_for(data, run, *more), view=heard, steps=steps)
+    return heard.words
+
+
+def numbers(run: Path, name: str) -> dict[int, float]:
+    return by_step(read(Store(run)), name)
+
+
+def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):
+    """Random weights answer with any byte; digits are a tenth of what is readable and 4 % of all bytes."""
+    run = tmp_path / "run"
+    fit("grpo", data, run, "data.batch=64", "objective.scale=batch", "optimizer.learning_rate=3e-2", steps=15)
+    reward = numbers(run, "reward")
+    assert np.mean([reward[step] for step in (1, 2)]) < 0.15
+    assert np.mean([reward[step] for step in (14, 15)]) > 0.5
+    evaluated = [line for line in read(Store(run)) if "eval_reward" in line]
+    assert evaluated[-1]["eval_reward"] > 0.5
+    assert "eval_loss" not in evaluated[-1]
+    for name in ("sampler/difference_max", "sampler/difference_mean"):
+        assert max(numbers(run, name).values()) < 1e-4
+    assert set(numbers(run, "ratio/max").values()) == {1.0}
+    kept = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
+    assert kept[0]["prompt"].endswith("=")
+    assert kept[0]["rewards"].keys() == {"digits"}
+    tokens = numbers(run, "tokens")
+    assert all(tokens[step] < tokens[step + 1] for step in range(1, 15)), "what was computed, summed over steps"
+
+
+HOW = {
+    "grpo": ["rollout.epochs=2", "rollout.minibatches=2", "objective.kl=0.1"],
+    "ppo": ["rollout.epochs=2", "rollout.completions=1", "objective.critic.rate=2"],
+    "grpo-adapters": ["rollout.epochs=2", "objective.kl=0.1", "adapter=lora", "adapter.rank=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def base(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("base") / "run"
+    fit("grpo", data, run, steps=1)
+    return run
+
+
+@pytest.mark.parametrize("name", [name if name == "ppo" else pytest.param(name, marks=pytest.mark.slow) for name in HOW])
+def test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit(name: str, data: Path, base: Path, tmp_path: Path):
+    """Step 3 lies between the updates of a rollout, whose answers were sampled by weights that are gone."""
+    recipe, how = name.partition("-")[0], [*HOW[name], f"init.weights={base}"]
+    fit(recipe, data, tmp_path / "whole", *how, steps=6)
+    fit(recipe, data, tmp_path / "halves", *how, steps=3)
+    assert (tmp_path / "halves" / "checkpoints" / "3" / "data").is_dir()
+    assert "resuming from step 3" in fit(recipe, data, tmp_path / "halves", *how, steps=6)
+    for metric in ("loss", "reward", "grad_norm", "kl", "tokens", "rollout"):
+        assert numbers(tmp_path / "whole", metric) == numbers(tmp_path / "halves", metric), metric
+    assert digest(tmp_path / "whole", 6) == digest(tmp_path / "halves", 6)
+    assert numbers(tmp_path / "whole", "kl")[1] == pytest.approx(0, abs=1e-6), "the reference is the first weights"
+    assert numbers(tmp_path / "whole", "kl")[6] > 1e-4
+
+
+@pytest.mark.slow
+def test_the_critic_is_no_part_of_the_model_that_is_loaded(data: Path, base: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    fit("ppo", data, run, "rollout.completions=1", f"init.weights={base}", "rollout.epochs=2", steps=2)
+    assert numbers(run, "value/error")[2] != numbers(run, "value/error")[1]
+    lm = argosy.load(str(run))
+    assert not hasattr(lm.module, "critic")
+    lm.save(tmp_path / "hub")
+    assert argosy.load(str(tmp_path / "hub")).generate(["1+1="], 4, ignore_eos=True)[0].tokens
+
+
+@pytest.mark.slow
+def test_eight_devices_learn_as_one(data: Path, base: Path, tmp_path: Path):
+    how = [f"init.weights={base}", "rollout.rows=8", "objective.kl=0.1"]
+    for name, mesh in {"one": [], "eight": ["mesh.data=-1", "mesh.fsdp=4"]}.items():
+        fit("grpo", data, tmp_path / name, *how, *mesh, steps=2)
+    for metric in ("reward", "loss", "grad_norm", "kl", "targets"):
+        one, eight = numbers(tmp_path / "one", metric), numbers(tmp_path / "eight", metric)
+        assert eight == pytest.approx(one, rel=1e-3, abs=1e-5), metric
+
+
+def test_equal_rewards_teach_nothing_and_are_counted(data: Path, base: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    fit("grpo", data, run, f"reward={data / 'functions.py'}:same", f"init.weights={base}", "rollout.resample=2", steps=1)
+    assert numbers(run, "groups/useless")[1] == 1
+    assert numbers(run, "rollout_rounds")[1] == 3
+    assert numbers(run, "grad_norm")[1] == 0
+
+
+def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    where = f"{data / 'functions.py'}:odd"
+    said = fit("grpo", data, run, f"reward={where}", f"init.weights={base}", "data.batch=40", "data.held_out=0", steps=1)
+    assert "not finite" in said
+    # Of ten prompts, those with a 1 are infinite and those with a 2 are None: 1+1, 4+1, 7+1, and 2+2, 5+2, 8+2 of the rest.
+    assert numbers(run, "rewards/missing")[1] == pytest.approx(0.6)
+    assert numbers(run, "rewards/odd/not_finite")[1] == 12
+    assert numbers(run, "answers/left_out")[1] == pytest.approx(0.6)
+    with pytest.raises(ArgosyError, match="no answer of rollout 0 has a reward"):
+        fit("grpo", data, tmp_path / "no", f"reward={data / 'functions.py'}:broken", f"init.weights={base}", steps=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["reward=[]"], "reward is missing"),
+        (["accumulate=2"], "accumulate does not apply"),
+        (["data.batch=18"], "groups of 4"),
+        (["rollout.completions=1", "data.batch=16"], "compares the answers to one prompt"),
+        (["data.sequence=6"], "no room for a prompt"),
+        (["objective=rloo", "rollout.epochs=2"], "one update a rollout"),
+        (["objective.kl=0.1", "objective.kl_estimator=k1"], "penalizes nothing"),
+        (["objective=next_token"], "reward is for objectives that learn from rewards"),
+        (["data.packing=fit"], "answers that are in the data"),
+        (["rollout.overlong=9"], "overlong = 9 is above tokens"),
+    ],
+)
+def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str, data: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=said):
+        fit("grpo", data, tmp_path / "run", *words, steps=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_column_that_a_reward_needs_must_be_there(data: Path, tmp_path: Path):
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1+1="}\n')
+    words = [f"reward={data / 'functions.py'}:right", f"data.source={tmp_path / 'bare.jsonl'}"]
+    with pytest.raises(UserError, match="answer"):
+        fit("grpo", data, tmp_path / "run", *words, steps=1)

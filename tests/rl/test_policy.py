@@ -1,0 +1,181 @@
+"""The loss of a policy: packing, parts and order change nothing, and it is what each answer alone gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import relative
+from laws.families import CASES, built
+
+from argosy.data.prompts import Prompt
+from argosy.models.parts.attend import Packed
+from argosy.models.parts.stack import Unroll
+from argosy.rl.answers import Answer
+from argosy.rl.experience import Experience, Shape, in_parts, packed, per_token, restored, stored
+from argosy.rl.losses.entropy import entropy_of
+from argosy.rl.policies import CISPO, GRPO, GSPO, PPO, RLOO, Correction, Critic, DrGRPO
+from argosy.rl.policy import gathered, logps_of
+from argosy.train.optim import SGD
+from argosy.train.schedule import Constant
+from argosy.train.state import TrainState, meanings_of, trained
+from argosy.train.step import make_parts
+
+CASE = CASES["llama-plain"]
+LONGEST, KEY = 6, jax.random.key(0)
+KINDS = {
+    "grpo": GRPO(temperature=0.7, kl=0.1, correction=Correction(highest=1.05)),
+    "dr_grpo": DrGRPO(entropy=0.1), "gspo": GSPO(low=0.1, high=0.1), "cispo": CISPO(dual=None, high=1.1),
+    "rloo": RLOO(temperature=1.3), "grpo-tokens": GRPO(average="tokens", dual=1.5),
+}  # fmt: skip
+
+
+def answers(count: int = 7) -> list[Answer]:
+    rng = np.random.default_rng(3)
+    made = []
+    for i in range(count):
+        asked, said = rng.integers(3, CASE.vocab, 2 + i % 3).tolist(), rng.integers(3, CASE.vocab, 1 + (5 * i) % LONGEST).tolist()
+        # The third answer has tokens of an environment in its middle.
+        live = [not (i == 2 and at in (1, 2)) for at in range(len(said))]
+        made.append(Answer(Prompt(str(i), asked, {}, ""), said, live, (-rng.random(len(said)) * 4).tolist(), True, ""))
+    return made
+
+
+def columns(of: list[Answer]) -> dict[str, np.ndarray]:
+    """Numbers of every token; garbage where there is none."""
+    rng = np.random.default_rng(5)
+    live = per_token(of, LONGEST, "live")
+    made = {name: rng.normal(0, 1, live.shape).astype(np.float32) for name in ("advantages", "values", "returns")}
+    made |= {name: (-rng.random(live.shape) * 6).astype(np.float32) for name in ("old", "reference")}
+    made["advantages"] *= live
+    made |= {"live": live, "sampler": per_token(of, LONGEST, "logprobs")}
+    garbage = {"old": np.nan, "reference": np.nan, "sampler": np.inf, "values": np.nan, "returns": np.nan}
+    return {name: np.where(live > 0, a, garbage.get(name, 0.0)).astype(np.float32) for name, a in made.items()}
+
+
+def stepped(objective, shape: Shape, order: list[int] | None = None, model=None):
+    """Gradients and metrics of an update over these answers, in parts of this shape."""
+    of = answers()
+    own = columns(of)
+    parts = [part.filled(own) for part in packed(of, order or list(range(len(of))), shape)]
+    model = model or built(CASE, Unroll())
+    graph, params, rest = trained(model)
+    rate = Constant(warmup=0).build(10)
+    optimizer = SGD(learning_rate=1.0).build(rate, meanings_of(model))
+    add, finish = make_parts(graph, objective, optimizer, rate)
+    sums = None
+    for part in parts:
+        arrays = {name: jnp.asarray(part[name]) for name in objective.reads()}
+        sums = jax.jit(add)(params, rest, {}, arrays, KEY) if sums is None else jax.jit(add)(params, rest, {}, arrays, KEY, sums)
+    state = TrainState.start(params, rest, optimizer.init(params), 0)
+    after, told = jax.jit(finish)(state, sums)
+    return {a: np.asarray(after.params[a] - params[a]) for a in params}, told, len(parts)
+
+
+@pytest.mark.parametrize("name", [name if name == "grpo" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS])
+def test_parts_packing_and_order_change_no_loss_and_no_gradient(name):
+    moved, told, count = stepped(KINDS[name], Shape(4, 24, LONGEST))
+    again, told_again, more = stepped(KINDS[name], Shape(1, 12, LONGEST), [3, 6, 1, 0, 5, 2, 4])
+    assert (count, more > 2) == (1, True)
+    assert float(told["targets"]) == float(told_again["targets"]) > 0
+    for metric in told:
+        assert float(told_again[metric]) == pytest.approx(float(told[metric]), rel=2e-5, abs=1e-6), metric
+    for address, change in moved.items():
+        assert relative(again[address], change) < 2e-4, address
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("head", ["logits", "blocks", "chunks"])
+def test_log_probabilities_are_those_of_each_answer_alone(head, temperature):
+    of, model, how = answers(), built(CASE, Unroll()), GRPO(temperature=temperature, head=head, chunk=7)
+    (part,) = packed(of, list(range(len(of))), Shape(4, 24, LONGEST))
+    found, _, _ = logps_of(how, model, {name: jnp.asarray(a) for name, a in part.rows.items()})
+    out = np.zeros((len(of), LONGEST), np.float32)
+    part.spread(np.asarray(found), out)
+    for i, one in enumerate(of):
+        ids = jnp.asarray([[*one.prompt.tokens, *one.tokens]])
+        logits = model.unembed(model.hidden(ids, Packed(jnp.ones_like(ids)))[0])[0] / temperature
+        each = jax.nn.log_softmax(logits)[np.arange(ids.shape[1] - 1), ids[0, 1:]][len(one.prompt.tokens) - 1 :]
+        assert relative(out[i, : len(one.tokens)], each) < 1e-5
+    assert found.shape == (Shape(4, 24, LONGEST).answers, LONGEST)
+
+
+def test_the_entropy_is_that_of_the_whole_distribution():
+    """Its value over the tokens of the policy, by hand from the logits; without a bonus it is estimated from the tokens drawn."""
+    of, model = answers(), built(CASE, Unroll())
+    (part,) = packed(of, list(range(len(of))), Shape(4, 24, LONGEST))
+    x, _, _ = model.hidden(jnp.asarray(part.rows["tokens"]), Packed(jnp.asarray(part.rows["segments"])))
+    every = gathered(entropy_of(model.unembed(x) / 0.5), jnp.asarray(part.rows["places"]))
+    live = part.filled({"live": per_token(of, LONGEST, "live")})["live"]
+    expected = float(jnp.sum(every * live) / live.sum())
+    told = stepped(GRPO(temperature=0.5, entropy=0.1, chunk=5), Shape(4, 24, LONGEST))[1]
+    assert float(told["entropy"]) == pytest.approx(expected, rel=1e-5)
+    estimated = stepped(GRPO(temperature=0.5), Shape(4, 24, LONGEST))[1]
+    assert float(estimated["entropy"]) != pytest.approx(expected, rel=1e-2)
+
+
+def test_with_one_update_a_rollout_the_gradient_is_that_of_reinforce():
+    """`old` is NaN: the ratio is exactly 1, nothing is clipped, and the importance weights are those of the present policy."""
+    of, model = answers(), built(CASE, Unroll())
+    own = columns(of) | {"old": np.full((len(of), LONGEST), np.nan, np.float32)}
+    (part,) = packed(of, list(range(len(of))), Shape(4, 24, LONGEST))
+    batch = {name: jnp.asarray(a) for name, a in part.filled(own).items()}
+    graph, params, rest = trained(model)
+    off = Correction(outside="off")
+
+    def gradient(how):
+        from argosy.train.step import model_for
+
+        loss = lambda p: how({"model": model_for(graph, "float32", p, rest)}, batch, KEY).loss  # noqa: E731
+        return jax.grad(lambda p: loss(p).total)(params), loss(params)
+
+    clipped, found = gradient(GRPO(correction=off, average="sums"))
+    plain, _ = gradient(RLOO(correction=off))
+    for address in params:
+        assert relative(clipped[address], plain[address]) < 1e-6, address
+    own_loss = -np.sum(own["advantages"] * own["live"]) / LONGEST
+    assert float(found.total) == pytest.approx(own_loss, rel=1e-5)
+
+
+def with_critic():
+    from argosy.models.parts.weight import put, split
+    from argosy.rl.critic import attach
+
+    model = built(CASE, Unroll())
+    attach(model, CASE, Unroll())
+    rng = np.random.default_rng(9)
+    put(model.critic, {a: jnp.asarray(rng.normal(0, 0.3, s.shape), jnp.float32) for a, s in split(model.critic)[1].items()})
+    return model
+
+
+def test_a_critic_learns_beside_the_policy_whatever_the_parts():
+    objective = PPO(kl=0.0, critic=Critic(clip=None, weight=0.5))
+    moved, told, _ = stepped(objective, Shape(4, 24, LONGEST), model=with_critic())
+    again, told_again, _ = stepped(objective, Shape(1, 12, LONGEST), [3, 6, 1, 0, 5, 2, 4], with_critic())
+    assert float(told["value/error"]) == pytest.approx(float(told_again["value/error"]), rel=1e-5)
+    assert any(address.startswith("critic.") for address in moved)
+    for address, change in moved.items():
+        assert np.abs(change).max() > 0, address
+        assert relative(again[address], change) < 2e-4, address
+
+
+def test_a_part_is_closed_when_its_rows_or_its_places_are_full():
+    shape = Shape(2, 20, 20)
+    assert shape.answers == 16
+    sizes = np.full(50, 2)
+    made = list(in_parts(sizes, shape))
+    assert sorted(i for part in made for row in part for i in row) == list(range(50))
+    assert [sum(map(len, part)) for part in made] == [10, 10, 10, 10, 10]
+    assert max(len(part) for part in made) <= 2
+
+
+def test_experiences_come_back_from_a_checkpoint_and_shared_parts_are_kept_once():
+    (part,) = packed(answers(), list(range(7)), Shape(4, 24, LONGEST))
+    parts = [part.filled(columns(answers()))]
+    given = [Experience(parts, {"reward": 0.5}), Experience(parts, {"reward": 0.5}), Experience([], {})]
+    arrays, described = stored(given)
+    assert {name.partition(".")[0] for name in arrays} == {"0"}
+    again = restored(arrays, described)
+    assert again[0].parts is again[1].parts
+    assert again[2].parts == []
+    for name, a in parts[0].items():
+        assert np.array_equal(again[0].parts[0][name], a, equal_nan=a.dtype.kind == "f")

@@ -1,0 +1,238 @@
+"""Rollouts over a small model with a judge of the test's own: streams, groups, dynamic sampling, what is left out, positions."""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from laws.families import CASES, built
+
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.data.order import Order
+from argosy.data.prompts import Prompts
+from argosy.data.sources import Record
+from argosy.data.tokenize import load_tokenizer
+from argosy.infer.lm import LM
+from argosy.infer.sample import Sampling
+from argosy.models.parts.stack import Unroll
+from argosy.rl.answers import Interrupted, sampled
+from argosy.rl.experience import Shape
+from argosy.rl.policies import GRPO, GSPO, PPO, Policy, ReMax, Rollout
+from argosy.rl.rollouts import Rollouts, Told, Trainer
+
+CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 64})
+TOKENS = 5
+
+
+class Found(NamedTuple):
+    values: np.ndarray
+    counts: dict[str, dict[str, int]]
+
+
+class OwnJudge:
+    """One reward by a function of prompt, completion and column."""
+
+    names, weights = ("own",), (2.0,)
+
+    def __init__(self, score: Callable[[Any, Any, Any], float]):
+        self.score, self.asked = score, []
+
+    def __call__(self, prompts, completions, columns) -> Found:
+        self.asked.append((list(prompts), list(completions), dict(columns)))
+        values = [self.score(p, c, a) for p, c, a in zip(prompts, completions, columns["answer"], strict=True)]
+        return Found(np.asarray(values, np.float32)[:, None], {})
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return LM(CASE, built(CASE, Unroll()), load_tokenizer("byte"))
+
+
+def prompts(lm: LM, count: int = 6, longest: int = 0) -> Prompts:
+    records = [Record(where=f"line {i}", prompt="ab" * (i % 2) + f"{i}=" + "x" * (longest if i == 1 else 0), columns={"answer": str(i)})
+               for i in range(count)]  # fmt: skip
+    return Prompts(records, lm.tokenizer, Order(count, None), {"source": "test"})
+
+
+def rollouts(lm: LM, judge: Any, policy: Policy | None = None, held_out: Prompts | None = None, said: list[str] | None = None,
+             kept: list[Told] | None = None, asked: Prompts | None = None, **how: Any) -> Rollouts:  # fmt: skip
+    rollout = Rollout(**{"completions": 2, "tokens": TOKENS, **how})
+    shape = Shape(2, 24, TOKENS)
+    say = (lambda text: None) if said is None else said.append
+    made = Rollouts(asked or prompts(lm), held_out, policy or GRPO(), rollout, 8, shape, judge, 7, say)
+    zeros = lambda state, rows: np.zeros(rows["places"].shape, np.float32)  # noqa: E731
+    values = lambda state, rows: (zeros(state, rows), np.zeros(len(rows["ends"]), np.float32))  # noqa: E731
+    made.trainer = Trainer(lambda state: lm, zeros, zeros, values)
+    if kept is not None:
+        made.keep = kept.extend
+    return made
+
+
+def by_length(prompt: str, completion: str, answer: str) -> float:
+    return len(completion) + ord(completion[:1] or " ") / 256
+
+
+def test_an_answer_keeps_its_end_and_its_log_probabilities(lm: LM):
+    one = prompts(lm)(0, 1)
+    plain = LM(CASE, lm.module, lm.tokenizer)
+    # Whatever it says first becomes an end.
+    first = sampled(plain, one, TOKENS, Sampling(temperature=0.0), (1,))[0].tokens[0]
+    plain.generation = {"eos_token_id": [first]}
+    (ended,) = sampled(plain, one, TOKENS, Sampling(temperature=0.0), (1,))
+    assert (ended.tokens, ended.live, ended.ended, ended.text) == ([first], [True], True, "")
+    (cut,) = sampled(lm, one, TOKENS, Sampling(temperature=1.0), (1,))
+    assert (len(cut.tokens), cut.ended) == (TOKENS, False)
+    ids = [*one[0].tokens, *cut.tokens]
+    scores = lm.score([ids])[0][len(one[0].tokens) - 1 :]
+    assert np.allclose(cut.logprobs, scores, atol=1e-5)
+
+
+def test_every_rollout_and_every_round_has_random_streams_of_its_own(lm: LM):
+    """The same prompts with the same weights: other answers in the next rollout, the same ones again from the same position."""
+    kept: list[Told] = []
+    made = rollouts(lm, OwnJudge(by_length), kept=kept, asked=prompts(lm, 4))
+    for _ in range(2):
+        made.advance(None)
+        next(made)
+    first, second = ([one.completion for one in kept if one.rollout == number] for number in (1, 2))
+    assert [one.prompt for one in kept[:8]] == [one.prompt for one in kept[8:]]
+    assert sum(a == b for a, b in zip(first, second, strict=True)) <= 1
+    again: list[Told] = []
+    other = rollouts(lm, OwnJudge(by_length), kept=again, asked=prompts(lm, 4))
+    other.seek({"place": 4, "rollout": 1, "tokens": 0, "waiting": []})
+    other.advance(None)
+    assert [one.completion for one in again] == second
+    rounds: list[Told] = []
+    flat = rollouts(lm, OwnJudge(lambda *_: 1.0), kept=rounds, asked=prompts(lm, 4), resample=1)
+    judge = flat.judge
+    flat.advance(None)
+    assert judge.asked[0][0] == judge.asked[1][0], "the same prompts in both rounds"
+    assert sum(a == b for a, b in zip(judge.asked[0][1], judge.asked[1][1], strict=True)) <= 1
+
+
+def test_groups_are_answers_to_one_prompt_and_columns_belong_to_them(lm: LM):
+    judge, kept = OwnJudge(by_length), []
+    made = rollouts(lm, judge, kept=kept)
+    made.advance(None)
+    ((asked, said, columns),) = judge.asked
+    assert asked == ["0=", "0=", "ab1=", "ab1=", "2=", "2=", "ab3=", "ab3="]
+    assert columns == {"answer": ["0", "0", "1", "1", "2", "2", "3", "3"]}
+    experience = next(made)
+    rewards = np.array([2 * by_length("", one, "") for one in said]).reshape(-1, 2)
+    advantages = np.array([one.advantage for one in kept]).reshape(-1, 2)
+    assert np.allclose(advantages, np.sign(rewards - rewards.mean(1, keepdims=True)) / np.sqrt(2), atol=1e-3)
+    assert experience.numbers["reward"] == pytest.approx(rewards.mean(), rel=1e-5)
+    live = sum(part["live"].sum() for part in experience.parts)
+    assert live == sum(one.tokens for one in kept)
+    assert {one.rewards["own"] for one in kept} == set(np.float32(rewards.ravel() / 2).tolist())
+
+
+def test_dynamic_sampling_replaces_groups_that_teach_nothing(lm: LM):
+    """Prompts 0 and 1 give equal rewards: two others take their place, and those that taught are not asked again."""
+    number = count()
+    judge, kept = OwnJudge(lambda p, c, answer: 1.0 if answer in "01" else next(number)), []
+    made = rollouts(lm, judge, kept=kept, resample=3)
+    made.advance(None)
+    assert [sorted(set(columns["answer"])) for _, _, columns in judge.asked] == [["0", "1", "2", "3"], ["4", "5"]]
+    assert [one.prompt for one in kept] == ["2=", "2=", "ab3=", "ab3=", "4=", "4=", "ab5=", "ab5="]
+    assert next(made).numbers["rollout_rounds"] == 2
+    some = rollouts(lm, OwnJudge(lambda p, c, a: 1.0 if a != "2" else next(number)), resample=1)
+    some.advance(None)
+    assert next(some).numbers["groups"] == 1, "an update from the group that teaches"
+
+
+def test_prompts_without_room_are_passed_over_and_told(lm: LM):
+    said: list[str] = []
+    judge = OwnJudge(by_length)
+    made = rollouts(lm, judge, said=said, asked=prompts(lm, longest=30))
+    made.advance(None)
+    assert "ab1" not in "".join(judge.asked[0][0])
+    assert len(said) == 1
+    assert "line 1" in said[0]
+    alone = Prompts([Record(where="line 9", prompt="x" * 30)], lm.tokenizer, Order(1, None), {})
+    with pytest.raises(BadInput, match="no prompt has at most 19 tokens"):
+        rollouts(lm, judge, asked=alone).advance(None)
+
+
+def test_answers_that_were_cut_can_be_left_out_or_punished(lm: LM):
+    judge = OwnJudge(by_length)
+    left = rollouts(lm, judge, keep_cut=False)
+    left.advance(None)
+    assert sum(part["live"].sum() for part in next(left).parts) == 0
+    punished = rollouts(lm, OwnJudge(lambda *_: 1.0), overlong=2, held_out=None)
+    punished.advance(None)
+    numbers = next(punished).numbers
+    assert (numbers["rewards/overlong"], numbers["reward"]) == (-1, 1)
+
+
+def test_an_interrupted_rollout_leaves_the_position_where_it_was(lm: LM):
+    made = rollouts(lm, OwnJudge(by_length))
+    made.interrupted = lambda: True
+    made.advance(None)
+    with pytest.raises(StopIteration):
+        next(made)
+    assert made.position() == {"place": 0, "rollout": 0, "tokens": 0, "waiting": []}
+    with pytest.raises(Interrupted):
+        sampled(lm, prompts(lm)(0, 1), TOKENS, Sampling(), (1,), lambda: True)
+
+
+def test_updates_that_are_left_travel_with_the_position(lm: LM):
+    made = rollouts(lm, OwnJudge(by_length), epochs=2, minibatches=2)
+    made.advance(None)
+    handed = [next(made)]
+    position, arrays = made.position(), made.arrays()
+    rest = [next(made) for _ in range(3)]
+    other = rollouts(lm, OwnJudge(by_length), epochs=2, minibatches=2)
+    other.restore({"position": position, "fingerprint": made.fingerprint}, arrays)
+    other.advance(None)
+    for mine, theirs in zip(rest, [next(other) for _ in range(3)], strict=True):
+        assert mine.numbers == theirs.numbers
+        for a, b in zip(mine.parts, theirs.parts, strict=True):
+            assert all(np.array_equal(a[name], b[name], equal_nan=True) for name in a if a[name].dtype.kind == "f")
+            assert np.array_equal(a["tokens"], b["tokens"])
+    assert [one.numbers["tokens"] for one in (*handed, *rest)] == sorted(one.numbers["tokens"] for one in (*handed, *rest))
+
+
+def test_the_greedy_answer_is_the_baseline_of_remax(lm: LM):
+    judge = OwnJudge(by_length)
+    made = rollouts(lm, judge, ReMax(), completions=1)
+    kept: list[Told] = []
+    made.keep = kept.extend
+    made.advance(None)
+    sampled_, greedy = (said for _, said, _ in judge.asked)
+    expected = [2 * (by_length("", a, "") - by_length("", b, "")) for a, b in zip(sampled_, greedy, strict=True)]
+    assert [one.advantage for one in kept] == pytest.approx(expected, rel=1e-4)
+
+
+def test_held_out_prompts_are_answered_greedily_and_evaluated(lm: LM):
+    judge = OwnJudge(lambda p, c, a: float(a))
+    made = rollouts(lm, judge, held_out=prompts(lm, 4))
+    first, second = made.evaluated(None, 3), made.evaluated(None, 3)
+    assert first == second
+    assert first["eval_reward"] == pytest.approx(2 * (0 + 1 + 2) / 3)
+    assert first["eval_prompts"] == 3
+
+
+def test_no_reward_at_all_is_an_error(lm: LM):
+    with pytest.raises(ArgosyError, match="no answer of rollout 0 has a reward"):
+        rollouts(lm, OwnJudge(lambda *_: float("nan"))).advance(None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "how", "said"),
+    [
+        (GRPO(), {"completions": 3}, "groups of 3"),
+        (GRPO(), {"completions": 1}, "compares the answers to one prompt"),
+        (PPO(), {"completions": 1, "resample": 1}, "teach too"),
+        (GSPO(loss="reinforce"), {"epochs": 2}, "one update a rollout"),
+        (GRPO(kl=0.1, kl_in="reward", normalize="each"), {}, "no reward to compare"),
+        (GRPO(), {"tokens": 24}, "no room for a prompt"),
+    ],
+)
+def test_settings_that_do_not_fit_each_other(lm: LM, policy: Policy, how: dict[str, Any], said: str):
+    shape = Shape(2, 24, how.get("tokens", TOKENS))
+    with pytest.raises(BadInput, match=said):
+        Rollouts(prompts(lm), None, policy, Rollout(**{"completions": 2, "tokens": TOKENS, **how}), 8, shape, OwnJudge(by_length), 7)
