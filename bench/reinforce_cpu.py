@@ -82,7 +82,8 @@ def main() -> None:
         argosy.fit("sft", *words, *TUNING, f"dir={folder / 'base'}")
         before = accuracy(str(folder / "base"), test)
         print(f"{len(tuning)} sums fine-tuned, {len(asking)} asked, {len(test)} tested: accuracy {before:.3f} before\n")
-        print("| recipe | updates | accuracy after | least, most | reward, first and last rollouts | seconds |\n|---|---|---|---|---|---|")
+        print("| recipe | updates | accuracy after | least, most | reward, first and last rollouts | seconds |")
+        print("|---|---|---|---|---|---|")
         prompts = written(folder / "asking.jsonl", asking)
         for recipe in chosen:
             after, first, last, seconds = [], [], [], []

@@ -29,7 +29,7 @@ from argosy.jobs.run import Run
 from argosy.jobs.view import View
 from argosy.models.parts.weight import merge, put
 from argosy.observe.goodput import Clock
-from argosy.observe.metrics import Metrics
+from argosy.observe.metrics import ANSWERS, Metrics
 from argosy.observe.readable import one_line
 from argosy.parallel.place import batch_sharding, row_shares
 from argosy.rl.critic import PREFIX
@@ -47,7 +47,6 @@ KEPT = 16
 SHOWN = 10
 # Processes for reward functions, unless the settings say otherwise.
 MOST_WORKERS = 8
-ANSWERS = "answers.jsonl"
 SIZES = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
 
 

@@ -59,6 +59,7 @@ def record(path: Path) -> Record:
         command=command(path, settings, lines),
         story=_story(path),
         evaluations=_evaluations(path),
+        answers=metrics.read(Store(path), metrics.ANSWERS),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
 
@@ -72,7 +73,8 @@ def facts(values: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, A
         found["family"], found["vocab"] = values["model"]["family"], config.vocab
         found["data"], found["optimizer"] = values["data"]["source"], values["optimizer"]["name"]
         found["parameters"] = config.parameters()
-        found["flops_per_step"] = values["data"]["batch"] * config.training_flops(values["data"]["sequence"])
+        if values.get("rollout") is None:
+            found["flops_per_step"] = values["data"]["batch"] * config.training_flops(values["data"]["sequence"])
     except (ArgosyError, ValueError, KeyError, TypeError):
         # Settings of another version, or edited by hand: the page omits them.
         pass

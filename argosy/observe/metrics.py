@@ -11,6 +11,8 @@ from typing import Any
 from argosy.core.storage import Store
 
 FILE = "metrics.jsonl"
+# Answers of the rollouts of a run that learns from rewards.
+ANSWERS = "answers.jsonl"
 
 
 class Metrics:
@@ -27,12 +29,12 @@ class Metrics:
         self.store.append_line(self.file, json.dumps({k: _plain(v) for k, v in line.items()}))
 
 
-def read(store: Store) -> list[dict[str, Any]]:
+def read(store: Store, file: str = FILE) -> list[dict[str, Any]]:
     """Every complete line, in the order written."""
-    if not store.exists(FILE):
+    if not store.exists(file):
         return []
     out = []
-    for line in store.read_text(FILE).splitlines():
+    for line in store.read_text(file).splitlines():
         try:
             out.append(json.loads(line))
         # The line was torn by a kill.

@@ -23,6 +23,8 @@ DEFAULT, TYPED = "default", ("command line", "fit(...)")
 NO_METRICS = ("stderr", "n", "tokens", "truncated", "shots", "seconds", "against")
 # Data sources that are Python's own code.
 PYTHON = ("stdlib", "docstrings")
+# Of the answers of a rollout, and the most characters of one.
+BEST, ANSWER = 4, 400
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,15 @@ class Record:
     made: str = ""
     story: Mapping[str, Any] = field(default_factory=dict)
     evaluations: Sequence[Evaluated] = ()
+    # Lines of answers.jsonl, of a run that learns from rewards.
+    answers: Sequence[Mapping[str, Any]] = ()
 
 
 def render(record: Record) -> str:
     """The report as an HTML page."""
     parts: list[Callable[[Record], str]] = [
-        _head, _samples, _losses, _evaluations, _speed, _optimizer, _experts, _time, _checkpoints, _settings, _environment, _command
+        _head, _samples, _rewards, _answers, _losses, _evaluations, _speed, _optimizer, _experts, _time, _checkpoints, _settings,
+        _environment, _command,
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
     made = f" on {_text(record.made)}" if record.made else ""
@@ -104,7 +109,9 @@ def _head(record: Record) -> str:
     facts: list[tuple[str, str, str]] = []
     if parameters := record.facts.get("parameters"):
         facts.append(("parameters", counted(parameters), f"{parameters:,}"))
-    if losses:
+    if rewards := numbers(record.lines, "reward"):
+        facts.append(("reward", f"{rewards[-1][1]:.3f}", f"{rewards[0][1]:.3f} at step {rewards[0][0]:.0f}"))
+    elif losses:
         facts.append(("loss", f"{losses[-1][1]:.4f}", f"{losses[0][1]:.4f} at step {losses[0][0]:.0f}"))
     if evals:
         best, at = min((y, x) for x, y in evals)
@@ -153,8 +160,9 @@ def sentence(record: Record) -> str:
         )
     spent = sum(seconds_by_cause(record.lines).values())
     took = f" in {lasted(spent)}" if spent and record.state == "done" else ""
-    losses = numbers(record.lines, "loss")
-    fell = f"; its loss went from {losses[0][1]:.2f} to {losses[-1][1]:.2f}" if len(losses) > 1 else ""
+    name = "reward" if numbers(record.lines, "reward") else "loss"
+    values = numbers(record.lines, name)
+    fell = f"; its {name} went from {values[0][1]:.2f} to {values[-1][1]:.2f}" if len(values) > 1 else ""
     return f"{what} {did}{took}{proof_words(record.story) or fell}."
 
 
@@ -193,6 +201,8 @@ def _losses(record: Record) -> str:
     if not losses and not evals:
         return ""
     series = [Series("loss", losses, color=0), Series("eval", evals, is_dots=True, color=1)]
+    if numbers(record.lines, "reward"):
+        return _section("Loss", chart(series, "loss by step", y="loss of the policy", height=240))
     vocab = record.facts.get("vocab")
     level = (
         (math.log(vocab), f"guessing: ln {vocab:,} = {math.log(vocab):.2f}")
@@ -201,6 +211,45 @@ def _losses(record: Record) -> str:
     )
     picture = chart(series, "loss by step", y="loss, nats per token", height=320, level=level)
     return _section("Loss", _key(series) + picture)
+
+
+def _rewards(record: Record) -> str:
+    """The mean reward of the answers of each rollout, and of greedy answers to held-out prompts."""
+    found, evals = numbers(record.lines, "reward"), numbers(record.lines, "eval_reward")
+    if not found:
+        return ""
+    series = [Series("reward", found, color=0), Series("held-out prompts, greedy", evals, is_dots=True, color=1)]
+    return _section("Reward", _key(series) + chart(series, "reward by step", y="mean reward", height=320))
+
+
+def _answers(record: Record) -> str:
+    """The best and the worst of the answers that were kept of the last rollout, and of the first."""
+    if not record.answers:
+        return ""
+    rollouts = sorted({int(one["rollout"]) for one in record.answers})
+    tables = [_of_rollout(number, [one for one in record.answers if one["rollout"] == number]) for number in rollouts]
+    first = f"<details><summary>the first rollout</summary>{tables[0]}</details>" if len(tables) > 1 else ""
+    return _section("What it answers", tables[-1] + first)
+
+
+def _of_rollout(number: int, answers: Sequence[Mapping[str, Any]]) -> str:
+    ranked = sorted(answers, key=lambda one: -one["advantage"])
+    shown = ranked if len(ranked) <= 2 * BEST else [*ranked[:BEST], *ranked[-BEST:]]
+    names = list(ranked[0]["rewards"])
+    rows = [(_asked(one["prompt"]), _text(one["completion"][:ANSWER]), *_scores(one, names)) for one in shown]
+    head = ("prompt", "answer", *names, "advantage")
+    return f"<h3>rollout {number:,}</h3>{_table(head, rows, numeric=2)}"
+
+
+def _asked(prompt: Any) -> str:
+    """A prompt in a soft color: a text, or what the last message says."""
+    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    return f'<span class="prompt">{_text(text[:ANSWER])}</span>'
+
+
+def _scores(one: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    values = [one["rewards"].get(name) for name in names]
+    return [*("none" if value is None else f"{value:.3g}" for value in values), f"{one['advantage']:+.2f}"]
 
 
 def metrics_of(numbers: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:

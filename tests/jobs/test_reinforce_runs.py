@@ -99,6 +99,10 @@ def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):
     kept = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
     assert kept[0]["prompt"].endswith("=")
     assert kept[0]["rewards"].keys() == {"digits"}
+    page = (run / "report.html").read_text()
+    assert "mean reward" in page
+    assert "rollout 15" in page
+    assert "nats per token" not in page
     tokens = numbers(run, "tokens")
     assert all(tokens[step] < tokens[step + 1] for step in range(1, 15)), "what was computed, summed over steps"
 
