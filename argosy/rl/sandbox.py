@@ -20,6 +20,7 @@ run into a virtual machine.
 """
 
 import json
+import marshal
 import os
 import secrets
 import selectors
@@ -173,7 +174,7 @@ def _run(code: str, stdin: str, limits: Limits) -> Ran:
         Path(folder, "main.py").write_text(code, encoding="utf-8", errors="surrogatepass")
         keep_fsuid = not (everybody and _everybody_reaches(folder))
         how = {
-            "folder": folder, "reads": reads, "lists": lists, "limits": asdict(limits), "ways": WAYS, "keep_fsuid": keep_fsuid,
+            "folder": folder, "reads": reads, "lists": lists, "limits": asdict(limits), "ways": list(WAYS), "keep_fsuid": keep_fsuid,
             "parent": os.getpid(),
         }  # fmt: skip
         return _Running(how, folder, limits).ran(stdin.encode("utf-8", "replace"))
@@ -203,7 +204,7 @@ class _Running:
             os.close(asked)
             os.close(telling)
         with suppress(BrokenPipeError), os.fdopen(asking, "wb") as file:
-            file.write(json.dumps(how).encode())
+            marshal.dump(how, file)
 
     def ran(self, stdin: bytes) -> Ran:
         try:

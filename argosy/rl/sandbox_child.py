@@ -2,19 +2,18 @@
 
 It takes away its own rights, one after the other, tries whether they are gone, says so, and only then runs the code in this same
 interpreter, because nothing in it may start a program. From the moment it says `ready` there is no way back: every limit is the
-kernel's.
+kernel's. It imports as little as it can, because that is most of what a run costs.
 """
 
 import ctypes
-import json
+import marshal
 import os
 import resource
-import signal
 import struct
 import sys
-import traceback
 import types
 
+SIGKILL, SIGCHLD = 9, 17
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 8, 22, 38
@@ -146,7 +145,7 @@ def limit(limits, counted):
 
 def end_at(seconds):
     """Has the kernel kill this process, whatever it does with signals; it cannot undo that, because the filter refuses these calls."""
-    event = struct.pack("=QiI48x", 0, signal.SIGKILL, 0)
+    event = struct.pack("=QiI48x", 0, SIGKILL, 0)
     number = ctypes.c_int()
     checked(LIBC.syscall(TIMER_CREATE, 1, event, ctypes.byref(number)), "no timer")
     whole, part = int(seconds), int(seconds % 1 * 1e9)
@@ -201,7 +200,7 @@ def attempt(filter):
     if LIBC.syscall(table["socket"], 1, 1, 0) >= 0:
         raise Refused("sockets can still be made")
     # fork, or the same by clone: only its end signal is asked for.
-    made = LIBC.syscall(table["fork"]) if "fork" in table else LIBC.syscall(table["clone"], signal.SIGCHLD, 0, 0, 0, 0)
+    made = LIBC.syscall(table["fork"]) if "fork" in table else LIBC.syscall(table["clone"], SIGCHLD, 0, 0, 0, 0)
     if made == 0:
         os._exit(0)
     if made > 0:
@@ -228,7 +227,7 @@ def restrict(how):
     checked(prctl(PR_SET_NO_NEW_PRIVS, 1), "it could gain rights")
     capabilities(0)
     # A change of user would undo this.
-    checked(prctl(PR_SET_PDEATHSIG, signal.SIGKILL), "it would outlive its parent")
+    checked(prctl(PR_SET_PDEATHSIG, SIGKILL), "it would outlive its parent")
     if os.getppid() != how["parent"]:
         os._exit(0)
     end_at(how["limits"]["wall_s"])
@@ -253,13 +252,13 @@ def run(folder):
     except SystemExit:
         raise
     except BaseException as error:
-        traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        sys.__excepthook__(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
         sys.exit(1)
 
 
 def main(asked, told):
     with os.fdopen(asked, "rb") as file:
-        how = json.load(file)
+        how = marshal.load(file)
     os.chdir(how["folder"])
     try:
         restrict(how)

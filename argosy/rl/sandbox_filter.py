@@ -7,7 +7,7 @@ changes of modes, owners and times of files (Landlock does not look at these), s
 namespaces, timers (the process's own end is one) and prctl (so is its end with its parent).
 """
 
-import platform
+import os
 import struct
 
 # The numbers are those of linux/unistd.h, kernel 6.1, which never change. Calls that only one of the two has are in its table alone.
@@ -137,7 +137,7 @@ def program(pid: int, machine: str | None = None) -> bytes:
     Raises:
         KeyError: the numbers of this machine's calls are not known.
     """
-    table, architecture = TABLES[machine or platform.machine()]
+    table, architecture = TABLES[machine or os.uname().machine]
     out: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, architecture),

@@ -22,8 +22,8 @@ def folder_of(tmp_path: Path, scores: int) -> Path:
     folder.chmod(0o755)
     if scores:
         config = json.loads((folder / "config.json").read_text())
-        labels = {str(i): f"LABEL_{i}" for i in range(scores)}
-        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"], "id2label": labels}))
+        config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {str(i): f"LABEL_{i}" for i in range(scores)}}
+        (folder / "config.json").write_text(json.dumps(config))
         tensors = load_file(folder / "model.safetensors")
         head = np.sin(np.arange(scores * config["hidden_size"], dtype=np.float32))
         tensors["score.weight"] = head.reshape(scores, -1)
