@@ -61,7 +61,7 @@ def load(request):
             if key not in modules:
                 modules[key] = from_file(one) if "file" in one else importlib.import_module(one["module"])
             function = named(modules[key], one)
-            found.append(about(function))
+            found.append(about(function, one.get("fixed", {})))
             functions.append(bound(function, one))
         except Wrong as error:
             found.append({"wrong": error.args[0]})
@@ -97,7 +97,7 @@ def named(module, one):
     return function
 
 
-def about(function):
+def about(function, fixed):
     """The parameters that a function needs, and those that it takes."""
     needs, takes, every = [], [], False
     for name, parameter in inspect.signature(function).parameters.items():
@@ -105,7 +105,7 @@ def about(function):
             every = True
         elif parameter.kind == parameter.POSITIONAL_ONLY:
             raise Wrong({"what": f"its parameter `{name}` cannot be given by name", "hint": "remove the `/` from its parameters"})
-        elif parameter.kind != parameter.VAR_POSITIONAL:
+        elif parameter.kind != parameter.VAR_POSITIONAL and name not in fixed:
             takes.append(name)
             if parameter.default is parameter.empty:
                 needs.append(name)

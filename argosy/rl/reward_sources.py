@@ -2,15 +2,21 @@
 
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from argosy.core.errors import BadInput, UserError, nearest, refuse
+from argosy.core.errors import BadInput, Unsupported, UserError, nearest, refuse
 from argosy.core.registry import Registry
+from argosy.rl.sandbox import available
 from argosy.rl.settings import Reward
 
 # Built-in rewards, functions like those of users.
-REWARDS = Registry("reward", {"exact": "argosy.rl.builtin_rewards:exact"})
+REWARDS = Registry(
+    "reward",
+    {name: f"argosy.rl.builtin_rewards:{name}" for name in ("exact", "format", "maths", "code")}
+    | {"math_verify": "argosy.rl.math_verify_reward:math_verify"},
+)
 
 HINT = "write FILE.py:FUNCTION, package.module:FUNCTION, a built-in reward or the folder of a reward model"
 
@@ -22,7 +28,8 @@ def source_of(reward: Reward) -> dict[str, Any] | Path:
     not.
 
     Raises:
-        BadInput: there is no such file, built-in or folder.
+        BadInput: there is no such file, built-in or folder, or a built-in's library is missing.
+        Unsupported: this machine has no sandbox for the built-in `code`.
     """
     of = reward.of
     place, _, function = of.rpartition(":")
@@ -31,9 +38,7 @@ def source_of(reward: Reward) -> dict[str, Any] | Path:
     if of.endswith(".py"):
         raise BadInput(f"`{of}` names a file and no function", hint=f"write `{of}:FUNCTION`")
     if of in REWARDS._items:
-        module, _, function = REWARDS._items[of].partition(":")
-        fixed = {"timeout": reward.timeout} if of == "code" else {}
-        return {"of": of, "module": module, "function": function, "fixed": fixed}
+        return _builtin(of, reward.timeout)
     if Path(of).is_dir():
         return Path(of)
     if place and "/" not in place:
@@ -42,6 +47,15 @@ def source_of(reward: Reward) -> dict[str, Any] | Path:
         raise BadInput(f"`{of}` is a GGUF file, which has no head of scores", hint="give the folder of a reward model")
     close = nearest(of, REWARDS)
     raise BadInput(f"no reward `{of}`", hint=close if close and close.startswith("did you mean") else HINT)
+
+
+def _builtin(of: str, timeout: float) -> dict[str, Any]:
+    if of == "math_verify" and find_spec("math_verify") is None:
+        raise BadInput("the reward `math_verify` needs the library of that name", hint="pip install 'argosy[maths]', or use `maths`")
+    if of == "code" and (reasons := available()):
+        raise Unsupported(f"the reward `code` cannot run code here: {'; '.join(reasons)}", hint="it needs Linux with Landlock")
+    module, _, function = REWARDS._items[of].partition(":")
+    return {"of": of, "module": module, "function": function, "fixed": {"timeout": timeout} if of == "code" else {}}
 
 
 def _text(path: Path, of: str) -> str:

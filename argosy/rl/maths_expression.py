@@ -1,0 +1,306 @@
+"""Expressions as people and models write answers, in LaTeX or plain, and whether two are the same number or function.
+
+Rational numbers are exact. Anything else is a complex float; an expression with variables is its values at six points, so two are
+the same if they agree there to twelve digits: right for polynomials, roots and elementary functions up to an accident that nobody
+will meet, and without an algebra system. Functions are compared over the reals: sqrt(x^2) is |x|, not x.
+"""
+
+import cmath
+import math
+import re
+from fractions import Fraction
+
+Number = Fraction | complex
+
+TOKEN = re.compile(r"\s*(\d+\.\d+|\.\d+|\d+|\\[A-Za-z]+|\\[{}|%]|[A-Za-z]+|\*\*|[-+*/^!()\[\]{}|,_=<>])")
+FUNCTIONS = {
+    "sqrt": cmath.sqrt, "sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log, "exp": cmath.exp,
+    "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sinh": cmath.sinh, "cosh": cmath.cosh, "tanh": cmath.tanh,
+    "sec": lambda x: 1 / cmath.cos(x), "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x),
+    "abs": lambda x: complex(abs(x)),
+}  # fmt: skip
+CONSTANTS = {"pi": complex(math.pi), "e": complex(math.e), "i": 1j, "infty": complex(math.inf), "infinity": complex(math.inf)}
+GREEK = {"alpha", "beta", "gamma", "delta", "theta", "phi", "varphi", "lambda", "mu", "omega", "sigma", "tau", "rho", "epsilon"}
+# Where functions are compared: of both signs, none of them special.
+POINTS = ((1.37, 0.61), (-0.83, 1.9), (2.71, -1.13), (-1.57, -2.29), (0.43, 3.07), (-3.19, 0.27))
+# Integers are exact up to so many bits; beyond, a power is a float or none at all.
+MOST_BITS = 4096
+
+
+class NoExpression(ValueError):
+    """Text that is no expression."""
+
+
+class _Parser:
+    """Reads one expression and evaluates it at one point, by recursive descent."""
+
+    def __init__(self, text: str, point: tuple[float, float]):
+        self.tokens, self.at, self.point = _tokens(text), 0, point
+        self.bars = 0
+
+    def value(self) -> Number:
+        found = self.sum()
+        if self.at < len(self.tokens):
+            raise NoExpression(self.tokens[self.at])
+        return found
+
+    def peek(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def take(self, *wanted: str) -> str | None:
+        if self.peek() in wanted:
+            self.at += 1
+            return self.tokens[self.at - 1]
+        return None
+
+    def need(self, token: str) -> None:
+        if not self.take(token):
+            raise NoExpression(f"no {token}")
+
+    def sum(self) -> Number:
+        found = self.product()
+        while sign := self.take("+", "-"):
+            found = _binary(sign, found, self.product())
+        return found
+
+    def product(self) -> Number:
+        found = self.signed()
+        while True:
+            if sign := self.take("*", "/", "\\cdot", "\\times", "\\div"):
+                found = _binary("/" if sign in ("/", "\\div") else "*", found, self.signed())
+            elif self.begins():
+                if self.peek()[0] in "0123456789." and self.tokens[self.at - 1][0] in "0123456789.":
+                    raise NoExpression("two numbers side by side")
+                found = _binary("*", found, self.power())
+            else:
+                return found
+
+    def begins(self) -> bool:
+        """Whether a factor begins here, without a sign between."""
+        token = self.peek()
+        if token == "|":
+            return not self.bars
+        return bool(token) and (token[0].isalnum() or token[0] == "." or token in ("(", "{", "[") or self.is_command(token))
+
+    def is_command(self, token: str) -> bool:
+        name = token[1:]
+        return token.startswith("\\") and (name in FUNCTIONS or name in CONSTANTS or name in GREEK or name in ("frac", "binom"))
+
+    def signed(self) -> Number:
+        if self.take("-"):
+            return _binary("-", Fraction(0), self.signed())
+        return self.signed() if self.take("+") else self.power()
+
+    def power(self) -> Number:
+        base = self.factorial(self.atom())
+        if self.take("^", "**"):
+            exponent = self.signed() if self.peek() in ("-", "+") else self.power()
+            return _power(base, exponent)
+        return base
+
+    def factorial(self, found: Number) -> Number:
+        while self.take("!"):
+            if not isinstance(found, Fraction) or found.denominator != 1 or not 0 <= found <= 300:
+                raise NoExpression("!")
+            found = Fraction(math.factorial(int(found)))
+        return found
+
+    def atom(self) -> Number:
+        token = self.peek()
+        self.at += 1
+        if token and (token[0].isdigit() or token[0] == "."):
+            return self.mixed(Fraction(token)) if "." not in token else Fraction(token)
+        if token in ("(", "{", "["):
+            found = self.sum()
+            self.need({"(": ")", "{": "}", "[": "]"}[token])
+            return found
+        if token == "|":
+            self.bars += 1
+            found = self.sum()
+            self.need("|")
+            self.bars -= 1
+            return abs(found) if isinstance(found, Fraction) else complex(abs(found))
+        return self.named(token.removeprefix("\\"))
+
+    def mixed(self, whole: Fraction) -> Number:
+        """A whole number with a fraction of plain numbers behind it is their sum: 2\\frac{1}{3}."""
+        at = self.at
+        if self.take("\\frac"):
+            part = self.fraction()
+            if isinstance(part, Fraction) and 0 < part < 1 and self.plain(at + 1, self.at):
+                return whole + part
+            self.at = at
+        return whole
+
+    def plain(self, start: int, end: int) -> bool:
+        return all(token.isdigit() or token in "{}" for token in self.tokens[start:end])
+
+    def fraction(self) -> Number:
+        above = self.argument()
+        return _binary("/", above, self.argument())
+
+    def argument(self) -> Number:
+        """An argument in braces, or one digit or letter without."""
+        token = self.peek()
+        if token.isdigit() and len(token) > 1:
+            self.tokens[self.at : self.at + 1] = [token[0], token[1:]]
+        if self.take("{"):
+            found = self.sum()
+            self.need("}")
+            return found
+        if self.peek().isdigit():
+            self.at += 1
+            return Fraction(self.tokens[self.at - 1])
+        return self.atom()
+
+    def named(self, name: str) -> Number:
+        if name == "frac":
+            return self.fraction()
+        if name == "binom":
+            n, k = self.argument(), self.argument()
+            if isinstance(n, Fraction) and isinstance(k, Fraction) and n.denominator == k.denominator == 1 and 0 <= k <= n <= 1000:
+                return Fraction(math.comb(int(n), int(k)))
+            raise NoExpression("binom")
+        if name in FUNCTIONS:
+            return self.function(name)
+        if name in CONSTANTS:
+            return CONSTANTS[name]
+        if len(name) == 1 or name in GREEK:
+            index = self.subscript()
+            return complex(_variable(name + index, self.point))
+        raise NoExpression(name or "the end")
+
+    def subscript(self) -> str:
+        if not self.take("_"):
+            return ""
+        start = self.at
+        self.argument()
+        return "_" + "".join(token for token in self.tokens[start : self.at] if token not in "{}")
+
+    def function(self, name: str) -> Number:
+        degree: Number = Fraction(2)
+        if name == "sqrt" and self.take("["):
+            degree = self.sum()
+            self.need("]")
+        base: Number | None = self.argument() if name == "log" and self.take("_") else None
+        exponent = self.argument() if name != "sqrt" and self.take("^") else None
+        x = self.argument() if self.peek() in ("{", "(") or name == "sqrt" else self.power()
+        if name == "sqrt":
+            return _root(x, degree)
+        found: Number = _finite(FUNCTIONS[name](complex(x)))
+        if base is not None:
+            found = _finite(found / cmath.log(complex(base)))
+        return _power(found, exponent) if exponent is not None else found
+
+
+def _tokens(text: str) -> list[str]:
+    """The tokens of a text. Letters that are no name are variables side by side; three or more are a word."""
+    found, at = [], 0
+    text = text.strip()
+    while at < len(text):
+        match = TOKEN.match(text, at)
+        if not match:
+            raise NoExpression(text[at])
+        token, at = match[1], match.end()
+        if not token.isalpha() or token in FUNCTIONS or token in CONSTANTS:
+            found.append(token)
+        elif len(token) <= 2:
+            found += token
+        else:
+            raise NoExpression(token)
+    if not found:
+        raise NoExpression("nothing")
+    return found
+
+
+def _variable(name: str, point: tuple[float, float]) -> float:
+    """Where a variable is at a point: each name at another place."""
+    number = sum(ord(letter) * 31**i for i, letter in enumerate(name)) % 9973
+    return point[0] + point[1] * number / 9973
+
+
+def _binary(sign: str, a: Number, b: Number) -> Number:
+    try:
+        if isinstance(a, Fraction) and isinstance(b, Fraction):
+            return {"+": a.__add__, "-": a.__sub__, "*": a.__mul__, "/": a.__truediv__}[sign](b)
+        x, y = complex(a), complex(b)
+        # An infinite real number times a real one: complex multiplication would make it NaN.
+        if sign in "*/" and x.imag == y.imag == 0:
+            return complex(x.real * y.real if sign == "*" else x.real / y.real)
+        return x + y if sign == "+" else x - y if sign == "-" else x * y if sign == "*" else x / y
+    except (ZeroDivisionError, OverflowError):
+        raise NoExpression("no number") from None
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    try:
+        if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
+            size = max(base.numerator.bit_length(), base.denominator.bit_length())
+            if size * abs(exponent) <= MOST_BITS:
+                return base ** int(exponent)
+        if isinstance(base, Fraction) and isinstance(exponent, Fraction) and base >= 0 and exponent.numerator == 1:
+            return _root(base, Fraction(exponent.denominator))
+        return _finite(complex(base) ** complex(exponent))
+    except (ZeroDivisionError, OverflowError):
+        raise NoExpression("no number") from None
+
+
+def _root(x: Number, degree: Number) -> Number:
+    """A root, exact where it is rational. An odd root of a negative number is the real one."""
+    if not isinstance(degree, Fraction) or degree.denominator != 1 or degree < 1:
+        raise NoExpression("sqrt")
+    n = int(degree)
+    if isinstance(x, Fraction) and x >= 0:
+        above, below = (round(float(part) ** (1 / n)) if part < 10**300 else -1 for part in (x.numerator, x.denominator))
+        if above >= 0 and below > 0 and n < 100 and above**n == x.numerator and below**n == x.denominator:
+            return Fraction(above, below)
+    value = complex(x)
+    if n % 2 and value.imag == 0 and value.real < 0:
+        return complex(-((-value.real) ** (1 / n)))
+    return _finite(cmath.sqrt(value) if n == 2 else value ** (1 / n))
+
+
+def _finite(found: complex) -> complex:
+    if cmath.isnan(found):
+        raise NoExpression("no number")
+    return found
+
+
+def values(text: str) -> list[Number]:
+    """What an expression is at each point.
+
+    Raises:
+        NoExpression: it is none, or has no value.
+    """
+    found: list[Number] = []
+    for point in POINTS:
+        try:
+            found.append(_Parser(text, point).value())
+        except (ValueError, OverflowError, ZeroDivisionError, RecursionError) as error:
+            raise NoExpression(str(error)) from None
+    return found
+
+
+def near(a: Number, b: Number, decimal: bool = False) -> bool:
+    """Whether two numbers are the same: rational ones exactly, others to twelve digits. With a decimal among them, which may be
+    rounded, to the sixth place after the point, or to six digits where they are below 1."""
+    if isinstance(a, Fraction) and isinstance(b, Fraction) and (a == b or not decimal):
+        return a == b
+    try:
+        x, y = complex(a), complex(b)
+    except OverflowError:
+        return False
+    if cmath.isinf(x) or cmath.isinf(y):
+        return x == y
+    return abs(x - y) <= 1e-12 * max(abs(x), abs(y)) + (1e-6 * min(1.0, abs(y)) if decimal else 1e-13)
+
+
+def same(a: str, b: str) -> bool:
+    """Whether two expressions are the same number, or the same function.
+
+    Raises:
+        NoExpression: one of them is none.
+    """
+    xs, ys = values(a), values(b)
+    decimal = "." in a or "." in b
+    return all(near(x, y, decimal) for x, y in zip(xs, ys, strict=True))

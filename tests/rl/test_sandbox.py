@@ -1,0 +1,521 @@
+"""Untrusted code, and what it may try. Each attempt prints `escaped` where it succeeds, as it does outside the sandbox: the control."""
+
+import os
+import re
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from argosy.core.errors import BadInput, Unsupported
+from argosy.rl import sandbox
+from argosy.rl.sandbox import DEFAULT, Limits, run_code
+from argosy.rl.sandbox_filter import TABLES, program
+
+HERE = not sandbox.available()
+linux = pytest.mark.skipif(not HERE, reason="; ".join(sandbox.available()))
+QUICK = Limits(cpu_s=2, wall_s=5)
+
+
+def plain(code: str, folder: Path, **environment: str) -> str:
+    """What the same code prints in an ordinary interpreter: the control of each attempt."""
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, cwd=folder, env=env).stdout
+
+
+def run(code: str, limits: Limits = QUICK, stdin: str = ""):
+    return run_code(textwrap.dedent(code), stdin, limits)
+
+
+# ---- ordinary programs
+
+
+@linux
+def test_a_program_reads_and_writes():
+    ran = run("n = int(input())\nprint(n + 1)\nimport sys\nprint('to stderr', file=sys.stderr)", stdin="41\n")
+    assert (ran.stdout, ran.stderr, ran.exit_code) == ("42\n", "to stderr\n", 0)
+    assert (ran.timed_out, ran.killed_by, ran.capped) == (False, None, False)
+    assert 0 < ran.seconds < 5
+
+
+@linux
+@pytest.mark.parametrize(
+    ("code", "exit_code", "last"),
+    [
+        ("import sys; sys.exit(3)", 3, ""),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+        ("x = (", 1, "SyntaxError: '(' was never closed"),
+        ("import numpy", 1, "ModuleNotFoundError: No module named 'numpy'"),
+        ("raise SystemExit('so')", 1, "so"),
+        ("assert __name__ == '__main__'; import sys; assert sys.argv == ['main.py']", 0, ""),
+    ],
+)
+def test_a_program_ends_as_it_would_alone(code, exit_code, last):
+    ran = run(code)
+    assert ran.exit_code == exit_code
+    assert ran.stderr.strip().endswith(last)
+    assert "sandbox" not in ran.stderr
+    if exit_code == 1 and "Error" in last and "Syntax" not in last:
+        assert 'File "main.py", line 1, in <module>' in ran.stderr
+
+
+@linux
+def test_a_program_uses_its_folder_and_the_standard_library():
+    """What programs of competitions and lessons do: files, threads with a large stack, an event loop, databases, big numbers."""
+    ran = run("""
+        import asyncio, collections, concurrent.futures, ctypes, decimal, heapq, itertools, json, os, random, shutil, sqlite3, ssl
+        import sys, tempfile, threading, time, zlib
+        os.makedirs("a/b")
+        with open("a/b/x", "w") as file: file.write("text")
+        os.rename("a/b/x", "a/y"); shutil.copyfile("a/y", "z"); os.symlink("z", "link"); os.truncate if 0 else None
+        assert open("link").read() == "text" and sorted(os.listdir()) == ["a", "link", "main.py", "z"]
+        with tempfile.TemporaryFile() as file: file.write(b"x"); file.truncate(0)
+        sys.setrecursionlimit(10**6); threading.stack_size(128 << 20)
+        def deep(n): return 0 if n == 0 else 1 + deep(n - 1)
+        found = []
+        thread = threading.Thread(target=lambda: found.append(deep(20000))); thread.start(); thread.join()
+        threading.stack_size(0)
+        assert found == [20000]
+        async def later(n): await asyncio.sleep(0.01); return n
+        assert asyncio.run(asyncio.wait_for(later(3), 1)) == 3
+        with concurrent.futures.ThreadPoolExecutor(4) as pool: assert sum(pool.map(int, "1234")) == 10
+        db = sqlite3.connect("db"); db.execute("create table t (x)"); db.execute("insert into t values (1)"); db.commit()
+        assert db.execute("select * from t").fetchall() == [(1,)]
+        assert time.tzname == ("UTC", "UTC") and random.random() < 1 and os.cpu_count() >= 1
+        print(2 ** 200 % 1000007, decimal.Decimal(2).sqrt(), hash("a"))
+    """)
+    assert (ran.stderr, ran.exit_code) == ("", 0)
+    assert ran.stdout.startswith(f"{2**200 % 1000007} 1.414213562373095048801688724 ")
+    assert run("print(hash('a'))").stdout == run("print(hash('a'))").stdout
+
+
+@linux
+def test_nothing_stays_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run("""
+        import os
+        for name in ("a", "b"): open(name, "w").write("x")
+        os.mkdir("closed", 0)
+        for _ in range(900):
+            os.mkdir("deep" * 20); os.chdir("deep" * 20)
+    """)
+    assert list(tmp_path.iterdir()) == []
+
+
+@linux
+def test_many_at_once():
+    found = {}
+    threads = [threading.Thread(target=lambda i=i: found.update({i: run(f"print({i})").stdout})) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: f"{i}\n" for i in range(6)}
+
+
+# ---- attempts
+
+
+ATTEMPTS = {
+    "a system file": "print(len(open('/etc/passwd').read()) > 0 and 'escaped')",
+    "a file of the user": "print(open(FILE).read())",
+    "a folder": "import os; os.listdir('/'); print('escaped')",
+    "the home folder": "import os, pwd; os.listdir(HOME); print('escaped')",
+    "its parent's environment": "print('escaped' if b'PATH' in open(f'/proc/{PARENT}/environ', 'rb').read() else '')",
+    "its own process's files": "print('escaped' if open('/proc/self/status').read() else '')",
+    "its parent's memory": "open(f'/proc/{PARENT}/mem', 'rb'); print('escaped')",
+    "through a symbolic link": "import os; os.symlink(FILE, 'link'); print(open('link').read())",
+    "through a symbolic link to a folder": "import os; os.symlink(os.path.dirname(FILE), 'l'); print(open('l/secret').read())",
+    "through a hard link": "import os; os.link(FILE, 'link'); print(open('link').read())",
+    "by a path with dots": "import os; print(open(os.path.relpath(FILE)).read())",
+    "by a change of folder": "import os; os.chdir(os.path.dirname(FILE)); print(open('secret').read())",
+    "mapped into memory": "import mmap, os; print(mmap.mmap(os.open(FILE, os.O_RDONLY), 0, prot=mmap.PROT_READ)[:])",
+    "by the system call": """
+        import ctypes, os
+        libc = ctypes.CDLL(None)
+        fd = libc.open(FILE.encode(), 0)
+        buffer = ctypes.create_string_buffer(64)
+        libc.read(fd, buffer, 64)
+        print(buffer.value.decode())
+    """,
+    "writing elsewhere": "open(OTHER + '/new', 'w').write('x'); print('escaped')",
+    "writing to a file": "open(FILE, 'a').write('x'); print('escaped')",
+    "cutting a file off": "import os; os.truncate(FILE, 100); print('escaped')",
+    "cutting a file off while reading": "import os; open('f', 'w'); os.open('f', os.O_RDONLY | os.O_TRUNC); print('escaped')",
+    "removing a file": "import os; os.remove(OTHER + '/victim'); print('escaped')",
+    "moving a file in": "import os; os.rename(OTHER + '/victim', 'mine'); print('escaped')",
+    "moving a file out": "import os; open('f', 'w'); os.rename('f', OTHER + '/f'); print('escaped')",
+    "a folder elsewhere": "import os; os.mkdir(OTHER + '/d'); print('escaped')",
+    "a mode": "import os; os.chmod(FILE, 0o600); print('escaped')",
+    "a mode of the library": "import os; f = os.open(os.__file__, os.O_RDONLY); os.fchmod(f, os.fstat(f).st_mode); print('escaped')",
+    "an owner": "import os; os.chown(FILE, -1, -1); print('escaped')",
+    "times": "import os; os.utime(FILE); print('escaped')",
+    "attributes": "import os; os.listxattr(FILE); print('escaped')",
+    "TCP": "import socket; socket.socket(socket.AF_INET, socket.SOCK_STREAM); print('escaped')",
+    "UDP": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9)); print('escaped')",
+    "TCP over IPv6": "import socket; socket.socket(socket.AF_INET6); print('escaped')",
+    "a Unix socket": "import socket; socket.socket(socket.AF_UNIX).bind(OTHER + '/socket'); print('escaped')",
+    "an abstract Unix socket": "import socket, os; socket.socket(socket.AF_UNIX).bind(f'\\0argosy{os.getpid()}'); print('escaped')",
+    "netlink": "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW); print('escaped')",
+    "datagrams of a pair": "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); print('escaped')",
+    "a socket by the system call": "import ctypes; print('escaped' if ctypes.CDLL(None).syscall(NR['socket'], 2, 1, 0) >= 0 else '')",
+    "a system call of 32 bits": """
+        import ctypes, mmap
+        # mov eax, 20 (getpid); int 0x80; ret
+        code = mmap.mmap(-1, 4096, prot=7)
+        code.write(bytes.fromhex("b814000000cd80c3"))
+        found = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()
+        print("escaped" if found > 0 else "")
+    """,
+    "fork": "import os; pid = os.fork(); pid or os._exit(0); os.waitpid(pid, 0); print('escaped')",
+    "fork by the system call": """
+        import ctypes, os
+        pid = ctypes.CDLL(None).syscall(NR["clone"], 17, 0, 0, 0, 0)
+        if pid == 0: os._exit(0)
+        print("escaped" if pid > 0 else "")
+    """,
+    "fork by the library": "import ctypes, os; pid = ctypes.CDLL(None).fork(); pid or os._exit(0); print('escaped' if pid > 0 else '')",
+    "a program": "import subprocess; print(subprocess.run(['/bin/echo', 'escaped'], capture_output=True, text=True).stdout)",
+    "a program in its place": "import os; os.execv('/bin/echo', ['echo', 'escaped'])",
+    "a process of multiprocessing": """
+        import multiprocessing
+        p = multiprocessing.get_context("fork").Process(target=print, args=("escaped",)); p.start(); p.join()
+    """,
+    "a daemon that outlives it": """
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                print("escaped", flush=True)
+                time.sleep(0.2)
+            os._exit(0)
+        os.wait(); time.sleep(0.3)
+    """,
+    "leaving its session": "import os; os.setpgid(0, 0); print('escaped')",
+    "a signal to its parent": "import os; os.kill(PARENT, 0); print('escaped')",
+    "a signal by queue": "import ctypes; print('escaped' if ctypes.CDLL(None).sigqueue(PARENT, 0, None) == 0 else '')",
+    "a signal by descriptor": "import os; os.pidfd_open(PARENT); print('escaped')",
+    "a signal that the kernel sends": """
+        import fcntl, os
+        r, w = os.pipe()
+        fcntl.fcntl(r, 8, PARENT)  # F_SETOWN
+        print("escaped")
+    """,
+    "the kind of that signal": "import fcntl, os; fcntl.fcntl(os.pipe()[0], 10, 9); print('escaped')",
+    "tracing its parent": "import ctypes; print('escaped' if ctypes.CDLL(None).ptrace(0x4206, PARENT, 0, 0) == 0 else '')",
+    "reading its parent's memory": """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.process_vm_readv(PARENT, None, 0, None, 0, 0)
+        print("escaped" if ctypes.get_errno() == 0 else "")
+    """,
+    "a namespace": "import ctypes; print('escaped' if ctypes.CDLL(None).unshare(0x10000000) == 0 else '')",
+    "memory that no limit counts": "import os; os.memfd_create('x'); print('escaped')",
+    "shared memory": "import ctypes; print('escaped' if ctypes.CDLL(None).shmget(0, 4096, 0o1600) >= 0 else '')",
+    "a bound on its parent's death": "import ctypes; print('escaped' if ctypes.CDLL(None).prctl(1, 0) == 0 else '')",
+    "a timer": """
+        import ctypes
+        print("escaped" if ctypes.CDLL(None).timer_create(1, None, ctypes.create_string_buffer(8)) == 0 else "")
+    """,
+    "io_uring": """
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.syscall(425, 1, None)
+        print("escaped" if ctypes.get_errno() == 14 else "")
+    """,
+    "keys": "import ctypes; print('escaped' if ctypes.CDLL(None).syscall(NR_KEYCTL, 0, -3, 1) > 0 else '')",
+    "watching files": """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        print("escaped" if libc.inotify_add_watch(libc.inotify_init(), FILE.encode(), 4095) >= 0 else "")
+    """,
+    "packages beside the library": "import os; print('escaped' if open(PACKAGE).read() is not None else '')",
+    "its environment": "import os; print('escaped' if 'SECRET' in os.environ else '')",
+    "more memory": "import resource; s, h = resource.getrlimit(resource.RLIMIT_AS); print('escaped' if h == -1 else '')",
+    "another's limits": "import resource; resource.prlimit(PARENT, resource.RLIMIT_NOFILE); print('escaped')",
+    "its own priority": "import os; os.sched_setaffinity(0, os.sched_getaffinity(0)); print('escaped')",
+}  # fmt: skip
+
+
+@linux
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_an_attempt_fails_here_and_succeeds_elsewhere(name, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("escaped")
+    tmp_path.chmod(0o777)
+    secret.chmod(0o666)
+    (tmp_path / "victim").write_text("x")
+    package = next(path for path in Path(pytest.__file__).parents[1].glob("pytest/__init__.py"))
+    names = {
+        "FILE": str(secret), "OTHER": str(tmp_path), "HOME": str(Path.home()), "PARENT": os.getpid(), "NR_KEYCTL": 250,
+        "NR": TABLES[os.uname().machine][0], "PACKAGE": str(package),
+    }  # fmt: skip
+    code = textwrap.dedent(ATTEMPTS[name])
+
+    code = "".join(f"{key} = {value!r}\n" for key, value in names.items()) + code
+    before = (secret.stat().st_mode, secret.stat().st_mtime_ns)
+    ran = run(code)
+    assert "escaped" not in ran.stdout, ran
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "victim"]
+    assert (secret.stat().st_mode, secret.stat().st_mtime_ns, secret.read_text()) == (*before, "escaped")
+    assert ran.killed_by == ("SIGSYS" if name == "a system call of 32 bits" else None)
+    inside = tmp_path / "control"
+    inside.mkdir()
+    assert "escaped" in plain(code, inside, SECRET="x"), "the control does not succeed"
+
+
+# ---- limits
+
+
+@linux
+def test_an_endless_loop_ends_after_its_seconds_of_cpu():
+    ran = run("print('began', flush=True)\nwhile True: pass", Limits(cpu_s=1, wall_s=30))
+    assert (ran.timed_out, ran.killed_by, ran.exit_code, ran.stdout) == (True, "cpu", -9, "began\n")
+    assert ran.seconds < 20
+
+
+@linux
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import time; time.sleep(60)",
+        # Signals that can be ignored are, blocked or not.
+        """
+        import signal, time
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+        for number in range(1, 65):
+            try: signal.signal(number, signal.SIG_IGN)
+            except (OSError, ValueError): pass
+        while True: time.sleep(1)
+        """,
+        # Output closed: nothing to be read shows that it still runs.
+        "import os, time\nos.close(1); os.close(2)\ntime.sleep(60)",
+    ],
+)
+def test_what_waits_ends_after_its_time(code):
+    began = time.monotonic()
+    ran = run(code, Limits(wall_s=0.5))
+    assert (ran.timed_out, ran.killed_by, ran.exit_code) == (True, "wall", -9)
+    assert 0.4 < ran.seconds < 2
+    assert time.monotonic() - began < 5
+
+
+@linux
+def test_memory():
+    code = "data = bytearray(N << 20)\nprint(len(data) >> 20)"
+    assert run(code.replace("N", "100")).stdout == "100\n"
+    ran = run(code.replace("N", "600"))
+    assert ran.exit_code == 1
+    assert ran.stderr.endswith("MemoryError\n")
+    assert run(code.replace("N", "600"), Limits(memory_mb=1024)).stdout == "600\n"
+    bomb = run("x = []\nwhile True: x.append(bytearray(1 << 20))")
+    assert bomb.stderr.endswith("MemoryError\n")
+
+
+@linux
+def test_threads():
+    code = """
+        import threading
+        end, count = threading.Event(), 0
+        try:
+            while count < 50:
+                threading.Thread(target=end.wait).start()
+                count += 1
+        except RuntimeError as error: print(error)
+        end.set()
+        print(count)
+    """
+    assert run(code, Limits(threads=8)).stdout == "can't start new thread\n8\n"
+    assert run(code, Limits(threads=60, memory_mb=2048)).stdout == "50\n"
+
+
+@linux
+def test_threads_that_need_no_memory():
+    """By the system call, each with the same small stack, so that only their number is limited."""
+    found = run("""
+        import ctypes, mmap
+        libc = ctypes.CDLL(None)
+        # pause for ever: mov eax, 34; syscall; jmp -9
+        code = mmap.mmap(-1, 4096, prot=7); code.write(bytes.fromhex("b8220000000f05ebf7"))
+        function = ctypes.addressof(ctypes.c_char.from_buffer(code))
+        stack = mmap.mmap(-1, 4096); top = ctypes.addressof(ctypes.c_char.from_buffer(stack)) + 4000
+        libc.clone.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+        import os
+        made = 0
+        while made < 1000 and libc.clone(function, top, 0x10F00, None) > 0: made += 1
+        print(made, flush=True)
+        os._exit(0)
+    """, Limits(threads=8))  # fmt: skip
+    assert found.stdout == "8\n"
+
+
+@linux
+def test_output_is_capped_and_says_so():
+    ran = run("import sys\nprint('x' * 10)\nsys.stderr.write('e' * 5000)", Limits(output_kb=1))
+    assert (ran.stdout, ran.stderr, ran.capped) == ("x" * 10 + "\n", "e" * 1024, True)
+    assert not run("print('x' * 1023)", Limits(output_kb=1)).capped
+    endless = run("while True: print('x' * 1000)", Limits(cpu_s=1, output_kb=4))
+    assert len(endless.stdout) == 4096
+    assert (endless.capped, endless.killed_by) == (True, "cpu")
+    assert run("import os; os.write(1, b'\\xff\\n')").stdout == "\ufffd\n"
+
+
+@linux
+def test_sizes_of_files():
+    code = "f = open('f', 'wb')\nf.write(b'x' * (N << 20)); f.flush(); print('written')"
+    assert run(code.replace("N", "1")).stdout == "written\n"
+    ran = run(code.replace("N", "3"), Limits(file_mb=2))
+    assert "File too large" in ran.stderr
+    assert ran.stdout == ""
+
+
+FILL = {
+    "sizes": ("for i in range(N): open(f'{i}', 'wb').write(b'x' * (1 << 20))", Limits(folder_mb=10), 20),
+    "number": ("for i in range(N): open(f'{i}', 'w')", Limits(files=200), 300),
+    "depth": ("import os\nfor i in range(N): os.mkdir('d' * 200); os.chdir('d' * 200)", DEFAULT, 300),
+}
+
+
+@linux
+@pytest.mark.parametrize("name", FILL)
+def test_what_the_folder_holds(name):
+    code, limits, many = FILL[name]
+    ran = run(code.replace("N", str(many)) + "\nimport time; time.sleep(30)", limits)
+    assert (ran.killed_by, ran.timed_out) == ("folder", False)
+    assert ran.seconds < 10
+    assert run(code.replace("N", "5"), limits).exit_code == 0
+
+
+@linux
+def test_room_that_is_not_written_to(tmp_path):
+    code = "import os\nos.posix_fallocate(os.open('f', os.O_CREAT | os.O_RDWR), 0, 4096)"
+    assert "PermissionError" in run(code).stderr
+    assert not plain(code, tmp_path)
+    assert (tmp_path / "f").stat().st_size == 4096
+
+
+@linux
+def test_open_files():
+    code = "files = [open('main.py') for _ in range(N)]\nprint(len(files))"
+    assert run(code.replace("N", "40")).stdout == "40\n"
+    assert "Too many open files" in run(code.replace("N", "80")).stderr
+
+
+@linux
+def test_input_that_is_not_read_and_input_that_is_large():
+    assert run("print('ok')", stdin="x" * 1_000_000).stdout == "ok\n"
+    assert run("import sys\nprint(len(sys.stdin.read()))", stdin="x" * 1_000_000).stdout == "1000000\n"
+    assert "EOFError" in run("input()").stderr
+
+
+@linux
+def test_a_crash_of_the_interpreter():
+    ran = run("import ctypes; ctypes.string_at(0)")
+    assert (ran.killed_by, ran.exit_code, ran.timed_out) == ("SIGSEGV", -11, False)
+    assert run("import os; os.abort()").killed_by == "SIGABRT"
+
+
+@linux
+def test_it_ends_with_its_parent(tmp_path):
+    """Code that sleeps, whose parent is killed."""
+    script = """
+        import os, sys
+        from argosy.rl.sandbox import Limits, run_code
+        run_code("import os, time\\nopen('pid', 'w').write(str(os.getpid()))\\ntime.sleep(60)", limits=Limits(wall_s=100))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)})
+    until, found = time.monotonic() + 30, []
+    while time.monotonic() < until and not (found and found[0].read_text()):
+        found = list(tmp_path.glob("*/pid"))
+        time.sleep(0.02)
+    pid = int(found[0].read_text())
+    os.kill(pid, 0)
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+# ---- refusals
+
+
+@linux
+@pytest.mark.parametrize(
+    ("removed", "expected"),
+    [
+        ('landlock(how["reads"], how["lists"], how["folder"])', "/ can still be opened"),
+        ("seccomp(filter)", "sockets can still be made"),
+        ("resource.setrlimit(resource.RLIMIT_NPROC, (1, most))", "threads cannot be limited"),
+    ],
+)
+def test_a_missing_protection_is_found_and_nothing_runs(removed, expected, tmp_path, monkeypatch):
+    source = sandbox.CHILD.read_text()
+    assert source.count(f"    {removed}\n") == 1
+    (tmp_path / "child.py").write_text(source.replace(f"    {removed}\n", "    pass\n"))
+    (tmp_path / "sandbox_filter.py").write_text(sandbox.CHILD.with_name("sandbox_filter.py").read_text())
+    monkeypatch.setattr(sandbox, "CHILD", tmp_path / "child.py")
+    with pytest.raises(Unsupported) as caught:
+        run("print('ran')")
+    assert expected in caught.value.what
+
+
+@linux
+def test_a_way_that_the_kernel_does_not_count_is_refused(monkeypatch):
+    """The count of the user's threads does not bind root, who may have as many as it likes."""
+    if os.geteuid():
+        pytest.skip("for root")
+    monkeypatch.setattr(sandbox, "WAYS", ("count",))
+    with pytest.raises(Unsupported, match="the kernel does not count those of this user"):
+        run("print('ran')")
+
+
+@pytest.mark.parametrize(("system", "machine", "expected"), [("darwin", "arm64", "not Linux"), ("linux", "riscv64", "riscv64")])
+def test_other_systems_are_refused(monkeypatch, system, machine, expected):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("x", "x", "x", "x", machine)))
+    sandbox._reasons.cache_clear()
+    try:
+        assert len(sandbox.available()) == 1
+        with pytest.raises(Unsupported, match=expected):
+            run_code("print(1)")
+    finally:
+        monkeypatch.undo()
+        sandbox._reasons.cache_clear()
+
+
+@pytest.mark.parametrize("limits", [{"cpu_s": 0}, {"wall_s": -1}, {"memory_mb": 8}, {"threads": -1}, {"output_kb": 0}])
+def test_limits_that_limit_nothing(limits):
+    with pytest.raises(BadInput, match=next(iter(limits))):
+        Limits(**limits)
+
+
+# ---- the filter
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's headers")
+@pytest.mark.parametrize("machine", TABLES)
+def test_numbers_of_calls_are_those_of_the_kernels_headers(machine):
+    header = Path("/usr/include/asm-generic/unistd.h" if machine == "aarch64" else "/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
+    if not header.exists():
+        pytest.skip("no kernel headers")
+    numbers = re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text(), re.MULTILINE)
+    found = {("newfstatat" if name == "fstatat" else name): int(number) for name, number in numbers}
+    assert {name: found.get(name) for name in TABLES[machine][0]} == TABLES[machine][0]
+
+
+def test_the_filter_of_either_machine_jumps_only_forward_and_inside():
+    for machine in TABLES:
+        steps = list(struct.iter_unpack("=HBBI", program(1234, machine)))
+        assert len(steps) < 4096
+        for at, (kind, yes, no, _) in enumerate(steps):
+            if kind & 7 == 5:
+                assert at + 1 + max(yes, no) < len(steps)
+        assert steps[-1][0] == 6
