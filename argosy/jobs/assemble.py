@@ -23,8 +23,12 @@ from argosy.data.batch import Batches
 from argosy.data.sources import RowSource
 from argosy.data.tokenize import Tokenizer
 from argosy.jobs import reference
+from argosy.jobs.frozen import Role
 from argosy.jobs.memory import batch_shapes, estimated_need
 from argosy.jobs.run import Run
+from argosy.jobs.teacher import ROLE as TEACHER
+from argosy.jobs.teacher import Teacher
+from argosy.jobs.teacher import kind_of as taught
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import Choosing, abstract, count, fill, logical, variables
 from argosy.ops.attention import IMPLEMENTATIONS as ATTENTION
@@ -112,8 +116,11 @@ class Assembly:
     # The contractions with adapters, and the addresses of the frozen weights under them, which checkpoints leave out.
     adapted: tuple[str, ...] = ()
     base: frozenset[str] = frozenset()
-    # Weights of frozen models by role, once they are known.
+    # Frozen models that steps read, by role; and their weights, once they are known.
+    roles: dict[str, Role] = field(default_factory=dict)
     frozen: dict[str, Any] = field(default_factory=dict)
+    # The model to learn from, in distillation.
+    teacher: Teacher | None = None
 
     # ---------------------------------------------------------------- states
 
@@ -170,19 +177,20 @@ class Assembly:
             self.rate,
             precision=self.decided.precision,
             accumulate=self.run.accumulate,
-            roles=self.roles,
+            roles=self.graphs,
         )
         if self.base:
             moving = replace(self.places, rest={a: p for a, p in self.places.rest.items() if a not in self.base})
             jitted = jax.jit(beside_base(step), donate_argnums=0, out_shardings=(moving, None))
             with self.tracing():
-                return BesideBase(jitted.lower(*apart(self.shapes, self.base), self.batch_shapes()).compile(), self.base)
+                lowered = jitted.lower(*apart(self.shapes, self.base), self.batch_shapes(), self.frozen_shapes)
+                return BesideBase(lowered.compile(), self.base)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.places, None))
         with self.tracing():
             return jitted.lower(self.shapes, self.batch_shapes(), self.frozen_shapes).compile()
 
     def compile_evaluation(self) -> Any:
-        evaluate = make_evaluation(self.graph, self.run.objective, precision=self.decided.precision, roles=self.roles)
+        evaluate = make_evaluation(self.graph, self.run.objective, precision=self.decided.precision, roles=self.graphs)
         with self.tracing():
             return jax.jit(evaluate).lower(self.shapes, self.batch_shapes(self.evals), self.frozen_shapes).compile()
 
@@ -191,13 +199,13 @@ class Assembly:
         return lambda state, batch: program(state, batch, self.frozen)
 
     @property
-    def roles(self) -> dict[str, Any]:
+    def graphs(self) -> dict[str, Any]:
         """The graphs of frozen models by role."""
-        return {reference.ROLE: self.graph} if reference.kind_of(self.run.objective) == "online" else {}
+        return {name: role.graph for name, role in self.roles.items()}
 
     @property
     def frozen_shapes(self) -> dict[str, Any]:
-        return dict.fromkeys(self.roles, self.shapes.params | self.shapes.rest)
+        return {name: role.shapes for name, role in self.roles.items()}
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -378,12 +386,19 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         {a: shapes[a] for a in rest},
     )
     places = like_weights(state, weights, shapes, mesh)
-    estimated_need(run, decided, state, places, mesh).check()
+    stated = jax.tree.map(described, state, places)
+    base = frozenset(base_addresses(model)) if adapted else frozenset()
+    roles: dict[str, Role] = {}
+    if reference.kind_of(run.objective) == "online":
+        roles[reference.ROLE] = Role(graph, stated.params | stated.rest, base)
+    teacher = Teacher(run, decided, mesh, tokenizer) if taught(run.objective) else None
+    if teacher is not None and taught(run.objective) == "online":
+        roles[TEACHER] = teacher.role
+    estimated_need(run, decided, state, places, mesh, roles).check()
     learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731
     return Assembly(
         run, decided, mesh, tokenizer, batches, evals, model, graph, optimizer, learning_rate,
-        jax.tree.map(described, state, places), places, tuple(adapted),
-        frozenset(base_addresses(model)) if adapted else frozenset(),
+        stated, places, tuple(adapted), base, roles, teacher=teacher,
     )  # fmt: skip
 
 
@@ -396,8 +411,8 @@ def apart(state: TrainState, base: frozenset[str]) -> tuple[TrainState, dict[str
 def beside_base(step: Any) -> Any:
     """A step that takes the base beside the state and does not return it: its arrays stay what they are."""
 
-    def update(state: TrainState, base: dict[str, Any], batch: Any) -> Any:
-        new, metrics = step(replace(state, rest=state.rest | base), batch)
+    def update(state: TrainState, base: dict[str, Any], batch: Any, frozen: Any) -> Any:
+        new, metrics = step(replace(state, rest=state.rest | base), batch, frozen)
         return apart(new, frozenset(base))[0], metrics
 
     return update
@@ -411,10 +426,8 @@ class BesideBase:
     base: frozenset[str]
 
     def __call__(self, state: TrainState, batch: Any, frozen: Any = None) -> Any:
-        if frozen:
-            raise ValueError(f"frozen models beside a base: {sorted(frozen)}")
         moving, base = apart(state, self.base)
-        new, metrics = self.program(moving, base, batch)
+        new, metrics = self.program(moving, base, batch, frozen or {})
         return replace(new, rest=new.rest | base), metrics
 
     def memory_analysis(self) -> Any:

@@ -131,7 +131,8 @@ def settle(assembly: Any, directory: RunDirectory, weights: Weights, say: Say) -
         known = found
     if kind == "online":
         # A copy, because the state's own buffers are given to the first step.
-        assembly.frozen = {ROLE: {address: jnp.copy(array) for address, array in weights.read().items()}}
+        shared = assembly.roles[ROLE].shared
+        assembly.frozen[ROLE] = {a: array if a in shared else jnp.copy(array) for a, array in weights.read().items()}
         return
     splits = {"train": assembly.batches, "held_out": assembly.evals}
     for split, batches in splits.items():
