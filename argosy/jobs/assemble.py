@@ -22,7 +22,7 @@ from argosy.data import pipeline
 from argosy.data.batch import Batches
 from argosy.data.sources import RowSource
 from argosy.data.tokenize import Tokenizer
-from argosy.jobs import reference
+from argosy.jobs import reference, teacher_cache
 from argosy.jobs.frozen import Role
 from argosy.jobs.memory import batch_shapes, estimated_need
 from argosy.jobs.run import Run
@@ -352,13 +352,19 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     mesh, (source, tokenizer) = parts["mesh"], parts["data"]
     common: dict[str, Any] = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress}
     common |= {"process": jax.process_index(), "processes": jax.process_count(), "source": source}
-    common |= {"fields": reference.asked_of_data(run.objective), "rows_per_group": run.objective.rows_per_group}
+    teaching = taught(run.objective)
+    if teaching == "cached":
+        teacher_cache.check_settings(run)
+    fields = teacher_cache.asked_of_data(run.objective) if teaching == "cached" else reference.asked_of_data(run.objective)
+    common |= {"fields": fields, "rows_per_group": run.objective.rows_per_group}
     batches: Any = pipeline.build(run.data, tokenizer, **common)
     evals: Any = None
     if run.eval.batches and pipeline.holds_out(run.data, source):
         evals = pipeline.eval_batches(run.data, tokenizer, limit=run.eval.batches, **common)
     if reference.kind_of(run.objective) == "cached":
         batches, evals = reference.WithReference(batches), evals and reference.WithReference(evals)
+    if teaching == "cached":
+        batches, evals = (of and teacher_cache.WithTeacher(of, run.objective.top) for of in (batches, evals))
 
     model = run.model.build(decided.run(run.execution.remat))
     if not (run.init.weights or run.init.state) and (
@@ -391,8 +397,8 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     roles: dict[str, Role] = {}
     if reference.kind_of(run.objective) == "online":
         roles[reference.ROLE] = Role(graph, stated.params | stated.rest, base)
-    teacher = Teacher(run, decided, mesh, tokenizer) if taught(run.objective) else None
-    if teacher is not None and taught(run.objective) == "online":
+    teacher = Teacher(run, decided, mesh, tokenizer) if teaching else None
+    if teacher is not None and teaching == "online":
         roles[TEACHER] = teacher.role
     estimated_need(run, decided, state, places, mesh, roles).check()
     learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731

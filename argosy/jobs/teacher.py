@@ -1,6 +1,7 @@
 """The teacher of a run of distillation: another model, frozen, whose distributions the student learns.
 
     online   its weights are beside the student's, laid out by the rules for its own axes, and every step computes its logits
+    cached   its likeliest tokens are computed before the first step (`jobs.teacher_cache`)
 
 A teacher is any stored model: Hub folder, GGUF file, run directory or checkpoint. The name of a preset is none, because it has no
 weights. Ids must stand for the same tokens in both, or the student would learn noise: the tokens are compared one by one.
@@ -10,7 +11,6 @@ says so.
 What the teacher is, by path and the hashes of its files, is kept with the run: one that has changed does not go on by accident.
 """
 
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -149,22 +149,27 @@ def settle(assembly: Any, teacher: Teacher, directory: RunDirectory, say: Say) -
     Raises:
         BadInput: it is gone, or it has changed since the run began.
     """
-    stored = same(teacher, directory, say)
+    described, stored = same(teacher, directory, say)
     if teacher.note:
         say(teacher.note)
     say(f"teacher {teacher.given}, {teacher.config.parameters():,} parameters, frozen")
+    if kind_of(assembly.run.objective) == "cached":
+        from argosy.jobs import teacher_cache
+
+        return teacher_cache.settle(assembly, described, stored, say)
     assembly.frozen[ROLE] = teacher.read(stored)
 
 
-def same(teacher: Teacher, directory: RunDirectory, say: Say) -> Stored:
-    """The model that a run learns from, which stays the same over its resumes.
+def same(teacher: Teacher, directory: RunDirectory, say: Say) -> tuple[dict[str, Any], Stored]:
+    """The model that a run learns from, which stays the same over its resumes: what is recorded of it, and it.
 
     Raises:
         BadInput: as `settle`.
     """
-    known: Mapping[str, Any] | None = directory.teacher()
+    known = directory.teacher()
     if known is None:
-        directory.write_teacher(describe_base(teacher.stored, teacher.given))
-        return teacher.stored
+        described = describe_base(teacher.stored, teacher.given)
+        directory.write_teacher(described)
+        return described, teacher.stored
     back = "put it back, or start again with dir=NEW"
-    return open_same(known, say, thorough=True, model="the teacher that this run learns from", missing=back, other=back)
+    return known, open_same(known, say, thorough=True, model="the teacher that this run learns from", missing=back, other=back)

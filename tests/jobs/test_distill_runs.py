@@ -102,6 +102,62 @@ def test_a_resume_is_bit_for_bit_from_the_same_teacher_although_its_run_went_on(
         fit(data, run, f"objective.teacher={own}", steps=STEPS + 1)
 
 
+CACHED = ["objective.logits=cached", "objective.top=40"]
+
+
+@pytest.fixture(scope="module")
+def cached(data: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("cached") / "run"
+    said = fit(data, run, f"objective.teacher={teacher}", *CACHED)
+    assert "40 likeliest tokens, 164 bytes a target" in said
+    return run
+
+
+def test_a_cached_teacher_gives_nearly_the_numbers_of_an_online_one(whole: Path, cached: Path):
+    """40 of 258 tokens, in 16 bits, and no teacher in memory."""
+    for name in ("cross_entropy", "kl", "agreement"):
+        assert losses(cached, name)[1] == pytest.approx(losses(whole, name)[1], rel=0.02), name
+    # Joined outcomes differ by less.
+    assert losses(cached, "kl")[1] < losses(whole, "kl")[1]
+    assert losses(cached, "kl")[STEPS] < losses(cached, "kl")[1]
+    headers = [next(line["header"] for line in read(Store(run)) if "header" in line) for run in (cached, whole)]
+    assert headers[0]["memory"]["parameters"] == 4 * headers[0]["parameters"] < headers[1]["memory"]["parameters"] / 2
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["kept", "gone"])
+def test_a_resume_from_the_cache_is_bit_for_bit_also_where_it_is_made_again(
+    cached: Path, data: Path, teacher: Path, tmp_path: Path, gone: bool
+):
+    run, how = tmp_path / "run", [f"objective.teacher={teacher}", *CACHED]
+    shutil.copytree(cached.parent / "cache", tmp_path / "cache")
+    assert "likeliest tokens" not in fit(data, run, *how, steps=EVERY)
+    if gone:
+        shutil.rmtree(tmp_path / "cache" / "teacher")
+    assert ("likeliest tokens" in fit(data, run, *how)) == gone
+    assert losses(run) == losses(cached)
+    assert digest(run, STEPS) == digest(cached, STEPS)
+
+
+def test_another_temperature_or_teacher_or_row_is_computed_again_and_another_student_not(
+    cached: Path, data: Path, teacher: Path, tmp_path: Path
+):
+    shutil.copytree(cached.parent / "cache", tmp_path / "cache")
+    how = [f"objective.teacher={teacher}", *CACHED, "eval.batches=0"]
+    for name, words, again in [
+        ("a", ["model.layers=2", "seed=5", "data.batch=16", "objective.divergence=reverse"], False),
+        ("b", ["objective.temperature=2"], True),
+        ("c", ["data.sequence=24"], True),
+        ("d", [f"objective.teacher={cached}"], True),
+    ]:
+        assert ("likeliest tokens" in fit(data, tmp_path / name, *how, *words, steps=1)) == again, name
+
+
+def test_only_what_a_run_visits_is_computed_and_longer_runs_add_the_rest(data: Path, teacher: Path, tmp_path: Path):
+    how = [f"objective.teacher={teacher}", *CACHED, "eval.batches=0", "data.packing=fit", "data.sequence=16", "objective.head=chunks"]
+    assert "of 8 rows" in fit(data, tmp_path / "run", *how, steps=1)
+    assert "of 8 rows" in fit(data, tmp_path / "run", *how, steps=2)
+
+
 def test_eight_devices_give_the_same_run(whole: Path, data: Path, teacher: Path, tmp_path: Path):
     """Each device has its share of the student, of the teacher and of the rows."""
     fit(data, tmp_path / "run", f"objective.teacher={teacher}", "mesh.data=-1", "mesh.fsdp=4", "objective.head=chunks", steps=2)
@@ -143,6 +199,8 @@ def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
         (["objective.teacher={stories}"], "another tokenizer than the data: it has 512 tokens, not 258", "data.tokenizer="),
         (["objective.teacher={teacher}", "data.sequence=128", "model.context=128"], "longer than the teacher's context of 64", "=64"),
         (["objective.teacher={teacher}", "model.vocab=300", "objective.divergence=reverse"], "infinite for the others", "vocab=264"),
+        (["objective.teacher={teacher}", "objective.logits=cached", "objective.top=258"], "the student has 258 tokens", "online"),
+        (["objective.teacher={teacher}", "objective.logits=cached", "data.online=true"], "data.online reads no row twice", "online"),
         (["objective.teacher={teacher}", "objective.logits=online", "objective.top=3"], "logits=cached reads it", ""),
     ],
 )
