@@ -40,6 +40,7 @@ class Distill(Settings):
     """Rows of logits that exist at once with `head: chunks`."""
 
     rows_per_group: ClassVar[int] = 1
+    evaluated: ClassVar[tuple[str, ...]] = ("kl", "agreement")
 
     @model_validator(mode="after")
     def _is_read(self) -> "Distill":
