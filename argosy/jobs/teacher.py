@@ -94,6 +94,10 @@ def check_model(run: Any, config: Any, given: str) -> None:
     if run.data.sequence > config.context:
         what = f"data.sequence = {run.data.sequence:,} is longer than the teacher's context of {config.context:,} tokens"
         raise BadInput(what, where=where, hint=f"data.sequence={config.context}")
+    if run.objective.hidden != "none" and run.model.width != config.width:
+        sizes = f"of {run.model.width} features here and {config.width} there"
+        what = f"objective.hidden={run.objective.hidden} compares hidden states, {sizes}"
+        raise BadInput(what, where=where, hint="a student as wide as its teacher, or objective.hidden=none")
     if run.objective.divergence == "reverse" and run.objective.logits == "online" and run.model.vocab > config.vocab:
         what = f"the student has {run.model.vocab:,} ids, the teacher {config.vocab:,}: reverse divergence is infinite for the others"
         raise BadInput(what, where=where, hint=f"objective.divergence=jsd or forward, or a student with model.vocab={config.vocab}")

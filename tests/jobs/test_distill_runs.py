@@ -201,6 +201,7 @@ def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
         (["objective.teacher={stories}"], "another tokenizer than the data: it has 512 tokens, not 258", "data.tokenizer="),
         (["objective.teacher={teacher}", "data.sequence=128", "model.context=128"], "longer than the teacher's context of 64", "=64"),
         (["objective.teacher={teacher}", "model.vocab=300", "objective.divergence=reverse"], "infinite for the others", "vocab=264"),
+        (["objective.teacher={teacher}", "objective.hidden=cosine", "model.width=32"], "of 32 features here and 16 there", "as wide"),
         (["objective.teacher={teacher}", "objective.logits=cached", "objective.top=258"], "the student has 258 tokens", "online"),
         (["objective.teacher={teacher}", "objective.logits=cached", "data.online=true"], "data.online reads no row twice", "online"),
         (["objective.teacher={teacher}", "objective.logits=online", "objective.top=3"], "logits=cached reads it", ""),

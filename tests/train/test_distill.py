@@ -16,7 +16,7 @@ from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, split
 from argosy.ops.divergence import over, top
 from argosy.train.distillation import Distill
-from argosy.train.objectives.distill import of_logits
+from argosy.train.objectives.distill import HIDDEN, of_logits
 from argosy.train.optim import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
@@ -145,6 +145,23 @@ def test_chunks_give_the_gradient_of_whole_logits_in_float64(divergence):
             assert relative(parts[address], grad) < 1e-10, address
 
 
+@pytest.mark.parametrize("kind", ["cosine", "mse"])
+def test_hidden_states_by_hand(kind):
+    """Added with its weight, over the targets that count; the teacher as wide as the student."""
+    student, teacher, batch = built(STUDENT, Unroll()), built(CASES["llama-tied-biased"], Unroll()), batch_of(4)
+    ours, theirs = (np.asarray(m.hidden(batch["tokens"], STUDENT.attend(batch["segments"]))[0], np.float64) for m in (student, teacher))
+    each = []
+    for row, place in np.argwhere(np.asarray(batch["mask"]) > 0):
+        a, b = ours[row, place], theirs[row, place]
+        each.append(1 - a @ b / np.linalg.norm(a) / np.linalg.norm(b) if kind == "cosine" else ((a - b) ** 2).mean())
+    models = {"model": student, "teacher": teacher}
+    made, without = how(hidden=kind, hidden_weight=3.0)(models, batch, KEY), how()(models, batch, KEY)
+    assert float(made.metrics["hidden"].value()) == pytest.approx(np.mean(each), rel=1e-5)
+    assert float(made.loss.value() - without.loss.value()) == pytest.approx(3 * np.mean(each), rel=1e-4)
+    slope = jax.grad(lambda x: jnp.sum(HIDDEN[kind](x, jnp.zeros_like(x))))(jnp.zeros((1, 1, 4)))
+    assert np.isfinite(slope).all()
+
+
 def test_the_teacher_has_no_gradient():
     batch, student = batch_of(4), models()["model"]
     graph, leaves = split(models()["teacher"])
@@ -203,6 +220,8 @@ def test_accumulation_changes_no_loss_and_no_gradient():
         (["divergence=jsd", "beta=0"], "beta"),
         (["cross_entropy=1"], "cross_entropy"),
         (["temperature=0"], "temperature"),
+        (["hidden_weight=2"], "hidden=cosine or mse reads it"),
+        (["hidden=cosine", "logits=cached"], "keeps no hidden states"),
     ],
 )
 def test_settings_that_would_be_ignored_are_mistakes(words, what):

@@ -1,10 +1,13 @@
 """Distillation: the student's next-token distribution goes to the teacher's, at every target that counts.
 
-    (1 - c) T^2 D(teacher, student) + c cross-entropy(labels)
+    (1 - c) T^2 D(teacher, student) + c cross-entropy(labels) [+ w H(teacher, student)]
 
 D is a divergence at temperature T (`ops.divergence`), c the setting `cross_entropy`. The factor T^2 is that of Hinton et al.
 (arXiv:1503.02531, section 2): gradients of soft targets shrink as 1/T^2, so that without it c would mean something else at every
 temperature. DistilBERT (arXiv:1910.01108) has it too; TRL's GKDTrainer and torchtune have not. At T = 1 it makes no difference.
+
+H, if asked for, is over the last hidden states, the input of the head: 1 - cosine, as DistilBERT has it, or the mean squared difference
+over features, as TinyBERT has it (arXiv:1909.10351, equation 8, there through a learned projection where widths differ).
 
 Differences from TRL's GKDTrainer (1.9): sums over targets are divided by the weight of the whole batch, as TRL does where it knows the
 number of items; its `batchmean` is the mean over the targets of a micro-batch. Its beta of 0 and 1 are `forward` and `reverse`; between
@@ -52,28 +55,51 @@ def loss(how: Distill, models: Models, batch: dict[str, Array]) -> Loss:
     """Computes the objective."""
     model = models["model"]
     x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
-    found = compared(how, models, x, batch)
+    known = frozen(how, models, batch)
+    found = compared(how, models, x, batch, known)
+    if how.hidden != "none":
+        found["hidden"] = HIDDEN[how.hidden](wide(x), wide(known[0]))
     mask = batch["mask"]
     weight = jnp.sum(mask)
     sums = {name: jnp.sum(jnp.where(mask > 0, mask.astype(values.dtype) * values, 0.0)) for name, values in found.items()}
     soft = how.temperature**2 * sums.pop("divergence")
     total = (1 - how.cross_entropy) * soft + how.cross_entropy * sums["cross_entropy"]
+    total = total + how.hidden_weight * sums.get("hidden", 0.0)
     metrics = {name: Mean(value, weight) for name, value in sums.items()}
     return with_routers(Loss(Mean(total, weight), metrics), model, aux, jnp.sum(mask, 1))
 
 
-def compared(how: Distill, models: Models, x: Float[Array, "B T D"], batch: dict[str, Array]) -> Compared:
+def cosine(ours: Float[Array, "B T D"], theirs: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+    """1 - the cosine of hidden states; 1 where one is 0."""
+    sizes = jnp.sum(ours * ours, -1) * jnp.sum(theirs * theirs, -1)
+    return 1 - jnp.sum(ours * theirs, -1) * jax.lax.rsqrt(jnp.maximum(sizes, 1e-30))
+
+
+def mse(ours: Float[Array, "B T D"], theirs: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+    """The mean squared difference of hidden states."""
+    return jnp.mean((ours - theirs) ** 2, -1)
+
+
+HIDDEN = {"cosine": cosine, "mse": mse}
+
+
+def frozen(how: Distill, models: Models, batch: dict[str, Array]) -> list[Array]:
+    """What is known of the teacher: the input of its head, or what is cached."""
+    if how.logits == "cached":
+        return [batch[name] for name in CACHED]
+    return [jax.lax.stop_gradient(models[ROLE].hidden(batch["tokens"], Packed(batch["segments"]))[0])]
+
+
+def compared(
+    how: Distill, models: Models, x: Float[Array, "B T D"], batch: dict[str, Array], known: list[Array]
+) -> Compared:
     """What is compared at each target, [B T] each.
 
     Args:
         x: the input of the student's head.
+        known: of the teacher.
     """
-    model, targets = models["model"], batch["targets"]
-    if how.logits == "cached":
-        teaches, known = None, [batch[name] for name in CACHED]
-    else:
-        teaches = models[ROLE]
-        known = [jax.lax.stop_gradient(teaches.hidden(batch["tokens"], Packed(batch["segments"]))[0])]
+    model, teaches, targets = models["model"], models.get(ROLE), batch["targets"]
 
     def of_rows(x: Array, targets: Array, *known: Array) -> Compared:
         """Rows [R ...] to [R]."""
