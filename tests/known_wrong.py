@@ -126,6 +126,35 @@ EDITS = [
         "len(sums) * float(sums[-1][name].weight)",
         ("tests/jobs/test_evaluate.py",),
     ),
+    # ---------------------------------------------------------------- distillation
+    Edit(
+        "teacher and student exchanged in a divergence",
+        "argosy/ops/divergence.py",
+        "return _expected(teacher, teacher - student)",
+        "return _expected(student, student - teacher)",
+        ("tests/ops/test_divergence.py::test_by_hand",),
+    ),
+    Edit(
+        "targets that do not count distilled",
+        "argosy/train/objectives/distill.py",
+        "jnp.where(mask > 0, mask.astype(values.dtype) * values, 0.0)",
+        "values",
+        ("tests/train/test_distill.py::test_the_loss_and_its_metrics_are_those_of_the_formula_where_the_mask_is_1",),
+    ),
+    Edit(
+        "a resume that learns from the newest step of its teacher's run",
+        "argosy/jobs/teacher.py",
+        'return known, open_same(known, say, thorough=True, model="the teacher that this run learns from", missing=back, other=back)',
+        "return known, teacher.stored",
+        ("tests/jobs/test_distill_runs.py::test_a_resume_is_bit_for_bit_from_the_same_teacher_although_its_run_went_on",),
+    ),
+    Edit(
+        "the cached tokens of rows of another length",
+        "argosy/jobs/teacher_cache.py",
+        'order = ("batch", "shuffle", ',
+        'order = ("batch", "shuffle", "sequence", ',
+        ("tests/jobs/test_distill_runs.py::test_another_temperature_or_teacher_or_row_is_computed_again_and_another_student_not",),
+    ),
     # ---------------------------------------------------------------- preferences
     Edit(
         "KTO's divergence that of each part of a batch",

@@ -139,20 +139,37 @@ def open_base(base: Mapping[str, Any], warn: Callable[[str], None] = lambda _: N
     Raises:
         BadInput: it is not there, or its weights are others.
     """
-    path = base["path"]
+    return open_same(base, warn, thorough=thorough, model="the base model under these adapters", missing=MISSING, other=OTHER)
+
+
+def open_same(
+    described: Mapping[str, Any],
+    warn: Callable[[str], None],
+    *,
+    thorough: bool,
+    model: str,
+    missing: str,
+    other: str,
+) -> Stored:
+    """The model that `describe_base` described. Arguments and errors are those of `open_base`.
+
+    Args:
+        model: what it is, for errors. missing, other: what to do where it is not there, and where its weights are others.
+    """
+    path = described["path"]
     if "://" not in path and not Path(path).exists():
-        raise BadInput(f"the base model under these adapters is not at {path}", hint=MISSING)
+        raise BadInput(f"{model} is not at {path}", hint=missing)
     stored = open_model(path, warn)
     here = {file.name: file for file in _files(stored)}
-    if here.keys() != base["files"].keys():
-        what = f"{path} has {', '.join(sorted(here))}, and the base under these adapters {', '.join(sorted(base['files']))}"
-        raise BadInput(what, hint=OTHER)
-    for name, expected in base["files"].items():
+    if here.keys() != described["files"].keys():
+        what = f"{path} has {', '.join(sorted(here))}, and {model} {', '.join(sorted(described['files']))}"
+        raise BadInput(what, hint=other)
+    for name, expected in described["files"].items():
         about = here[name].stat()
         if not thorough and (about.st_size, about.st_mtime_ns) == (expected["bytes"], expected["mtime_ns"]):
             continue
         if about.st_size != expected["bytes"] or manifest.describe(here[name])["sha256"] != expected["sha256"]:
-            raise BadInput(f"{path} has other weights than the base under these adapters", where=str(here[name]), hint=OTHER)
+            raise BadInput(f"{path} has other weights than {model}", where=str(here[name]), hint=other)
     return stored
 
 

@@ -6,6 +6,7 @@
     tokenizer/       the tokenizer of the data
     adapter/         what a run of adapters trained, for the PEFT library
     reference.json   sha256 of the weights that the run compares with; reference/  their log-probabilities of each sequence
+    teacher.json     the model that the run learns from: where it is, and sha256 of the files of its weights
     evaluations.jsonl  one line per `argosy eval` of the run
     log.txt  report.html  quickstart.json
 
@@ -43,6 +44,8 @@ STORY = "quickstart.json"
 GENERATION = "generation_config.json"
 # The weights that preferences are compared with, and the log-probabilities of each split's sequences by them.
 REFERENCE, LOGPS = "reference.json", "reference/{split}.npy"
+# The model that a run of distillation learns from.
+TEACHER = "teacher.json"
 # One line per `argosy eval`: time, step, the settings that were given, and the numbers of each task.
 EVALUATIONS = "evaluations.jsonl"
 
@@ -123,6 +126,13 @@ class RunDirectory:
 
     def write_reference_weights(self, sha256: str) -> None:
         self.store.write_text(REFERENCE, json.dumps({"weights": sha256}) + "\n")
+
+    def teacher(self) -> dict[str, Any] | None:
+        """The model that the run learns from, as it was described; None if it is not known yet."""
+        return json.loads(self.store.read_text(TEACHER)) if self.store.exists(TEACHER) else None
+
+    def write_teacher(self, described: Mapping[str, Any]) -> None:
+        self.store.write_text(TEACHER, json.dumps(described) + "\n")
 
     def read_reference(self, split: str, documents: int) -> "np.ndarray | None":
         """The reference's log-probabilities of a split's documents; None if they are not there, or of other data."""

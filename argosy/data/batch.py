@@ -161,6 +161,30 @@ class Batches(ABC):
         self.take(arrays or {})
 
 
+class Around(Batches):
+    """Batches that are made of others: each is theirs with something added, and the position is theirs."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+        self.fingerprint, self.tokens_per_batch = inner.fingerprint, inner.tokens_per_batch
+        self.bytes_per_token, self.sizes = inner.bytes_per_token, inner.sizes
+
+    def position(self) -> dict[str, Any]:
+        return self.inner.position()
+
+    def seek(self, position: dict[str, Any]) -> None:
+        self.inner.seek(position)
+
+    def summary(self, steps: int | None = None) -> CorpusSummary:
+        return self.inner.summary(steps)
+
+    def example(self) -> Batch | None:
+        return self.inner.example()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
 def check_same(was: Fingerprint, now: Fingerprint) -> None:
     """Compares the fingerprint of a saved state with that of the data at hand.
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "eval_batches", "find", "fitting", "holds_out", "summary_of", "tokenizer_for"]
 
+# A field that every table has: the number of each row of a batch in the table, -1 where the batch is filled up with padding.
+ROW = "row"
 # Batches per Grain element: its cost of 60 us is then small, and the first batch comes within 1 ms.
 BLOCK_TOKENS = 1 << 14
 
@@ -146,7 +148,8 @@ class Blocks:
     ):
         if rows.per_group != per_group:
             raise ungrouped(per_group, rows.per_group)
-        check_fields(fields, rows.fields)
+        self.of_table = {name: field for name, field in fields.items() if name != ROW}
+        check_fields(self.of_table, rows.fields)
         self.rows, self.order, self.count, self.batch = rows, order, count, settings.batch
         self.fields, self.per_group = fields, per_group
         self.per_block = max(1, BLOCK_TOKENS // (settings.batch * settings.sequence))
@@ -160,12 +163,16 @@ class Blocks:
         batches = np.arange(first, min(first + self.per_block, self.count))
         groups = self.order((batches[:, None] * groups_per_batch + self.share).ravel())
         rows = (np.maximum(groups, 0)[:, None] * self.per_group + np.arange(self.per_group)).ravel()
-        made = picked(self.rows.gather(rows), self.fields)
+        made = picked(self.rows.gather(rows), self.of_table)
+        if ROW in self.fields:
+            made[ROW] = rows.astype(self.fields[ROW].dtype)
         # Past the end of the last batch of an evaluation.
         if (groups < 0).any():
             there = {"group": groups >= 0, "row": np.repeat(groups >= 0, self.per_group)}
             there["token"] = there["row"]
             made = {name: blanked(array, there[self.fields[name].per]) for name, array in made.items()}
+            if ROW in made:
+                made[ROW] = np.where(there["row"], made[ROW], -1)
         return made
 
     def entries(self, name: str) -> int:

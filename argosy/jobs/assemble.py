@@ -22,9 +22,13 @@ from argosy.data import pipeline
 from argosy.data.batch import Batches
 from argosy.data.sources import RowSource
 from argosy.data.tokenize import Tokenizer
-from argosy.jobs import reference
+from argosy.jobs import reference, teacher_cache
+from argosy.jobs.frozen import Role
 from argosy.jobs.memory import batch_shapes, estimated_need
 from argosy.jobs.run import Run
+from argosy.jobs.teacher import ROLE as TEACHER
+from argosy.jobs.teacher import Teacher
+from argosy.jobs.teacher import kind_of as taught
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import Choosing, abstract, count, fill, logical, variables
 from argosy.ops.attention import IMPLEMENTATIONS as ATTENTION
@@ -114,8 +118,11 @@ class Assembly:
     # The contractions with adapters, and the addresses of the frozen weights under them, which checkpoints leave out.
     adapted: tuple[str, ...] = ()
     base: frozenset[str] = frozenset()
-    # Weights of frozen models by role, once they are known.
+    # Frozen models that steps read, by role; and their weights, once they are known.
+    roles: dict[str, Role] = field(default_factory=dict)
     frozen: dict[str, Any] = field(default_factory=dict)
+    # The model to learn from, in distillation.
+    teacher: Teacher | None = None
 
     # ---------------------------------------------------------------- states
 
@@ -172,19 +179,20 @@ class Assembly:
             self.rate,
             precision=self.decided.precision,
             accumulate=self.run.accumulate,
-            roles=self.roles,
+            roles=self.graphs,
         )
         if self.base:
             moving = replace(self.places, rest={a: p for a, p in self.places.rest.items() if a not in self.base})
             jitted = jax.jit(beside_base(step), donate_argnums=0, out_shardings=(moving, None))
             with self.tracing():
-                return BesideBase(jitted.lower(*apart(self.shapes, self.base), self.batch_shapes()).compile(), self.base)
+                lowered = jitted.lower(*apart(self.shapes, self.base), self.batch_shapes(), self.frozen_shapes)
+                return BesideBase(lowered.compile(), self.base)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.places, None))
         with self.tracing():
             return jitted.lower(self.shapes, self.batch_shapes(), self.frozen_shapes).compile()
 
     def compile_evaluation(self) -> Any:
-        evaluate = make_evaluation(self.graph, self.run.objective, precision=self.decided.precision, roles=self.roles)
+        evaluate = make_evaluation(self.graph, self.run.objective, precision=self.decided.precision, roles=self.graphs)
         with self.tracing():
             return jax.jit(evaluate).lower(self.shapes, self.batch_shapes(self.evals), self.frozen_shapes).compile()
 
@@ -193,13 +201,13 @@ class Assembly:
         return lambda state, batch: program(state, batch, self.frozen)
 
     @property
-    def roles(self) -> dict[str, Any]:
+    def graphs(self) -> dict[str, Any]:
         """The graphs of frozen models by role."""
-        return {reference.ROLE: self.graph} if reference.kind_of(self.run.objective) == "online" else {}
+        return {name: role.graph for name, role in self.roles.items()}
 
     @property
     def frozen_shapes(self) -> dict[str, Any]:
-        return dict.fromkeys(self.roles, self.shapes.params | self.shapes.rest)
+        return {name: role.shapes for name, role in self.roles.items()}
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -364,13 +372,19 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         return _assembled(Reinforced, run, decided, mesh, tokenizer, rollouts_of(run, mesh, tokenizer), None)
     common: dict[str, Any] = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress}
     common |= {"process": jax.process_index(), "processes": jax.process_count(), "source": source}
-    common |= {"fields": reference.asked_of_data(run.objective), "rows_per_group": run.objective.rows_per_group}
+    teaching = taught(run.objective)
+    if teaching == "cached":
+        teacher_cache.check_settings(run)
+    fields = teacher_cache.asked_of_data(run.objective) if teaching == "cached" else reference.asked_of_data(run.objective)
+    common |= {"fields": fields, "rows_per_group": run.objective.rows_per_group}
     batches: Any = pipeline.build(run.data, tokenizer, **common)
     evals: Any = None
     if run.eval.batches and pipeline.holds_out(run.data, source):
         evals = pipeline.eval_batches(run.data, tokenizer, limit=run.eval.batches, **common)
     if reference.kind_of(run.objective) == "cached":
         batches, evals = reference.WithReference(batches), evals and reference.WithReference(evals)
+    if teaching == "cached":
+        batches, evals = (of and teacher_cache.WithTeacher(of, run.objective.top) for of in (batches, evals))
     return _assembled(Assembly, run, decided, mesh, tokenizer, batches, evals)
 
 
@@ -410,11 +424,20 @@ def _assembled(
         {a: shapes[a] for a in rest},
     )
     places = like_weights(state, weights, shapes, mesh)
-    estimated_need(run, decided, state, places, mesh).check()
+    stated = jax.tree.map(described, state, places)
+    roles: dict[str, Role] = {}
+    if reference.kind_of(run.objective) in ("online", "rollout"):
+        beside = frozenset(a for a in shapes if a.startswith(PREFIX)) if critic is not None else frozenset()
+        roles[reference.ROLE] = Role(graph, stated.params | stated.rest, base | beside)
+    teaching = taught(run.objective)
+    teacher = Teacher(run, decided, mesh, tokenizer) if teaching else None
+    if teacher is not None and teaching == "online":
+        roles[TEACHER] = teacher.role
+    estimated_need(run, decided, state, places, mesh, roles).check()
     learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731
     return kind(
         run, decided, mesh, tokenizer, batches, evals, model, graph, optimizer, learning_rate,
-        jax.tree.map(described, state, places), places, tuple(adapted), base,
+        stated, places, tuple(adapted), base, roles, teacher=teacher,
     )  # fmt: skip
 
 
@@ -427,8 +450,8 @@ def apart(state: TrainState, base: frozenset[str]) -> tuple[TrainState, dict[str
 def beside_base(step: Any) -> Any:
     """A step that takes the base beside the state and does not return it: its arrays stay what they are."""
 
-    def update(state: TrainState, base: dict[str, Any], batch: Any) -> Any:
-        new, metrics = step(replace(state, rest=state.rest | base), batch)
+    def update(state: TrainState, base: dict[str, Any], batch: Any, frozen: Any) -> Any:
+        new, metrics = step(replace(state, rest=state.rest | base), batch, frozen)
         return apart(new, frozenset(base))[0], metrics
 
     return update
@@ -442,10 +465,8 @@ class BesideBase:
     base: frozenset[str]
 
     def __call__(self, state: TrainState, batch: Any, frozen: Any = None) -> Any:
-        if frozen:
-            raise ValueError(f"frozen models beside a base: {sorted(frozen)}")
         moving, base = apart(state, self.base)
-        new, metrics = self.program(moving, base, batch)
+        new, metrics = self.program(moving, base, batch, frozen or {})
         return replace(new, rest=new.rest | base), metrics
 
     def memory_analysis(self) -> Any:

@@ -86,7 +86,8 @@ class Saver:
 
 
 class Evaluation:
-    """Evaluates the loss on held-out data: of text its perplexity and bits per byte, of anything else the objective's metrics.
+    """Evaluates the loss on held-out data: of text its perplexity and bits per byte, with the metrics that the objective
+    names (`evaluated`); of anything else all of the objective's metrics.
 
     A signal to stop is not kept waiting until all batches are through: the evaluation is given up, except that of the last step,
     which nothing would make up for.
@@ -140,7 +141,8 @@ class Evaluation:
         numbers = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
         if evals.bytes_per_token:
             numbers["eval_bits_per_byte"] = loss / math.log(2) / evals.bytes_per_token
-        return numbers
+        more = getattr(self.assembly.run.objective, "evaluated", ())
+        return numbers | {f"eval_{name}": found[f"eval_{name}"] for name in more}
 
 
 class Sampling:

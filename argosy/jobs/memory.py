@@ -65,24 +65,28 @@ class Need:
         raise BadInput(what, where=parts, hint=self.changes)
 
 
-def estimated_need(run: Any, decided: Any, shapes: Any, places: Any, mesh: Any) -> Need:
+def estimated_need(
+    run: Any, decided: Any, shapes: Any, places: Any, mesh: Any, roles: Mapping[str, Any] = MappingProxyType({})
+) -> Need:
     """The need before anything is compiled. Activations count with the smallest share of them that XLA keeps, so a run refused
     here would not have fit.
 
     Args:
         shapes, places: the state's shapes and shardings.
+        roles: the frozen models by role (`jobs.frozen.Role`).
     """
     traced = 0
     if _limit(mesh)[0] is not None:
         rows = run.data.batch // run.accumulate if run.rollout is None else run.rollout.rows_over(row_shares(mesh))
         how = (run.objective, decided.precision, run.execution.remat)
-        traced = activation_bytes(run.model, rows, run.data.sequence, *how, adapter=run.adapter) // (1 if _shared(mesh) else mesh.size)
-    return _need(_state_bytes(shapes, places, mesh, run.objective), int(TRUST * traced), run, mesh)
+        whole = activation_bytes(run.model, rows, run.data.sequence, *how, adapter=run.adapter, roles=roles)
+        traced = whole // (1 if _shared(mesh) else mesh.size)
+    return _need(_state_bytes(shapes, places, mesh, roles), int(TRUST * traced), run, mesh)
 
 
 def compiled_need(assembly: Any, program: Any) -> Need:
     """The need of a compiled update: XLA's temporaries are gradients and activations."""
-    state = _state_bytes(assembly.shapes, assembly.places, assembly.mesh, assembly.run.objective)
+    state = _state_bytes(assembly.shapes, assembly.places, assembly.mesh, assembly.roles)
     analysis = program.memory_analysis()
     times = assembly.mesh.size if _shared(assembly.mesh) else 1
     sizes = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
@@ -93,13 +97,20 @@ def compiled_need(assembly: Any, program: Any) -> Need:
 
 
 def activation_bytes(
-    config: Any, rows: int, tokens: int, objective: Any, precision: Any, remat: Any, adapter: Any = None
+    config: Any,
+    rows: int,
+    tokens: int,
+    objective: Any,
+    precision: Any,
+    remat: Any,
+    adapter: Any = None,
+    roles: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
     """Bytes that the backward pass keeps for `rows` sequences of `tokens` tokens, found by tracing the loss: the inputs of every
     gradient, before XLA fuses any of them. Layers are traced as a scan, which takes as long for 80 layers as for 2. Long
     sequences are extrapolated as a T + b T^2, because attention masks are created while tracing and would take 17 GB for 131k
     tokens."""
-    how = (config, rows, objective, precision, remat, adapter)
+    how = (config, rows, objective, precision, remat, adapter, roles)
     if tokens <= 2 * TRACED:
         return _traced_bytes(tokens, *how)
     one, two = _traced_bytes(TRACED, *how), _traced_bytes(2 * TRACED, *how)
@@ -109,7 +120,7 @@ def activation_bytes(
 
 
 def _traced_bytes(
-    tokens: int, config: Any, rows: int, objective: Any, precision: Any, remat: Any, adapter: Any = None
+    tokens: int, config: Any, rows: int, objective: Any, precision: Any, remat: Any, adapter: Any, roles: Mapping[str, Any]
 ) -> int:
     model = config.build(Scan(remat))
     if adapter is not None and not adapter.trains_base:
@@ -119,20 +130,20 @@ def _traced_bytes(
     _, params, rest = trained(model)
     graph, shapes, batch = training_graph(model), abstract(model), batch_shapes(objective, rows, tokens)
 
-    def residuals(params: Any, rest: Any, batch: Any) -> Any:
-        # An online reference keeps nothing for the backward pass, so any weights will do.
-        frozen = {"reference": model_for(graph, precision, params, rest)}
+    def residuals(params: Any, rest: Any, frozen: Any, batch: Any) -> Any:
+        others = {role: model_for(roles[role].graph, precision, leaves) for role, leaves in frozen.items()}
 
         def loss(params: Any) -> Any:
-            models = {"model": model_for(graph, precision, params, rest)} | frozen
+            models = {"model": model_for(graph, precision, params, rest)} | others
             return objective(models, batch, jax.random.key(0)).loss.total
 
         return jax.vjp(loss, params)[1]
 
     own, other = {a: shapes[a] for a in params}, {a: shapes[a] for a in rest}
-    kept = jax.eval_shape(residuals, own, other, batch)
+    frozen = {role: of.shapes for role, of in roles.items()}
+    kept = jax.eval_shape(residuals, own, other, frozen, batch)
     # The weights are among what is kept.
-    return max(0, _bytes(kept) - _bytes(own) - _bytes(other))
+    return max(0, _bytes(kept) - _bytes(own) - _bytes(other) - _bytes(frozen))
 
 
 def batch_shapes(
@@ -168,13 +179,14 @@ def training_bytes(config: Any, tokens: int) -> dict[str, int]:
     return {"state": 16 * config.parameters(), "activations": of.none, "activations_recomputed": of.full}
 
 
-def _state_bytes(shapes: Any, places: Any, mesh: Any, objective: Any) -> dict[str, int]:
-    """Bytes of the state by kind; the parameters of an online reference count beside the model's."""
+def _state_bytes(shapes: Any, places: Any, mesh: Any, roles: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of the state by kind; the parameters of frozen models count beside the model's."""
     params = _total(shapes.params, places.params, mesh)
     rest = _total(shapes.rest, places.rest, mesh)
-    models = 2 if getattr(objective, "reference", None) in ("online", "rollout") else 1
+    own = [{a: s for a, s in role.shapes.items() if a not in role.shared} for role in roles.values()]
+    frozen = sum(_total(one, {a: s.sharding for a, s in one.items()}, mesh) for one in own)
     return {
-        "parameters": models * (params + rest),
+        "parameters": params + rest + frozen,
         "gradients": params,
         "optimizer": _total(shapes.optimizer, places.optimizer, mesh),
     }

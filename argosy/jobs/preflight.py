@@ -78,6 +78,8 @@ def inputs(values: Mapping[str, Any]) -> Checks:
             yield lambda: check_rows(data.batch, values.get("accumulate", 1), mesh)
     if isinstance(init, Init):
         yield lambda: check_start(init)
+    if isinstance(teacher := getattr(values.get("objective"), "teacher", None), str):
+        yield lambda: check_teacher(teacher)
 
 
 def check_start(init: Init) -> None:
@@ -91,6 +93,16 @@ def check_start(init: Init) -> None:
     if init.state and "://" not in init.state and not Path(init.state).exists():
         hint = "name a run directory or one of its checkpoints; init.weights takes the weights of any model"
         raise BadInput(f"no such run: `{init.state}`", where="set by init.state", hint=hint)
+
+
+def check_teacher(teacher: str) -> None:
+    """Checks that the model to learn from exists.
+
+    Raises:
+        BadInput: it does not, or it is the name of a preset.
+    """
+    if "://" not in teacher and not Path(teacher).exists():
+        raise no_model(teacher, "set by objective.teacher")
 
 
 def check_rows(batch: int, accumulate: int, mesh: MeshSettings) -> None:

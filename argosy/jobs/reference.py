@@ -14,7 +14,6 @@ An adapter that begins at nothing leaves the model's first output as it was, so 
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,18 +28,15 @@ from argosy.core.caches import one_at_a_time
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.progress import Say
 from argosy.core.settings import dump
-from argosy.data.batch import Batch, Batches, Field, Fields
+from argosy.data.batch import Around, Batch, Field, Fields
 from argosy.data.pipeline import RowBatches
 from argosy.data.tables import cache_folder
+from argosy.jobs.visits import passes, visited
 from argosy.models.parts.weight import Leaves
-from argosy.observe.readable import lasted
-from argosy.rl.critic import PREFIX as CRITIC
 from argosy.train.objectives.sequences import FIELDS, sequences
 from argosy.train.step import model_for
 
 ROLE = "reference"
-# Seconds between two lines of progress, and between two times that results are put on disk.
-EVERY_S = 10.0
 # Numbers of a file of results that are nothing yet.
 NOTHING = np.float32(np.nan)
 
@@ -60,13 +56,12 @@ def asked_of_data(objective: Any) -> Fields:
     return fields
 
 
-class WithReference(Batches):
+class WithReference(Around):
     """Batches with the reference's log-probability of each sequence. table: those of all documents, once they are known."""
 
     def __init__(self, inner: RowBatches):
-        self.inner, self.table = inner, np.zeros(0, np.float32)
-        self.fingerprint, self.tokens_per_batch = inner.fingerprint, inner.tokens_per_batch
-        self.bytes_per_token, self.sizes = inner.bytes_per_token, inner.sizes
+        super().__init__(inner)
+        self.table = np.zeros(0, np.float32)
 
     def __next__(self) -> Batch:
         batch = dict(next(self.inner))
@@ -74,21 +69,6 @@ class WithReference(Batches):
         found = np.zeros(live.shape, np.float32)
         found[live] = self.table[document[live]]
         return batch | {ROLE: found}
-
-    def position(self) -> dict[str, Any]:
-        return self.inner.position()
-
-    def seek(self, position: dict[str, Any]) -> None:
-        self.inner.seek(position)
-
-    def summary(self, steps: int | None = None) -> Any:
-        return self.inner.summary(steps)
-
-    def example(self) -> Batch | None:
-        return self.inner.example()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class Weights:
@@ -132,11 +112,12 @@ def settle(assembly: Any, directory: RunDirectory, weights: Weights, say: Say) -
         known = found
     if kind == "online":
         # A copy, because the state's own buffers are given to the first step.
-        assembly.frozen = {ROLE: {address: jnp.copy(array) for address, array in weights.read().items()}}
+        shared = assembly.roles[ROLE].shared
+        assembly.frozen[ROLE] = {a: array if a in shared else jnp.copy(array) for a, array in weights.read().items()}
         return
     if kind == "rollout":
-        own = {a: array for a, array in weights.read().items() if a not in assembly.base and not a.startswith(CRITIC)}
-        assembly.frozen = {ROLE: {address: jnp.copy(array) for address, array in own.items()}}
+        own = {a: array for a, array in weights.read().items() if a not in assembly.roles[ROLE].shared}
+        assembly.frozen[ROLE] = {address: jnp.copy(array) for address, array in own.items()}
         return
     splits = {"train": assembly.batches, "held_out": assembly.evals}
     for split, batches in splits.items():
@@ -171,17 +152,6 @@ def table_of(
     return table
 
 
-def visited(batches: RowBatches, steps: int | None) -> np.ndarray:
-    """The groups of rows that so many batches visit, None: all batches; in ascending order."""
-    blocks = batches.blocks
-    each, all_groups = blocks.batch // blocks.per_group, len(blocks.rows) // blocks.per_group
-    places = min(blocks.count, steps if steps is not None else blocks.count) * each
-    if places >= all_groups and not (steps is None and places < all_groups):
-        return np.arange(all_groups)
-    groups = blocks.order(np.arange(places))
-    return np.unique(groups[groups >= 0])
-
-
 def missing(rows: Any, groups: np.ndarray, table: np.ndarray) -> np.ndarray:
     """Those of the groups of rows with a document that the table lacks."""
     lacking = np.any(np.isnan(table).reshape(-1, rows.per_group), axis=1).reshape(-1)
@@ -195,11 +165,9 @@ def compute(assembly: Any, rows: Any, groups: np.ndarray, leaves: Leaves, table:
     fields = {**FIELDS, "document": Field("B s", np.int32, "row")}
     program = compiled(assembly, leaves, each * per_group, rows.own_sizes)
     say(f"reference: log-probabilities of {len(groups) * per_group:,} rows by the model before its first step")
-    began = told = time.monotonic()
-    for at in range(0, len(groups), each):
-        some = groups[at : at + each]
-        padded = np.concatenate([some, np.repeat(some[-1:], each - len(some))])
-        batch = rows.gather((padded[:, None] * per_group + np.arange(per_group)).ravel())
+    keep = table.flush if isinstance(table, np.memmap) else lambda: None
+    for _, some in passes(groups, each, "reference", say, keep):
+        batch = rows.gather((some[:, None] * per_group + np.arange(per_group)).ravel())
         document = batch["document"]
         found = np.asarray(program(leaves, assembly.place_fields({name: batch[name] for name in fields if name != "document"})))
         there = document >= 0
@@ -208,11 +176,6 @@ def compute(assembly: Any, rows: Any, groups: np.ndarray, leaves: Leaves, table:
             what = f"the model before its first step gives answer {wrong:,} of the data a log-probability that is not finite"
             raise ArgosyError(what, hint="precision=float32 has a wider range; are the weights whole?")
         table[document[there]] = found[there]
-        if (now := time.monotonic()) - told > EVERY_S:
-            told, share = now, (at + len(some)) / len(groups)
-            if isinstance(table, np.memmap):
-                table.flush()
-            say(f"reference: {share:.0%}, {lasted((now - began) * (1 / share - 1))} left")
 
 
 def compiled(assembly: Any, leaves: Leaves, rows: int, sizes: Mapping[str, int]) -> Any:

@@ -137,6 +137,7 @@ def _locked(
         directory.write_settings(training.reading)
         training.keep_tokenizer()
         training.settle_reference(state, fresh=good is None)
+        training.settle_teacher()
     outcome = training.run(state)
     keep_adapter(directory, log.say)
     return outcome
@@ -282,6 +283,13 @@ class Training:
 
         weights = reference.Weights(self.assembly, state, fresh, self.view.say)
         reference.settle(self.assembly, self.directory, weights, self.view.say)
+
+    def settle_teacher(self) -> None:
+        """Finds the teacher that the objective learns from, if it has one."""
+        from argosy.jobs import teacher
+
+        if self.assembly.teacher is not None:
+            teacher.settle(self.assembly, self.assembly.teacher, self.directory, self.view.say)
 
     # ---------------------------------------------------------------- the loop and its hooks
 

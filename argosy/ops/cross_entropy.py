@@ -36,14 +36,25 @@ def row_chunks(
     targets: Int[Array, "R"],
     rows: int,
 ) -> Losses:
-    """Keeps at most `rows` rows of logits in memory. A chunk takes every n-th row, so that each device has a share of it."""
-    n = -(-len(targets) // rows)
-    pad = n * rows - len(targets)
-    xs = jnp.pad(x, ((0, pad), (0, 0))).reshape(rows, n, -1).swapaxes(0, 1)
-    ys = jnp.pad(targets, (0, pad)).reshape(rows, n).swapaxes(0, 1)
-    part = jax.checkpoint(lambda xy: from_logits(head(xy[0]), xy[1]))
-    nll, lse = jax.lax.map(part, (xs, ys))
-    return nll.swapaxes(0, 1).reshape(-1)[: len(targets)], lse.swapaxes(0, 1).reshape(-1)[: len(targets)]
+    """Keeps at most `rows` rows of logits in memory."""
+    return by_chunks(lambda x, targets: from_logits(head(x), targets), rows, x, targets)
+
+
+def by_chunks(of: Callable[..., Any], rows: int, *arrays: Array) -> Any:
+    """`of` arrays [R ...], at most `rows` rows at a time, computed again in the backward pass: a tree of arrays [R ...]. A chunk takes
+    every n-th row, so that each device has a share of it."""
+    count = len(arrays[0])
+    n = -(-count // rows)
+
+    def split(a: Array) -> Array:
+        padded = jnp.pad(a, ((0, n * rows - count), *[(0, 0)] * (a.ndim - 1)))
+        return padded.reshape(rows, n, *a.shape[1:]).swapaxes(0, 1)
+
+    def joined(a: Array) -> Array:
+        return a.swapaxes(0, 1).reshape(n * rows, *a.shape[2:])[:count]
+
+    part = jax.checkpoint(lambda each: of(*each))
+    return jax.tree.map(joined, jax.lax.map(part, tuple(map(split, arrays))))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -16,6 +16,7 @@ for _name, _settings in {
     "dpo": "DPO", "simpo": "SimPO", "cpo": "CPO", "orpo": "ORPO", "kto": "KTO", "reward": "Reward", "process_reward": "ProcessReward",
 }.items():  # fmt: skip
     OBJECTIVES.add(_name, f"argosy.train.preferences:{_settings}")
+OBJECTIVES.add("distill", "argosy.train.distillation:Distill")
 
 
 class OfTokens(Settings):

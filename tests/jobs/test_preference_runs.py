@@ -114,9 +114,24 @@ def test_adapters_learn_preferences_over_their_frozen_base(data: dict[str, Path]
     assert losses(run)[1] == pytest.approx(np.log(2), rel=1e-6)
     assert losses(run)[STEPS] < losses(run)[EVERY] < losses(run)[1]
     assert (run / "adapter" / "adapter_config.json").exists()
-    for words in (["objective.reference=online"], ["objective=reward", "model.scores=1"]):
-        with pytest.raises(UserError, match="an adapter"):
-            fit("dpo", data["pairs"], tmp_path / "no", *how, *words)
+    with pytest.raises(UserError, match="an adapter"):
+        fit("dpo", data["pairs"], tmp_path / "no", *how, "objective=reward", "model.scores=1")
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
+def test_an_online_reference_beside_adapters_is_their_base(data: dict[str, Path], whole: Path, tmp_path: Path, kind: str):
+    """The same losses as from the cached one, and a resume to the bit; the base takes memory once."""
+    how = ["model.layers=1", f"init.weights={whole}", f"adapter={kind}", "adapter.rank=2"]
+    fit("dpo", data["pairs"], tmp_path / "cached", *how)
+    fit("dpo", data["pairs"], tmp_path / "whole", *how, "objective.reference=online")
+    fit("dpo", data["pairs"], tmp_path / "run", *how, "objective.reference=online", steps=EVERY)
+    fit("dpo", data["pairs"], tmp_path / "run", *how, "objective.reference=online")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert digest(tmp_path / "run", STEPS) == digest(tmp_path / "whole", STEPS)
+    for step, loss in losses(tmp_path / "cached").items():
+        assert losses(tmp_path / "run")[step] == pytest.approx(loss, rel=1e-5)
+    headers = [next(line["header"] for line in read(Store(tmp_path / name)) if "header" in line) for name in ("cached", "whole")]
+    assert 1 < headers[1]["memory"]["parameters"] / headers[0]["memory"]["parameters"] < 1.2
 
 
 @pytest.mark.parametrize("kind", ["cached", pytest.param("online", marks=pytest.mark.slow)])

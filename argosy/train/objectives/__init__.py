@@ -70,6 +70,8 @@ class Objective(Protocol):
     trains_on: the formats of records that it trains on (`data.sources.records`); without it, those with one row an example.
     reference: "cached" or "online", if it compares the model with its first weights. cached: a batch holds `reference`, the
         log-probability of each sequence; online: `models["reference"]` is the frozen model.
+    teacher: the model that it learns from, where it has one (`train.distillation`): "online", `models["teacher"]` is that model.
+    evaluated: the metrics that an evaluation reports beside the perplexity.
     scores: how many scores the model's head must give for a token, in place of logits.
     least_groups: the fewest groups of a batch with which it makes sense.
     """

@@ -1,0 +1,152 @@
+"""A model's likeliest tokens at each target of a table's rows, on disk: a cache that is filled row by row.
+
+    NAME.bin    of each row: the number n of its targets (int64), k ids of each (uint16, or uint32 of larger vocabularies), then k
+                log-probabilities of each (float16), then that of all other tokens together (float32)
+    NAME.npy    int64 [rows], where a row begins in it; -1 where nothing is known
+
+Only targets that count in the loss are kept. float16 has log-probabilities to one part in 2,000. What is written becomes known after it
+has reached the disk, so a kill at any time leaves whole rows.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from argosy.core.caches import one_at_a_time
+from argosy.core.progress import Say
+from argosy.data.batch import Batch
+
+UNKNOWN = -1
+
+
+class Row(NamedTuple):
+    """The likeliest tokens of n targets: ids and log-probabilities [n k], and log-probabilities of all others [n]."""
+
+    ids: np.ndarray
+    logps: np.ndarray
+    rest: np.ndarray
+
+
+def bytes_per_target(k: int, vocab: int) -> int:
+    """What a target takes on disk."""
+    return k * (id_type(vocab).itemsize + 2) + 4
+
+
+def id_type(vocab: int) -> np.dtype:
+    return np.dtype(np.uint16 if vocab <= 1 << 16 else np.uint32)
+
+
+class Likeliest:
+    """The rows that are known so far.
+
+    Args:
+        path: of the file of offsets; the other one is beside it.
+        rows: of the table. k: tokens of a target. vocab: every id is below it.
+    """
+
+    def __init__(self, path: Path, rows: int, k: int, vocab: int):
+        self.path, self.rows, self.k, self.ids = path, rows, k, id_type(vocab)
+        self.each = bytes_per_target(k, vocab)
+        self.begins = np.full(rows, UNKNOWN, np.int64)
+        self.records = np.zeros(0, np.uint8)
+        self.load()
+
+    def load(self) -> None:
+        """Reads what is on disk."""
+        self.begins = np.full(self.rows, UNKNOWN, np.int64)
+        if self.path.exists() and self.path.stat().st_size == 128 + 8 * self.rows:
+            self.begins = np.load(self.path)
+        data = self.path.with_suffix(".bin")
+        size = data.stat().st_size if data.exists() else 0
+        self.records = np.memmap(data, np.uint8, "r") if size else np.zeros(0, np.uint8)
+        # A file that lost its end has lost its last rows.
+        for row in np.argsort(-self.begins, kind="stable").tolist():
+            at = int(self.begins[row])
+            if at < 0 or (at + 8 <= size and at + 8 + self.targets_at(at) * self.each <= size):
+                break
+            self.begins[row] = UNKNOWN
+
+    def missing(self, rows: np.ndarray) -> np.ndarray:
+        """Those of these rows that are not known."""
+        return rows[self.begins[rows] < 0]
+
+    def read(self, row: int) -> Row:
+        """What is known of a row.
+
+        Raises:
+            KeyError: nothing.
+        """
+        at = int(self.begins[row])
+        if at < 0:
+            raise KeyError(row)
+        n = self.targets_at(at)
+        parts, at = [], at + 8
+        for dtype, width in ((self.ids, self.k), (np.dtype(np.float16), self.k), (np.dtype(np.float32), 1)):
+            size = n * width * dtype.itemsize
+            # A copy, because a record may begin at any byte.
+            parts.append(np.frombuffer(self.records[at : at + size].tobytes(), dtype).reshape(n, width))
+            at += size
+        return Row(parts[0], parts[1], parts[2][:, 0])
+
+    def targets_at(self, at: int) -> int:
+        """The number of targets of the row that begins there."""
+        return int.from_bytes(self.records[at : at + 8].tobytes(), "little")
+
+    def beside(self, mask: np.ndarray, rows: np.ndarray) -> Batch:
+        """The arrays of a batch whose targets count where the mask is above 0; zeros elsewhere, and in rows below 0."""
+        ids, logps = np.zeros((*mask.shape, self.k), np.int32), np.zeros((*mask.shape, self.k), np.float32)
+        rest = np.zeros(mask.shape, np.float32)
+        for place, row in enumerate(rows.tolist()):
+            if row >= 0:
+                here, found = mask[place] > 0, self.read(row)
+                ids[place, here], logps[place, here], rest[place, here] = found
+        return {"teacher_ids": ids, "teacher_logps": logps, "teacher_rest": rest}
+
+    @contextmanager
+    def writing(self, say: Say) -> Iterator["Writer"]:
+        """Adds rows; by one process at a time. What others have added meanwhile is there inside."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with one_at_a_time(self.path.with_suffix(".lock"), say):
+            self.load()
+            writer = Writer(self)
+            try:
+                yield writer
+            finally:
+                writer.flush()
+                writer.file.close()
+                self.load()
+
+
+class Writer:
+    """Appends rows to the files of `Likeliest`. targets: how many were added."""
+
+    def __init__(self, of: Likeliest):
+        self.of, self.targets = of, 0
+        self.file = of.path.with_suffix(".bin").open("ab")
+        self.made: dict[int, int] = {}
+
+    def add(self, row: int, found: Row) -> None:
+        at, of = self.file.tell(), self.of
+        self.file.write(len(found.ids).to_bytes(8, "little"))
+        self.file.write(np.ascontiguousarray(found.ids, of.ids).tobytes())
+        self.file.write(np.ascontiguousarray(found.logps, np.float16).tobytes())
+        self.file.write(np.ascontiguousarray(found.rest, np.float32).tobytes())
+        self.made[row], self.targets = at, self.targets + len(found.ids)
+
+    def flush(self) -> None:
+        """What was added is on disk, and then known."""
+        if not self.made:
+            return
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        begins = self.of.begins
+        begins[list(self.made)] = list(self.made.values())
+        self.made = {}
+        part = self.of.path.with_name(f"{self.of.path.name}.{os.getpid()}")
+        with part.open("wb") as file:
+            np.save(file, begins)
+        part.replace(self.of.path)

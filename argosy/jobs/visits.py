@@ -1,0 +1,39 @@
+"""The rows of data that a run will visit, and a pass over some of them before its first step, to compute what a frozen model says of
+them.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from argosy.core.progress import Say
+from argosy.data.pipeline import RowBatches
+from argosy.observe.readable import lasted
+
+# Seconds between two lines of progress, and between two times that results are put on disk.
+EVERY_S = 10.0
+
+
+def visited(batches: RowBatches, steps: int | None) -> np.ndarray:
+    """The groups of rows that so many batches visit, None: all batches; in ascending order."""
+    blocks = batches.blocks
+    each, all_groups = blocks.batch // blocks.per_group, len(blocks.rows) // blocks.per_group
+    places = min(blocks.count, steps if steps is not None else blocks.count) * each
+    if places >= all_groups and not (steps is None and places < all_groups):
+        return np.arange(all_groups)
+    groups = blocks.order(np.arange(places))
+    return np.unique(groups[groups >= 0])
+
+
+def passes(groups: np.ndarray, each: int, name: str, say: Say, keep: Callable[[], None]) -> Iterator[tuple[int, np.ndarray]]:
+    """The groups, `each` at a time, the last ones repeated to fill up: (how many are new, groups [each]). Between them it says how
+    far it is, and calls `keep` to put results on disk."""
+    began = told = time.monotonic()
+    for at in range(0, len(groups), each):
+        some = groups[at : at + each]
+        yield len(some), np.concatenate([some, np.repeat(some[-1:], each - len(some))])
+        if (now := time.monotonic()) - told > EVERY_S:
+            told, share = now, (at + len(some)) / len(groups)
+            keep()
+            say(f"{name}: {share:.0%}, {lasted((now - began) * (1 / share - 1))} left")

@@ -1,0 +1,72 @@
+"""The settings of distillation, without jax: a student learns from a teacher's distributions. Also the objective's function."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from argosy.core.settings import Also, Settings
+
+
+class Distill(Settings):
+    """Distillation of a teacher's next-token distributions on given text (arXiv:1503.02531; `train.objectives.distill`)."""
+
+    teacher: Annotated[
+        str, Also("teacher_model_name_or_path", "teacher_model")
+    ]
+    """The model to learn from: Hub folder, GGUF file, run directory or checkpoint. Its tokens must be the student's; its
+    architecture and size may be others."""
+    logits: Literal["online", "cached"] = "online"
+    """Where the teacher's distributions come from. online: the teacher computes them in every step, over the whole vocabulary.
+    cached: its `top` likeliest tokens are computed once before the first step, for every target that the run visits, and kept on
+    disk; no teacher is then in memory, and other runs find them."""
+    top: Annotated[int, Also("topk_logits_k", "loss_top_k", note="with objective.logits=cached")] = Field(64, gt=0)
+    """Tokens of a cached distribution. All others are one outcome more, whose probability is the rest; NeMo-RL keeps 64 too."""
+    divergence: Annotated[
+        Literal["forward", "reverse", "jsd"], Also("kl_type", note="TRL's beta: 0 is forward, 1 reverse")
+    ] = "forward"
+    """What is minimized. forward: KL(teacher || student); reverse: KL(student || teacher); jsd: generalized Jensen-Shannon with
+    `beta` (arXiv:2306.13649)."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """Share of the teacher in the mixture of `divergence: jsd`: 0.5 is the usual Jensen-Shannon divergence."""
+    temperature: Annotated[float, Also("kd_temperature")] = Field(1.0, gt=0)
+    """Both distributions are softmax(logits / temperature), and the divergence is multiplied by its square, which keeps the size of
+    the gradient (arXiv:1503.02531, section 2)."""
+    cross_entropy: Annotated[float, Also("kd_ratio", "kd_alpha", note="kd_ratio is 1 minus it")] = Field(0.5, ge=0, lt=1)
+    """Share of the cross-entropy of the labels in the loss; the divergence has the rest. torchtune's recipes take half."""
+    hidden: Literal["none", "cosine", "mse"] = "none"
+    """Also brings the student's last hidden states, the input of its head, to the teacher's. cosine: 1 minus their cosine
+    (DistilBERT, arXiv:1910.01108); mse: their mean squared difference (TinyBERT, arXiv:1909.10351). Both models must be equally
+    wide, and the teacher online."""
+    hidden_weight: float = Field(1.0, gt=0)
+    """Weight of `hidden`, which is added to the loss."""
+    head: Literal["auto", "logits", "chunks"] = "auto"
+    """How the two distributions are compared. logits: all at once; chunks: some rows at a time, recomputed in the backward pass, to
+    save memory. auto: chunks if the logits of both would take more than 2 GiB per device. They agree to rounding."""
+    chunk: int = Field(1024, gt=0)
+    """Rows of logits that exist at once with `head: chunks`."""
+
+    rows_per_group: ClassVar[int] = 1
+    evaluated: ClassVar[tuple[str, ...]] = ("kl", "agreement")
+
+    @model_validator(mode="after")
+    def _is_read(self) -> "Distill":
+        if self.divergence != "jsd" and "beta" in self.model_fields_set and self.beta != 0.5:
+            raise ValueError(f"beta = {self.beta:g} with divergence = {self.divergence}: only jsd reads it")
+        if self.logits == "online" and "top" in self.model_fields_set and self.top != 64:
+            raise ValueError(f"top = {self.top} with logits = online, which has the whole vocabulary: logits=cached reads it")
+        if self.hidden == "none" and "hidden_weight" in self.model_fields_set and self.hidden_weight != 1:
+            raise ValueError(f"hidden_weight = {self.hidden_weight:g} with hidden = none: hidden=cosine or mse reads it")
+        if self.hidden != "none" and self.logits == "cached":
+            raise ValueError(f"hidden = {self.hidden} with logits = cached, which keeps no hidden states: logits=online has them")
+        return self
+
+    def reads(self) -> Any:
+        from argosy.train.objectives.distill import CACHED, FIELDS
+
+        return {**FIELDS, **(CACHED if self.logits == "cached" else {})}
+
+    def __call__(self, models: Any, batch: Any, key: Any) -> Any:
+        """Computes the `train.objectives.Loss`."""
+        from argosy.train.objectives.distill import loss
+
+        return loss(self, models, batch)

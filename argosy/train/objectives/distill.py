@@ -1,0 +1,157 @@
+"""Distillation: the student's next-token distribution goes to the teacher's, at every target that counts.
+
+    (1 - c) T^2 D(teacher, student) + c cross-entropy(labels) [+ w H(teacher, student)]
+
+D is a divergence at temperature T (`ops.divergence`), c the setting `cross_entropy`. The factor T^2 is that of Hinton et al.
+(arXiv:1503.02531, section 2): gradients of soft targets shrink as 1/T^2, so that without it c would mean something else at every
+temperature. DistilBERT (arXiv:1910.01108) has it too; TRL's GKDTrainer and torchtune have not. At T = 1 it makes no difference.
+
+H, if asked for, is over the last hidden states, the input of the head: 1 - cosine, as DistilBERT has it, or the mean squared difference
+over features, as TinyBERT has it (arXiv:1909.10351, equation 8, there through a learned projection where widths differ).
+
+Differences from TRL's GKDTrainer (1.9): sums over targets are divided by the weight of the whole batch, as TRL does where it knows the
+number of items; its `batchmean` is the mean over the targets of a micro-batch. Its beta of 0 and 1 are `forward` and `reverse`; between
+them the mixture is the same. Its cached top-k is for servers alone, and its tail 1 minus the sum of the others.
+
+A teacher's vocabulary may be padded further than the student's or less far. What the student lacks is left out of the teacher's
+distribution; what the teacher lacks has probability 0 there, so that the student unlearns ids that stand for no token.
+
+The logits of both are the largest arrays of the step: each exists once, or some rows at a time (`head`).
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from argosy.data.batch import Field, Fields
+from argosy.models.parts.attend import Packed
+from argosy.ops.cross_entropy import by_chunks
+from argosy.ops.divergence import DIVERGENCES, Top, coarse, forward, log_probs, over
+from argosy.ops.precision import wide
+from argosy.parallel.scope import axis_sizes
+from argosy.train.distillation import Distill
+from argosy.train.objectives import Loss, Mean, Models
+from argosy.train.objectives.next_token import FIELDS as OF_TOKENS
+from argosy.train.objectives.next_token import ROOMY_BYTES
+from argosy.train.objectives.routers import with_routers
+
+ROLE = "teacher"
+FIELDS: Fields = OF_TOKENS
+# The teacher's likeliest tokens, k a target, their log-probabilities, and that of all others together.
+CACHED: Fields = {
+    "teacher_ids": Field("B T k", np.int32),
+    "teacher_logps": Field("B T k", np.float32),
+    "teacher_rest": Field("B T", np.float32),
+}
+# Of each target: the divergence, KL(teacher || student), the loss of the label, and whether both have the same likeliest token.
+Compared = dict[str, Float[Array, "*R"]]
+
+
+def loss(how: Distill, models: Models, batch: dict[str, Array]) -> Loss:
+    """Computes the objective."""
+    model = models["model"]
+    x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
+    known = frozen(how, models, batch)
+    found = compared(how, models, x, batch, known)
+    if how.hidden != "none":
+        found["hidden"] = HIDDEN[how.hidden](wide(x), wide(known[0]))
+    mask = batch["mask"]
+    weight = jnp.sum(mask)
+    sums = {name: jnp.sum(jnp.where(mask > 0, mask.astype(values.dtype) * values, 0.0)) for name, values in found.items()}
+    soft = how.temperature**2 * sums.pop("divergence")
+    total = (1 - how.cross_entropy) * soft + how.cross_entropy * sums["cross_entropy"]
+    total = total + how.hidden_weight * sums.get("hidden", 0.0)
+    metrics = {name: Mean(value, weight) for name, value in sums.items()}
+    return with_routers(Loss(Mean(total, weight), metrics), model, aux, jnp.sum(mask, 1))
+
+
+def cosine(ours: Float[Array, "B T D"], theirs: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+    """1 - the cosine of hidden states; 1 where one is 0."""
+    sizes = jnp.sum(ours * ours, -1) * jnp.sum(theirs * theirs, -1)
+    return 1 - jnp.sum(ours * theirs, -1) * jax.lax.rsqrt(jnp.maximum(sizes, 1e-30))
+
+
+def mse(ours: Float[Array, "B T D"], theirs: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+    """The mean squared difference of hidden states."""
+    return jnp.mean((ours - theirs) ** 2, -1)
+
+
+HIDDEN = {"cosine": cosine, "mse": mse}
+
+
+def frozen(how: Distill, models: Models, batch: dict[str, Array]) -> list[Array]:
+    """What is known of the teacher: the input of its head, or what is cached."""
+    if how.logits == "cached":
+        return [batch[name] for name in CACHED]
+    return [jax.lax.stop_gradient(models[ROLE].hidden(batch["tokens"], Packed(batch["segments"]))[0])]
+
+
+def compared(
+    how: Distill, models: Models, x: Float[Array, "B T D"], batch: dict[str, Array], known: list[Array]
+) -> Compared:
+    """What is compared at each target, [B T] each.
+
+    Args:
+        x: the input of the student's head.
+        known: of the teacher.
+    """
+    model, teaches, targets = models["model"], models.get(ROLE), batch["targets"]
+
+    def of_rows(x: Array, targets: Array, *known: Array) -> Compared:
+        """Rows [R ...] to [R]."""
+        rows = [a[:, None] for a in (x, *known)] if teaches is not None else [x[:, None]]
+        student = model.unembed(rows[0])[:, 0]
+        if teaches is None:
+            return of_top(how, student, targets, Top(*known))
+        return of_logits(how, student, jax.lax.stop_gradient(teaches.unembed(rows[1]))[:, 0], targets)
+
+    if in_chunks(how, models, targets.size):
+        flat = [a.reshape(-1, *a.shape[2:]) for a in (x, targets, *known)]
+        found = by_chunks(of_rows, min(how.chunk, targets.size), *flat)
+        return {name: values.reshape(targets.shape) for name, values in found.items()}
+    # Kept for the backward pass are the logits alone, not every array that is made of them.
+    student = model.unembed(x)
+    if teaches is None:
+        return jax.checkpoint(partial(of_top, how))(student, targets, Top(*known))
+    return jax.checkpoint(partial(of_logits, how))(student, jax.lax.stop_gradient(teaches.unembed(known[0])), targets)
+
+
+def in_chunks(how: Distill, models: Models, targets: int) -> bool:
+    """Whether logits exist only some rows at a time."""
+    if how.head != "auto":
+        return how.head == "chunks"
+    wide_as = sum(model.config.vocab for model in models.values())
+    return 4 * targets * wide_as > ROOMY_BYTES * math.prod(axis_sizes().values())
+
+
+def of_logits(
+    how: Distill, student: Float[Array, "*R V"], teacher: Float[Array, "*R U"], targets: Int[Array, "*R"]
+) -> Compared:
+    """Compares with a teacher's logits."""
+    teacher = over(teacher, student.shape[-1])
+    ours, theirs = log_probs(student, how.temperature), log_probs(teacher, how.temperature)
+    return between(how, ours, theirs) | of_labels(student, targets, jnp.argmax(teacher, -1))
+
+
+def of_top(how: Distill, student: Float[Array, "*R V"], targets: Int[Array, "*R"], known: Top) -> Compared:
+    """Compares with a teacher's likeliest tokens, which are at the temperature."""
+    ours = coarse(student, known.ids, how.temperature)
+    return between(how, ours, known.outcomes) | of_labels(student, targets, known.ids[..., 0])
+
+
+def between(how: Distill, ours: Array, theirs: Array) -> Compared:
+    """The divergence of two distributions, from log-probabilities of the same outcomes."""
+    kl = forward(ours, theirs)
+    same = how.divergence == "forward"
+    return {"divergence": kl if same else DIVERGENCES[how.divergence](ours, theirs, how.beta), "kl": kl}
+
+
+def of_labels(student: Float[Array, "*R V"], targets: Int[Array, "*R"], likeliest: Int[Array, "*R"]) -> Compared:
+    """The loss of the labels, and whether the student's likeliest token is this one."""
+    logits = wide(student)
+    nll = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return {"cross_entropy": nll, "agreement": (jnp.argmax(logits, -1) == likeliest).astype(jnp.float32)}

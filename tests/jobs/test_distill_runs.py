@@ -1,0 +1,242 @@
+"""Runs of distillation: a student of another family and size learns from a run, a Hub folder and a GGUF; a resume is bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from campaign_kill import SMALL
+from helpers import shared
+
+import argosy
+from argosy.core.errors import BadInput, UserError
+from argosy.core.storage import Store
+from argosy.jobs.proof import digest
+from argosy.jobs.train import Quiet
+from argosy.observe.metrics import by_step, read
+
+STEPS, EVERY = 6, 3
+
+
+class Heard(Quiet):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.words = ""
+
+    def say(self, text: str) -> None:
+        self.words += text + "\n"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts and answers; only answers count."""
+    path = tmp_path_factory.mktemp("data") / "answers.jsonl"
+    rows = [{"prompt": f"{i} {i % 7}:", "completion": f" {i % 10}" * (1 + i % 3)} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+SIZES = ["model.context=64", "model.vocab=258", "model.layers=1"]
+
+
+def fit(data: Path, run: Path, *more: str, steps: int = STEPS, recipe: str = "distill") -> str:
+    words = [word for word in SMALL if not word.startswith(("data.", "eval.", "objective", "steps"))]
+    words += [f"data.source={data}", "data.sequence=32", "data.batch=8", "data.epochs=99", "data.held_out=0.2"]
+    words += [f"data.cache={run.parent / 'cache'}", "eval.every=3", "eval.batches=1", f"checkpoint.every={EVERY}", "log.every=1"]
+    words += [] if "mesh.data=-1" in more else ["mesh.data=1"]
+    words += SIZES
+    heard = Heard()
+    how = ["model.family=llama", "optimizer=adamw", "optimizer.learning_rate=1e-2", "schedule=constant", f"dir={run}"]
+    argosy.fit(recipe, *words, *how, *more, view=heard, steps=steps)
+    return heard.words
+
+
+def losses(run: Path, name: str = "loss") -> dict[int, float]:
+    return by_step(read(Store(run)), name)
+
+
+@pytest.fixture(scope="module")
+def teacher(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of another family and of more layers, which has learned the answers. Its vocabulary is padded."""
+    run = tmp_path_factory.mktemp("teacher") / "run"
+    fit(data, run, "model.family=qwen", "model.layers=2", "model.vocab=264", steps=30, recipe="sft")
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    fit(data, run, f"objective.teacher={teacher}")
+    return run
+
+
+def test_a_student_comes_near_its_teacher(whole: Path):
+    kl, agreement = losses(whole, "kl"), losses(whole, "agreement")
+    assert kl[STEPS] < 0.8 * kl[1]
+    assert agreement[STEPS] > agreement[1]
+    evaluated = [line for line in read(Store(whole)) if "eval_loss" in line]
+    assert evaluated[-1]["eval_kl"] < evaluated[0]["eval_kl"]
+    # Of runs of distillation and of labels alone the same number is compared.
+    assert evaluated[-1]["eval_perplexity"] == pytest.approx(np.exp(evaluated[-1]["eval_loss"]))
+    for step, loss in losses(whole).items():
+        assert loss == pytest.approx((kl[step] + losses(whole, "cross_entropy")[step]) / 2, rel=1e-5)
+    header = next(line["header"] for line in read(Store(whole)) if "header" in line)
+    assert header["memory"]["parameters"] > 2 * 4 * header["parameters"]
+
+
+def test_a_resume_is_bit_for_bit_from_the_same_teacher_although_its_run_went_on(
+    whole: Path, data: Path, teacher: Path, tmp_path: Path
+):
+    run, own = tmp_path / "run", Path(shutil.copytree(teacher, tmp_path / "teacher"))
+    fit(data, run, f"objective.teacher={own}", steps=EVERY)
+    words = ["model.family=qwen", "model.layers=2", "model.vocab=264", "checkpoint.keep=9"]
+    fit(data, own, *words, steps=33, recipe="sft")
+    fit(data, run, f"objective.teacher={own}")
+    assert losses(run) == losses(whole)
+    assert digest(run, STEPS) == digest(whole, STEPS)
+    shutil.rmtree(own / "checkpoints" / "30")
+    with pytest.raises(BadInput, match="the teacher that this run learns from is not at"):
+        fit(data, run, f"objective.teacher={own}", steps=STEPS + 1)
+
+
+CACHED = ["objective.logits=cached", "objective.top=40"]
+
+
+@pytest.fixture(scope="module")
+def cached(data: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("cached") / "run"
+    said = fit(data, run, f"objective.teacher={teacher}", *CACHED)
+    assert "40 likeliest tokens, 164 bytes a target" in said
+    return run
+
+
+def test_a_cached_teacher_gives_nearly_the_numbers_of_an_online_one(whole: Path, cached: Path):
+    """40 of 258 tokens, in 16 bits, and no teacher in memory."""
+    for name in ("cross_entropy", "kl", "agreement"):
+        assert losses(cached, name)[1] == pytest.approx(losses(whole, name)[1], rel=0.02), name
+    # Joined outcomes differ by less.
+    assert losses(cached, "kl")[1] < losses(whole, "kl")[1]
+    assert losses(cached, "kl")[STEPS] < losses(cached, "kl")[1]
+    headers = [next(line["header"] for line in read(Store(run)) if "header" in line) for run in (cached, whole)]
+    assert headers[0]["memory"]["parameters"] == 4 * headers[0]["parameters"] < headers[1]["memory"]["parameters"] / 2
+
+
+@pytest.mark.parametrize("gone", [pytest.param(False, marks=pytest.mark.slow, id="kept"), pytest.param(True, id="gone")])
+def test_a_resume_from_the_cache_is_bit_for_bit_also_where_it_is_made_again(
+    cached: Path, data: Path, teacher: Path, tmp_path: Path, gone: bool
+):
+    run, how = tmp_path / "run", [f"objective.teacher={teacher}", *CACHED]
+    shutil.copytree(cached.parent / "cache", tmp_path / "cache")
+    assert "likeliest tokens" not in fit(data, run, *how, steps=EVERY)
+    if gone:
+        shutil.rmtree(tmp_path / "cache" / "teacher")
+    assert ("likeliest tokens" in fit(data, run, *how)) == gone
+    assert losses(run) == losses(cached)
+    assert digest(run, STEPS) == digest(cached, STEPS)
+
+
+@pytest.mark.slow
+def test_another_temperature_or_teacher_or_row_is_computed_again_and_another_student_not(
+    cached: Path, data: Path, teacher: Path, tmp_path: Path
+):
+    shutil.copytree(cached.parent / "cache", tmp_path / "cache")
+    how = [f"objective.teacher={teacher}", *CACHED, "eval.batches=0"]
+    for name, words, again in [
+        ("a", ["model.layers=2", "seed=5", "data.batch=16", "objective.divergence=reverse"], False),
+        ("b", ["objective.temperature=2"], True),
+        ("c", ["data.sequence=24"], True),
+        ("d", [f"objective.teacher={cached}"], True),
+    ]:
+        assert ("likeliest tokens" in fit(data, tmp_path / name, *how, *words, steps=1)) == again, name
+
+
+@pytest.mark.slow
+def test_only_what_a_run_visits_is_computed_and_longer_runs_add_the_rest(data: Path, teacher: Path, tmp_path: Path):
+    how = [f"objective.teacher={teacher}", *CACHED, "eval.batches=0", "data.packing=fit", "data.sequence=16", "objective.head=chunks"]
+    assert "of 8 rows" in fit(data, tmp_path / "run", *how, steps=1)
+    assert "of 8 rows" in fit(data, tmp_path / "run", *how, steps=2)
+
+
+def test_eight_devices_give_the_same_run(whole: Path, data: Path, teacher: Path, tmp_path: Path):
+    """Each device has its share of the student, of the teacher and of the rows."""
+    fit(data, tmp_path / "run", f"objective.teacher={teacher}", "mesh.data=-1", "mesh.fsdp=4", "objective.head=chunks", steps=2)
+    for step in (1, 2):
+        assert losses(tmp_path / "run")[step] == pytest.approx(losses(whole)[step], rel=1e-5)
+
+
+def test_adapters_learn_from_a_teacher(data: Path, whole: Path, teacher: Path, tmp_path: Path):
+    run, how = tmp_path / "run", [f"init.weights={whole}", "adapter=lora", "adapter.rank=2", f"objective.teacher={teacher}"]
+    fit(data, run, *how, steps=EVERY)
+    fit(data, run, *how)
+    kl = losses(run, "kl")
+    assert kl[STEPS] < kl[1]
+    # What the base had learned is there.
+    assert kl[1] < losses(whole, "kl")[EVERY]
+    assert (run / "adapter" / "adapter_config.json").exists()
+
+
+def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
+    """stories260K as both: the first loss is that of the same distributions."""
+    folder, text = shared("models/stories260k"), tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a little girl. She had a red ball.\n\n" * 30)
+    sizes = ["model.vocab=512", "model.width=16", "model.heads=2", "data.epochs=1", "data.held_out=0", "eval.batches=0"]
+    first = []
+    for name in (folder, shared("gguf/stories260K-f32.gguf")):
+        run = tmp_path / name.name
+        fit(text, run, f"data.tokenizer={folder}", f"objective.teacher={name}", *sizes, steps=1)
+        first.append(losses(run, "kl")[1])
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+    assert first[0] > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "hint"),
+    [
+        ([], "`distill` needs `objective.teacher`", "objective.teacher=FOLDER"),
+        (["objective.teacher=smollm2-135m"], "is a preset: its name alone means random weights", ""),
+        (["objective.teacher=gone/model"], "no folder `gone/model`", "hf download"),
+        (["objective.teacher={stories}"], "another tokenizer than the data: it has 512 tokens, not 258", "data.tokenizer="),
+        (["objective.teacher={teacher}", "data.sequence=128", "model.context=128"], "longer than the teacher's context of 64", "=64"),
+        (["objective.teacher={teacher}", "model.vocab=300", "objective.divergence=reverse"], "infinite for the others", "vocab=264"),
+        (["objective.teacher={teacher}", "objective.hidden=cosine", "model.width=32"], "of 32 features here and 16 there", "as wide"),
+        (["objective.teacher={teacher}", "objective.logits=cached", "objective.top=258"], "the student has 258 tokens", "online"),
+        (["objective.teacher={teacher}", "objective.logits=cached", "data.online=true"], "data.online reads no row twice", "online"),
+        (["objective.teacher={teacher}", "objective.logits=online", "objective.top=3"], "logits=cached reads it", ""),
+    ],
+)
+def test_teachers_that_cannot_teach_are_refused_before_work(
+    data: Path, teacher: Path, tmp_path: Path, words: list[str], what: str, hint: str
+):
+    named = [word.format(teacher=teacher, stories=shared("models/stories260k")) for word in words]
+    with pytest.raises(UserError) as caught:
+        fit(data, tmp_path / "run", *named)
+    assert what in str(caught.value)
+    assert hint in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tokens_are_compared_one_by_one(data: Path, teacher: Path, tmp_path: Path):
+    """A tokenizer of the same size, in which two ids are exchanged."""
+    other = Path(shutil.copytree(teacher, tmp_path / "teacher"))
+    path = next((other / "tokenizer").glob("tokenizer.json"))
+    made = json.loads(path.read_text())
+    vocab = made["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(made))
+    with pytest.raises(UserError, match="2 of 258 ids stand for another text, such as id 97: `b`, not `a`"):
+        fit(data, tmp_path / "run", f"objective.teacher={other}")
+
+
+def test_a_teacher_with_other_weights_is_refused_on_resume(data: Path, whole: Path, teacher: Path, tmp_path: Path):
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    told = json.loads((run / "teacher.json").read_text())
+    for file in told["files"].values():
+        file["sha256"] = "0" * 64
+    (run / "teacher.json").write_text(json.dumps(told))
+    shutil.copytree(whole.parent / "cache", tmp_path / "cache")
+    with pytest.raises(BadInput, match="has other weights than the teacher that this run learns from"):
+        fit(data, run, f"objective.teacher={teacher}", steps=STEPS + 1)
+    assert np.isfinite(losses(run)[STEPS])

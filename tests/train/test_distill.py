@@ -1,0 +1,229 @@
+"""Distillation on a small model: against TRL's loss and its gradient, the same however logits are held and batches are split."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import relative
+from laws.families import CASES, built, in_float64
+
+from argosy.core.errors import SettingsError
+from argosy.core.settings import read_settings, words_layer
+from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.weight import merge, split
+from argosy.ops.divergence import over, top
+from argosy.train.distillation import Distill
+from argosy.train.objectives.distill import HIDDEN, of_logits
+from argosy.train.optim import SGD
+from argosy.train.schedule import Constant
+from argosy.train.state import TrainState, meanings_of, trained
+from argosy.train.step import make_step
+
+TRL = json.loads((Path(__file__).parents[1] / "goldens" / "distill.json").read_text(encoding="utf-8"))
+STUDENT, TEACHER = CASES["llama-plain"], CASES["gemma-2"]
+KEY = jax.random.key(0)
+
+
+def how(**settings):
+    return Distill(teacher="none", **settings)
+
+
+def of_trl(beta):
+    """TRL's beta of 0 and 1 are the divergences at the ends."""
+    ends = {0.0: {"divergence": "forward"}, 1.0: {"divergence": "reverse"}}
+    return ends.get(beta, {"divergence": "jsd", "beta": beta})
+
+
+@pytest.mark.parametrize("case", TRL["jsd"], ids=lambda case: f"{case['beta']}-{case['temperature']}")
+def test_divergences_and_their_gradients_equal_those_of_trl(case):
+    """TRL means over targets, which its mask leaves, and does not multiply by the square of the temperature."""
+    with jax.enable_x64(True):
+        settings = how(temperature=case["temperature"], **of_trl(case["beta"]))
+        teacher, targets, mask = jnp.asarray(TRL["teacher"]), jnp.asarray(TRL["labels"], jnp.int32), jnp.asarray(TRL["mask"], float)
+
+        def loss(student):
+            found = of_logits(settings, student, teacher, targets)
+            return jnp.sum(found["divergence"] * mask) / jnp.sum(mask)
+
+        value, slope = jax.value_and_grad(loss)(jnp.asarray(TRL["student"]))
+        assert float(value) == pytest.approx(case["loss"], rel=1e-9)
+        np.testing.assert_allclose(slope, case["gradient"], rtol=1e-9, atol=1e-12)
+
+
+# ---------------------------------------------------------------- on a model
+
+
+def batch_of(rows=8, tokens=12, vocab=113):
+    rng = np.random.default_rng(5)
+    ids = rng.integers(0, vocab, (rows, tokens)).astype(np.int32)
+    sizes = rng.integers(5, tokens + 1, rows)
+    place = np.arange(tokens)
+    made = {
+        "tokens": ids,
+        "targets": np.roll(ids, -1, 1),
+        "segments": (place < sizes[:, None]).astype(np.int32),
+        "mask": ((place >= 2) & (place < sizes[:, None] - 1)).astype(np.float32),
+    }
+    return {name: jnp.asarray(array) for name, array in made.items()}
+
+
+def models():
+    return {"model": built(STUDENT, Unroll()), "teacher": built(TEACHER, Scan())}
+
+
+def known(batch, k, temperature=1.0):
+    """What is cached of a teacher."""
+    teacher = models()["teacher"]
+    logits = teacher.unembed(teacher.hidden(batch["tokens"], TEACHER.attend(batch["segments"]))[0])
+    found = top(over(logits, STUDENT.vocab), k, temperature)
+    return dict(zip(("teacher_ids", "teacher_logps", "teacher_rest"), found))
+
+
+def by_hand(objective, batch):
+    """The loss in float64 from the logits of both models, target by target."""
+    both = models()
+    s, t = (
+        np.asarray(m.unembed(m.hidden(batch["tokens"], c.attend(batch["segments"]))[0]), np.float64)
+        for m, c in ((both["model"], STUDENT), (both["teacher"], TEACHER))
+    )
+
+    def soft(z, temperature):
+        p = np.exp(z / temperature - (z / temperature).max())
+        return p / p.sum()
+
+    total, count, kl = 0.0, 0, 0.0
+    for row, place in np.argwhere(np.asarray(batch["mask"]) > 0):
+        p, q = soft(t[row, place], objective.temperature), soft(s[row, place], objective.temperature)
+        nll = -np.log(soft(s[row, place], 1.0)[int(batch["targets"][row, place])])
+        own = (p * np.log(p / q)).sum()
+        total += (1 - objective.cross_entropy) * objective.temperature**2 * own + objective.cross_entropy * nll
+        count, kl = count + 1, kl + own
+    return total / count, kl / count
+
+
+@pytest.mark.parametrize("head", ["logits", "chunks"])
+def test_the_loss_and_its_metrics_are_those_of_the_formula_where_the_mask_is_1(head):
+    """The teacher is of another family, size and layout. What the mask leaves out may be anything."""
+    objective, batch = how(temperature=2.0, cross_entropy=0.3, head=head, chunk=7), batch_of()
+    made = objective(models(), batch, KEY)
+    loss, kl = by_hand(objective, batch)
+    assert float(made.loss.value()) == pytest.approx(loss, rel=1e-5)
+    assert float(made.metrics["kl"].value()) == pytest.approx(kl, rel=1e-5)
+    assert float(made.loss.weight) == float(jnp.sum(batch["mask"]))
+    other = batch | {"targets": jnp.where(batch["mask"] > 0, batch["targets"], 7)}
+    assert float(objective(models(), other, KEY).loss.value()) == float(made.loss.value())
+
+
+def test_a_model_is_its_own_best_student():
+    model = built(STUDENT, Unroll())
+    made = how(cross_entropy=0.0)({"model": model, "teacher": model}, batch_of(), KEY)
+    assert float(made.loss.value()) == pytest.approx(0, abs=1e-6)
+    assert float(made.metrics["agreement"].value()) == 1
+
+
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+def test_chunks_give_the_gradient_of_whole_logits_in_float64(divergence):
+    with jax.enable_x64(True):
+        graph, params, rest = trained(in_float64(STUDENT, Unroll()))
+        teacher, batch = in_float64(TEACHER, Unroll()), batch_of(4)
+
+        def slope(**settings):
+            def loss(params):
+                model = merge(graph, params, rest)
+                model.dtype = jnp.float64
+                objective = how(divergence=divergence, temperature=1.5, **settings)
+                return objective({"model": model, "teacher": teacher}, batch, KEY).loss.total
+
+            return jax.grad(loss)(params)
+
+        whole, parts = slope(head="logits"), slope(head="chunks", chunk=5)
+        for address, grad in whole.items():
+            assert grad.dtype == jnp.float64
+            assert relative(parts[address], grad) < 1e-10, address
+
+
+@pytest.mark.parametrize("kind", ["cosine", "mse"])
+def test_hidden_states_by_hand(kind):
+    """Added with its weight, over the targets that count; the teacher as wide as the student."""
+    student, teacher, batch = built(STUDENT, Unroll()), built(CASES["llama-tied-biased"], Unroll()), batch_of(4)
+    ours, theirs = (np.asarray(m.hidden(batch["tokens"], STUDENT.attend(batch["segments"]))[0], np.float64) for m in (student, teacher))
+    each = []
+    for row, place in np.argwhere(np.asarray(batch["mask"]) > 0):
+        a, b = ours[row, place], theirs[row, place]
+        each.append(1 - a @ b / np.linalg.norm(a) / np.linalg.norm(b) if kind == "cosine" else ((a - b) ** 2).mean())
+    models = {"model": student, "teacher": teacher}
+    made, without = how(hidden=kind, hidden_weight=3.0)(models, batch, KEY), how()(models, batch, KEY)
+    assert float(made.metrics["hidden"].value()) == pytest.approx(np.mean(each), rel=1e-5)
+    assert float(made.loss.value() - without.loss.value()) == pytest.approx(3 * np.mean(each), rel=1e-4)
+    slope = jax.grad(lambda x: jnp.sum(HIDDEN[kind](x, jnp.zeros_like(x))))(jnp.zeros((1, 1, 4)))
+    assert np.isfinite(slope).all()
+
+
+def test_the_teacher_has_no_gradient():
+    batch, student = batch_of(4), models()["model"]
+    graph, leaves = split(models()["teacher"])
+
+    def loss(leaves):
+        return how(head="logits")({"model": student, "teacher": merge(graph, leaves)}, batch, KEY).loss.total
+
+    assert all(float(jnp.max(jnp.abs(g))) == 0 for g in jax.grad(loss)(leaves).values())
+
+
+def test_all_cached_tokens_are_the_whole_distribution_and_fewer_are_less():
+    batch = batch_of()
+    whole = how(temperature=2.0)(models(), batch, KEY)
+    found = {}
+    for k in (2, 16, STUDENT.vocab - 1):
+        objective = how(temperature=2.0, logits="cached", top=k)
+        assert set(objective.reads()) - set(batch) == set(known(batch, k))
+        for head in ("logits", "chunks"):
+            one = objective.model_copy(update={"head": head, "chunk": 7})
+            made = one({"model": models()["model"]}, batch | known(batch, k, 2.0), KEY)
+            found.setdefault(k, []).append(float(made.metrics["kl"].value()))
+            for name in ("agreement", "cross_entropy"):
+                assert float(made.metrics[name].value()) == pytest.approx(float(whole.metrics[name].value()), rel=1e-6), name
+    for each in found.values():
+        assert each[0] == pytest.approx(each[1], rel=1e-5)
+    kl = float(whole.metrics["kl"].value())
+    assert found[2][0] < found[16][0] < kl
+    assert found[STUDENT.vocab - 1][0] == pytest.approx(kl, rel=1e-5)
+
+
+def stepped(objective, batch, accumulate):
+    own = models()
+    graph, params, rest = trained(own["model"])
+    rate = Constant(warmup=0).build(10)
+    optimizer = SGD(learning_rate=1.0).build(rate, meanings_of(own["model"]))
+    state = TrainState.start(params, rest, optimizer.init(params), 0)
+    theirs, leaves = split(own["teacher"])
+    step = make_step(graph, objective, optimizer, rate, accumulate=accumulate, roles={"teacher": theirs})
+    after, told = jax.jit(step)(state, batch, {"teacher": leaves})
+    return {a: np.asarray(after.params[a] - params[a]) for a in params}, told
+
+
+def test_accumulation_changes_no_loss_and_no_gradient():
+    objective, batch = how(), batch_of()
+    (moved, told), (again, told_again) = stepped(objective, batch, 1), stepped(objective, batch, 4)
+    assert float(told_again["loss"]) == pytest.approx(float(told["loss"]), rel=1e-5)
+    for address, change in moved.items():
+        assert relative(again[address], change) < 1e-4, address
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["divergence=reverse", "beta=0.3"], "only jsd reads it"),
+        (["top=8"], "logits=cached reads it"),
+        (["divergence=jsd", "beta=0"], "beta"),
+        (["cross_entropy=1"], "cross_entropy"),
+        (["temperature=0"], "temperature"),
+        (["hidden_weight=2"], "hidden=cosine or mse reads it"),
+        (["hidden=cosine", "logits=cached"], "keeps no hidden states"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_mistakes(words, what):
+    with pytest.raises(SettingsError, match=what):
+        read_settings(Distill, words_layer(["teacher=x", *words]))
