@@ -72,7 +72,7 @@ def loss(how: Distill, models: Models, batch: dict[str, Array]) -> Loss:
 def cosine(ours: Float[Array, "B T D"], theirs: Float[Array, "B T D"]) -> Float[Array, "B T"]:
     """1 - the cosine of hidden states; 1 where one is 0."""
     sizes = jnp.sum(ours * ours, -1) * jnp.sum(theirs * theirs, -1)
-    return 1 - jnp.sum(ours * theirs, -1) * jax.lax.rsqrt(jnp.maximum(sizes, 1e-30))
+    return 1 - jnp.sum(ours * theirs, -1) * jax.lax.rsqrt(jnp.maximum(sizes, 1e-20))
 
 
 def mse(ours: Float[Array, "B T D"], theirs: Float[Array, "B T D"]) -> Float[Array, "B T"]:
