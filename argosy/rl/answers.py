@@ -51,6 +51,7 @@ def sampled(
     sampling: Sampling,
     seed: tuple[int, ...],
     interrupted: Callable[[], bool] = lambda: False,
+    ignore_eos: bool = False,
 ) -> list[Answer]:
     """One answer to each of these prompts, in their order; a prompt may occur several times.
 
@@ -58,11 +59,12 @@ def sampled(
         most: tokens of an answer, its end included.
         seed: of this call alone. Answers to equal prompts differ by their place.
         interrupted: asked between steps.
+        ignore_eos: no token ends an answer.
 
     Raises:
         Interrupted: it said yes.
     """
-    ends = frozenset(lm.stops())
+    ends = frozenset[int]() if ignore_eos else frozenset(lm.stops())
     requests = [Request(list(one.tokens), most, sampling, ends, seed, row) for row, one in enumerate(prompts)]
     engine = lm.engine([len(one.tokens) + most for one in prompts])
     answers = [Answer(one, [], [], [], False, "") for one in prompts]

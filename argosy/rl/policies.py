@@ -253,6 +253,8 @@ class Rollout(Settings):
     """Draws from the likeliest tokens whose probabilities first sum to p; 1 means all."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Draws from tokens at least this share as likely as the likeliest; 0 means all."""
+    ignore_eos: bool = False
+    """Answers go on after the model's own ends, up to the limit: for benchmarks."""
     epochs: Annotated[int, Also("num_iterations", "ppo_epochs", "num_ppo_epochs")] = Field(1, gt=0)
     """Passes over the answers of a rollout before the next one."""
     minibatches: Annotated[int, Also("num_mini_batches", "steps_per_generation", "ppo_mini_batch_size")] = Field(1, gt=0)

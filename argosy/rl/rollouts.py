@@ -242,7 +242,8 @@ class Rollouts(Batches):
         how = self.rollout
         filters: dict[str, Any] = {"top_k": how.top_k, "top_p": how.top_p, "min_p": how.min_p} if temperature else {}
         seed = (self.seed, ROLLOUT, self.number, round_)
-        return sampled(lm, prompts, how.tokens, Sampling(temperature=temperature, **filters), seed, self.interrupted)
+        sampling = Sampling(temperature=temperature, **filters)
+        return sampled(lm, prompts, how.tokens, sampling, seed, self.interrupted, how.ignore_eos)
 
     def next_prompts(self, count: int) -> list[Prompt]:
         """The next prompts that leave room for an answer; longer ones are passed over and reported."""
