@@ -341,13 +341,13 @@ void attend(const Attention& a, const C* keys, const C* values, int64_t b, int64
     }
   }
   const int64_t end = std::min({int64_t(a.lengths[b]), newest + 1, a.width * a.page});
-  // The rows of TOKENS tokens in the pools, -1 for tokens without a page, whose keys are asked for at once.
+  // The rows of TOKENS tokens in the pools, -1 for tokens without a page. What lies there is asked for at once.
   int64_t places[2][TOKENS], *place = places[0], *later = places[1];
   auto locate = [&](int64_t start, int64_t* place) {
     for (int64_t s = 0; s < TOKENS; s++) {
       const int64_t number = start + s < end ? a.table[b * a.width + (start + s) / a.page] : -1;
       place[s] = number >= 0 && number < a.pages ? (number * a.page + (start + s) % a.page) * a.K + k : -1;
-      if (place[s] >= 0) fetch(keys + place[s] * a.H, a.H);
+      if (place[s] >= 0) fetch(keys + place[s] * a.H, a.H), fetch(values + place[s] * a.U, a.U);
     }
   };
   const int64_t from = std::max<int64_t>(oldest, 0) / TOKENS * TOKENS;
@@ -357,10 +357,7 @@ void attend(const Attention& a, const C* keys, const C* values, int64_t b, int64
     const int64_t tokens = std::min(TOKENS, end - start);
     std::swap(place, later);
     float mine[TOKENS];
-    for (int64_t s = 0; s < TOKENS; s++) {
-      mine[s] = place[s] >= 0;
-      if (place[s] >= 0) fetch(values + place[s] * a.U, a.U);
-    }
+    for (int64_t s = 0; s < TOKENS; s++) mine[s] = place[s] >= 0;
     for (int64_t s = 0; s < tokens; s += LANES)
       for (int64_t h = 0; h < a.H; h += LANES) {
         Floats block[LANES];
@@ -399,9 +396,12 @@ void attend(const Attention& a, const C* keys, const C* values, int64_t b, int64
 template <typename C>
 ffi::Error attention(ffi::ThreadPool& pool, const Attention& a, const C* keys, const C* values) {
   const int64_t each = std::max<int64_t>(1, QUERIES * a.K / a.N), parts = (a.T + each - 1) / each;
-  parallel(pool, a.B * a.K * parts, [&](int64_t i) {
-    const int64_t part = i % parts, k = i / parts % a.K, b = i / parts / a.K;
-    attend(a, keys, values, b, k, part * each, std::min(a.T, (part + 1) * each));
+  // The heads of a token lie side by side, so one thread takes all of them, if that leaves enough work for each.
+  const int64_t heads = a.B * parts >= 4 * pool.num_threads() ? a.K : 1, groups = a.K / heads;
+  parallel(pool, a.B * groups * parts, [&](int64_t i) {
+    const int64_t part = i % parts, g = i / parts % groups, b = i / parts / groups;
+    for (int64_t k = g * heads; k < (g + 1) * heads; k++)
+      attend(a, keys, values, b, k, part * each, std::min(a.T, (part + 1) * each));
   });
   return ffi::Error::Success();
 }
