@@ -15,7 +15,7 @@ from argosy.infer.programs import Program, Run, plainly
 from argosy.infer.views import viewable
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Caches, laid_out
-from argosy.models.parts.stack import Layer, run_block
+from argosy.models.parts.stack import Layer, repeating, run_block
 from argosy.models.parts.weight import Leaves, merge, split
 from argosy.parallel.scope import on_several_devices
 
@@ -69,19 +69,25 @@ class ByParts:
 
 
 class Layers:
-    """The layers of an unrolled model, called one by one.
+    """The layers of an unrolled model, called one by one, or several at a time.
+
+    Args:
+        most: layers of a program, at most. There are fewer where the plan does not repeat.
 
     outside: what a program outside the layers is compiled for; see `model_of`.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, most: int = 1):
         stack, (graph, weights) = model.layers, split(model)
         layers = [split(getattr(stack, str(i))) for i in range(len(stack.plan))]
         self._addresses = [{own: f"layers.{i}.{own}" for own in leaves} for i, (_, leaves) in enumerate(layers)]
         inside = {address for own in self._addresses for address in own.values()}
         absent = {address: jax.ShapeDtypeStruct(a.shape, a.dtype) for address, a in weights.items() if address in inside}
         self._outside = [address for address in weights if address not in inside]
-        self._layers = [_layer(own, layer) for (own, _), layer in zip(layers, stack.plan)]
+        kinds = [(own, layer) for (own, _), layer in zip(layers, stack.plan)]
+        known: dict[Any, int] = {}
+        alike = [known.setdefault(kind, len(known)) for kind in kinds]
+        self._runs = [(start, end, _layers(tuple(kinds[start:end]))) for start, end in runs(alike, most)]
         self.outside = graph, model.dtype, Absent(absent)
 
     def prepared(self, weights: Leaves) -> tuple[Leaves, list[Leaves]]:
@@ -105,9 +111,21 @@ class Layers:
             run, at: how programs are called, and what stands for the shapes of these arguments (`infer.programs`).
         """
         kept = {}
-        for i, (layer, own) in enumerate(zip(self._layers, weights)):
-            x, kept[str(i)] = run(layer, at, own, x, caches.get(str(i)), attend)
+        for start, end, program in self._runs:
+            x, after = run(program, at, weights[start:end], x, [caches.get(str(i)) for i in range(start, end)], attend)
+            for i, cache in zip(range(start, end), after):
+                kept[str(i)] = cache
         return x, kept
+
+
+def runs(kinds: Sequence[Any], most: int) -> list[tuple[int, int]]:
+    """Layers of these kinds as runs (start, end) of at most this many. Where the plan repeats, runs are alike, and share a program."""
+    found = []
+    for start, period, repeats in repeating(kinds):
+        fitting = [n for n in range(1, repeats + 1) if repeats % n == 0 and n * period <= most]
+        size = period * max(fitting) if fitting else 1
+        found += [(at, at + size) for at in range(start, start + period * repeats, size)]
+    return found
 
 
 class Absent(dict[str, jax.ShapeDtypeStruct]):
@@ -147,13 +165,17 @@ def _before(graph: Any, dtype: Any, absent: Absent) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _layer(graph: Any, layer: Layer) -> Any:
-    """(weights, x, cache, strategy) -> (x, cache)."""
+def _layers(kinds: tuple[tuple[Any, Layer], ...]) -> Any:
+    """(weights of each layer, x, caches, strategy) -> (x, caches)."""
 
-    def one(weights: Leaves, x: Array, cache: Any, attend: Attend) -> tuple[Array, Any]:
-        return run_block(graph, layer, weights, x, cache, attend, "none", unrolled=True)[:2]
+    def several(weights: Sequence[Leaves], x: Array, caches: Sequence[Any], attend: Attend) -> tuple[Array, list[Any]]:
+        kept = []
+        for (graph, layer), own, cache in zip(kinds, weights, caches, strict=True):
+            x, cache, _ = run_block(graph, layer, own, x, cache, attend, "none", unrolled=True)
+            kept.append(cache)
+        return x, kept
 
-    return Program(one, donate=2)
+    return Program(several, donate=2)
 
 
 @lru_cache(maxsize=64)

@@ -13,9 +13,8 @@ The vocabulary is never sorted: sorting 4 rows of 131,072 logits takes 110 ms of
 up to 256, and top-p where they reach p. Where they do not, and for typical sampling, the threshold is found by bisection over the
 bits of a float32, in 32 passes. Min-p is a threshold as it is.
 
-Each token of the vocabulary has random bits of its own, a function of the row's key and the token's id, and the token whose
-exponential clock rings first is drawn (the Gumbel-max trick). So a row draws the same token whether its candidates or the whole
-vocabulary take part, and therefore whatever the rows beside it ask for.
+A token is drawn in two steps (`infer.draw`), from the whole vocabulary with what the filters exclude at minus infinity. So a row draws
+the same token whether its candidates or a bisection decided what is left, and therefore whatever the rows beside it ask for.
 """
 
 import operator
@@ -30,6 +29,7 @@ from pydantic import Field
 
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings
+from argosy.infer.draw import largest, one_of
 from argosy.infer.programs import Program
 
 # Likeliest tokens that are looked at before the whole vocabulary is.
@@ -142,17 +142,6 @@ def _data(words: Array, rows: Array) -> Array:
 _streams, stream_data = jax.jit(_drawn), Program(_data)
 
 
-def clocks(key: Any, tokens: Int[Array, "N"]) -> Float[Array, "N"]:
-    """Minus the log of an exponential variable for each token (a Gumbel variable), by the token's id.
-
-    The smallest wins, and of a vocabulary of 128k that is near 2^-17: so it comes from a uniform variable with 32 bits near 0,
-    where `jax.random.gumbel` has 23.
-    """
-    bits = jax.vmap(lambda token: jax.random.key_data(jax.random.fold_in(key, token))[..., 0])(tokens)
-    uniform = (bits.astype(jnp.float32) + 0.5) * np.float32(2**-32)
-    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, np.float32(1 - 2**-24))))
-
-
 # ---------------------------------------------------------------- choosing
 
 
@@ -171,6 +160,8 @@ def choose(
     settings: dict[str, Array],
     keys: Any,
     live: Bool[Array, "B"] | None = None,
+    *,
+    filtered: bool = True,
 ) -> Chosen:
     """The next token of each row. A filter that no row asks for is not computed, and the first that does compiles nothing.
 
@@ -179,13 +170,15 @@ def choose(
         settings: from `table`.
         keys: a random key for each row.
         live: rows that count; others get a token of no meaning.
+        filtered: whether a row may have a filter.
     """
     hot = settings["temperature"] > 0 if live is None else live & (settings["temperature"] > 0)
-    greedy = jnp.argmax(scored, -1).astype(jnp.int32)
+    greedy = largest(scored)
 
     def by_chance() -> tuple[Array, Array]:
         warm = scored / jnp.where(hot, settings["temperature"], 1.0)[:, None]
-        tokens, chance = drawn(warm, settings | {"temperature": jnp.where(hot, settings["temperature"], 0.0)}, keys)
+        own = settings | {"temperature": jnp.where(hot, settings["temperature"], 0.0)}
+        tokens, chance = drawn(warm, own, keys) if filtered else one_of(warm, keys)
         return jnp.where(hot, tokens, greedy), jnp.where(hot, chance, 0.0)
 
     none = jnp.zeros(logits.shape[:1], jnp.float32)
@@ -221,41 +214,27 @@ def drawn(
     """One token a row, drawn from what its filters leave, and its log-probability there. Rows at temperature 0 get values of no
     meaning."""
     draws = settings["temperature"] > 0
-    V, C = logits.shape[-1], min(CANDIDATES, logits.shape[-1])
-    some_typical = (draws & (settings["typical_p"] < 1)).any()
 
-    def filtered() -> tuple[Array, Array, Array, Array, Array]:
-        top, ids = likeliest(logits)
-        least = threshold(logits, top, settings)
+    def free() -> tuple[Array, Array]:
+        return one_of(logits, keys)
 
-        def near_the_entropy() -> Array:
-            left = jnp.where(logits >= least[:, None], logits, -jnp.inf)
-            return jnp.where(typical(left, settings["typical_p"]), left, -jnp.inf)
+    def filtered() -> tuple[Array, Array]:
+        least = threshold(logits, likeliest(logits)[0], settings)
+        left = jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
-        # Tied tokens can make more of them than there are candidates.
-        few = ~draws | ((logits >= least[:, None]).sum(-1) <= C)
-        return jax.lax.cond(some_typical, near_the_entropy, lambda: logits), least, top, ids, few.all() & ~some_typical
+        def near_the_entropy() -> tuple[Array, Array]:
+            return one_of(jnp.where(typical(left, settings["typical_p"]), left, -jnp.inf), keys)
 
-    def free() -> tuple[Array, Array, Array, Array, Array]:
-        least, top = jnp.full(logits.shape[:1], -jnp.inf, logits.dtype), logits[:, :C]
-        return logits, least, top, jnp.zeros(top.shape, jnp.int32), jnp.asarray(False)
+        # A result as large as the logits would be copied.
+        return jax.lax.cond((draws & (settings["typical_p"] < 1)).any(), near_the_entropy, lambda: one_of(left, keys))
 
-    filters = (
-        (settings["top_k"] > 0) | (settings["top_p"] < 1) | (settings["min_p"] > 0) | (settings["typical_p"] < 1)
-    )
-    left, least, top, ids, few = jax.lax.cond((draws & filters).any(), filtered, free)
+    return jax.lax.cond((draws & filters(settings)).any(), filtered, free)
 
-    def from_candidates() -> tuple[Array, Array]:
-        some = jnp.where(top >= least[:, None], top, -jnp.inf)
-        place = jnp.argmax(some + jax.vmap(clocks)(keys, ids), -1)
-        return jnp.take_along_axis(ids, place[:, None], -1)[:, 0], of_tokens(some, place)
 
-    def from_all() -> tuple[Array, Array]:
-        every = jnp.where(left >= least[:, None], left, -jnp.inf)
-        tokens = jnp.argmax(every + jax.vmap(clocks, (0, None))(keys, jnp.arange(V, dtype=jnp.int32)), -1)
-        return tokens.astype(jnp.int32), of_tokens(every, tokens)
-
-    return jax.lax.cond(few, from_candidates, from_all)
+def filters(settings: dict[str, Array]) -> Bool[Array, "B"]:
+    """The rows with a filter."""
+    top = (settings["top_k"] > 0) | (settings["top_p"] < 1)
+    return top | (settings["min_p"] > 0) | (settings["typical_p"] < 1)
 
 
 def typical(logits: Float[Array, "B V"], p: Float[Array, "B"]) -> Bool[Array, "B V"]:

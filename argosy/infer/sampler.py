@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from argosy.infer.programs import Program
-from argosy.infer.sample import Sampling, choose, likeliest, penalized, penalizes, table
+from argosy.infer.sample import Chosen, Sampling, choose, filters, likeliest, penalized, penalizes, table
 
 # Upper limit on the likeliest tokens that come with a token.
 MOST_TOP = 20
@@ -144,20 +144,27 @@ def sampled(slots: Slots, logits: Float[Array, "B V"], owners: Int[Array, "B"]) 
     settings = {name: column[mine] for name, column in slots.settings.items()}
     has_bias = slots.has_bias[mine]
 
-    def changed() -> Array:
-        bias = jnp.where(has_bias[:, None], slots.bias[mine], 0.0)
-        return penalized(logits + bias, settings, slots.seen[mine], slots.counts[mine])
+    has_mask, keys = slots.has_mask[mine], jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.keys[mine]), slots.made[mine])
 
-    scored = jax.lax.cond((live & (has_bias | penalizes(settings))).any(), changed, lambda: logits)
-    has_mask = slots.has_mask[mine]
+    def by_all_settings() -> Chosen:
+        def changed() -> Array:
+            bias = jnp.where(has_bias[:, None], slots.bias[mine], 0.0)
+            return penalized(logits + bias, settings, slots.seen[mine], slots.counts[mine])
 
-    def allowed() -> Array:
-        left = unpacked(slots.mask[mine], logits.shape[-1]) | ~has_mask[:, None]
-        return jnp.where(left, scored, -jnp.inf)
+        def allowed() -> Array:
+            left = unpacked(slots.mask[mine], logits.shape[-1]) | ~has_mask[:, None]
+            return jnp.where(left, scored, -jnp.inf)
 
-    scored = jax.lax.cond((live & has_mask).any(), allowed, lambda: scored)
-    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(slots.keys[mine]), slots.made[mine])
-    tokens, logprobs, drawn = choose(logits, scored, settings, keys, live)
+        scored = jax.lax.cond((live & (has_bias | penalizes(settings))).any(), changed, lambda: logits)
+        scored = jax.lax.cond((live & has_mask).any(), allowed, lambda: scored)
+        return choose(logits, scored, settings, keys, live)
+
+    def by_temperature() -> Chosen:
+        return choose(logits, logits, settings, keys, live, filtered=False)
+
+    # Where no row asks for more, because a `cond` copies a result as large as the logits.
+    some = live & (has_bias | has_mask | penalizes(settings) | filters(settings) & (settings["temperature"] > 0))
+    tokens, logprobs, drawn = jax.lax.cond(some.any(), by_all_settings, by_temperature)
     C = min(MOST_TOP, logits.shape[-1])
 
     def best() -> tuple[Array, Array]:

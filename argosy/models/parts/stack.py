@@ -187,7 +187,7 @@ class Group(NamedTuple):
         return tuple(i for i in places if self.layers[(i - self.start) % len(self.layers)].kind == kind)
 
 
-def repeating(plan: Sequence[Layer]) -> list[tuple[int, int, int]]:
+def repeating(plan: Sequence[Any]) -> list[tuple[int, int, int]]:
     """The plan as (start, period, repeats): at each point the repetition that covers the most layers, with the shortest period."""
     out, start = [], 0
     while start < len(plan):

@@ -35,6 +35,8 @@ constexpr int COLUMNS = 2 * LANES;
 constexpr int64_t PANEL = 32;
 // Of the summed axis at a time, so that this part of a panel stays in the second-level cache for all rows.
 constexpr int64_t DEPTH = 2048;
+// Rows of a panel between the one that is multiplied and the one that is asked for: 8 KB of float32.
+constexpr int64_t AHEAD = 64;
 // Tokens of the cache at a time, and query rows at a time, in attention.
 constexpr int64_t TOKENS = 64, QUERIES = 96;
 // The log-sum-exp of a query that sees no token; `UNSEEN` in ops/attention.py.
@@ -77,10 +79,11 @@ inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
 inline Floats all(float a) { return a - Floats{}; }
 
-// y[M, :columns] = x[M, K] @ w[K, :COLUMNS], or added to it. `w` may be read beyond `columns`, up to COLUMNS.
+// y[M, :columns] = x[M, K] @ w[K, :COLUMNS], or added to it. `w` may be read beyond `columns`, up to COLUMNS. Rows of `w` are asked
+// for so far `ahead`.
 template <int M, typename W>
 void tile(const float* x, int64_t x_row, const W* w, int64_t w_row, int64_t K, float* y, int64_t y_row, int64_t columns,
-          bool add) {
+          bool add, int64_t ahead) {
   Floats sums[M][2];
   float edge[COLUMNS];
   for (int m = 0; m < M; m++) {
@@ -99,6 +102,8 @@ void tile(const float* x, int64_t x_row, const W* w, int64_t w_row, int64_t K, f
   }
   for (int64_t k = 0; k < K; k++) {
     const Floats left = load(w + k * w_row), right = load(w + k * w_row + LANES);
+    __builtin_prefetch(w + (k + ahead) * w_row);
+    if (COLUMNS * sizeof(W) > 64) __builtin_prefetch(w + (k + ahead) * w_row + LANES);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
       const Floats a = all(x[m * x_row + k]);
@@ -120,7 +125,7 @@ void tile(const float* x, int64_t x_row, const W* w, int64_t w_row, int64_t K, f
 }
 
 template <typename W>
-using Tile = void (*)(const float*, int64_t, const W*, int64_t, int64_t, float*, int64_t, int64_t, bool);
+using Tile = void (*)(const float*, int64_t, const W*, int64_t, int64_t, float*, int64_t, int64_t, bool, int64_t);
 
 template <typename W, int... M>
 Tile<W> tile_of(int rows, std::integer_sequence<int, M...>) {
@@ -128,15 +133,21 @@ Tile<W> tile_of(int rows, std::integer_sequence<int, M...>) {
   return tiles[rows - 1];
 }
 
+// Asks for n numbers, which are wanted soon: what lies in pages is too scattered for the processor to guess.
+template <typename T>
+inline void fetch(const T* p, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
+}
+
 // As `tile`, for any number of rows, split evenly into tiles.
 template <typename W>
 void tiles(const float* x, int64_t x_row, int64_t M, const W* w, int64_t w_row, int64_t K, float* y, int64_t y_row,
-           int64_t columns, bool add) {
+           int64_t columns, bool add, int64_t ahead = 0) {
   const int64_t count = (M + ROWS - 1) / ROWS;
   for (int64_t i = 0, m = 0; i < count; i++) {
     const int rows = int((M - m) / (count - i));
     const auto one = tile_of<W>(rows, std::make_integer_sequence<int, ROWS>{});
-    one(x + m * x_row, x_row, w, w_row, K, y + m * y_row, y_row, columns, add);
+    one(x + m * x_row, x_row, w, w_row, K, y + m * y_row, y_row, columns, add, ahead);
     m += rows;
   }
 }
@@ -176,7 +187,7 @@ ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, 
         const int64_t n = panel * PANEL + c;
         if (n < N)
           tiles(x + k, K, M, w + k * PANEL + c, PANEL, std::min(DEPTH, K - k), y + n, N, std::min<int64_t>(COLUMNS, N - n),
-                k > 0);
+                k > 0, AHEAD);
       }
   });
   return ffi::Error::Success();
@@ -330,16 +341,23 @@ void attend(const Attention& a, const C* keys, const C* values, int64_t b, int64
     }
   }
   const int64_t end = std::min({int64_t(a.lengths[b]), newest + 1, a.width * a.page});
-  for (int64_t start = std::max<int64_t>(oldest, 0) / TOKENS * TOKENS; start < end; start += TOKENS) {
+  // The rows of TOKENS tokens in the pools, -1 for tokens without a page. What lies there is asked for at once.
+  int64_t places[2][TOKENS], *place = places[0], *later = places[1];
+  auto locate = [&](int64_t start, int64_t* place) {
+    for (int64_t s = 0; s < TOKENS; s++) {
+      const int64_t number = start + s < end ? a.table[b * a.width + (start + s) / a.page] : -1;
+      place[s] = number >= 0 && number < a.pages ? (number * a.page + (start + s) % a.page) * a.K + k : -1;
+      if (place[s] >= 0) fetch(keys + place[s] * a.H, a.H), fetch(values + place[s] * a.U, a.U);
+    }
+  };
+  const int64_t from = std::max<int64_t>(oldest, 0) / TOKENS * TOKENS;
+  locate(from, later);
+  for (int64_t start = from; start < end; start += TOKENS) {
     // Keys as [H, tokens], values as [tokens, U]. Only the row's own tokens are read: others may be anything, NaN too.
     const int64_t tokens = std::min(TOKENS, end - start);
-    int64_t place[TOKENS];
+    std::swap(place, later);
     float mine[TOKENS];
-    for (int64_t s = 0; s < TOKENS; s++) {
-      const int64_t number = s < tokens ? a.table[b * a.width + (start + s) / a.page] : -1;
-      mine[s] = number >= 0 && number < a.pages;
-      place[s] = mine[s] > 0 ? (number * a.page + (start + s) % a.page) * a.K + k : -1;
-    }
+    for (int64_t s = 0; s < TOKENS; s++) mine[s] = place[s] >= 0;
     for (int64_t s = 0; s < tokens; s += LANES)
       for (int64_t h = 0; h < a.H; h += LANES) {
         Floats block[LANES];
@@ -348,6 +366,7 @@ void attend(const Attention& a, const C* keys, const C* values, int64_t b, int64
         transpose(block);
         for (int i = 0; i < std::min<int64_t>(LANES, a.H - h); i++) store(own.keys.data() + (h + i) * TOKENS + s, block[i]);
       }
+    if (start + TOKENS < end) locate(start + TOKENS, later);
     for (int64_t s = 0; s < tokens; s++)
       for (int64_t u = 0; u < wide; u += LANES)
         store(own.values.data() + s * wide + u,
@@ -377,9 +396,12 @@ void attend(const Attention& a, const C* keys, const C* values, int64_t b, int64
 template <typename C>
 ffi::Error attention(ffi::ThreadPool& pool, const Attention& a, const C* keys, const C* values) {
   const int64_t each = std::max<int64_t>(1, QUERIES * a.K / a.N), parts = (a.T + each - 1) / each;
-  parallel(pool, a.B * a.K * parts, [&](int64_t i) {
-    const int64_t part = i % parts, k = i / parts % a.K, b = i / parts / a.K;
-    attend(a, keys, values, b, k, part * each, std::min(a.T, (part + 1) * each));
+  // The heads of a token lie side by side, so one thread takes all of them, if that leaves enough work for each.
+  const int64_t heads = a.B * parts >= 4 * pool.num_threads() ? a.K : 1, groups = a.K / heads;
+  parallel(pool, a.B * groups * parts, [&](int64_t i) {
+    const int64_t part = i % parts, g = i / parts % groups, b = i / parts / groups;
+    for (int64_t k = g * heads; k < (g + 1) * heads; k++)
+      attend(a, keys, values, b, k, part * each, std::min(a.T, (part + 1) * each));
   });
   return ffi::Error::Success();
 }
