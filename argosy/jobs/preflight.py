@@ -99,8 +99,11 @@ def check_teacher(teacher: str) -> None:
     """Checks that the model to learn from exists.
 
     Raises:
-        BadInput: it does not, or it is the name of a preset.
+        BadInput: it does not, or it is the name of a preset or the address of a server.
     """
+    if teacher.startswith(("http://", "https://")):
+        what = "a teacher that is a server is not built yet"
+        raise BadInput(what, where=f"objective.teacher={teacher}", hint="name the folder or file of its weights")
     if "://" not in teacher and not Path(teacher).exists():
         raise no_model(teacher, "set by objective.teacher")
 

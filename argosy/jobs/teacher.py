@@ -98,6 +98,9 @@ def check_model(run: Any, config: Any, given: str) -> None:
         sizes = f"of {run.model.width} features here and {config.width} there"
         what = f"objective.hidden={run.objective.hidden} compares hidden states, {sizes}"
         raise BadInput(what, where=where, hint="a student as wide as its teacher, or objective.hidden=none")
+    if run.objective.logits == "cached" and run.objective.top >= min(run.model.vocab, config.vocab):
+        what = f"objective.top = {run.objective.top}, and student and teacher have {run.model.vocab:,} and {config.vocab:,} tokens"
+        raise BadInput(what, where=where, hint="objective.logits=online has them all")
     if run.objective.divergence == "reverse" and run.objective.logits == "online" and run.model.vocab > config.vocab:
         what = f"the student has {run.model.vocab:,} ids, the teacher {config.vocab:,}: reverse divergence is infinite for the others"
         raise BadInput(what, where=where, hint=f"objective.divergence=jsd or forward, or a student with model.vocab={config.vocab}")

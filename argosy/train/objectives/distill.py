@@ -70,9 +70,10 @@ def loss(how: Distill, models: Models, batch: dict[str, Array]) -> Loss:
 
 
 def cosine(ours: Float[Array, "B T D"], theirs: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-    """1 - the cosine of hidden states; 1 where one is 0."""
-    sizes = jnp.sum(ours * ours, -1) * jnp.sum(theirs * theirs, -1)
-    return 1 - jnp.sum(ours * theirs, -1) * jax.lax.rsqrt(jnp.maximum(sizes, 1e-20))
+    """1 - the cosine of hidden states; 1, with a finite gradient, where one is 0."""
+    squares = (jnp.sum(each * each, -1) for each in (ours, theirs))
+    one, other = (jax.lax.rsqrt(jnp.where(square > 0, square, 1.0)) for square in squares)
+    return 1 - jnp.sum(ours * theirs, -1) * one * other
 
 
 def mse(ours: Float[Array, "B T D"], theirs: Float[Array, "B T D"]) -> Float[Array, "B T"]:
