@@ -51,6 +51,9 @@ class Prompts:
     template: str | None = None
     bos: bool | None = None
     special: bool = False
+    source: str = ""
+    # Places of the order before it ends; None: it does not.
+    most: int | None = None
     names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +70,8 @@ class Prompts:
         Raises:
             BadInput: a template refuses one, or there is none; the record is named.
         """
-        rows = self.order(np.arange(first, first + count))
+        count = count if self.most is None else min(count, self.most - first)
+        rows = self.order(np.arange(first, first + max(count, 0)))
         return [self.rendered(self.records[row]) for row in rows.tolist() if row >= 0]
 
     def rendered(self, record: Record) -> Prompt:
@@ -114,10 +118,11 @@ def prompts_of(settings: DataSettings, tokenizer: "Tokenizer", seed: int) -> tup
     made = source.fingerprint() | {"held_out": settings.held_out, "tokenizer": tokenizer.fingerprint}
     made |= {"template": template_hash(tokenizer, settings.template), "bos": settings.bos, "special": settings.special}
     made |= {"seed": seed, "shuffle": settings.shuffle}
-    how: Any = {"template": settings.template, "bos": settings.bos, "special": settings.special}
-    epochs = Order(len(records), seed if settings.shuffle else None)
-    once = Order(len(others), None, repeats=False)
-    return Prompts(records, tokenizer, epochs, made, **how), Prompts(others, tokenizer, once, made, **how) if others else None
+    how: Any = {"template": settings.template, "bos": settings.bos, "special": settings.special, "source": settings.source}
+    order, once = Order(len(records), seed if settings.shuffle else None), Order(len(others), None, repeats=False)
+    most = None if settings.epochs is None else int(settings.epochs * len(records))
+    held_out = Prompts(others, tokenizer, once, made, **how) if others else None
+    return Prompts(records, tokenizer, order, made, **how, most=most), held_out
 
 
 # Settings that say something about rows of given tokens, with their defaults.

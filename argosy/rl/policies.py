@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from argosy.core.settings import Also, Settings
+from argosy.core.settings import Also, MayChange, Settings
 from argosy.train.settings import OfTokens
 
 Advantage = Literal["group", "leave_one_out", "batch", "group_batch", "greedy", "useful", "length"]
@@ -274,7 +274,7 @@ class Rollout(Settings):
     """Whether answers that reach the limit without an end are learned from. They are counted either way."""
     slots: int = Field(64, gt=0)
     """Answers that are generated at a time; others wait."""
-    workers: int | None = Field(None, gt=0)
+    workers: Annotated[int | None, MayChange()] = Field(None, gt=0)
     """Processes for reward functions. None: one for each core, at most 8."""
 
     def rows_over(self, shares: int) -> int:

@@ -90,6 +90,10 @@ class Told:
     ended: bool
 
 
+class Ended(ArgosyError):
+    """The epochs of the prompts are over: too few are left for a rollout."""
+
+
 @dataclass
 class Rolled:
     """The answers of a rollout, group by group, with their rewards [B k]."""
@@ -144,10 +148,14 @@ class Rollouts(Batches):
         if self.longest_prompt < 1:
             what = f"data.sequence = {shape.sequence} has no room for a prompt before an answer of {rollout.tokens} tokens"
             raise BadInput(what, where="rollout.tokens", hint="raise data.sequence, or lower rollout.tokens")
+        if prompts.most is not None and prompts.most < self.groups:
+            what = f"data.epochs: {prompts.most} prompts are fewer than the {self.groups} of a rollout"
+            raise BadInput(what, hint="raise data.epochs, or lower data.batch")
         self.trainer: Trainer | None = None
         self.interrupted: Callable[[], bool] = lambda: False
         self.keep: Callable[[Sequence[Told]], None] = lambda _: None
-        made = {"rewards": list(judge.names), "weights": list(judge.weights), "rollout": dict(rollout)}
+        how = {name: value for name, value in dict(rollout).items() if name != "workers"}
+        made = {"rewards": list(judge.names), "weights": list(judge.weights), "rollout": how}
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
         # Nominal: what is computed depends on the lengths of the answers.
         self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
@@ -172,7 +180,7 @@ class Rollouts(Batches):
             before = self.position()
             try:
                 self.queue = self.played(state)
-            except Interrupted:
+            except (Interrupted, Ended):
                 self.seek(before)
 
     def __next__(self) -> Any:
@@ -203,8 +211,11 @@ class Rollouts(Batches):
 
     def summary(self, steps: int | None = None) -> CorpusSummary:
         held = len(self.held_out) if self.held_out is not None else 0
-        drawn = None if steps is None else -(-steps // self.rollout.updates) * self.groups / len(self.prompts)
-        return CorpusSummary("", format="prompt", documents=len(self.prompts), epochs=drawn, held_out_documents=held)
+        ends = None if self.prompts.most is None else self.prompts.most // self.groups * self.rollout.updates
+        made = steps if steps is None or ends is None else min(steps, ends)
+        drawn = None if made is None else -(-made // self.rollout.updates) * self.groups / len(self.prompts)
+        known = {"documents": len(self.prompts), "epochs": drawn, "held_out_documents": held, "ends_after": ends}
+        return CorpusSummary(self.prompts.source, format="prompt", **known)
 
     # ---------------------------------------------------------------- a rollout
 
@@ -250,7 +261,10 @@ class Rollouts(Batches):
         out: list[Prompt] = []
         passed = 0
         while len(out) < count:
-            for prompt in self.prompts(self.place, count - len(out)):
+            found = self.prompts(self.place, count - len(out))
+            if not found:
+                raise Ended("the epochs of the prompts are over")
+            for prompt in found:
                 self.place += 1
                 if len(prompt.tokens) <= self.longest_prompt:
                     out.append(prompt)

@@ -190,6 +190,7 @@ def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path:
         (["objective.kl=0.1", "objective.kl_estimator=k1"], "penalizes nothing"),
         (["objective=next_token"], "reward is for objectives that learn from rewards"),
         (["data.packing=fit"], "answers that are in the data"),
+        (["data.epochs=0.2"], "fewer than the 4 of a rollout"),
         (["rollout.overlong=9"], "overlong = 9 is above tokens"),
     ],
 )

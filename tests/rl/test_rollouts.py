@@ -216,6 +216,18 @@ def test_held_out_prompts_are_answered_greedily_and_evaluated(lm: LM):
     assert first["eval_prompts"] == 3
 
 
+def test_a_run_ends_with_the_epochs_of_its_prompts(lm: LM):
+    asked = prompts(lm, 6)
+    asked.most = 9
+    made = rollouts(lm, OwnJudge(by_length), asked=asked, epochs=2)
+    handed = []
+    for _ in range(5):
+        made.advance(None)
+        handed += [one] if (one := next(made, None)) is not None else []
+    assert len(handed) == 4 == made.summary().ends_after, "two rollouts of four prompts, two updates each; one prompt is left"
+    assert made.summary(100).epochs == pytest.approx(8 / 6)
+
+
 def test_no_reward_at_all_is_an_error(lm: LM):
     with pytest.raises(ArgosyError, match="no answer of rollout 0 has a reward"):
         rollouts(lm, OwnJudge(lambda *_: float("nan"))).advance(None)
