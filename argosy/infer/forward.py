@@ -1,10 +1,10 @@
 """The forward pass of an engine's step: ragged rows in, logits of the tokens that are sampled after out.
 
     Whole      one program; for accelerators, and for weights on several devices
-    ByLayer    programs of up to six layers; for a CPU
+    ByLayer    programs of up to four layers; for a CPU
 
-XLA:CPU compiles a program in time proportional to its layers (`infer.layers`), but six layers with kernels (`ops.native`) as fast as
-one; a step of one row of SmolLM2 135M, which then calls 7 programs instead of 32, takes 14.2 ms instead of 16.0. It runs a scan over
+XLA:CPU compiles a program in time proportional to its layers (`infer.layers`), but three layers with kernels (`ops.native`) as fast as
+one; a step of one row of SmolLM2 135M, which then calls 12 programs instead of 32, takes 14.4 ms instead of 16.0. It runs a scan over
 stacked layers at half the speed, because it copies each layer's slice. So `ByLayer` takes layers of stacked weights as views
 (`infer.views`).
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 # Layers of a program, at most.
-TOGETHER = 6
+TOGETHER = 4
 
 
 class Tables(NamedTuple):

@@ -215,20 +215,17 @@ def drawn(
     meaning."""
     draws = settings["temperature"] > 0
 
-    def free() -> tuple[Array, Array]:
-        return one_of(logits, keys)
-
-    def filtered() -> tuple[Array, Array]:
+    def filtered() -> Array:
         least = threshold(logits, likeliest(logits)[0], settings)
         left = jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
-        def near_the_entropy() -> tuple[Array, Array]:
-            return one_of(jnp.where(typical(left, settings["typical_p"]), left, -jnp.inf), keys)
+        def near_the_entropy() -> Array:
+            return jnp.where(typical(left, settings["typical_p"]), left, -jnp.inf)
 
-        # A result as large as the logits would be copied.
-        return jax.lax.cond((draws & (settings["typical_p"] < 1)).any(), near_the_entropy, lambda: one_of(left, keys))
+        return jax.lax.cond((draws & (settings["typical_p"] < 1)).any(), near_the_entropy, lambda: left)
 
-    return jax.lax.cond((draws & filters(settings)).any(), filtered, free)
+    # Drawn from in one place: a program with several of them takes longer to compile and more memory.
+    return one_of(jax.lax.cond((draws & filters(settings)).any(), filtered, lambda: logits), keys)
 
 
 def filters(settings: dict[str, Array]) -> Bool[Array, "B"]:
