@@ -67,16 +67,17 @@ def test_only_the_assistant_is_learned():
 
 
 def test_every_record_of_the_fine_tuning_page_is_read(tmp_path):
-    """The examples of the formats, one file each, with the columns in the table; those of preferences have a page of their own."""
+    """The examples of the formats, one file each, with the columns in the tables of three pages."""
     guides = Path(__file__).parents[2] / "docs" / "guides"
-    page = "\n".join((guides / f"{name}.md").read_text() for name in ("fine-tuning-data", "preferences"))
+    page = "\n".join((guides / f"{name}.md").read_text() for name in ("fine-tuning-data", "preferences", "reinforcement"))
     lines = [line.strip() for line in page.splitlines() if line.startswith('    {"')]
-    assert len(lines) == 9
+    assert len(lines) == 11
     formats = []
     for number, line in enumerate(lines):
         path = tmp_path / f"{number}.jsonl"
         path.write_text(line + "\n")
-        source = JsonLines(path)
+        # Prompts alone are never detected.
+        source = JsonLines(path, format="prompt" if set(json.loads(line)) == {"prompt", "answer"} else "auto")
         assert len(list(source.documents())) == 1
         formats.append(source.format)
     assert {*formats, "text"} == set(FORMATS)

@@ -11,6 +11,7 @@ from argosy.jobs.hooks import Evaluation
 from argosy.jobs.samples import Sampler
 from argosy.observe.goodput import Clock
 from argosy.train.objectives import Mean
+from argosy.train.settings import NextToken
 
 
 class Held(list):
@@ -25,7 +26,7 @@ class Held(list):
 def test_an_evaluation_weighs_each_batch_by_its_targets():
     """The last batch is padded: counted like the others, its few targets would weigh as much as all of theirs."""
     sums = [Mean(jnp.float32(total), jnp.float32(weight)) for total, weight in ((30, 10), (40, 10), (1, 1))]
-    assembly = SimpleNamespace(evals=Held(sums), place=lambda batch: batch)
+    assembly = SimpleNamespace(evals=Held(sums), place=lambda batch: batch, run=SimpleNamespace(objective=NextToken()))
     evaluation = Evaluation(assembly, 1, *[None] * 4)
     evaluation._program = lambda state, batch: {"loss": batch, "cross_entropy": batch}
     numbers = evaluation.evaluate(None)
