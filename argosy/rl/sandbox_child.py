@@ -230,7 +230,7 @@ def restrict(how):
     checked(prctl(PR_SET_PDEATHSIG, SIGKILL), "it would outlive its parent")
     if os.getppid() != how["parent"]:
         os._exit(0)
-    end_at(how["limits"]["wall_s"])
+    end_at(how["last_s"])
     landlock(how["reads"], how["lists"], how["folder"])
     seccomp(filter)
     attempt(filter)
@@ -252,7 +252,8 @@ def run(folder):
     except SystemExit:
         raise
     except BaseException as error:
-        sys.__excepthook__(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        own = error.__traceback__ and error.__traceback__.tb_next
+        sys.__excepthook__(type(error), error.with_traceback(own), own)
         sys.exit(1)
 
 
