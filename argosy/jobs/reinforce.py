@@ -37,7 +37,8 @@ from argosy.rl.experience import Experience, Shape
 from argosy.rl.policies import Rollout
 from argosy.rl.policy import ROWS, gathered, logps_of, values_of
 from argosy.rl.reward_functions import open_rewards
-from argosy.rl.rollouts import Rollouts, Told, Trainer
+from argosy.rl.rolled import Told, Trainer
+from argosy.rl.rollouts import Rollouts
 from argosy.train.state import TrainState, training_graph
 from argosy.train.step import make_parts, model_for
 

@@ -1,4 +1,11 @@
-"""Reinforcement learning on completions that the engine samples. So far its mathematics: pure functions over arrays.
+"""Reinforcement learning on completions that the engine samples.
+
+    policies       settings of the algorithms, and of rollouts
+    rollouts       prompts to updates: answers, rewards, advantages, parts of one shape; what a run calls
+    answers, compare, experience, policy, critic    the steps of that
+    reward_functions, reward_models, builtin_rewards, sandbox    where rewards come from
+
+The mathematics, pure functions over arrays:
 
     rewards        several rewards as one, DAPO's length penalty, a reward per token
     advantages/    how much better a completion is than expected: GRPO, Dr. GRPO, RLOO, REINFORCE++, ReMax, OPO, GPG, GDPO, GAE

@@ -8,17 +8,16 @@ arrays beside it, since the weights that sampled them are gone. So a run that wa
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.progress import Say
-from argosy.data.batch import Batch, Batches
+from argosy.data.batch import Batches
 from argosy.data.order import picked, whole_numbers
 from argosy.data.prompts import Prompt, Prompts
 from argosy.data.summary import CorpusSummary
@@ -32,87 +31,11 @@ from argosy.rl.kl import in_reward
 from argosy.rl.metrics import Metrics
 from argosy.rl.policies import Policy, Rollout
 from argosy.rl.rewards import overlong, reward_metrics, total
+from argosy.rl.rolled import Ended, Judge, Rolled, Told, Trainer
 
 # Prompts that are looked at for one that fits before it is an error, as a multiple of all.
 LOOKED_AT = 2
 OVERLONG = "overlong"
-
-
-@runtime_checkable
-class Judged(Protocol):
-    """The rewards of answers. values: [B k], NaN where missing. counts: by reward and kind, how many failed."""
-
-    @property
-    def values(self) -> np.ndarray: ...
-    @property
-    def counts(self) -> Mapping[str, Mapping[str, int]]: ...
-
-
-@runtime_checkable
-class Judge(Protocol):
-    """Scores answers by k rewards, and says what goes wrong (`rl.reward_functions.Rewards`)."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def weights(self) -> Sequence[float]: ...
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Judged: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """What a training run lends to its rollouts.
-
-    engine: (state) -> the language model with the state's weights. old, reference: (state, rows of a part) -> the log-probabilities of
-    the tokens of its answers by the trained model and by the reference, [S L]. values: those of the critic, [S L], and its value after
-    the last token, [S]. Only what the policy asks for is called.
-    """
-
-    engine: Callable[[Any], LM]
-    old: Callable[[Any, Batch], np.ndarray]
-    reference: Callable[[Any, Batch], np.ndarray]
-    values: Callable[[Any, Batch], tuple[np.ndarray, np.ndarray]]
-
-
-@dataclass(frozen=True)
-class Told:
-    """One answer, as it is shown and kept. Its reward is the weighted sum."""
-
-    rollout: int
-    prompt: Any
-    completion: str
-    rewards: dict[str, float | None]
-    advantage: float
-    tokens: int
-    ended: bool
-
-
-class Ended(ArgosyError):
-    """The epochs of the prompts are over: too few are left for a rollout."""
-
-
-@dataclass
-class Rolled:
-    """The answers of a rollout, group by group, with their rewards [B k]."""
-
-    answers: list[Answer] = field(default_factory=list)
-    rewards: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    greedy: np.ndarray | None = None
-
-    def plus(self, answers: list[Answer], rewards: np.ndarray, greedy: np.ndarray | None) -> "Rolled":
-        if not self.answers:
-            return Rolled(answers, rewards, greedy)
-        both = None if greedy is None or self.greedy is None else np.concatenate([self.greedy, greedy])
-        return Rolled([*self.answers, *answers], np.concatenate([self.rewards, rewards]), both)
-
-    def groups(self, kept: Sequence[int], size: int) -> "Rolled":
-        """Some groups of it."""
-        rows = [g * size + i for g in kept for i in range(size)]
-        greedy = None if self.greedy is None else self.greedy[list(kept)]
-        return Rolled([self.answers[row] for row in rows], self.rewards[rows], greedy)
 
 
 class Rollouts(Batches):

@@ -19,7 +19,8 @@ from argosy.models.parts.stack import Unroll
 from argosy.rl.answers import Interrupted, sampled
 from argosy.rl.experience import Shape
 from argosy.rl.policies import GRPO, GSPO, PPO, Policy, ReMax, Rollout
-from argosy.rl.rollouts import Rollouts, Told, Trainer
+from argosy.rl.rolled import Told, Trainer
+from argosy.rl.rollouts import Rollouts
 
 CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 64})
 TOKENS = 5
