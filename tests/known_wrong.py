@@ -149,10 +149,10 @@ EDITS = [
         ("tests/jobs/test_distill_runs.py::test_a_resume_is_bit_for_bit_from_the_same_teacher_although_its_run_went_on",),
     ),
     Edit(
-        "the cached tokens of rows of another length",
+        "the cached tokens of another temperature",
         "argosy/jobs/teacher_cache.py",
-        'order = ("batch", "shuffle", ',
-        'order = ("batch", "shuffle", "sequence", ',
+        '        "temperature": run.objective.temperature,\n',
+        "",
         ("tests/jobs/test_distill_runs.py::test_another_temperature_or_teacher_or_row_is_computed_again_and_another_student_not",),
     ),
     # ---------------------------------------------------------------- preferences

@@ -9,19 +9,20 @@ import pytest
 
 from argosy.ops.divergence import DIVERGENCES, coarse, forward, jsd, log_probs, over, reverse, top
 
-# t = (1/2, 1/4, 1/4), s = (1/4, 1/4, 1/2)
-TEACHER, STUDENT = jnp.log(jnp.asarray([0.5, 0.25, 0.25])), jnp.log(jnp.asarray([0.25, 0.25, 0.5]))
+# t = (1/2, 1/4, 1/4), s = (1/8, 1/8, 3/4)
+TEACHER, STUDENT = jnp.log(jnp.asarray([0.5, 0.25, 0.25])), jnp.log(jnp.asarray([0.125, 0.125, 0.75]))
 RNG = np.random.default_rng(3)
 S, T = RNG.normal(0, 1.5, (4, 9)), RNG.normal(0, 2.5, (4, 9))
 
 
 def test_by_hand():
-    assert float(forward(STUDENT, TEACHER)) == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2), rel=1e-6)
-    assert float(reverse(STUDENT, TEACHER)) == pytest.approx(0.25 * math.log(0.5) + 0.5 * math.log(2), rel=1e-6)
-    # beta = 1/4: m = t / 4 + 3 s / 4 = (5/16, 4/16, 7/16)
-    m = [5 / 16, 4 / 16, 7 / 16]
-    of_t = 0.5 * math.log(0.5 / m[0]) + 0.25 * math.log(0.25 / m[2])
-    of_s = 0.25 * math.log(0.25 / m[0]) + 0.5 * math.log(0.5 / m[2])
+    ln2, ln3 = math.log(2), math.log(3)
+    assert float(forward(STUDENT, TEACHER)) == pytest.approx(0.5 * 2 * ln2 + 0.25 * ln2 - 0.25 * ln3, rel=1e-6)
+    assert float(reverse(STUDENT, TEACHER)) == pytest.approx(-0.125 * 2 * ln2 - 0.125 * ln2 + 0.75 * ln3, rel=1e-6)
+    # beta = 1/4: m = t / 4 + 3 s / 4 = (7/32, 5/32, 20/32)
+    m = [7 / 32, 5 / 32, 20 / 32]
+    of_t = 0.5 * math.log(0.5 / m[0]) + 0.25 * math.log(0.25 / m[1]) + 0.25 * math.log(0.25 / m[2])
+    of_s = 0.125 * math.log(0.125 / m[0]) + 0.125 * math.log(0.125 / m[1]) + 0.75 * math.log(0.75 / m[2])
     assert float(jsd(STUDENT, TEACHER, 0.25)) == pytest.approx(of_t / 4 + 3 * of_s / 4, rel=1e-6)
 
 
