@@ -1,6 +1,8 @@
-"""Where tests find the shared data and described TPUs, how they compare, and which parameters are slow."""
+"""Where tests find the shared data and described TPUs, what this machine can do, how they compare, and which parameters are slow."""
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,3 +67,10 @@ def default(*kept: Any, of: Iterable[Any]) -> list[Any]:
         pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if one in kept else pytest.mark.slow)
         for one in values
     ]
+
+
+def can_confine() -> bool:
+    """Whether this machine has what the sandbox needs, found without the sandbox: its tests must not be left out where it is broken."""
+    if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
+        return False
+    return ctypes.CDLL(None).syscall(444, None, 0, 1) >= 1

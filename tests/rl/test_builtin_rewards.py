@@ -3,14 +3,15 @@
 
 import numpy as np
 import pytest
+from helpers import can_confine
 
 from argosy.core.errors import BadInput, Unsupported
-from argosy.rl import reward_sources, sandbox
+from argosy.rl import reward_sources
 from argosy.rl.builtin_rewards import code, exact, format, maths
 from argosy.rl.reward_functions import open_rewards
 from argosy.rl.settings import Reward
 
-linux = pytest.mark.skipif(bool(sandbox.available()), reason="; ".join(sandbox.available()))
+linux = pytest.mark.skipif(not can_confine(), reason="needs Linux with Landlock")
 
 
 def test_exact():

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers import can_confine
 
 from argosy.core.errors import BadInput
 from argosy.rl import sandbox
@@ -46,7 +47,7 @@ def test_the_error():
     assert str(caught.value) == block("error: the reward").strip()
 
 
-@pytest.mark.skipif(bool(sandbox.available()), reason="; ".join(sandbox.available()))
+@pytest.mark.skipif(not can_confine(), reason="needs Linux with Landlock")
 def test_the_sessions():
     examples = doctest.DocTestParser().get_doctest(GUIDE, {}, "rewards.md", None, 0)
     assert len(examples.examples) == 6
