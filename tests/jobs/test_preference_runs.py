@@ -118,7 +118,8 @@ def test_adapters_learn_preferences_over_their_frozen_base(data: dict[str, Path]
         fit("dpo", data["pairs"], tmp_path / "no", *how, "objective=reward", "model.scores=1")
 
 
-@pytest.mark.parametrize("kind", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_an_online_reference_beside_adapters_is_their_base(data: dict[str, Path], whole: Path, tmp_path: Path, kind: str):
     """The same losses as from the cached one, and a resume to the bit; the base takes memory once."""
     how = ["model.layers=1", f"init.weights={whole}", f"adapter={kind}", "adapter.rank=2"]
