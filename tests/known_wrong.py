@@ -548,7 +548,7 @@ EDITS = [
         (f"{RESUME}a_run_that_stopped_at_a_checkpoint",),
     ),
     Edit(
-        "the updates that are left of a rollout forgotten by a resume",
+        "updates of a rollout forgotten by a resume",
         "argosy/jobs/hooks.py",
         "self.checkpoints.save(now.step, weights, state, meta, now.batches.arrays())",
         "self.checkpoints.save(now.step, weights, state, meta)",
