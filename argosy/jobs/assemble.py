@@ -299,14 +299,14 @@ def data_of(run: Run) -> tuple[Any, Tokenizer | None]:
 
 
 def prompts_tokenizer(run: Run) -> Tokenizer:
-    """The tokenizer of a run that learns from rewards.
+    """The tokenizer of a run that learns from answers to prompts.
 
     Raises:
         BadInput: there is none.
     """
     tokenizer = pipeline.tokenizer_for(run.data)
     if tokenizer is None:
-        raise BadInput("rewards read texts, and this data has no tokenizer", hint="data.tokenizer=FOLDER")
+        raise BadInput("prompts are texts, and this data has no tokenizer", hint="data.tokenizer=FOLDER")
     return pipeline.fitting(tokenizer, run.data, run.model.vocab)
 
 
@@ -366,6 +366,10 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         )
     )
     mesh, (source, tokenizer) = parts["mesh"], parts["data"]
+    if run.rollout is not None and taught(run.objective):
+        from argosy.jobs.lessons import Tutored, lessons_of
+
+        return _assembled(Tutored, run, decided, mesh, tokenizer, lessons_of(run, mesh, tokenizer), None)
     if run.rollout is not None:
         from argosy.jobs.reinforce import Reinforced, rollouts_of
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,8 @@ class Reinforced(Assembly):
     # Which tokens end an answer: config.json and generation_config.json of the model that the weights came from.
     hub: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
+    # The frozen models that an update reads. A policy's reference is read once a rollout instead.
+    in_update: ClassVar[tuple[str, ...]] = ()
     _engine: LM | None = field(default=None, init=False, repr=False)
 
     @property
@@ -83,7 +85,8 @@ class Reinforced(Assembly):
         return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._place_of(name)) for name, a in made.items()}
 
     def _place_of(self, name: str) -> Any:
-        return batch_sharding(self.mesh) if name in ROWS else self.places.step
+        field = self.run.objective.reads().get(name)
+        return batch_sharding(self.mesh) if field is not None and field.axes.startswith("B") else self.places.step
 
     def _placed(self, part: Batch) -> dict[str, Any]:
         return {name: jax.device_put(a, self._place_of(name)) for name, a in part.items()}
@@ -95,16 +98,18 @@ class Reinforced(Assembly):
 
     def compile(self) -> "Update":
         """Compiles the programs of an update for the shape of a part."""
-        graph = training_graph(self.model)
-        add, finish = make_parts(graph, self.run.objective, self.optimizer, self.rate, precision=self.decided.precision)
+        graph, read = training_graph(self.model), {name: self.roles[name] for name in self.in_update}
+        how: Any = {"precision": self.decided.precision, "roles": {name: role.graph for name, role in read.items()}}
+        add, finish = make_parts(graph, self.run.objective, self.optimizer, self.rate, **how)
         shapes, part, key = self.shapes, self.part_shapes(), jax.eval_shape(lambda: jax.random.key(0))
+        frozen = {name: role.shapes for name, role in read.items()}
         with self.tracing():
-            sums = jax.eval_shape(add, shapes.params, shapes.rest, {}, part, key)
+            sums = jax.eval_shape(add, shapes.params, shapes.rest, frozen, part, key)
             places = (self.places.params, jax.tree.map(lambda _: self.places.step, sums[1]))
             sums = jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), sums, places)
-            first = jax.jit(add, out_shardings=places).lower(shapes.params, shapes.rest, {}, part, key).compile()
+            first = jax.jit(add, out_shardings=places).lower(shapes.params, shapes.rest, frozen, part, key).compile()
             further = jax.jit(add, donate_argnums=5, out_shardings=places)
-            further = further.lower(shapes.params, shapes.rest, {}, part, key, sums).compile()
+            further = further.lower(shapes.params, shapes.rest, frozen, part, key, sums).compile()
             moved = frozenset(sums[1].updates)
             small = replace(shapes, rest={a: shapes.rest[a] for a in moved})
             out = replace(self.places, rest={a: self.places.rest[a] for a in moved}), None
@@ -116,7 +121,8 @@ class Reinforced(Assembly):
         return Update(first, further, last, moved, waiting)
 
     def with_frozen(self, program: Any) -> Any:
-        return program
+        read = {name: self.frozen[name] for name in self.in_update}
+        return lambda state, batch: program(state, batch, read)
 
     def begin_rollouts(self, say: Callable[[str], None], keep: Callable[[Sequence[Told]], None], stop: Callable[[], bool]) -> None:
         """Lends the rollouts what they need of this run, before its first step."""
@@ -183,6 +189,17 @@ class Reinforced(Assembly):
         own = {address: place for address, place in weights.items() if address.startswith(PREFIX)}
         return {a: place for a, place in weights.items() if a not in own}, state | own
 
+    # ---------------------------------------------------------------- evaluation
+
+    def badness(self, numbers: Mapping[str, float]) -> float:
+        """By which evaluations are compared: less is better."""
+        return -numbers["eval_reward"]
+
+    def told(self) -> dict[str, str]:
+        """The rollouts and rewards of the run, for its header."""
+        assert self.run.rollout is not None
+        return told(self.run, self.run.rollout)
+
     # ---------------------------------------------------------------- the engine
 
     def engine(self, state: TrainState) -> LM:
@@ -213,12 +230,12 @@ class Update:
     moved: frozenset[str]
     waiting: int
 
-    def __call__(self, state: TrainState, batch: Placed) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState, batch: Placed, frozen: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         sums: Any = None
         key = jax.random.fold_in(state.key, state.step)
         for i, part in enumerate(batch.parts):
             own = jax.random.fold_in(key, i)
-            args = (state.params, state.rest, {}, part, own)
+            args = (state.params, state.rest, frozen, part, own)
             sums = self.first(*args) if sums is None else self.further(*args, sums)
         small = replace(state, rest={a: state.rest[a] for a in self.moved})
         new, metrics = self.last(small, sums)
@@ -265,8 +282,9 @@ def told(run: Run, how: Rollout) -> dict[str, str]:
     return {"rollout": f"{each}, at temperature {run.objective.temperature:g}; {updates} from each rollout", "rewards": rewards}
 
 
-class RewardEvaluation:
-    """Evaluates the rewards of greedy answers to held-out prompts. The best checkpoints are those of the highest reward."""
+class AnswersEvaluation:
+    """Evaluates greedy answers to held-out prompts. The best checkpoints are those of the highest reward, or of what else
+    `badness` says."""
 
     def __init__(self, assembly: Reinforced, run: Run, saver: Saver, metrics: Metrics, view: View, clock: Clock):
         self.assembly, self.run, self.saver = assembly, run, saver
@@ -282,7 +300,7 @@ class RewardEvaluation:
         self.metrics.write({"step": now.step} | numbers)
         self.view.evaluation(now.step, numbers)
         with self.clock("checkpoint"):
-            self.saver.evaluated(now, -numbers["eval_reward"])
+            self.saver.evaluated(now, self.assembly.badness(numbers))
 
 
 def keeper(store: Any, view: View) -> Callable[[Sequence[Told]], None]:
@@ -295,7 +313,8 @@ def keeper(store: Any, view: View) -> Callable[[Sequence[Told]], None]:
         best = max(told[:KEPT], key=lambda one: one.advantage)
         if best.rollout % SHOWN == 1:
             asked = best.prompt if isinstance(best.prompt, str) else str(best.prompt[-1].get("content", ""))
-            view.say(f"rollout {best.rollout}, rewards {shown(best.rewards)}: {one_line(asked)} -> {one_line(best.completion)}")
+            rewards = f", rewards {shown(best.rewards)}" if best.rewards else ""
+            view.say(f"rollout {best.rollout}{rewards}: {one_line(asked)} -> {one_line(best.completion)}")
 
     return keep
 

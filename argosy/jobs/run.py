@@ -261,18 +261,25 @@ class Run(Settings):
 
     def _check_rewards(self) -> None:
         """Rewards and rollouts go with objectives that learn from them, and with no others."""
-        if not getattr(self.objective, "on_policy", False):
+        on_policy, rewarded = getattr(self.objective, "on_policy", False), getattr(self.objective, "rewarded", True)
+        if not on_policy:
             for name in ("reward", "rollout"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is for objectives that learn from rewards, such as objective=grpo")
             return
-        if not self.reward:
+        if rewarded and not self.reward:
             raise ValueError("reward is missing: reward=FILE.py:FUNCTION names what answers are rewarded for")
+        if not rewarded and self.reward:
+            raise ValueError("reward is for objectives that learn from rewards: this one learns from its teacher")
         if self.accumulate > 1:
             raise ValueError("accumulate does not apply: the parts of an update follow from the lengths (rollout.rows)")
         if getattr(self.objective, "critic", None) is not None and "scores" not in type(self.model).model_fields:
             raise ValueError("models of this family have no head of scores yet, which a critic needs")
-        if self.data.format == "auto":
+        if rewarded and self.data.format == "auto":
             object.__setattr__(self, "data", self.data.model_copy(update={"format": "prompt"}))
+        if not rewarded and (self.rollout is None or "completions" not in self.rollout.model_fields_set):
+            # Without rewards there are no groups to compare.
+            rollout = (self.rollout or Rollout()).model_copy(update={"completions": 1})
+            object.__setattr__(self, "rollout", rollout)
         if self.rollout is None:
             object.__setattr__(self, "rollout", Rollout())

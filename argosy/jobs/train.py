@@ -356,7 +356,7 @@ class Training:
     def begin_rollouts(self, saver: Any, metrics: Metrics, stop: Callable[[], bool]) -> list[Any]:
         """Lends the rollouts what they need of the run; returns their hooks."""
         from argosy.jobs.hooks import Every
-        from argosy.jobs.reinforce import Reinforced, RewardEvaluation, keeper
+        from argosy.jobs.reinforce import AnswersEvaluation, Reinforced, keeper
 
         a = self.assembly
         assert isinstance(a, Reinforced)
@@ -364,7 +364,7 @@ class Training:
         a.begin_rollouts(self.view.say, keeper(self.directory.store, self.view), stop)
         if not self.settings.eval.batches or a.rollouts.held_out is None:
             return []
-        evaluation = RewardEvaluation(a, self.settings, saver, metrics, self.view, self.clock)
+        evaluation = AnswersEvaluation(a, self.settings, saver, metrics, self.view, self.clock)
         return [Every("evaluation", self.settings.eval.every, evaluation)]
 
     def say_example(self) -> None:
@@ -414,9 +414,10 @@ class Training:
         a, how = self.assembly, self.settings.rollout
         if how is None:
             return {"tokens_per_step": a.batches.tokens_per_batch, "flops_per_step": a.flops_per_step}
-        from argosy.jobs.reinforce import told
+        from argosy.jobs.reinforce import Reinforced
 
-        return told(self.settings, how)
+        assert isinstance(a, Reinforced)
+        return a.told()
 
     def weights(self) -> str:
         """Where the weights of the first step come from."""

@@ -236,8 +236,10 @@ def _of_rollout(number: int, answers: Sequence[Mapping[str, Any]]) -> str:
     ranked = sorted(answers, key=lambda one: -one["advantage"])
     shown = ranked if len(ranked) <= 2 * BEST else [*ranked[:BEST], *ranked[-BEST:]]
     names = list(ranked[0]["rewards"])
-    rows = [(_asked(one["prompt"]), _text(one["completion"][:ANSWER]), *_scores(one, names)) for one in shown]
-    head = ("prompt", "answer", *names, "advantage")
+    # Of distillation there are answers without rewards.
+    scores = (lambda one: _scores(one, names)) if names else lambda _: []
+    rows = [(_asked(one["prompt"]), _text(one["completion"][:ANSWER]), *scores(one)) for one in shown]
+    head = ("prompt", "answer", *names, "advantage") if names else ("prompt", "answer")
     return f"<h3>rollout {number:,}</h3>{_table(head, rows, numeric=2)}"
 
 

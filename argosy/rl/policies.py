@@ -243,7 +243,7 @@ class Rollout(Settings):
     """How answers are sampled, and how they become updates."""
 
     completions: Annotated[int, Also("num_generations", "group_size", "rollout.n", "n_samples_per_prompt")] = Field(8, gt=0)
-    """Answers to each prompt of a rollout: a group. TRL and verl's examples use 8 and 5 to 16."""
+    """Answers to each prompt of a rollout: a group. TRL and verl's examples use 8 and 5 to 16. With `objective: gkd` 1 by default."""
     tokens: Annotated[int, Also("max_completion_length", "max_new_tokens", "max_response_length", "max_tokens")] = Field(256, gt=0)
     """The most tokens of an answer, its end-of-sequence token included."""
     top_k: int = Field(0, ge=0)

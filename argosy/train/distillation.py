@@ -1,4 +1,8 @@
-"""The settings of distillation, without jax: a student learns from a teacher's distributions. Also the objective's function."""
+"""The settings of distillation, without jax: a student learns from a teacher's distributions. Each is also the objective's function.
+
+    distill    on given text                                       arXiv:1503.02531
+    gkd        on answers of the student's own, and on given ones   arXiv:2306.13649
+"""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -7,20 +11,14 @@ from pydantic import Field, model_validator
 from argosy.core.settings import Also, Settings
 
 
-class Distill(Settings):
-    """Distillation of a teacher's next-token distributions on given text (arXiv:1503.02531; `train.objectives.distill`)."""
+class OfTeacher(Settings):
+    """What every kind of distillation has: the teacher, and how its distributions are compared with the student's."""
 
     teacher: Annotated[
         str, Also("teacher_model_name_or_path", "teacher_model")
     ]
     """The model to learn from: Hub folder, GGUF file, run directory or checkpoint. Its tokens must be the student's; its
     architecture and size may be others."""
-    logits: Literal["online", "cached"] = "online"
-    """Where the teacher's distributions come from. online: the teacher computes them in every step, over the whole vocabulary.
-    cached: its `top` likeliest tokens are computed once before the first step, for every target that the run visits, and kept on
-    disk; no teacher is then in memory, and other runs find them."""
-    top: Annotated[int, Also("topk_logits_k", "loss_top_k", note="with objective.logits=cached")] = Field(64, gt=0)
-    """Tokens of a cached distribution. All others are one outcome more, whose probability is the rest; NeMo-RL keeps 64 too."""
     divergence: Annotated[
         Literal["forward", "reverse", "jsd"], Also("kl_type", note="TRL's beta: 0 is forward, 1 reverse")
     ] = "forward"
@@ -31,14 +29,6 @@ class Distill(Settings):
     temperature: Annotated[float, Also("kd_temperature")] = Field(1.0, gt=0)
     """Both distributions are softmax(logits / temperature), and the divergence is multiplied by its square, which keeps the size of
     the gradient (arXiv:1503.02531, section 2)."""
-    cross_entropy: Annotated[float, Also("kd_ratio", "kd_alpha", note="kd_ratio is 1 minus it")] = Field(0.5, ge=0, lt=1)
-    """Share of the cross-entropy of the labels in the loss; the divergence has the rest. torchtune's recipes take half."""
-    hidden: Literal["none", "cosine", "mse"] = "none"
-    """Also brings the student's last hidden states, the input of its head, to the teacher's. cosine: 1 minus their cosine
-    (DistilBERT, arXiv:1910.01108); mse: their mean squared difference (TinyBERT, arXiv:1909.10351). Both models must be equally
-    wide, and the teacher online."""
-    hidden_weight: float = Field(1.0, gt=0)
-    """Weight of `hidden`, which is added to the loss."""
     head: Literal["auto", "logits", "chunks"] = "auto"
     """How the two distributions are compared. logits: all at once; chunks: some rows at a time, recomputed in the backward pass, to
     save memory. auto: chunks if the logits of both would take more than 2 GiB per device. They agree to rounding."""
@@ -49,9 +39,38 @@ class Distill(Settings):
     evaluated: ClassVar[tuple[str, ...]] = ("kl", "agreement")
 
     @model_validator(mode="after")
-    def _is_read(self) -> "Distill":
+    def _beta_is_read(self) -> "OfTeacher":
         if self.divergence != "jsd" and "beta" in self.model_fields_set and self.beta != 0.5:
             raise ValueError(f"beta = {self.beta:g} with divergence = {self.divergence}: only jsd reads it")
+        return self
+
+    def __call__(self, models: Any, batch: Any, key: Any) -> Any:
+        """Computes the `train.objectives.Loss`."""
+        from argosy.train.objectives.distill import loss
+
+        return loss(self, models, batch)  # type: ignore[arg-type]
+
+
+class Distill(OfTeacher):
+    """Distillation of a teacher's next-token distributions on given text (arXiv:1503.02531; `train.objectives.distill`)."""
+
+    logits: Literal["online", "cached"] = "online"
+    """Where the teacher's distributions come from. online: the teacher computes them in every step, over the whole vocabulary.
+    cached: its `top` likeliest tokens are computed once before the first step, for every target that the run visits, and kept on
+    disk; no teacher is then in memory, and other runs find them."""
+    top: Annotated[int, Also("topk_logits_k", "loss_top_k", note="with objective.logits=cached")] = Field(64, gt=0)
+    """Tokens of a cached distribution. All others are one outcome more, whose probability is the rest; NeMo-RL keeps 64 too."""
+    cross_entropy: Annotated[float, Also("kd_ratio", "kd_alpha", note="kd_ratio is 1 minus it")] = Field(0.5, ge=0, lt=1)
+    """Share of the cross-entropy of the labels in the loss; the divergence has the rest. torchtune's recipes take half."""
+    hidden: Literal["none", "cosine", "mse"] = "none"
+    """Also brings the student's last hidden states, the input of its head, to the teacher's. cosine: 1 minus their cosine
+    (DistilBERT, arXiv:1910.01108); mse: their mean squared difference (TinyBERT, arXiv:1909.10351). Both models must be equally
+    wide, and the teacher online."""
+    hidden_weight: float = Field(1.0, gt=0)
+    """Weight of `hidden`, which is added to the loss."""
+
+    @model_validator(mode="after")
+    def _is_read(self) -> "Distill":
         if self.logits == "online" and "top" in self.model_fields_set and self.top != 64:
             raise ValueError(f"top = {self.top} with logits = online, which has the whole vocabulary: logits=cached reads it")
         if self.hidden == "none" and "hidden_weight" in self.model_fields_set and self.hidden_weight != 1:
@@ -65,8 +84,35 @@ class Distill(Settings):
 
         return {**FIELDS, **(CACHED if self.logits == "cached" else {})}
 
-    def __call__(self, models: Any, batch: Any, key: Any) -> Any:
-        """Computes the `train.objectives.Loss`."""
-        from argosy.train.objectives.distill import loss
 
-        return loss(self, models, batch)
+class GKD(OfTeacher):
+    """On-policy distillation (generalized knowledge distillation, arXiv:2306.13649): the student answers prompts, and at each token of
+    its own answers its distribution goes to the teacher's. A share of the batches may have the data's answers instead."""
+
+    own: Annotated[float, Also("lmbda", "lambda")] = Field(0.5, ge=0, le=1)
+    """Share of the batches whose answers are the student's own, sampled with its weights of the moment. The others have those of
+    `others`. Which batch is which follows from the seed. 0.5 as in TRL; 1 learns from its own answers alone, and needs prompts only."""
+    others: Annotated[Literal["data", "teacher"], Also("seq_kd", note="objective.others=teacher is that")] = "data"
+    """Where the other answers come from. data: they are in the data; teacher: it samples them (arXiv:1606.07947)."""
+    sampling: float = Field(1.0, gt=0)
+    """Temperature at which answers are sampled. TRL's `temperature` is this alone; ours is that of the divergence."""
+    divergence: Literal["forward", "reverse", "jsd"] = "jsd"
+
+    # Its batches are rollouts, which are compared by what the teacher says of them, not by rewards.
+    on_policy: ClassVar[bool] = True
+    rewarded: ClassVar[bool] = False
+    logits: ClassVar[str] = "online"
+    hidden: ClassVar[str] = "none"
+    hidden_weight: ClassVar[float] = 0.0
+    cross_entropy: ClassVar[float] = 0.0
+
+    @model_validator(mode="after")
+    def _others_are_read(self) -> "GKD":
+        if self.own == 1 and self.others != "data":
+            raise ValueError(f"others = {self.others} with own = 1: every batch has the student's own answers")
+        return self
+
+    def reads(self) -> Any:
+        from argosy.train.objectives.distill import FIELDS
+
+        return FIELDS

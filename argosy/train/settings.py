@@ -17,6 +17,7 @@ for _name, _settings in {
 }.items():  # fmt: skip
     OBJECTIVES.add(_name, f"argosy.train.preferences:{_settings}")
 OBJECTIVES.add("distill", "argosy.train.distillation:Distill")
+OBJECTIVES.add("gkd", "argosy.train.distillation:GKD")
 
 
 class OfTokens(Settings):

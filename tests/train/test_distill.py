@@ -15,7 +15,7 @@ from argosy.core.settings import read_settings, words_layer
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import merge, split
 from argosy.ops.divergence import over, top
-from argosy.train.distillation import Distill
+from argosy.train.distillation import GKD, Distill
 from argosy.train.objectives.distill import HIDDEN, of_logits
 from argosy.train.optim import SGD
 from argosy.train.schedule import Constant
@@ -47,6 +47,37 @@ def test_divergences_and_their_gradients_equal_those_of_trl(case):
         def loss(student):
             found = of_logits(settings, student, teacher, targets)
             return jnp.sum(found["divergence"] * mask) / jnp.sum(mask)
+
+        value, slope = jax.value_and_grad(loss)(jnp.asarray(TRL["student"]))
+        assert float(value) == pytest.approx(case["loss"], rel=1e-9)
+        np.testing.assert_allclose(slope, case["gradient"], rtol=1e-9, atol=1e-12)
+
+
+class Given:
+    """A model whose hidden states are given logits."""
+
+    def __init__(self, logits):
+        self.logits, self.config = logits, CASES["llama-plain"]
+
+    def hidden(self, tokens, attend):
+        return self.logits, None, {}
+
+    def unembed(self, x):
+        return x
+
+
+@pytest.mark.parametrize("case", [case for case in TRL["jsd"] if case["temperature"] == 1], ids=lambda case: f"{case['beta']}")
+@pytest.mark.parametrize("head", ["logits", "chunks"])
+def test_the_loss_of_on_policy_distillation_equals_that_of_trl(case, head):
+    """Over answers, which the mask leaves; TRL's divisor is their number of tokens too."""
+    with jax.enable_x64(True):
+        objective = GKD(teacher="none", head=head, chunk=3, **of_trl(case["beta"]))
+        labels = jnp.asarray(TRL["labels"], jnp.int32)
+        batch = {"tokens": labels, "targets": labels, "segments": jnp.ones_like(labels), "mask": jnp.asarray(TRL["mask"], float)}
+
+        def loss(student):
+            models = {"model": Given(student), "teacher": Given(jnp.asarray(TRL["teacher"]))}
+            return objective(models, batch, KEY).loss.value()
 
         value, slope = jax.value_and_grad(loss)(jnp.asarray(TRL["student"]))
         assert float(value) == pytest.approx(case["loss"], rel=1e-9)

@@ -350,6 +350,8 @@ def unknown(has: Row, where: str) -> BadInput:
         hint = "token ids are not read from files: give the text or the messages"
     elif pair := next((pair for pair in PAIRS if set(pair) <= has.keys()), None):
         hint = f"{listed(has)}; rename them: data.columns.prompt={pair[0]} data.columns.completion={pair[1]}"
+    elif "prompt" in has:
+        hint += "; data.format=prompt reads prompts alone, which a model answers itself"
     return BadInput(what, where=where, hint=hint)
 
 

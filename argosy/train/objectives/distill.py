@@ -33,7 +33,7 @@ from argosy.ops.cross_entropy import by_chunks
 from argosy.ops.divergence import DIVERGENCES, Top, coarse, forward, log_probs, over
 from argosy.ops.precision import wide
 from argosy.parallel.scope import axis_sizes
-from argosy.train.distillation import Distill
+from argosy.train.distillation import GKD, Distill
 from argosy.train.objectives import Loss, Mean, Models
 from argosy.train.objectives.next_token import FIELDS as OF_TOKENS
 from argosy.train.objectives.next_token import ROOMY_BYTES
@@ -51,7 +51,7 @@ CACHED: Fields = {
 Compared = dict[str, Float[Array, "*R"]]
 
 
-def loss(how: Distill, models: Models, batch: dict[str, Array]) -> Loss:
+def loss(how: Distill | GKD, models: Models, batch: dict[str, Array]) -> Loss:
     """Computes the objective."""
     model = models["model"]
     x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
@@ -64,7 +64,8 @@ def loss(how: Distill, models: Models, batch: dict[str, Array]) -> Loss:
     sums = {name: jnp.sum(jnp.where(mask > 0, mask.astype(values.dtype) * values, 0.0)) for name, values in found.items()}
     soft = how.temperature**2 * sums.pop("divergence")
     total = (1 - how.cross_entropy) * soft + how.cross_entropy * sums["cross_entropy"]
-    total = total + how.hidden_weight * sums.get("hidden", 0.0)
+    if "hidden" in sums:
+        total = total + how.hidden_weight * sums["hidden"]
     metrics = {name: Mean(value, weight) for name, value in sums.items()}
     return with_routers(Loss(Mean(total, weight), metrics), model, aux, jnp.sum(mask, 1))
 
@@ -84,7 +85,7 @@ def mse(ours: Float[Array, "B T D"], theirs: Float[Array, "B T D"]) -> Float[Arr
 HIDDEN = {"cosine": cosine, "mse": mse}
 
 
-def frozen(how: Distill, models: Models, batch: dict[str, Array]) -> list[Array]:
+def frozen(how: Distill | GKD, models: Models, batch: dict[str, Array]) -> list[Array]:
     """What is known of the teacher: the input of its head, or what is cached."""
     if how.logits == "cached":
         return [batch[name] for name in CACHED]
@@ -92,7 +93,7 @@ def frozen(how: Distill, models: Models, batch: dict[str, Array]) -> list[Array]
 
 
 def compared(
-    how: Distill, models: Models, x: Float[Array, "B T D"], batch: dict[str, Array], known: list[Array]
+    how: Distill | GKD, models: Models, x: Float[Array, "B T D"], batch: dict[str, Array], known: list[Array]
 ) -> Compared:
     """What is compared at each target, [B T] each.
 
@@ -121,7 +122,7 @@ def compared(
     return jax.checkpoint(partial(of_logits, how))(student, jax.lax.stop_gradient(teaches.unembed(known[0])), targets)
 
 
-def in_chunks(how: Distill, models: Models, targets: int) -> bool:
+def in_chunks(how: Distill | GKD, models: Models, targets: int) -> bool:
     """Whether logits exist only some rows at a time."""
     if how.head != "auto":
         return how.head == "chunks"
@@ -130,7 +131,7 @@ def in_chunks(how: Distill, models: Models, targets: int) -> bool:
 
 
 def of_logits(
-    how: Distill, student: Float[Array, "*R V"], teacher: Float[Array, "*R U"], targets: Int[Array, "*R"]
+    how: Distill | GKD, student: Float[Array, "*R V"], teacher: Float[Array, "*R U"], targets: Int[Array, "*R"]
 ) -> Compared:
     """Compares with a teacher's logits."""
     teacher = over(teacher, student.shape[-1])
@@ -138,13 +139,13 @@ def of_logits(
     return between(how, ours, theirs) | of_labels(student, targets, jnp.argmax(teacher, -1))
 
 
-def of_top(how: Distill, student: Float[Array, "*R V"], targets: Int[Array, "*R"], known: Top) -> Compared:
+def of_top(how: Distill | GKD, student: Float[Array, "*R V"], targets: Int[Array, "*R"], known: Top) -> Compared:
     """Compares with a teacher's likeliest tokens, which are at the temperature."""
     ours = coarse(student, known.ids, how.temperature)
     return between(how, ours, known.outcomes) | of_labels(student, targets, known.ids[..., 0])
 
 
-def between(how: Distill, ours: Array, theirs: Array) -> Compared:
+def between(how: Distill | GKD, ours: Array, theirs: Array) -> Compared:
     """The divergence of two distributions, from log-probabilities of the same outcomes."""
     kl = forward(ours, theirs)
     same = how.divergence == "forward"

@@ -1,0 +1,344 @@
+"""On-policy distillation as batches: a student answers prompts, and learns at its own answers what a teacher finds likely there.
+
+    prompts -> answers of the student, of the data or of the teacher -> packed parts -> `epochs` times `minibatches` updates
+
+Whose answers a batch has is drawn for each batch: the student's with probability `own` (GKD's and TRL's lambda). The draw follows from
+the seed and the number of the batch, so that a run which resumes goes on alike. Answers are constants of the loss: its gradient does
+not go through the sampling (arXiv:2306.13649, section 3).
+
+Differences from TRL's GKDTrainer (1.16): the two temperatures are apart (`sampling`, `temperature`); answers of more than
+`rollout.tokens` tokens are cut, whosever they are, and counted; of a conversation only the last answer is learned either way.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.progress import Say
+from argosy.data.answered import Answered, AnsweredPrompts
+from argosy.data.batch import Batch, Batches
+from argosy.data.order import picked, whole_numbers
+from argosy.data.summary import CorpusSummary
+from argosy.infer.lm import LM
+from argosy.infer.sample import Sampling
+from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Interrupted, sampled
+from argosy.rl.experience import Experience, Part, Shape, density, packed, restored, stored
+from argosy.rl.policies import Rollout
+from argosy.rl.rolled import Ended, Told
+from argosy.train.distillation import GKD
+
+# Random streams of a teacher's answers, beside those of `rl.answers`.
+TEACHER = 2
+# Records that are looked at for one that fits before it is an error, as a multiple of all.
+LOOKED_AT = 2
+
+
+@dataclass(frozen=True)
+class Tutor:
+    """What a training run lends to its lessons.
+
+    engine: (state) -> the student with the state's weights. teacher: () -> the teacher, to answer. compare: (state, parts) -> the
+    objective's metrics and its `loss`, as means over the parts.
+    """
+
+    engine: Callable[[Any], LM]
+    teacher: Callable[[], LM]
+    compare: Callable[[Any, Sequence[Batch]], dict[str, float]]
+
+
+class Lessons(Batches):
+    """Updates from answers. Nothing is sampled before the first `advance`.
+
+    Args:
+        prompts, held_out: to train on, and to evaluate.
+        batch: answers of a rollout.
+        shape: of the parts that they are packed into.
+        seed: of the run.
+        vocab: the student's. A teacher's may be padded further.
+
+    Raises:
+        BadInput: settings that do not fit each other or the data.
+    """
+
+    def __init__(
+        self,
+        prompts: AnsweredPrompts,
+        held_out: AnsweredPrompts | None,
+        how: GKD,
+        rollout: Rollout,
+        batch: int,
+        shape: Shape,
+        seed: int,
+        vocab: int,
+    ):
+        check(prompts, how, rollout, batch, shape)
+        self.prompts, self.held_out, self.how, self.rollout = prompts, held_out, how, rollout
+        self.batch, self.shape, self.seed, self.vocab = batch, shape, seed, vocab
+        self.longest_prompt = shape.sequence - rollout.tokens
+        self.tutor: Tutor | None = None
+        self.say: Say = lambda _: None
+        self.keep: Callable[[Sequence[Told]], None] = lambda _: None
+        self.interrupted: Callable[[], bool] = lambda: False
+        made = {name: value for name, value in dict(rollout).items() if name != "workers"}
+        made |= {"own": how.own, "others": how.others, "sampling": how.sampling}
+        self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
+        self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
+        self.bytes_per_token, self.sizes = None, {}
+        self.queue: list[Experience] = []
+        # Of a position that was sought: what belongs to the arrays that follow.
+        self.waiting: list[dict[str, Any]] = []
+        self.place = self.number = self.tokens = 0
+        self.seconds: dict[str, float] = {}
+        self.complained: set[str] = set()
+
+    # ---------------------------------------------------------------- as batches
+
+    def advance(self, state: Any) -> None:
+        """Makes answers with the weights of a state, unless updates of the last ones are left."""
+        if self.queue:
+            return
+        before = self.position()
+        try:
+            self.queue = self.played(state)
+        except (Interrupted, Ended):
+            self.seek(before)
+
+    def __next__(self) -> Any:
+        if not self.queue:
+            raise StopIteration
+        made = self.queue.pop(0)
+        self.tokens += sum(int(np.sum(part["segments"] > 0)) for part in made.parts)
+        return Experience(made.parts, made.numbers | {"tokens": self.tokens})
+
+    def position(self) -> dict[str, Any]:
+        return {"place": self.place, "rollout": self.number, "tokens": self.tokens, "waiting": stored(self.queue)[1]}
+
+    def seek(self, position: dict[str, Any]) -> None:
+        numbers = whole_numbers({k: v for k, v in position.items() if k != "waiting"}, ("place", "rollout", "tokens"))
+        self.place, self.number, self.tokens = numbers.values()
+        self.queue, self.waiting = [], list(position.get("waiting", ()))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return stored(self.queue)[0]
+
+    def take(self, arrays: dict[str, np.ndarray]) -> None:
+        self.queue, self.waiting = restored(arrays, self.waiting), []
+
+    def close(self) -> None:
+        for one in (self.prompts, self.held_out):
+            if one is not None and one.encoder is not None:
+                one.encoder.close()
+
+    def summary(self, steps: int | None = None) -> CorpusSummary:
+        held = len(self.held_out) if self.held_out is not None else 0
+        ends, rollouts, place = None, 0, 0
+        most = -(-steps // self.rollout.updates) if steps is not None else None
+        while most is None or rollouts < most:
+            place += self.asked(rollouts)
+            if self.prompts.most is None and most is None:
+                break
+            if self.prompts.most is not None and place > self.prompts.most:
+                ends, place = rollouts * self.rollout.updates, place - self.asked(rollouts)
+                break
+            rollouts += 1
+        drawn = None if steps is None and ends is None else place / len(self.prompts)
+        known = {"documents": len(self.prompts), "epochs": drawn, "held_out_documents": held, "ends_after": ends}
+        return CorpusSummary(self.prompts.source, format="prompt", **known)
+
+    # ---------------------------------------------------------------- answers
+
+    def whose(self, number: int) -> str:
+        """Whose answers a rollout has: `own`, or what `others` says."""
+        drawn = hashlib.blake2b(f"{self.seed}/own/{number}".encode(), digest_size=8).digest()
+        return "own" if int.from_bytes(drawn, "big") / 2**64 < self.how.own else self.how.others
+
+    def asked(self, number: int) -> int:
+        """Records of a rollout: the data has one answer to each."""
+        return self.batch if self.whose(number) == "data" else self.batch // self.rollout.completions
+
+    def played(self, state: Any) -> list[Experience]:
+        """The updates of the next rollout."""
+        assert self.tutor is not None, "lessons before a tutor"
+        self.seconds = {"generate_s": 0.0}
+        whose = self.whose(self.number)
+        asked = self.next_prompts(self.asked(self.number))
+        with self.timed("generate_s"):
+            answers = self.answers(state, asked, whose)
+        self.number += 1
+        return self.experiences(answers, whose)
+
+    def answers(self, state: Any, asked: Sequence[Answered], whose: str) -> list[Answer]:
+        how, tutor = self.rollout, self.tutor
+        assert tutor is not None
+        if whose == "data":
+            return self.given(asked)
+        lm, kind = (tutor.engine(state), ROLLOUT) if whose == "own" else (tutor.teacher(), TEACHER)
+        sampling = Sampling(temperature=self.how.sampling, top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
+        prompts = [one.prompt for one in asked for _ in range(how.completions)]
+        seed = (self.seed, kind, self.number)
+        found = sampled(lm, prompts, how.tokens, sampling, seed, self.interrupted, how.ignore_eos)
+        if (most := max(max(one.tokens) for one in found)) >= self.vocab:
+            what = f"the teacher answered with token {most}, and the student has {self.vocab:,}"
+            raise ArgosyError(what, hint="a student with a vocabulary as large as the teacher's, or objective.others=data")
+        return found
+
+    def given(self, asked: Sequence[Answered]) -> list[Answer]:
+        """The data's answers; longer ones are cut and counted."""
+        made = []
+        for one in asked:
+            assert one.answer is not None
+            tokens = list(one.answer)[: self.rollout.tokens]
+            whole = len(tokens) == len(one.answer)
+            if not whole:
+                what = f"{one.prompt.where}: an answer of {len(one.answer)} tokens is cut, as are others of more than {len(tokens)}"
+                self.complain(f"{what} (rollout.tokens); answers/cut counts them", "cut")
+            made.append(Answer(one.prompt, tokens, [True] * len(tokens), [float("nan")] * len(tokens), whole, ""))
+        return made
+
+    def next_prompts(self, count: int) -> list[Answered]:
+        """The next records that leave room for an answer; others are passed over and reported.
+
+        Raises:
+            Ended: the epochs are over.
+            BadInput: no record fits.
+        """
+        out: list[Answered] = []
+        passed = 0
+        while len(out) < count:
+            found = self.prompts(self.place, count - len(out))
+            if not found:
+                raise Ended("the epochs of the prompts are over")
+            self.place += len(found)
+            fitting = [one for one in found if self.fits(one)]
+            passed += len(found) - len(fitting)
+            out += fitting  # type: ignore[arg-type]
+            if passed > LOOKED_AT * len(self.prompts):
+                what = f"no record has an answer and a prompt of at most {self.longest_prompt} tokens, data.sequence - rollout.tokens"
+                raise BadInput(what, where=f"data.source={self.prompts.source}", hint="raise data.sequence, or lower rollout.tokens")
+        return out
+
+    def fits(self, one: Answered | str) -> bool:
+        """Whether a record can be learned from; why not is said once."""
+        if isinstance(one, str):
+            self.complain(f"{one}: a record without an answer is passed over, as are others", "empty")
+            return False
+        if len(one.prompt.tokens) <= self.longest_prompt:
+            return True
+        what = f"{one.prompt.where}: a prompt of {len(one.prompt.tokens)} tokens leaves no room for an answer and is passed over"
+        self.complain(f"{what}, as are others of more than {self.longest_prompt} (data.sequence - rollout.tokens)", "long")
+        return False
+
+    # ---------------------------------------------------------------- their updates
+
+    def experiences(self, answers: list[Answer], whose: str) -> list[Experience]:
+        """The updates of a rollout: its groups in shares, as often as there are epochs."""
+        how, n = self.rollout, 1 if whose == "data" else self.rollout.completions
+        shares = np.array_split(np.arange(len(answers)).reshape(-1, n), how.minibatches)
+        made = [self.parts(answers, share.reshape(-1).tolist()) for share in shares if share.size]
+        lengths = np.array([len(one.tokens) for one in answers], np.float32)
+        numbers = {
+            "rollout": float(self.number),
+            "own": float(whose == "own"),
+            "answers/tokens": float(lengths.mean()),
+            "answers/tokens_max": float(lengths.max()),
+            "answers/cut": float(np.mean([not one.ended for one in answers])),
+            "part_density": density([part for own in made for part in own]),
+            **self.seconds,
+        }
+        if whose != "data":
+            self.keep([Told(self.number, one.prompt.asked, one.text, {}, 0.0, len(one.tokens), one.ended) for one in answers])
+        return [Experience(own, numbers) for _ in range(how.epochs) for own in made]
+
+    def parts(self, answers: Sequence[Answer], numbers: Sequence[int]) -> list[Batch]:
+        return [picked(with_mask(part, answers), self.how.reads()) for part in packed(answers, numbers, self.shape)]
+
+    # ---------------------------------------------------------------- evaluation
+
+    def evaluated(self, state: Any, most: int) -> dict[str, float] | None:
+        """How far the student is from the teacher on held-out prompts, at most so many: at its own greedy answers, and at those of the
+        data, if it has any. None if it was interrupted."""
+        assert self.tutor is not None
+        if self.held_out is None:
+            return {}
+        fitting = [one for one in self.held_out(0, most) if isinstance(one, Answered) and len(one.prompt.tokens) <= self.longest_prompt]
+        if not fitting:
+            return {}
+        how = Sampling(temperature=0.0)
+        try:
+            lm = self.tutor.engine(state)
+            answers = sampled(lm, [one.prompt for one in fitting], self.rollout.tokens, how, (self.seed, EVALUATION), self.interrupted)
+        except Interrupted:
+            return None
+        names, every = ("loss", *self.how.evaluated), range(len(answers))
+        own = self.tutor.compare(state, self.parts(answers, every))
+        out = {f"eval_{name}": own[name] for name in names}
+        if self.held_out.has_answers:
+            given = self.tutor.compare(state, self.parts(self.given(fitting), every))
+            out |= {f"eval_given_{name}": given[name] for name in (*names, "cross_entropy")}
+        return out | {"eval_answers/cut": float(np.mean([not one.ended for one in answers])), "eval_prompts": float(len(answers))}
+
+    # ---------------------------------------------------------------- helpers
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
+
+    def complain(self, sentence: str, kind: str) -> None:
+        """Says each kind of trouble once; the metrics count it."""
+        if kind not in self.complained:
+            self.complained.add(kind)
+            self.say(sentence)
+
+
+def with_mask(part: Part, answers: Sequence[Answer]) -> Batch:
+    """The rows of a part, with the mask of the answers' tokens as targets."""
+    mask = np.zeros(part.rows["tokens"].size, np.float32)
+    for places, owner in zip(part.rows["places"], part.owners.tolist(), strict=True):
+        if owner >= 0:
+            mask[places[: len(answers[owner].tokens)]] = answers[owner].live
+    return {**part.rows, "mask": mask.reshape(part.rows["tokens"].shape)}
+
+
+def check(prompts: AnsweredPrompts, how: GKD, rollout: Rollout, batch: int, shape: Shape) -> None:
+    """Checks that settings fit each other and the data, and that none would be ignored.
+
+    Raises:
+        BadInput: they do not.
+    """
+    if shape.sequence <= rollout.tokens:
+        what = f"data.sequence = {shape.sequence} has no room for a prompt before an answer of {rollout.tokens} tokens"
+        raise BadInput(what, where="rollout.tokens", hint="raise data.sequence, or lower rollout.tokens")
+    if how.own < 1 and how.others == "data" and not prompts.has_answers:
+        what = f"objective.own = {how.own:g} learns from the data's answers too, and this data has prompts alone"
+        hint = "objective.own=1 learns from the student's own answers alone, objective.others=teacher samples the others"
+        raise BadInput(what, where=f"data.source={prompts.source}", hint=hint)
+    n = rollout.completions
+    if batch % (n * rollout.minibatches):
+        by = f" and {rollout.minibatches} updates" if rollout.minibatches > 1 else ""
+        what = f"data.batch = {batch} answers do not divide into groups of {n}{by}"
+        raise BadInput(what, hint=f"make it a multiple of {n * rollout.minibatches}")
+    if prompts.most is not None and prompts.most < batch:
+        what = f"data.epochs: {prompts.most} prompts are fewer than the {batch} of a batch"
+        raise BadInput(what, hint="raise data.epochs, or lower data.batch")
+    if how.own == 0 and how.others == "data":
+        for name, default in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("ignore_eos", False), ("completions", 1)):
+            if getattr(rollout, name) != default:
+                what = f"rollout.{name} with objective.own = 0: nothing is sampled"
+                raise BadInput(what, hint="objective=distill learns from given answers")
+    for name, of in (("resample", "dynamic sampling compares rewards"), ("overlong", "a reward"), ("workers", "their functions")):
+        if getattr(rollout, name) != Rollout.model_fields[name].default:
+            raise BadInput(f"rollout.{name} is for objectives that learn from rewards ({of})", hint=f"leave `rollout.{name}` out")
+    if not rollout.keep_cut:
+        what = "rollout.keep_cut=false leaves cut answers out of a comparison of rewards; a teacher can be learned from at every token"
+        raise BadInput(what, hint="leave `rollout.keep_cut` out")
+

@@ -1,0 +1,182 @@
+"""Lessons over a small model: whose answers a batch has, what of a record is learned, positions, and settings that fit nothing."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from laws.families import CASES, built
+
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.data.answered import Answered, AnsweredPrompts
+from argosy.data.conversations import ConversationEncoder
+from argosy.data.order import Order
+from argosy.data.prompts import Prompts
+from argosy.data.sources import Record
+from argosy.data.tokenize import load_tokenizer
+from argosy.infer.lm import LM
+from argosy.models.parts.stack import Unroll
+from argosy.rl.experience import Shape
+from argosy.rl.lessons import Lessons, Tutor
+from argosy.rl.policies import Rollout
+from argosy.train.distillation import GKD
+
+CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 64})
+TOKENS, EOS = 5, 257
+ANSWERS = ["one", "", "longer than five", "x" * 5]
+TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return LM(CASE, built(CASE, Unroll()), load_tokenizer("byte"))
+
+
+def prompts(lm: LM, records: list[Record] | None = None, most: int | None = None, alone: bool = False) -> AnsweredPrompts:
+    texts = [Record(where=f"line {i}", prompt=f"ask {i}", completion=ANSWERS[i % len(ANSWERS)]) for i in range(8)]
+    of = Prompts(records or texts, lm.tokenizer, Order(len(records or texts), None), {"source": "test"}, most=most)
+    return AnsweredPrompts(of, None if alone else ConversationEncoder(lm.tokenizer))
+
+
+def lessons(lm: LM, asked: AnsweredPrompts | None = None, batch: int = 4, **how: Any) -> Lessons:
+    rollout = Rollout(**{"completions": 1, "tokens": TOKENS} | {k: how.pop(k) for k in list(how) if k in Rollout.model_fields})
+    made = Lessons(asked or prompts(lm), None, GKD(teacher="x", **how), rollout, batch, Shape(2, 24, TOKENS), 7, how.get("vocab", 258))
+    made.tutor = Tutor(lambda state: lm, lambda: lm, lambda state, parts: {})
+    return made
+
+
+def learned(part: Any) -> list[list[int]]:
+    """The targets that count, answer by answer of each row."""
+    found = []
+    for row, segments, mask, targets in zip(part["tokens"], part["segments"], part["mask"], part["targets"], strict=True):
+        for segment in range(1, segments.max() + 1):
+            here = (segments == segment) & (mask > 0)
+            assert (np.diff(np.flatnonzero(here)) == 1).all()
+            assert targets[here][:-1].tolist() == row[np.flatnonzero(here)[:-1] + 1].tolist()
+            found.append(targets[here].tolist())
+    return found
+
+
+def test_the_answers_of_the_data_are_learned_with_their_end_cut_at_the_limit(lm: LM):
+    said: list[str] = []
+    made = lessons(lm, own=0)
+    made.say = said.append
+    made.advance(None)
+    one = next(made)
+    assert sorted(map(bytes, ([i for i in ids if i < 256] for part in one.parts for ids in learned(part)))) == sorted(
+        [b"one", b"longe", b"xxxxx", b"one"]
+    )
+    assert sum(ids.count(EOS) for part in one.parts for ids in learned(part)) == 2, "the others are cut"
+    assert one.numbers["answers/cut"] == 0.5
+    assert one.numbers["own"] == 0
+    assert any("line 1: a record without an answer is passed over" in text for text in said)
+    assert any("line 2: an answer of 17 tokens is cut, as are others of more than 5 (rollout.tokens)" in text for text in said)
+    assert made.place == 5, "the record without an answer was looked at too"
+
+
+def test_of_a_conversation_the_last_answer_is_learned_after_the_prompt_of_inference(lm: LM):
+    asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
+    record = Record(where="line 1", messages=[*asked, {"role": "assistant", "content": "no"}])
+    tokenizer = load_tokenizer("byte")
+    tokenizer.chat_templates = {"default": TEMPLATE}
+    of = Prompts([record], tokenizer, Order(1, None), {"source": "test"})
+    found = AnsweredPrompts(of, ConversationEncoder(tokenizer))(0, 1)[0]
+    assert isinstance(found, Answered)
+    assert bytes(found.prompt.tokens) == b"<u>hi</><a>yes</><u>so</><a>"
+    assert bytes(found.answer or ()).startswith(b"no")
+    alone = Prompts([Record(where="line 1", messages=asked, asked=3)], tokenizer, Order(1, None), {})(0, 1)[0]
+    assert list(found.prompt.tokens) == list(alone.tokens)
+
+
+def test_the_student_answers_with_its_end_and_every_token_is_learned(lm: LM):
+    made = lessons(lm, own=1, ignore_eos=True)
+    made.advance(None)
+    one = next(made)
+    assert one.numbers["own"] == 1
+    assert [len(ids) for part in one.parts for ids in learned(part)] == [TOKENS] * 4
+    again = lessons(lm, own=1, ignore_eos=True)
+    again.advance(None)
+    assert [learned(part) for part in next(again).parts] == [learned(part) for part in one.parts]
+
+
+def test_the_share_of_batches_is_drawn_from_the_seed(lm: LM):
+    made = lessons(lm, own=0.3)
+    drawn = [made.whose(number) for number in range(4000)]
+    assert np.mean([one == "own" for one in drawn]) == pytest.approx(0.3, abs=0.03)
+    assert {made.whose(n) for n in range(100)} == {"own", "data"}
+    made.seed = 8
+    assert [made.whose(number) for number in range(4000)] != drawn
+    assert {lessons(lm, own=1).whose(n) for n in range(100)} == {"own"}
+    assert {lessons(lm, own=0, others="teacher").whose(n) for n in range(100)} == {"teacher"}
+
+
+def test_a_position_between_the_updates_of_a_rollout_goes_on_alike(lm: LM):
+    whole = lessons(lm, own=0.5, epochs=2, minibatches=2)
+    steps = []
+    for _ in range(12):
+        whole.advance(None)
+        steps.append(next(whole))
+    first = lessons(lm, own=0.5, epochs=2, minibatches=2)
+    for _ in range(5):
+        first.advance(None)
+        next(first)
+    second = lessons(lm, own=0.5, epochs=2, minibatches=2)
+    second.restore(first.state(), first.arrays())
+    for step in steps[5:]:
+        second.advance(None)
+        made = next(second)
+        assert made.numbers.keys() == step.numbers.keys()
+        assert made.numbers["tokens"] == step.numbers["tokens"]
+        assert made.numbers["own"] == step.numbers["own"]
+        for a, b in zip(made.parts, step.parts, strict=True):
+            assert all(np.array_equal(a[name], b[name]) for name in b)
+
+
+def test_epochs_end_where_too_few_prompts_are_left(lm: LM):
+    made = lessons(lm, prompts(lm, most=20, alone=True), own=1)
+    assert made.summary().ends_after == 5
+    assert made.summary(2).epochs == 1
+    count = 0
+    while True:
+        made.advance(None)
+        if next(made, None) is None:
+            break
+        count += 1
+    assert count == 5
+    # The data has one answer to a prompt, the student gives two.
+    mixed = lessons(lm, prompts(lm, most=20), own=0.5, completions=2)
+    asked = [2 if mixed.whose(n) == "own" else 4 for n in range(20)]
+    assert mixed.summary().ends_after == int(np.sum(np.cumsum(asked) <= 20))
+
+
+def test_the_teachers_tokens_must_be_the_students(lm: LM):
+    made = lessons(lm, own=0, others="teacher")
+    made.vocab = 3
+    with pytest.raises(ArgosyError, match="the teacher answered with token"):
+        made.advance(None)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"own": 0.5, "alone": True}, "this data has prompts alone"),
+        ({"tokens": 24}, "no room for a prompt"),
+        ({"batch": 6, "completions": 4}, "groups of 4"),
+        ({"most": 3}, "fewer than the 4"),
+        ({"own": 0, "top_k": 3}, "nothing is sampled"),
+        ({"own": 0, "completions": 2}, "nothing is sampled"),
+        ({"resample": 1}, "rollout.resample is for objectives that learn from rewards"),
+        ({"overlong": 1}, "rollout.overlong is for"),
+        ({"workers": 1}, "rollout.workers is for"),
+        ({"keep_cut": False}, "rollout.keep_cut"),
+    ],
+)
+def test_settings_that_fit_nothing_are_refused(lm: LM, how: dict[str, Any], said: str):
+    asked = prompts(lm, alone=bool(how.pop("alone", False)), most=how.pop("most", None))
+    with pytest.raises(BadInput, match=said):
+        lessons(lm, asked, **how)
+
+
+def test_records_that_never_fit_are_an_error(lm: LM):
+    long = [Record(where="line 1", prompt="x" * 30, completion="y"), Record(where="line 2", prompt="a", completion="")]
+    with pytest.raises(BadInput, match="no record has an answer and a prompt of at most 19 tokens"):
+        lessons(lm, prompts(lm, long), own=0).advance(None)
