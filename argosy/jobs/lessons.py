@@ -19,6 +19,7 @@ from argosy.data.batch import Batch
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.jobs.reinforce import Reinforced
+from argosy.jobs.rollout_engine import RolloutEngine
 from argosy.jobs.run import Run
 from argosy.jobs.teacher import ROLE
 from argosy.models.parts.weight import merge
@@ -45,7 +46,10 @@ class Tutored(Reinforced):
         return self.batches
 
     def begin_rollouts(self, say: Callable[[str], None], keep: Callable[[Sequence[Told]], None], stop: Callable[[], bool]) -> None:
-        self.rollouts.tutor = Tutor(self.engine, self.teaching, self.compare)
+        how, shapes = self.run.rollout or Rollout(), self.shapes.params | self.shapes.rest
+        args = (self.run.model, self.graph, shapes, self.decided.dtype, self.tokenizer, how, self.hub, self.generation)
+        engine = RolloutEngine(*args)
+        self.rollouts.tutor = Tutor(lambda state: engine(engine.weights(state)), self.teaching, self.compare)
         self.rollouts.say, self.rollouts.keep, self.rollouts.interrupted = say, keep, stop
 
     def teaching(self) -> LM:
@@ -83,7 +87,7 @@ class Tutored(Reinforced):
             shapes = self.shapes.params, self.shapes.rest, teacher.shapes, self.part_shapes()
             return jax.jit(compared, out_shardings=self.places.step).lower(*shapes).compile()
 
-    def badness(self, numbers: Mapping[str, float]) -> float:
+    def badness(self, numbers: Mapping[str, float]) -> float | None:
         return numbers["eval_loss"]
 
     def told(self) -> dict[str, str]:

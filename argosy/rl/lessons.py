@@ -85,7 +85,7 @@ class Lessons(Batches):
         self.say: Say = lambda _: None
         self.keep: Callable[[Sequence[Told]], None] = lambda _: None
         self.interrupted: Callable[[], bool] = lambda: False
-        made = {name: value for name, value in dict(rollout).items() if name != "workers"}
+        made = {name: value for name, value in dict(rollout).items() if name not in ("workers", "devices")}
         made |= {"own": how.own, "others": how.others, "sampling": how.sampling}
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
         self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
@@ -183,6 +183,8 @@ class Lessons(Batches):
         prompts = [one.prompt for one in asked for _ in range(how.completions)]
         seed = (self.seed, kind, self.number)
         found = sampled(lm, prompts, how.tokens, sampling, seed, self.interrupted, how.ignore_eos)
+        # The update needs the memory of its cache.
+        lm.sleep()
         if (most := max(max(one.tokens) for one in found)) >= self.vocab:
             what = f"the teacher answered with token {most}, and the student has {self.vocab:,}"
             raise ArgosyError(what, hint="a student with a vocabulary as large as the teacher's, or objective.others=data")
@@ -275,6 +277,7 @@ class Lessons(Batches):
             answers = sampled(lm, [one.prompt for one in fitting], self.rollout.tokens, how, (self.seed, EVALUATION), self.interrupted)
         except Interrupted:
             return None
+        lm.sleep()
         names, every = ("loss", *self.how.evaluated), range(len(answers))
         own = self.tutor.compare(state, self.parts(answers, every))
         out = {f"eval_{name}": own[name] for name in names}
@@ -338,6 +341,8 @@ def check(prompts: AnsweredPrompts, how: GKD, rollout: Rollout, batch: int, shap
     for name, of in (("resample", "dynamic sampling compares rewards"), ("overlong", "a reward"), ("workers", "their functions")):
         if getattr(rollout, name) != Rollout.model_fields[name].default:
             raise BadInput(f"rollout.{name} is for objectives that learn from rewards ({of})", hint=f"leave `rollout.{name}` out")
+    if rollout.ahead:
+        raise BadInput("rollout.ahead is not built for objectives that learn from a teacher", hint="leave `rollout.ahead` out")
     if not rollout.keep_cut:
         what = "rollout.keep_cut=false leaves cut answers out of a comparison of rewards; a teacher can be learned from at every token"
         raise BadInput(what, hint="leave `rollout.keep_cut` out")

@@ -168,6 +168,7 @@ def test_the_teachers_tokens_must_be_the_students(lm: LM):
         ({"overlong": 1}, "rollout.overlong is for"),
         ({"workers": 1}, "rollout.workers is for"),
         ({"keep_cut": False}, "rollout.keep_cut"),
+        ({"ahead": 1, "devices": 1}, "rollout.ahead is not built"),
     ],
 )
 def test_settings_that_fit_nothing_are_refused(lm: LM, how: dict[str, Any], said: str):
