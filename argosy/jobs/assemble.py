@@ -19,10 +19,12 @@ from argosy.adapt.base import base_addresses
 from argosy.core.errors import BadInput, Unsupported, mistakes_of, refuse
 from argosy.core.settings import Choice
 from argosy.data import pipeline
+from argosy.data.across import FIELDS as OF_BOTH
 from argosy.data.batch import Batches
 from argosy.data.sources import RowSource
 from argosy.data.tokenize import Tokenizer
 from argosy.jobs import reference, teacher_cache
+from argosy.jobs.across import Both, is_across
 from argosy.jobs.frozen import Role
 from argosy.jobs.memory import batch_shapes, estimated_need
 from argosy.jobs.run import Run
@@ -381,7 +383,9 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     teaching = taught(run.objective)
     if teaching == "cached":
         teacher_cache.check_settings(run)
+    both = Both(run, tokenizer) if is_across(run.objective) else None
     fields = teacher_cache.asked_of_data(run.objective) if teaching == "cached" else reference.asked_of_data(run.objective)
+    fields = {name: field for name, field in fields.items() if both is None or name not in OF_BOTH}
     common |= {"fields": fields, "rows_per_group": run.objective.rows_per_group}
     batches: Any = pipeline.build(run.data, tokenizer, **common)
     evals: Any = None
@@ -391,6 +395,8 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         batches, evals = reference.WithReference(batches), evals and reference.WithReference(evals)
     if teaching == "cached":
         batches, evals = (of and teacher_cache.WithTeacher(of, run.objective.top) for of in (batches, evals))
+    if both is not None:
+        batches, evals = both(batches), both(evals)
     return _assembled(Assembly, run, decided, mesh, tokenizer, batches, evals)
 
 

@@ -24,6 +24,8 @@ from argosy.checkpoint.stored import Stored, open_model, read_into
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.data.tokenize import Tokenizer
+from argosy.jobs.across import Both, is_across, teacher_places
+from argosy.jobs.across import begin as begin_across
 from argosy.jobs.frozen import Role
 from argosy.models.parts.weight import Leaves, abstract, logical, split
 from argosy.parallel.rules import DEFAULT, shardings
@@ -91,7 +93,9 @@ def check_model(run: Any, config: Any, given: str) -> None:
     if not config.causal or config.scored:
         kind = "a reward model" if config.causal else "an encoder"
         raise BadInput(f"the teacher is {kind}, which predicts no tokens", where=where, hint="a language model")
-    if run.data.sequence > config.context:
+    if is_across(run.objective):
+        teacher_places(run, config.context)
+    elif run.data.sequence > config.context:
         what = f"data.sequence = {run.data.sequence:,} is longer than the teacher's context of {config.context:,} tokens"
         raise BadInput(what, where=where, hint=f"data.sequence={config.context}")
     if run.objective.hidden != "none" and run.model.width != config.width:
@@ -114,6 +118,8 @@ def check_tokens(run: Any, stored: Stored, tokenizer: Tokenizer | None) -> str |
     """
     given, vocab = run.objective.teacher, stored.config.vocab
     where = f"{WHERE}={given}"
+    if is_across(run.objective):
+        return Both(run, tokenizer).note
     if tokenizer is None:
         if run.model.vocab > vocab:
             what = f"the data's tokens go up to the student's vocabulary of {run.model.vocab:,}, and the teacher has {vocab:,}"
@@ -127,7 +133,7 @@ def check_tokens(run: Any, stored: Stored, tokenizer: Tokenizer | None) -> str |
     if theirs.fingerprint == tokenizer.fingerprint:
         return None
     if difference := differing(tokenizer, theirs):
-        hint = f"a student of the same tokenizer; {own} gives it to a student with random weights"
+        hint = f"objective=uld learns across tokenizers; {own} gives this one to a student with random weights"
         raise BadInput(f"the teacher has another tokenizer than the data: {difference}", where=where, hint=hint)
     return "the teacher's tokenizer has the same tokens, but other rules to cut text or other special tokens: it sees the data's"
 
@@ -164,6 +170,7 @@ def settle(assembly: Any, teacher: Teacher, directory: RunDirectory, say: Say) -
         from argosy.jobs import teacher_cache
 
         return teacher_cache.settle(assembly, described, stored, say)
+    begin_across(assembly, say)
     assembly.frozen[ROLE] = teacher.read(stored)
 
 

@@ -2,6 +2,7 @@
 
     distill    on given text                                       arXiv:1503.02531
     gkd        on answers of the student's own, and on given ones   arXiv:2306.13649
+    uld        on given text, of a teacher with another tokenizer   arXiv:2402.12030
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -116,3 +117,39 @@ class GKD(OfTeacher):
         from argosy.train.objectives.distill import FIELDS
 
         return FIELDS
+
+
+class ULD(Settings):
+    """Universal logit distillation (arXiv:2402.12030): a teacher with another tokenizer reads the same text, and where both tokenize it
+    into the same bytes the student's probabilities, sorted, go to the teacher's."""
+
+    teacher: Annotated[str, Also("teacher_model_name_or_path", "teacher_model")]
+    """The model to learn from: Hub folder, GGUF file, run directory or checkpoint, with its own tokenizer."""
+    cross_entropy: Annotated[float, Also("uld_crossentropy_weight")] = Field(1.0, ge=0)
+    """Weight of the cross-entropy of the labels. It is 1 in the paper, 0 in TRL's GOLD."""
+    weight: Annotated[float, Also("uld_distillation_weight")] = Field(1.5, gt=0)
+    """Weight of the distance of sorted probabilities; 1.5 in the paper."""
+    temperature: Annotated[float, Also("uld_student_temperature", "uld_teacher_temperature")] = Field(1.0, gt=0)
+    """Both distributions are softmax(logits / temperature)."""
+    teacher_sequence: int | None = Field(None, gt=1)
+    """Places of a row for the teacher's tokens. None: twice `data.sequence`, at most its context. What is beyond is not learned from
+    the teacher, which `aligned` shows."""
+    chunk: int = Field(1024, gt=0)
+    """Tokens whose distributions are compared at once."""
+
+    rows_per_group: ClassVar[int] = 1
+    evaluated: ClassVar[tuple[str, ...]] = ("uld", "aligned")
+    logits: ClassVar[str] = "online"
+    hidden: ClassVar[str] = "none"
+    divergence: ClassVar[str] = "uld"
+
+    def reads(self) -> Any:
+        from argosy.train.objectives.uld import FIELDS
+
+        return FIELDS
+
+    def __call__(self, models: Any, batch: Any, key: Any) -> Any:
+        """Computes the `train.objectives.Loss`."""
+        from argosy.train.objectives.uld import loss
+
+        return loss(self, models, batch)

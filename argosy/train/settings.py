@@ -18,6 +18,7 @@ for _name, _settings in {
     OBJECTIVES.add(_name, f"argosy.train.preferences:{_settings}")
 OBJECTIVES.add("distill", "argosy.train.distillation:Distill")
 OBJECTIVES.add("gkd", "argosy.train.distillation:GKD")
+OBJECTIVES.add("uld", "argosy.train.distillation:ULD")
 
 
 class OfTokens(Settings):
