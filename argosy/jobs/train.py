@@ -332,6 +332,8 @@ class Training:
                     evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock, stop)
                     hooks.append(Every("evaluation", settings.eval.every, evaluation))
                 hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
+                if settings.eval.before and self.resumed is None:
+                    self.evaluate_first(hooks, state)
                 if settings.sample.every:
                     sampling = Sampling(a, settings, metrics, self.view, stop)
                     hooks.append(Every("samples", settings.sample.every, sampling))
@@ -352,6 +354,15 @@ class Training:
         outcome = Outcome(self.directory.place, step, settings.steps, stop.code, last, self.clock.shares(), saved)
         self.view.end(ending(outcome))
         return outcome
+
+    def evaluate_first(self, hooks: Sequence[Any], state: Any) -> None:
+        """Evaluates the weights of the start, by the hook that evaluates later ones."""
+        from argosy.train.loop import Now
+
+        for hook in hooks:
+            if hook.name == "evaluation":
+                with self.clock("evaluation"):
+                    hook(Now(int(state.step), state, self.assembly.batches, False))
 
     def begin_rollouts(self, saver: Any, metrics: Metrics, stop: Callable[[], bool]) -> list[Any]:
         """Lends the rollouts what they need of the run; returns their hooks."""

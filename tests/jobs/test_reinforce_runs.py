@@ -82,6 +82,8 @@ def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):
     assert np.mean([reward[step] for step in (1, 2)]) < 0.15
     assert np.mean([reward[step] for step in (14, 15)]) > 0.5
     evaluated = [line for line in read(Store(run)) if "eval_reward" in line]
+    assert evaluated[0]["step"] == 0
+    assert evaluated[0]["eval_reward"] < 0.3
     assert evaluated[-1]["eval_reward"] > 0.5
     assert "eval_loss" not in evaluated[-1]
     for name in ("sampler/difference_max", "sampler/difference_mean"):
@@ -92,6 +94,7 @@ def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):
     assert kept[0]["rewards"].keys() == {"digits"}
     page = (run / "report.html").read_text()
     assert "mean reward" in page
+    assert f"{evaluated[0]['eval_reward']:.3f} before; greedy answers" in page
     assert "rollout 15" in page
     assert "nats per token" not in page
     tokens = numbers(run, "tokens")
