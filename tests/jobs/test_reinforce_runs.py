@@ -1,6 +1,7 @@
 """Runs that learn from rewards: they get better, a resume is bit for bit wherever it is, and mistakes are found before work starts."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -77,7 +78,8 @@ def numbers(run: Path, name: str) -> dict[int, float]:
 def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):
     """Random weights answer with any byte; digits are a tenth of what is readable and 4 % of all bytes."""
     run = tmp_path / "run"
-    fit("grpo", data, run, "data.batch=64", "objective.scale=batch", "optimizer.learning_rate=3e-2", steps=15)
+    said = fit("grpo", data, run, "data.batch=64", "objective.scale=batch", "optimizer.learning_rate=3e-2", steps=15)
+    assert re.search(r"the first prompt; its answers come at ⟦\.\.\.⟧\n(\d\+\d=)⟦\.\.\.⟧\nanswer: '\d+'\n", said)
     reward = numbers(run, "reward")
     assert np.mean([reward[step] for step in (1, 2)]) < 0.15
     assert np.mean([reward[step] for step in (14, 15)]) > 0.5
