@@ -102,6 +102,11 @@ def check_model(run: Any, config: Any, given: str) -> None:
         sizes = f"of {run.model.width} features here and {config.width} there"
         what = f"objective.hidden={run.objective.hidden} compares hidden states, {sizes}"
         raise BadInput(what, where=where, hint="a student as wide as its teacher, or objective.hidden=none")
+    for own, theirs in getattr(run.objective, "layers", {}).items():
+        for whose, number, layers in (("the student", own, run.model.layers), ("the teacher", theirs, config.layers)):
+            if not 0 <= number < layers:
+                what = f"objective.layers.{own}={theirs}: {whose} has {layers} layers, 0 to {layers - 1}"
+                raise BadInput(what, where=where)
     if run.objective.logits == "cached" and run.objective.top >= min(run.model.vocab, config.vocab):
         what = f"objective.top = {run.objective.top}, and student and teacher have {run.model.vocab:,} and {config.vocab:,} tokens"
         raise BadInput(what, where=where, hint="objective.logits=online has them all")

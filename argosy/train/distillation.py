@@ -69,6 +69,9 @@ class Distill(OfTeacher):
     wide, and the teacher online."""
     hidden_weight: float = Field(1.0, gt=0)
     """Weight of `hidden`, which is added to the loss."""
+    layers: Annotated[dict[int, int], Also("alignment_layers", "layers_to_distill")] = Field(default_factory=dict)
+    """Which layers `hidden` compares, counted from 0: `objective.layers.1=3` brings the output of the student's layer 1 to that of the
+    teacher's layer 3 (TinyBERT, arXiv:1909.10351); of several pairs it is the mean. Empty: the last hidden states."""
 
     @model_validator(mode="after")
     def _is_read(self) -> "Distill":
@@ -76,6 +79,8 @@ class Distill(OfTeacher):
             raise ValueError(f"top = {self.top} with logits = online, which has the whole vocabulary: logits=cached reads it")
         if self.hidden == "none" and "hidden_weight" in self.model_fields_set and self.hidden_weight != 1:
             raise ValueError(f"hidden_weight = {self.hidden_weight:g} with hidden = none: hidden=cosine or mse reads it")
+        if self.hidden == "none" and self.layers:
+            raise ValueError("layers with hidden = none: hidden=cosine or mse says how they are compared")
         if self.hidden != "none" and self.logits == "cached":
             raise ValueError(f"hidden = {self.hidden} with logits = cached, which keeps no hidden states: logits=online has them")
         return self
@@ -105,6 +110,7 @@ class GKD(OfTeacher):
     logits: ClassVar[str] = "online"
     hidden: ClassVar[str] = "none"
     hidden_weight: ClassVar[float] = 0.0
+    layers: ClassVar[dict[int, int]] = {}
     cross_entropy: ClassVar[float] = 0.0
 
     @model_validator(mode="after")

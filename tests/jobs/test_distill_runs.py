@@ -156,6 +156,16 @@ def test_eight_devices_give_the_same_run(whole: Path, data: Path, teacher: Path,
         assert losses(tmp_path / "run")[step] == pytest.approx(losses(whole)[step], rel=1e-5)
 
 
+def test_layers_are_brought_together(data: Path, teacher: Path, tmp_path: Path):
+    """The student's only layer and the teacher's first; a resume is bit for bit."""
+    run, how = tmp_path / "run", [f"objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.0=0", "eval.batches=0"]
+    fit(data, run, *how)
+    assert losses(run, "hidden")[STEPS] < losses(run, "hidden")[1]
+    fit(data, tmp_path / "halves", *how, steps=EVERY)
+    fit(data, tmp_path / "halves", *how)
+    assert digest(run, STEPS) == digest(tmp_path / "halves", STEPS)
+
+
 def test_adapters_learn_from_a_teacher(data: Path, whole: Path, teacher: Path, tmp_path: Path):
     run, how = tmp_path / "run", [f"init.weights={whole}", "adapter=lora", "adapter.rank=2", f"objective.teacher={teacher}"]
     fit(data, run, *how, steps=EVERY)
@@ -192,6 +202,8 @@ def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
         (["objective.teacher={teacher}", "data.sequence=128", "model.context=128"], "longer than the teacher's context of 64", "=64"),
         (["objective.teacher={teacher}", "model.vocab=300", "objective.divergence=reverse"], "infinite for the others", "vocab=264"),
         (["objective.teacher={teacher}", "objective.hidden=cosine", "model.width=32"], "of 32 features here and 16 there", "as wide"),
+        (["objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.1=0"], "the student has 1 layers, 0 to 0", ""),
+        (["objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.0=2"], "the teacher has 2 layers, 0 to 1", ""),
         (["objective.teacher={teacher}", "objective.logits=cached", "objective.top=258"], "have 258 and 264 tokens", "online"),
         (["objective.teacher={teacher}", "objective.logits=cached", "data.online=true"], "data.online reads no row twice", "online"),
         (["objective.teacher={teacher}", "objective.logits=online", "objective.top=3"], "logits=cached reads it", ""),

@@ -193,6 +193,51 @@ def test_hidden_states_by_hand(kind):
     assert np.isfinite(slope).all()
 
 
+def outputs_by_hand(model, case, batch):
+    """Of unrolled layers, called one after the other."""
+    attend = model.layers.with_angles(case.attend(batch["segments"]))
+    x, out = model.embedded(batch["tokens"], attend), []
+    for i, layer in enumerate(model.layers.plan):
+        x, _, _ = getattr(model.layers, str(i))(x, layer.each, None, attend)
+        out.append(np.asarray(x, np.float64))
+    return out
+
+
+@pytest.mark.parametrize("kind", ["cosine", "mse"])
+@pytest.mark.parametrize("run", [Unroll, Scan])
+def test_outputs_of_pairs_of_layers_by_hand(kind, run):
+    """The mean of two pairs, of a student and a teacher with as many features; scanned layers are as unrolled ones."""
+    other, batch = CASES["llama-tied-biased"], batch_of(4)
+    ours = outputs_by_hand(built(STUDENT, Unroll()), STUDENT, batch)
+    theirs = outputs_by_hand(built(other, Unroll()), other, batch)
+    pairs = {0: len(theirs) - 1, len(ours) - 1: 0}
+    assert len(pairs) == 2
+    each = []
+    for row, place in np.argwhere(np.asarray(batch["mask"]) > 0):
+        for i, j in pairs.items():
+            a, b = ours[i][row, place], theirs[j][row, place]
+            each.append(1 - a @ b / np.linalg.norm(a) / np.linalg.norm(b) if kind == "cosine" else ((a - b) ** 2).mean())
+    models = {"model": built(STUDENT, run()), "teacher": built(other, run())}
+    made = how(hidden=kind, layers=pairs)(models, batch, KEY)
+    assert float(made.metrics["hidden"].value()) == pytest.approx(np.mean(each), rel=1e-4)
+    without = how()(models, batch, KEY)
+    assert float(made.loss.value() - without.loss.value()) == pytest.approx(np.mean(each), rel=1e-3)
+    assert made.metrics.keys() - {"hidden"} == without.metrics.keys()
+
+
+def test_only_layers_up_to_the_compared_one_learn_from_it():
+    graph, params, rest = trained(built(STUDENT, Unroll()))
+    batch, teacher = batch_of(4), built(CASES["llama-tied-biased"], Scan())
+
+    def loss(params):
+        models = {"model": merge(graph, params, rest), "teacher": teacher}
+        return how(hidden="mse", layers={0: 0})(models, batch, KEY).metrics["hidden"].total
+
+    slope = {a: float(jnp.max(jnp.abs(g))) for a, g in jax.grad(loss)(params).items()}
+    assert max(v for a, v in slope.items() if a.startswith("layers.0.")) > 0
+    assert max(v for a, v in slope.items() if a.startswith("layers.1.")) == 0
+
+
 def test_the_teacher_has_no_gradient():
     batch, student = batch_of(4), models()["model"]
     graph, leaves = split(models()["teacher"])
@@ -253,6 +298,7 @@ def test_accumulation_changes_no_loss_and_no_gradient():
         (["temperature=0"], "temperature"),
         (["hidden_weight=2"], "hidden=cosine or mse reads it"),
         (["hidden=cosine", "logits=cached"], "keeps no hidden states"),
+        (["layers.0=1"], "hidden=cosine or mse says how"),
     ],
 )
 def test_settings_that_would_be_ignored_are_mistakes(words, what):

@@ -15,7 +15,9 @@ checkpoints of the other layout and random draws (`layer_addresses`, `to_layers`
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -35,6 +37,20 @@ from argosy.parallel.scope import constrain
 
 # {kind: {name: [layers of that kind ...]}}.
 Aux = dict[str, dict[str, Array]]
+# Among aux outputs, the residual stream after a layer, inside of `telling`.
+OUTPUT = "output"
+_TELLING = ContextVar("telling", default=False)
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Inside, the outputs of layers are among their aux outputs, from which `Stack.outputs` takes them. Those of all layers then
+    exist at once."""
+    token = _TELLING.set(True)
+    try:
+        yield
+    finally:
+        _TELLING.reset(token)
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,8 @@ def run_block(
         x, cache, aux = merge(graph, weights)(x, layer.each, cache, attend)
         return constrain(x, "B T D"), cache, aux
 
-    return rematerialised(run, remat, unrolled)(weights, x, cache, attend)
+    x, cache, aux = rematerialised(run, remat, unrolled)(weights, x, cache, attend)
+    return x, cache, aux | {OUTPUT: x} if _TELLING.get() else aux
 
 
 @runtime_checkable
@@ -284,6 +301,14 @@ class Stack(nnx.Module):
         self, x: Float[Array, "B T D"], caches: Caches | None, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Caches | None, Aux]:
         return self.run(self, constrain(x, "B T D"), caches, self.with_angles(attend))
+
+    def outputs(self, aux: Aux) -> tuple[list[Float[Array, "B T D"]], Aux]:
+        """The output of every layer of the plan, and the other aux outputs."""
+        places, found = self.indexes(), dict[int, Array]()
+        for kind, own in aux.items():
+            found |= {i: own[OUTPUT][place] for place, i in enumerate(places[kind])}
+        rest = {kind: {name: a for name, a in own.items() if name != OUTPUT} for kind, own in aux.items()}
+        return [found[i] for i in range(len(self.plan))], rest
 
     def with_angles(self, attend: Attend) -> Attend:
         """The strategy with the angles of its tokens, for all rotary positions that layers of the plan use."""

@@ -6,8 +6,9 @@ D is a divergence at temperature T (`ops.divergence`), c the setting `cross_entr
 (arXiv:1503.02531, section 2): gradients of soft targets shrink as 1/T^2, so that without it c would mean something else at every
 temperature. DistilBERT (arXiv:1910.01108) has it too; TRL's GKDTrainer and torchtune have not. At T = 1 it makes no difference.
 
-H, if asked for, is over the last hidden states, the input of the head: 1 - cosine, as DistilBERT has it, or the mean squared difference
-over features, as TinyBERT has it (arXiv:1909.10351, equation 8, there through a learned projection where widths differ).
+H, if asked for, is over the last hidden states, the input of the head, or over the outputs of pairs of layers, of which it is the mean:
+1 - cosine, as DistilBERT has it, or the mean squared difference over features, as TinyBERT has it (arXiv:1909.10351, equation 8, there
+through a learned projection where widths differ, and summed over layers).
 
 Differences from TRL's GKDTrainer (1.9): sums over targets are divided by the weight of the whole batch, as TRL does where it knows the
 number of items; its `batchmean` is the mean over the targets of a micro-batch. Its beta of 0 and 1 are `forward` and `reverse`; between
@@ -21,6 +22,7 @@ The logits of both are the largest arrays of the step: each exists once, or some
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.data.batch import Field, Fields
 from argosy.models.parts.attend import Packed
+from argosy.models.parts.stack import telling
 from argosy.ops.cross_entropy import by_chunks
 from argosy.ops.divergence import DIVERGENCES, Top, coarse, forward, log_probs, over
 from argosy.ops.precision import wide
@@ -54,11 +57,17 @@ Compared = dict[str, Float[Array, "*R"]]
 def loss(how: Distill | GKD, models: Models, batch: dict[str, Array]) -> Loss:
     """Computes the objective."""
     model = models["model"]
-    x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
-    known = frozen(how, models, batch)
+    x, ours, aux = states(model, batch, bool(how.layers))
+    if how.logits == "cached":
+        known, theirs = [batch[name] for name in CACHED], []
+    else:
+        last, theirs, _ = jax.lax.stop_gradient(states(models[ROLE], batch, bool(how.layers)))
+        known = [last]
     found = compared(how, models, x, batch, known)
     if how.hidden != "none":
-        found["hidden"] = HIDDEN[how.hidden](wide(x), wide(known[0]))
+        pairs = [(ours[a], theirs[b]) for a, b in how.layers.items()] or [(x, known[0])]
+        each = [HIDDEN[how.hidden](wide(a), wide(b)) for a, b in pairs]
+        found["hidden"] = jnp.mean(jnp.stack(each), 0)
     mask = batch["mask"]
     weight = jnp.sum(mask)
     sums = {name: jnp.sum(jnp.where(mask > 0, mask.astype(values.dtype) * values, 0.0)) for name, values in found.items()}
@@ -85,11 +94,15 @@ def mse(ours: Float[Array, "B T D"], theirs: Float[Array, "B T D"]) -> Float[Arr
 HIDDEN = {"cosine": cosine, "mse": mse}
 
 
-def frozen(how: Distill | GKD, models: Models, batch: dict[str, Array]) -> list[Array]:
-    """What is known of the teacher: the input of its head, or what is cached."""
-    if how.logits == "cached":
-        return [batch[name] for name in CACHED]
-    return [jax.lax.stop_gradient(models[ROLE].hidden(batch["tokens"], Packed(batch["segments"]))[0])]
+def states(model: Any, batch: dict[str, Array], layers: bool) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]], Any]:
+    """The input of a model's head, the outputs of its layers if they are wanted, and the aux outputs."""
+    if not layers:
+        x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
+        return x, [], aux
+    with telling():
+        x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
+    outputs, rest = model.layers.outputs(aux)
+    return x, outputs, rest
 
 
 def compared(
