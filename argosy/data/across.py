@@ -15,7 +15,6 @@ Fields that are added to those of language modeling, U places a row for the teac
     teacher_last                       [B T]  there, the place of the teacher's last target of the group
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -135,12 +134,17 @@ def same_bytes(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Group
     ours, theirs = b"".join(student), b"".join(teacher)
     if ours == theirs:
         return align([len(piece) for piece in student], [len(piece) for piece in teacher])
-    begin = len(os.path.commonprefix([ours, theirs]))
-    end = min(len(os.path.commonprefix([ours[::-1], theirs[::-1]])), min(len(ours), len(theirs)) - begin)
+    begin = common(ours, theirs)
+    end = min(common(ours[::-1], theirs[::-1]), min(len(ours), len(theirs)) - begin)
     sides = [(student, teacher, begin), ([p[::-1] for p in reversed(student)], [p[::-1] for p in reversed(teacher)], end)]
     before, after = (align(*(inside(pieces, most) for pieces in (a, b))) for a, b, most in sides)
     n, m = len(student), len(teacher)
     return [*before, *(Group((n - b, n - a), (m - d, m - c)) for (a, b), (c, d) in reversed(after))]
+
+
+def common(one: bytes, other: bytes) -> int:
+    """How many bytes both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def inside(pieces: Sequence[bytes], most: int) -> list[int]:

@@ -25,9 +25,11 @@ from argosy.data.sources import RowSource
 from argosy.data.tokenize import Tokenizer
 from argosy.jobs import reference, teacher_cache
 from argosy.jobs.across import Both, is_across
+from argosy.jobs.address import is_endpoint
 from argosy.jobs.frozen import Role
 from argosy.jobs.memory import batch_shapes, estimated_need
 from argosy.jobs.run import Run
+from argosy.jobs.served import Served
 from argosy.jobs.teacher import ROLE as TEACHER
 from argosy.jobs.teacher import Teacher
 from argosy.jobs.teacher import kind_of as taught
@@ -124,7 +126,7 @@ class Assembly:
     roles: dict[str, Role] = field(default_factory=dict)
     frozen: dict[str, Any] = field(default_factory=dict)
     # The model to learn from, in distillation.
-    teacher: Teacher | None = None
+    teacher: Teacher | Served | None = None
 
     # ---------------------------------------------------------------- states
 
@@ -442,7 +444,10 @@ def _assembled(
         beside = frozenset(a for a in shapes if a.startswith(PREFIX)) if critic is not None else frozenset()
         roles[reference.ROLE] = Role(graph, stated.params | stated.rest, base | beside)
     teaching = taught(run.objective)
-    teacher = Teacher(run, decided, mesh, tokenizer) if teaching else None
+    served = teaching == "cached" and is_endpoint(run.objective.teacher)
+    teacher: Any = None
+    if teaching:
+        teacher = Served(run, tokenizer) if served else Teacher(run, decided, mesh, tokenizer)
     if teacher is not None and teaching == "online":
         roles[TEACHER] = teacher.role
     estimated_need(run, decided, state, places, mesh, roles).check()

@@ -16,12 +16,13 @@ from argosy.checkpoint.load import generation_of
 from argosy.core.errors import BadInput
 from argosy.data.answered import answered_prompts
 from argosy.data.batch import Batch
+from argosy.data.prompts import Prompt
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.jobs.reinforce import Reinforced
 from argosy.jobs.rollout_engine import RolloutEngine
 from argosy.jobs.run import Run
-from argosy.jobs.teacher import ROLE
+from argosy.jobs.teacher import ROLE, Teacher
 from argosy.models.parts.weight import merge
 from argosy.parallel.place import row_shares
 from argosy.rl.experience import Shape
@@ -55,7 +56,7 @@ class Tutored(Reinforced):
     def teaching(self) -> LM:
         """The teacher as a language model, on the arrays that updates read."""
         if self._teacher is None:
-            assert self.teacher is not None
+            assert isinstance(self.teacher, Teacher)
             stored = self.teacher.stored
             module = merge(self.roles[ROLE].graph, self.frozen[ROLE])
             module.dtype = self.decided.dtype
@@ -86,6 +87,9 @@ class Tutored(Reinforced):
         with self.tracing():
             shapes = self.shapes.params, self.shapes.rest, teacher.shapes, self.part_shapes()
             return jax.jit(compared, out_shardings=self.places.step).lower(*shapes).compile()
+
+    def first_prompt(self) -> Prompt:
+        return self.rollouts.first().prompt
 
     def badness(self, numbers: Mapping[str, float]) -> float | None:
         return numbers["eval_loss"]

@@ -15,6 +15,7 @@ from argosy.core.words import CALL
 from argosy.data.settings import DataSettings
 from argosy.data.sources import check_readable
 from argosy.data.tokenize import check_tokenizer
+from argosy.jobs.address import check_address, is_endpoint
 from argosy.jobs.compose import compose, no_model, run_folder
 from argosy.jobs.run import Init, Run
 from argosy.parallel.mesh import MeshSettings
@@ -78,8 +79,9 @@ def inputs(values: Mapping[str, Any]) -> Checks:
             yield lambda: check_rows(data.batch, values.get("accumulate", 1), mesh)
     if isinstance(init, Init):
         yield lambda: check_start(init)
-    if isinstance(teacher := getattr(values.get("objective"), "teacher", None), str):
-        yield lambda: check_teacher(teacher)
+    objective = values.get("objective")
+    if isinstance(teacher := getattr(objective, "teacher", None), str):
+        yield lambda: check_teacher(teacher, hasattr(objective, "teacher_model"))
 
 
 def check_start(init: Init) -> None:
@@ -95,15 +97,18 @@ def check_start(init: Init) -> None:
         raise BadInput(f"no such run: `{init.state}`", where="set by init.state", hint=hint)
 
 
-def check_teacher(teacher: str) -> None:
+def check_teacher(teacher: str, may_be_served: bool = False) -> None:
     """Checks that the model to learn from exists.
 
     Raises:
-        BadInput: it does not, or it is the name of a preset or the address of a server.
+        BadInput: it does not, or it is the name of a preset, or the address of a server that is none or that cannot teach this.
     """
-    if teacher.startswith(("http://", "https://")):
-        what = "a teacher that is a server is not built yet"
-        raise BadInput(what, where=f"objective.teacher={teacher}", hint="name the folder or file of its weights")
+    if is_endpoint(teacher):
+        check_address(teacher)
+        if not may_be_served:
+            what = "a teacher that is a server gives its likeliest tokens on given text, which objective=distill learns from"
+            raise BadInput(what, where=f"objective.teacher={teacher}", hint="name the folder or file of its weights")
+        return
     if "://" not in teacher and not Path(teacher).exists():
         raise no_model(teacher, "set by objective.teacher")
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.data.batch import Batch
-from argosy.data.prompts import prompts_of
+from argosy.data.prompts import Prompt, prompts_of
 from argosy.jobs import reference
 from argosy.jobs.assemble import Assembly
 from argosy.jobs.hooks import Saver, is_stopping
@@ -197,6 +197,11 @@ class Reinforced(Assembly):
     def badness(self, numbers: Mapping[str, float]) -> float | None:
         """By which evaluations are compared: less is better. None: every reward was missing, which has been said."""
         return -numbers["eval_reward"] if "eval_reward" in numbers else None
+
+    def first_prompt(self) -> Prompt:
+        """What the run asks first, to be shown."""
+        (first,) = self.rollouts.prompts(0, 1)
+        return first
 
     def told(self) -> dict[str, str]:
         """The rollouts and rewards of the run, for its header."""

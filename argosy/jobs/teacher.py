@@ -27,6 +27,8 @@ from argosy.data.tokenize import Tokenizer
 from argosy.jobs.across import Both, is_across, teacher_places
 from argosy.jobs.across import begin as begin_across
 from argosy.jobs.frozen import Role
+from argosy.jobs.served import Served
+from argosy.jobs.served import same as same_served
 from argosy.models.parts.weight import Leaves, abstract, logical, split
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.train.objectives.distill import ROLE
@@ -161,12 +163,18 @@ def shown(piece: bytes) -> str:
     return f"`{piece.decode('utf-8', 'backslashreplace')}`"
 
 
-def settle(assembly: Any, teacher: Teacher, directory: RunDirectory, say: Say) -> None:
+def settle(assembly: Any, teacher: Teacher | Served, directory: RunDirectory, say: Say) -> None:
     """Gives a run its teacher, before its first step.
 
     Raises:
         BadInput: it is gone, or it has changed since the run began.
     """
+    if isinstance(teacher, Served):
+        from argosy.jobs import teacher_cache
+
+        same_served(teacher, directory)
+        say(f"teacher {teacher.endpoint.model} at {teacher.given}")
+        return teacher_cache.settle(assembly, {}, None, say)
     described, stored = same(teacher, directory, say)
     if teacher.note:
         say(teacher.note)

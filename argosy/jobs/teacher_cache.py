@@ -21,6 +21,7 @@ from argosy.data.likeliest import Likeliest, Row, bytes_per_target
 from argosy.data.pipeline import ROW, RowBatches
 from argosy.data.tables import cache_folder
 from argosy.jobs.memory import shapes_of
+from argosy.jobs.served import Served
 from argosy.jobs.visits import passes, visited
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.weight import Leaves
@@ -70,7 +71,7 @@ def settle(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> N
     """Fills the cache for the rows that a run visits, and gives it to its batches.
 
     Args:
-        described: the teacher, as `checkpoint.adapted.describe_base` does. stored: the same, opened.
+        described: the teacher, as `checkpoint.adapted.describe_base` does. stored: the same, opened. Of a served one there is neither.
 
     Raises:
         ArgosyError: the teacher gives probabilities that are not finite.
@@ -82,7 +83,9 @@ def settle(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> N
             continue
         inner = batches.inner
         rows = inner.blocks.rows
-        path = cache_folder(run.data) / "teacher" / f"{key_of(assembly, inner, described)}.{split}.npy"
+        served = isinstance(assembly.teacher, Served)
+        key = assembly.teacher.key(inner) if served else key_of(assembly, inner, described)
+        path = cache_folder(run.data) / "teacher" / f"{key}.{split}.npy"
         kept = batches.kept = Likeliest(path, len(rows), run.objective.top, run.model.vocab)
         wanted = visited(inner, run.steps if split == "train" else None)
         if not len(kept.missing(wanted)):
@@ -91,8 +94,11 @@ def settle(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> N
             todo = kept.missing(wanted)
             kind = f"its {run.objective.top} likeliest tokens, {each} bytes a target"
             say(f"teacher: {kind}, of {len(todo):,} rows, kept in {path.parent}")
-            leaves = leaves or assembly.teacher.read(stored)
-            compute(assembly, rows, todo, leaves, writer, say)
+            if served:
+                assembly.teacher.compute(rows, todo, writer, say)
+            else:
+                leaves = leaves or assembly.teacher.read(stored)
+                compute(assembly, rows, todo, leaves, writer, say)
             say(f"teacher: {writer.targets:,} targets, {sized(each * writer.targets)}")
 
 

@@ -94,11 +94,13 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
     if not directory.has_run:
         from argosy.jobs.assemble import Decided, assemble
         from argosy.jobs.initial import check_source
+        from argosy.jobs.served import check_served
 
         # Finds every mistake before the first file is written.
         with telling(view.say, DATA):
             assembly = assemble(settings, Decided.here(settings))
         check_source(settings)
+        check_served(assembly)
     try:
         with directory.store.lock():
             # Another process may have started a run here since.
@@ -386,10 +388,10 @@ class Training:
         if self.resumed is not None:
             return
         if self.settings.rollout is not None:
-            from argosy.rl.rollouts import Rollouts
+            from argosy.jobs.reinforce import Reinforced
 
-            assert isinstance(batches, Rollouts)
-            (first,) = batches.prompts(0, 1)
+            assert isinstance(self.assembly, Reinforced)
+            first = self.assembly.first_prompt()
             self.view.say(f"the first prompt; its answers come at ⟦...⟧\n{prompt_text(first, tokenizer)}\n")
         elif (found := batches.example()) is not None:
             self.view.say(f"the first record; what is in ⟦ ⟧ does not count in the loss:\n{example(found, tokenizer)}\n")

@@ -236,6 +236,18 @@ class Lessons(Batches):
         self.complain(f"{what}, as are others of more than {self.longest_prompt} (data.sequence - rollout.tokens)", "long")
         return False
 
+    def first(self) -> Answered:
+        """The first record that has something to learn.
+
+        Raises:
+            BadInput: none has.
+        """
+        for place in range(len(self.prompts)):
+            for found in self.prompts(place, 1):
+                if isinstance(found, Answered):
+                    return found
+        raise BadInput("no record has an answer", where=f"data.source={self.prompts.source}")
+
     # ---------------------------------------------------------------- their updates
 
     def experiences(self, answers: list[Answer], whose: str) -> list[Experience]:

@@ -55,6 +55,8 @@ class OfTeacher(Settings):
 class Distill(OfTeacher):
     """Distillation of a teacher's next-token distributions on given text (arXiv:1503.02531; `train.objectives.distill`)."""
 
+    teacher_model: str | None = None
+    """Of a teacher that is the address of a server (`objective.teacher=http://localhost:8000/v1`): the name of the model there."""
     logits: Literal["online", "cached"] = "online"
     """Where the teacher's distributions come from. online: the teacher computes them in every step, over the whole vocabulary.
     cached: its `top` likeliest tokens are computed once before the first step, for every target that the run visits, and kept on
@@ -72,6 +74,19 @@ class Distill(OfTeacher):
     layers: Annotated[dict[int, int], Also("alignment_layers", "layers_to_distill")] = Field(default_factory=dict)
     """Which layers `hidden` compares, counted from 0: `objective.layers.1=3` brings the output of the student's layer 1 to that of the
     teacher's layer 3 (TinyBERT, arXiv:1909.10351); of several pairs it is the mean. Empty: the last hidden states."""
+
+    @model_validator(mode="after")
+    def _served_is_cached(self) -> "Distill":
+        served = self.teacher.startswith(("http://", "https://"))
+        if not served and self.teacher_model is not None:
+            raise ValueError("teacher_model is for a teacher that is the address of a server, such as http://localhost:8000/v1")
+        if served and self.teacher_model is None:
+            raise ValueError("teacher_model is missing: the name of the teacher at its server, one of GET /v1/models")
+        if served and self.logits != "cached":
+            raise ValueError("logits = online with a teacher that is a server: logits=cached asks it once before the first step")
+        if served and self.temperature != 1:
+            raise ValueError(f"temperature = {self.temperature:g}: a server gives log-probabilities at temperature 1")
+        return self
 
     @model_validator(mode="after")
     def _is_read(self) -> "Distill":

@@ -197,7 +197,7 @@ def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
         ([], "`distill` needs `objective.teacher`", "objective.teacher=FOLDER"),
         (["objective.teacher=smollm2-135m"], "is a preset: its name alone means random weights", ""),
         (["objective.teacher=gone/model"], "no folder `gone/model`", "hf download"),
-        (["objective.teacher=http://localhost:8000/v1"], "a server is not built yet", "folder or file"),
+        (["objective.teacher=http://localhost:8000/v1"], "teacher_model is missing", ""),
         (["objective.teacher={stories}"], "another tokenizer than the data: it has 512 tokens, not 258", "data.tokenizer="),
         (["objective.teacher={teacher}", "data.sequence=128", "model.context=128"], "longer than the teacher's context of 64", "=64"),
         (["objective.teacher={teacher}", "model.vocab=300", "objective.divergence=reverse"], "infinite for the others", "vocab=264"),
