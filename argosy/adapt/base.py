@@ -5,7 +5,7 @@ content. Its weights keep their names: "layers.3.attn.q.w" of the file fills "la
 and scales of that.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from flax import nnx
 
 from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import QuantizedEinsum
-from argosy.adapt.surgery import at, put_at
+from argosy.adapt.surgery import at, inside, put_at
 from argosy.models.parts.weight import Frozen, Moved, kept_in, put, variables
 
 # Of a LoRA and a DoRA: everything that is not the contraction below.
@@ -28,14 +28,22 @@ class Still(Frozen):
     exact = True
 
 
-def frozen(model: nnx.Module, dtype: Any = None) -> None:
+class Retrained(nnx.Param):
+    """A weight that is trained in full beside adapters, and kept with them."""
+
+
+def frozen(model: nnx.Module, dtype: Any = None, but: Sequence[str] = ()) -> None:
     """Freezes every weight of a model, also those that training moves by a rule.
 
     Args:
         dtype: the type that descriptions of weights get, except of those that are always float32.
+        but: names of modules whose weights become `Retrained` instead, in their own type.
     """
     for address, v in variables(model).items():
         own = {key: v.get_metadata()[key] for key in ("meaning", "draw")}
+        if isinstance(v, nnx.Param) and any(inside(address, name) for name in but):
+            put_at(model, address, Retrained(v.get_value(), **own))
+            continue
         kind = Still if isinstance(v, Moved) else Frozen if isinstance(v, nnx.Param) else type(v)
         value = v.get_value()
         if dtype is not None and isinstance(value, jax.ShapeDtypeStruct):
@@ -43,11 +51,16 @@ def frozen(model: nnx.Module, dtype: Any = None) -> None:
         put_at(model, address, kind(value, **own))
 
 
+def retrained(model: nnx.Module) -> set[str]:
+    """The addresses of the weights that are trained in full beside adapters."""
+    return {address for address, v in variables(model).items() if isinstance(v, Retrained)}
+
+
 def base_addresses(model: nnx.Module) -> set[str]:
-    """The addresses of the weights that come from the base: all that are not factors of an adapter."""
+    """The addresses of the weights that come from the base: all that are neither factors of an adapter nor trained in full."""
     names = {".".join(map(str, path)) for path, module in nnx.iter_modules(model) if isinstance(module, LoRA)}
     factors = {f"{name}.{factor}" for name in names for factor in FACTORS}
-    return set(variables(model)) - factors
+    return set(variables(model)) - factors - retrained(model)
 
 
 def fill_base(

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from argosy.core.registry import Registry
-from argosy.core.settings import Also, Settings
+from argosy.core.settings import Also, Repeats, Settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from argosy.models.parts.einsum import Contraction
 
 # Every matrix of the layers, except those that choose experts or weigh the shared one.
 LAYERS = r"layers\.(?!.*\.(router|shared_gate)$).*"
+HEAD = "head"
 WAY_OUT = "names are regular expressions over module paths: `argosy models show MODEL`, docs/adapters.md"
 
 ADAPTERS = Registry("adapter")
@@ -32,7 +35,8 @@ class NoAdapter(Settings):
 
 
 class LowRank(Settings):
-    """The settings of every low-rank adapter. The base model is frozen; only the adapters are trained, optimized and saved."""
+    """The settings of every low-rank adapter. The base model is frozen; only the adapters, and what `train` names, are trained,
+    optimized and saved."""
 
     trains_base: ClassVar[bool] = False
 
@@ -60,6 +64,16 @@ class LowRank(Settings):
     `layers\\..*\\.attn\\.[qv]`. A pattern that matches nothing is an error. None: every matrix of the layers except routers
     and heads, because adapters on attention alone learn less (thinkingmachines.ai/blog/lora, arXiv:2305.14314)."""
 
+    train: Annotated[
+        list[str],
+        Repeats(),
+        Also("modules_to_save", "lora_modules_to_save", "additional_target", note="regular expressions over our module paths"),
+    ] = Field(default_factory=list)
+    """Modules that are trained in full beside the adapters and saved with them (PEFT's `modules_to_save`): regular expressions that
+    match whole paths, such as `embed`, `head`, `.*norm`; `adapter.train=embed adapter.train=head` are two. One that matches nothing is
+    an error. They carry no adapter. A head of scores is always among them. A head that is tied to the embedding is trained by
+    `embed`."""
+
     def gain(self, rank: int | None = None) -> float:
         """What the product of the factors is multiplied by."""
         rank = rank or self.rank
@@ -76,26 +90,68 @@ class LowRank(Settings):
         return []
 
     def put_on(self, model: Any, dtype: Any = None) -> list[str]:
-        """Freezes a model, quantizes it where the settings say so, and puts the adapters on. Returns the names of the contractions
-        with adapters, at least one.
+        """Freezes a model except what is trained in full, quantizes it where the settings say so, and puts the adapters on. Returns the
+        names of the contractions with adapters, at least one.
 
         Args:
             model: with weights that are descriptions, in any layout of the layers.
             dtype: the type in which frozen weights are kept; float32 by default.
 
         Raises:
-            BadInput: `where` matches nothing, or is not a regular expression.
+            BadInput: `where` or `train` matches nothing, or both match the same, or one is not a regular expression.
         """
         from argosy.adapt.base import frozen
-        from argosy.adapt.surgery import swap
+
+        frozen(model, dtype, self.whole(model))
+        self.quantize(model)
+        return self._swap(model, "where", self.where, self.make)
+
+    def whole(self, model: Any) -> list[str]:
+        """The names of the modules of a model that are trained in full.
+
+        Raises:
+            BadInput: a rule of `train` matches nothing, nothing that gradients train, or is not a regular expression.
+        """
+        from flax import nnx
+
+        from argosy.adapt.surgery import find_parts, inside
+        from argosy.core.errors import BadInput
+        from argosy.models.parts.weight import Frozen, variables
+
+        names: list[str] = []
+        for rule in [*self.train, *([HEAD] if model.config.scored else [])]:
+            try:
+                found = find_parts(model, rule)
+            except BadInput as error:
+                tied = rule == HEAD and model.config.tied
+                hint = "the head is tied to the embedding: adapter.train=embed trains both" if tied else error.hint or WAY_OUT
+                raise BadInput(f"adapter.train: {error.what}", where=error.where, hint=hint) from None
+            held = [v for a, v in variables(model).items() if any(inside(a, name) for name in found)]
+            if not any(isinstance(v, nnx.Param | Frozen) for v in held):
+                raise BadInput(f"adapter.train: nothing that gradients train matches `{rule}`", hint=WAY_OUT)
+            names += [name for name in found if name not in names]
+        return names
+
+    def _swap(self, model: Any, key: str, where: str | None, make: "Callable[[Contraction], Contraction]") -> list[str]:
+        """Replaces the contractions that a setting names, or by default every matrix of the layers that is not trained in full. Returns
+        their names, at least one."""
+        from argosy.adapt.surgery import find, inside, put_at
         from argosy.core.errors import BadInput
 
-        frozen(model, dtype)
-        self.quantize(model)
+        whole = self.whole(model)
         try:
-            return swap(model, self.where or LAYERS, self.make)
+            found = find(model, where or LAYERS)
         except BadInput as error:
-            raise BadInput(f"adapter.where: {error.what}", where=error.where, hint=error.hint or WAY_OUT) from None
+            raise BadInput(f"adapter.{key}: {error.what}", where=error.where, hint=error.hint or WAY_OUT) from None
+        both = [name for name in found if any(inside(name, other) for other in whole)]
+        if both and where is not None:
+            raise BadInput(f"adapter.{key} and adapter.train both match {', '.join(both[:4])}", hint="leave them out of one")
+        names = [name for name in found if name not in both]
+        if not names:
+            raise BadInput("adapter.train leaves nothing to put an adapter on", hint="adapter=none trains every weight")
+        for name in names:
+            put_at(model, name, make(found[name]))
+        return names
 
 
 class Lora(LowRank):
@@ -144,6 +200,5 @@ class Qlora(LowRank):
 
     def quantize(self, model: Any) -> list[str]:
         from argosy.adapt.quant import quantized
-        from argosy.adapt.surgery import swap
 
-        return swap(model, self.quantize_where or LAYERS, lambda of: quantized(of, self.format, self.block))
+        return self._swap(model, "quantize_where", self.quantize_where, lambda of: quantized(of, self.format, self.block))

@@ -1,4 +1,5 @@
-"""A checkpoint of adapters: the factors of every contraction that has some, and which base model they belong to.
+"""A checkpoint of adapters: the factors of every contraction that has some, the weights that were trained in full beside them, and
+which base model they belong to.
 
 A base is known by where it was and by the size and SHA-256 of the files of its weights. It is opened again from there; another one
 is refused, because adapters on other weights give plausible nonsense. A file whose size and time are those that were recorded counts
@@ -13,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from argosy.adapt.base import FACTORS
+from argosy.adapt.base import FACTORS, retrained
 from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import QuantizedEinsum
 from argosy.adapt.settings import ADAPTERS, LowRank
 from argosy.adapt.surgery import find
 from argosy.checkpoint import manifest
-from argosy.checkpoint.peft import Adapter, adapters_of, with_adapter
+from argosy.checkpoint.peft import Adapter, Contents, contents_of, with_adapter
 from argosy.checkpoint.step_reader import read_array
 from argosy.checkpoint.stored import Stored, open_model
 from argosy.core.errors import BadInput, Damaged
-from argosy.core.formats import Reader, View
+from argosy.core.formats import Arrays, Over, Reader, View
 from argosy.core.schema import Choice
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Scan, Unroll
@@ -49,25 +50,34 @@ class Adapted:
     held: manifest.Held
 
     @cached_property
-    def adapters(self) -> dict[str, Adapter]:
-        """The factors, by the per-layer name of their contraction.
+    def contents(self) -> Contents:
+        """The factors and the weights that were trained in full.
 
         Raises:
             Damaged: one is missing.
         """
         model = self.config.build(Scan() if self.layers == "scan" else Unroll())
         self.settings.put_on(model)
-        for name in find(model, ".*", LoRA):
-            for factor in FACTORS:
-                if (address := f"{name}.{factor}") in variables(model):
-                    put(model, {address: read_array(self.folder, address)})
-        return adapters_of(model)
+        addresses = [f"{name}.{factor}" for name in find(model, ".*", LoRA) for factor in FACTORS]
+        for address in {*addresses, *retrained(model)} & set(variables(model)):
+            put(model, {address: read_array(self.folder, address)})
+        return contents_of(model)
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The factors, by the per-layer name of their contraction."""
+        return self.contents.adapters
+
+    @property
+    def whole(self) -> Mapping[str, np.ndarray]:
+        """The weights that were trained in full, by per-layer name."""
+        return self.contents.whole
 
     @property
     def weights(self) -> Reader:
         """The base's weights with the adapters merged as they are read, in the types of the base. Where the base was quantized for
         training, it is rounded as it was then, because the adapters have learned to make up for that."""
-        return View(self.base.weights, change=self._merged)
+        return Over(View(self.base.weights, change=self._merged), Arrays(self.whole))
 
     @property
     def is_quantized(self) -> bool:

@@ -4,6 +4,7 @@
 scan and unroll agree only to rounding.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from argosy.adapt.base import base_addresses
+from argosy.adapt.base import base_addresses, retrained
 from argosy.core.errors import BadInput, Unsupported, mistakes_of, refuse
 from argosy.core.settings import Choice
 from argosy.data import pipeline
@@ -118,6 +119,8 @@ class Assembly:
     # The contractions with adapters, and the addresses of the frozen weights under them, which checkpoints leave out.
     adapted: tuple[str, ...] = ()
     base: frozenset[str] = frozenset()
+    # The addresses of the weights that are trained in full beside adapters.
+    retrained: frozenset[str] = frozenset()
     # Frozen models that steps read, by role; and their weights, once they are known.
     roles: dict[str, Role] = field(default_factory=dict)
     frozen: dict[str, Any] = field(default_factory=dict)
@@ -241,7 +244,7 @@ class Assembly:
     def parameters(self) -> int:
         """The parameters of the model and of its adapters; those of a quantized base count as before."""
         if self.base:
-            return self.run.model.parameters() + count(self.shapes.params)
+            return self.run.model.parameters() + count(self._factors)
         return count(self.shapes.params) + count(self.shapes.rest)
 
     @property
@@ -252,8 +255,15 @@ class Assembly:
         if not self.base:
             return self.run.data.batch * model.training_flops(tokens)
         weights = model.flops(tokens) - model.mixing_flops(tokens)
-        row = model.training_flops(tokens) - weights + 6 * tokens * count(self.shapes.params)
+        own = meanings_of(self.model)
+        whole = sum(math.prod(self.shapes.params[a].shape) for a in self.retrained if own[a][0].inner)
+        row = model.training_flops(tokens) - weights + tokens * (6 * count(self._factors) + 2 * whole)
         return self.run.data.batch * row
+
+    @property
+    def _factors(self) -> dict[str, Any]:
+        """What is trained in adapters."""
+        return {address: shape for address, shape in self.shapes.params.items() if address not in self.retrained}
 
 
 def check_implementations(execution: Any) -> None:
@@ -404,6 +414,7 @@ def _assembled(
     if not run.adapter.trains_base:
         adapted = run.adapter.put_on(model, jnp.dtype(decided.base_dtype))
     base = frozenset(base_addresses(model)) if adapted else frozenset()
+    whole = frozenset(retrained(model))
     critic = getattr(run.objective, "critic", None)
     if critic is not None:
         attach(model, run.model, decided.run(run.execution.remat))
@@ -437,7 +448,7 @@ def _assembled(
     learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731
     return kind(
         run, decided, mesh, tokenizer, batches, evals, model, graph, optimizer, learning_rate,
-        stated, places, tuple(adapted), base, roles, teacher=teacher,
+        stated, places, tuple(adapted), base, whole, roles, teacher=teacher,
     )  # fmt: skip
 
 

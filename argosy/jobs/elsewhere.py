@@ -3,7 +3,6 @@
 Names that correspond to a setting are marked on it (`core.schema.Also`). `argosy.cli.pages` writes both to a page.
 """
 
-_MODULES = "training whole modules beside an adapter is not built: adapter.where puts adapters on more of them"
 _TRACKERS = "trackers are not built yet: every number is in metrics.jsonl of the run, and report.html plots it"
 _DEVICE = "JAX uses the accelerator it finds; the variable JAX_PLATFORMS=cpu, cuda or tpu chooses"
 _DROPOUT = "dropout is not built: one pass over much text does not need it"
@@ -18,8 +17,6 @@ _DEEPSPEED = "mesh.fsdp splits weights and optimizer state over devices, as ZeRO
 ELSEWHERE: dict[str, str] = {
     # adapters and quantized training
     "lora_dropout": _DROPOUT,
-    "modules_to_save": _MODULES,
-    "lora_modules_to_save": _MODULES,
     "use_dora": "adapter=dora",
     "peft_use_dora": "adapter=dora",
     "lora_bias": "biases are not trained beside an adapter",

@@ -72,7 +72,7 @@ def _fill_from(assembly: Assembly, stored: Stored) -> bool:
         _fill_base(assembly, stored, fresh=True)
         key = jax.random.key(assembly.run.seed)
         fill(assembly.model, key, addresses=layer_addresses(assembly.model), place=places.__getitem__)
-        return False
+        return _lacks_head(assembly, stored)
     with apart(assembly.model) as critic:
         if critic is not None:
             # The body of the weights, and a head that is drawn.
@@ -84,9 +84,14 @@ def _fill_from(assembly: Assembly, stored: Stored) -> bool:
 
 
 def _fill_model(assembly: Assembly, stored: Stored, places: dict[str, Any]) -> bool:
-    head = HEAD if assembly.run.model.scored and not stored.config.scored else None
-    read_into(assembly.model, stored.weights, place=places.__getitem__, but=head)
-    return head is not None
+    head = _lacks_head(assembly, stored)
+    read_into(assembly.model, stored.weights, place=places.__getitem__, but=HEAD if head else None)
+    return head
+
+
+def _lacks_head(assembly: Assembly, stored: Stored) -> bool:
+    """Whether the run trains a head of scores that the model it starts from does not have."""
+    return bool(assembly.run.model.scored) and not stored.config.scored
 
 
 def _fill_base(assembly: Assembly, stored: Stored, *, fresh: bool) -> None:
@@ -94,7 +99,8 @@ def _fill_base(assembly: Assembly, stored: Stored, *, fresh: bool) -> None:
     plain = assembly.run.model.build(assembly.decided.run("none"))
     fill_base(
         assembly.model,
-        stored_arrays(plain, stored.weights, dtype=assembly.decided.base_dtype),
+        # bfloat16 only where the file has no more bits, so nothing is lost of what is trained in full.
+        stored_arrays(plain, stored.weights, dtype=assembly.decided.base_dtype, but=HEAD if _lacks_head(assembly, stored) else None),
         place=places.__getitem__,
         fresh=fresh,
         iterations=getattr(assembly.run.adapter, "pissa_iterations", None),

@@ -253,8 +253,6 @@ class Run(Settings):
         if not self.adapter.trains_base and not self.init.weights:
             what = "init.state is not built with an adapter" if self.init.state else "the weights under an adapter are random"
             raise ValueError(f"{what}: model=FOLDER or init.weights=FOLDER names the trained model to put it on")
-        if not self.adapter.trains_base and self.model.scored:
-            raise ValueError("a head of scores is not trained beside an adapter: train all weights (adapter=none)")
         if self.data.batch % self.accumulate:
             raise ValueError(f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}")
         return self

@@ -103,7 +103,7 @@ AXOLOTL = {
     "lora_target_modules": "adapter.where",
     "peft_use_rslora": "adapter.rslora",
     "peft_init_lora_weights": "adapter.init",
-    "lora_modules_to_save": SENTENCE,
+    "lora_modules_to_save": "adapter.train",
     "load_in_4bit": "adapter.format",
     "load_in_8bit": "adapter.format",
     "merge_lora": SENTENCE,
