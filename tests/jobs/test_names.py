@@ -99,7 +99,7 @@ AXOLOTL = {
     "saves_per_epoch": "checkpoint.every",
     "lora_r": "adapter.rank",
     "lora_alpha": "adapter.alpha",
-    "lora_dropout": SENTENCE,
+    "lora_dropout": "adapter.dropout",
     "lora_target_modules": "adapter.where",
     "peft_use_rslora": "adapter.rslora",
     "peft_init_lora_weights": "adapter.init",
