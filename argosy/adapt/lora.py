@@ -201,6 +201,16 @@ class LoRA(Contraction):
         return {"a": a, "b": b, "a0": a, "b0": b}
 
 
+class Fixed(LoRA):
+    """A contraction with an adapter that is not trained, under another one. Its gain is in B."""
+
+    def __init__(self, of: Contraction, rank: int):
+        super().__init__(of, rank, float(rank), gain=1.0)
+        for name in ("a", "b"):
+            v = getattr(self, name)
+            setattr(self, name, Frozen(v.get_value(), **{key: v.get_metadata()[key] for key in ("meaning", "draw")}))
+
+
 class DoRA(LoRA):
     """A contraction with a weight-decomposed adapter. m: the magnitude of each output channel, trained; it starts at that of W.
 

@@ -77,6 +77,11 @@ class LowRank(Settings):
     an error. They carry no adapter. A head of scores is always among them. A head that is tied to the embedding is trained by
     `embed`."""
 
+    onto: Literal["merge", "stack"] | None = None
+    """What happens to the adapters of a base that has some already (a run that trained adapters, or a PEFT folder). merge: they are
+    added to its weights, and the new ones go onto the sum. stack: they stay as they are under the new ones, and are written with
+    them, as one adapter of the ranks together on the same base. None: such a base is refused."""
+
     def gain(self, rank: int | None = None) -> float:
         """What the product of the factors is multiplied by."""
         rank = rank or self.rank
@@ -92,13 +97,14 @@ class LowRank(Settings):
         """Quantizes the base of a model. Returns the names of the contractions, none by default."""
         return []
 
-    def put_on(self, model: Any, dtype: Any = None) -> list[str]:
+    def put_on(self, model: Any, dtype: Any = None, beneath: "Callable[[Any], Any] | None" = None) -> list[str]:
         """Freezes a model except what is trained in full, quantizes it where the settings say so, and puts the adapters on. Returns the
         names of the contractions with adapters, at least one.
 
         Args:
             model: with weights that are descriptions, in any layout of the layers.
             dtype: the type in which frozen weights are kept; float32 by default.
+            beneath: puts adapters on the frozen model that stay as they are.
 
         Raises:
             BadInput: `where` or `train` matches nothing, or both match the same, or one is not a regular expression.
@@ -107,6 +113,8 @@ class LowRank(Settings):
 
         frozen(model, dtype, self.whole(model))
         self.quantize(model)
+        if beneath is not None:
+            beneath(model)
         return self._swap(model, "where", self.where, self.make)
 
     def whole(self, model: Any) -> list[str]:

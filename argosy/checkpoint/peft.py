@@ -126,7 +126,7 @@ def sites(config: Any) -> list[Site]:
 
 def _modules(config: Any) -> Iterator[tuple[str, tuple[str, ...], Row, list[Contraction]]]:
     """The Hub's modules that hold the weights of our contractions: their names, how they are read, and the contractions."""
-    specs = _contractions(config)
+    specs = contractions(config)
     for row in config.hub_rows()[0]:
         ours = (row.ours,) if isinstance(row.ours, str) else row.ours
         if not isinstance(row.theirs, str) or not all(path.endswith(".w") for path in ours):
@@ -141,7 +141,8 @@ def _modules(config: Any) -> Iterator[tuple[str, tuple[str, ...], Row, list[Cont
             )
 
 
-def _contractions(config: Any) -> dict[str, Contraction]:
+def contractions(config: Any) -> dict[str, Contraction]:
+    """The contractions of a model by per-layer name."""
     modules = nnx.iter_modules(config.build(Unroll()))
     return {".".join(map(str, path)): m for path, m in modules if isinstance(m, Contraction)}
 
@@ -348,7 +349,7 @@ def settle(model: Any) -> None:
 def merged(weights: Reader, contents: Contents, config: Any) -> Reader:
     """A model's weights with adapters merged as they are read: W + gain A B, in the type of W; and with those that were trained in
     full in place of its own."""
-    specs, adapters = _contractions(config), contents.adapters
+    specs, adapters = contractions(config), contents.adapters
     weights = Over(weights, Arrays(contents.whole))
 
     def change(name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:

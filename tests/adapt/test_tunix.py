@@ -1,4 +1,5 @@
-"""A model in the form that Tunix calls: the same logits, for padded rows and for several sequences a row. `bench/tunix_cpu.py` trains it."""
+"""A model in the form that Tunix calls: the same logits, for padded rows and for several sequences a row. `bench/tunix_cpu.py`
+trains it."""
 
 from types import SimpleNamespace
 from typing import Any
