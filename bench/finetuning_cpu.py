@@ -30,10 +30,10 @@ HELD_OUT, STEPS, SEEDS, SEQUENCE, BATCH = 100, 200, 3, 192, 4
 LORA = ["adapter=lora", "adapter.rank=16"]
 # Of stories260K; one rate each of larger models, that of the recipe and ten times it for so few steps.
 WAYS = {
-    "full": ([], (3e-4, 1e-3, 3e-3)),
-    "LoRA, rank 16": (LORA, (3e-3, 1e-2, 3e-2)),
-    "LoRA, dropout 0.1": ([*LORA, "adapter.dropout=0.1"], (1e-2,)),
-    "LoRA and norms in full": ([*LORA, "adapter.train=.*norm"], (1e-2,)),
+    "full": ([], (1e-3,)),
+    "LoRA, rank 16": (LORA, (1e-3, 3e-3)),
+    "LoRA, embedding and norms in full": ([*LORA, "adapter.train=[embed, .*norm]"], (1e-3,)),
+    "LoRA, dropout 0.1": ([*LORA, "adapter.dropout=0.1"], (1e-3,)),
 }
 LARGER = {"full": ([], (2e-5, 1e-4)), "LoRA, rank 16": (LORA, (2e-4, 1e-3))}
 

@@ -4,6 +4,7 @@ It opens with a sentence that says what happened. Everything shown comes from a 
 are left out. Everything from a run is treated as text: it is escaped, and control characters are replaced.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,7 +116,11 @@ def _head(record: Record) -> str:
         facts.append(("loss", f"{losses[-1][1]:.4f}", f"{losses[0][1]:.4f} at step {losses[0][0]:.0f}"))
     if evals:
         best, at = min((y, x) for x, y in evals)
-        facts.append(("eval loss", f"{evals[-1][1]:.4f}", f"best {best:.4f} at step {at:.0f}"))
+        first = f"{evals[0][1]:.4f} before; " if not evals[0][0] else ""
+        facts.append(("eval loss", f"{evals[-1][1]:.4f}", f"{first}best {best:.4f} at step {at:.0f}"))
+    if held := numbers(record.lines, "eval_reward"):
+        first = f"{held[0][1]:.3f} " + (f"at step {held[0][0]:.0f}" if held[0][0] else "before")
+        facts.append(("eval reward", f"{held[-1][1]:.3f}", f"{first}; greedy answers to held-out prompts"))
     if bits := numbers(record.lines, "eval_bits_per_byte"):
         perplexity = numbers(record.lines, "eval_perplexity")
         under = f"perplexity {perplexity[-1][1]:.4g}" if perplexity else ""
@@ -226,8 +231,10 @@ def _answers(record: Record) -> str:
     """The best and the worst of the answers that were kept of the last rollout, and of the first."""
     if not record.answers:
         return ""
-    rollouts = sorted({int(one["rollout"]) for one in record.answers})
-    tables = [_of_rollout(number, [one for one in record.answers if one["rollout"] == number]) for number in rollouts]
+    # After a kill the rollouts since the last checkpoint are written again with the same answers.
+    answers = {json.dumps(one, sort_keys=True): one for one in record.answers}.values()
+    rollouts = sorted({int(one["rollout"]) for one in answers})
+    tables = [_of_rollout(number, [one for one in answers if one["rollout"] == number]) for number in rollouts]
     first = f"<details><summary>the first rollout</summary>{tables[0]}</details>" if len(tables) > 1 else ""
     return _section("What it answers", tables[-1] + first)
 

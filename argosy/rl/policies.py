@@ -81,8 +81,8 @@ class Policy(OfTokens):
     """Of several rewards: sum adds them by weight, then compares; each compares every reward with its group first, then adds
     (GDPO, arXiv:2601.05242), so that a reward of small range counts too. `each` is for `advantages: group` only."""
     loss: Annotated[TokenLoss, Also("importance_sampling_level")] = "ppo"
-    """The loss of a token (`rl.losses`). ppo: clipped ratio; gspo: clipped ratio of the whole answer; cispo: REINFORCE with bounded
-    weights; reinforce: no ratio, for one update a rollout."""
+    """The loss of a token (`rl.losses`). ppo: clipped ratio; gspo: clipped ratio of the whole answer, which moves less (`low` 3e-4,
+    `high` 4e-4); cispo: REINFORCE with bounded weights (`low` 0, `high` 5); reinforce: no ratio, for one update a rollout."""
     low: Annotated[float, Also("epsilon", "clip_ratio", "clip_ratio_low")] = Field(0.2, ge=0)
     """Lower clip: the ratio stops mattering below 1 - low. Of `cispo` the lower bound of the weight itself."""
     high: Annotated[float, Also("epsilon_high", "clip_ratio_high")] = Field(0.2, ge=0)
@@ -127,7 +127,22 @@ class Policy(OfTokens):
             raise ValueError(f"low = {self.low:g} is above 1: ratios are clipped at 1 - low")
         if self.dual is not None and self.loss != "ppo":
             raise ValueError(f"dual is for loss=ppo, not {self.loss}")
+        if self.critic is not None:
+            self._leave(("advantages", "scale", "normalize"), "with a critic the advantages are against its values")
+        if self.loss == "reinforce":
+            self._leave(("low", "high"), "loss=reinforce has no ratio to clip")
+        if not self.kl:
+            self._leave(("kl_estimator",), "there is no KL penalty: objective.kl is 0")
+        elif self.kl_in == "reward":
+            self._leave(("kl_estimator",), "in the reward the divergence is estimated by k1, which is right there")
         return self
+
+    def _leave(self, names: tuple[str, ...], why: str) -> None:
+        """Raises where one of these settings, which mean nothing here, is not the default."""
+        for name in names:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ValueError(f"{name} = {value} does not apply: {why}")
 
     @property
     def reference(self) -> str | None:
@@ -274,6 +289,18 @@ class Rollout(Settings):
     """Whether answers that reach the limit without an end are learned from. They are counted either way."""
     slots: int = Field(64, gt=0)
     """Answers that are generated at a time; others wait."""
+    devices: Annotated[
+        int | None, MayChange(), Also("vllm_tensor_parallel_size", "rollout.tensor_model_parallel_size", "rollout_mesh")
+    ] = Field(None, gt=0)
+    """Devices that sample and do not train: the last ones of the process, which share the model's heads, features and vocabulary.
+    The weights are copied to them for each rollout, and the copies are compared with a checksum. None: all devices do both in
+    turns, and nothing is copied."""
+    ahead: Annotated[int, Also("max_staleness", "async_steps", "off_policy_steps", "max_head_offpolicyness")] = Field(0, ge=0, le=4)
+    """Rollouts that are sampled ahead, so that `devices` sample while the others train. Answers are then of weights that have not
+    learned from the last so many rollouts, which `objective.correction` weighs. 0: every rollout is sampled with the latest weights."""
+    weights: Annotated[Literal["same", "int8"], Also("rollout_quantization", note="rollout.weights=int8")] = "same"
+    """Of the engine. same: the trainer's; int8: rounded to 8 bits for each rollout, which halves what a decoding step reads beside
+    bfloat16. `objective.correction` weighs the difference, which is logged."""
     workers: Annotated[int | None, MayChange()] = Field(None, gt=0)
     """Processes for reward functions. None: one for each core, at most 8."""
 
@@ -290,4 +317,6 @@ class Rollout(Settings):
     def _in_order(self) -> "Rollout":
         if self.overlong > self.tokens:
             raise ValueError(f"overlong = {self.overlong} is above tokens = {self.tokens}")
+        if self.ahead and self.devices is None:
+            raise ValueError(f"ahead = {self.ahead} needs devices that sample while others train: rollout.devices=N")
         return self

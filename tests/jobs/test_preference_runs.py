@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from campaign_kill import SMALL
+from helpers import Heard
 
 import argosy
 from argosy.checkpoint.stored import open_model
@@ -15,23 +16,12 @@ from argosy.core.storage import Store
 from argosy.jobs import reference
 from argosy.jobs.convert import convert
 from argosy.jobs.proof import digest
-from argosy.jobs.train import Quiet
 from argosy.observe.metrics import by_step, read
 from argosy.rl.reward_models import RewardModel
 from argosy.rl.settings import Reward
 
 # A model of a few thousand weights; 8 updates of 8 pairs, resumed after the fourth.
 STEPS, EVERY = 8, 4
-
-
-class Heard(Quiet):
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        self.words = ""
-
-    def say(self, text: str) -> None:
-        self.words += text + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +73,7 @@ def test_the_first_loss_is_that_of_the_reference_itself_and_preferences_are_lear
     evaluated = {line["step"]: line for line in read(Store(whole)) if "eval_loss" in line}
     assert evaluated[STEPS]["eval_rewards/accuracy"] > 0.5
     assert evaluated[STEPS]["eval_loss"] < evaluated[EVERY]["eval_loss"] < np.log(2)
+    assert evaluated[0]["eval_loss"] == pytest.approx(np.log(2), rel=1e-6), "before the first step"
     assert "eval_perplexity" not in evaluated[STEPS]
 
 

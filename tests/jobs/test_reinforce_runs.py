@@ -1,18 +1,20 @@
 """Runs that learn from rewards: they get better, a resume is bit for bit wherever it is, and mistakes are found before work starts."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from campaign_kill import SMALL
+from helpers import Heard
 
 import argosy
 from argosy.core.errors import ArgosyError, UserError
 from argosy.core.storage import Store
+from argosy.jobs import rollout_engine
 from argosy.jobs.proof import digest
-from argosy.jobs.train import Quiet
 from argosy.observe.metrics import by_step, read
 from argosy.parallel.mesh import MeshSettings
 
@@ -34,23 +36,13 @@ def odd(prompts, completions):
 """
 
 
-class Heard(Quiet):
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        self.words = ""
-
-    def say(self, text: str) -> None:
-        self.words += text + "\n"
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_device():
     """A mesh of one device where the settings ask for one, although there are eight."""
     with pytest.MonkeyPatch.context() as patch:
         build = MeshSettings.build
         alone = lambda how: (how.data, how.fsdp, how.tensor) == (1, 1, 1)  # noqa: E731
-        patch.setattr(MeshSettings, "build", lambda how: build(how, jax.devices()[:1] if alone(how) else None))
+        patch.setattr(MeshSettings, "build", lambda how, devices=None: build(how, jax.devices()[:1] if alone(how) else devices))
         yield
 
 
@@ -86,11 +78,14 @@ def numbers(run: Path, name: str) -> dict[int, float]:
 def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):
     """Random weights answer with any byte; digits are a tenth of what is readable and 4 % of all bytes."""
     run = tmp_path / "run"
-    fit("grpo", data, run, "data.batch=64", "objective.scale=batch", "optimizer.learning_rate=3e-2", steps=15)
+    said = fit("grpo", data, run, "data.batch=64", "objective.scale=batch", "optimizer.learning_rate=3e-2", steps=15)
+    assert re.search(r"the first prompt; its answers come at ⟦\.\.\.⟧\n(\d\+\d=)⟦\.\.\.⟧\nanswer: '\d+'\n", said)
     reward = numbers(run, "reward")
     assert np.mean([reward[step] for step in (1, 2)]) < 0.15
     assert np.mean([reward[step] for step in (14, 15)]) > 0.5
     evaluated = [line for line in read(Store(run)) if "eval_reward" in line]
+    assert evaluated[0]["step"] == 0
+    assert evaluated[0]["eval_reward"] < 0.3
     assert evaluated[-1]["eval_reward"] > 0.5
     assert "eval_loss" not in evaluated[-1]
     for name in ("sampler/difference_max", "sampler/difference_mean"):
@@ -101,6 +96,7 @@ def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):
     assert kept[0]["rewards"].keys() == {"digits"}
     page = (run / "report.html").read_text()
     assert "mean reward" in page
+    assert f"{evaluated[0]['eval_reward']:.3f} before; greedy answers" in page
     assert "rollout 15" in page
     assert "nats per token" not in page
     tokens = numbers(run, "tokens")
@@ -157,6 +153,59 @@ def test_eight_devices_learn_as_one(data: Path, base: Path, tmp_path: Path):
         assert eight == pytest.approx(one, rel=1e-3, abs=1e-5), metric
 
 
+def test_devices_that_only_sample_change_nothing_but_rounding(data: Path, base: Path, tmp_path: Path):
+    """The weights are copied to two devices, which share the heads, and arrive whole."""
+    fit("grpo", data, tmp_path / "one", f"init.weights={base}", steps=3)
+    said = fit("grpo", data, tmp_path / "apart", f"init.weights={base}", "rollout.devices=2", steps=3)
+    for metric in ("reward", "loss", "grad_norm", "targets"):
+        one, apart = numbers(tmp_path / "one", metric), numbers(tmp_path / "apart", metric)
+        assert apart == pytest.approx(one, rel=1e-3, abs=1e-5), metric
+    header = next(line["header"] for line in read(Store(tmp_path / "apart")) if "header" in line)
+    assert "sampled on 2 devices of their own" in header["rollout"]
+    assert header["devices"] == 1
+    assert said is not None
+    with pytest.raises(UserError, match="none is left to train"):
+        fit("grpo", data, tmp_path / "none", f"init.weights={base}", "rollout.devices=8", steps=1)
+
+
+def test_a_weight_that_arrives_changed_ends_the_run(data: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    put = jax.device_put
+
+    def faulty(a, place=None, **how):
+        moved = put(a, place, **how)
+        on = getattr(place, "device_set", set())
+        return moved.at[0].multiply(1.001) if on == {jax.devices()[-1]} and moved.ndim == 2 else moved
+
+    monkeypatch.setattr(rollout_engine.jax, "device_put", faulty)
+    with pytest.raises(ArgosyError, match="weights arrived changed"):
+        fit("grpo", data, tmp_path / "run", f"init.weights={base}", "rollout.devices=1", steps=1)
+
+
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_resume_with_rollouts_ahead_is_bit_for_bit(depth: int, data: Path, base: Path, tmp_path: Path):
+    """Those that were sampled ahead of the checkpoint are in it."""
+    how = ["rollout.devices=1", f"rollout.ahead={depth}", "rollout.epochs=2", f"init.weights={base}"]
+    fit("grpo", data, tmp_path / "whole", *how, steps=6)
+    fit("grpo", data, tmp_path / "halves", *how, steps=3)
+    assert "resuming from step 3" in fit("grpo", data, tmp_path / "halves", *how, steps=6)
+    for metric in ("loss", "reward", "grad_norm", "tokens", "rollout", "rollout_age"):
+        assert numbers(tmp_path / "whole", metric) == numbers(tmp_path / "halves", metric), metric
+    assert digest(tmp_path / "whole", 6) == digest(tmp_path / "halves", 6)
+    assert numbers(tmp_path / "whole", "rollout_age")[5] == depth
+    assert numbers(tmp_path / "whole", "sampler/difference_max")[5] > 1e-3, "they are of older weights"
+
+
+def test_weights_of_the_engine_in_int8_are_another_policy(data: Path, base: Path, tmp_path: Path):
+    """Rounded anew for each rollout; the difference is logged and weighed."""
+    run = tmp_path / "run"
+    fit("grpo", data, run, "rollout.weights=int8", f"init.weights={base}", steps=3)
+    found = numbers(run, "sampler/difference_max")
+    assert all(1e-5 < found[step] < 0.5 for step in (1, 2, 3)), found
+    assert all(0.9 < share < 1 for share in numbers(run, "sampler/effective").values())
+    with pytest.raises(UserError, match="train all weights"):
+        fit("grpo", data, tmp_path / "none", "rollout.weights=int8", f"init.weights={base}", "adapter=lora", steps=1)
+
+
 def test_equal_rewards_teach_nothing_and_are_counted(data: Path, base: Path, tmp_path: Path):
     run = tmp_path / "run"
     fit("grpo", data, run, f"reward={data / 'functions.py'}:same", f"init.weights={base}", "rollout.resample=2", steps=1)
@@ -192,6 +241,7 @@ def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path:
         (["data.packing=fit"], "answers that are in the data"),
         (["data.epochs=0.2"], "fewer than the 4 of a rollout"),
         (["rollout.overlong=9"], "overlong = 9 is above tokens"),
+        (["rollout.ahead=1"], "needs devices that sample"),
     ],
 )
 def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str, data: Path, tmp_path: Path):

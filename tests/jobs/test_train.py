@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from campaign_kill import SMALL
+from helpers import Heard
 
 import argosy
 from argosy.checkpoint.run_directory import RunDirectory
@@ -30,16 +31,6 @@ from argosy.observe.metrics import by_step, read
 
 STEPS, EVERY = 4, 2
 WORDS = [*SMALL, f"checkpoint.every={EVERY}"]
-
-
-class Heard(Quiet):
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        self.words = ""
-
-    def say(self, text: str) -> None:
-        self.words += text + "\n"
 
 
 def fit(run: Path, *words: str) -> tuple[argosy.Outcome, str]:
@@ -402,7 +393,7 @@ def test_the_best_three_are_saved_and_kept(tmp_path: Path):
     reading = SimpleNamespace(value=SimpleNamespace(checkpoint=SimpleNamespace(keep_best=2)))
     saver = Saver(None, reading, checkpoints, {})  # pyright: ignore[reportArgumentType]
     saver.__class__ = type("Noting", (Saver,), {"__call__": lambda self, now: saved.append(now.step)})
-    for step, loss in ((30, 3.0), (40, 1.5), (50, 1.7), (60, float("nan")), (70, 0.5)):
+    for step, loss in ((0, 0.1), (30, 3.0), (40, 1.5), (50, 1.7), (60, float("nan")), (70, 0.5)):
         saver.evaluated(SimpleNamespace(step=step), loss)
     assert saved == [40, 70]
 
