@@ -255,8 +255,6 @@ class Run(Settings):
         if not self.adapter.trains_base and not self.init.weights:
             what = "init.state is not built with an adapter" if self.init.state else "the weights under an adapter are random"
             raise ValueError(f"{what}: model=FOLDER or init.weights=FOLDER names the trained model to put it on")
-        if not self.adapter.trains_base and self.model.scored:
-            raise ValueError("a head of scores is not trained beside an adapter: train all weights (adapter=none)")
         if self.data.batch % self.accumulate:
             raise ValueError(f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}")
         return self
@@ -270,6 +268,8 @@ class Run(Settings):
             return
         if not self.reward:
             raise ValueError("reward is missing: reward=FILE.py:FUNCTION names what answers are rewarded for")
+        if getattr(self.adapter, "dropout", 0):
+            raise ValueError("adapter.dropout makes the policy that is trained another one than the one that answers: leave it out")
         if self.accumulate > 1:
             raise ValueError("accumulate does not apply: the parts of an update follow from the lengths (rollout.rows)")
         if getattr(self.objective, "critic", None) is not None and "scores" not in type(self.model).model_fields:
