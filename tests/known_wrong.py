@@ -767,7 +767,7 @@ EDITS = [
     ),
     Edit(
         "a call of gpt-oss that was cut short is lost",
-        "argosy/serve/channels.py",
+        "argosy/infer/channels.py",
         "                self._write(self._arguments, found)\n",
         "                pass\n",
         ("tests/serve/test_channels.py::test_an_answer_is_split_however_its_text_is_cut",),
