@@ -1,0 +1,134 @@
+"""The settings of environments, without jax. Each knows the class that its processes load.
+
+A name is a set of defaults and settings of its own; `environment=FILE.py:CLASS` is `custom` with that class.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, field_validator, model_validator
+
+from argosy.core.registry import Registry
+from argosy.core.settings import Also, MayChange, Settings
+from argosy.rl.reward_sources import text_of_file
+
+ENVIRONMENTS = Registry(
+    "environment",
+    {
+        "none": "argosy.rl.environment_settings:NoEnvironment",
+        "custom": "argosy.rl.environment_settings:Custom",
+        "guess": "argosy.rl.environment_settings:Guess",
+    },
+)
+OWN = "argosy.rl.environments"
+
+
+class NoEnvironment(Settings):
+    """An answer is one turn."""
+
+    played: ClassVar[bool] = False
+
+
+class EnvironmentSettings(Settings):
+    """What every environment has."""
+
+    played: ClassVar[bool] = True
+    # Whether it gives rewards; otherwise there are reward functions.
+    gives: ClassVar[bool] = True
+    # Whether it reads texts, messages, or either.
+    reads: ClassVar[str] = "either"
+
+    weight: float = 1.0
+    """What the sum of the environment's rewards is multiplied by before rewards are added."""
+    turns: Annotated[int, Also("max_turns", "max_steps", "max_assistant_turns", "max_tool_calling_iterations")] = Field(8, gt=0)
+    """The most turns of the model in an answer."""
+    timeout: Annotated[float, MayChange(), Also("step_timeout", "env_timeout")] = Field(10.0, gt=0)
+    """Seconds of a step, and of making and resetting an environment. One that takes longer is ended with its process, and its answer has
+    no reward."""
+    observation: Annotated[int, Also("max_tool_response_length", "max_observation_length")] = Field(256, gt=0)
+    """The most tokens of what an environment says after a turn. A longer text is cut, which is counted, and says so."""
+    stop: str | None = None
+    """A text that ends a turn of the model, such as a line break, in prompts that are texts. None: only end tokens do."""
+    wait: int | None = Field(16, ge=0)
+    """Steps of the engine after which an answer goes on. Until then its environment has time; if it needs more, the engine waits, so that
+    the same run gives the same answers, bit for bit, whatever the time that environments take. None: an answer goes on as soon as there
+    is a reply, which suits slow environments; results then differ by rounding from run to run."""
+    processes: int = Field(256, gt=0)
+    """Environments at a time, each a process; other answers wait."""
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, value: str | None) -> str | None:
+        if value == "":
+            raise ValueError("should be a text, or none")
+        return value
+
+    def source(self) -> dict[str, Any]:
+        """What a process loads (`environment_pool.Environments`).
+
+        Raises:
+            UserError: it cannot be found, or cannot run here.
+        """
+        raise NotImplementedError
+
+
+class Custom(EnvironmentSettings):
+    """A class of one's own (`argosy.rl.environment`)."""
+
+    of: Annotated[str, Also("env_class", "env_name", "environment_factory")]
+    """FILE.py:CLASS (from the working directory) or package.module:CLASS."""
+    args: Annotated[dict[str, Any], Also("env_config", "env_kwargs")] = Field(default_factory=dict)
+    """What the class is called with."""
+
+    @field_validator("of")
+    @classmethod
+    def _names_a_class(cls, value: str) -> str:
+        if not all(value.rpartition(":")):
+            raise ValueError("should be FILE.py:CLASS or package.module:CLASS")
+        return value
+
+    def source(self) -> dict[str, Any]:
+        return located(self.of) | {"args": dict(self.args)}
+
+
+class Guess(EnvironmentSettings):
+    """Finds a number by asking whether it is higher or lower (`argosy.rl.environments.guess`), in prompts that are texts."""
+
+    reads: ClassVar[str] = "texts"
+    stop: str | None = "\n"
+    low: int = 1
+    """The lowest number."""
+    high: int = 9
+    """The highest number."""
+    tries: int = Field(3, gt=0)
+    """Guesses of a game."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "Guess":
+        if self.high <= self.low:
+            raise ValueError(f"high = {self.high} is not above low = {self.low}")
+        if self.tries > self.turns:
+            raise ValueError(f"tries = {self.tries} is above turns = {self.turns}")
+        return self
+
+    def source(self) -> dict[str, Any]:
+        return shipped("guess:Guess", {"low": self.low, "high": self.high, "tries": self.tries})
+
+
+def shipped(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The source of an environment that comes with Argosy."""
+    module, _, made = name.partition(":")
+    return {"of": module, "module": f"{OWN}.{module}", "function": made, "args": dict(args)}
+
+
+def located(of: str) -> dict[str, Any]:
+    """A class or function by FILE.py:NAME or package.module:NAME; a file is read here, once.
+
+    Raises:
+        BadInput: there is no such file.
+    """
+    place, _, name = of.rpartition(":")
+    if place.endswith(".py"):
+        return {"of": of, "file": os.path.abspath(place), "function": name, "source": text_of_file(place, of, "environment")}
+    return {"of": of, "module": place, "function": name}
