@@ -21,6 +21,7 @@ from pathlib import Path
 
 import jax
 from campaign_kill import SMALL
+from helpers import Heard
 from jax.experimental.compilation_cache import compilation_cache
 
 import argosy
@@ -66,26 +67,6 @@ def compiled_once(folder: Path) -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-class Heard:
-    """A view that keeps what was said."""
-
-    def __init__(self) -> None:
-        self.words: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.words.append(text)
-
-    def header(self, facts: object) -> None: ...
-
-    def step(self, step: int, numbers: object) -> None: ...
-
-    def evaluation(self, step: int, numbers: object) -> None: ...
-
-    def sample(self, step: int, prompt: str, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def kinds(checkpoint: Path) -> dict[str, list[Path]]:
     """{kind: files}, as paths inside the checkpoint; files that are named by a random number are one kind."""
     found: dict[str, list[Path]] = {}
@@ -127,7 +108,7 @@ def strike(folder: Path, kind: str, how: Callable[[Path, random.Random], None], 
     how(checkpoint / draw.choice(kinds(checkpoint)[kind]), draw)
     try:
         argosy.fit("tiny", *WORDS, f"steps={STEPS}", f"dir={copy}", view=heard)
-        said = re.search(r"resuming from step (\d+)", "\n".join(heard.words))
+        said = re.search(r"resuming from step (\d+)", heard.words)
         losses = [by_step(read(Store(run)), "loss") for run in (alone, copy)]
         same = losses[0] == losses[1] and digest(alone, STEPS) == digest(copy, STEPS)
         return Blow(how.__name__, kind, int(said[1]) if said else 0, same)

@@ -1,4 +1,4 @@
-"""Where tests find the shared data and described TPUs, what this machine can do, how they compare, and which parameters are slow."""
+"""Where tests find the shared data and described TPUs, what this machine can do, how they compare and listen, and what is slow."""
 
 import ctypes
 import os
@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from argosy.jobs.view import Quiet
 
 DATA = Path(os.environ.get("ARGOSY_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
@@ -74,3 +76,13 @@ def can_confine() -> bool:
     if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
         return False
     return ctypes.CDLL(None).syscall(444, None, 0, 1) >= 1
+
+
+class Heard(Quiet):
+    """A view of a run that keeps what was said."""
+
+    def __init__(self) -> None:
+        self.words = ""
+
+    def say(self, text: str) -> None:
+        self.words += text + "\n"

@@ -218,6 +218,15 @@ class Engine:
         self.scheduler.forget_all()
         return True
 
+    def sleep(self) -> bool:
+        """Frees the cache until the next step, for whoever needs the memory meanwhile; programs are kept. Returns whether it did: not
+        while sequences run, and not that of a draft model."""
+        if self.speculation is not None or not self.reset_prefix_cache():
+            return False
+        self._land_all()
+        self._caches = self._weights = None
+        return True
+
     # ---------------------------------------------------------------- adapters
 
     def load_adapter(self, name: str, folder: str | Path, *, replace: bool = False) -> None:

@@ -145,8 +145,13 @@ class Held:
         self._engine.say = say
         return self._engine
 
+    def sleep(self) -> None:
+        """Frees the cache of an engine that has nothing to do, until its next step."""
+        if self._engine is not None:
+            self._engine.sleep()
+
     def forget(self) -> None:
-        """Frees the cache."""
+        """Frees the cache and the programs."""
         self._engine, self._room = None, Room()
 
     def _look(self, parts: Parts) -> None:

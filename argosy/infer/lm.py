@@ -369,6 +369,10 @@ class LM:
         """Frees the cache of earlier answers."""
         self._held.forget()
 
+    def sleep(self) -> None:
+        """Frees the cache as `forget` does, and keeps the programs that answer, so that the next answers compile nothing."""
+        self._held.sleep()
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, with the beginning-of-sequence token in front where the tokenizer adds one."""
         if not isinstance(prompt, str):

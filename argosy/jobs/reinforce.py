@@ -1,7 +1,8 @@
 """Reinforcement learning as a training run: what its assembly does otherwise than that of other objectives.
 
 The engine and the trainer are one model on the same devices: before a rollout the engine's module is given the state's own arrays,
-without a copy, and after it holds nothing. An update computes as many parts as a rollout's answers fill, by one program.
+without a copy; after it the engine frees its cache, and the arrays that it still names are given away by the update. An update
+computes as many parts as a rollout's answers fill, by one program.
 """
 
 import math
@@ -281,8 +282,10 @@ class RewardEvaluation:
             return
         self.metrics.write({"step": now.step} | numbers)
         self.view.evaluation(now.step, numbers)
-        with self.clock("checkpoint"):
-            self.saver.evaluated(now, -numbers["eval_reward"])
+        # Without it every reward was missing, which has been said.
+        if "eval_reward" in numbers:
+            with self.clock("checkpoint"):
+                self.saver.evaluated(now, -numbers["eval_reward"])
 
 
 def keeper(store: Any, view: View) -> Callable[[Sequence[Told]], None]:

@@ -4,6 +4,7 @@ It opens with a sentence that says what happened. Everything shown comes from a 
 are left out. Everything from a run is treated as text: it is escaped, and control characters are replaced.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -226,8 +227,10 @@ def _answers(record: Record) -> str:
     """The best and the worst of the answers that were kept of the last rollout, and of the first."""
     if not record.answers:
         return ""
-    rollouts = sorted({int(one["rollout"]) for one in record.answers})
-    tables = [_of_rollout(number, [one for one in record.answers if one["rollout"] == number]) for number in rollouts]
+    # After a kill the rollouts since the last checkpoint are written again with the same answers.
+    answers = {json.dumps(one, sort_keys=True): one for one in record.answers}.values()
+    rollouts = sorted({int(one["rollout"]) for one in answers})
+    tables = [_of_rollout(number, [one for one in answers if one["rollout"] == number]) for number in rollouts]
     first = f"<details><summary>the first rollout</summary>{tables[0]}</details>" if len(tables) > 1 else ""
     return _section("What it answers", tables[-1] + first)
 

@@ -64,3 +64,8 @@ def mean_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Mean:
 def highest_where(values: Float[Array, "..."], mask: Float[Array, "..."]) -> Highest:
     """The largest of the values (0 or more) at which the mask is 1."""
     return Highest(jnp.max(jnp.where(mask > 0, values, 0.0), initial=0.0))
+
+
+def numbers(metrics: Metrics) -> dict[str, float]:
+    """The values of metrics. A mean of nothing has none and is left out: 0 would be a reward."""
+    return {name: float(one.value()) for name, one in metrics.items() if not isinstance(one, Mean) or float(one.weight)}

@@ -81,8 +81,8 @@ class Policy(OfTokens):
     """Of several rewards: sum adds them by weight, then compares; each compares every reward with its group first, then adds
     (GDPO, arXiv:2601.05242), so that a reward of small range counts too. `each` is for `advantages: group` only."""
     loss: Annotated[TokenLoss, Also("importance_sampling_level")] = "ppo"
-    """The loss of a token (`rl.losses`). ppo: clipped ratio; gspo: clipped ratio of the whole answer; cispo: REINFORCE with bounded
-    weights; reinforce: no ratio, for one update a rollout."""
+    """The loss of a token (`rl.losses`). ppo: clipped ratio; gspo: clipped ratio of the whole answer, which moves less (`low` 3e-4,
+    `high` 4e-4); cispo: REINFORCE with bounded weights (`low` 0, `high` 5); reinforce: no ratio, for one update a rollout."""
     low: Annotated[float, Also("epsilon", "clip_ratio", "clip_ratio_low")] = Field(0.2, ge=0)
     """Lower clip: the ratio stops mattering below 1 - low. Of `cispo` the lower bound of the weight itself."""
     high: Annotated[float, Also("epsilon_high", "clip_ratio_high")] = Field(0.2, ge=0)
@@ -127,7 +127,22 @@ class Policy(OfTokens):
             raise ValueError(f"low = {self.low:g} is above 1: ratios are clipped at 1 - low")
         if self.dual is not None and self.loss != "ppo":
             raise ValueError(f"dual is for loss=ppo, not {self.loss}")
+        if self.critic is not None:
+            self._leave(("advantages", "scale", "normalize"), "with a critic the advantages are against its values")
+        if self.loss == "reinforce":
+            self._leave(("low", "high"), "loss=reinforce has no ratio to clip")
+        if not self.kl:
+            self._leave(("kl_estimator",), "there is no KL penalty: objective.kl is 0")
+        elif self.kl_in == "reward":
+            self._leave(("kl_estimator",), "in the reward the divergence is estimated by k1, which is right there")
         return self
+
+    def _leave(self, names: tuple[str, ...], why: str) -> None:
+        """Raises where one of these settings, which mean nothing here, is not the default."""
+        for name in names:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ValueError(f"{name} = {value} does not apply: {why}")
 
     @property
     def reference(self) -> str | None:

@@ -34,7 +34,7 @@ from argosy.rl.kl import kl_loss
 from argosy.rl.losses import ConstantLength, SequenceMean, TokenLoss, TokenMean, ratio_metrics
 from argosy.rl.losses.cispo import cispo
 from argosy.rl.losses.entropy import entropy_bonus, entropy_of
-from argosy.rl.losses.gspo import gspo_token
+from argosy.rl.losses.gspo import gspo
 from argosy.rl.losses.ppo import ppo
 from argosy.rl.losses.reinforce import reinforce
 from argosy.rl.losses.value import value_loss
@@ -99,7 +99,7 @@ def token_losses(how: Policy, new: Answers, old: Answers, advantages: Answers, l
     if how.loss == "ppo":
         return ppo(new, old, advantages, live, low=how.low, high=how.high, dual=how.dual)
     if how.loss == "gspo":
-        return gspo_token(new, old, advantages, live, low=how.low, high=how.high)
+        return gspo(new, old, advantages, live, low=how.low, high=how.high)
     if how.loss == "cispo":
         return cispo(new, old, advantages, live, lowest=how.low, highest=how.high)
     made = reinforce(new, advantages, live)

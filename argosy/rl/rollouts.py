@@ -28,7 +28,7 @@ from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Interrupted, sampled
 from argosy.rl.compare import Compared, Judgment, compared
 from argosy.rl.experience import Experience, Part, Shape, density, packed, per_token, restored, stored
 from argosy.rl.kl import in_reward
-from argosy.rl.metrics import Metrics
+from argosy.rl.metrics import Metrics, mean_where, numbers
 from argosy.rl.policies import Policy, Rollout
 from argosy.rl.rewards import overlong, reward_metrics, total
 from argosy.rl.rolled import Ended, Judge, Rolled, Told, Trainer
@@ -119,8 +119,8 @@ class Rollouts(Batches):
         }  # fmt: skip
 
     def seek(self, position: dict[str, Any]) -> None:
-        numbers = whole_numbers({k: v for k, v in position.items() if k != "waiting"}, ("place", "rollout", "tokens"))
-        self.place, self.number, self.tokens = numbers.values()
+        found = whole_numbers({k: v for k, v in position.items() if k != "waiting"}, ("place", "rollout", "tokens"))
+        self.place, self.number, self.tokens = found.values()
         self.queue, self.waiting = [], list(position.get("waiting", ()))
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -159,6 +159,8 @@ class Rollouts(Batches):
             found = found.groups(useful, self.rollout.completions)
         if self.rollout.resample and useful:
             found = found.groups(useful, self.rollout.completions)
+        # The update needs the memory of its cache.
+        lm.sleep()
         self.check_rewarded(found.rewards)
         self.number += 1
         return self.experiences(state, found, rounds)
@@ -182,26 +184,29 @@ class Rollouts(Batches):
     def next_prompts(self, count: int) -> list[Prompt]:
         """The next prompts that leave room for an answer; longer ones are passed over and reported."""
         out: list[Prompt] = []
-        passed = 0
+        looked = 0
         while len(out) < count:
             found = self.prompts(self.place, count - len(out))
             if not found:
                 raise Ended("the epochs of the prompts are over")
-            for prompt in found:
-                self.place += 1
-                if len(prompt.tokens) <= self.longest_prompt:
-                    out.append(prompt)
-                    continue
-                passed += 1
+            self.place += len(found)
+            looked += len(found)
+            out += self.fitting(found)
+            if looked - len(out) > LOOKED_AT * len(self.prompts):
+                what = f"no prompt has at most {self.longest_prompt} tokens, data.sequence - rollout.tokens"
+                raise BadInput(what, hint="raise data.sequence, or lower rollout.tokens")
+        return out
+
+    def fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts that leave room for an answer. The first one that does not is said."""
+        for prompt in prompts:
+            if len(prompt.tokens) > self.longest_prompt:
                 self.complain(
                     f"{prompt.where}: a prompt of {len(prompt.tokens)} tokens leaves no room for an answer and is passed over, as are "
                     f"others of more than {self.longest_prompt} (data.sequence - rollout.tokens)",
                     "long",
                 )
-            if passed > LOOKED_AT * len(self.prompts):
-                what = f"no prompt has at most {self.longest_prompt} tokens, data.sequence - rollout.tokens"
-                raise BadInput(what, hint="raise data.sequence, or lower rollout.tokens")
-        return out
+        return [prompt for prompt in prompts if len(prompt.tokens) <= self.longest_prompt]
 
     def judged(self, answers: list[Answer]) -> np.ndarray:
         """The rewards of answers [B k], the punishment of overlong ones last, if there is one."""
@@ -272,9 +277,9 @@ class Rollouts(Batches):
         columns |= {} if by.returns is None else {"returns": by.returns}
         filled = [[picked(part.filled(columns), self.policy.reads()) for part in own] for own in parts]
         self.keep(self.told(found, by))
-        numbers = self.numbers(found, by._replace(metrics=by.metrics | metrics), counted, rounds)
-        numbers |= {"part_density": density([part for own in filled for part in own])}
-        return [Experience(own, numbers) for _ in range(how.epochs) for own in filled]
+        made = self.numbers(found, by._replace(metrics=by.metrics | metrics), counted, rounds)
+        made |= {"part_density": density([part for own in filled for part in own])}
+        return [Experience(own, made) for _ in range(how.epochs) for own in filled]
 
     def known(self, state: Any, parts: Sequence[Part], count: int) -> dict[str, np.ndarray]:
         """What the models of the run say of the answers before the first update, [B L] each; `after` [B]."""
@@ -300,7 +305,7 @@ class Rollouts(Batches):
         lengths = np.array([len(one.tokens) for one in answers], np.float32)
         distinct = [len({tuple(one.tokens) for one in answers[i : i + n]}) / n for i in range(0, len(answers), n)]
         metrics: Metrics = by.metrics | dict(reward_metrics(jnp.asarray(self.by_group(found.rewards)), self.names))
-        return {name: float(metric.value()) for name, metric in metrics.items()} | {
+        return numbers(metrics) | {
             "rollout": float(self.number),
             "rollout_rounds": float(rounds),
             "groups": float(len(answers) // n),
@@ -328,7 +333,7 @@ class Rollouts(Batches):
         assert self.trainer is not None
         if self.held_out is None:
             return {}
-        fitting = [one for one in self.held_out(0, most) if len(one.tokens) <= self.longest_prompt]
+        fitting = self.fitting(self.held_out(0, most))
         if not fitting:
             return {}
         lm = self.trainer.engine(state)
@@ -337,14 +342,15 @@ class Rollouts(Batches):
             answers = sampled(lm, fitting, self.rollout.tokens, how, (self.seed, EVALUATION), self.interrupted)
         except Interrupted:
             return None
-        values = self.judged(answers)
-        weighed = np.where(np.isfinite(values), values, 0.0) @ np.asarray(self.weights)
-        there = np.isfinite(values).any(1)
-        out = {"eval_reward": float(weighed[there].mean()) if there.any() else float("nan")}
-        for i, name in enumerate(self.names):
-            own = values[np.isfinite(values[:, i]), i]
-            out |= {f"eval_rewards/{name}": float(own.mean())} if len(own) else {}
-        return out | {"eval_answers/cut": float(np.mean([not one.ended for one in answers])), "eval_prompts": float(len(answers))}
+        lm.sleep()
+        values = self.judged(answers)[:, None]
+        summed = total(jnp.asarray(values), self.weights)
+        metrics: Metrics = {"reward": mean_where(summed, jnp.isfinite(summed).astype(summed.dtype))}
+        metrics |= reward_metrics(jnp.asarray(values), self.names)
+        return {f"eval_{name}": value for name, value in numbers(metrics).items()} | {
+            "eval_answers/cut": float(np.mean([not one.ended for one in answers])),
+            "eval_prompts": float(len(answers)),
+        }
 
     # ---------------------------------------------------------------- helpers
 

@@ -23,6 +23,7 @@ from argosy.infer import engine as engine_module
 from argosy.infer import load as load_module
 from argosy.infer.lm import LM
 from argosy.infer.load import load
+from argosy.infer.request import Request
 from argosy.infer.settings import EngineSettings
 from argosy.models import FAMILIES
 from argosy.models.parts.stack import Scan, Unroll
@@ -261,6 +262,22 @@ def test_a_second_size_shares_the_programs_of_the_first(lm):
     lm.generate([[3] * 36, *PROMPTS], 30, ignore_eos=True)
     assert lm._held._engine is engine
     assert engine.stats.compilations == before
+
+
+def test_an_engine_that_slept_answers_as_before(lm):
+    """Its cache is gone, its programs are not; nothing is taken from the cache of before."""
+    first = lm.generate([[3] * 40, *PROMPTS], 8, ignore_eos=True)
+    engine = lm._held._engine
+    before, reused = engine.stats.compilations, engine.stats.reused_tokens
+    lm.sleep()
+    assert engine._caches is None
+    second = lm.generate([[3] * 40, *PROMPTS], 8, ignore_eos=True)
+    assert [one.tokens for one in second] == [one.tokens for one in first]
+    assert (engine.stats.compilations, engine.stats.reused_tokens) == (before, reused)
+    engine.add(Request([3] * 4, 8))
+    engine.step()
+    assert not engine.sleep(), "a request runs"
+    lm.forget()
 
 
 def test_what_takes_long_is_reported_and_what_does_not_is_not(lm, monkeypatch):

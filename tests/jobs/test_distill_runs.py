@@ -7,26 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from campaign_kill import SMALL
-from helpers import shared
+from helpers import Heard, shared
 
 import argosy
 from argosy.core.errors import BadInput, UserError
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest
-from argosy.jobs.train import Quiet
 from argosy.observe.metrics import by_step, read
 
 STEPS, EVERY = 6, 3
-
-
-class Heard(Quiet):
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        self.words = ""
-
-    def say(self, text: str) -> None:
-        self.words += text + "\n"
 
 
 @pytest.fixture(scope="module")

@@ -7,27 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from campaign_kill import SMALL
+from helpers import Heard
 
 import argosy
 from argosy.core.errors import BadInput, UserError
 from argosy.core.storage import Store
 from argosy.jobs import reference
 from argosy.jobs.proof import digest
-from argosy.jobs.train import Quiet
 from argosy.observe.metrics import by_step, read
 
 # A model of a few thousand weights; 8 updates of 8 pairs, resumed after the fourth.
 STEPS, EVERY = 8, 4
-
-
-class Heard(Quiet):
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        self.words = ""
-
-    def say(self, text: str) -> None:
-        self.words += text + "\n"
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 from campaign_kill import SMALL
+from helpers import Heard
 
 import argosy
 from argosy.core.errors import ArgosyError, UserError
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest
-from argosy.jobs.train import Quiet
 from argosy.observe.metrics import by_step, read
 from argosy.parallel.mesh import MeshSettings
 
@@ -32,16 +32,6 @@ def broken(completions):
 def odd(prompts, completions):
     return [float("inf") if "1" in p else None if "2" in p else 0.5 * len(c) for p, c in zip(prompts, completions)]
 """
-
-
-class Heard(Quiet):
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        self.words = ""
-
-    def say(self, text: str) -> None:
-        self.words += text + "\n"
 
 
 @pytest.fixture(scope="module", autouse=True)

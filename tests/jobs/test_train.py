@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from campaign_kill import SMALL
+from helpers import Heard
 
 import argosy
 from argosy.checkpoint.run_directory import RunDirectory
@@ -30,16 +31,6 @@ from argosy.observe.metrics import by_step, read
 
 STEPS, EVERY = 4, 2
 WORDS = [*SMALL, f"checkpoint.every={EVERY}"]
-
-
-class Heard(Quiet):
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        self.words = ""
-
-    def say(self, text: str) -> None:
-        self.words += text + "\n"
 
 
 def fit(run: Path, *words: str) -> tuple[argosy.Outcome, str]:

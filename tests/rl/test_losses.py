@@ -14,7 +14,7 @@ from argosy.rl.kl import kl_loss
 from argosy.rl.losses import ConstantLength, SequenceMean, TokenMean
 from argosy.rl.losses.cispo import cispo
 from argosy.rl.losses.entropy import entropy_bonus, entropy_of
-from argosy.rl.losses.gspo import gspo, gspo_token
+from argosy.rl.losses.gspo import gspo
 from argosy.rl.losses.ppo import ppo
 from argosy.rl.losses.reinforce import reinforce
 from argosy.rl.losses.value import value_loss
@@ -91,7 +91,8 @@ def test_gspo_by_hand():
     made = gspo(ROW_OLD + ROW_LOGS, ROW_OLD, ROW_ADVANTAGES, ROW_MASK)
     np.testing.assert_allclose(made.tokens, [[-2 * 1.0004] * 3, [1 - 3e-4, 1 - 3e-4, 0]], rtol=1e-6)
     found = values(made.metrics)
-    assert found["clip/low"] == found["clip/high"] == 0.5
+    # Of tokens: the second sequence has 2, the first 3.
+    assert (found["clip/low"], found["clip/high"]) == pytest.approx((0.4, 0.6))
     assert (found["ratio/max"], found["ratio/min"]) == pytest.approx((S[0], S[1]), rel=1e-6)
 
 
@@ -105,19 +106,27 @@ def test_the_gradient_of_gspo_is_that_of_its_sequences():
     np.testing.assert_allclose(found, [[-2 * S[0] / 3 / 2] * 3, [S[1] / 2 / 2, S[1] / 2 / 2, 0]], rtol=2e-6)
 
 
-@pytest.mark.parametrize("bounds", [{"low": 0.2, "high": 0.3}, {}])
-def test_gspo_and_gspo_token_are_one_for_one_advantage_a_row(bounds):
-    def mean(loss):
-        return lambda new: SequenceMean()(loss(new, ROW_OLD, ROW_ADVANTAGES, ROW_MASK, **bounds).tokens, ROW_MASK).value()
+@pytest.mark.parametrize("bounds", [(0.2, 0.3), (3e-4, 4e-4)])
+def test_gspo_is_the_objective_of_whole_sequences(bounds):
+    """Equations 5 to 7, in value and gradient, clipped and not."""
 
-    new = ROW_OLD + ROW_LOGS
-    assert float(mean(gspo)(new)) == pytest.approx(float(mean(gspo_token)(new)), rel=1e-6)
-    np.testing.assert_allclose(gradient(mean(gspo), new), gradient(mean(gspo_token), new), rtol=2e-6, atol=1e-7)
+    def paper(new):
+        logs = jnp.sum((new - ROW_OLD) * ROW_MASK, 1) / jnp.sum(ROW_MASK, 1)
+        own, by = jnp.exp(logs), ROW_ADVANTAGES[:, 0]
+        return -jnp.mean(jnp.minimum(own * by, jnp.clip(own, 1 - bounds[0], 1 + bounds[1]) * by))
+
+    def ours(new):
+        made = gspo(new, ROW_OLD, ROW_ADVANTAGES, ROW_MASK, low=bounds[0], high=bounds[1])
+        return SequenceMean()(made.tokens, ROW_MASK).value()
+
+    for new in (ROW_OLD + ROW_LOGS, ROW_OLD - ROW_LOGS):
+        assert float(ours(new)) == pytest.approx(float(paper(new)), rel=1e-6)
+        np.testing.assert_allclose(gradient(ours, new), gradient(paper, new), rtol=2e-6, atol=1e-7)
 
 
-def test_gspo_token_moves_each_token_by_its_own_advantage():
+def test_gspo_moves_each_token_by_its_own_advantage():
     by = array([[1, 0, -1], [2, 0, 5]])
-    loss = functools.partial(gspo_token, old=ROW_OLD, advantages=by, mask=ROW_MASK, low=0.9, high=9.0)
+    loss = functools.partial(gspo, old=ROW_OLD, advantages=by, mask=ROW_MASK, low=0.9, high=9.0)
     found = gradient(lambda new: loss(new).tokens, ROW_OLD + ROW_LOGS)
     np.testing.assert_allclose(found, [[-S[0], 0, S[0]], [-2 * S[1], 0, 0]], rtol=2e-6, atol=1e-7)
 
@@ -140,10 +149,10 @@ def test_reinforce_by_hand():
     np.testing.assert_allclose(gradient(lambda new: reinforce(new, by, OWN).tokens)[0], [-1, 1, -2, 0, 0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [ppo, gspo_token, cispo])
+@pytest.mark.parametrize("loss", [ppo, gspo, cispo])
 def test_on_policy_every_gradient_is_that_of_reinforce(loss):
     by = array([[1, -1, 2, 0.5, 1]])
-    bounds = {"low": 0.2, "high": 0.2} if loss is gspo_token else {}
+    bounds = {"low": 0.2, "high": 0.2} if loss is gspo else {}
     found = gradient(lambda new: loss(new, NEW, by, OWN, **bounds).tokens)
     np.testing.assert_allclose(found, gradient(lambda new: reinforce(new, by, OWN).tokens), rtol=1e-6)
 
@@ -229,7 +238,6 @@ def numbers(rows=6, tokens=5):
 LOSSES = {
     "ppo": lambda x: ppo(x.new, x.old, x.advantages, x.mask, high=0.28, dual=3.0),
     "gspo": lambda x: gspo(x.new, x.old, x.advantages, x.mask, low=0.1, high=0.1),
-    "gspo-token": lambda x: gspo_token(x.new, x.old, x.advantages, x.mask, low=0.1, high=0.1),
     "cispo": lambda x: cispo(x.new, x.old, x.advantages, x.mask, highest=1.2),
     "reinforce": lambda x: reinforce(x.new, x.advantages, x.mask),
     "value": lambda x: value_loss(x.new, x.old, x.reference, x.mask),

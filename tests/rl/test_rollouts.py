@@ -217,6 +217,33 @@ def test_held_out_prompts_are_answered_greedily_and_evaluated(lm: LM):
     assert first["eval_prompts"] == 3
 
 
+def test_held_out_prompts_without_room_are_said_and_missing_rewards_are_no_zeros(lm: LM):
+    said: list[str] = []
+    judge = OwnJudge(lambda p, c, a: float("nan") if a == "0" else 3.0)
+    made = rollouts(lm, judge, held_out=prompts(lm, 4, longest=30), said=said)
+    found = made.evaluated(None, 4)
+    assert len(said) == 1
+    assert "no room for an answer" in said[0]
+    assert (found["eval_prompts"], found["eval_reward"], found["eval_rewards/own"]) == (3, 6.0, 3.0)
+    assert found["eval_rewards/own/missing"] == pytest.approx(1 / 3)
+    made = rollouts(lm, OwnJudge(lambda *_: float("nan")), held_out=prompts(lm, 4))
+    found = made.evaluated(None, 4)
+    assert "eval_reward" not in found
+    assert found["eval_rewards/own/missing"] == 1
+
+
+def test_the_engine_holds_no_cache_between_rollouts(lm: LM):
+    made = rollouts(lm, OwnJudge(by_length), held_out=prompts(lm, 2))
+    made.advance(None)
+    assert lm._held._engine._caches is None
+    next(made)
+    before = lm._held._engine.stats.compilations
+    made.advance(None)
+    assert lm._held._engine.stats.compilations == before
+    made.evaluated(None, 2)
+    assert lm._held._engine._caches is None
+
+
 def test_a_run_ends_with_the_epochs_of_its_prompts(lm: LM):
     asked = prompts(lm, 6)
     asked.most = 9

@@ -1,14 +1,14 @@
-"""Group sequence policy optimization (GSPO): Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7; GSPO-token: equations 13, 14.
+"""Group sequence policy optimization (GSPO) in its form for tokens: Zheng et al. 2025, arXiv:2507.18071, equations 13 and 14.
 
-    s_i = exp(mean over tokens of log(p_new(y_t) / p_old(y_t)))
-    L_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i)
-    GSPO-token: s_it = sg(s_i) p_new(y_t) / sg(p_new(y_t)), with an advantage for each token
+    s_i  = exp(mean over tokens of log(p_new(y_t) / p_old(y_t)))
+    s_it = sg(s_i) p_new(y_t) / sg(p_new(y_t))
+    L_it = -min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
 
-sg stops the gradient. The loss of a row stands at each of its tokens, so `SequenceMean` gives the paper's objective; `TokenMean`
-would weigh sequences by their length. With one advantage a row both have the same value and gradient.
+sg stops the gradient. With one advantage a row, the mean of L_it over its tokens has the value and the gradient of GSPO (equations 5
+to 7), so `SequenceMean` gives the paper's objective; `TokenMean` would weigh sequences by their length.
 
 The bounds are the paper's, 3e-4 and 4e-4: s_i is a geometric mean, and moves some hundred times less than the ratio of a token. Clip
-metrics count sequences. Difference from verl: log s_i is clipped at 20, not at 10.
+metrics count tokens. Difference from verl: log s_i is clipped at 20, not at 10.
 """
 
 import jax
@@ -28,29 +28,6 @@ from argosy.rl.losses import (
 
 
 def gspo(
-    new: Float[Array, "B T"],
-    old: Float[Array, "B T"],
-    advantages: Float[Array, "B 1"],
-    mask: Float[Array, "B T"],
-    *,
-    low: float = 3e-4,
-    high: float = 4e-4,
-) -> TokenLoss:
-    """The clipped loss of each sequence, at each of its tokens.
-
-    Args:
-        new, old: log-probabilities of the tokens by the trained policy, and by the policy at the start of the step.
-
-    Raises:
-        BadInput: a bound that clips everything or nothing.
-    """
-    logs = sequence_means(log_ratios(new, old, mask), mask)
-    ratio, rows = ratios(logs), of_sequences(mask)
-    tokens = jnp.where(mask > 0, clipped(ratio, advantages, low, high), 0.0)
-    return TokenLoss(tokens, ratio_metrics(logs, rows) | clip_metrics(ratio, advantages, rows, low, high))
-
-
-def gspo_token(
     new: Float[Array, "B T"],
     old: Float[Array, "B T"],
     advantages: Float[Array, "B #T"],
