@@ -170,9 +170,9 @@ class Run(Settings):
     """How answers are sampled, for objectives that learn from rewards. None: the defaults, where the objective does."""
     reward: Annotated[list[Reward], Repeats("of"), Also("reward_funcs", "reward_fn", "reward_model")] = Field(default_factory=list)
     """What answers are rewarded for, for objectives that learn from rewards. `reward=FILE.py:FUNCTION` may be given several times."""
-    environment: Annotated[Any, Choice(ENVIRONMENTS, other=("custom", "of")), Also("env", "environment_factory", "tools", "multi_turn")] = "none"
-    """What answers of several turns are given by, for objectives that learn from rewards: a name, or FILE.py:CLASS. none: an answer is one
-    turn."""
+    environment: Annotated[Any, Choice(ENVIRONMENTS, other=("custom", "of")), Also("env", "environment_factory", "multi_turn")] = "none"
+    """What answers of several turns are given by, for objectives that learn from rewards: a name, or FILE.py:CLASS. none: an answer is
+    one turn."""
     optimizer: Annotated[Any, Choice(OPTIMIZERS), Also("optim", "opt_type", "opt", "optimizer_type")] = "adamw"
     """The rule that updates the weights."""
     schedule: Annotated[

@@ -27,9 +27,9 @@ class Played:
     """How an answer of several turns went.
 
     turns: messages of the assistant and of the environment, in order; those of a text have the environment's role. reward: the sum of
-    those that the environment gave; None: it gave none. made: turns of the model. failure: why the answer has no reward (`raised`, `timed
-    out`, `died`, `not rendered`), with its message. why: it is over (`done`, `environment`, `turns`, `room`, `failed`). observed: tokens of
-    the environment. cut: observations that were too long. counts: what the environment counted.
+    those that the environment gave; None: it gave none. made: turns of the model. failure: why the answer has no reward (`raised`,
+    `timed out`, `died`, `not rendered`), with its message. why: it is over (`done`, `environment`, `turns`, `room`, `failed`).
+    observed: tokens of the environment. cut: observations that were too long. counts: what the environment counted.
     """
 
     turns: list[dict[str, Any]] = field(default_factory=list)

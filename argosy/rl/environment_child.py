@@ -37,14 +37,13 @@ LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 def load(request):
     """The class, and what is known of it: or why it cannot be used."""
     sys.path[:] = request["path"]
-    one = request["class"]
+    one, module = request["class"], None
     try:
-        module = base.from_file(one) if "file" in one else importlib.import_module(one["module"])
-        made = module
+        made = module = base.from_file(one) if "file" in one else importlib.import_module(one["module"])
         for part in one["function"].split("."):
             made = getattr(made, part)
     except AttributeError as error:
-        if error.obj is not module:
+        if module is None or error.obj is not module:
             return None, {"wrong": base.not_loaded(error, one)}
         return None, {"wrong": {"missing": [name for name, item in vars(module).items() if inspect.isclass(item)]}}
     except BaseException as error:
@@ -84,32 +83,34 @@ class Played:
                     sys.modules["numpy"].random.seed(asked["seed"] % 2**32)
             if self.environment is None:
                 self.environment = self.made(**self.one["args"])
+            own = self.environment
             if "about" in asked:
-                return self.described()
+                return described(own)
             if "reset" in asked:
-                return {"observation": observation(self.environment.reset(**asked["reset"]))}
-            return turn(self.environment.step(asked["step"]))
+                return {"observation": observation(own.reset(**asked["reset"]))}
+            return turn(own.step(asked["step"]))
         except base.Wrong as error:
             return {"wrong": error.args[0]}
         except BaseException as error:
             text = "".join(traceback.format_exception(type(error), error, base._since_ours(error.__traceback__)))
             return {"raised": text if len(text) <= base.MOST_TRACEBACK else "... " + text[-base.MOST_TRACEBACK :]}
 
-    def described(self):
-        """What `reset` takes, and the tools that the model is shown."""
-        for name in ("reset", "step"):
-            if not callable(getattr(self.environment, name, None)):
-                hint = "it has reset(self, prompt, seed, ...) and step(self, said)"
-                raise base.Wrong({"what": f"it has no method `{name}`", "hint": hint})
-        try:
-            inspect.signature(self.environment.step).bind("said")
-        except TypeError as error:
-            raise base.Wrong({"what": f"`step` takes what the model said: {error}", "hint": "def step(self, said)"}) from None
-        found = base.about(self.environment.reset, {})
-        tools = getattr(self.environment, "tools", None)
-        found |= {"tools": None if tools is None else list(tools), "role": str(getattr(self.environment, "role", "user"))}
-        json.dumps(found)
-        return {"about": found}
+
+def described(environment):
+    """What `reset` takes, and the tools that the model is shown."""
+    for name in ("reset", "step"):
+        if not callable(getattr(environment, name, None)):
+            hint = "it has reset(self, prompt, seed, ...) and step(self, said)"
+            raise base.Wrong({"what": f"it has no method `{name}`", "hint": hint})
+    try:
+        inspect.signature(environment.step).bind("said")
+    except TypeError as error:
+        raise base.Wrong({"what": f"`step` takes what the model said: {error}", "hint": "def step(self, said)"}) from None
+    found = base.about(environment.reset, {})
+    tools = getattr(environment, "tools", None)
+    found |= {"tools": None if tools is None else list(tools), "role": str(getattr(environment, "role", "user"))}
+    json.dumps(found)
+    return {"about": found}
 
 
 def turn(found):
@@ -123,20 +124,25 @@ def turn(found):
     if reward is not None and not (math.isfinite(reward) and abs(reward) < 3e38):
         raise FloatingPointError(f"`step` returned the reward {reward}")
     counts = {str(name): float(value) for name, value in dict(found.counts).items()}
-    return {"observation": observation(found.observation), "reward": reward, "done": bool(found.done), "cut": bool(found.cut), "counts": counts}
+    over = {"done": bool(found.done), "cut": bool(found.cut)}
+    return {"observation": observation(found.observation), "reward": reward, "counts": counts, **over}
 
 
 def observation(found):
     """A text, messages or None; a text of a megabyte is cut, and told by its length."""
-    if found is None or isinstance(found, str):
-        return found if found is None or len(found) <= MOST_CHARACTERS else {"text": found[:MOST_CHARACTERS], "characters": len(found)}
+    if found is None:
+        return None
+    if isinstance(found, str):
+        return found if len(found) <= MOST_CHARACTERS else {"text": found[:MOST_CHARACTERS], "characters": len(found)}
     if isinstance(found, list | tuple) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in found):
         out = []
         for one in found:
             content = one.get("content")
             if not isinstance(content, str):
                 raise base.Wrong(f"an observation has a message whose content is {base._shown(content)}, not a text")
-            out.append(one if len(content) <= MOST_CHARACTERS else one | {"content": content[:MOST_CHARACTERS], "characters": len(content)})
+            if len(content) > MOST_CHARACTERS:
+                one = one | {"content": content[:MOST_CHARACTERS], "characters": len(content)}
+            out.append(one)
         return out
     raise base.Wrong(f"an observation is {base._shown(found)}, not a text, a list of messages or None")
 

@@ -113,7 +113,8 @@ class Environments:
             socket.send_fds(self._control, [COMMAND.pack(b"o", number)], [theirs.fileno()])
         except OSError:
             ours.close()
-            raise ArgosyError(f"the process of the environment `{self.source['of']}` ended", hint="it was killed: out of memory?") from None
+            what = f"the process of the environment `{self.source['of']}` ended"
+            raise ArgosyError(what, hint="it was killed: out of memory?") from None
         finally:
             theirs.close()
         played = self._open[number] = Played(number, ours, self.timeout)
@@ -134,7 +135,8 @@ class Environments:
             self.end(played)
 
     def look(self, asked: Iterable[Played], wait_s: float = 0.0) -> None:
-        """Reads the replies that have arrived, waiting at most so long for the first. An environment whose time is over has timed out."""
+        """Reads the replies that have arrived, waiting at most so long for the first. An environment whose time is over has timed
+        out."""
         waiting = [one for one in asked if one.reply is None]
         left = min((one.until for one in waiting), default=0.0) - time.monotonic()
         for key, _ in self._selector.select(max(0.0, min(wait_s, left))):
@@ -166,7 +168,8 @@ class Environments:
         except TimeoutError:
             raise ArgosyError(f"loading `{of}` takes more than {LOADING_S:g} s") from None
         except (OSError, struct.error, ValueError):
-            raise ArgosyError(f"a process ended while it loaded `{of}`", hint="it was killed, or a module ends the interpreter") from None
+            what = f"a process ended while it loaded `{of}`"
+            raise ArgosyError(what, hint="it was killed, or a module ends the interpreter") from None
         self._control.settimeout(None)
         if "wrong" in found:
             raise self._unusable(found["wrong"])
@@ -175,7 +178,8 @@ class Environments:
         of, place = self.source["of"], self.source.get("file") or self.source["module"]
         if "missing" in wrong:
             named = self.source["function"]
-            return BadInput(f"no class `{named}` for the environment `{of}`", where=f"in {place}", hint=nearest(named, wrong["missing"]))
+            hint = nearest(named, wrong["missing"])
+            return BadInput(f"no class `{named}` for the environment `{of}`", where=f"in {place}", hint=hint)
         if "line" in wrong:
             line = f": {wrong['line']}" if wrong["line"] else ""
             return BadInput(f"the environment `{of}` cannot be loaded: {wrong['what']}", where=f"{wrong['where']}{line}")
@@ -215,9 +219,8 @@ def _started() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
     child = str(Path(__file__).with_name("environment_child.py"))
     words = [sys.executable, "-P", "-X", "utf8", child, str(theirs), str(other.fileno())]
     try:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs, other.fileno()], env=env, start_new_session=True
-        )
+        nothing, kept = subprocess.DEVNULL, [theirs, other.fileno()]
+        process = subprocess.Popen(words, stdin=nothing, stdout=nothing, pass_fds=kept, env=env, start_new_session=True)
     except OSError as error:
         os.close(ours)
         control.close()

@@ -5,13 +5,18 @@ A name is a set of defaults and settings of its own; `environment=FILE.py:CLASS`
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
+from argosy.core.errors import BadInput
 from argosy.core.registry import Registry
 from argosy.core.settings import Also, MayChange, Settings
 from argosy.rl.reward_sources import text_of_file
+
+if TYPE_CHECKING:
+    from argosy.data.prompts import Prompts
+    from argosy.rl.trajectories import Table
 
 ENVIRONMENTS = Registry(
     "environment",
@@ -44,16 +49,16 @@ class EnvironmentSettings(Settings):
     turns: Annotated[int, Also("max_turns", "max_steps", "max_assistant_turns", "max_tool_calling_iterations")] = Field(8, gt=0)
     """The most turns of the model in an answer."""
     timeout: Annotated[float, MayChange(), Also("step_timeout", "env_timeout")] = Field(10.0, gt=0)
-    """Seconds of a step, and of making and resetting an environment. One that takes longer is ended with its process, and its answer has
-    no reward."""
+    """Seconds of a step, and of making and resetting an environment. One that takes longer is ended with its process, and its answer
+    has no reward."""
     observation: Annotated[int, Also("max_tool_response_length", "max_observation_length")] = Field(256, gt=0)
     """The most tokens of what an environment says after a turn. A longer text is cut, which is counted, and says so."""
     stop: str | None = None
     """A text that ends a turn of the model, such as a line break, in prompts that are texts. None: only end tokens do."""
     wait: int | None = Field(16, ge=0)
-    """Steps of the engine after which an answer goes on. Until then its environment has time; if it needs more, the engine waits, so that
-    the same run gives the same answers, bit for bit, whatever the time that environments take. None: an answer goes on as soon as there
-    is a reply, which suits slow environments; results then differ by rounding from run to run."""
+    """Steps of the engine after which an answer goes on. Until then its environment has time; if it needs more, the engine waits, so
+    that the same run gives the same answers, bit for bit, whatever the time that environments take. None: an answer goes on as soon as
+    there is a reply, which suits slow environments; results then differ by rounding from run to run."""
     processes: int = Field(256, gt=0)
     """Environments at a time, each a process; other answers wait."""
 
@@ -132,3 +137,39 @@ def located(of: str) -> dict[str, Any]:
     if place.endswith(".py"):
         return {"of": of, "file": os.path.abspath(place), "function": name, "source": text_of_file(place, of, "environment")}
     return {"of": of, "module": place, "function": name}
+
+
+def described(settings: EnvironmentSettings) -> str:
+    """An environment in words, for the header of a run."""
+    name = settings.of if isinstance(settings, Custom) else type(settings).__name__.lower()
+    return f"{name}, at most {settings.turns} turns"
+
+
+def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Prompts | None") -> "Table":
+    """Starts the processes of an environment, and tries it, its prompts and their template.
+
+    Raises:
+        UserError: it cannot be used, or does not fit the prompts.
+    """
+    from argosy.rl.environment_pool import Environments
+    from argosy.rl.trajectories import Table
+    from argosy.rl.turns import Turns
+
+    made = Environments(settings.source(), settings.timeout, prompts.names)
+    try:
+        for each in (prompts, held_out) if held_out is not None else (prompts,):
+            each.tools = made.tools
+        turns = Turns(prompts, settings.observation, made.about["role"], settings.stop)
+        first = prompts.rendered(prompts.records[0])
+        is_text = isinstance(first.asked, str)
+        if settings.reads not in ("either", "texts" if is_text else "messages"):
+            name, kind = described(settings).partition(",")[0], "a text" if is_text else "messages"
+            raise BadInput(f"environment={name} reads {settings.reads}, and the prompt is {kind}", where=first.where)
+        if is_text and made.tools:
+            raise BadInput("an environment with tools needs prompts that are messages", where=first.where)
+        turns.check(first)
+        known = {name: item for name, item in dict(settings).items() if name not in ("timeout", "processes")}
+        return Table(made, turns, settings.turns, settings.processes, settings.wait, settings.weight, settings.gives, repr(known))
+    except BaseException:
+        made.close()
+        raise

@@ -29,9 +29,11 @@ from argosy.rl.compare import Compared, Judgment, compared
 from argosy.rl.experience import Experience, Part, Shape, density, packed, per_token, restored, stored
 from argosy.rl.kl import in_reward
 from argosy.rl.metrics import Metrics, mean_where, numbers
+from argosy.rl.played import ENVIRONMENT, environment_rewards, failed, failures, played_numbers
 from argosy.rl.policies import Policy, Rollout
 from argosy.rl.rewards import overlong, reward_metrics, total
 from argosy.rl.rolled import Ended, Judge, Rolled, Told, Trainer
+from argosy.rl.trajectories import Conversed, How, Table
 
 # Prompts that are looked at for one that fits before it is an error, as a multiple of all.
 LOOKED_AT = 2
@@ -47,6 +49,7 @@ class Rollouts(Batches):
         shape: of the parts that they are packed into.
         seed: of the run.
         say: called with what went wrong.
+        table: where answers of several turns are played; None: an answer is one turn.
 
     Raises:
         BadInput: settings that do not fit each other.
@@ -63,7 +66,9 @@ class Rollouts(Batches):
         judge: Judge,
         seed: int,
         say: Say = lambda _: None,
+        table: Table | None = None,
     ):
+        self.table = table
         self.prompts, self.held_out, self.policy, self.rollout = prompts, held_out, policy, rollout
         self.shape, self.judge, self.seed, self.say = shape, judge, seed, say
         self.groups = groups_of(batch, policy, rollout)
@@ -79,6 +84,7 @@ class Rollouts(Batches):
         self.keep: Callable[[Sequence[Told]], None] = lambda _: None
         how = {name: value for name, value in dict(rollout).items() if name != "workers"}
         made = {"rewards": list(judge.names), "weights": list(judge.weights), "rollout": how}
+        made |= {} if table is None else {"environment": table.identity}
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
         # Nominal: what is computed depends on the lengths of the answers.
         self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
@@ -131,6 +137,8 @@ class Rollouts(Batches):
 
     def close(self) -> None:
         self.judge.close()
+        if self.table is not None:
+            self.table.close()
 
     def summary(self, steps: int | None = None) -> CorpusSummary:
         held = len(self.held_out) if self.held_out is not None else 0
@@ -179,7 +187,22 @@ class Rollouts(Batches):
         filters: dict[str, Any] = {"top_k": how.top_k, "top_p": how.top_p, "min_p": how.min_p} if temperature else {}
         seed = (self.seed, ROLLOUT, self.number, round_)
         sampling = Sampling(temperature=temperature, **filters)
-        return sampled(lm, prompts, how.tokens, sampling, seed, self.interrupted, how.ignore_eos)
+        return self.sampled(lm, prompts, sampling, seed, how.ignore_eos)
+
+    def sampled(
+        self, lm: LM, prompts: list[Prompt], sampling: Sampling, seed: tuple[int, ...], ignore_eos: bool = False
+    ) -> list[Answer]:
+        """One answer to each prompt, of one turn or of as many as its environment has."""
+        tokens = self.rollout.tokens
+        if self.table is None:
+            return sampled(lm, prompts, tokens, sampling, seed, self.interrupted, ignore_eos)
+        how = How(sampling, tokens, self.shape.sequence, ignore_eos)
+        playing = Conversed(lm, prompts, how, seed, self.table, self.interrupted)
+        answers = playing.run()
+        self.seconds["environment_s"] = self.seconds.get("environment_s", 0.0) + playing.waited_s
+        for kind, message in failures(answers):
+            self.complain(f"environment {kind}, its answers have no reward:\n{message.rstrip()}", f"environment {kind}")
+        return answers
 
     def next_prompts(self, count: int) -> list[Prompt]:
         """The next prompts that leave room for an answer; longer ones are passed over and reported."""
@@ -217,11 +240,15 @@ class Rollouts(Batches):
             for kind, count in kinds.items():
                 key = f"rewards/{name}/{kind.replace(' ', '_')}"
                 self.failed[key] = self.failed.get(key, 0.0) + count
+        values = found.values
+        if self.gives:
+            values = np.concatenate([environment_rewards(answers), values], 1)
+        values[failed(answers)] = np.nan
         if not self.rollout.overlong:
-            return found.values
+            return values
         lengths = np.array([len(one.tokens) for one in answers], np.float32)
         punished = np.asarray(overlong(jnp.asarray(lengths), self.rollout.tokens, self.rollout.overlong))
-        return np.concatenate([found.values, punished[:, None]], 1)
+        return np.concatenate([values, np.where(failed(answers), np.nan, punished)[:, None]], 1)
 
     def useful(self, rewards: np.ndarray) -> list[int]:
         """The groups that can be learned from."""
@@ -232,12 +259,23 @@ class Rollouts(Batches):
         return rewards.reshape(-1, self.rollout.completions, rewards.shape[1])
 
     @property
+    def gives(self) -> bool:
+        """Whether the environment gives rewards."""
+        return self.table is not None and self.table.gives
+
+    @property
+    def scored(self) -> list[str]:
+        """The rewards that are given for what an answer says."""
+        return [*([ENVIRONMENT] if self.gives else []), *self.judge.names]
+
+    @property
     def names(self) -> list[str]:
-        return [*self.judge.names, *([OVERLONG] if self.rollout.overlong else [])]
+        return [*self.scored, *([OVERLONG] if self.rollout.overlong else [])]
 
     @property
     def weights(self) -> list[float]:
-        return [*self.judge.weights, *([1.0] if self.rollout.overlong else [])]
+        own = [self.table.weight] if self.table is not None and self.gives else []
+        return [*own, *self.judge.weights, *([1.0] if self.rollout.overlong else [])]
 
     def check_rewarded(self, rewards: np.ndarray) -> None:
         """Checks that some answer has a reward.
@@ -245,9 +283,9 @@ class Rollouts(Batches):
         Raises:
             ArgosyError: none has.
         """
-        if not np.isfinite(rewards[:, : len(self.judge.names)]).any():
+        if not np.isfinite(rewards[:, : len(self.scored)]).any():
             hint = "what they said is above; nothing was learned from this rollout, and earlier checkpoints are good"
-            raise ArgosyError(f"no answer of rollout {self.number} has a reward ({', '.join(self.judge.names)})", hint=hint)
+            raise ArgosyError(f"no answer of rollout {self.number} has a reward ({', '.join(self.scored)})", hint=hint)
 
     # ---------------------------------------------------------------- its updates
 
@@ -302,7 +340,7 @@ class Rollouts(Batches):
     def numbers(self, found: Rolled, by: Compared, counted: np.ndarray, rounds: int) -> dict[str, float]:
         """The metrics of a rollout."""
         answers, n = found.answers, self.rollout.completions
-        lengths = np.array([len(one.tokens) for one in answers], np.float32)
+        lengths = np.array([sum(one.live) for one in answers], np.float32)
         distinct = [len({tuple(one.tokens) for one in answers[i : i + n]}) / n for i in range(0, len(answers), n)]
         metrics: Metrics = by.metrics | dict(reward_metrics(jnp.asarray(self.by_group(found.rewards)), self.names))
         return numbers(metrics) | {
@@ -314,17 +352,23 @@ class Rollouts(Batches):
             "answers/cut": float(np.mean([not one.ended for one in answers])),
             "answers/distinct": float(np.mean(distinct)),
             "answers/left_out": float(np.mean(~counted)),
+            **played_numbers(answers),
             **self.seconds,
             **self.failed,
         }
 
     def told(self, found: Rolled, by: Compared) -> list[Told]:
         """The answers of a rollout as they are kept."""
-        first = by.values[:, 0].tolist()
+        # That of the first token; a token of the environment has none.
+        own = [one.live.index(True) if True in one.live else 0 for one in found.answers]
+        first = by.values[np.arange(len(own)), own].tolist()
         return [
-            Told(self.number, one.prompt.asked, one.text, by_name(self.names, rewards), advantage, len(one.tokens), one.ended)
+            Told(
+                self.number, one.prompt.asked, one.text, by_name(self.names, rewards), advantage, sum(one.live), one.ended,
+                None if one.played is None else one.played.turns,
+            )
             for one, rewards, advantage in zip(found.answers, found.rewards, first, strict=True)
-        ]
+        ]  # fmt: skip
 
     # ---------------------------------------------------------------- evaluation
 
@@ -339,7 +383,7 @@ class Rollouts(Batches):
         lm = self.trainer.engine(state)
         try:
             how = Sampling(temperature=0.0)
-            answers = sampled(lm, fitting, self.rollout.tokens, how, (self.seed, EVALUATION), self.interrupted)
+            answers = self.sampled(lm, fitting, how, (self.seed, EVALUATION))
         except Interrupted:
             return None
         lm.sleep()
@@ -350,6 +394,7 @@ class Rollouts(Batches):
         return {f"eval_{name}": value for name, value in numbers(metrics).items()} | {
             "eval_answers/cut": float(np.mean([not one.ended for one in answers])),
             "eval_prompts": float(len(answers)),
+            **{f"eval_{name}": value for name, value in played_numbers(answers).items()},
         }
 
     # ---------------------------------------------------------------- helpers

@@ -11,7 +11,7 @@ ended, and if its environment has not replied by then, the engine waits for it. 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ class Table:
 
     most: turns of the model in an answer. processes: environments at a time; other answers wait. wait: steps of the engine between a
     turn and the next one of its answer; None: as long as the environment takes. gives: whether it gives rewards, of this weight.
+    identity: of the settings that decide trajectories.
     """
 
     environments: Environments
@@ -47,6 +48,7 @@ class Table:
     wait: int | None
     weight: float = 1.0
     gives: bool = True
+    identity: str = ""
 
     def close(self) -> None:
         self.environments.close()
@@ -77,7 +79,8 @@ class _Play:
     begin: int = 0
     stream: Any = None
     text: str = ""
-    spoken: list[str] = field(default_factory=list)
+    # Turns that the environment has replied to.
+    replies: int = 0
 
 
 class Conversed:
@@ -147,7 +150,8 @@ class Conversed:
             play.environment.ask(self.table.environments.given(prompt.asked, play.seed, prompt.columns))
 
     def ready(self, busy: bool) -> list[_Play]:
-        """The answers that go on now. Waits for the replies of those that are due, and for some reply where the engine has nothing to do."""
+        """The answers that go on now. Waits for the replies of those that are due, and for some reply where the engine has nothing to
+        do."""
         waiting = [play for play in self.open.values() if play.due >= 0]
         if not waiting:
             return []
@@ -181,6 +185,7 @@ class Conversed:
                 message = f"a step takes more than {self.table.environments.timeout:g} s" if kind == "timed_out" else str(reply[kind])
                 return self.failed(play, name, message)
         if play.talk is not None:
+            play.replies += 1
             if reply["reward"] is not None:
                 played.reward = (played.reward or 0.0) + reply["reward"]
                 played.turns[-1]["reward"] = reply["reward"]
@@ -224,6 +229,9 @@ class Conversed:
         """Ends an answer, which makes room for another one."""
         play.played.why = why
         play.due = -1
+        if why == "room" and not play.replies:
+            # The sum over no steps: a policy that never ends its first turn must not go without a reward.
+            play.played.reward = 0.0
         self.table.environments.end(play.environment)
         del self.open[play.row]
         answer, turns = play.answer, self.table.turns

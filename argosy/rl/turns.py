@@ -23,6 +23,7 @@ from argosy.infer.calls import Calls, notation_of
 from argosy.infer.channels import Channels, marks_of, written_in
 
 OPEN, CLOSE = "<think>", "</think>"
+MARK = "<tool_call>"
 # What is rendered to try a template. Letters alone, which no template changes.
 PROBE, THOUGHT = "Probefortheanswer", "Probeforthethought"
 CHANGES = "give a template that keeps every message as it was: data.template=FILE.jinja"
@@ -55,8 +56,8 @@ class Talk:
 class Turns:
     """Makes tokens of turns and turns of tokens.
 
-    most: tokens of an observation. role: of observations that are texts, in messages. stop: a text that ends a turn, in prompts that are
-    texts.
+    most: tokens of an observation. role: of observations that are texts, in messages. stop: a text that ends a turn, in prompts that
+    are texts.
     """
 
     prompts: Prompts
@@ -126,7 +127,7 @@ class Turns:
             tried = False
         else:
             text = self.tokenizer.decode(tokens)
-            tried = notation == "hermes" and "<tool_call>" in text or notation == "llama3" and text.lstrip().startswith("{")
+            tried = text.lstrip().startswith("{") if notation == "llama3" else notation == "hermes" and MARK in text
             if notation in ("hermes", "llama3"):
                 reader = Calls(notation)
                 said = reader.push(text)
@@ -145,7 +146,8 @@ class Turns:
             arguments = json.loads(function["arguments"])
         except (ValueError, RecursionError):
             arguments = function["arguments"]
-        return {"id": f"call{turn:03d}{place:02d}"[-9:], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        called = {"name": function["name"], "arguments": arguments}
+        return {"id": f"call{turn:03d}{place:02d}"[-9:], "type": "function", "function": called}
 
     # ---------------------------------------------------------------- turns of the environment
 
@@ -287,8 +289,8 @@ def check_template(
     """Tries a template on a conversation of three turns of the model, the replies to which are tools' results where there are tools.
 
     Args:
-        render: a conversation that is ready for an answer. The model thinks where the template has marks for it: in a channel (gpt-oss),
-            between marks, or with only the closing one where the prompt has opened it.
+        render: a conversation that is ready for an answer. The model thinks where the template has marks for it: in a channel, as
+            gpt-oss does; between marks; or before the closing one where the prompt has the opening one.
         names: finds the names of special tokens.
 
     Raises:
