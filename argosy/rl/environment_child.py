@@ -65,6 +65,12 @@ def about(made, args):
         raise base.Wrong({"what": f"it cannot be made of environment.args: {error}", "hint": hint}) from None
     except ValueError:
         pass
+    # What is loaded once, before processes are forked.
+    if (prepare := getattr(made, "prepare", None)) is not None:
+        try:
+            prepare(**args)
+        except BaseException as error:
+            raise base.Wrong({"what": f"{type(error).__name__}: {error}"}) from None
     return {}
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, Unsupported
 from argosy.core.registry import Registry
-from argosy.core.settings import Also, MayChange, Settings
+from argosy.core.settings import Also, MayChange, Repeats, Settings
 from argosy.rl.reward_sources import text_of_file
 
 if TYPE_CHECKING:
@@ -23,7 +23,11 @@ ENVIRONMENTS = Registry(
     {
         "none": "argosy.rl.environment_settings:NoEnvironment",
         "custom": "argosy.rl.environment_settings:Custom",
+        "tools": "argosy.rl.environment_settings:Tools",
+        "calculator": "argosy.rl.environment_settings:Calculator",
+        "python": "argosy.rl.environment_settings:Python",
         "guess": "argosy.rl.environment_settings:Guess",
+        "gymnasium": "argosy.rl.environment_settings:Gymnasium",
     },
 )
 OWN = "argosy.rl.environments"
@@ -97,6 +101,94 @@ class Custom(EnvironmentSettings):
         return located(self.of) | {"args": dict(self.args)}
 
 
+class ToolSettings(EnvironmentSettings):
+    """Tools that the model may call, in prompts that are messages (`argosy.rl.environments.tools`)."""
+
+    gives: ClassVar[bool] = False
+    reads: ClassVar[str] = "messages"
+    # Their calls are read by the notation of the chat template.
+    called: ClassVar[bool] = True
+
+    call_timeout: Annotated[float, MayChange()] = Field(5.0, gt=0)
+    """Seconds of a call of a tool. One that takes longer is told so to the model, and the answer goes on."""
+
+    @model_validator(mode="after")
+    def _in_time(self) -> "ToolSettings":
+        if self.call_timeout >= self.timeout:
+            raise ValueError(f"call_timeout = {self.call_timeout:g} is not below timeout = {self.timeout:g}")
+        return self
+
+
+class Tools(ToolSettings):
+    """Plain Python functions as tools."""
+
+    functions: Annotated[list[str], Repeats()] = Field(min_length=1)
+    """FILE.py:FUNCTION or package.module:FUNCTION of each tool."""
+
+    @field_validator("functions")
+    @classmethod
+    def _name_functions(cls, value: list[str]) -> list[str]:
+        for one in value:
+            if not all(one.rpartition(":")):
+                raise ValueError(f"`{one}` should be FILE.py:FUNCTION or package.module:FUNCTION")
+        return value
+
+    def source(self) -> dict[str, Any]:
+        return shipped("tools:Tools", {"functions": [located(one) for one in self.functions], "seconds": self.call_timeout})
+
+
+class Calculator(ToolSettings):
+    """A tool that computes exactly (`argosy.rl.environments.calculator`)."""
+
+    def source(self) -> dict[str, Any]:
+        functions = [located(f"{OWN}.calculator:calculate")]
+        return shipped("tools:Tools", {"functions": functions, "seconds": self.call_timeout}) | {"of": "calculator"}
+
+
+class Python(ToolSettings):
+    """A tool that runs Python in a sandbox (`argosy.rl.environments.python`)."""
+
+    seconds: float = Field(3.0, gt=0)
+    """Seconds of a program, of the clock and of the CPU."""
+    memory_mb: int = Field(512, ge=64)
+    """Megabytes of a program."""
+
+    @model_validator(mode="after")
+    def _programs_in_time(self) -> "Python":
+        if self.seconds >= self.call_timeout:
+            raise ValueError(f"seconds = {self.seconds:g} is not below call_timeout = {self.call_timeout:g}")
+        return self
+
+    def source(self) -> dict[str, Any]:
+        from argosy.rl.sandbox import available
+
+        if reasons := available():
+            what = f"environment=python cannot run code here: {'; '.join(reasons)}"
+            raise Unsupported(what, hint="it needs Linux with Landlock")
+        limits = {"cpu_s": max(1, round(self.seconds)), "wall_s": self.seconds, "memory_mb": self.memory_mb}
+        how = {"functions": [located(f"{OWN}.python:python")], "seconds": self.call_timeout, "fixed": {"limits": limits}}
+        return shipped("python:Python", how)
+
+
+class Gymnasium(EnvironmentSettings):
+    """An object of Gymnasium's form whose observations and actions are texts (`argosy.rl.environments.gymnasium`)."""
+
+    make: str
+    """FILE.py:NAME or package.module:NAME of a class or a function that makes it."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """What it is called with."""
+
+    @field_validator("make")
+    @classmethod
+    def _names_it(cls, value: str) -> str:
+        if not all(value.rpartition(":")):
+            raise ValueError("should be FILE.py:NAME or package.module:NAME")
+        return value
+
+    def source(self) -> dict[str, Any]:
+        return shipped("gymnasium:Gymnasium", {"make": located(self.make), "args": dict(self.args)}) | {"of": self.make}
+
+
 class Guess(EnvironmentSettings):
     """Finds a number by asking whether it is higher or lower (`argosy.rl.environments.guess`), in prompts that are texts."""
 
@@ -151,6 +243,7 @@ def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Pro
     Raises:
         UserError: it cannot be used, or does not fit the prompts.
     """
+    from argosy.infer.calls import notation_of
     from argosy.rl.environment_pool import Environments
     from argosy.rl.trajectories import Table
     from argosy.rl.turns import Turns
@@ -165,6 +258,9 @@ def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Pro
         if settings.reads not in ("either", "texts" if is_text else "messages"):
             name, kind = described(settings).partition(",")[0], "a text" if is_text else "messages"
             raise BadInput(f"environment={name} reads {settings.reads}, and the prompt is {kind}", where=first.where)
+        if getattr(settings, "called", False) and notation_of(prompts.template_for(made.tools)) is None:
+            what = "calls in the notation of this chat template cannot be read: those of Hermes, Qwen, Llama 3 and gpt-oss can"
+            raise BadInput(what, where=first.where, hint="data.template=FILE.jinja gives another one")
         if is_text and made.tools:
             raise BadInput("an environment with tools needs prompts that are messages", where=first.where)
         turns.check(first)
