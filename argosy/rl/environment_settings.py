@@ -52,6 +52,8 @@ class EnvironmentSettings(Settings):
     """What the sum of the environment's rewards is multiplied by before rewards are added."""
     turns: Annotated[int, Also("max_turns", "max_steps", "max_assistant_turns", "max_tool_calling_iterations")] = Field(8, gt=0)
     """The most turns of the model in an answer."""
+    tokens: Annotated[int | None, Also("max_turn_tokens")] = Field(None, gt=0)
+    """The most tokens of a turn of the model, which then ends as it is. None: as many as `rollout.tokens` leaves."""
     timeout: Annotated[float, MayChange(), Also("step_timeout", "env_timeout")] = Field(10.0, gt=0)
     """Seconds of a step, and of making and resetting an environment. One that takes longer is ended with its process, and its answer
     has no reward."""
@@ -265,7 +267,8 @@ def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Pro
             raise BadInput("an environment with tools needs prompts that are messages", where=first.where)
         turns.check(first)
         known = {name: item for name, item in dict(settings).items() if name not in ("timeout", "processes")}
-        return Table(made, turns, settings.turns, settings.processes, settings.wait, settings.weight, settings.gives, repr(known))
+        how = (settings.turns, settings.processes, settings.wait, settings.tokens, settings.weight, settings.gives)
+        return Table(made, turns, *how, repr(known))
     except BaseException:
         made.close()
         raise

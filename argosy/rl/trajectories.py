@@ -36,9 +36,9 @@ FAILURES = {"raised": "raised", "timed_out": "timed out", "died": "died"}
 class Table:
     """Where answers of several turns are played.
 
-    most: turns of the model in an answer. processes: environments at a time; other answers wait. wait: steps of the engine between a
-    turn and the next one of its answer; None: as long as the environment takes. gives: whether it gives rewards, of this weight.
-    identity: of the settings that decide trajectories.
+    most: turns of the model in an answer. tokens: of one turn; None: as many as there is room for. processes: environments at a time;
+    other answers wait. wait: steps of the engine between a turn and the next one of its answer; None: as long as the environment takes.
+    gives: whether it gives rewards, of this weight. identity: of the settings that decide trajectories.
     """
 
     environments: Environments
@@ -46,6 +46,7 @@ class Table:
     most: int
     processes: int
     wait: int | None
+    tokens: int | None = None
     weight: float = 1.0
     gives: bool = True
     identity: str = ""
@@ -248,6 +249,7 @@ class Conversed:
         if isinstance(answer.prompt.asked, str):
             play.stream.begun()
         tokens, most = [*answer.prompt.tokens, *answer.tokens], self.how.most - len(answer.tokens)
+        most = most if self.table.tokens is None else min(most, self.table.tokens)
         self.asked[engine.add(Request(tokens, most, self.how.sampling, frozenset(self.ends), seed, play.row))] = play
 
     def spoken(self, engine: Engine, event: Event) -> None:
@@ -272,7 +274,7 @@ class Conversed:
         said = self.table.turns.said(play.talk, answer.tokens[play.begin :], play.text, self.ends)
         play.played.turns.append(dict(play.talk.messages[-1]))
         play.played.made += 1
-        if event.reason == "length" and not stopped:
+        if event.reason == "length" and not stopped and len(answer.tokens) == self.how.most:
             return self.over(play, "room")
         play.environment.ask({"step": said})
         play.due = self.now + (self.table.wait or 0)

@@ -42,7 +42,7 @@ def play(lm: LM, tmp_path) -> Iterator[Callable[..., list[Answer]]]:
                interrupted: Callable[[], bool] = lambda: False, **settings: Any) -> list[Answer]:  # fmt: skip
         data = prompts(lm, asked)
         made.append(table(tmp_path, code, data, **settings))
-        how = How(Sampling(), most, longest)
+        how = How(Sampling(temperature=1.0), most, longest)
         playing = Conversed(lm, data(0, len(asked)), how, seed, made[-1], interrupted)
         if script is not None:
             played.engine = Scripted(script)
@@ -128,6 +128,7 @@ def test_a_first_observation_is_part_of_the_prompt(play):
         ({"most": 8}, "ab\n", "room", False),
         ({"most": 2}, "ab", "room", False),
         ({"args": {"turns": 1}}, "ab\n", "done", True),
+        ({"tokens": 2}, "ab[ab]cd", "done", True),
     ],
 )
 def test_limits_end_an_answer(play, how: dict[str, Any], text: str, why: str, ended: bool):
@@ -135,7 +136,7 @@ def test_limits_end_an_answer(play, how: dict[str, Any], text: str, why: str, en
     (answer,) = play(ECHO, ["say:"], {0: ["ab\n", "cd\n"]}, stop="\n", **how)
     assert (answer.text, answer.ended, answer.played.why) == (text, ended, why)
     assert len(answer.tokens) <= how.get("most", 60)
-    assert answer.played.reward == (0 if text == "ab" else 1.5)
+    assert answer.played.reward == {"ab": 0, "ab[ab]cd": 3}.get(text, 1.5)
 
 
 def test_a_long_observation_is_cut_and_says_so(play):

@@ -14,8 +14,10 @@ from argosy.core.errors import BadInput
 from argosy.data.chat import render
 from argosy.rl.turns import Rewritten, between, check_template
 
+# That of the renders by transformers.
+CLOCK = datetime(2025, 1, 2, 3, 4, 5)
 FOLDER = DATA / "chat_templates"
-NAMES = re.compile(r"<\|[a-zA-Z_]+\|>|</s>|<end_of_turn>|<turn\|>|<｜[^｜]*｜>")
+NAMES = re.compile(r"<\|[a-zA-Z_]+\|>|</s>|<EOS>|<end_of_turn>|<turn\|>|<｜[^｜]*｜>")
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
     "type": "object", "properties": {"a": {"type": "integer", "description": "A number."}}, "required": ["a"]}}}]  # fmt: skip
 ASKED = [{"role": "user", "content": "What is it?"}]
@@ -49,7 +51,7 @@ def template(name: str) -> str:
 
 def rendered(name: str, messages: Any, tools: Any = None, **variables: Any) -> str:
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    how: dict[str, Any] = {"add_generation_prompt": True, "now": datetime(2024, 7, 26)}
+    how: dict[str, Any] = {"add_generation_prompt": True, "now": CLOCK}
     return render(template(name) if name != "own" else CHAT, messages, special, tools=tools, **how, **variables)
 
 
@@ -86,12 +88,12 @@ def test_what_follows_a_turn_is_the_rest_of_the_whole_conversation(name: str):
     assert places
     assert messages[-1]["role"] == "user"
     last = places[-1]
-    special = {"bos_token": "<s>", "eos_token": "</s>"} | golden.get("special", {}).get(name, {})
-    before = render(template(name), messages[:last], special, add_generation_prompt=True, now=datetime(2024, 7, 26))
-    after = render(template(name), messages, special, add_generation_prompt=True, now=datetime(2024, 7, 26))
+    special = {"bos_token": "<BOS>", "eos_token": "<EOS>"}
+    before = render(template(name), messages[:last], special, add_generation_prompt=True, now=CLOCK)
+    after = render(template(name), messages, special, add_generation_prompt=True, now=CLOCK)
     if name in MOVING:
         with pytest.raises(Rewritten, match="Answer briefly"):
-            between(before, after, ["</s>"])
+            between(before, after, ["<EOS>"])
         return
     end, rest = between(before, after, NAMES.findall(after[len(before) :]))
     assert whole == after, "transformers' render"
@@ -107,5 +109,5 @@ def test_a_turn_ends_at_its_own_end():
     assert between(before, after, ["<eos>", "</s>"]) == ("<eos>", "\n<bos>user\nb<eos>\n<bos>assistant\n")
     with pytest.raises(Rewritten, match="none of its end tokens"):
         between(before, after, ["</s>"])
-    with pytest.raises(Rewritten, match="a' becomes .*assistant.nb<eos>"):
+    with pytest.raises(Rewritten, match=r"a' becomes .*assistant.nb<eos>"):
         between(before + "a", after.replace("\na<eos>", "\nb<eos>"), ["<eos>"])
