@@ -4,7 +4,7 @@ Building is free, because weights begin as descriptions. So a model is built, ch
 at a time. This module knows nothing of generation.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,13 +101,16 @@ def load(
     return Loaded(config, model, tokenizer, generation_of(stored), hub, stored.companions, dtypes_of(stored))
 
 
-def places(model: Any, tensor: int) -> dict[str, NamedSharding]:
+def places(model: Any, tensor: int, devices: Sequence[Any] | None = None) -> dict[str, NamedSharding]:
     """Where each weight of a model lies if several devices share its heads, feed-forward features and vocabulary.
+
+    Args:
+        devices: the first ones of these; by default of all.
 
     Raises:
         BadInput: there are fewer devices, or the number divides none of these.
     """
-    devices = jax.devices()
+    devices = devices or jax.devices()
     if tensor > len(devices):
         raise BadInput(
             f"tensor = {tensor}, but this process has {len(devices)} device{'s' * (len(devices) > 1)}",

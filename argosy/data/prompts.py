@@ -5,7 +5,7 @@ Which of them are held out depends on their own text alone, as in a corpus.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,13 +29,14 @@ class Prompt:
     """One prompt as a policy reads it.
 
     asked: the text or the messages, as in the file. tokens: what the model is fed, ready for an answer. columns: the other columns.
-    tools, variables: what the template reads beside messages.
+    place: in the order of the prompts. tools, variables: what the template reads beside messages.
     """
 
     asked: str | Sequence[Mapping[str, Any]]
     tokens: Sequence[int]
     columns: Mapping[str, Any]
     where: str
+    place: int = 0
     tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
 
@@ -77,7 +78,8 @@ class Prompts:
         """
         count = count if self.most is None else min(count, self.most - first)
         rows = self.order(np.arange(first, first + max(count, 0)))
-        return [self.rendered(self.records[row]) for row in rows.tolist() if row >= 0]
+        found = enumerate(rows.tolist(), first)
+        return [replace(self.rendered(self.records[row]), place=place) for place, row in found if row >= 0]
 
     def rendered(self, record: Record) -> Prompt:
         """One record as token ids, and all columns."""
@@ -101,7 +103,7 @@ class Prompts:
             where = f"{record.where}: {error.where}" if error.where else record.where
             raise BadInput(error.what, where=where, hint=error.hint) from None
         ids = self.tokenizer.encode(text, special=True)
-        return Prompt(record.messages, ids, columns, record.where, tools, record.variables)
+        return Prompt(record.messages, ids, columns, record.where, tools=tools, variables=record.variables)
 
     def text_of(self, messages: Sequence[Mapping[str, Any]], tools: Any, variables: Mapping[str, Any]) -> str:
         """A conversation as text, ready for an answer.

@@ -272,9 +272,11 @@ def mesh_of(run: Run) -> Mesh:
     Raises:
         BadInput: it does not fit the devices, or the batch does not divide over it.
     """
-    mesh = run.mesh.build()
     if run.rollout is not None:
-        return mesh
+        from argosy.jobs.rollout_engine import trainer_devices
+
+        return run.mesh.build(trainer_devices(run.rollout))
+    mesh = run.mesh.build()
     shares, together = row_shares(mesh), run.objective.rows_per_group
     if run.data.batch % (shares * run.accumulate * together):
         raise BadInput(

@@ -1,8 +1,8 @@
 """Reinforcement learning as a training run: what its assembly does otherwise than that of other objectives.
 
-The engine and the trainer are one model on the same devices: before a rollout the engine's module is given the state's own arrays,
-without a copy; after it the engine frees its cache, and the arrays that it still names are given away by the update. An update
-computes as many parts as a rollout's answers fill, by one program.
+The engine and the trainer are one model on the same devices, unless `rollout.devices` says otherwise: before a rollout the engine's
+module is given the state's own arrays, without a copy; after it the engine frees its cache, and the arrays that it still names are
+given away by the update. An update computes as many parts as a rollout's answers fill, by one program.
 """
 
 import math
@@ -20,15 +20,13 @@ import numpy as np
 from argosy.core.errors import BadInput
 from argosy.data.batch import Batch
 from argosy.data.prompts import prompts_of
-from argosy.infer.lm import LM
-from argosy.infer.settings import EngineSettings
 from argosy.jobs import reference
 from argosy.jobs.assemble import Assembly
 from argosy.jobs.hooks import Saver, is_stopping
 from argosy.jobs.memory import shapes_of
+from argosy.jobs.rollout_engine import RolloutEngine
 from argosy.jobs.run import Run
 from argosy.jobs.view import View
-from argosy.models.parts.weight import merge, put
 from argosy.observe.goodput import Clock
 from argosy.observe.metrics import ANSWERS, Metrics
 from argosy.observe.readable import one_line
@@ -68,7 +66,6 @@ class Reinforced(Assembly):
     # Which tokens end an answer: config.json and generation_config.json of the model that the weights came from.
     hub: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
-    _engine: LM | None = field(default=None, init=False, repr=False)
 
     @property
     def rollouts(self) -> Rollouts:
@@ -122,13 +119,18 @@ class Reinforced(Assembly):
 
     def begin_rollouts(self, say: Callable[[str], None], keep: Callable[[Sequence[Told]], None], stop: Callable[[], bool]) -> None:
         """Lends the rollouts what they need of this run, before its first step."""
-        self.rollouts.trainer = Trainer(
-            self.engine,
+        how, shapes = self.run.rollout or Rollout(), self.shapes.params | self.shapes.rest
+        engine = RolloutEngine(
+            self.run.model, self.graph, shapes, self.decided.dtype, self.tokenizer, how, self.hub, self.generation
+        )
+        trainer = Trainer(
+            engine.weights,
+            engine,
             lambda state, rows: self.logps(state.params, state.rest, rows),
             lambda state, rows: self.logps(*self.reference_of(state), rows),
             self.values,
         )
-        self.rollouts.say, self.rollouts.keep, self.rollouts.interrupted = say, keep, stop
+        self.rollouts.begin(trainer, say, keep, stop)
 
     def logps(self, params: Any, rest: Any, part: Batch) -> np.ndarray:
         """The log-probabilities of the tokens of a part's answers by these weights, [S L]."""
@@ -185,22 +187,6 @@ class Reinforced(Assembly):
         own = {address: place for address, place in weights.items() if address.startswith(PREFIX)}
         return {a: place for a, place in weights.items() if a not in own}, state | own
 
-    # ---------------------------------------------------------------- the engine
-
-    def engine(self, state: TrainState) -> LM:
-        """The language model with the weights of a state, which it shares."""
-        if self._engine is None:
-            module = merge(self.graph, state.params, state.rest)
-            module.dtype = self.decided.dtype
-            if hasattr(module, "critic"):
-                del module.critic
-            settings = EngineSettings(slots=(self.run.rollout or Rollout()).slots)
-            self._engine = LM(
-                self.run.model, module, self.tokenizer, hub=self.hub, generation=self.generation, engine_settings=settings
-            )
-        put(self._engine.module, {a: leaf for a, leaf in (state.params | state.rest).items() if not a.startswith(PREFIX)})
-        return self._engine
-
 
 @dataclass(frozen=True)
 class Update:
@@ -253,7 +239,7 @@ def rollouts_of(run: Run, mesh: Any, tokenizer: Any) -> Rollouts:
     judge: Any = NoRewards()
     try:
         if run.reward:
-            judge = open_rewards(run.reward, workers, columns=prompts.names, say=lambda text: made.say(text))
+            judge = open_rewards(run.reward, workers, columns=prompts.names, say=lambda text: made.collector.say(text))
         made = Rollouts(prompts, held_out, run.objective, how, run.data.batch, shape, judge, run.seed, table=table)
     except BaseException:
         judge.close()
@@ -269,9 +255,12 @@ def told(run: Run, how: Rollout) -> dict[str, str]:
     each = f"{answers} answers of at most {how.tokens} tokens: {n} to each of {answers // n} prompts"
     updates = f"{how.updates} updates" if how.updates > 1 else "an update"
     rewards = ", ".join(f"{one.of}{'' if one.weight == 1 else f' x {one.weight:g}'}" for one in run.reward)
-    played = {} if not run.environment.played else {"environment": described(run.environment)}
-    rollout = f"{each}, at temperature {run.objective.temperature:g}; {updates} from each rollout"
-    return {"rollout": rollout, **played, "rewards": rewards or "the environment's"}
+    where = "" if how.devices is None else f"; sampled on {how.devices} devices of their own"
+    where += f", {how.ahead} rollouts ahead" if how.ahead else ""
+    rounded = ", weights in int8" if how.weights == "int8" else ""
+    made = f"{each}, at temperature {run.objective.temperature:g}{rounded}; {updates} from each rollout{where}"
+    played = {"environment": described(run.environment)} if run.environment.played else {}
+    return {"rollout": made, **played, "rewards": rewards or "the environment's"}
 
 
 class RewardEvaluation:

@@ -282,3 +282,5 @@ class Run(Settings):
             object.__setattr__(self, "data", self.data.model_copy(update={"format": "prompt"}))
         if self.rollout is None:
             object.__setattr__(self, "rollout", Rollout())
+        elif self.rollout.weights != "same" and not self.adapter.trains_base:
+            raise ValueError("rollout.weights=int8 is for runs that train all weights: adapter=qlora rounds the base to fewer bits")

@@ -29,7 +29,8 @@ class Played:
     turns: messages of the assistant and of the environment, in order; those of a text have the environment's role. reward: the sum of
     those that the environment gave; None: it gave none. made: turns of the model. failure: why the answer has no reward (`raised`,
     `timed out`, `died`, `not rendered`), with its message. why: it is over (`done`, `environment`, `turns`, `room`, `failed`).
-    observed: tokens of the environment. cut: observations that were too long. counts: what the environment counted.
+    observed: tokens of the environment. cut: observations that were too long. counts: what the environment counted. begun: the tokens
+    of the prompt, if the environment spoke first.
     """
 
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Played:
     observed: int = 0
     cut: int = 0
     counts: dict[str, float] = field(default_factory=dict)
+    begun: list[int] | None = None
 
 
 @dataclass

@@ -289,6 +289,18 @@ class Rollout(Settings):
     """Whether answers that reach the limit without an end are learned from. They are counted either way."""
     slots: int = Field(64, gt=0)
     """Answers that are generated at a time; others wait."""
+    devices: Annotated[
+        int | None, MayChange(), Also("vllm_tensor_parallel_size", "rollout.tensor_model_parallel_size", "rollout_mesh")
+    ] = Field(None, gt=0)
+    """Devices that sample and do not train: the last ones of the process, which share the model's heads, features and vocabulary.
+    The weights are copied to them for each rollout, and the copies are compared with a checksum. None: all devices do both in
+    turns, and nothing is copied."""
+    ahead: Annotated[int, Also("max_staleness", "async_steps", "off_policy_steps", "max_head_offpolicyness")] = Field(0, ge=0, le=4)
+    """Rollouts that are sampled ahead, so that `devices` sample while the others train. Answers are then of weights that have not
+    learned from the last so many rollouts, which `objective.correction` weighs. 0: every rollout is sampled with the latest weights."""
+    weights: Annotated[Literal["same", "int8"], Also("rollout_quantization", note="rollout.weights=int8")] = "same"
+    """Of the engine. same: the trainer's; int8: rounded to 8 bits for each rollout, which halves what a decoding step reads beside
+    bfloat16. `objective.correction` weighs the difference, which is logged."""
     workers: Annotated[int | None, MayChange()] = Field(None, gt=0)
     """Processes for reward functions. None: one for each core, at most 8."""
 
@@ -305,4 +317,6 @@ class Rollout(Settings):
     def _in_order(self) -> "Rollout":
         if self.overlong > self.tokens:
             raise ValueError(f"overlong = {self.overlong} is above tokens = {self.tokens}")
+        if self.ahead and self.devices is None:
+            raise ValueError(f"ahead = {self.ahead} needs devices that sample while others train: rollout.devices=N")
         return self

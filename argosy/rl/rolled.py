@@ -40,11 +40,13 @@ class Judge(Protocol):
 class Trainer:
     """What a training run lends to its rollouts.
 
-    engine: (state) -> the language model with the state's weights. old, reference: (state, rows of a part) -> the log-probabilities of
-    the tokens of its answers by the trained model and by the reference, [S L]. values: those of the critic, [S L], and its value after
-    the last token, [S]. Only what the policy asks for is called.
+    weights: (state) -> the state's weights where the engine computes: its own arrays, or copies on other devices. engine: (weights) ->
+    the language model with these. old, reference: (state, rows of a part) -> the log-probabilities of the tokens of its answers by the
+    trained model and by the reference, [S L]. values: those of the critic, [S L], and its value after the last token, [S]. Only what
+    the policy asks for is called.
     """
 
+    weights: Callable[[Any], Any]
     engine: Callable[[Any], LM]
     old: Callable[[Any, Batch], np.ndarray]
     reference: Callable[[Any, Batch], np.ndarray]

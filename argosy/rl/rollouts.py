@@ -4,40 +4,37 @@
 
 The answers depend on the weights of the moment, so `advance` reads the training state before each batch; where updates of the last
 rollout are left, nothing is sampled. A position is the place in the prompts and the number of the rollout; updates that are left are
-arrays beside it, since the weights that sampled them are gone. So a run that was killed goes on bit for bit, wherever it was.
+arrays beside it, since the weights that sampled them are gone, and so are rollouts that were sampled ahead. So a run that was killed
+goes on bit for bit, wherever it was.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.data.batch import Batches
 from argosy.data.order import picked, whole_numbers
-from argosy.data.prompts import Prompt, Prompts
+from argosy.data.prompts import Prompts
 from argosy.data.summary import CorpusSummary
-from argosy.infer.lm import LM
-from argosy.infer.sample import Sampling
-from argosy.rl.advantages import groups
-from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Interrupted, sampled
+from argosy.rl.ahead import Ahead
+from argosy.rl.answers import Interrupted
+from argosy.rl.collect import Collected, Collector, given_back, kept
 from argosy.rl.compare import Compared, Judgment, compared
 from argosy.rl.experience import Experience, Part, Shape, density, packed, per_token, restored, stored
 from argosy.rl.kl import in_reward
 from argosy.rl.metrics import Metrics, mean_where, numbers
-from argosy.rl.played import ENVIRONMENT, environment_rewards, failed, failures, played_numbers
+from argosy.rl.played import played_numbers
 from argosy.rl.policies import Policy, Rollout
-from argosy.rl.rewards import overlong, reward_metrics, total
-from argosy.rl.rolled import Ended, Judge, Rolled, Told, Trainer
-from argosy.rl.trajectories import Conversed, How, Table
+from argosy.rl.rewards import reward_metrics, total
+from argosy.rl.rolled import Ended, Judge, Told, Trainer
+from argosy.rl.trajectories import Table
 
-# Prompts that are looked at for one that fits before it is an error, as a multiple of all.
-LOOKED_AT = 2
-OVERLONG = "overlong"
+# Of the arrays of a position, those of rollouts that were sampled ahead.
+AHEAD = "ahead."
 
 
 class Rollouts(Batches):
@@ -70,19 +67,19 @@ class Rollouts(Batches):
     ):
         self.table = table
         self.prompts, self.held_out, self.policy, self.rollout = prompts, held_out, policy, rollout
-        self.shape, self.judge, self.seed, self.say = shape, judge, seed, say
+        self.shape, self.judge = shape, judge
         self.groups = groups_of(batch, policy, rollout)
-        self.longest_prompt = shape.sequence - rollout.tokens
-        if self.longest_prompt < 1:
+        longest_prompt = shape.sequence - rollout.tokens
+        if longest_prompt < 1:
             what = f"data.sequence = {shape.sequence} has no room for a prompt before an answer of {rollout.tokens} tokens"
             raise BadInput(what, where="rollout.tokens", hint="raise data.sequence, or lower rollout.tokens")
         if prompts.most is not None and prompts.most < self.groups:
             what = f"data.epochs: {prompts.most} prompts are fewer than the {self.groups} of a rollout"
             raise BadInput(what, hint="raise data.epochs, or lower data.batch")
+        self.collector = Collector(prompts, policy, rollout, self.groups, longest_prompt, judge, seed, say, table)
         self.trainer: Trainer | None = None
-        self.interrupted: Callable[[], bool] = lambda: False
         self.keep: Callable[[Sequence[Told]], None] = lambda _: None
-        how = {name: value for name, value in dict(rollout).items() if name != "workers"}
+        how = {name: value for name, value in dict(rollout).items() if name not in ("workers", "devices")}
         made = {"rewards": list(judge.names), "weights": list(judge.weights), "rollout": how}
         made |= {} if table is None else {"environment": table.identity}
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
@@ -90,12 +87,23 @@ class Rollouts(Batches):
         self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
         self.bytes_per_token, self.sizes = None, shape.sizes
         self.queue: list[Experience] = []
+        self.ahead: Ahead[tuple[Any, int], Collected] = Ahead(self.collected)
         # Of a position that was sought: what belongs to the arrays that follow.
-        self.waiting: list[dict[str, Any]] = []
+        self.waiting: dict[str, Sequence[Any]] = {}
+        # In the prompts after the last rollout that was taken, and how many were.
         self.place = self.number = self.tokens = 0
-        self.seconds: dict[str, float] = {}
-        self.failed: dict[str, float] = {}
-        self.complained: set[str] = set()
+        self.closing = False
+
+    def begin(self, trainer: Trainer, say: Say, keep: Callable[[Sequence[Told]], None], interrupted: Callable[[], bool]) -> None:
+        """Takes what a run lends, before the first `advance`.
+
+        Args:
+            keep: called with the answers of each rollout.
+            interrupted: whether to stop. Then a rollout is given up, which is sampled again later; except one that is sampled ahead,
+                whose weights will be gone.
+        """
+        self.trainer, self.keep, self.collector.say = trainer, keep, say
+        self.collector.interrupted = (lambda: self.closing) if self.rollout.ahead else interrupted
 
     # ---------------------------------------------------------------- as batches
 
@@ -106,11 +114,10 @@ class Rollouts(Batches):
             ArgosyError: no answer has a reward, or no prompt fits.
         """
         if not self.queue:
-            before = self.position()
             try:
                 self.queue = self.played(state)
             except (Interrupted, Ended):
-                self.seek(before)
+                pass
 
     def __next__(self) -> Any:
         if not self.queue:
@@ -120,22 +127,34 @@ class Rollouts(Batches):
         return Experience(made.parts, made.numbers | {"tokens": self.tokens})
 
     def position(self) -> dict[str, Any]:
+        """Waits for what is sampled ahead."""
         return {
-            "place": self.place, "rollout": self.number, "tokens": self.tokens, "waiting": stored(self.queue)[1],
+            "place": self.place, "rollout": self.number, "tokens": self.tokens,
+            "waiting": stored(self.queue)[1], "ahead": kept(self.ahead.settled())[1],
         }  # fmt: skip
 
     def seek(self, position: dict[str, Any]) -> None:
-        found = whole_numbers({k: v for k, v in position.items() if k != "waiting"}, ("place", "rollout", "tokens"))
+        found = whole_numbers({name: position[name] for name in ("place", "rollout", "tokens")}, ("place", "rollout", "tokens"))
         self.place, self.number, self.tokens = found.values()
-        self.queue, self.waiting = [], list(position.get("waiting", ()))
+        self.waiting = {name: list(position.get(name, ())) for name in ("waiting", "ahead")}
+        self.queue, self.ahead = [], Ahead(self.collected)
+        self.collector.place, self.collector.number = self.place, self.number
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return stored(self.queue)[0]
+        sampled = {AHEAD + name: a for name, a in kept(self.ahead.settled())[0].items()}
+        return stored(self.queue)[0] | sampled
 
     def take(self, arrays: dict[str, np.ndarray]) -> None:
-        self.queue, self.waiting = restored(arrays, self.waiting), []
+        self.queue = restored({name: a for name, a in arrays.items() if not name.startswith(AHEAD)}, self.waiting["waiting"])
+        sampled = {name.removeprefix(AHEAD): a for name, a in arrays.items() if name.startswith(AHEAD)}
+        done = given_back(sampled, self.waiting["ahead"], self.prompts)
+        self.ahead.put_back(done)
+        if done:
+            self.collector.place, self.collector.number = done[-1].place, done[-1].number + 1
 
     def close(self) -> None:
+        self.closing = True
+        self.ahead.close()
         self.judge.close()
         if self.table is not None:
             self.table.close()
@@ -153,152 +172,39 @@ class Rollouts(Batches):
     def played(self, state: Any) -> list[Experience]:
         """The updates of the next rollout."""
         assert self.trainer is not None, "rollouts before a trainer"
-        self.seconds, self.failed = dict.fromkeys(("generate_s", "reward_s", "logps_s"), 0.0), {}
-        with self.timed("generate_s"):
-            lm = self.trainer.engine(state)
-        found, rounds = Rolled(), 0
-        while True:
-            found = found.plus(*self.round(lm, self.groups - len(found.answers) // self.rollout.completions, rounds))
-            useful = self.useful(found.rewards)
-            rounds += 1
-            if rounds > self.rollout.resample or len(useful) == self.groups:
-                break
-            # A useless group makes room, except in the last round.
-            found = found.groups(useful, self.rollout.completions)
-        if self.rollout.resample and useful:
-            found = found.groups(useful, self.rollout.completions)
-        # The update needs the memory of its cache.
-        lm.sleep()
-        self.check_rewarded(found.rewards)
-        self.number += 1
-        return self.experiences(state, found, rounds)
+        if not self.rollout.ahead:
+            lm = self.trainer.engine(self.trainer.weights(state))
+            made = self.collector(lm, self.number)
+            # The update needs the memory of its cache.
+            lm.sleep()
+        else:
+            if not len(self.ahead):
+                self.ahead.submit((self.trainer.weights(state), self.number))
+            made = self.ahead.take()
+            # While the update runs, the next ones are sampled with the weights from before it.
+            while len(self.ahead) < self.rollout.ahead:
+                self.ahead.submit((self.trainer.weights(state), self.number))
+        self.number, self.place = made.number + 1, made.place
+        return self.experiences(state, made)
 
-    def round(self, lm: LM, count: int, round_: int) -> tuple[list[Answer], np.ndarray, np.ndarray | None]:
-        """Answers to the next `count` prompts, their rewards, and those of the greedy answers where they are compared with those."""
-        each, how = self.rollout, self.policy
-        prompts = self.next_prompts(count)
-        with self.timed("generate_s"):
-            answers = self.answered(lm, [one for one in prompts for _ in range(each.completions)], how.temperature, round_)
-            plain = self.answered(lm, prompts, 0.0, round_) if how.advantages == "greedy" else None
-        return answers, self.judged(answers), None if plain is None else self.judged(plain)
-
-    def answered(self, lm: LM, prompts: list[Prompt], temperature: float, round_: int) -> list[Answer]:
-        how = self.rollout
-        filters: dict[str, Any] = {"top_k": how.top_k, "top_p": how.top_p, "min_p": how.min_p} if temperature else {}
-        seed = (self.seed, ROLLOUT, self.number, round_)
-        sampling = Sampling(temperature=temperature, **filters)
-        return self.sampled(lm, prompts, sampling, seed, how.ignore_eos)
-
-    def sampled(
-        self, lm: LM, prompts: list[Prompt], sampling: Sampling, seed: tuple[int, ...], ignore_eos: bool = False
-    ) -> list[Answer]:
-        """One answer to each prompt, of one turn or of as many as its environment has."""
-        tokens = self.rollout.tokens
-        if self.table is None:
-            return sampled(lm, prompts, tokens, sampling, seed, self.interrupted, ignore_eos)
-        how = How(sampling, tokens, self.shape.sequence, ignore_eos)
-        playing = Conversed(lm, prompts, how, seed, self.table, self.interrupted)
-        answers = playing.run()
-        self.seconds["environment_s"] = self.seconds.get("environment_s", 0.0) + playing.waited_s
-        for kind, message in failures(answers):
-            self.complain(f"environment {kind}, its answers have no reward:\n{message.rstrip()}", f"environment {kind}")
-        return answers
-
-    def next_prompts(self, count: int) -> list[Prompt]:
-        """The next prompts that leave room for an answer; longer ones are passed over and reported."""
-        out: list[Prompt] = []
-        looked = 0
-        while len(out) < count:
-            found = self.prompts(self.place, count - len(out))
-            if not found:
-                raise Ended("the epochs of the prompts are over")
-            self.place += len(found)
-            looked += len(found)
-            out += self.fitting(found)
-            if looked - len(out) > LOOKED_AT * len(self.prompts):
-                what = f"no prompt has at most {self.longest_prompt} tokens, data.sequence - rollout.tokens"
-                raise BadInput(what, hint="raise data.sequence, or lower rollout.tokens")
-        return out
-
-    def fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts that leave room for an answer. The first one that does not is said."""
-        for prompt in prompts:
-            if len(prompt.tokens) > self.longest_prompt:
-                self.complain(
-                    f"{prompt.where}: a prompt of {len(prompt.tokens)} tokens leaves no room for an answer and is passed over, as are "
-                    f"others of more than {self.longest_prompt} (data.sequence - rollout.tokens)",
-                    "long",
-                )
-        return [prompt for prompt in prompts if len(prompt.tokens) <= self.longest_prompt]
-
-    def judged(self, answers: list[Answer]) -> np.ndarray:
-        """The rewards of answers [B k], the punishment of overlong ones last, if there is one."""
-        columns = {name: [one.prompt.columns[name] for one in answers] for name in self.prompts.names}
-        with self.timed("reward_s"):
-            found = self.judge([one.prompt.asked for one in answers], [one.said for one in answers], columns)
-        for name, kinds in found.counts.items():
-            for kind, count in kinds.items():
-                key = f"rewards/{name}/{kind.replace(' ', '_')}"
-                self.failed[key] = self.failed.get(key, 0.0) + count
-        values = found.values
-        if self.gives:
-            values = np.concatenate([environment_rewards(answers), values], 1)
-        values[failed(answers)] = np.nan
-        if not self.rollout.overlong:
-            return values
-        lengths = np.array([len(one.tokens) for one in answers], np.float32)
-        punished = np.asarray(overlong(jnp.asarray(lengths), self.rollout.tokens, self.rollout.overlong))
-        return np.concatenate([values, np.where(failed(answers), np.nan, punished)[:, None]], 1)
-
-    def useful(self, rewards: np.ndarray) -> list[int]:
-        """The groups that can be learned from."""
-        summed = total(jnp.asarray(self.by_group(rewards)), self.weights)
-        return np.flatnonzero(np.asarray(groups(summed).useful)).tolist()
-
-    def by_group(self, rewards: np.ndarray) -> np.ndarray:
-        return rewards.reshape(-1, self.rollout.completions, rewards.shape[1])
-
-    @property
-    def gives(self) -> bool:
-        """Whether the environment gives rewards."""
-        return self.table is not None and self.table.gives
-
-    @property
-    def scored(self) -> list[str]:
-        """The rewards that are given for what an answer says."""
-        return [*([ENVIRONMENT] if self.gives else []), *self.judge.names]
-
-    @property
-    def names(self) -> list[str]:
-        return [*self.scored, *([OVERLONG] if self.rollout.overlong else [])]
-
-    @property
-    def weights(self) -> list[float]:
-        own = [self.table.weight] if self.table is not None and self.gives else []
-        return [*own, *self.judge.weights, *([1.0] if self.rollout.overlong else [])]
-
-    def check_rewarded(self, rewards: np.ndarray) -> None:
-        """Checks that some answer has a reward.
-
-        Raises:
-            ArgosyError: none has.
-        """
-        if not np.isfinite(rewards[:, : len(self.scored)]).any():
-            hint = "what they said is above; nothing was learned from this rollout, and earlier checkpoints are good"
-            raise ArgosyError(f"no answer of rollout {self.number} has a reward ({', '.join(self.scored)})", hint=hint)
+    def collected(self, given: tuple[Any, int]) -> Collected:
+        """A rollout that is sampled ahead, in the thread of these."""
+        assert self.trainer is not None
+        weights, seen = given
+        return self.collector(self.trainer.engine(weights), seen)
 
     # ---------------------------------------------------------------- its updates
 
-    def experiences(self, state: Any, found: Rolled, rounds: int) -> list[Experience]:
+    def experiences(self, state: Any, made: Collected) -> list[Experience]:
         """The updates of a rollout: its groups in shares, as often as there are epochs."""
-        how, answers = self.rollout, found.answers
+        how, found, answers = self.rollout, made.found, made.found.answers
         shares = np.array_split(np.arange(len(answers)).reshape(-1, how.completions), how.minibatches)
         parts = [packed(answers, share.reshape(-1).tolist(), self.shape) for share in shares if share.size]
         live = per_token(answers, how.tokens, "live")
-        with self.timed("logps_s"):
+        with made.timed("logps_s"):
             known = self.known(state, [part for own in parts for part in own], len(answers))
         ended = np.array([one.ended for one in answers])
-        judgment = Judgment(self.by_group(found.rewards), self.weights, live, found.greedy)
+        judgment = Judgment(self.collector.by_group(found.rewards), self.collector.weights, live, found.greedy)
         metrics: Metrics = {}
         if self.policy.kl and self.policy.kl_in == "reward":
             arrays = (jnp.asarray(a) for a in (np.zeros_like(live), known["old"], known["reference"], live))
@@ -314,10 +220,10 @@ class Rollouts(Batches):
         columns |= {name: known[name] for name in ("reference", "values") if name in known}
         columns |= {} if by.returns is None else {"returns": by.returns}
         filled = [[picked(part.filled(columns), self.policy.reads()) for part in own] for own in parts]
-        self.keep(self.told(found, by))
-        made = self.numbers(found, by._replace(metrics=by.metrics | metrics), counted, rounds)
-        made |= {"part_density": density([part for own in filled for part in own])}
-        return [Experience(own, made) for _ in range(how.epochs) for own in filled]
+        self.keep(self.told(made, by))
+        told = self.numbers(made, by._replace(metrics=by.metrics | metrics), counted)
+        told |= {"part_density": density([part for own in filled for part in own])}
+        return [Experience(own, told) for _ in range(how.epochs) for own in filled]
 
     def known(self, state: Any, parts: Sequence[Part], count: int) -> dict[str, np.ndarray]:
         """What the models of the run say of the answers before the first update, [B L] each; `after` [B]."""
@@ -337,15 +243,16 @@ class Rollouts(Batches):
                 part.spread(after, out["after"])
         return out
 
-    def numbers(self, found: Rolled, by: Compared, counted: np.ndarray, rounds: int) -> dict[str, float]:
+    def numbers(self, made: Collected, by: Compared, counted: np.ndarray) -> dict[str, float]:
         """The metrics of a rollout."""
-        answers, n = found.answers, self.rollout.completions
+        answers, n, names = made.found.answers, self.rollout.completions, self.collector.names
         lengths = np.array([sum(one.live) for one in answers], np.float32)
         distinct = [len({tuple(one.tokens) for one in answers[i : i + n]}) / n for i in range(0, len(answers), n)]
-        metrics: Metrics = by.metrics | dict(reward_metrics(jnp.asarray(self.by_group(found.rewards)), self.names))
+        metrics: Metrics = by.metrics | dict(reward_metrics(jnp.asarray(self.collector.by_group(made.found.rewards)), names))
         return numbers(metrics) | {
-            "rollout": float(self.number),
-            "rollout_rounds": float(rounds),
+            "rollout": float(made.number + 1),
+            "rollout_age": float(made.number - made.seen),
+            "rollout_rounds": float(made.rounds),
             "groups": float(len(answers) // n),
             "answers/tokens": float(lengths.mean()),
             "answers/tokens_max": float(lengths.max()),
@@ -353,22 +260,20 @@ class Rollouts(Batches):
             "answers/distinct": float(np.mean(distinct)),
             "answers/left_out": float(np.mean(~counted)),
             **played_numbers(answers),
-            **self.seconds,
-            **self.failed,
+            **made.seconds,
+            **made.failed,
         }
 
-    def told(self, found: Rolled, by: Compared) -> list[Told]:
+    def told(self, made: Collected, by: Compared) -> list[Told]:
         """The answers of a rollout as they are kept."""
-        # That of the first token; a token of the environment has none.
-        own = [one.live.index(True) if True in one.live else 0 for one in found.answers]
-        first = by.values[np.arange(len(own)), own].tolist()
+        answers, names, number = made.found.answers, self.collector.names, made.number + 1
+        # That of the first token of the policy: an environment may have spoken before it.
+        first = by.values[np.arange(len(answers)), [one.live.index(True) if any(one.live) else 0 for one in answers]].tolist()
+        turns = [None if one.played is None else one.played.turns for one in answers]
         return [
-            Told(
-                self.number, one.prompt.asked, one.text, by_name(self.names, rewards), advantage, sum(one.live), one.ended,
-                None if one.played is None else one.played.turns,
-            )
-            for one, rewards, advantage in zip(found.answers, found.rewards, first, strict=True)
-        ]  # fmt: skip
+            Told(number, one.prompt.asked, one.text, by_name(names, rewards), advantage, sum(one.live), one.ended, its)
+            for one, rewards, advantage, its in zip(answers, made.found.rewards, first, turns, strict=True)
+        ]
 
     # ---------------------------------------------------------------- evaluation
 
@@ -377,41 +282,25 @@ class Rollouts(Batches):
         assert self.trainer is not None
         if self.held_out is None:
             return {}
-        fitting = self.fitting(self.held_out(0, most))
-        if not fitting:
-            return {}
-        lm = self.trainer.engine(state)
+        # The engine does one thing at a time.
+        self.ahead.settled()
+        lm = self.trainer.engine(self.trainer.weights(state))
         try:
-            how = Sampling(temperature=0.0)
-            answers = self.sampled(lm, fitting, how, (self.seed, EVALUATION))
+            answers, rewards = self.collector.greedy(lm, self.held_out(0, most))
         except Interrupted:
             return None
+        if not answers:
+            return {}
         lm.sleep()
-        values = self.judged(answers)[:, None]
-        summed = total(jnp.asarray(values), self.weights)
+        values, names = rewards[:, None], self.collector.names
+        summed = total(jnp.asarray(values), self.collector.weights)
         metrics: Metrics = {"reward": mean_where(summed, jnp.isfinite(summed).astype(summed.dtype))}
-        metrics |= reward_metrics(jnp.asarray(values), self.names)
+        metrics |= reward_metrics(jnp.asarray(values), names)
         return {f"eval_{name}": value for name, value in numbers(metrics).items()} | {
             "eval_answers/cut": float(np.mean([not one.ended for one in answers])),
             "eval_prompts": float(len(answers)),
             **{f"eval_{name}": value for name, value in played_numbers(answers).items()},
         }
-
-    # ---------------------------------------------------------------- helpers
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        begin = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
-
-    def complain(self, sentence: str, kind: str) -> None:
-        """Says each kind of trouble once; the metrics count it."""
-        if kind not in self.complained:
-            self.complained.add(kind)
-            self.say(sentence)
 
 
 def by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None]:

@@ -209,6 +209,7 @@ class Conversed:
         if play.talk is None:
             play.talk, observed = turns.begun(answer.prompt, given, self.how.longest - self.how.most)
             answer.prompt = play.talk.prompt
+            played.begun = list(answer.prompt.tokens) if observed.said else None
         else:
             last = answer.tokens[-1] if answer.tokens[-1] in self.ends else None
             observed = turns.follow(play.talk, given, last, self.ends)

@@ -119,7 +119,7 @@ def one_device():
     with pytest.MonkeyPatch.context() as patch:
         build = MeshSettings.build
         alone = lambda how: (how.data, how.fsdp, how.tensor) == (1, 1, 1)  # noqa: E731
-        patch.setattr(MeshSettings, "build", lambda how: build(how, jax.devices()[:1] if alone(how) else None))
+        patch.setattr(MeshSettings, "build", lambda how, devices=None: build(how, jax.devices()[:1] if alone(how) else devices))
         yield
 
 
@@ -174,16 +174,17 @@ def test_messages_and_a_tool(data: Path, base: Path, tmp_path: Path):
 HOW = {
     "grpo": ["rollout.epochs=2", "rollout.minibatches=2", "objective.kl=0.1"],
     "ppo": ["rollout.epochs=2", "rollout.completions=1", "objective.critic.rate=2"],
+    "grpo-ahead": ["rollout.epochs=2", "rollout.ahead=1"],
 }
 
 
-@pytest.mark.parametrize("name", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["ppo", pytest.param("grpo", marks=pytest.mark.slow), "grpo-ahead"])
 def test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit(name: str, data: Path, base: Path, tmp_path: Path):
     """Environments sleep for random times; step 3 lies between the updates of a rollout, and rollouts follow it."""
-    how = [*HOW[name], f"init.weights={base}", TURNS]
-    fit(name, data, tmp_path / "whole", *how, steps=6)
-    fit(name, data, tmp_path / "halves", *how, steps=3)
-    assert "resuming from step 3" in fit(name, data, tmp_path / "halves", *how, steps=6)
+    recipe, how = name.partition("-")[0], [*HOW[name], f"init.weights={base}", TURNS]
+    fit(recipe, data, tmp_path / "whole", *how, steps=6)
+    fit(recipe, data, tmp_path / "halves", *how, steps=3)
+    assert "resuming from step 3" in fit(recipe, data, tmp_path / "halves", *how, steps=6)
     for metric in ("loss", "reward", "grad_norm", "kl", "tokens", "rollout", "turns"):
         assert numbers(tmp_path / "whole", metric) == numbers(tmp_path / "halves", metric), metric
     assert digest(tmp_path / "whole", 6) == digest(tmp_path / "halves", 6)

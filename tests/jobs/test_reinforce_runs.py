@@ -12,6 +12,7 @@ from helpers import Heard
 import argosy
 from argosy.core.errors import ArgosyError, UserError
 from argosy.core.storage import Store
+from argosy.jobs import rollout_engine
 from argosy.jobs.proof import digest
 from argosy.observe.metrics import by_step, read
 from argosy.parallel.mesh import MeshSettings
@@ -40,7 +41,7 @@ def one_device():
     with pytest.MonkeyPatch.context() as patch:
         build = MeshSettings.build
         alone = lambda how: (how.data, how.fsdp, how.tensor) == (1, 1, 1)  # noqa: E731
-        patch.setattr(MeshSettings, "build", lambda how: build(how, jax.devices()[:1] if alone(how) else None))
+        patch.setattr(MeshSettings, "build", lambda how, devices=None: build(how, jax.devices()[:1] if alone(how) else devices))
         yield
 
 
@@ -147,6 +148,59 @@ def test_eight_devices_learn_as_one(data: Path, base: Path, tmp_path: Path):
         assert eight == pytest.approx(one, rel=1e-3, abs=1e-5), metric
 
 
+def test_devices_that_only_sample_change_nothing_but_rounding(data: Path, base: Path, tmp_path: Path):
+    """The weights are copied to two devices, which share the heads, and arrive whole."""
+    fit("grpo", data, tmp_path / "one", f"init.weights={base}", steps=3)
+    said = fit("grpo", data, tmp_path / "apart", f"init.weights={base}", "rollout.devices=2", steps=3)
+    for metric in ("reward", "loss", "grad_norm", "targets"):
+        one, apart = numbers(tmp_path / "one", metric), numbers(tmp_path / "apart", metric)
+        assert apart == pytest.approx(one, rel=1e-3, abs=1e-5), metric
+    header = next(line["header"] for line in read(Store(tmp_path / "apart")) if "header" in line)
+    assert "sampled on 2 devices of their own" in header["rollout"]
+    assert header["devices"] == 1
+    assert said is not None
+    with pytest.raises(UserError, match="none is left to train"):
+        fit("grpo", data, tmp_path / "none", f"init.weights={base}", "rollout.devices=8", steps=1)
+
+
+def test_a_weight_that_arrives_changed_ends_the_run(data: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    put = jax.device_put
+
+    def faulty(a, place=None, **how):
+        moved = put(a, place, **how)
+        on = getattr(place, "device_set", set())
+        return moved.at[0].multiply(1.001) if on == {jax.devices()[-1]} and moved.ndim == 2 else moved
+
+    monkeypatch.setattr(rollout_engine.jax, "device_put", faulty)
+    with pytest.raises(ArgosyError, match="weights arrived changed"):
+        fit("grpo", data, tmp_path / "run", f"init.weights={base}", "rollout.devices=1", steps=1)
+
+
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_resume_with_rollouts_ahead_is_bit_for_bit(depth: int, data: Path, base: Path, tmp_path: Path):
+    """Those that were sampled ahead of the checkpoint are in it."""
+    how = ["rollout.devices=1", f"rollout.ahead={depth}", "rollout.epochs=2", f"init.weights={base}"]
+    fit("grpo", data, tmp_path / "whole", *how, steps=6)
+    fit("grpo", data, tmp_path / "halves", *how, steps=3)
+    assert "resuming from step 3" in fit("grpo", data, tmp_path / "halves", *how, steps=6)
+    for metric in ("loss", "reward", "grad_norm", "tokens", "rollout", "rollout_age"):
+        assert numbers(tmp_path / "whole", metric) == numbers(tmp_path / "halves", metric), metric
+    assert digest(tmp_path / "whole", 6) == digest(tmp_path / "halves", 6)
+    assert numbers(tmp_path / "whole", "rollout_age")[5] == depth
+    assert numbers(tmp_path / "whole", "sampler/difference_max")[5] > 1e-3, "they are of older weights"
+
+
+def test_weights_of_the_engine_in_int8_are_another_policy(data: Path, base: Path, tmp_path: Path):
+    """Rounded anew for each rollout; the difference is logged and weighed."""
+    run = tmp_path / "run"
+    fit("grpo", data, run, "rollout.weights=int8", f"init.weights={base}", steps=3)
+    found = numbers(run, "sampler/difference_max")
+    assert all(1e-5 < found[step] < 0.5 for step in (1, 2, 3)), found
+    assert all(0.9 < share < 1 for share in numbers(run, "sampler/effective").values())
+    with pytest.raises(UserError, match="train all weights"):
+        fit("grpo", data, tmp_path / "none", "rollout.weights=int8", f"init.weights={base}", "adapter=lora", steps=1)
+
+
 def test_equal_rewards_teach_nothing_and_are_counted(data: Path, base: Path, tmp_path: Path):
     run = tmp_path / "run"
     fit("grpo", data, run, f"reward={data / 'functions.py'}:same", f"init.weights={base}", "rollout.resample=2", steps=1)
@@ -182,6 +236,7 @@ def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path:
         (["data.packing=fit"], "answers that are in the data"),
         (["data.epochs=0.2"], "fewer than the 4 of a rollout"),
         (["rollout.overlong=9"], "overlong = 9 is above tokens"),
+        (["rollout.ahead=1"], "needs devices that sample"),
     ],
 )
 def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str, data: Path, tmp_path: Path):

@@ -62,7 +62,7 @@ def rollouts(lm: LM, tmp_path, how: Policy, judge: Any, asked: Prompts, n: int =
     # What the models say of the environment's tokens is garbage here.
     garbage = lambda state, rows: rng.normal(-2, 1, rows["places"].shape).astype(np.float32)  # noqa: E731
     values = lambda state, rows: (garbage(state, rows), np.zeros(len(rows["ends"]), np.float32))  # noqa: E731
-    made.trainer = Trainer(lambda state: lm, garbage, garbage, values)
+    made.trainer = Trainer(lambda state: state, lambda weights: lm, garbage, garbage, values)
     return made
 
 
@@ -132,7 +132,7 @@ def test_an_environments_reward_is_one_of_several_and_a_failed_answer_has_none(l
     finally:
         made.close()
     numbers = made.queue[0].numbers
-    assert made.names == ["environment", "own"]
+    assert made.collector.names == ["environment", "own"]
     rewards = [one.rewards for one in kept]
     assert [one["own"] for one in rewards] == [10] * 6 + [None] * 2
     assert [one["environment"] for one in rewards[6:]] == [None, None]

@@ -1,6 +1,8 @@
 """Rollouts over a small model with a judge of the test's own: streams, groups, dynamic sampling, what is left out, positions."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -66,7 +68,7 @@ def rollouts(lm: LM, judge: Any, policy: Policy | None = None, held_out: Prompts
     made = Rollouts(asked or prompts(lm), held_out, policy or GRPO(), rollout, 8, shape, judge, 7, say)
     zeros = lambda state, rows: np.zeros(rows["places"].shape, np.float32)  # noqa: E731
     values = lambda state, rows: (zeros(state, rows), np.zeros(len(rows["ends"]), np.float32))  # noqa: E731
-    made.trainer = Trainer(lambda state: lm, zeros, zeros, values)
+    made.trainer = Trainer(lambda state: state, lambda weights: lm, zeros, zeros, values)
     if kept is not None:
         made.keep = kept.extend
     return made
@@ -171,11 +173,11 @@ def test_answers_that_were_cut_can_be_left_out_or_punished(lm: LM):
 
 def test_an_interrupted_rollout_leaves_the_position_where_it_was(lm: LM):
     made = rollouts(lm, OwnJudge(by_length))
-    made.interrupted = lambda: True
+    made.collector.interrupted = lambda: True
     made.advance(None)
     with pytest.raises(StopIteration):
         next(made)
-    assert made.position() == {"place": 0, "rollout": 0, "tokens": 0, "waiting": []}
+    assert made.position() == {"place": 0, "rollout": 0, "tokens": 0, "waiting": [], "ahead": []}
     with pytest.raises(Interrupted):
         sampled(lm, prompts(lm)(0, 1), TOKENS, Sampling(), (1,), lambda: True)
 
@@ -195,6 +197,70 @@ def test_updates_that_are_left_travel_with_the_position(lm: LM):
             assert all(np.array_equal(a[name], b[name], equal_nan=True) for name in a if a[name].dtype.kind == "f")
             assert np.array_equal(a["tokens"], b["tokens"])
     assert [one.numbers["tokens"] for one in (*handed, *rest)] == sorted(one.numbers["tokens"] for one in (*handed, *rest))
+
+
+def ahead(lm: LM, depth: int, used: list[Any], **how: Any) -> Rollouts:
+    """Rollouts whose weights are the state itself; notes those that each was sampled with."""
+    made = rollouts(lm, OwnJudge(by_length), devices=1, ahead=depth, **how)
+    made.trainer = replace(made.trainer, weights=lambda state: state, engine=lambda weights: used.append(weights) or lm)
+    return made
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_weights_are_as_old_as_the_settings_say(lm: LM, depth: int):
+    """Rollout n is sampled with the weights of n - depth rollouts, whatever takes how long; and it is the n-th of a run in turns."""
+    used: list[int] = []
+    made, found = ahead(lm, depth, used), list[Any]()
+    for version in range(6):
+        made.advance(version)
+        found.append(next(made))
+        assert found[-1].numbers["rollout_age"] == min(version, depth)
+    made.close()
+    assert used[:6] == [max(0, version - depth) for version in range(6)]
+    plain = rollouts(lm, OwnJudge(by_length))
+    for version, mine in enumerate(found):
+        plain.advance(version)
+        theirs = next(plain)
+        assert np.array_equal(mine.parts[0]["tokens"], theirs.parts[0]["tokens"]), "the weights are equal in this test"
+        assert theirs.numbers["rollout_age"] == 0
+
+
+def test_rollouts_that_were_sampled_ahead_travel_with_the_position(lm: LM):
+    """They are not sampled again, since their weights are gone."""
+    used: list[int] = []
+    made, again, found = ahead(lm, 2, used), list[int](), list[Any]()
+    made.advance(0)
+    next(made)
+    position, arrays = json.loads(json.dumps(made.position())), made.arrays()
+    for version in (1, 2, 3):
+        made.advance(version)
+        found.append(next(made))
+    made.close()
+    other = ahead(lm, 2, again)
+    other.restore({"position": position, "fingerprint": made.fingerprint}, arrays)
+    for version, mine in enumerate(found, 1):
+        other.advance(version)
+        theirs = next(other)
+        assert {k: v for k, v in mine.numbers.items() if not k.endswith("_s")} == {
+            k: v for k, v in theirs.numbers.items() if not k.endswith("_s")
+        }
+        assert all(np.array_equal(a[name], b[name], equal_nan=True)
+                   for a, b in zip(mine.parts, theirs.parts, strict=True) for name in a if a[name].dtype.kind == "f")  # fmt: skip
+    other.close()
+    assert again[:2] == [1, 2], "of the rollouts after the two that were kept"
+
+
+def test_what_goes_wrong_ahead_is_raised_when_its_turn_comes(lm: LM):
+    made = ahead(lm, 1, [])
+    scores = iter([1.0] * 8 + [float("nan")] * 99)
+    made.judge.score = lambda *_: next(scores)
+    made.advance(0)
+    next(made)
+    assert made.position()["ahead"] == []
+    assert made.position()["place"] == 4
+    with pytest.raises(ArgosyError, match="no answer of rollout 1 has a reward"):
+        made.advance(1)
+    made.close()
 
 
 def test_the_greedy_answer_is_the_baseline_of_remax(lm: LM):

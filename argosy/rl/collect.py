@@ -1,0 +1,292 @@
+"""Samples rollouts: prompts to answers to rewards. What is learned from them is no concern of this file (`rl.rollouts`).
+
+A rollout depends on the weights, the place in the prompts, its number and the run's seed, and on nothing else; so it may be sampled by
+another thread or on other devices than those that train.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.progress import Say
+from argosy.data.prompts import Prompt, Prompts
+from argosy.infer.lm import LM
+from argosy.infer.sample import Sampling
+from argosy.rl.advantages import groups
+from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Played, sampled
+from argosy.rl.played import ENVIRONMENT, environment_rewards, failed, failures
+from argosy.rl.policies import Policy, Rollout
+from argosy.rl.rewards import overlong, total
+from argosy.rl.rolled import Ended, Judge, Rolled
+from argosy.rl.trajectories import Conversed, How, Table
+
+# Prompts that are looked at for one that fits before it is an error, as a multiple of all.
+LOOKED_AT = 2
+OVERLONG = "overlong"
+# Of an answer, a number for each token.
+OF_TOKENS = {"tokens": np.int32, "live": np.bool_, "logprobs": np.float64}
+
+
+@dataclass
+class Collected:
+    """A rollout that was sampled and scored.
+
+    number: from 0. seen: rollouts that its weights had learned from. rounds: of generation. place: in the prompts, after it. seconds,
+    failed: metrics, of its work and of rewards that are missing.
+    """
+
+    number: int = 0
+    seen: int = 0
+    found: Rolled = field(default_factory=Rolled)
+    rounds: int = 0
+    place: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
+
+
+def kept(rollouts: Sequence[Collected]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    """Rollouts as arrays by name, and as JSON what else they are. Prompts are kept as their places."""
+    arrays: dict[str, np.ndarray] = {}
+    told: list[dict[str, Any]] = []
+    for i, one in enumerate(rollouts):
+        answers, found = one.found.answers, one.found
+        lengths = [len(answer.tokens) for answer in answers]
+        tokens = {name: np.concatenate([np.asarray(getattr(a, name), dtype) for a in answers]) for name, dtype in OF_TOKENS.items()}
+        greedy = {} if found.greedy is None else {"greedy": found.greedy}
+        own = {"lengths": np.asarray(lengths, np.int32), "rewards": found.rewards, **tokens, **greedy}
+        arrays |= {f"{i}.{name}": a for name, a in own.items()}
+        rest = [{f.name: getattr(a, f.name) for f in fields(a) if f.name not in OF_TOKENS} for a in answers]
+        texts = [one | {"prompt": one["prompt"].place, "played": one["played"] and asdict(one["played"])} for one in rest]
+        told.append({f.name: getattr(one, f.name) for f in fields(one) if f.name != "found"} | {"answers": texts})
+    return arrays, told
+
+
+def given_back(arrays: Mapping[str, np.ndarray], told: Sequence[Mapping[str, Any]], prompts: Prompts) -> list[Collected]:
+    """The rollouts that `kept` gave."""
+    out: list[Collected] = []
+    for i, one in enumerate(told):
+        own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{i}.")}
+        ends = np.cumsum(own["lengths"])[:-1]
+        tokens = {name: [part.tolist() for part in np.split(own[name], ends)] for name in OF_TOKENS}
+        each = [{name: parts[j] for name, parts in tokens.items()} for j in range(len(one["answers"]))]
+        answers = [answer_of(rest, its, prompts) for rest, its in zip(one["answers"], each, strict=True)]
+        found = Rolled(answers, own["rewards"], own.get("greedy"))
+        out.append(Collected(**{name: value for name, value in one.items() if name != "answers"}, found=found))
+    return out
+
+
+def answer_of(rest: Mapping[str, Any], tokens: Mapping[str, list[Any]], prompts: Prompts) -> Answer:
+    """One answer that `kept` wrote."""
+    (prompt,) = prompts(rest["prompt"], 1)
+    played = rest.get("played") and Played(**rest["played"])
+    if played is not None and played.begun is not None:
+        prompt = replace(prompt, tokens=played.begun)
+    return Answer(**{**rest, **tokens, "prompt": prompt, "played": played})
+
+
+class Collector:
+    """Samples one rollout after the other.
+
+    Args:
+        groups: of a rollout.
+        longest_prompt: in tokens; longer ones are passed over and said.
+        seed: of the run.
+        table: where answers of several turns are played; None: an answer is one turn.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        policy: Policy,
+        rollout: Rollout,
+        groups: int,
+        longest_prompt: int,
+        judge: Judge,
+        seed: int,
+        say: Say = lambda _: None,
+        table: Table | None = None,
+    ):
+        self.table = table
+        self.prompts, self.policy, self.rollout = prompts, policy, rollout
+        self.groups, self.longest_prompt, self.judge, self.seed, self.say = groups, longest_prompt, judge, seed, say
+        self.interrupted: Callable[[], bool] = lambda: False
+        self.place = self.number = 0
+        self.complained: set[str] = set()
+
+    def __call__(self, lm: LM, seen: int) -> Collected:
+        """Samples the next rollout with the weights of this model. If it raises, the place in the prompts is what it was.
+
+        Args:
+            seen: rollouts that the weights have learned from.
+
+        Raises:
+            Ended: too few prompts are left. Interrupted: a signal asked to stop.
+            ArgosyError: no answer has a reward, or no prompt fits.
+        """
+        before = self.place
+        made = Collected(self.number, seen, seconds=dict.fromkeys(("generate_s", "reward_s"), 0.0))
+        try:
+            made.found = self.rounds(lm, made)
+            self.check_rewarded(made)
+        except BaseException:
+            self.place = before
+            raise
+        self.number, made.place = self.number + 1, self.place
+        return made
+
+    def rounds(self, lm: LM, made: Collected) -> Rolled:
+        found = Rolled()
+        while True:
+            found = found.plus(*self.round(lm, self.groups - len(found.answers) // self.rollout.completions, made))
+            useful = self.useful(found.rewards)
+            made.rounds += 1
+            if made.rounds > self.rollout.resample or len(useful) == self.groups:
+                break
+            # A useless group makes room, except in the last round.
+            found = found.groups(useful, self.rollout.completions)
+        return found.groups(useful, self.rollout.completions) if self.rollout.resample and useful else found
+
+    def round(self, lm: LM, count: int, made: Collected) -> tuple[list[Answer], np.ndarray, np.ndarray | None]:
+        """Answers to the next `count` prompts, their rewards, and those of the greedy answers where they are compared with those."""
+        each, how = self.rollout, self.policy
+        prompts = self.next_prompts(count)
+        with made.timed("generate_s"):
+            several = [one for one in prompts for _ in range(each.completions)]
+            answers = self.answered(lm, several, how.temperature, made)
+            plain = self.answered(lm, prompts, 0.0, made) if how.advantages == "greedy" else None
+        return answers, self.judged(answers, made), None if plain is None else self.judged(plain, made)
+
+    def answered(self, lm: LM, prompts: list[Prompt], temperature: float, made: Collected) -> list[Answer]:
+        how = self.rollout
+        filters: dict[str, Any] = {"top_k": how.top_k, "top_p": how.top_p, "min_p": how.min_p} if temperature else {}
+        seed = (self.seed, ROLLOUT, made.number, made.rounds)
+        sampling = Sampling(temperature=temperature, **filters)
+        return self.sampled(lm, prompts, sampling, seed, made, how.ignore_eos)
+
+    def sampled(
+        self, lm: LM, prompts: list[Prompt], how: Sampling, seed: tuple[int, ...], made: Collected, ignore_eos: bool = False
+    ) -> list[Answer]:
+        """One answer to each prompt, of one turn or of as many as its environment has."""
+        most = self.rollout.tokens
+        if self.table is None:
+            return sampled(lm, prompts, most, how, seed, self.interrupted, ignore_eos)
+        playing = Conversed(lm, prompts, How(how, most, self.longest_prompt + most, ignore_eos), seed, self.table, self.interrupted)
+        answers = playing.run()
+        made.seconds["environment_s"] = made.seconds.get("environment_s", 0.0) + playing.waited_s
+        for kind, message in failures(answers):
+            self.complain(f"environment {kind}, its answers have no reward:\n{message.rstrip()}", f"environment {kind}")
+        return answers
+
+    def greedy(self, lm: LM, prompts: Sequence[Prompt]) -> tuple[list[Answer], np.ndarray]:
+        """The greedy answers to the prompts that leave room for one, and their rewards, for evaluation.
+
+        Raises:
+            Interrupted: a signal asked to stop.
+        """
+        fitting, how = self.fitting(prompts), Sampling(temperature=0.0)
+        if not fitting:
+            return [], np.zeros((0, len(self.names)), np.float32)
+        answers = self.sampled(lm, fitting, how, (self.seed, EVALUATION), Collected())
+        return answers, self.judged(answers, Collected())
+
+    # ---------------------------------------------------------------- prompts
+
+    def next_prompts(self, count: int) -> list[Prompt]:
+        """The next prompts that leave room for an answer; longer ones are passed over and reported."""
+        out: list[Prompt] = []
+        looked = 0
+        while len(out) < count:
+            found = self.prompts(self.place, count - len(out))
+            if not found:
+                raise Ended("the epochs of the prompts are over")
+            self.place += len(found)
+            looked += len(found)
+            out += self.fitting(found)
+            if looked - len(out) > LOOKED_AT * len(self.prompts):
+                what = f"no prompt has at most {self.longest_prompt} tokens, data.sequence - rollout.tokens"
+                raise BadInput(what, hint="raise data.sequence, or lower rollout.tokens")
+        return out
+
+    def fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts that leave room for an answer. The first one that does not is said."""
+        for prompt in prompts:
+            if len(prompt.tokens) > self.longest_prompt:
+                self.complain(
+                    f"{prompt.where}: a prompt of {len(prompt.tokens)} tokens leaves no room for an answer and is passed over, as are "
+                    f"others of more than {self.longest_prompt} (data.sequence - rollout.tokens)",
+                    "long",
+                )
+        return [prompt for prompt in prompts if len(prompt.tokens) <= self.longest_prompt]
+
+    def complain(self, sentence: str, kind: str) -> None:
+        """Says each kind of trouble once; the metrics count it."""
+        if kind not in self.complained:
+            self.complained.add(kind)
+            self.say(sentence)
+
+    # ---------------------------------------------------------------- rewards
+
+    @property
+    def scored(self) -> list[str]:
+        """The rewards for what an answer says and does; the environment's is the first."""
+        own = [ENVIRONMENT] if self.table is not None and self.table.gives else []
+        return [*own, *self.judge.names]
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.scored, *([OVERLONG] if self.rollout.overlong else [])]
+
+    @property
+    def weights(self) -> list[float]:
+        own = [self.table.weight] if self.table is not None and self.table.gives else []
+        return [*own, *self.judge.weights, *([1.0] if self.rollout.overlong else [])]
+
+    def judged(self, answers: list[Answer], made: Collected) -> np.ndarray:
+        """The rewards of answers [B k], the punishment of overlong ones last, if there is one."""
+        columns = {name: [one.prompt.columns[name] for one in answers] for name in self.prompts.names}
+        with made.timed("reward_s"):
+            found = self.judge([one.prompt.asked for one in answers], [one.said for one in answers], columns)
+        for name, kinds in found.counts.items():
+            for kind, count in kinds.items():
+                key = f"rewards/{name}/{kind.replace(' ', '_')}"
+                made.failed[key] = made.failed.get(key, 0.0) + count
+        values, none = found.values, failed(answers)
+        if self.scored != list(self.judge.names):
+            values = np.concatenate([environment_rewards(answers), values], 1)
+        if self.rollout.overlong:
+            lengths = np.array([len(one.tokens) for one in answers], np.float32)
+            punished = np.asarray(overlong(jnp.asarray(lengths), self.rollout.tokens, self.rollout.overlong))
+            values = np.concatenate([values, punished[:, None]], 1)
+        return np.where(none[:, None], np.float32(np.nan), values)
+
+    def useful(self, rewards: np.ndarray) -> list[int]:
+        """The groups that can be learned from."""
+        summed = total(jnp.asarray(self.by_group(rewards)), self.weights)
+        return np.flatnonzero(np.asarray(groups(summed).useful)).tolist()
+
+    def by_group(self, rewards: np.ndarray) -> np.ndarray:
+        return rewards.reshape(-1, self.rollout.completions, rewards.shape[1])
+
+    def check_rewarded(self, made: Collected) -> None:
+        """Checks that some answer has a reward.
+
+        Raises:
+            ArgosyError: none has.
+        """
+        if not np.isfinite(made.found.rewards[:, : len(self.scored)]).any():
+            hint = "what they said is above; nothing was learned from this rollout, and earlier checkpoints are good"
+            raise ArgosyError(f"no answer of rollout {made.number} has a reward ({', '.join(self.scored)})", hint=hint)

@@ -1,0 +1,69 @@
+"""The engine of rollouts: whose arrays it holds, what is rounded anew, and which copies are noticed as changed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from laws.families import CASES, built
+
+from argosy.adapt.quant import QuantizedEinsum
+from argosy.adapt.settings import LAYERS
+from argosy.adapt.surgery import find
+from argosy.jobs.rollout_engine import RolloutEngine, checksums
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import abstract, split, variables
+from argosy.rl.policies import Rollout
+from argosy.train.state import TrainState
+
+CASE = CASES["llama-plain"]
+
+
+def engine(**how) -> tuple[RolloutEngine, TrainState]:
+    module = built(CASE, Unroll())
+    graph, weights = split(module)
+    made = RolloutEngine(CASE, graph, abstract(module), jnp.float32, None, Rollout(**how))
+    return made, TrainState(jnp.int32(0), weights, {}, None, jax.random.key(0))
+
+
+def changed(state: TrainState) -> TrainState:
+    return TrainState(state.step, {a: leaf * 1.5 for a, leaf in state.params.items()}, {}, None, state.key)
+
+
+def test_on_the_same_devices_nothing_is_copied():
+    made, state = engine()
+    for now in (state, changed(state)):
+        module = made(made.weights(now)).module
+        assert all(v.get_value() is now.params[address] for address, v in variables(module).items())
+
+
+def test_on_other_devices_answers_are_the_same():
+    made, state = engine()
+    apart, _ = engine(devices=2)
+    asked = [[5, 9, 100], [17]]
+    for now in (state, changed(state)):
+        lm = apart(apart.weights(now))
+        assert {d for v in variables(lm.module).values() for d in v.get_value().devices()} == set(jax.devices()[-2:])
+        mine, theirs = (one(one.weights(now)).generate(asked, 4, ignore_eos=True) for one in (apart, made))
+        assert [one.tokens for one in mine] == [one.tokens for one in theirs]
+
+
+def test_weights_are_rounded_anew_for_each_rollout():
+    made, state = engine(weights="int8")
+    for now in (state, changed(state)):
+        found = find(made(made.weights(now)).module, LAYERS)
+        assert found
+        for name, one in found.items():
+            assert isinstance(one, QuantizedEinsum)
+            w = np.asarray(now.params[f"{name}.w"])
+            rounded = np.asarray(one.values[...], np.float32) * np.asarray(one.scale[...])
+            assert np.abs(rounded - w).max() <= np.abs(w).max() / 127, name
+
+
+def test_a_checksum_notices_a_bit_and_an_exchange():
+    a = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
+    exchanged = a[jnp.asarray([1, 0, 2])]
+    flipped = a.at[2, 3].set(np.nextafter(np.float32(11), np.float32(12)))
+    half = a.astype(jnp.bfloat16)
+    found = np.asarray(checksums([a, a + 0, exchanged, a.T.reshape(3, 4), flipped]))
+    assert found[0] == found[1]
+    assert len(set(found[1:].tolist())) == 4
+    assert np.asarray(checksums([half]))[0] != np.asarray(checksums([-half]))[0]
