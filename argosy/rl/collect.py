@@ -92,7 +92,8 @@ def given_back(arrays: Mapping[str, np.ndarray], told: Sequence[Mapping[str, Any
 def answer_of(rest: Mapping[str, Any], tokens: Mapping[str, list[Any]], prompts: Prompts) -> Answer:
     """One answer that `kept` wrote."""
     (prompt,) = prompts(rest["prompt"], 1)
-    played = rest.get("played") and Played(**rest["played"])
+    its = rest.get("played")
+    played = its and Played(**{**its, "failure": its["failure"] and tuple(its["failure"])})
     if played is not None and played.begun is not None:
         prompt = replace(prompt, tokens=played.begun)
     return Answer(**{**rest, **tokens, "prompt": prompt, "played": played})

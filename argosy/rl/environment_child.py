@@ -98,7 +98,7 @@ class Played:
         except base.Wrong as error:
             return {"wrong": error.args[0]}
         except BaseException as error:
-            text = "".join(traceback.format_exception(type(error), error, base._since_ours(error.__traceback__)))
+            text = "".join(traceback.format_exception(type(error), error, base._since_ours(error.__traceback__, __file__)))
             return {"raised": text if len(text) <= base.MOST_TRACEBACK else "... " + text[-base.MOST_TRACEBACK :]}
 
 

@@ -156,11 +156,11 @@ def call(functions, request, runner):
         return {"raised": text if len(text) <= MOST_TRACEBACK else "... " + text[-MOST_TRACEBACK:]}
 
 
-def _since_ours(tb):
+def _since_ours(tb, file=__file__):
     """A traceback without this file's frames, and those of asyncio between them."""
     start = tb
     while tb is not None:
-        tb, ours = tb.tb_next, tb.tb_frame.f_code.co_filename == __file__
+        tb, ours = tb.tb_next, tb.tb_frame.f_code.co_filename == file
         start = tb if ours else start
     return start
 

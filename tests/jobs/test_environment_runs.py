@@ -174,7 +174,7 @@ def test_messages_and_a_tool(data: Path, base: Path, tmp_path: Path):
 HOW = {
     "grpo": ["rollout.epochs=2", "rollout.minibatches=2", "objective.kl=0.1"],
     "ppo": ["rollout.epochs=2", "rollout.completions=1", "objective.critic.rate=2"],
-    "grpo-ahead": ["rollout.epochs=2", "rollout.ahead=1"],
+    "grpo-ahead": ["rollout.epochs=2", "rollout.devices=1", "rollout.ahead=2"],
 }
 
 

@@ -1,5 +1,6 @@
 """Tokens of an environment in an update: whatever their numbers are, nothing changes and nothing becomes NaN."""
 
+import json
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from argosy.infer.lm import LM
 from argosy.jobs.run import OBJECTIVES
 from argosy.models.parts.stack import Unroll
 from argosy.rl.answers import Answer, Played
+from argosy.rl.collect import given_back, kept
 from argosy.rl.experience import Shape, packed, per_token
 from argosy.rl.played import environment_rewards, failed, played_numbers
 from argosy.rl.policies import Policy, Rollout
@@ -145,6 +147,22 @@ def test_an_environments_reward_is_one_of_several_and_a_failed_answer_has_none(l
     assert said.startswith("<")
     assert evaluated["eval_turns"] == 3
     assert evaluated["eval_rewards/own"] == 10
+
+
+def test_rollouts_that_were_sampled_ahead_come_back_with_their_turns(lm: LM, tmp_path):
+    """Through JSON and arrays, as in a checkpoint; the prompt ends with what the environment said first."""
+    made = rollouts(lm, tmp_path, OBJECTIVES["grpo"](), NoRewards(), asked := prompts(lm, ["1:", "2:", "3:", "4:"]))
+    try:
+        one = made.collector(lm, 0)
+    finally:
+        made.close()
+    arrays, told = kept([one])
+    (again,) = given_back(arrays, json.loads(json.dumps(told)), asked)
+    for mine, theirs in zip(one.found.answers, again.found.answers, strict=True):
+        assert (mine.prompt, mine.tokens, mine.live, mine.said) == (theirs.prompt, theirs.tokens, theirs.live, theirs.said)
+        for name in ("turns", "reward", "counts", "made", "why", "failure"):
+            assert getattr(mine.played, name) == getattr(theirs.played, name), name
+    assert one.found.answers[0].prompt.tokens != asked(0, 1)[0].tokens
 
 
 def test_the_greedy_answer_of_remax_is_played_too(lm: LM, tmp_path):

@@ -176,6 +176,7 @@ def test_an_environment_that_fails_harms_no_other_answer(play):
     found = [one.played.failure and one.played.failure[0] for one in answers]
     assert found == ["raised", "timed out", "died", "raised", "raised", None]
     assert "RuntimeError: no such thing" in answers[0].played.failure[1]
+    assert "environment_child" not in answers[0].played.failure[1], "the traceback begins in the user's file"
     assert "nothing here" in answers[3].played.failure[1]
     assert [len(one.tokens) for one in answers] == [2, 2, 2, 0, 2, 2]
     assert answers[5].played.reward == 1
@@ -255,6 +256,24 @@ def test_the_same_run_gives_the_same_answers_whatever_time_environments_take(pla
     other = play(SLEEPY, asked, most=40, longest=60, stop="\ufffd", wait=wait, seed=(2,))
     assert [a.tokens for a in first] != [a.tokens for a in other]
     assert sum(one.played.made for one in first) > 8
+
+
+def test_what_is_computed_together_follows_from_no_clock(play):
+    """The order in which the engine is asked is that of the steps at which turns end, whoever replies first."""
+    code = """
+    class Own:
+        def __init__(self): self.left = 3
+        def reset(self, prompt): self.slow = int(prompt) / 20
+        def step(self, said):
+            time.sleep(self.slow)
+            self.left -= 1
+            return Turn("ok\\n", 1.0, self.left == 0)
+    """
+    script = {row: ["a\n"] * 3 for row in range(3)}
+    play(code, ["0", "1", "2"], script, stop="\n", wait=2)
+    first = [one.row for one in play.engine.requests]
+    play(code, ["2", "1", "0"], script, stop="\n", wait=2)
+    assert first == [one.row for one in play.engine.requests] == [0, 1, 2] * 3
 
 
 def test_an_answer_that_waits_does_not_stop_the_others(play, tmp_path):
