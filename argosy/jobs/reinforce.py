@@ -28,7 +28,7 @@ from argosy.jobs.rollout_engine import RolloutEngine
 from argosy.jobs.run import Run
 from argosy.jobs.view import View
 from argosy.observe.goodput import Clock
-from argosy.observe.metrics import ANSWERS, Metrics
+from argosy.observe.metrics import ANSWERS, Metrics, conversation
 from argosy.observe.readable import one_line
 from argosy.parallel.place import batch_sharding, row_shares
 from argosy.rl.critic import PREFIX
@@ -295,7 +295,8 @@ def keeper(store: Any, view: View) -> Callable[[Sequence[Told]], None]:
         best = max(told[:KEPT], key=lambda one: one.advantage)
         if best.rollout % SHOWN == 1:
             asked = best.prompt if isinstance(best.prompt, str) else str(best.prompt[-1].get("content", ""))
-            view.say(f"rollout {best.rollout}, rewards {shown(best.rewards)}: {one_line(asked)} -> {one_line(best.completion)}")
+            answer = one_line(conversation(asdict(best)))
+            view.say(f"rollout {best.rollout}, rewards {shown(best.rewards)}: {one_line(asked)} -> {answer}")
 
     return keep
 
