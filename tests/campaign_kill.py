@@ -1,12 +1,13 @@
 """A run that is killed with SIGKILL again and again must end as if nothing had happened.
 
-    ./run python tests/campaign_kill.py [n=20] [seed=0]
+    ./run python tests/campaign_kill.py [n=20] [seed=0] [kind=text|grpo|ppo|ahead]
 
-One run is left alone; others of the same settings are killed n times, at random moments: a fifth while they start, a fifth
-while a checkpoint is being written, the rest wherever they are within a second of their first step. Each life must go on
-from the newest step that was committed when it began, write no loss that the uninterrupted run did not write, and end with
-its weights. Prints a line for each kill; exit code 1 where one changed anything. It knows a run only from outside: its
-process and its directory.
+kind: what is trained. `grpo` and `ppo` learn from rewards with several updates a rollout, `ahead` samples its rollouts on a device
+of its own while the other trains. One run is left alone; others of the same settings are killed n times, at random moments: a
+fifth while they start, a fifth while a checkpoint is being written, the rest wherever they are within a second of their first
+step. Each life must go on from the newest step that was committed when it began, write no loss that the uninterrupted run did
+not write, and end with its weights. Prints a line for each kill; exit code 1 where one changed anything. It knows a run only
+from outside: its process and its directory.
 """
 
 import json
@@ -34,6 +35,21 @@ SMALL += ["log.every=1", "eval.batches=0"]
 WIDER = ["model.width=64", "model.layers=2", "model.ffn=128", "data.batch=64"]
 STEPS, EVERY = 400, 20
 WORDS = [*SMALL, *WIDER, f"steps={STEPS}", f"checkpoint.every={EVERY}"]
+# Prompts and a reward for runs that learn from rewards, of steps of some 50 ms.
+ASKING = [word for word in SMALL if not word.startswith(("data.", "eval.", "model.vocab", "model.context"))]
+ASKING += ["model.family=llama", "model.vocab=258", "model.context=64", "data.sequence=24", "data.batch=16", "data.held_out=0.2"]
+ASKING += ["eval.every=30", "rollout.tokens=6", "rollout.rows=4", "rollout.workers=1", "objective.kl=0.1"]
+ASKING += ["checkpoint.every=10", "steps=120", "optimizer.learning_rate=1e-2"]
+KINDS = {
+    "text": ("tiny", WORDS),
+    "grpo": ("grpo", [*ASKING, "rollout.completions=4", "rollout.epochs=2", "rollout.minibatches=2", "rollout.resample=1"]),
+    "ppo": ("ppo", [*ASKING, "rollout.epochs=3"]),
+    "ahead": ("grpo", [*ASKING, "rollout.completions=4", "rollout.epochs=2", "rollout.devices=1", "rollout.ahead=2"]),
+}
+REWARD = """
+def digits(completions):
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+"""
 WISHES = ["start", "anywhere", "save", "anywhere", "anywhere"]
 LIFE_S = 1.0  # at most so long after its first step
 PATIENCE_S = 300
@@ -56,9 +72,11 @@ class Kill:
         return self.first in (None, self.began + 1) and self.committed >= self.began
 
 
-def launch(folder: Path, words: list[str]) -> subprocess.Popen[bytes]:
+def launch(folder: Path, words: list[str], recipe: str = "tiny") -> subprocess.Popen[bytes]:
     environment = os.environ | {"XDG_CACHE_HOME": str(folder.parent / "cache"), "ARGOSY_HUGE_PAGES": "0"}
-    command = [sys.executable, "-m", "argosy", "train", "tiny", *words, f"dir={folder}"]
+    if "rollout.devices=1" in words:
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    command = [sys.executable, "-m", "argosy", "train", recipe, *words, f"dir={folder}"]
     with (folder.parent / "words.txt").open("ab") as said:
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=environment)
 
@@ -85,13 +103,24 @@ def is_saving(run: Path) -> bool:
     return any("tmp" in d.name or (d.name.isdigit() and not (d / "manifest.json").exists()) for d in folder.iterdir())
 
 
-def kill_once(run: Path, wish: str, draw: random.Random, start_s: float) -> Kill | None:
+def kind_of(name: str, folder: Path) -> tuple[str, list[str]]:
+    """The recipe and the words of a kind; what they read is written into the folder."""
+    recipe, words = KINDS[name]
+    if name != "text":
+        rows = [{"prompt": f"{i}+{i % 3}=", "answer": str(i + i % 3)} for i in range(10)]
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "rewards.py").write_text(REWARD)
+        words = [*words, f"data.source={folder / 'prompts.jsonl'}", f"reward={folder / 'rewards.py'}:digits"]
+    return recipe, words
+
+
+def kill_once(run: Path, how: tuple[str, list[str]], wish: str, draw: random.Random, start_s: float) -> Kill | None:
     """One life and its end; None where the run was over before that."""
     began = newest(run)
     bytes_before = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
     start_for_s, life_s = draw.uniform(0, start_s), draw.uniform(0, LIFE_S)
     at = time.monotonic()
-    process = launch(run, WORDS)
+    process = launch(run, how[1], how[0])
     try:
         if wish == "start":
             wait_for(process, lambda: time.monotonic() - at > start_for_s, False)
@@ -130,11 +159,11 @@ def wait_for(process: subprocess.Popen[bytes], done: Callable[[], bool], must: b
         time.sleep(POLL_S)
 
 
-def finish(run: Path) -> float:
+def finish(run: Path, how: tuple[str, list[str]] = KINDS["text"]) -> float:
     """Lets a run end; seconds until its first new step."""
     bytes_before = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
     at = time.monotonic()
-    process = launch(run, WORDS)
+    process = launch(run, how[1], how[0])
     wait_for(process, lambda: bool(written(run, bytes_before)), True)
     start_s = time.monotonic() - at
     if process.wait(timeout=PATIENCE_S):
@@ -154,26 +183,27 @@ def differences(run: Path, alone: Path, steps: int) -> list[str]:
     return out
 
 
-def campaign(folder: Path, n: int, seed: int = 0) -> tuple[list[Kill], list[str]]:
+def campaign(folder: Path, n: int, seed: int = 0, kind: str = "text") -> tuple[list[Kill], list[str]]:
     """n kills under `folder`; the kills, and everything that was not as it should be."""
-    draw = random.Random(seed)
+    draw, how = random.Random(seed), kind_of(kind, folder)
+    steps = next(int(word.partition("=")[2]) for word in reversed(how[1]) if word.startswith("steps="))
     alone, runs = folder / "alone", [folder / "killed 1"]
-    start_s = finish(alone)
+    start_s = finish(alone, how)
     kills: list[Kill] = []
     wrong: list[str] = []
     while len(kills) < n:
-        kill = kill_once(runs[-1], WISHES[len(kills) % len(WISHES)], draw, start_s)
+        kill = kill_once(runs[-1], how, WISHES[len(kills) % len(WISHES)], draw, start_s)
         if kill is None:
-            wrong += differences(runs[-1], alone, STEPS)
+            wrong += differences(runs[-1], alone, steps)
             runs.append(folder / f"killed {len(runs) + 1}")
             continue
         kills.append(kill)
         print(row(len(kills), kill), flush=True)
         if not kill.goes_on:
             wrong.append(f"kill {len(kills)}: began at {kill.first}, though step {kill.began} was committed")
-    if newest(runs[-1]) < STEPS:
-        finish(runs[-1])
-    return kills, wrong + differences(runs[-1], alone, STEPS)
+    if newest(runs[-1]) < steps:
+        finish(runs[-1], how)
+    return kills, wrong + differences(runs[-1], alone, steps)
 
 
 def row(number: int, kill: Kill) -> str:
@@ -182,11 +212,11 @@ def row(number: int, kill: Kill) -> str:
 
 
 def main(words: list[str]) -> int:
-    told = {key: int(value) for key, value in (word.split("=") for word in words)}
+    told = dict(word.split("=") for word in words)
     begin = time.monotonic()
     print(f"{'kill':4}  {'during':6} {'newest':>7} {'first':>7} {'last':>7} {'committed':>10} {'seconds':>8}")
     with tempfile.TemporaryDirectory() as folder:
-        kills, wrong = campaign(Path(folder), told.get("n", 20), told.get("seed", 0))
+        kills, wrong = campaign(Path(folder), int(told.get("n", 20)), int(told.get("seed", 0)), told.get("kind", "text"))
     places = ", ".join(f"{count} in {where}" for where, count in Counter(k.where for k in kills).most_common())
     seconds = time.monotonic() - begin
     print(f"{len(kills)} kills ({places}) in {seconds:.0f} s: {len(wrong)} differences from the uninterrupted run")

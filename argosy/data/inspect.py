@@ -4,13 +4,14 @@ With color, learned tokens are green and the rest is dim. Without color, the res
 """
 
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from argosy.data.batch import Batch
 
 if TYPE_CHECKING:
+    from argosy.data.prompts import Prompt
     from argosy.data.tokenize import Tokenizer
 
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -36,6 +37,19 @@ def example(batch: Batch, tokenizer: "Tokenizer | None", most: int = 600) -> str
         text = segment_text(own, np.flatnonzero(own["segments"] == 1), tokenizer, color=False).strip("\n")
         parts.append(text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}")
     return "\n--\n".join(parts)
+
+
+def prompt_text(prompt: "Prompt", tokenizer: "Tokenizer | None", most: int = 600) -> str:
+    """A prompt as a model reads it, the middle of a long one left out, and the columns that rewards read."""
+    text = words(list(prompt.tokens), tokenizer).translate(ESCAPED)
+    text = text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    columns = [f"{name}: {short(value)}".translate(ESCAPED) for name, value in prompt.columns.items()]
+    return "\n".join([f"{text}⟦...⟧", *columns])
+
+
+def short(value: Any, most: int = 100) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]} ..."
 
 
 def row_text(row: Batch, number: int, tokenizer: "Tokenizer | None", color: bool) -> str:

@@ -77,7 +77,10 @@ class Saver:
         self.checkpoints.save(now.step, weights, state, meta, now.batches.arrays())
 
     def evaluated(self, now: Any, loss: float) -> None:
-        """Records an evaluation, and saves at once if it is among the best that are kept."""
+        """Records an evaluation, and saves at once if it is among the best that are kept; not the first weights, which came from
+        somewhere."""
+        if not now.step:
+            return
         best = sorted(kept for step, kept in self.eval_losses.items() if step != now.step)
         most = self.reading.value.checkpoint.keep_best
         self.eval_losses[now.step] = loss

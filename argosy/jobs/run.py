@@ -81,6 +81,8 @@ class Evaluate(Settings):
         int, MayChange(), Also("eval_iters", "eval_tokens", "validation.steps", "max_eval_samples", "eval_batches")
     ] = Field(20, ge=0)
     """Most batches of an evaluation; 0 turns evaluation off."""
+    before: Annotated[bool, MayChange(), Also("eval_on_start", "val_before_train", "eval_at_start")] = False
+    """Whether the first weights are evaluated too, before the first step, so that what training changed can be told."""
 
 
 class Log(Settings):

@@ -332,6 +332,8 @@ class Training:
                     evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock, stop)
                     hooks.append(Every("evaluation", settings.eval.every, evaluation))
                 hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
+                if settings.eval.before and self.resumed is None:
+                    self.evaluate_first(hooks, state)
                 if settings.sample.every:
                     sampling = Sampling(a, settings, metrics, self.view, stop)
                     hooks.append(Every("samples", settings.sample.every, sampling))
@@ -353,6 +355,15 @@ class Training:
         self.view.end(ending(outcome))
         return outcome
 
+    def evaluate_first(self, hooks: Sequence[Any], state: Any) -> None:
+        """Evaluates the weights of the start, by the hook that evaluates later ones."""
+        from argosy.train.loop import Now
+
+        for hook in hooks:
+            if hook.name == "evaluation":
+                with self.clock("evaluation"):
+                    hook(Now(int(state.step), state, self.assembly.batches, False))
+
     def begin_rollouts(self, saver: Any, metrics: Metrics, stop: Callable[[], bool]) -> list[Any]:
         """Lends the rollouts what they need of the run; returns their hooks."""
         from argosy.jobs.hooks import Every
@@ -368,12 +379,20 @@ class Training:
         return [Every("evaluation", self.settings.eval.every, evaluation)]
 
     def say_example(self) -> None:
-        """Shows the first record as the model sees it, unless the run resumes."""
-        from argosy.data.inspect import example
+        """Shows the first record or prompt as the model sees it, unless the run resumes."""
+        from argosy.data.inspect import example, prompt_text
 
-        found = self.assembly.batches.example() if self.resumed is None else None
-        if found is not None:
-            self.view.say(f"the first record; what is in ⟦ ⟧ does not count in the loss:\n{example(found, self.assembly.tokenizer)}\n")
+        batches, tokenizer = self.assembly.batches, self.assembly.tokenizer
+        if self.resumed is not None:
+            return
+        if self.settings.rollout is not None:
+            from argosy.rl.rollouts import Rollouts
+
+            assert isinstance(batches, Rollouts)
+            (first,) = batches.prompts(0, 1)
+            self.view.say(f"the first prompt; its answers come at ⟦...⟧\n{prompt_text(first, tokenizer)}\n")
+        elif (found := batches.example()) is not None:
+            self.view.say(f"the first record; what is in ⟦ ⟧ does not count in the loss:\n{example(found, tokenizer)}\n")
 
     def say_pace(self, seconds: float, steps: int) -> None:
         """Reports how long `steps` steps will take, where the first logged one is far away. seconds: of one step."""

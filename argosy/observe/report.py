@@ -116,7 +116,11 @@ def _head(record: Record) -> str:
         facts.append(("loss", f"{losses[-1][1]:.4f}", f"{losses[0][1]:.4f} at step {losses[0][0]:.0f}"))
     if evals:
         best, at = min((y, x) for x, y in evals)
-        facts.append(("eval loss", f"{evals[-1][1]:.4f}", f"best {best:.4f} at step {at:.0f}"))
+        first = f"{evals[0][1]:.4f} before; " if not evals[0][0] else ""
+        facts.append(("eval loss", f"{evals[-1][1]:.4f}", f"{first}best {best:.4f} at step {at:.0f}"))
+    if held := numbers(record.lines, "eval_reward"):
+        first = f"{held[0][1]:.3f} " + (f"at step {held[0][0]:.0f}" if held[0][0] else "before")
+        facts.append(("eval reward", f"{held[-1][1]:.3f}", f"{first}; greedy answers to held-out prompts"))
     if bits := numbers(record.lines, "eval_bits_per_byte"):
         perplexity = numbers(record.lines, "eval_perplexity")
         under = f"perplexity {perplexity[-1][1]:.4g}" if perplexity else ""

@@ -69,6 +69,7 @@ def test_the_first_loss_is_that_of_the_reference_itself_and_preferences_are_lear
     evaluated = {line["step"]: line for line in read(Store(whole)) if "eval_loss" in line}
     assert evaluated[STEPS]["eval_rewards/accuracy"] > 0.5
     assert evaluated[STEPS]["eval_loss"] < evaluated[EVERY]["eval_loss"] < np.log(2)
+    assert evaluated[0]["eval_loss"] == pytest.approx(np.log(2), rel=1e-6), "before the first step"
     assert "eval_perplexity" not in evaluated[STEPS]
 
 

@@ -1,6 +1,7 @@
 """Runs that learn from rewards: they get better, a resume is bit for bit wherever it is, and mistakes are found before work starts."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -77,11 +78,14 @@ def numbers(run: Path, name: str) -> dict[int, float]:
 def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):
     """Random weights answer with any byte; digits are a tenth of what is readable and 4 % of all bytes."""
     run = tmp_path / "run"
-    fit("grpo", data, run, "data.batch=64", "objective.scale=batch", "optimizer.learning_rate=3e-2", steps=15)
+    said = fit("grpo", data, run, "data.batch=64", "objective.scale=batch", "optimizer.learning_rate=3e-2", steps=15)
+    assert re.search(r"the first prompt; its answers come at ⟦\.\.\.⟧\n(\d\+\d=)⟦\.\.\.⟧\nanswer: '\d+'\n", said)
     reward = numbers(run, "reward")
     assert np.mean([reward[step] for step in (1, 2)]) < 0.15
     assert np.mean([reward[step] for step in (14, 15)]) > 0.5
     evaluated = [line for line in read(Store(run)) if "eval_reward" in line]
+    assert evaluated[0]["step"] == 0
+    assert evaluated[0]["eval_reward"] < 0.3
     assert evaluated[-1]["eval_reward"] > 0.5
     assert "eval_loss" not in evaluated[-1]
     for name in ("sampler/difference_max", "sampler/difference_mean"):
@@ -92,6 +96,7 @@ def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):
     assert kept[0]["rewards"].keys() == {"digits"}
     page = (run / "report.html").read_text()
     assert "mean reward" in page
+    assert f"{evaluated[0]['eval_reward']:.3f} before; greedy answers" in page
     assert "rollout 15" in page
     assert "nats per token" not in page
     tokens = numbers(run, "tokens")

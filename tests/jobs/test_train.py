@@ -393,7 +393,7 @@ def test_the_best_three_are_saved_and_kept(tmp_path: Path):
     reading = SimpleNamespace(value=SimpleNamespace(checkpoint=SimpleNamespace(keep_best=2)))
     saver = Saver(None, reading, checkpoints, {})  # pyright: ignore[reportArgumentType]
     saver.__class__ = type("Noting", (Saver,), {"__call__": lambda self, now: saved.append(now.step)})
-    for step, loss in ((30, 3.0), (40, 1.5), (50, 1.7), (60, float("nan")), (70, 0.5)):
+    for step, loss in ((0, 0.1), (30, 3.0), (40, 1.5), (50, 1.7), (60, float("nan")), (70, 0.5)):
         saver.evaluated(SimpleNamespace(step=step), loss)
     assert saved == [40, 70]
 
