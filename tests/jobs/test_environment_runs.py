@@ -274,7 +274,7 @@ def test_ctrl_c_leaves_no_process(data: Path, tmp_path: Path):
 
     words = words_for(data, tmp_path / "run", f"environment={data / 'own.py'}:Hangs", "environment.timeout=500", TURNS)
     process = subprocess.Popen(
-        [sys.executable, "-m", "argosy", "train", "grpo", *words, "steps=2"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", "argosy", "train", "grpo", *words, "steps=2"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}, start_new_session=True,
     )  # fmt: skip
     groups: set[int] = set()
@@ -288,7 +288,7 @@ def test_ctrl_c_leaves_no_process(data: Path, tmp_path: Path):
         time.sleep(0.2)
     assert hanging(), "one process for each answer"
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(60) == 130, process.stderr
+    assert process.wait(60) == 130
     assert eventually(lambda: not any(alive(group) for group in groups))
 
 
