@@ -868,7 +868,7 @@ EDITS = [
         "a tool may take as long as it likes",
         "argosy/rl/environments/tools.py",
         "signal.setitimer(signal.ITIMER_REAL, seconds)",
-        "signal.setitimer(signal.ITIMER_REAL, 10 * seconds)",
+        "signal.setitimer(signal.ITIMER_REAL, 100 * seconds)",
         ("tests/rl/test_tools.py::test_what_goes_wrong_is_said_to_the_model_and_counted",),
     ),
     Edit(

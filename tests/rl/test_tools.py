@@ -104,7 +104,9 @@ def call(name: str, arguments: Any, number: int = 0) -> dict[str, Any]:
     ],
 )
 def test_what_goes_wrong_is_said_to_the_model_and_counted(tools: Tools, name: str, arguments: Any, said: str, kind: str | None):
+    begin = time.monotonic()
     turn = tools.step({"role": "assistant", "content": "", "tool_calls": [call(name, arguments)]})
+    assert time.monotonic() - begin < 10, "a call has 0.2 seconds"
     assert turn.observation == [{"role": "tool", "name": name, "tool_call_id": "call0", "content": said}]
     counts = {"tools/calls": 1, "tools/failed": float(kind is not None)} | ({f"tools/{kind}": 1} if kind else {})
     assert (turn.counts, turn.done, turn.reward) == (counts, False, None)
