@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from argosy.observe.curve import Point
-from argosy.observe.metrics import by_step
+from argosy.observe.metrics import by_step, conversation
 from argosy.observe.page import page
 from argosy.observe.readable import counted, flops, harmless, lasted, sized
 from argosy.observe.svg import Series, bar, chart
@@ -243,7 +243,7 @@ def _of_rollout(number: int, answers: Sequence[Mapping[str, Any]]) -> str:
     ranked = sorted(answers, key=lambda one: -one["advantage"])
     shown = ranked if len(ranked) <= 2 * BEST else [*ranked[:BEST], *ranked[-BEST:]]
     names = list(ranked[0]["rewards"])
-    rows = [(_asked(one["prompt"]), _text(one["completion"][:ANSWER]), *_scores(one, names)) for one in shown]
+    rows = [(_asked(one["prompt"]), _text(conversation(one)[:ANSWER]), *_scores(one, names)) for one in shown]
     head = ("prompt", "answer", *names, "advantage")
     return f"<h3>rollout {number:,}</h3>{_table(head, rows, numeric=2)}"
 
