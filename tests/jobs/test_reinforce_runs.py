@@ -251,6 +251,13 @@ def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str
     assert not (tmp_path / "run").exists()
 
 
+def test_another_mistake_does_not_make_prompts_unreadable(data: Path, tmp_path: Path):
+    with pytest.raises(UserError) as caught:
+        fit("grpo", data, tmp_path / "run", "objective.kl_estimator=k2", steps=1)
+    assert "does not apply" in str(caught.value)
+    assert "known format" not in str(caught.value)
+
+
 def test_a_column_that_a_reward_needs_must_be_there(data: Path, tmp_path: Path):
     (tmp_path / "bare.jsonl").write_text('{"prompt": "1+1="}\n')
     words = [f"reward={data / 'functions.py'}:right", f"data.source={tmp_path / 'bare.jsonl'}"]
