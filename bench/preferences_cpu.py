@@ -1,6 +1,6 @@
 """DPO, KTO and ORPO on a small model and real pairs: is the chosen answer preferred afterwards, and is it still likely?
 
-    ./run python bench/preferences_cpu.py [STEPS]
+    ./run python bench/preferences_cpu.py [STEPS] [SEED] [MODEL]
 
 stories260K on the 1,100 pairs of ../shared/data (polite against rude answers to instructions), a tenth of them held out. For KTO each
 training pair is two labeled examples. Printed for the held-out pairs, before and after:
@@ -9,7 +9,8 @@ training pair is two labeled examples. Printed for the held-out pairs, before an
     likelier     pairs whose chosen answer has the higher log-probability a token
     chosen, rejected   mean log-probability of an answer; the collapse of DPO is both falling together
 
-At stories260K's learning rates, which are far above those of the recipes. About a minute a run on two free cores.
+At stories260K's learning rates, which are far above those of the recipes. About a minute a run on two free cores. The model of a folder
+is trained by adapters, at the rates of `LARGER`, with half the batch and its chat template.
 """
 
 import json
@@ -38,6 +39,8 @@ RUNS = {
     "kto": ("kto", ["optimizer.learning_rate=3e-4"]),
     "orpo": ("orpo", ["optimizer.learning_rate=1e-3"]),
 }
+LORA = ["adapter=lora", "adapter.rank=16", "data.batch=8"]
+LARGER = {name: (name, [*LORA, f"optimizer.learning_rate={rate}"]) for name, rate in (("dpo", 1e-4), ("kto", 1e-4), ("orpo", 3e-4))}
 
 
 def files(folder: Path) -> tuple[Path, Path, Path]:
@@ -55,11 +58,12 @@ def files(folder: Path) -> tuple[Path, Path, Path]:
     return tuple(folder / name for name in made)  # type: ignore[return-value]
 
 
-def held_out(path: Path, folder: Path) -> Any:
+def held_out(path: Path, folder: Path, model: Path) -> Any:
     """The held-out pairs as tokens: [(ids, whether each counts)], chosen and rejected by turns."""
-    settings = DataSettings(source=str(path), tokenizer=str(MODEL), sequence=SEQUENCE, batch=2, held_out=0, cache=str(folder))
+    settings = DataSettings(source=str(path), tokenizer=str(model), sequence=SEQUENCE, batch=2, held_out=0, cache=str(folder))
     fields = {**FIELDS, "document": Field("B s", np.int32, "row")}
-    batches = build(settings, tokenizer_for(settings), vocab=512, seed=0, fields=fields, rows_per_group=2)
+    vocab = argosy.load(model).config.vocab
+    batches = build(settings, tokenizer_for(settings), vocab=vocab, seed=0, fields=fields, rows_per_group=2)
     corpus, groups = batches.table.rows.corpus, batches.table.rows.groups  # type: ignore[attr-defined]
     batches.close()
     documents = [2 * group + place for group in groups for place in range(2)]
@@ -77,18 +81,22 @@ def measured(model: str, test: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    model = Path(sys.argv[3]) if len(sys.argv) > 3 else MODEL
+    runs = RUNS if model == MODEL else LARGER
     folder = Path(tempfile.mkdtemp())
     try:
         train, labeled, test_file = files(folder)
-        test = held_out(test_file, folder / "cache")
-        first, first_means = measured(str(MODEL), test)
-        print(f"{len(first)} held-out pairs, {steps} steps of 8 pairs or examples\n")
+        test = held_out(test_file, folder / "cache", model)
+        first, first_means = measured(str(model), test)
+        print(f"{model.name}: {len(first)} held-out pairs, {steps} steps, seed {seed}\n")
         print("| | accuracy | likelier | chosen | rejected | seconds |\n|---|---|---|---|---|---|")
         row = np.mean(first_means[:, 0] > first_means[:, 1]), *first.mean(0)
         print(f"| before | | {row[0]:.3f} | {row[1]:.1f} | {row[2]:.1f} | |", flush=True)
-        for name, (recipe, words) in RUNS.items():
+        for name, (recipe, words) in runs.items():
             data = labeled if recipe == "kto" else train
-            common = [f"model={MODEL}", f"data.source={data}", f"data.sequence={SEQUENCE}", "data.batch=16", f"steps={steps}"]
+            common = [f"model={model}", f"data.source={data}", f"data.sequence={SEQUENCE}", "data.batch=16", f"steps={steps}"]
+            common += [f"seed={seed}"]
             common += ["eval.batches=0", f"data.cache={folder / 'cache'}", f"dir={folder / name}", "log.every=20"]
             began = time.monotonic()
             argosy.fit(recipe, *common, *words)

@@ -39,6 +39,7 @@ LAWS, DEVICES, COSTS = (f"tests/laws/test_{name}.py::test_" for name in ("family
 ATTEND, MOE, EINSUM = (f"tests/models/test_{name}.py::test_" for name in ("attend", "moe", "einsum"))
 CACHE = "tests/infer/test_cache_dtype.py::test_"
 RESUME, RUNS, SURGERY = "tests/jobs/test_resume.py::test_", "tests/jobs/test_train.py::test_", "tests/adapt/test_surgery.py::test_"
+PLAYS = "tests/rl/test_trajectories.py::test_"
 EDITS = [
     # ---------------------------------------------------------------- batches, benchmarks, chat
     Edit(
@@ -795,10 +796,80 @@ EDITS = [
     ),
     Edit(
         "a call of gpt-oss that was cut short is lost",
-        "argosy/serve/channels.py",
+        "argosy/infer/channels.py",
         "                self._write(self._arguments, found)\n",
         "                pass\n",
         ("tests/serve/test_channels.py::test_an_answer_is_split_however_its_text_is_cut",),
+    ),
+    Edit(
+        "what an environment says is learned",
+        "argosy/rl/trajectories.py",
+        "answer.live += [False] * len(observed.tokens)",
+        "answer.live += [True] * len(observed.tokens)",
+        (f"{PLAYS}turns_of_a_text_are_joined_token_by_token",),
+    ),
+    Edit(
+        "every turn draws from the same random stream",
+        "argosy/rl/trajectories.py",
+        "(*self.seed, play.played.made)",
+        "(*self.seed, 0)",
+        (f"{PLAYS}turns_of_a_text_are_joined_token_by_token",),
+    ),
+    Edit(
+        "an environment that works stops all answers",
+        "argosy/rl/trajectories.py",
+        "self.look(waiting, None if busy else 1)",
+        "self.look(waiting, len(waiting))",
+        (f"{PLAYS}an_answer_that_waits_does_not_stop_the_others",),
+    ),
+    Edit(
+        "an answer goes on when its environment has replied, whenever that is",
+        "argosy/rl/trajectories.py",
+        "if self.table.wait is None:",
+        "if True:",
+        (f"{PLAYS}what_is_computed_together_follows_from_no_clock",),
+    ),
+    Edit(
+        "answers to one prompt have environments of different seeds",
+        "argosy/rl/trajectories.py",
+        "place += row == 0 or one is not prompts[row - 1]",
+        "place += 1",
+        (f"{PLAYS}environments_of_a_group_have_one_seed",),
+    ),
+    Edit(
+        "a spelled end token ends a turn",
+        "argosy/rl/turns.py",
+        "self.rendered(talk, ends.values())",
+        "self.rendered(talk)",
+        (f"{PLAYS}end_tokens_that_a_model_spells_do_not_end_its_turn",),
+    ),
+    Edit(
+        "a template may rewrite earlier turns",
+        "argosy/rl/turns.py",
+        "    if not after.startswith(before):\n        at =",
+        "    if False:\n        at =",
+        ("tests/rl/test_turns.py::test_a_turn_ends_at_its_own_end",),
+    ),
+    Edit(
+        "functions reward an answer whose environment failed",
+        "argosy/rl/collect.py",
+        "return np.where(none[:, None], np.float32(np.nan), values)",
+        "return values",
+        ("tests/rl/test_played.py::test_an_environments_reward_is_one_of_several_and_a_failed_answer_has_none",),
+    ),
+    Edit(
+        "what an environment said first is lost in a checkpoint",
+        "argosy/rl/collect.py",
+        "prompt = replace(prompt, tokens=played.begun)",
+        "pass",
+        ("tests/rl/test_played.py::test_rollouts_that_were_sampled_ahead_come_back_with_their_turns",),
+    ),
+    Edit(
+        "a tool may take as long as it likes",
+        "argosy/rl/environments/tools.py",
+        "signal.setitimer(signal.ITIMER_REAL, seconds)",
+        "signal.setitimer(signal.ITIMER_REAL, 100 * seconds)",
+        ("tests/rl/test_tools.py::test_what_goes_wrong_is_said_to_the_model_and_counted",),
     ),
     Edit(
         "files outside of the allowed folder are loaded",

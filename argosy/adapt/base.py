@@ -5,7 +5,7 @@ content. Its weights keep their names: "layers.3.attn.q.w" of the file fills "la
 and scales of that.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from argosy.adapt.lora import LoRA
+from argosy.adapt.lora import Fixed, LoRA
 from argosy.adapt.quant import QuantizedEinsum
-from argosy.adapt.surgery import at, put_at
+from argosy.adapt.surgery import at, find, inside, put_at
+from argosy.models.parts.stack import layer_addresses
 from argosy.models.parts.weight import Frozen, Moved, kept_in, put, variables
 
 # Of a LoRA and a DoRA: everything that is not the contraction below.
@@ -28,14 +29,22 @@ class Still(Frozen):
     exact = True
 
 
-def frozen(model: nnx.Module, dtype: Any = None) -> None:
+class Retrained(nnx.Param):
+    """A weight that is trained in full beside adapters, and kept with them."""
+
+
+def frozen(model: nnx.Module, dtype: Any = None, but: Sequence[str] = ()) -> None:
     """Freezes every weight of a model, also those that training moves by a rule.
 
     Args:
         dtype: the type that descriptions of weights get, except of those that are always float32.
+        but: names of modules whose weights become `Retrained` instead, in their own type.
     """
     for address, v in variables(model).items():
         own = {key: v.get_metadata()[key] for key in ("meaning", "draw")}
+        if isinstance(v, nnx.Param) and any(inside(address, name) for name in but):
+            put_at(model, address, Retrained(v.get_value(), **own))
+            continue
         kind = Still if isinstance(v, Moved) else Frozen if isinstance(v, nnx.Param) else type(v)
         value = v.get_value()
         if dtype is not None and isinstance(value, jax.ShapeDtypeStruct):
@@ -43,11 +52,49 @@ def frozen(model: nnx.Module, dtype: Any = None) -> None:
         put_at(model, address, kind(value, **own))
 
 
+def retrained(model: nnx.Module) -> set[str]:
+    """The addresses of the weights that are trained in full beside adapters."""
+    return {address for address, v in variables(model).items() if isinstance(v, Retrained)}
+
+
 def base_addresses(model: nnx.Module) -> set[str]:
-    """The addresses of the weights that come from the base: all that are not factors of an adapter."""
-    names = {".".join(map(str, path)) for path, module in nnx.iter_modules(model) if isinstance(module, LoRA)}
+    """The addresses of the weights that come from the base: all that are neither factors of an adapter nor trained in full."""
+    names = {".".join(map(str, path)) for path, module in nnx.iter_modules(model) if _is_trained(module)}
     factors = {f"{name}.{factor}" for name in names for factor in FACTORS}
-    return set(variables(model)) - factors
+    return set(variables(model)) - factors - retrained(model)
+
+
+def _is_trained(module: Any) -> bool:
+    return isinstance(module, LoRA) and not isinstance(module, Fixed)
+
+
+def lay(model: nnx.Module, adapters: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Puts adapters on the contractions of a model in either layout, to stay as they are under others. Returns their factors by
+    address.
+
+    Scanned layers share one rank: narrower factors are filled up with zeros, and layers without an adapter have zeros alone.
+
+    Args:
+        adapters: the factors `a` and `b` and the `gain` of each contraction, by its per-layer name.
+    """
+    names, leaves = layer_addresses(model), dict[str, np.ndarray]()
+    for name, of in find(model, ".*").items():
+        own = [adapters.get(address.removesuffix(".w")) for address in names(f"{name}.w")]
+        if all(one is None for one in own):
+            continue
+        rank = max(one.a.shape[-1] for one in own if one is not None)
+        put_at(model, name, fixed := Fixed(of, rank))
+        a, b = (np.zeros(v.shape, np.float32) for v in (fixed.a, fixed.b))
+        for layer, one in enumerate(own):
+            if one is None:
+                continue
+            here = (layer,) * of.stacked
+            width = one.a.shape[-1]
+            a[here][..., :width] = one.a
+            lead = (slice(None),) * len(of.group)
+            b[here][(*lead, slice(0, width))] = one.gain * one.b
+        leaves |= {f"{name}.a": a, f"{name}.b": b}
+    return leaves
 
 
 def fill_base(
@@ -76,15 +123,17 @@ def fill_base(
     for address, array in weights:
         name, _, leaf = address.rpartition(".")
         module: Any = at(model, name) if name else model
-        adapted = module if isinstance(module, LoRA) else None
-        of, inside = (module.of, f"{name}.of") if adapted else (module, name)
+        adapted = module if _is_trained(module) else None
+        of, below = module, name
+        while isinstance(of, LoRA):
+            of, below = of.of, f"{below}.of"
         if isinstance(of, QuantizedEinsum) and leaf == "w":
             codes = of.codes(array)
-            keep(f"{inside}.values", codes.values)
-            keep(f"{inside}.scale", codes.scale)
+            keep(f"{below}.values", codes.values)
+            keep(f"{below}.scale", codes.scale)
             array = np.asarray(codes.dequantized()) if adapted and fresh else array
         else:
-            there = f"{inside}.{leaf}"
+            there = f"{below}.{leaf}"
             kind = own[there].dtype if dtype is None else kept_in(own[there], dtype)
             keep(there, np.ascontiguousarray(array.astype(kind, copy=False)))
         if adapted is not None and fresh and leaf == "w":

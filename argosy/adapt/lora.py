@@ -8,13 +8,19 @@ zero, so the model starts unchanged; W is frozen and may be quantized (QLoRA, ar
     PiSSA    y = W x + gain (B A - B0 A0) x                                 arXiv:2404.02948
     DoRA     y = m / |W + gain B A| (W x + gain B A x)                      arXiv:2402.09353
 
+With dropout, numbers of the adapter's input are dropped in training: y = W x + gain B A drop(x), as in PEFT. It happens only in a
+model that `dropping` gave keys, as a training step does; evaluation, samples and frozen copies have none.
+
 Where they differ from the papers: PiSSA keeps W and subtracts what the factors started from, instead of storing W - gain B0 A0.
 That is the same function, the base stays the file's own, and it is the form that PEFT converts to on export. DoRA's norm, of each
-output channel, is a constant for the gradient, as in section 4.3 there and in PEFT.
+output channel, is a constant for the gradient, as in section 4.3 there and in PEFT. With dropout, PEFT also drops the input of that
+part of W x by which DoRA changes it; here W x is whole.
 """
 
 import math
+import zlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,10 +33,18 @@ from argosy.adapt.surgery import at, find, put_at
 from argosy.core.dims import LOOKED_UP
 from argosy.core.errors import BadInput, Unsupported
 from argosy.models.parts.einsum import Contraction, Einsum, Route, contract
+from argosy.models.parts.stack import layer_addresses
 from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
 from argosy.ops.native.products import Panels
 from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized
+
+# Folded into the key of a step, from which others draw too.
+FOLDED = 0xD0
+
+
+class Key(nnx.Variable):
+    """The random key of an adapter's dropout in one pass; one for each layer where layers are stacked."""
 
 
 class LoRA(Contraction):
@@ -42,11 +56,31 @@ class LoRA(Contraction):
         alpha: alpha / rank is the gain.
         gain: in place of alpha / rank.
         start: the product of further, frozen factors of the same shapes is subtracted: what A and B started from (PiSSA).
+        dropout: the share of the adapter's input that a training step drops. Lookups of an embedding drop nothing, as in PEFT.
+
+    Raises:
+        Unsupported: dropout where other equations contract the weight too (latent attention).
     """
 
-    def __init__(self, of: Contraction, rank: int, alpha: float, *, gain: float | None = None, start: bool = False):
+    # Only while a training step runs.
+    key: Key
+
+    def __init__(
+        self,
+        of: Contraction,
+        rank: int,
+        alpha: float,
+        *,
+        gain: float | None = None,
+        start: bool = False,
+        dropout: float = 0.0,
+    ):
         if rank < 1:
             raise ValueError(f"rank {rank}")
+        if dropout and of.several and not is_lookup(of):
+            what = f"dropout on {of.eq}, whose weight other equations contract too, is not built"
+            raise Unsupported(what, hint="leave it out of adapter.where, or adapter.dropout=0")
+        self.dropout = dropout
         self.eq, self.gain = of.eq, alpha / rank if gain is None else gain
         lead, sizes = of.shape[: of.stacked], of.sizes | {"r": rank}
         a, b = of.group + of.inner + "r", of.group + "r" + _outer(of)
@@ -82,12 +116,21 @@ class LoRA(Contraction):
 
     def _low(self, x: Float[Array, "..."], route: Route | None, dtype: Any) -> Float[Array, "..."]:
         """B A x, less what it was at the start."""
+        x = self._dropped(x)
 
         def through(a: nnx.Variable, b: nnx.Variable) -> Array:
             return contract(self.up, contract(self.down, x, a[...], route), b[...], route, dtype=dtype)
 
         low = through(self.a, self.b)
         return low if self.a0 is None or self.b0 is None else low - through(self.a0, self.b0)
+
+    def _dropped(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The input with a share of its numbers set to zero, and the others divided by the rest; as it is without a key."""
+        key: nnx.Variable | None = getattr(self, "key", None)
+        if key is None:
+            return x
+        kept = jax.random.bernoulli(key[...], 1 - self.dropout, x.shape)
+        return jnp.where(kept, x / jnp.asarray(1 - self.dropout, x.dtype), jnp.zeros((), x.dtype))
 
     def via(self, eq: str, x: Float[Array, "..."], *, dtype: Any = None) -> Float[Array, "..."]:
         before, out = eq.split("->")
@@ -158,15 +201,25 @@ class LoRA(Contraction):
         return {"a": a, "b": b, "a0": a, "b0": b}
 
 
+class Fixed(LoRA):
+    """A contraction with an adapter that is not trained, under another one. Its gain is in B."""
+
+    def __init__(self, of: Contraction, rank: int):
+        super().__init__(of, rank, float(rank), gain=1.0)
+        for name in ("a", "b"):
+            v = getattr(self, name)
+            setattr(self, name, Frozen(v.get_value(), **{key: v.get_metadata()[key] for key in ("meaning", "draw")}))
+
+
 class DoRA(LoRA):
     """A contraction with a weight-decomposed adapter. m: the magnitude of each output channel, trained; it starts at that of W.
 
     ratio: m / |W + gain B A|, once `settle` has computed it; until then every call computes the norms.
     """
 
-    def __init__(self, of: Contraction, rank: int, alpha: float, *, gain: float | None = None):
-        super().__init__(of, rank, alpha, gain=gain)
-        if of.inner and set(of.inner) <= LOOKED_UP:
+    def __init__(self, of: Contraction, rank: int, alpha: float, *, gain: float | None = None, dropout: float = 0.0):
+        super().__init__(of, rank, alpha, gain=gain, dropout=dropout)
+        if is_lookup(of):
             raise Unsupported(f"DoRA on an embedding ({of.eq}) is not built", hint="leave embeddings out of `where`")
         shape = (*of.shape[: of.stacked], *(of.sizes[letter] for letter in of.kept))
         self.m = weight(shape, Meaning(of.kept, "", of.group), Draw("constant", 1.0), nnx.LoRAParam)
@@ -203,6 +256,25 @@ class DoRA(LoRA):
 
     def _inner_axes(self) -> tuple[int, ...]:
         return tuple(self.stacked + i for i, letter in enumerate(self.spec) if letter in self.inner)
+
+
+def dropping(model: nnx.Module, key: Array) -> None:
+    """Gives every adapter with dropout a key of its own for one pass: the given one, folded with the per-layer name of its contraction.
+    So layers drop differently, and scanned and unrolled ones alike. Without dropout, the model and what is traced of it do not change.
+    """
+    names = layer_addresses(model)
+    for path, module in [*nnx.iter_modules(model)]:
+        if not isinstance(module, LoRA) or not module.dropout:
+            continue
+        own = names(".".join([*map(str, path), "a"]))
+        hashes = np.asarray([zlib.crc32(name.encode()) for name in own], np.uint32)
+        keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, FOLDED)))(hashes)
+        module.key = Key(keys if module.stacked else keys[0], meaning=Meaning(""), draw=Draw("constant"))
+
+
+def is_lookup(of: Contraction) -> bool:
+    """Whether a contraction is the lookup of an embedding."""
+    return bool(of.inner) and set(of.inner) <= LOOKED_UP
 
 
 def without_adapters(model: nnx.Module) -> Any:

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from argosy.core.registry import Registry
-from argosy.core.settings import Also, Settings
+from argosy.core.settings import Also, Repeats, Settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from argosy.models.parts.einsum import Contraction
 
 # Every matrix of the layers, except those that choose experts or weigh the shared one.
 LAYERS = r"layers\.(?!.*\.(router|shared_gate)$).*"
+HEAD = "head"
 WAY_OUT = "names are regular expressions over module paths: `argosy models show MODEL`, docs/adapters.md"
 
 ADAPTERS = Registry("adapter")
@@ -32,7 +35,8 @@ class NoAdapter(Settings):
 
 
 class LowRank(Settings):
-    """The settings of every low-rank adapter. The base model is frozen; only the adapters are trained, optimized and saved."""
+    """The settings of every low-rank adapter. The base model is frozen; only the adapters, and what `train` names, are trained,
+    optimized and saved."""
 
     trains_base: ClassVar[bool] = False
 
@@ -44,6 +48,9 @@ class LowRank(Settings):
     (thinkingmachines.ai/blog/lora, which uses 32)."""
     rslora: Annotated[bool, Also("use_rslora", "lora_use_rslora", "peft_use_rslora")] = False
     """Multiplies by alpha / sqrt(rank) instead, so that high ranks learn as fast as low ones (arXiv:2312.03732)."""
+    dropout: Annotated[float, Also("lora_dropout", "peft_config.lora_dropout", "lora.dropout")] = Field(0.0, ge=0, lt=1)
+    """The share of the adapters' inputs that is set to zero in training, drawn anew in each step, for small data: QLoRA uses 0.1 up to
+    13B and 0.05 above (arXiv:2305.14314). Evaluations, samples and the reference have none."""
     where: Annotated[
         str | None,
         Also(
@@ -60,6 +67,21 @@ class LowRank(Settings):
     `layers\\..*\\.attn\\.[qv]`. A pattern that matches nothing is an error. None: every matrix of the layers except routers
     and heads, because adapters on attention alone learn less (thinkingmachines.ai/blog/lora, arXiv:2305.14314)."""
 
+    train: Annotated[
+        list[str],
+        Repeats(),
+        Also("modules_to_save", "lora_modules_to_save", "additional_target", note="regular expressions over our module paths"),
+    ] = Field(default_factory=list)
+    """Modules that are trained in full beside the adapters and saved with them (PEFT's `modules_to_save`): regular expressions that
+    match whole paths, such as `embed`, `head`, `.*norm`; `adapter.train=embed adapter.train=head` are two. One that matches nothing is
+    an error. They carry no adapter. A head of scores is always among them. A head that is tied to the embedding is trained by
+    `embed`."""
+
+    onto: Literal["merge", "stack"] | None = None
+    """What happens to the adapters of a base that has some already (a run that trained adapters, or a PEFT folder). merge: they are
+    added to its weights, and the new ones go onto the sum. stack: they stay as they are under the new ones, and are written with
+    them, as one adapter of the ranks together on the same base. None: such a base is refused."""
+
     def gain(self, rank: int | None = None) -> float:
         """What the product of the factors is multiplied by."""
         rank = rank or self.rank
@@ -69,33 +91,78 @@ class LowRank(Settings):
         """A contraction with its adapter."""
         from argosy.adapt.lora import LoRA
 
-        return LoRA(of, self.rank, self.alpha, gain=self.gain())
+        return LoRA(of, self.rank, self.alpha, gain=self.gain(), dropout=self.dropout)
 
     def quantize(self, model: Any) -> list[str]:
         """Quantizes the base of a model. Returns the names of the contractions, none by default."""
         return []
 
-    def put_on(self, model: Any, dtype: Any = None) -> list[str]:
-        """Freezes a model, quantizes it where the settings say so, and puts the adapters on. Returns the names of the contractions
-        with adapters, at least one.
+    def put_on(self, model: Any, dtype: Any = None, beneath: "Callable[[Any], Any] | None" = None) -> list[str]:
+        """Freezes a model except what is trained in full, quantizes it where the settings say so, and puts the adapters on. Returns the
+        names of the contractions with adapters, at least one.
 
         Args:
             model: with weights that are descriptions, in any layout of the layers.
             dtype: the type in which frozen weights are kept; float32 by default.
+            beneath: puts adapters on the frozen model that stay as they are.
 
         Raises:
-            BadInput: `where` matches nothing, or is not a regular expression.
+            BadInput: `where` or `train` matches nothing, or both match the same, or one is not a regular expression.
         """
         from argosy.adapt.base import frozen
-        from argosy.adapt.surgery import swap
+
+        frozen(model, dtype, self.whole(model))
+        self.quantize(model)
+        if beneath is not None:
+            beneath(model)
+        return self._swap(model, "where", self.where, self.make)
+
+    def whole(self, model: Any) -> list[str]:
+        """The names of the modules of a model that are trained in full.
+
+        Raises:
+            BadInput: a rule of `train` matches nothing, nothing that gradients train, or is not a regular expression.
+        """
+        from flax import nnx
+
+        from argosy.adapt.surgery import find_parts, inside
+        from argosy.core.errors import BadInput
+        from argosy.models.parts.weight import Frozen, variables
+
+        names: list[str] = []
+        for rule in [*self.train, *([HEAD] if model.config.scored else [])]:
+            try:
+                found = find_parts(model, rule)
+            except BadInput as error:
+                tied = rule == HEAD and model.config.tied
+                hint = "the head is tied to the embedding: adapter.train=embed trains both" if tied else error.hint or WAY_OUT
+                raise BadInput(f"adapter.train: {error.what}", where=error.where, hint=hint) from None
+            held = [v for a, v in variables(model).items() if any(inside(a, name) for name in found)]
+            if not any(isinstance(v, nnx.Param | Frozen) for v in held):
+                raise BadInput(f"adapter.train: nothing that gradients train matches `{rule}`", hint=WAY_OUT)
+            names += [name for name in found if name not in names]
+        return names
+
+    def _swap(self, model: Any, key: str, where: str | None, make: "Callable[[Contraction], Contraction]") -> list[str]:
+        """Replaces the contractions that a setting names, or by default every matrix of the layers that is not trained in full. Returns
+        their names, at least one."""
+        from argosy.adapt.surgery import find, inside, put_at
         from argosy.core.errors import BadInput
 
-        frozen(model, dtype)
-        self.quantize(model)
+        whole = self.whole(model)
         try:
-            return swap(model, self.where or LAYERS, self.make)
+            found = find(model, where or LAYERS)
         except BadInput as error:
-            raise BadInput(f"adapter.where: {error.what}", where=error.where, hint=error.hint or WAY_OUT) from None
+            raise BadInput(f"adapter.{key}: {error.what}", where=error.where, hint=error.hint or WAY_OUT) from None
+        both = [name for name in found if any(inside(name, other) for other in whole)]
+        if both and where is not None:
+            raise BadInput(f"adapter.{key} and adapter.train both match {', '.join(both[:4])}", hint="leave them out of one")
+        names = [name for name in found if name not in both]
+        if not names:
+            raise BadInput("adapter.train leaves nothing to put an adapter on", hint="adapter=none trains every weight")
+        for name in names:
+            put_at(model, name, make(found[name]))
+        return names
 
 
 class Lora(LowRank):
@@ -113,7 +180,7 @@ class Lora(LowRank):
     def make(self, of: "Contraction") -> "Contraction":
         from argosy.adapt.lora import LoRA
 
-        return LoRA(of, self.rank, self.alpha, gain=self.gain(), start=self.init == "pissa")
+        return LoRA(of, self.rank, self.alpha, gain=self.gain(), start=self.init == "pissa", dropout=self.dropout)
 
 
 class Dora(LowRank):
@@ -123,7 +190,7 @@ class Dora(LowRank):
     def make(self, of: "Contraction") -> "Contraction":
         from argosy.adapt.lora import DoRA
 
-        return DoRA(of, self.rank, self.alpha, gain=self.gain())
+        return DoRA(of, self.rank, self.alpha, gain=self.gain(), dropout=self.dropout)
 
 
 class Qlora(LowRank):
@@ -144,6 +211,5 @@ class Qlora(LowRank):
 
     def quantize(self, model: Any) -> list[str]:
         from argosy.adapt.quant import quantized
-        from argosy.adapt.surgery import swap
 
-        return swap(model, self.quantize_where or LAYERS, lambda of: quantized(of, self.format, self.block))
+        return self._swap(model, "quantize_where", self.quantize_where, lambda of: quantized(of, self.format, self.block))

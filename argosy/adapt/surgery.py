@@ -48,6 +48,32 @@ def find(model: nnx.Module, where: str, of: type | tuple[type, ...] = Contractio
     return found
 
 
+def find_parts(model: nnx.Module, where: str) -> list[str]:
+    """The names of the modules of any kind that hold weights and match: "embed", "norm", "layers.3.attn_norm". Only the outermost ones
+    are returned.
+
+    Raises:
+        BadInput: nothing matches, or the pattern is not a regular expression.
+    """
+    rule, holding = _compiled(where), [f"{address}." for address in variables(model)]
+    found, names = list[str](), set[str]()
+    for path, _ in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
+        name = ".".join(map(str, path))
+        if not name or any(inside(name, outer) for outer in found) or not any(a.startswith(name + ".") for a in holding):
+            continue
+        names.add(_kind_name(model, name))
+        if _matches(model, rule, name):
+            found.append(name)
+    if not found:
+        raise BadInput(f"nothing in the model matches `{where}`", hint=nearest(where, names))
+    return found
+
+
+def inside(name: str, outer: str) -> bool:
+    """Whether a dotted name is that of a module or weight in another one, or that one itself."""
+    return name == outer or name.startswith(outer + ".")
+
+
 def swap(
     model: nnx.Module, where: str, make: Callable[[Any], Any], of: type | tuple[type, ...] = Contraction
 ) -> list[str]:

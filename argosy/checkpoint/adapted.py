@@ -1,4 +1,5 @@
-"""A checkpoint of adapters: the factors of every contraction that has some, and which base model they belong to.
+"""A checkpoint of adapters: the factors of every contraction that has some, the weights that were trained in full beside them, and
+which base model they belong to.
 
 A base is known by where it was and by the size and SHA-256 of the files of its weights. It is opened again from there; another one
 is refused, because adapters on other weights give plausible nonsense. A file whose size and time are those that were recorded counts
@@ -13,18 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from argosy.adapt.base import FACTORS
+from argosy.adapt.base import FACTORS, retrained
 from argosy.adapt.lora import LoRA
 from argosy.adapt.quant import QuantizedEinsum
-from argosy.adapt.settings import ADAPTERS, LowRank
+from argosy.adapt.settings import ADAPTERS, Lora, LowRank
 from argosy.adapt.surgery import find
 from argosy.checkpoint import manifest
-from argosy.checkpoint.peft import Adapter, adapters_of, with_adapter
+from argosy.checkpoint.hub import read_json
+from argosy.checkpoint.peft import (
+    CONFIG,
+    FILES,
+    Adapter,
+    Contents,
+    config_for,
+    contents_of,
+    contractions,
+    read_contents,
+    with_adapter,
+)
 from argosy.checkpoint.step_reader import read_array
-from argosy.checkpoint.stored import Stored, open_model
+from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.core.errors import BadInput, Damaged
-from argosy.core.formats import Reader, View
+from argosy.core.formats import Arrays, Over, Reader, View
 from argosy.core.schema import Choice
+from argosy.data.tokenize import matching
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import put, variables
@@ -37,37 +50,40 @@ OTHER = "adapters only fit the weights they were trained on: put those back, or 
 class Adapted:
     """Adapters and their base.
 
-    folder: of the checkpoint. settings: the run's `adapter`. base: its weights are not merged. layers: the layout of the factors.
+    settings: the run's `adapter`. base: its weights are not merged. read: reads the factors and the weights that were trained in full.
+    held: retention does not remove the checkpoint while this object exists.
     """
 
-    folder: Path
     settings: LowRank
     base: Stored
-    layers: str
     config: Any
-    # Retention does not remove the checkpoint while this object exists.
-    held: manifest.Held
+    read: Callable[[], Contents]
+    held: Any = None
 
     @cached_property
-    def adapters(self) -> dict[str, Adapter]:
-        """The factors, by the per-layer name of their contraction.
+    def contents(self) -> Contents:
+        """The factors and the weights that were trained in full.
 
         Raises:
             Damaged: one is missing.
         """
-        model = self.config.build(Scan() if self.layers == "scan" else Unroll())
-        self.settings.put_on(model)
-        for name in find(model, ".*", LoRA):
-            for factor in FACTORS:
-                if (address := f"{name}.{factor}") in variables(model):
-                    put(model, {address: read_array(self.folder, address)})
-        return adapters_of(model)
+        return self.read()
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The factors, by the per-layer name of their contraction."""
+        return self.contents.adapters
+
+    @property
+    def whole(self) -> Mapping[str, np.ndarray]:
+        """The weights that were trained in full, by per-layer name."""
+        return self.contents.whole
 
     @property
     def weights(self) -> Reader:
         """The base's weights with the adapters merged as they are read, in the types of the base. Where the base was quantized for
         training, it is rounded as it was then, because the adapters have learned to make up for that."""
-        return View(self.base.weights, change=self._merged)
+        return Over(View(self.base.weights, change=self._merged), Arrays(self.whole))
 
     @property
     def is_quantized(self) -> bool:
@@ -115,7 +131,56 @@ def open_adapted(
         held = manifest.Held(folder)
     except FileNotFoundError:
         raise BadInput(f"no checkpoint at {folder}") from None
-    return Adapted(folder, settings, open_base(base, warn), layers, config, held)
+    def read() -> Contents:
+        model = config.build(Scan() if layers == "scan" else Unroll())
+        settings.put_on(model)
+        addresses = [f"{name}.{factor}" for name in find(model, ".*", LoRA) for factor in FACTORS]
+        for address in {*addresses, *retrained(model)} & set(variables(model)):
+            put(model, {address: read_array(folder, address)})
+        return contents_of(model)
+
+    stored = open_base(base, warn)
+    if settings.onto != "stack":
+        return Adapted(settings, stored, config, read, held)
+    if (under := stored.adapted) is None:
+        raise Damaged("the adapters were stacked on others, which are not in their base", where=str(folder))
+    return Adapted(settings, under.base, config, lambda: stacked(under.contents, read(), config), held)
+
+
+def open_peft(folder: Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
+    """A PEFT folder as a model: the base that it names, with its adapters merged as weights are read.
+
+    Raises:
+        BadInput: the base is not on this machine; or as `open_model` and `read_contents`.
+        Unsupported: as `read_contents`.
+    """
+    keys = read_json(folder / CONFIG)
+    name = keys.get("base_model_name_or_path")
+    if not name or not Path(str(name)).exists():
+        hint = f'argosy.load(MODEL, adapter="{folder}") names it; or write its folder as base_model_name_or_path'
+        raise BadInput(f"the base model of these adapters, {name}, is not on this machine", where=str(folder / CONFIG), hint=hint)
+    base = open_model(str(name), warn)
+    config = config_for(folder, base.config)
+    if base.adapted is not None:
+        # They were trained on merged weights.
+        what = f"the base of these adapters, {name}, has adapters itself"
+        hint = f"argosy convert {name} FOLDER merges those: name that folder as the base"
+        raise BadInput(what, where=str(folder / CONFIG), hint=hint)
+    adapted = Adapted(Lora(), base, config, lambda: read_contents(folder, config))
+    companions = folder if matching(folder, COMPANIONS) else base.companions
+    return Stored(folder, "peft", config, adapted.weights, companions, base.hub, adapted)
+
+
+def stacked(under: Contents, own: Contents, config: Any) -> Contents:
+    """Two adapters on one base as one: the ranks together, each with its own gain in B."""
+    specs, out = contractions(config), dict(under.adapters)
+    for name, one in own.adapters.items():
+        if (other := out.get(name)) is None:
+            out[name] = one
+            continue
+        b = np.concatenate([np.float32(each.gain) * each.b for each in (other, one)], len(specs[name].group))
+        out[name] = Adapter(np.concatenate([other.a, one.a], -1), b, 1.0)
+    return Contents(out, {**under.whole, **own.whole})
 
 
 def describe_base(stored: Stored, given: str) -> dict[str, Any]:
@@ -177,4 +242,6 @@ def _files(stored: Stored) -> list[Path]:
     """The files of a model's weights. A checkpoint's manifest holds the hashes of the others."""
     if stored.path.is_file():
         return [stored.path]
+    if stored.kind == "peft" and stored.adapted is not None:
+        return [*_files(stored.adapted.base), *(stored.path / name for name in FILES)]
     return [stored.path / manifest.NAME] if stored.kind == "argosy" else sorted(stored.path.glob("*.safetensors"))

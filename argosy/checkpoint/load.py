@@ -16,9 +16,10 @@ from jax.sharding import NamedSharding
 
 from argosy.adapt.base import FACTORS, fill_base
 from argosy.checkpoint.hub import Mapped, read_json
-from argosy.checkpoint.peft import put_adapter, read_adapter, settle
+from argosy.checkpoint.peft import Contents, config_for, mark_whole, put_adapter, read_contents, settle
 from argosy.checkpoint.stored import Stored, open_model, stored_arrays
 from argosy.core.errors import BadInput
+from argosy.core.formats import Arrays, Over
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import fill, kept_in, logical, put, variables
@@ -71,19 +72,23 @@ def load(
     """
     stored = open_model(path, warn)
     dtype = as_dtype(dtype)
-    config = stored.config if context is None else stored.config.for_context(context)
     if adapter is not None and stored.adapted is not None:
         raise BadInput(f"{path} has adapters already", hint="convert it first, which merges them: argosy convert")
-    adapters = read_adapter(adapter, config) if adapter is not None else stored.adapted.adapters if stored.adapted else {}
+    config = stored.config if context is None else stored.config.for_context(context)
+    config = config if adapter is None else config_for(adapter, config)
+    contents = stored.adapted.contents if stored.adapted else Contents({})
+    contents = contents if adapter is None else read_contents(adapter, config)
+    adapters = contents.adapters
     layout = Unroll() if adapters else run or default_run(config)
     model, plain = config.build(layout), config.build(layout)
     is_quantized = stored.adapted is not None and bool(stored.adapted.settings.quantize(model))
     check_memory(config, np.int8 if is_quantized else dtype)
-    base = stored.adapted.base.weights if stored.adapted else stored.weights
+    base = Over(stored.adapted.base.weights if stored.adapted else stored.weights, Arrays(contents.whole))
     place = None if tensor == 1 else places(model, tensor).__getitem__
     fill_base(model, stored_arrays(plain, base, dtype=dtype), dtype=dtype, place=place)
     if adapters:
         names = put_adapter(model, adapters)
+        mark_whole(model, contents.whole)
         settle(model)
         if tensor > 1:
             on, own = places(model, tensor), variables(model)

@@ -12,37 +12,44 @@ become one adapter whose rank is the sum of their ranks and whose B is block-dia
 The gain is alpha / r, or alpha / sqrt(r) with `use_rslora`; ranks and alphas may differ by module (`rank_pattern`,
 `alpha_pattern`). DoRA's magnitudes (`use_dora`) are read as a bias is. What PiSSA started from is written as further columns, with
 the opposite sign: PEFT's own conversion of it to LoRA. Features that change the function and are not built are refused: trained
-biases, fully saved modules.
+biases.
+
+Modules that were trained in full (`modules_to_save`) lie beside the factors under their own names. PEFT copies such a module, which
+unties it: of an embedding and a head that are tied, it trains one and leaves the other. So both are written, and a folder with only
+one of them is refused unless it says `ensure_weight_tying`. With the task type SEQ_CLS the model has a head of scores (`score`).
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from argosy.adapt.base import FACTORS
+from argosy.adapt.base import FACTORS, Retrained, retrained
 from argosy.adapt.lora import DoRA, LoRA
-from argosy.adapt.surgery import swap
+from argosy.adapt.surgery import put_at, swap
 from argosy.checkpoint.hub import read_json
 from argosy.checkpoint.partial import Partial, taken
 from argosy.core.errors import BadInput, Unsupported, nearest
-from argosy.core.formats import Arrays, Entry, Reader, View
+from argosy.core.formats import Arrays, Entry, Over, Reader, View
 from argosy.core.formats.files import of_text
 from argosy.core.formats.safetensors import SafeTensors, tensors_file
 from argosy.core.keymap import How, KeyMap, Row
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Unroll, stored_addresses
-from argosy.models.parts.weight import put, split
+from argosy.models.parts.weight import put, split, variable
 
 FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+# PEFT's task type of models with a head of scores.
+SCORES = "SEQ_CLS"
 # Of float32.
 SLAB_BYTES = 1 << 26
 # Keys that change the function, and the values at which they do not.
@@ -50,7 +57,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "use_qalora": (False, None),
     "lora_bias": (False, None),
-    "modules_to_save": (None, []),
     "target_parameters": (None, []),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, [], {}),
@@ -67,6 +73,14 @@ class Adapter(NamedTuple):
     b: np.ndarray
     gain: float
     m: np.ndarray | None = None
+
+
+class Contents(NamedTuple):
+    """What a PEFT folder holds: adapters by the per-layer name of their contraction, and the weights of modules that were trained in
+    full by their per-layer name."""
+
+    adapters: Mapping[str, Adapter]
+    whole: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,7 @@ def sites(config: Any) -> list[Site]:
 
 def _modules(config: Any) -> Iterator[tuple[str, tuple[str, ...], Row, list[Contraction]]]:
     """The Hub's modules that hold the weights of our contractions: their names, how they are read, and the contractions."""
-    specs = _contractions(config)
+    specs = contractions(config)
     for row in config.hub_rows()[0]:
         ours = (row.ours,) if isinstance(row.ours, str) else row.ours
         if not isinstance(row.theirs, str) or not all(path.endswith(".w") for path in ours):
@@ -127,7 +141,8 @@ def _modules(config: Any) -> Iterator[tuple[str, tuple[str, ...], Row, list[Cont
             )
 
 
-def _contractions(config: Any) -> dict[str, Contraction]:
+def contractions(config: Any) -> dict[str, Contraction]:
+    """The contractions of a model by per-layer name."""
     modules = nnx.iter_modules(config.build(Unroll()))
     return {".".join(map(str, path)): m for path, m in modules if isinstance(m, Contraction)}
 
@@ -167,8 +182,45 @@ def _axes(side: str) -> list[str]:
 # ---------------------------------------------------------------- reading
 
 
-def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
-    """Reads the adapters of a PEFT folder, by the name of the contraction that each is on.
+def read_adapter(folder: str | Path, config: Any) -> Mapping[str, Adapter]:
+    """Reads a PEFT folder that holds adapters alone, by the name of the contraction that each is on.
+
+    Raises:
+        BadInput: as `read_contents`.
+        Unsupported: as `read_contents`; or modules were trained in full.
+    """
+    adapters, whole = read_contents(folder, config)
+    if whole:
+        what = f"modules trained in full beside other adapters are not built: {', '.join(sorted(whole)[:4])}"
+        hint = "argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it"
+        raise Unsupported(what, where=str(folder), hint=hint)
+    return adapters
+
+
+def config_for(folder: str | Path, config: Any) -> Any:
+    """The config of the model that a PEFT folder makes of one with this config: with a head of scores where the folder brings one.
+
+    Raises:
+        Unsupported: the family has no such head.
+    """
+    folder = Path(folder)
+    if not all((folder / name).is_file() for name in FILES):
+        return config
+    if str(read_json(folder / CONFIG).get("task_type")) != SCORES or config.scored:
+        return config
+    if "scores" not in type(config).model_fields:
+        raise Unsupported("models of this family have no head of scores yet", where=str(folder / CONFIG))
+    file, wanted = SafeTensors.open(folder / WEIGHTS), f"{PREFIX}score.weight"
+    if wanted not in file.names:
+        raise BadInput(f"the task type is {SCORES}, and there is no `{wanted}`", where=str(folder))
+    return config.model_copy(update={"scores": file.shape(wanted)[0]})
+
+
+def read_contents(folder: str | Path, config: Any) -> Contents:
+    """Reads the adapters of a PEFT folder and the modules that were trained in full.
+
+    Args:
+        config: of the model with the folder's head (`config_for`).
 
     Raises:
         BadInput: it is not a PEFT folder, factors are missing or of the wrong shape, or modules do not exist in the model; all
@@ -183,7 +235,7 @@ def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
     if not (folder / WEIGHTS).is_file():
         raise BadInput(f"no {WEIGHTS}", where=str(folder), hint="weights saved as pickles are never read")
     file = SafeTensors.open(folder / WEIGHTS)
-    out, used = {}, set()
+    out, used = dict[str, Adapter](), set[str]()
     sizes, experts, dora = config.hub_rows()[1], config.dims.get("E", 0), bool(keys.get("use_dora"))
     for site in sites(config):
         names = [[n.replace("{e}", str(e)) for e in range(experts if "{e}" in n else 1)] for n in site.names()]
@@ -210,13 +262,52 @@ def read_adapter(folder: str | Path, config: Any) -> dict[str, Adapter]:
             raise Unsupported(what, hint="leave it out of target_modules")
         # B is zero there, because no gradient reaches it.
         used.update(index)
+    whole, names = _read_whole(keys, file, config, folder)
+    used.update(names)
     if strange := sorted(set(file.names) - used):
         hint = nearest(strange[0], [name for site in sites(config) for name in site.names()])
         what = f"{len(strange)} tensors belong to no module of this model: {', '.join(strange[:4])}"
         raise BadInput(what, where=str(folder), hint=hint)
     if not out:
         raise BadInput("the folder has no adapter", where=str(folder))
-    return out
+    return Contents(out, whole)
+
+
+def _read_whole(
+    keys: Mapping[str, Any], file: SafeTensors, config: Any, folder: Path
+) -> tuple[dict[str, np.ndarray], set[str]]:
+    """The weights of modules that were trained in full, by per-layer name, and their names in the file.
+
+    Raises:
+        BadInput: a part of a weight is missing or has another shape; or a head that the model ties to its embedding differs from it.
+        Unsupported: one of an embedding and a head that the model ties.
+    """
+    table = KeyMap(*config.hub_rows())
+    theirs = View(file, names={name.removeprefix(PREFIX): name for name in file.names if name.startswith(PREFIX)})
+    for embedding, head in _tied(config):
+        both = [name for name in (embedding, head) if name in theirs.names]
+        if both == [head] or (both == [embedding] and not keys.get("ensure_weight_tying")):
+            what = f"`{both[0]}` was trained in full, and the model ties `{embedding}` and `{head}`, so that PEFT unties them"
+            raise Unsupported(what, where=str(folder), hint="untie the model first, or train again with ensure_weight_tying")
+    found = table.ours_of(theirs.names)
+    said = [name for name in keys.get("modules_to_save") or () if any(_ends(known, name) for known in table.names)]
+    if absent := [name for name in said if not any(_ends(there, name) for there in found)]:
+        raise BadInput(f"modules_to_save has {', '.join(absent[:4])}, and the file no such tensors", where=str(folder))
+    whole = {path: np.asarray(table.read(theirs, path)) for path in dict.fromkeys(p for paths in found.values() for p in paths)}
+    used = {PREFIX + name for name in found} | {PREFIX + head for _, head in _tied(config)}
+    return whole, used & set(file.names)
+
+
+def _ends(tensor: str, module: str) -> bool:
+    """Whether a tensor belongs to a module of this name, which may lack its beginning, as PEFT matches them."""
+    return f".{tensor.rpartition('.')[0]}".endswith(f".{module}")
+
+
+def _tied(config: Any) -> Iterator[tuple[str, str]]:
+    """The names of the embedding and of the head on the Hub, where one weight is both."""
+    for row in config.hub_rows()[0]:
+        if row.ours == "embed.w" and row.tied_to is not None:
+            yield row.theirs, row.tied_to
 
 
 def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
@@ -241,6 +332,13 @@ def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
     return done
 
 
+def mark_whole(model: Any, whole: Iterable[str]) -> None:
+    """Marks weights of a model with unrolled layers as trained in full beside its adapters, so that they are saved with them."""
+    for name in whole:
+        v = variable(model, name)
+        put_at(model, name, Retrained(v.get_value(), **{key: v.get_metadata()[key] for key in ("meaning", "draw")}))
+
+
 def settle(model: Any) -> None:
     """Computes what DoRA needs of the weights once, for a model that is not trained further."""
     for _, module in nnx.iter_modules(model):
@@ -248,9 +346,11 @@ def settle(model: Any) -> None:
             module.settle()
 
 
-def merged(weights: Reader, adapters: Mapping[str, Adapter], config: Any) -> Reader:
-    """A model's weights with adapters merged as they are read: W + gain A B, in the type of W."""
-    specs = _contractions(config)
+def merged(weights: Reader, contents: Contents, config: Any) -> Reader:
+    """A model's weights with adapters merged as they are read: W + gain A B, in the type of W; and with those that were trained in
+    full in place of its own."""
+    specs, adapters = contractions(config), contents.adapters
+    weights = Over(weights, Arrays(contents.whole))
 
     def change(name: str, read: Callable[[], np.ndarray], part: int | None) -> np.ndarray:
         name = name.removesuffix(".w")
@@ -361,15 +461,34 @@ def adapters_of(model: Any) -> dict[str, Adapter]:
     return out
 
 
-def write_adapter(folder: str | Path, config: Any, adapters: Mapping[str, Adapter], base: str | None = None) -> None:
+def contents_of(model: Any) -> Contents:
+    """What the PEFT folder of a model in either layout holds.
+
+    Raises:
+        BadInput: the model has no adapters.
+    """
+    own, mine = split(model)[1], retrained(model)
+    places = {name: at for name, at in stored_addresses(model).items() if at[0] in mine}
+    whole = {name: np.asarray(own[address] if i is None else own[address][i]) for name, (address, i) in places.items()}
+    return Contents(adapters_of(model), whole)
+
+
+def write_adapter(
+    folder: str | Path,
+    config: Any,
+    adapters: Mapping[str, Adapter],
+    base: str | None = None,
+    whole: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> None:
     """Writes adapters as a PEFT folder.
 
     Args:
         base: the name of the base model, for the config.
+        whole: the weights of modules that were trained in full, by per-layer name.
 
     Raises:
         BadInput: the folder is not empty.
-        Unsupported: an adapter on a weight for which PEFT has no name.
+        Unsupported: an adapter on a weight for which PEFT has no name, or a part of a module of the Hub was trained in full.
     """
     folder = Path(folder)
     if taken(folder):
@@ -385,6 +504,8 @@ def write_adapter(folder: str | Path, config: Any, adapters: Mapping[str, Adapte
         for name, array, rank, gain in _theirs(site, parts, sizes):
             theirs[name] = array
             modules[re.sub(r"\.lora_.*", "", name.removeprefix(PREFIX))] = (rank, gain)
+    in_full = _whole_theirs(config, whole)
+    theirs |= {PREFIX + name: array for name, array in in_full.items()}
     magnitudes = {adapter.m is not None for adapter in adapters.values()}
     if len(magnitudes) > 1:
         raise Unsupported("DoRA on some weights and LoRA on others: PEFT has one of them", hint="merge them instead")
@@ -392,12 +513,47 @@ def write_adapter(folder: str | Path, config: Any, adapters: Mapping[str, Adapte
         Entry(name, array.shape, array.dtype, lambda array=array: array) for name, array in sorted(theirs.items())
     ]
     files = [tensors_file(WEIGHTS, entries, {"format": "pt"})]
-    files.append(of_text(CONFIG, json.dumps(_config(modules, base, magnitudes.pop()), indent=2) + "\n"))
+    said = _config(modules, base, magnitudes.pop())
+    said |= {"modules_to_save": sorted({name.rpartition(".")[0] for name in in_full}) or None}
+    said |= {"task_type": SCORES} if config.scored else {}
+    files.append(of_text(CONFIG, json.dumps(said, indent=2) + "\n"))
     # The folder is written completely or not at all.
     with Partial(folder, None) as part:
         part.plan(files)
         part.write(files)
         part.commit()
+
+
+def _whole_theirs(config: Any, whole: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights of modules that were trained in full, by their name on the Hub. A head that is tied is written too, because PEFT
+    copies the embedding and not what is tied to it."""
+    rows, sizes = config.hub_rows()
+    mine = [_at(row, layer) for row in rows for layer in (None,) if row.over is None]
+    mine += [_at(row, layer) for row in rows for layer in row.over or ()]
+    mine = [row for row in mine if any(path in whole for path in _paths(row))]
+    for row in mine:
+        if lost := [path for path in _paths(row) if path not in whole]:
+            what = f"`{row.theirs}` is one weight for the PEFT library, of which {', '.join(lost[:4])} was not trained in full"
+            raise Unsupported(what, hint="adapter.train=... for all of them, or merge instead")
+    out = {}
+    for entry in KeyMap(mine, sizes).inverse(Arrays(whole)):
+        out[entry.name] = np.ascontiguousarray(entry.make(), np.float32)
+    return out | {head: out[embedding] for embedding, head in _tied(config) if embedding in out}
+
+
+def _paths(row: Row) -> tuple[str, ...]:
+    return (row.ours,) if isinstance(row.ours, str) else row.ours
+
+
+def _at(row: Row, layer: int | None) -> Row:
+    """A row at one layer."""
+
+    def filled(names: Any) -> Any:
+        one = isinstance(names, str)
+        return names.replace("{l}", str(layer)) if one else tuple(name.replace("{l}", str(layer)) for name in names)
+
+    # The library's model has no modules that predict further tokens, which hold copies.
+    return replace(row, theirs=filled(row.theirs), ours=filled(row.ours), over=None, copies=())
 
 
 def _theirs(

@@ -15,7 +15,7 @@ from argosy.checkpoint import manifest
 from argosy.checkpoint.hub import copies, folder_of, typed
 from argosy.checkpoint.load import as_dtype
 from argosy.checkpoint.partial import Partial, taken
-from argosy.checkpoint.peft import adapters_of, write_adapter
+from argosy.checkpoint.peft import contents_of, write_adapter
 from argosy.checkpoint.store import META, array_by_array
 from argosy.checkpoint.stored import check_fit, weights_of
 from argosy.checkpoint.stream import in_order
@@ -62,7 +62,8 @@ def save(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"], dtyp
     """
     if format == "peft":
         base = lm.hub.get("_name_or_path") or (str(lm.companions) if lm.companions else None)
-        write_adapter(folder, lm.config, adapters_of(lm.module), base)
+        contents = contents_of(lm.module)
+        write_adapter(folder, lm.config, contents.adapters, base, contents.whole)
         return
     wrapped = {type(m).__name__ for _, m in nnx.iter_modules(lm.module) if isinstance(m, Contraction)} - {"Einsum"}
     if wrapped:

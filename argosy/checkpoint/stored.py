@@ -44,10 +44,10 @@ COMPANIONS = (
 @dataclass(frozen=True)
 class Stored:
     """An opened model whose weights are not read yet. weights: by per-layer name. hub: its config.json. companions: the folder of
-    its small files, or the GGUF file, which contains a tokenizer. kind: hub, gguf or argosy.
+    its small files, or the GGUF file, which contains a tokenizer. kind: hub, gguf, argosy or peft.
 
-    adapted: the base and the adapters of a run that trained adapters; its `weights` are those of the base with the adapters merged
-    as they are read.
+    adapted: the base and the adapters of a run that trained adapters, or of a PEFT folder; `weights` are those of the base with the
+    adapters merged as they are read.
     """
 
     path: Path
@@ -80,6 +80,10 @@ def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -
         from argosy.checkpoint.hub import open_folder
 
         return open_folder(path, warn)
+    if (path / "adapter_config.json").is_file():
+        from argosy.checkpoint.adapted import open_peft
+
+        return open_peft(path, warn)
     if (path / META).is_file():
         manifest.verify(path)
         return _open_step(path, warn)

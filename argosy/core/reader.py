@@ -268,9 +268,9 @@ def _tagged(choice: Choice, one: Given) -> Given:
     if isinstance(value, Settings):
         return Given(one.layer, {choice.tag: choice.name_of(value), **_explicit(value)})
     if isinstance(value, str):
-        return Given(one.layer, {choice.tag: value})
+        return Given(one.layer, choice.named(value))
     if isinstance(value, Mapping) and isinstance(value.get(SELF), str):
-        return Given(one.layer, {choice.tag: value[SELF]} | {k: v for k, v in value.items() if k != SELF})
+        return Given(one.layer, choice.named(value[SELF]) | {k: v for k, v in value.items() if k != SELF})
     return Given(one.layer, value)
 
 

@@ -155,10 +155,19 @@ class Choice:
     """Marks a key whose value is a group of the class its tag names: `Annotated[Any, Choice(OPTIMIZERS)]`.
 
     Written `{name: muon, ns_steps: 6}`, or `muon` alone. The registered class, a `Settings`, is imported on first use.
+
+    other: a name and a key of its class. A text with a colon, such as FILE.py:CLASS, is that key of that class.
     """
 
     registry: Registry
     tag: str = "name"
+    other: tuple[str, str] | None = None
+
+    def named(self, text: str) -> dict[str, Any]:
+        """The mapping that a text alone stands for."""
+        if self.other is not None and ":" in text:
+            return {self.tag: self.other[0], self.other[1]: text}
+        return {self.tag: text}
 
     def name_of(self, value: Settings) -> str:
         """The first name under which the value's class is registered; imports nothing.
@@ -191,7 +200,7 @@ class Choice:
         if isinstance(value, Settings):
             self.name_of(value)
             return value
-        value = {self.tag: value} if isinstance(value, str) else value
+        value = self.named(value) if isinstance(value, str) else value
         if not isinstance(value, Mapping) or self.tag not in value:
             raise ValueError(f"should be a {self.registry.noun}: a name, or a mapping with `{self.tag}`")
         try:
@@ -218,7 +227,8 @@ class Choice:
         # Another layer may have made the choice, so keys of any class are accepted without the tag.
         keys: dict[str, Any] = {key: items[0] if len(items) == 1 else {"anyOf": items} for key, items in every.items()}
         untagged = {"type": "object", "properties": {self.tag: False, **keys}, "additionalProperties": False}
-        return {"oneOf": [{"enum": list(self.registry)}, untagged, *options]}
+        others = [] if self.other is None else [{"type": "string", "pattern": ":"}]
+        return {"oneOf": [{"enum": list(self.registry)}, *others, untagged, *options]}
 
 
 # ---- questions about a type

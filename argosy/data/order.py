@@ -69,14 +69,14 @@ def packing_of(settings: DataSettings, identity: Fingerprint) -> str:
         BadInput: the setting is not for such data.
     """
     if not of_sequences(identity):
-        if settings.packing == "none":
-            what = "data.packing=none is for pairs, labeled answers and steps"
+        if settings.packing == "alone":
+            what = "data.packing=alone is for pairs, labeled answers and steps"
             raise BadInput(what, hint="data.packing=fit packs whole conversations")
         return settings.packing or ("fit" if of_records(identity) else "split")
     if settings.packing == "split":
         what = f"data.packing=split would cut `{identity['source.format']}` records, which are compared as a whole"
         raise BadInput(what, hint="set `data.packing=fit`, or leave it out")
-    return settings.packing or "none"
+    return settings.packing or "alone"
 
 
 def too_long_of(settings: DataSettings, identity: Fingerprint) -> str:

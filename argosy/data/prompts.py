@@ -29,7 +29,7 @@ class Prompt:
     """One prompt as a policy reads it.
 
     asked: the text or the messages, as in the file. tokens: what the model is fed, ready for an answer. columns: the other columns.
-    place: in the order of the prompts.
+    place: in the order of the prompts. tools, variables: what the template reads beside messages.
     """
 
     asked: str | Sequence[Mapping[str, Any]]
@@ -37,6 +37,8 @@ class Prompt:
     columns: Mapping[str, Any]
     where: str
     place: int = 0
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -56,6 +58,8 @@ class Prompts:
     source: str = ""
     # Places of the order before it ends; None: it does not.
     most: int | None = None
+    # Tools that every prompt of messages is shown, an environment's; a record's own are an error beside them.
+    tools: Sequence[Mapping[str, Any]] | None = None
     names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,14 +94,30 @@ class Prompts:
             return Prompt(text, ids, columns, record.where)
         if not self.templates:
             raise BadInput("messages need a chat template, and this tokenizer has none", where=record.where, hint=HINT)
-        chosen = choose_template(self.templates, name=self.name, tools=bool(record.tools))
-        how: dict[str, Any] = {"tools": record.tools, "add_generation_prompt": True, "now": CLOCK}
+        if self.tools and record.tools:
+            raise BadInput("the record has tools, and so has the environment", where=record.where, hint="leave the column `tools` out")
+        tools = self.tools or record.tools
         try:
-            text = render(chosen, list(record.messages), self.tokenizer.special, **how, **record.variables)
+            text = self.text_of(record.messages, tools, record.variables)
         except BadInput as error:
             where = f"{record.where}: {error.where}" if error.where else record.where
             raise BadInput(error.what, where=where, hint=error.hint) from None
-        return Prompt(record.messages, self.tokenizer.encode(text, special=True), columns, record.where)
+        ids = self.tokenizer.encode(text, special=True)
+        return Prompt(record.messages, ids, columns, record.where, tools=tools, variables=record.variables)
+
+    def text_of(self, messages: Sequence[Mapping[str, Any]], tools: Any, variables: Mapping[str, Any]) -> str:
+        """A conversation as text, ready for an answer.
+
+        Raises:
+            BadInput: the template refuses it.
+        """
+        chosen = self.template_for(tools)
+        how: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, "now": CLOCK}
+        return render(chosen, list(messages), self.tokenizer.special, **how, **variables)
+
+    def template_for(self, tools: Any) -> str:
+        """The chat template of conversations with or without tools."""
+        return choose_template(self.templates, name=self.name, tools=bool(tools))
 
 
 def prompts_of(settings: DataSettings, tokenizer: "Tokenizer", seed: int) -> tuple[Prompts, Prompts | None]:

@@ -177,7 +177,7 @@ class SequenceRows:
     out because no token of an answer is within the row.
     """
 
-    def __init__(self, corpus: Corpus, per_group: int, sequence: int, packing: str = "none", too_long: str = "drop"):
+    def __init__(self, corpus: Corpus, per_group: int, sequence: int, packing: str = "alone", too_long: str = "drop"):
         """too_long: what happens to a group with a sequence longer than a row: `drop`, `cut`, or `error`.
 
         Raises:

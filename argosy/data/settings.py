@@ -83,12 +83,12 @@ class DataSettings(Settings):
     """Rows of an update, over all devices and processes, before `accumulate` splits them."""
 
     packing: Annotated[
-        Literal["split", "fit", "none"] | None, Also("sample_packing", "group_by_length", "pad_to_sequence_len")
+        Literal["split", "fit", "alone"] | None, Also("sample_packing", "group_by_length", "pad_to_sequence_len")
     ] = None
     """How documents become rows. split: joined to one stream and cut every `sequence` tokens, without padding. fit: packed into
-    rows by best fit, so that only documents longer than a row are cut (`too_long`). none: one sequence a row, for pairs, labeled
+    rows by best fit, so that only documents longer than a row are cut (`too_long`). alone: one sequence a row, for pairs, labeled
     answers and steps. None: split for text; fit for conversations, since the rest of one in another row would lack its prompt;
-    none for pairs and the like, so that `batch` counts their sequences."""
+    alone for pairs and the like, so that `batch` counts their sequences."""
 
     too_long: Annotated[
         Literal["continue", "cut", "drop", "error"] | None, Also("excess_length_strategy", "truncation_mode", "truncation")

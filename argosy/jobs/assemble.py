@@ -4,18 +4,21 @@
 scan and unroll agree only to rounding.
 """
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from argosy.adapt.base import base_addresses
+from argosy.adapt.base import base_addresses, lay, retrained
+from argosy.adapt.settings import Dora
 from argosy.core.errors import BadInput, Unsupported, mistakes_of, refuse
 from argosy.core.settings import Choice
 from argosy.data import pipeline
@@ -122,6 +125,10 @@ class Assembly:
     # The contractions with adapters, and the addresses of the frozen weights under them, which checkpoints leave out.
     adapted: tuple[str, ...] = ()
     base: frozenset[str] = frozenset()
+    # The addresses of the weights that are trained in full beside adapters.
+    retrained: frozenset[str] = frozenset()
+    # The factors of adapters that stay as they are under the trained ones, by address.
+    beneath: dict[str, Any] = field(default_factory=dict)
     # Frozen models that steps read, by role; and their weights, once they are known.
     roles: dict[str, Role] = field(default_factory=dict)
     frozen: dict[str, Any] = field(default_factory=dict)
@@ -245,7 +252,7 @@ class Assembly:
     def parameters(self) -> int:
         """The parameters of the model and of its adapters; those of a quantized base count as before."""
         if self.base:
-            return self.run.model.parameters() + count(self.shapes.params)
+            return self.run.model.parameters() + count(self._factors)
         return count(self.shapes.params) + count(self.shapes.rest)
 
     @property
@@ -256,8 +263,15 @@ class Assembly:
         if not self.base:
             return self.run.data.batch * model.training_flops(tokens)
         weights = model.flops(tokens) - model.mixing_flops(tokens)
-        row = model.training_flops(tokens) - weights + 6 * tokens * count(self.shapes.params)
+        own = meanings_of(self.model)
+        whole = sum(math.prod(self.shapes.params[a].shape) for a in self.retrained if own[a][0].inner)
+        row = model.training_flops(tokens) - weights + tokens * (6 * count(self._factors) + 2 * whole)
         return self.run.data.batch * row
+
+    @property
+    def _factors(self) -> dict[str, Any]:
+        """What is trained in adapters."""
+        return {address: shape for address, shape in self.shapes.params.items() if address not in self.retrained}
 
 
 def check_implementations(execution: Any) -> None:
@@ -414,10 +428,13 @@ def _assembled(
             f"{len(drawn)} weights of the sparse-attention indexer would keep their random values: nothing trains them",
             hint="start from trained weights (init.weights=FOLDER), or leave the indexer out: model.index=none",
         )
-    adapted: list[str] = []
+    adapted, beneath = list[str](), dict[str, Any]()
     if not run.adapter.trains_base:
-        adapted = run.adapter.put_on(model, jnp.dtype(decided.base_dtype))
+        laid = beneath_of(run)
+        under = (lambda model: beneath.update(lay(model, laid))) if laid else None
+        adapted = run.adapter.put_on(model, jnp.dtype(decided.base_dtype), under)
     base = frozenset(base_addresses(model)) if adapted else frozenset()
+    whole = frozenset(retrained(model))
     critic = getattr(run.objective, "critic", None)
     if critic is not None:
         attach(model, run.model, decided.run(run.execution.remat))
@@ -454,8 +471,41 @@ def _assembled(
     learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731
     return kind(
         run, decided, mesh, tokenizer, batches, evals, model, graph, optimizer, learning_rate,
-        stated, places, tuple(adapted), base, roles, teacher=teacher,
+        stated, places, tuple(adapted), base, whole, beneath, roles, teacher=teacher,
     )  # fmt: skip
+
+
+def beneath_of(run: Run) -> Mapping[str, Any]:
+    """The adapters of the base that stay as they are under a run's own ones, by the per-layer name of their contraction.
+
+    Raises:
+        BadInput: the base has adapters, and the run does not say what happens to them; or it says so, and there are none.
+        Unsupported: DoRA on either side, adapters of a quantized base, or rollouts.
+    """
+    from argosy.checkpoint.stored import open_model
+
+    onto, weights = run.adapter.onto, str(run.init.weights)
+    if "://" not in weights and not Path(weights).exists():
+        # A run that resumes says what is missing when it looks for its base.
+        return {}
+    under = open_model(weights).adapted
+    if under is None:
+        if onto is not None:
+            raise BadInput(f"adapter.onto = {onto}, and {weights} has no adapters", hint="leave adapter.onto out")
+        return {}
+    if onto is None:
+        hint = "adapter.onto=merge puts the new ones on their sum; adapter.onto=stack keeps them as they are under the new ones"
+        raise BadInput(f"{weights} has adapters already", hint=hint)
+    if onto == "merge":
+        return {}
+    merge = "adapter.onto=merge"
+    if under.is_quantized:
+        raise Unsupported("adapters of a quantized base cannot be stacked on: its rounding would be lost", hint=merge)
+    if isinstance(run.adapter, Dora) or any(one.m is not None for one in under.adapters.values()):
+        raise Unsupported("DoRA is not stacked: it scales the sum of all below it", hint=merge)
+    if run.rollout is not None:
+        raise Unsupported("rollouts with stacked adapters are not built", hint=merge)
+    return under.adapters
 
 
 def apart(state: TrainState, base: frozenset[str]) -> tuple[TrainState, dict[str, Any]]:

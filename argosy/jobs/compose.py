@@ -6,9 +6,10 @@ A layer that names a preset discards what earlier layers set for the model, beca
 `model=llama3.2-1b` on the command line replaces the recipe's model completely. What the same or a later layer sets for the model
 overrides the preset, as usual, and provenance shows it. Composing only reads files.
 
-A recipe may name settings that it leaves to the user (`needs`, each with an example), and defaults that depend on a choice (`when`):
+A recipe may name settings that it leaves to the user (`needs`, each with an example; of `a or b` one is enough), and defaults that
+depend on a choice (`when`):
 
-    needs: {model: FOLDER, data: {source: chats.jsonl}}
+    needs: {model: FOLDER, data: {source: chats.jsonl}, reward or environment: FILE.py:FUNCTION}
     when: {adapter: {none: {optimizer: {learning_rate: 2e-5}}}}
 """
 
@@ -45,6 +46,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 # Folders with users' own presets, separated as in PATH.
 PRESET_FOLDERS = "ARGOSY_PRESETS"
 EXTENDS, NEEDS, WHEN = "extends", "needs", "when"
+# Between keys of `needs` of which one is enough.
+OR = " or "
 # ORGANIZATION/NAME of a model on the Hugging Face Hub.
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -123,11 +126,11 @@ def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer]
     Raises:
         SettingsError: something is not, together with everything else that is wrong.
     """
-    missing = [key for key in needs if not any(_gives(layer.values, key) for layer in layers)]
+    missing = [key for key in needs if not any(_gives(layer.values, one) for layer in layers for one in key.split(OR))]
     if not missing:
         return
-    words = " ".join(f"{key}={example}" for key, example in needs.items())
-    named = " and ".join(f"`{key}`" for key in missing)
+    words = " ".join(f"{key.partition(OR)[0]}={example}" for key, example in needs.items())
+    named = " and ".join(f"`{key.replace(OR, f'`{OR}`')}`" for key in missing)
     error = BadInput(f"`{recipe}` needs {named}", where=mistakes.NOBODY, hint=f"argosy train {recipe} {words}")
     others: list[UserError] = []
     try:

@@ -18,7 +18,7 @@ import numpy as np
 from argosy.checkpoint import manifest, peft
 from argosy.checkpoint.hub import Mapped, check_tied
 from argosy.checkpoint.load import tokenizer_of
-from argosy.checkpoint.peft import merged, read_adapter
+from argosy.checkpoint.peft import config_for, merged, read_contents
 from argosy.checkpoint.save import Progress, write
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.checkpoint.stream import largest, streamed
@@ -73,10 +73,11 @@ def convert(
         say(f"{many} and become float32; dtype=bfloat16 halves their size")
     identity = identity_of(stored, to, dtype, shard_gb)
     if adapter is not None:
-        adapters = read_adapter(adapter, stored.config)
-        stored = replace(stored, weights=merged(stored.weights, adapters, stored.config))
+        config = config_for(adapter, stored.config)
+        contents = read_contents(adapter, config)
+        stored = replace(stored, config=config, weights=merged(stored.weights, contents, config))
         identity["adapter"] = [manifest.describe(Path(adapter) / name)["sha256"][:12] for name in peft.FILES]
-        say(f"merging adapters on {len(adapters)} weights")
+        say(f"merging adapters on {len(contents.adapters)} weights")
     tokenizer = tokenizer_of(stored)
     if tokenizer is not None and tokenizer.vocab > stored.config.vocab:
         say(f"the tokenizer has {tokenizer.vocab} tokens, the model {stored.config.vocab}: do they belong together?")
@@ -123,9 +124,10 @@ def adapters_alone(
         raise BadInput(f"{source} has no adapters", hint="to=peft is for a run with adapter=lora, dora or qlora")
     if dtype is not None or adapter is not None:
         raise BadInput("to=peft takes neither dtype nor adapter: adapters are written in float32", hint="leave them out")
-    adapters = stored.adapted.adapters
-    peft.write_adapter(target, stored.config, adapters, str(stored.adapted.base.path))
+    adapters, whole = stored.adapted.contents
+    peft.write_adapter(target, stored.config, adapters, str(stored.adapted.base.path), whole)
     sizes = [array.size for one in adapters.values() for array in (one.a, one.b, one.m) if array is not None]
+    sizes += [array.size for array in whole.values()]
     written = sum(file.stat().st_size for file in target.iterdir())
     return {
         "source": source,

@@ -3,10 +3,9 @@
 Names that correspond to a setting are marked on it (`core.schema.Also`). `argosy.cli.pages` writes both to a page.
 """
 
-_MODULES = "training whole modules beside an adapter is not built: adapter.where puts adapters on more of them"
 _TRACKERS = "trackers are not built yet: every number is in metrics.jsonl of the run, and report.html plots it"
 _DEVICE = "JAX uses the accelerator it finds; the variable JAX_PLATFORMS=cpu, cuda or tpu chooses"
-_DROPOUT = "dropout is not built: one pass over much text does not need it"
+_DROPOUT = "dropout of the model itself is not built: one pass over much text does not need it; adapter.dropout is that of adapters"
 _PROFILE = "profiling a run is not built yet; metrics.jsonl and report.html show where its time went"
 _RESUMES = "the same command resumes: a run directory continues from its last good checkpoint"
 _HUB = "nothing is uploaded: `argosy convert RUN FOLDER` writes a Hub folder"
@@ -17,9 +16,6 @@ _DEEPSPEED = "mesh.fsdp splits weights and optimizer state over devices, as ZeRO
 
 ELSEWHERE: dict[str, str] = {
     # adapters and quantized training
-    "lora_dropout": _DROPOUT,
-    "modules_to_save": _MODULES,
-    "lora_modules_to_save": _MODULES,
     "use_dora": "adapter=dora",
     "peft_use_dora": "adapter=dora",
     "lora_bias": "biases are not trained beside an adapter",

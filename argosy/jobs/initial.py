@@ -16,11 +16,12 @@ from argosy.checkpoint.step_reader import StepReader
 from argosy.checkpoint.store import META, STATE, load_item, read_meta
 from argosy.checkpoint.stored import Stored, config_of, open_model, read_into, stored_arrays
 from argosy.core.errors import BadInput
+from argosy.core.formats import Arrays, Over
 from argosy.core.settings import diff, dump
 from argosy.jobs.assemble import Assembly
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses
-from argosy.models.parts.weight import Leaves, fill, split
+from argosy.models.parts.weight import Leaves, fill, put, split
 from argosy.rl.critic import PREFIX, apart
 from argosy.train.state import TrainState, trained
 
@@ -39,6 +40,9 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
     _check_same(assembly.run.model, stored.config, model)
     if assembly.base:
         say(f"base weights from {model}, frozen; adapters on {len(assembly.adapted)} contractions")
+        if stored.adapted is not None:
+            how = "stay as they are under the new ones" if assembly.beneath else "are merged into them"
+            say(f"its own adapters on {len(stored.adapted.adapters)} weights {how}")
     else:
         say(f"weights from {model}")
     if _fill_from(assembly, stored):
@@ -72,7 +76,7 @@ def _fill_from(assembly: Assembly, stored: Stored) -> bool:
         _fill_base(assembly, stored, fresh=True)
         key = jax.random.key(assembly.run.seed)
         fill(assembly.model, key, addresses=layer_addresses(assembly.model), place=places.__getitem__)
-        return False
+        return _lacks_head(assembly, stored)
     with apart(assembly.model) as critic:
         if critic is not None:
             # The body of the weights, and a head that is drawn.
@@ -84,21 +88,37 @@ def _fill_from(assembly: Assembly, stored: Stored) -> bool:
 
 
 def _fill_model(assembly: Assembly, stored: Stored, places: dict[str, Any]) -> bool:
-    head = HEAD if assembly.run.model.scored and not stored.config.scored else None
-    read_into(assembly.model, stored.weights, place=places.__getitem__, but=head)
-    return head is not None
+    head = _lacks_head(assembly, stored)
+    read_into(assembly.model, stored.weights, place=places.__getitem__, but=HEAD if head else None)
+    return head
+
+
+def _lacks_head(assembly: Assembly, stored: Stored) -> bool:
+    """Whether the run trains a head of scores that the model it starts from does not have."""
+    return bool(assembly.run.model.scored) and not stored.config.scored
 
 
 def _fill_base(assembly: Assembly, stored: Stored, *, fresh: bool) -> None:
     places = assembly.places.params | assembly.places.rest
     plain = assembly.run.model.build(assembly.decided.run("none"))
+    weights, under = stored.weights, stored.adapted
+    if assembly.beneath and under is not None:
+        weights = Over(under.base.weights, Arrays(under.whole))
+        put(assembly.model, {a: jax.device_put(factor, places[a]) for a, factor in on_top(assembly).items()})
     fill_base(
         assembly.model,
-        stored_arrays(plain, stored.weights, dtype=assembly.decided.base_dtype),
+        # bfloat16 only where the file has no more bits, so nothing is lost of what is trained in full.
+        stored_arrays(plain, weights, dtype=assembly.decided.base_dtype, but=HEAD if _lacks_head(assembly, stored) else None),
         place=places.__getitem__,
         fresh=fresh,
         iterations=getattr(assembly.run.adapter, "pissa_iterations", None),
     )
+
+
+def on_top(assembly: Assembly) -> dict[str, Any]:
+    """The factors of the adapters that stay as they are, by their address under the trained ones."""
+    own = assembly.shapes.rest
+    return {a if a in own else a[:-1] + "of." + a[-1]: factor for a, factor in assembly.beneath.items()}
 
 
 def base_described(assembly: Assembly, stored: Stored | None, given: str | None) -> dict[str, Any]:

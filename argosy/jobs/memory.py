@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from argosy.adapt.lora import dropping
 from argosy.core.errors import BadInput
 from argosy.models.parts.stack import Scan
 from argosy.models.parts.weight import abstract
@@ -134,7 +135,9 @@ def _traced_bytes(
         others = {role: model_for(roles[role].graph, precision, leaves) for role, leaves in frozen.items()}
 
         def loss(params: Any) -> Any:
-            models = {"model": model_for(graph, precision, params, rest)} | others
+            model = model_for(graph, precision, params, rest)
+            dropping(model, jax.random.key(0))
+            models = {"model": model} | others
             return objective(models, batch, jax.random.key(0)).loss.total
 
         return jax.vjp(loss, params)[1]

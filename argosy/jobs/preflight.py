@@ -72,6 +72,9 @@ def inputs(values: Mapping[str, Any]) -> Checks:
     """The checks of what a run reads, and of how its rows divide. values: the settings that have no mistakes of their own."""
     data, init, mesh = values.get("data"), values.get("init"), values.get("mesh", MeshSettings())
     if isinstance(data, DataSettings):
+        if data.format == "auto" and (values.get("reward") or getattr(values.get("environment"), "played", False)):
+            # As `Run` has it where nothing else is wrong.
+            data = data.model_copy(update={"format": "prompt"})
         yield lambda: check_readable(data)
         if data.source.partition(":")[0] != "synthetic":
             yield lambda: check_tokenizer(data.tokenizer)

@@ -28,15 +28,16 @@ from argosy.jobs.rollout_engine import RolloutEngine
 from argosy.jobs.run import Run
 from argosy.jobs.view import View
 from argosy.observe.goodput import Clock
-from argosy.observe.metrics import ANSWERS, Metrics
+from argosy.observe.metrics import ANSWERS, Metrics, conversation
 from argosy.observe.readable import one_line
 from argosy.parallel.place import batch_sharding, row_shares
 from argosy.rl.critic import PREFIX
+from argosy.rl.environment_settings import described, open_table
 from argosy.rl.experience import Experience, Shape
 from argosy.rl.policies import Rollout
 from argosy.rl.policy import ROWS, gathered, logps_of, values_of
 from argosy.rl.reward_functions import open_rewards
-from argosy.rl.rolled import Told, Trainer
+from argosy.rl.rolled import NoRewards, Told, Trainer
 from argosy.rl.rollouts import Rollouts
 from argosy.train.state import TrainState, training_graph
 from argosy.train.step import make_parts, model_for
@@ -256,11 +257,16 @@ def rollouts_of(run: Run, mesh: Any, tokenizer: Any) -> Rollouts:
     prompts, held_out = prompts_of(run.data, tokenizer, run.seed)
     shape = Shape(rows, run.data.sequence, how.tokens)
     workers = how.workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-    judge = open_rewards(run.reward, workers, columns=prompts.names, say=lambda text: made.collector.say(text))
+    table = open_table(run.environment, prompts, held_out) if run.environment.played else None
+    judge: Any = NoRewards()
     try:
-        made = Rollouts(prompts, held_out, run.objective, how, run.data.batch, shape, judge, run.seed)
+        if run.reward:
+            judge = open_rewards(run.reward, workers, columns=prompts.names, say=lambda text: made.collector.say(text))
+        made = Rollouts(prompts, held_out, run.objective, how, run.data.batch, shape, judge, run.seed, table=table)
     except BaseException:
         judge.close()
+        if table is not None:
+            table.close()
         raise
     return made
 
@@ -275,7 +281,8 @@ def told(run: Run, how: Rollout) -> dict[str, str]:
     where += f", {how.ahead} rollouts ahead" if how.ahead else ""
     rounded = ", weights in int8" if how.weights == "int8" else ""
     made = f"{each}, at temperature {run.objective.temperature:g}{rounded}; {updates} from each rollout{where}"
-    return {"rollout": made, "rewards": rewards}
+    played = {"environment": described(run.environment)} if run.environment.played else {}
+    return {"rollout": made, **played, "rewards": rewards or "the environment's"}
 
 
 class AnswersEvaluation:
@@ -307,12 +314,12 @@ def keeper(store: Any, view: View) -> Callable[[Sequence[Told]], None]:
 
     def keep(told: Sequence[Told]) -> None:
         for one in told[:KEPT]:
-            lines.write(asdict(one))
+            lines.write({name: item for name, item in asdict(one).items() if name != "turns" or item is not None})
         best = max(told[:KEPT], key=lambda one: one.advantage)
         if best.rollout % SHOWN == 1:
             asked = best.prompt if isinstance(best.prompt, str) else str(best.prompt[-1].get("content", ""))
-            rewards = f", rewards {shown(best.rewards)}" if best.rewards else ""
-            view.say(f"rollout {best.rollout}{rewards}: {one_line(asked)} -> {one_line(best.completion)}")
+            rewards, answer = f", rewards {shown(best.rewards)}" if best.rewards else "", one_line(conversation(asdict(best)))
+            view.say(f"rollout {best.rollout}{rewards}: {one_line(asked)} -> {answer}")
 
     return keep
 

@@ -11,6 +11,7 @@ from argosy.data.settings import DataSettings
 from argosy.jobs.elsewhere import ELSEWHERE
 from argosy.models import FAMILIES
 from argosy.parallel.mesh import MeshSettings
+from argosy.rl.environment_settings import ENVIRONMENTS
 from argosy.rl.policies import Rollout
 from argosy.rl.settings import Reward
 from argosy.train.optim import OPTIMIZERS
@@ -171,6 +172,9 @@ class Run(Settings):
     """How answers are sampled, for objectives that learn from rewards. None: the defaults, where the objective does."""
     reward: Annotated[list[Reward], Repeats("of"), Also("reward_funcs", "reward_fn", "reward_model")] = Field(default_factory=list)
     """What answers are rewarded for, for objectives that learn from rewards. `reward=FILE.py:FUNCTION` may be given several times."""
+    environment: Annotated[Any, Choice(ENVIRONMENTS, other=("custom", "of")), Also("env", "environment_factory", "multi_turn")] = "none"
+    """What answers of several turns are given by, for objectives that learn from rewards: a name, or FILE.py:CLASS. none: an answer is
+    one turn."""
     optimizer: Annotated[Any, Choice(OPTIMIZERS), Also("optim", "opt_type", "opt", "optimizer_type")] = "adamw"
     """The rule that updates the weights."""
     schedule: Annotated[
@@ -255,8 +259,6 @@ class Run(Settings):
         if not self.adapter.trains_base and not self.init.weights:
             what = "init.state is not built with an adapter" if self.init.state else "the weights under an adapter are random"
             raise ValueError(f"{what}: model=FOLDER or init.weights=FOLDER names the trained model to put it on")
-        if not self.adapter.trains_base and self.model.scored:
-            raise ValueError("a head of scores is not trained beside an adapter: train all weights (adapter=none)")
         if self.data.batch % self.accumulate:
             raise ValueError(f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}")
         return self
@@ -268,11 +270,17 @@ class Run(Settings):
             for name in ("reward", "rollout"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is for objectives that learn from rewards, such as objective=grpo")
+            if self.environment.played:
+                raise ValueError("environment is for objectives that learn from rewards, such as objective=grpo")
             return
-        if rewarded and not self.reward:
+        if rewarded and not self.reward and not (self.environment.played and self.environment.gives):
             raise ValueError("reward is missing: reward=FILE.py:FUNCTION names what answers are rewarded for")
         if not rewarded and self.reward:
             raise ValueError("reward is for objectives that learn from rewards: this one learns from its teacher")
+        if not rewarded and self.environment.played:
+            raise ValueError("environment is for objectives that learn from rewards: this one learns from its teacher")
+        if getattr(self.adapter, "dropout", 0):
+            raise ValueError("adapter.dropout makes the policy that is trained another one than the one that answers: leave it out")
         if self.accumulate > 1:
             raise ValueError("accumulate does not apply: the parts of an update follow from the lengths (rollout.rows)")
         if getattr(self.objective, "critic", None) is not None and "scores" not in type(self.model).model_fields:

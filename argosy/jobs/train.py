@@ -160,7 +160,8 @@ def keep_adapter(directory: RunDirectory, say: Callable[[str], None]) -> None:
     adapted = stored.adapted
     assert adapted is not None
     try:
-        directory.write_adapter(lambda folder: write_adapter(folder, stored.config, adapted.adapters, str(adapted.base.path)))
+        base, (adapters, whole) = str(adapted.base.path), adapted.contents
+        directory.write_adapter(lambda folder: write_adapter(folder, stored.config, adapters, base, whole))
     except Unsupported as error:
         say(f"no PEFT folder: {error.what}; `argosy convert {directory} FOLDER` merges them")
 
@@ -460,7 +461,9 @@ class Training:
             return {}
         some, all_ = count(a.shapes.params), a.parameters
         kind = Choice(ADAPTERS).name_of(settings)
-        return {"adapter": f"{kind}, rank {settings.rank}, on {len(a.adapted)} weights; {some:,} trained ({some / all_:.2%})"}
+        beside = f", beside {len(a.retrained)} weights in full" if a.retrained else ""
+        on = f"{kind}, rank {settings.rank}, on {len(a.adapted)} weights{beside}"
+        return {"adapter": f"{on}; {some:,} trained ({some / all_:.2%})"}
 
     def tokenizer(self) -> str:
         """The tokenizer, and its size against the model's vocabulary."""

@@ -6,6 +6,7 @@ last checkpoint are then written again with the same values: readers take the la
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from argosy.core.storage import Store
@@ -13,6 +14,19 @@ from argosy.core.storage import Store
 FILE = "metrics.jsonl"
 # Answers of the rollouts of a run that learns from rewards.
 ANSWERS = "answers.jsonl"
+
+
+def conversation(line: Mapping[str, Any]) -> str:
+    """The answer of a line of answers.jsonl: its text, or who said what in its turns."""
+    turns = line.get("turns")
+    return line["completion"] if not turns else "\n".join(f"{one['role']}: {said(one)}" for one in turns)
+
+
+def said(message: Mapping[str, Any]) -> str:
+    """What a message says, and the tools that it calls."""
+    calls = [one["function"] for one in message.get("tool_calls") or ()]
+    words = [str(message.get("content") or ""), *(f"{one['name']}({json.dumps(one['arguments'])})" for one in calls)]
+    return " ".join(word.strip() for word in words if word.strip())
 
 
 class Metrics:

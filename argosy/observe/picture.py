@@ -202,7 +202,8 @@ def stepped(numbers: Mapping[str, float]) -> str:
     """The numbers of a step that are worth watching, as text."""
     words = [f"reward {numbers['reward']:.3f}"] if "reward" in numbers else []
     if "answers/tokens" in numbers:
-        words.append(f"answers of {numbers['answers/tokens']:.0f} tokens")
+        turns = f" in {numbers['turns']:.1f} turns" if "turns" in numbers else ""
+        words.append(f"answers of {numbers['answers/tokens']:.0f} tokens{turns}")
     if "loss" in numbers:
         words.append(f"loss {numbers['loss']:.4f}")
     if "tokens_per_s" in numbers:

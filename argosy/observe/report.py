@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from argosy.observe.curve import Point
-from argosy.observe.metrics import by_step
+from argosy.observe.metrics import by_step, conversation
 from argosy.observe.page import page
 from argosy.observe.readable import counted, flops, harmless, lasted, sized
 from argosy.observe.svg import Series, bar, chart
@@ -243,10 +243,11 @@ def _of_rollout(number: int, answers: Sequence[Mapping[str, Any]]) -> str:
     ranked = sorted(answers, key=lambda one: -one["advantage"])
     shown = ranked if len(ranked) <= 2 * BEST else [*ranked[:BEST], *ranked[-BEST:]]
     names = list(ranked[0]["rewards"])
-    # Of distillation there are answers without rewards.
-    scores = (lambda one: _scores(one, names)) if names else lambda _: []
-    rows = [(_asked(one["prompt"]), _text(one["completion"][:ANSWER]), *scores(one)) for one in shown]
-    head = ("prompt", "answer", *names, "advantage") if names else ("prompt", "answer")
+    # Of distillation there are answers that nothing compares.
+    rewarded = bool(names) or any(one["advantage"] for one in answers)
+    scores = (lambda one: _scores(one, names)) if rewarded else lambda _: []
+    rows = [(_asked(one["prompt"]), _text(conversation(one)[:ANSWER]), *scores(one)) for one in shown]
+    head = ("prompt", "answer", *names, "advantage") if rewarded else ("prompt", "answer")
     return f"<h3>rollout {number:,}</h3>{_table(head, rows, numeric=2)}"
 
 

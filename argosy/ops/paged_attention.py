@@ -107,13 +107,14 @@ IMPLEMENTATIONS.add("reference", REFERENCE)
 IMPLEMENTATIONS.add("blocked", "argosy.ops.paged_blocked:BLOCKED")
 IMPLEMENTATIONS.add("rows", "argosy.ops.paged_rows:ROWS")
 IMPLEMENTATIONS.add("native", "argosy.ops.native.paged:NATIVE")
+IMPLEMENTATIONS.add("triton", "argosy.ops.paged_triton:TRITON")
 IMPLEMENTATIONS.add("ragged", "argosy.ops.paged_ragged:RAGGED")
 
 # What to try first on each platform. `blocked` reads only the pages in use, and is `reference` for tables of one block; `rows` does
 # so for decoding rows, faster on a CPU; `native` is faster still, where its library is loaded (`ops.native.library`).
 PREFERENCE: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "rows", "blocked"),
-    "gpu": ("blocked",),
+    "gpu": ("triton", "blocked"),
     "tpu": ("ragged", "blocked"),
 }
 

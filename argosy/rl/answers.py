@@ -5,7 +5,7 @@ nothing else does. The end-of-sequence token is part of an answer and is learned
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from argosy.core.errors import ArgosyError
@@ -23,12 +23,34 @@ class Interrupted(ArgosyError):
 
 
 @dataclass
+class Played:
+    """How an answer of several turns went.
+
+    turns: messages of the assistant and of the environment, in order; those of a text have the environment's role. reward: the sum of
+    those that the environment gave; None: it gave none. made: turns of the model. failure: why the answer has no reward (`raised`,
+    `timed out`, `died`, `not rendered`), with its message. why: it is over (`done`, `environment`, `turns`, `room`, `failed`).
+    observed: tokens of the environment. cut: observations that were too long. counts: what the environment counted. begun: the tokens
+    of the prompt, if the environment spoke first.
+    """
+
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    reward: float | None = None
+    made: int = 0
+    failure: tuple[str, str] | None = None
+    why: str = "room"
+    observed: int = 0
+    cut: int = 0
+    counts: dict[str, float] = field(default_factory=dict)
+    begun: list[int] | None = None
+
+
+@dataclass
 class Answer:
     """An answer to a prompt.
 
     tokens: after the prompt, the end-of-sequence token included. live: whether the policy made each of them; an environment made the
     others. logprobs: of each in the distribution that it was drawn from; NaN for the environment's. ended: by its own end, not by the
-    limit. text: of the tokens, without the end.
+    limit. text: of the tokens, without the end. played: with an environment, how it went.
     """
 
     prompt: Prompt
@@ -37,10 +59,13 @@ class Answer:
     logprobs: list[float]
     ended: bool
     text: str
+    played: Played | None = None
 
     @property
     def said(self) -> Any:
-        """The answer as rewards read it: a text, or messages where the prompt is messages, as in TRL."""
+        """The answer as rewards read it: a text, or messages where the prompt is messages, as in TRL. With an environment all turns."""
+        if self.played is not None and not isinstance(self.prompt.asked, str):
+            return [{name: item for name, item in one.items() if name != "reward"} for one in self.played.turns]
         return self.text if isinstance(self.prompt.asked, str) else [{"role": "assistant", "content": self.text}]
 
 

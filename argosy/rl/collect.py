@@ -7,7 +7,7 @@ another thread or on other devices than those that train.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,10 +19,12 @@ from argosy.data.prompts import Prompt, Prompts
 from argosy.infer.lm import LM
 from argosy.infer.sample import Sampling
 from argosy.rl.advantages import groups
-from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, sampled
+from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Played, sampled
+from argosy.rl.played import ENVIRONMENT, environment_rewards, failed, failures
 from argosy.rl.policies import Policy, Rollout
 from argosy.rl.rewards import overlong, total
 from argosy.rl.rolled import Ended, Judge, Rolled
+from argosy.rl.trajectories import Conversed, How, Table
 
 # Prompts that are looked at for one that fits before it is an error, as a multiple of all.
 LOOKED_AT = 2
@@ -68,7 +70,7 @@ def kept(rollouts: Sequence[Collected]) -> tuple[dict[str, np.ndarray], list[dic
         own = {"lengths": np.asarray(lengths, np.int32), "rewards": found.rewards, **tokens, **greedy}
         arrays |= {f"{i}.{name}": a for name, a in own.items()}
         rest = [{f.name: getattr(a, f.name) for f in fields(a) if f.name not in OF_TOKENS} for a in answers]
-        texts = [one | {"prompt": one["prompt"].place} for one in rest]
+        texts = [one | {"prompt": one["prompt"].place, "played": one["played"] and asdict(one["played"])} for one in rest]
         told.append({f.name: getattr(one, f.name) for f in fields(one) if f.name != "found"} | {"answers": texts})
     return arrays, told
 
@@ -80,13 +82,21 @@ def given_back(arrays: Mapping[str, np.ndarray], told: Sequence[Mapping[str, Any
         own = {name.partition(".")[2]: np.asarray(a) for name, a in arrays.items() if name.startswith(f"{i}.")}
         ends = np.cumsum(own["lengths"])[:-1]
         tokens = {name: [part.tolist() for part in np.split(own[name], ends)] for name in OF_TOKENS}
-        answers = [
-            Answer(**rest | {"prompt": prompts(rest["prompt"], 1)[0]} | {name: parts[j] for name, parts in tokens.items()})
-            for j, rest in enumerate(one["answers"])
-        ]
+        each = [{name: parts[j] for name, parts in tokens.items()} for j in range(len(one["answers"]))]
+        answers = [answer_of(rest, its, prompts) for rest, its in zip(one["answers"], each, strict=True)]
         found = Rolled(answers, own["rewards"], own.get("greedy"))
         out.append(Collected(**{name: value for name, value in one.items() if name != "answers"}, found=found))
     return out
+
+
+def answer_of(rest: Mapping[str, Any], tokens: Mapping[str, list[Any]], prompts: Prompts) -> Answer:
+    """One answer that `kept` wrote."""
+    (prompt,) = prompts(rest["prompt"], 1)
+    its = rest.get("played")
+    played = its and Played(**{**its, "failure": its["failure"] and tuple(its["failure"])})
+    if played is not None and played.begun is not None:
+        prompt = replace(prompt, tokens=played.begun)
+    return Answer(**{**rest, **tokens, "prompt": prompt, "played": played})
 
 
 class Collector:
@@ -96,6 +106,7 @@ class Collector:
         groups: of a rollout.
         longest_prompt: in tokens; longer ones are passed over and said.
         seed: of the run.
+        table: where answers of several turns are played; None: an answer is one turn.
     """
 
     def __init__(
@@ -108,7 +119,9 @@ class Collector:
         judge: Judge,
         seed: int,
         say: Say = lambda _: None,
+        table: Table | None = None,
     ):
+        self.table = table
         self.prompts, self.policy, self.rollout = prompts, policy, rollout
         self.groups, self.longest_prompt, self.judge, self.seed, self.say = groups, longest_prompt, judge, seed, say
         self.interrupted: Callable[[], bool] = lambda: False
@@ -163,7 +176,21 @@ class Collector:
         filters: dict[str, Any] = {"top_k": how.top_k, "top_p": how.top_p, "min_p": how.min_p} if temperature else {}
         seed = (self.seed, ROLLOUT, made.number, made.rounds)
         sampling = Sampling(temperature=temperature, **filters)
-        return sampled(lm, prompts, how.tokens, sampling, seed, self.interrupted, how.ignore_eos)
+        return self.sampled(lm, prompts, sampling, seed, made, how.ignore_eos)
+
+    def sampled(
+        self, lm: LM, prompts: list[Prompt], how: Sampling, seed: tuple[int, ...], made: Collected, ignore_eos: bool = False
+    ) -> list[Answer]:
+        """One answer to each prompt, of one turn or of as many as its environment has."""
+        most = self.rollout.tokens
+        if self.table is None:
+            return sampled(lm, prompts, most, how, seed, self.interrupted, ignore_eos)
+        playing = Conversed(lm, prompts, How(how, most, self.longest_prompt + most, ignore_eos), seed, self.table, self.interrupted)
+        answers = playing.run()
+        made.seconds["environment_s"] = made.seconds.get("environment_s", 0.0) + playing.waited_s
+        for kind, message in failures(answers):
+            self.complain(f"environment {kind}, its answers have no reward:\n{message.rstrip()}", f"environment {kind}")
+        return answers
 
     def greedy(self, lm: LM, prompts: Sequence[Prompt]) -> tuple[list[Answer], np.ndarray]:
         """The greedy answers to the prompts that leave room for one, and their rewards, for evaluation.
@@ -174,7 +201,7 @@ class Collector:
         fitting, how = self.fitting(prompts), Sampling(temperature=0.0)
         if not fitting:
             return [], np.zeros((0, len(self.names)), np.float32)
-        answers = sampled(lm, fitting, self.rollout.tokens, how, (self.seed, EVALUATION), self.interrupted)
+        answers = self.sampled(lm, fitting, how, (self.seed, EVALUATION), Collected())
         return answers, self.judged(answers, Collected())
 
     # ---------------------------------------------------------------- prompts
@@ -215,12 +242,19 @@ class Collector:
     # ---------------------------------------------------------------- rewards
 
     @property
+    def scored(self) -> list[str]:
+        """The rewards for what an answer says and does; the environment's is the first."""
+        own = [ENVIRONMENT] if self.table is not None and self.table.gives else []
+        return [*own, *self.judge.names]
+
+    @property
     def names(self) -> list[str]:
-        return [*self.judge.names, *([OVERLONG] if self.rollout.overlong else [])]
+        return [*self.scored, *([OVERLONG] if self.rollout.overlong else [])]
 
     @property
     def weights(self) -> list[float]:
-        return [*self.judge.weights, *([1.0] if self.rollout.overlong else [])]
+        own = [self.table.weight] if self.table is not None and self.table.gives else []
+        return [*own, *self.judge.weights, *([1.0] if self.rollout.overlong else [])]
 
     def judged(self, answers: list[Answer], made: Collected) -> np.ndarray:
         """The rewards of answers [B k], the punishment of overlong ones last, if there is one."""
@@ -231,11 +265,14 @@ class Collector:
             for kind, count in kinds.items():
                 key = f"rewards/{name}/{kind.replace(' ', '_')}"
                 made.failed[key] = made.failed.get(key, 0.0) + count
-        if not self.rollout.overlong:
-            return found.values
-        lengths = np.array([len(one.tokens) for one in answers], np.float32)
-        punished = np.asarray(overlong(jnp.asarray(lengths), self.rollout.tokens, self.rollout.overlong))
-        return np.concatenate([found.values, punished[:, None]], 1)
+        values, none = found.values, failed(answers)
+        if self.scored != list(self.judge.names):
+            values = np.concatenate([environment_rewards(answers), values], 1)
+        if self.rollout.overlong:
+            lengths = np.array([len(one.tokens) for one in answers], np.float32)
+            punished = np.asarray(overlong(jnp.asarray(lengths), self.rollout.tokens, self.rollout.overlong))
+            values = np.concatenate([values, punished[:, None]], 1)
+        return np.where(none[:, None], np.float32(np.nan), values)
 
     def useful(self, rewards: np.ndarray) -> list[int]:
         """The groups that can be learned from."""
@@ -251,6 +288,6 @@ class Collector:
         Raises:
             ArgosyError: none has.
         """
-        if not np.isfinite(made.found.rewards[:, : len(self.judge.names)]).any():
+        if not np.isfinite(made.found.rewards[:, : len(self.scored)]).any():
             hint = "what they said is above; nothing was learned from this rollout, and earlier checkpoints are good"
-            raise ArgosyError(f"no answer of rollout {made.number} has a reward ({', '.join(self.judge.names)})", hint=hint)
+            raise ArgosyError(f"no answer of rollout {made.number} has a reward ({', '.join(self.scored)})", hint=hint)

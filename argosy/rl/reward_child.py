@@ -34,8 +34,10 @@ class Wrong(Exception):
     """A function that cannot be used, or its result: {what, where, hint} or a sentence."""
 
 
-def end_with_parent(lifeline):
-    """Ends this process and its group when the parent's end of the pipe closes. Nothing is ever written to it."""
+def end_with_parent(lifeline, watched=True):
+    """Ends this process and its group when the parent's end of the pipe closes. Nothing is ever written to it.
+
+    watched: a thread looks too, for systems whose kernel does not."""
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -45,7 +47,8 @@ def end_with_parent(lifeline):
         select.select([lifeline], [], [])
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True, name="ends with its parent").start()
+    if watched:
+        threading.Thread(target=watch, daemon=True, name="ends with its parent").start()
 
 
 # ---- loading
@@ -153,11 +156,11 @@ def call(functions, request, runner):
         return {"raised": text if len(text) <= MOST_TRACEBACK else "... " + text[-MOST_TRACEBACK:]}
 
 
-def _since_ours(tb):
+def _since_ours(tb, file=__file__):
     """A traceback without this file's frames, and those of asyncio between them."""
     start = tb
     while tb is not None:
-        tb, ours = tb.tb_next, tb.tb_frame.f_code.co_filename == __file__
+        tb, ours = tb.tb_next, tb.tb_frame.f_code.co_filename == file
         start = tb if ours else start
     return start
 

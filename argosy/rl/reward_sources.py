@@ -34,7 +34,7 @@ def source_of(reward: Reward) -> dict[str, Any] | Path:
     of = reward.of
     place, _, function = of.rpartition(":")
     if place.endswith(".py"):
-        return {"of": of, "file": os.path.abspath(place), "function": function, "source": _text(Path(place), of)}
+        return {"of": of, "file": os.path.abspath(place), "function": function, "source": text_of_file(place, of)}
     if of.endswith(".py"):
         raise BadInput(f"`{of}` names a file and no function", hint=f"write `{of}:FUNCTION`")
     if of in REWARDS._items:
@@ -58,13 +58,19 @@ def _builtin(of: str, timeout: float) -> dict[str, Any]:
     return {"of": of, "module": module, "function": function, "fixed": {"timeout": timeout} if of == "code" else {}}
 
 
-def _text(path: Path, of: str) -> str:
+def text_of_file(place: str, of: str, noun: str = "reward") -> str:
+    """The source of a file.
+
+    Raises:
+        BadInput: there is none, or it is no text.
+    """
+    path = Path(place)
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
         hint = nearest(path.name, beside) if beside else f"the working directory is {os.getcwd()}"
-        raise BadInput(f"no file `{path}` for the reward `{of}`", hint=hint) from None
+        raise BadInput(f"no file `{path}` for the {noun} `{of}`", hint=hint) from None
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror or str(error) if isinstance(error, OSError) else "it is not UTF-8 text"
         raise BadInput(f"cannot read `{path}`: {why.lower()}") from None

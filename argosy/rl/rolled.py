@@ -55,7 +55,8 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Told:
-    """One answer, as it is shown and kept. Its reward is the weighted sum."""
+    """One answer, as it is shown and kept. Its reward is the weighted sum. tokens: the policy's. turns: messages of the policy and of
+    its environment, if it has one."""
 
     rollout: int
     prompt: Any
@@ -64,6 +65,27 @@ class Told:
     advantage: float
     tokens: int
     ended: bool
+    turns: list[dict[str, Any]] | None = None
+
+
+class NoRewards:
+    """The judge of answers that their environment alone rewards."""
+
+    names: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> "NoScores":
+        return NoScores(np.zeros((len(completions), 0), np.float32))
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class NoScores:
+    """No rewards of n answers, [n 0]."""
+
+    values: np.ndarray
+    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class Ended(ArgosyError):

@@ -27,9 +27,11 @@ from argosy.rl.compare import Compared, Judgment, compared
 from argosy.rl.experience import Experience, Part, Shape, density, packed, per_token, restored, stored
 from argosy.rl.kl import in_reward
 from argosy.rl.metrics import Metrics, mean_where, numbers
+from argosy.rl.played import played_numbers
 from argosy.rl.policies import Policy, Rollout
 from argosy.rl.rewards import reward_metrics, total
 from argosy.rl.rolled import Ended, Judge, Told, Trainer
+from argosy.rl.trajectories import Table
 
 # Of the arrays of a position, those of rollouts that were sampled ahead.
 AHEAD = "ahead."
@@ -44,6 +46,7 @@ class Rollouts(Batches):
         shape: of the parts that they are packed into.
         seed: of the run.
         say: called with what went wrong.
+        table: where answers of several turns are played; None: an answer is one turn.
 
     Raises:
         BadInput: settings that do not fit each other.
@@ -60,7 +63,9 @@ class Rollouts(Batches):
         judge: Judge,
         seed: int,
         say: Say = lambda _: None,
+        table: Table | None = None,
     ):
+        self.table = table
         self.prompts, self.held_out, self.policy, self.rollout = prompts, held_out, policy, rollout
         self.shape, self.judge = shape, judge
         self.groups = groups_of(batch, policy, rollout)
@@ -71,11 +76,12 @@ class Rollouts(Batches):
         if prompts.most is not None and prompts.most < self.groups:
             what = f"data.epochs: {prompts.most} prompts are fewer than the {self.groups} of a rollout"
             raise BadInput(what, hint="raise data.epochs, or lower data.batch")
-        self.collector = Collector(prompts, policy, rollout, self.groups, longest_prompt, judge, seed, say)
+        self.collector = Collector(prompts, policy, rollout, self.groups, longest_prompt, judge, seed, say, table)
         self.trainer: Trainer | None = None
         self.keep: Callable[[Sequence[Told]], None] = lambda _: None
         how = {name: value for name, value in dict(rollout).items() if name not in ("workers", "devices")}
         made = {"rewards": list(judge.names), "weights": list(judge.weights), "rollout": how}
+        made |= {} if table is None else {"environment": table.identity}
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
         # Nominal: what is computed depends on the lengths of the answers.
         self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
@@ -150,6 +156,8 @@ class Rollouts(Batches):
         self.closing = True
         self.ahead.close()
         self.judge.close()
+        if self.table is not None:
+            self.table.close()
 
     def summary(self, steps: int | None = None) -> CorpusSummary:
         held = len(self.held_out) if self.held_out is not None else 0
@@ -238,7 +246,7 @@ class Rollouts(Batches):
     def numbers(self, made: Collected, by: Compared, counted: np.ndarray) -> dict[str, float]:
         """The metrics of a rollout."""
         answers, n, names = made.found.answers, self.rollout.completions, self.collector.names
-        lengths = np.array([len(one.tokens) for one in answers], np.float32)
+        lengths = np.array([sum(one.live) for one in answers], np.float32)
         distinct = [len({tuple(one.tokens) for one in answers[i : i + n]}) / n for i in range(0, len(answers), n)]
         metrics: Metrics = by.metrics | dict(reward_metrics(jnp.asarray(self.collector.by_group(made.found.rewards)), names))
         return numbers(metrics) | {
@@ -251,16 +259,20 @@ class Rollouts(Batches):
             "answers/cut": float(np.mean([not one.ended for one in answers])),
             "answers/distinct": float(np.mean(distinct)),
             "answers/left_out": float(np.mean(~counted)),
+            **played_numbers(answers),
             **made.seconds,
             **made.failed,
         }
 
     def told(self, made: Collected, by: Compared) -> list[Told]:
         """The answers of a rollout as they are kept."""
-        first, names, number = by.values[:, 0].tolist(), self.collector.names, made.number + 1
+        answers, names, number = made.found.answers, self.collector.names, made.number + 1
+        # That of the first token of the policy: an environment may have spoken before it.
+        first = by.values[np.arange(len(answers)), [one.live.index(True) if any(one.live) else 0 for one in answers]].tolist()
+        turns = [None if one.played is None else one.played.turns for one in answers]
         return [
-            Told(number, one.prompt.asked, one.text, by_name(names, rewards), advantage, len(one.tokens), one.ended)
-            for one, rewards, advantage in zip(made.found.answers, made.found.rewards, first, strict=True)
+            Told(number, one.prompt.asked, one.text, by_name(names, rewards), advantage, sum(one.live), one.ended, its)
+            for one, rewards, advantage, its in zip(answers, made.found.rewards, first, turns, strict=True)
         ]
 
     # ---------------------------------------------------------------- evaluation
@@ -287,6 +299,7 @@ class Rollouts(Batches):
         return {f"eval_{name}": value for name, value in numbers(metrics).items()} | {
             "eval_answers/cut": float(np.mean([not one.ended for one in answers])),
             "eval_prompts": float(len(answers)),
+            **{f"eval_{name}": value for name, value in played_numbers(answers).items()},
         }
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from argosy.core.errors import BadInput
+from argosy.infer.calls import grammar_of, notation_of
+from argosy.infer.channels import framed, written_in
 from argosy.infer.request import Request
 from argosy.serve.answer import Choices, Job, Shape
 from argosy.serve.beams import Search, check_beams, searches_of
-from argosy.serve.calls import grammar_of, notation_of
-from argosy.serve.channels import framed, written_in
 from argosy.serve.choice import Choice, Names, Piece, Scored
 from argosy.serve.errors import ApiError
 from argosy.serve.fields import Chat

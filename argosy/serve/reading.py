@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from argosy.serve.calls import Calls, written
-from argosy.serve.channels import Channels
+from argosy.infer.calls import Calls, written
+from argosy.infer.channels import Channels
 from argosy.serve.choice import Piece, Scored
 from argosy.serve.reasoning import Start, Thoughts
 

@@ -15,6 +15,7 @@ import uvicorn
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
+from argosy.infer.channels import MARKS, marks_of
 from argosy.infer.copies import check_devices
 from argosy.infer.embed import Encoder
 from argosy.infer.lm import LM, check_draft
@@ -22,7 +23,6 @@ from argosy.infer.program_store import ProgramStore
 from argosy.serve.admin import Admin
 from argosy.serve.admission import Admission
 from argosy.serve.app import App, admin_app
-from argosy.serve.channels import MARKS, marks_of
 from argosy.serve.encoder import EncoderFront, EncoderService, shapes_of
 from argosy.serve.engines import front_of
 from argosy.serve.guard import HEADER_BYTES, is_local

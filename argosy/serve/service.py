@@ -8,12 +8,12 @@ from typing import Any, Generic, TypeVar
 
 from argosy.core.errors import ArgosyError
 from argosy.data.chat import choose_template
+from argosy.infer.channels import with_descriptions, with_thinking, written_in
 from argosy.infer.grammar import Crowded, Grammar
 from argosy.infer.lm import LM
 from argosy.infer.request import Request
 from argosy.ops.native import library
 from argosy.serve.admission import Admission
-from argosy.serve.channels import with_descriptions, with_thinking, written_in
 from argosy.serve.choice import Choice, Ending
 from argosy.serve.copies import Copies
 from argosy.serve.errors import ApiError, no_model, of_input, unavailable

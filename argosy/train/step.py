@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from argosy.adapt.lora import dropping
 from argosy.models.parts.weight import Leaves, merge
 from argosy.train.objectives import Loss, Mean, Models, Objective
 from argosy.train.schedule import Factor
@@ -55,7 +56,7 @@ def make_step(
     models_for = _models(graph, precision, roles or {})
 
     def total(params: Leaves, rest: Leaves, frozen: Frozen, batch: Batch, key: Array) -> tuple[Array, Loss]:
-        loss = objective(models_for(params, rest, frozen), batch, key)
+        loss = objective(models_for(params, rest, frozen, key), batch, key)
         return loss.loss.total, loss
 
     def gradients(state: TrainState, frozen: Frozen, batch: Batch, key: Array) -> tuple[Leaves, Loss]:
@@ -104,7 +105,7 @@ def make_parts(
 
     def add(params: Leaves, rest: Leaves, frozen: Frozen, part: Batch, key: Array, sums: Any = None) -> Any:
         def total(params: Leaves) -> tuple[Array, Loss]:
-            loss = objective(models_for(params, rest, frozen), part, key)
+            loss = objective(models_for(params, rest, frozen, key), part, key)
             return loss.loss.total, loss
 
         made = jax.grad(total, has_aux=True)(params)
@@ -135,11 +136,15 @@ def updated(
 
 
 def _models(graph: Any, precision: Precision, roles: Mapping[str, Any]) -> Callable[..., Models]:
-    def models(params: Leaves, rest: Leaves, frozen: Frozen) -> Models:
+    def models(params: Leaves, rest: Leaves, frozen: Frozen, key: Array | None = None) -> Models:
+        """key: of a training pass, from which the adapters' dropout is drawn."""
         if set(frozen) != set(roles):
             raise ValueError(f"frozen models {sorted(frozen)} given, {sorted(roles)} declared")
         others = {role: model_for(roles[role], precision, leaves) for role, leaves in frozen.items()}
-        return {"model": model_for(graph, precision, params, rest)} | others
+        model = model_for(graph, precision, params, rest)
+        if key is not None:
+            dropping(model, key)
+        return {"model": model} | others
 
     return models
 

@@ -15,7 +15,18 @@ from laws.families import CASES, FULLEST
 import argosy
 from argosy.adapt.lora import LoRA, merge, unmerge
 from argosy.adapt.surgery import find, swap
-from argosy.checkpoint.peft import CONFIG, WEIGHTS, Adapter, adapters_of, merged, read_adapter, sites, write_adapter
+from argosy.checkpoint.peft import (
+    CONFIG,
+    WEIGHTS,
+    Adapter,
+    Contents,
+    adapters_of,
+    merged,
+    read_adapter,
+    read_contents,
+    sites,
+    write_adapter,
+)
 from argosy.checkpoint.stored import open_model
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.formats.safetensors import SafeTensors
@@ -74,10 +85,10 @@ def test_an_adapter_is_merged_in_slabs(tmp_path, monkeypatch):
     base = write_model(ADAPTERS.parent / "models" / "llama-grouped", tmp_path / "base")
     weights, config = open_model(base).weights, open_model(base).config
     adapters = read_adapter(ADAPTERS / "llama-grouped", config)
-    whole = {name: merged(weights, adapters, config).read(name) for name in weights.names}
+    whole = {name: merged(weights, Contents(adapters), config).read(name) for name in weights.names}
     monkeypatch.setattr("argosy.checkpoint.peft.SLAB_BYTES", 1000)
     for name, expected in whole.items():
-        np.testing.assert_allclose(merged(weights, adapters, config).read(name), expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(merged(weights, Contents(adapters), config).read(name), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_written_again_it_is_the_same(case, tmp_path):
@@ -88,7 +99,7 @@ def test_written_again_it_is_the_same(case, tmp_path):
     assert sorted(ours.names) == sorted(theirs.names)
     for name in theirs.names:
         np.testing.assert_array_equal(ours.read(name), theirs.read(name))
-    read = [read_adapter(folder, lm.config) for folder in (adapter, tmp_path / "again")]
+    read = [read_contents(folder, lm.config).adapters for folder in (adapter, tmp_path / "again")]
     assert {n: a.gain for n, a in read[0].items()} == pytest.approx({n: a.gain for n, a in read[1].items()})
 
 
@@ -130,7 +141,7 @@ def test_experts_have_an_adapter_each(tmp_path):
     tokens = np.arange(3, 20)
     again = argosy.load(base, adapter=tmp_path / "adapter")
     assert relative(again.logits(tokens), adapted.logits(tokens)) < LOGIT_ROUNDING
-    both = merged(open_model(base).weights, read_adapter(tmp_path / "adapter", lm.config), lm.config)
+    both = merged(open_model(base).weights, read_contents(tmp_path / "adapter", lm.config), lm.config)
     for name in ("layers.1.mlp.down.w", "layers.1.mlp.router.w", "layers.1.mlp.up.w"):
         whole = both.read(name)
         np.testing.assert_array_equal(np.stack([both.read_part(name, i) for i in range(len(whole))]), whole)
@@ -231,7 +242,7 @@ def broken(tmp_path):
     [
         ({"use_qalora": True}, Unsupported, "use_qalora"),
         ({"bias": "all"}, Unsupported, "bias"),
-        ({"modules_to_save": ["lm_head"]}, Unsupported, "modules_to_save"),
+        ({"modules_to_save": ["lm_head"]}, BadInput, "modules_to_save has lm_head, and the file no such tensors"),
         ({"peft_type": "IA3"}, Unsupported, "IA3"),
     ],
 )

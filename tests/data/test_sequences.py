@@ -199,8 +199,8 @@ def test_settings_that_would_cut_or_ignore_are_refused(tmp_path):
     ):
         with pytest.raises(BadInput, match=what):
             batches_of(tmp_path, text_pairs(2), **values)
-    with pytest.raises(BadInput, match=r"data\.packing=none is for pairs"):
-        batches_of(tmp_path, [{"prompt": "a", "completion": "b"}], per_group=1, named=(), packing="none")
+    with pytest.raises(BadInput, match=r"data\.packing=alone is for pairs"):
+        batches_of(tmp_path, [{"prompt": "a", "completion": "b"}], per_group=1, named=(), packing="alone")
 
 
 # ---- rows
@@ -223,7 +223,7 @@ def test_pairs_stay_together_through_shuffling_packing_and_evaluation(tmp_path):
 
 
 def test_packed_rows_hold_every_pair_once_and_whole(tmp_path):
-    alone, packed = (batches_of(tmp_path, text_pairs(9), packing=packing).table.rows for packing in ("none", "fit"))
+    alone, packed = (batches_of(tmp_path, text_pairs(9), packing=packing).table.rows for packing in ("alone", "fit"))
     assert packed.slots > 1
     assert len(packed) < len(alone)
     found = {}

@@ -356,7 +356,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing(plain: Any, engine: Engine
         np.testing.assert_array_equal(a, before[address])
 
 
-@pytest.mark.parametrize("key, value", [("use_qalora", True), ("bias", "all"), ("modules_to_save", ["lm_head"])])
+@pytest.mark.parametrize("key, value", [("use_qalora", True), ("bias", "all"), ("target_parameters", ["w"])])
 def test_adapters_that_change_more_are_refused_by_name(plain: Any, engine: Engine, tmp_path, key: str, value: Any):
     shutil.copytree(ADAPTERS / "llama-grouped", tmp_path / "adapter")
     config = tmp_path / "adapter" / "adapter_config.json"

@@ -40,6 +40,7 @@ WORDS = [word for word in SMALL if not word.startswith("model.")]
 WORDS += ["checkpoint.every=2", "optimizer.learning_rate=1e-2"]
 KINDS = {
     "lora": ["adapter=lora", "adapter.rank=2"],
+    "dropout": ["adapter=lora", "adapter.rank=2", "adapter.dropout=0.2"],
     "rslora": ["adapter=lora", "adapter.rank=2", "adapter.rslora=true"],
     "pissa": ["adapter=lora", "adapter.rank=2", "adapter.init=pissa"],
     "dora": ["adapter=dora", "adapter.rank=2"],
@@ -194,6 +195,15 @@ def test_other_layouts_and_meshes_train_the_same(base: Path, lora, tmp_path: Pat
     assert set(adapters[0]) == set(adapters[1])
     for name, one in adapters[0].items():
         assert relative(adapters[1][name].a, one.a) < 1e-2
+
+
+@pytest.mark.slow
+def test_other_layouts_and_meshes_drop_the_same(base: Path, tmp_path: Path):
+    words = ["steps=3", *KINDS["dropout"]]
+    here = fit(base, tmp_path / "here", *words)
+    for name, more in {"scan": ["execution.run=scan"], "mesh": ["mesh.fsdp=4", "mesh.tensor=2"]}.items():
+        assert relative(list(fit(base, tmp_path / name, *words, *more).values()), list(here.values())) < 1e-5
+    assert abs(fit(base, tmp_path / "none", "steps=3", *KINDS["lora"])[3] - here[3]) > 1e-4
 
 
 @pytest.mark.slow

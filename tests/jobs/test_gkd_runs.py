@@ -142,6 +142,7 @@ def test_eight_devices_learn_as_one(data: Path, teacher: Path, base: Path, tmp_p
     [
         (["reward=x.py:f"], "this one learns from its teacher"),
         (["accumulate=2"], "accumulate does not apply"),
+        (["environment=x.py:Game"], "environment is for objectives that learn from rewards"),
         (["objective.own=1.5"], "own"),
         (["objective.lmbda=1"], "objective.own"),
         (["objective.own=1", "objective.others=teacher"], "every batch has the student's own"),

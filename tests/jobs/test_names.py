@@ -1,11 +1,14 @@
 """Names that people bring from other trainers: each is answered with our key, or with a sentence that says what became of it."""
 
 import re
+import typing
 
 import pytest
 
 from argosy.cli.pages import names_of
 from argosy.core import mistakes
+from argosy.core.schema import Choice, shape_of
+from argosy.core.settings import Settings
 from argosy.jobs.compose import compose, key_meant
 from argosy.jobs.elsewhere import ELSEWHERE
 from argosy.jobs.run import Run
@@ -99,11 +102,11 @@ AXOLOTL = {
     "saves_per_epoch": "checkpoint.every",
     "lora_r": "adapter.rank",
     "lora_alpha": "adapter.alpha",
-    "lora_dropout": SENTENCE,
+    "lora_dropout": "adapter.dropout",
     "lora_target_modules": "adapter.where",
     "peft_use_rslora": "adapter.rslora",
     "peft_init_lora_weights": "adapter.init",
-    "lora_modules_to_save": SENTENCE,
+    "lora_modules_to_save": "adapter.train",
     "load_in_4bit": "adapter.format",
     "load_in_8bit": "adapter.format",
     "merge_lora": SENTENCE,
@@ -260,3 +263,25 @@ def test_sentences_name_settings_and_verbs_that_exist(readings):
         for word in re.findall(r"\b[a-z]+\.[a-z_]+\b", sentence):
             if word.partition(".")[0] in groups and not word.endswith(("jsonl", "html")):
                 assert word in keys, sentence
+
+
+def test_no_setting_has_a_value_none_beside_none():
+    """`key=none` is no value; a choice of that name beside it could not be made, and would be left out in silence."""
+
+    def groups(schema: type[Settings]):
+        yield schema
+        for info in schema.model_fields.values():
+            kind = shape_of(info)
+            inner = [kind.of] if kind.kind == "group" else []
+            inner += [kind.of.pick(name) for name in kind.of.registry] if isinstance(kind.of, Choice) else []
+            for one in inner:
+                yield from groups(one)
+
+    both = {
+        f"{schema.__name__}.{name}"
+        for schema in groups(Run)
+        for name, info in schema.model_fields.items()
+        for options in [typing.get_args(info.annotation)]
+        if type(None) in options and any("none" in typing.get_args(one) for one in options)
+    }
+    assert both == set()

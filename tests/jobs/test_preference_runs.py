@@ -10,11 +10,15 @@ from campaign_kill import SMALL
 from helpers import Heard
 
 import argosy
+from argosy.checkpoint.stored import open_model
 from argosy.core.errors import BadInput, UserError
 from argosy.core.storage import Store
 from argosy.jobs import reference
+from argosy.jobs.convert import convert
 from argosy.jobs.proof import digest
 from argosy.observe.metrics import by_step, read
+from argosy.rl.reward_models import RewardModel
+from argosy.rl.settings import Reward
 
 # A model of a few thousand weights; 8 updates of 8 pairs, resumed after the fourth.
 STEPS, EVERY = 8, 4
@@ -105,8 +109,6 @@ def test_adapters_learn_preferences_over_their_frozen_base(data: dict[str, Path]
     assert losses(run)[1] == pytest.approx(np.log(2), rel=1e-6)
     assert losses(run)[STEPS] < losses(run)[EVERY] < losses(run)[1]
     assert (run / "adapter" / "adapter_config.json").exists()
-    with pytest.raises(UserError, match="an adapter"):
-        fit("dpo", data["pairs"], tmp_path / "no", *how, "objective=reward", "model.scores=1")
 
 
 @pytest.mark.slow
@@ -243,6 +245,33 @@ def test_a_reward_model_keeps_its_backbone_and_scores_from_every_form(data: dict
 
 
 @pytest.mark.slow
+def test_a_reward_model_is_an_adapter_and_a_head(data: dict[str, Path], whole: Path, tmp_path: Path):
+    """PEFT's SEQ_CLS: the body has adapters, the head is trained in full. A resume is bit for bit, and every form scores the same."""
+    convert(str(whole), tmp_path / "base", "hub", None)
+    run, base = tmp_path / "run", tmp_path / "base"
+    how = ["model.layers=1", f"init.weights={base}", "adapter=lora", "adapter.rank=2"]
+    assert "drawn from the random seed" in fit("reward", data["pairs"], run, *how, steps=EVERY)
+    fit("reward", data["pairs"], run, *how)
+    fit("reward", data["pairs"], tmp_path / "whole", *how)
+    assert digest(run, STEPS) == digest(tmp_path / "whole", STEPS)
+    assert losses(run, "rewards/accuracy")[STEPS] == 1
+    texts = ["3 3: 3", "3 3: no", "4"]
+    expected = argosy.load(run).rewards(texts)
+    assert expected[0] > expected[1]
+    said = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    assert (said["task_type"], said["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    convert(str(run), tmp_path / "merged", "hub", None)
+    convert(str(base), tmp_path / "merged too", "hub", None, adapter=str(run / "adapter"))
+    forms = [argosy.load(base, adapter=run / "adapter"), *(argosy.load(tmp_path / name) for name in ("merged", "merged too"))]
+    for lm in forms:
+        np.testing.assert_allclose(lm.rewards(texts), expected, rtol=1e-4, atol=1e-6)
+    model = RewardModel.opened(run, Reward(of=str(run)), None)
+    np.testing.assert_allclose(model(["3 3:", "3 3:"], [" 3", " no"])[0], expected[:2], rtol=1e-5)
+    first = open_model(run).adapted
+    assert set(first.whole) == {"head.w"}
+    assert np.abs(first.adapters["layers.0.attn.q"].b).max() > 0
+
+
 def test_process_rewards_train_on_steps(data: dict[str, Path], tmp_path: Path):
     fit("reward", data["steps"], tmp_path / "run", "model.layers=1", "objective=process_reward", "optimizer.learning_rate=3e-3")
     assert losses(tmp_path / "run")[STEPS] < losses(tmp_path / "run")[1]

@@ -242,12 +242,20 @@ def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path:
         (["data.epochs=0.2"], "fewer than the 4 of a rollout"),
         (["rollout.overlong=9"], "overlong = 9 is above tokens"),
         (["rollout.ahead=1"], "needs devices that sample"),
+        (["adapter=lora", "adapter.dropout=0.1", "init.weights=none"], "another one than the one that answers"),
     ],
 )
 def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str, data: Path, tmp_path: Path):
     with pytest.raises(UserError, match=said):
         fit("grpo", data, tmp_path / "run", *words, steps=1)
     assert not (tmp_path / "run").exists()
+
+
+def test_another_mistake_does_not_make_prompts_unreadable(data: Path, tmp_path: Path):
+    with pytest.raises(UserError) as caught:
+        fit("grpo", data, tmp_path / "run", "objective.kl_estimator=k2", steps=1)
+    assert "does not apply" in str(caught.value)
+    assert "known format" not in str(caught.value)
 
 
 def test_a_column_that_a_reward_needs_must_be_there(data: Path, tmp_path: Path):

@@ -39,6 +39,20 @@ CASES = {
     "llama-multi-head-biased": {"r": 3, "lora_alpha": 5, "use_dora": True, "target_modules": LINEAR},
     "phi3-long": {"r": 2, "lora_alpha": 4, "use_dora": True, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},
     "gpt2-untied": {"r": 2, "lora_alpha": 4, "use_dora": True, "target_modules": ["c_attn", "c_fc", "c_proj"]},
+    # Modules that are trained in full: an embedding with the head that is tied to it, and apart.
+    "qwen2-tied": {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "down_proj"],
+        "modules_to_save": ["embed_tokens", "input_layernorm"],
+        "ensure_weight_tying": True,
+    },
+    "mistral-window": {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "v_proj"],
+        "modules_to_save": ["embed_tokens", "lm_head", "o_proj", "norm"],
+    },
 }
 
 
@@ -50,9 +64,9 @@ def make(name: str) -> None:
         model = load(write_model(GOLDENS / name, Path(scratch) / "model"))
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **CASES[name])).eval()
     for key, value in model.named_parameters():
-        if "lora_" in key:
+        if "lora_" in key or "modules_to_save" in key:
             noise = torch.randn_like(value)
-            value.copy_(value * (1 + 0.3 * noise) if "magnitude" in key else noise * 0.3)
+            value.copy_(noise * 0.3 if "lora_" in key and "magnitude" not in key else value * (1 + 0.3 * noise))
     folder = ADAPTERS / name
     model.save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)

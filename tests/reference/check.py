@@ -5,7 +5,8 @@ Runs in the environment of make.py. Checked are
     exports     each golden through `./run convert`, straight and by way of an Argosy checkpoint; stories260K too, from its
                 folder and from its GGUF: the tensors, the logits and, where there is a tokenizer, its ids
     adapters    each adapter through `lm.save(format="peft")`: PEFT's logits with it
-    runs        an adapter of each kind that a run trains: PEFT's logits with the run's `adapter/`, beside those of the loaded run
+    runs        an adapter of each kind that a run trains, and a reward model with one: PEFT's logits with the run's `adapter/`, beside
+                those of the loaded run
 
 The figures of the exports go to tests/goldens/exports.json, for the table of docs/reference/families.md.
 """
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("ARGOSY_TEST_DATA") or ROOT.parent / "shared" / "data")
 FIGURES = GOLDENS.parent / "exports.json"
 # As exports.py trains them.
-TRAINED = ("lora", "rslora", "pissa", "dora")
+TRAINED = ("lora", "rslora", "pissa", "dora", "whole")
 AGAIN = 1e-5  # another processor's matrix products round otherwise
 EXPORTED = 2e-5  # of the largest logit
 
@@ -90,6 +91,18 @@ def check_run(name: str, base: Path, run: Path) -> str | None:
 
 
 @torch.no_grad()
+def check_scores(base: Path, run: Path) -> str | None:
+    """What is wrong with the reward model that a run trained, if anything."""
+    tokens, expected = np.load(run / "tokens.npy"), np.load(run / "expected.npy")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(model.float(), run / "adapter").eval()
+    # One row at a time: the library needs a padding token to find the last token of several.
+    scores = np.concatenate([model(torch.from_numpy(row[None]), use_cache=False).logits.numpy()[0] for row in tokens])
+    worst = float(np.abs(scores - expected).max() / np.abs(expected).max())
+    return f"{worst:.1e} apart" if worst >= EXPORTED else None
+
+
+@torch.no_grad()
 def check_stories(folder: Path) -> str | None:
     """What is wrong with stories260K as we wrote it, if anything."""
     golden = json.loads((DATA / "models" / "stories260k" / "golden.json").read_text(encoding="utf-8"))
@@ -108,6 +121,7 @@ def checks(folder: Path, names: list[str]) -> Iterator[tuple[str, str | None]]:
     """(what is checked, what is wrong with it or None), one after the other."""
     figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
     subprocess.run([ROOT / "run", "python", Path(__file__).with_name("exports.py"), folder, *names], check=True)
+    yield "run of a reward model", check_scores(folder / "scores.base", folder / "scores")
     for name in names:
         base = folder / f"{name}.base"
         yield f"golden {name}", check_golden(name, base)

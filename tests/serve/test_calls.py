@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from argosy.data.tokenizers.byte import ByteTokenizer
-from argosy.serve.calls import Calls, notation_of
+from argosy.infer.calls import Calls, notation_of
 from argosy.serve.chat import Completion
 from argosy.serve.choice import Choice, Ending, Piece
 from argosy.serve.fields import Chat

@@ -15,11 +15,11 @@ from argosy.core.errors import BadInput
 from argosy.data.tokenize import load_tokenizer
 from argosy.data.tokenizers import Tokenizer
 from argosy.data.tokenizers.byte import ByteTokenizer, tokenizer_json
+from argosy.infer.calls import grammar_of
+from argosy.infer.channels import MARKS, Channels, framed, marks_of
 from argosy.infer.grammar import Grammars, Structure, masks, structure_of
 from argosy.infer.lm import LM
 from argosy.models import FAMILIES
-from argosy.serve.calls import grammar_of
-from argosy.serve.channels import MARKS, Channels, framed, marks_of
 from argosy.serve.chat import asked
 from argosy.serve.fields import Chat
 from argosy.serve.run import service_of

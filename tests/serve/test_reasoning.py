@@ -14,10 +14,10 @@ from argosy.core.errors import BadInput
 from argosy.data.chat import render
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
+from argosy.infer.calls import grammar_of
 from argosy.infer.grammar import Grammars, Structure, masks, structure_of
 from argosy.infer.lm import LM
 from argosy.serve.app import App
-from argosy.serve.calls import grammar_of
 from argosy.serve.choice import Piece, Scored
 from argosy.serve.reading import Reader, Reading
 from argosy.serve.reasoning import Start, Thoughts, after_thoughts, parser_of, start_of, thinks

@@ -18,10 +18,10 @@ from serve.conftest import LIMITS, inside, listening, serving
 from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.data.tokenizers.config import TokenizerConfig
 from argosy.infer import grammar as grammars
+from argosy.infer.calls import grammar_of
 from argosy.infer.grammar import Grammars, Structure, masks, structure_of, unpacked
 from argosy.infer.lm import LM
 from argosy.serve.app import App
-from argosy.serve.calls import grammar_of
 from argosy.serve.errors import ApiError
 from argosy.serve.service import Service
 from argosy.serve.settings import Limits

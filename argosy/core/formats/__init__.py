@@ -117,6 +117,37 @@ class View:
         return array.astype(self.dtypes[name], copy=False) if name in self.dtypes else array
 
 
+class Over:
+    """The tensors of one reader, with those of another in their place or beside them. What takes the place of a tensor is converted to
+    its type."""
+
+    def __init__(self, reader: Reader, above: Reader):
+        self.reader, self.above = reader, above
+
+    @property
+    def names(self) -> KeysView[str]:
+        return (dict.fromkeys(self.reader.names) | dict.fromkeys(self.above.names)).keys()
+
+    def shape(self, name: str) -> Shape:
+        return self._of(name).shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        return (self.reader if name in self.reader.names else self.above).dtype(name)
+
+    def read(self, name: str) -> np.ndarray:
+        array = self._of(name).read(name)
+        return array.astype(self.dtype(name), copy=False) if name in self.above.names else array
+
+    def read_part(self, name: str, i: int) -> np.ndarray:
+        return self.read(name)[i] if name in self.above.names else read_part(self.reader, name, i)
+
+    def is_apart(self, name: str) -> bool:
+        return name not in self.above.names and is_apart(self.reader, name)
+
+    def _of(self, name: str) -> Reader:
+        return self.above if name in self.above.names else self.reader
+
+
 class Arrays:
     """A mapping of arrays as a `Reader`. jax arrays are copied to the host one by one."""
 

@@ -66,7 +66,8 @@ class Objective(Protocol):
 
     before(models, batch, key) -> {name: Mean}
         means over the whole batch that its loss reads, without gradient. Where a batch is computed in parts, they are found first, over
-        all parts, and each part's batch then holds them as scalars. Alone, a batch does without them: the loss computes its own.
+        all parts, and each part's batch then holds them as scalars. Alone, a batch does without them: the loss computes its own. The
+        models have no dropout there.
     trains_on: the formats of records that it trains on (`data.sources.records`); without it, those with one row an example.
     reference: "cached" or "online", if it compares the model with its first weights. cached: a batch holds `reference`, the
         log-probability of each sequence; online: `models["reference"]` is the frozen model.

@@ -2,7 +2,7 @@
 
     hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number, after text (Hermes, Qwen)
     llama3    {"name": "f", "parameters": {...}}, separated by semicolons, and nothing else (Llama 3)
-    channels  one message of the channel `commentary`, after thoughts (gpt-oss): `serve.channels` reads it
+    channels  one message of the channel `commentary`, after thoughts (gpt-oss): `infer.channels` reads it
 
 Text that could be a call is held back until the answer ends. What does not parse is text.
 
@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from argosy.infer import channels
 from argosy.infer.grammar import Structure, json_rule
-from argosy.serve import channels
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ANYTHING = Structure("grammar", "start: /(?s:.*)/")

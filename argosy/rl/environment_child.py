@@ -1,0 +1,248 @@
+"""The process that environments come from: run by path, never imported by others.
+
+It loads a class once, and forks a process for each object of it, which costs 1 ms and copies nothing: no answer waits for another's
+environment, and one that hangs is killed alone. It is a new interpreter itself, since the parent has jax's threads.
+
+It is told what to load by a pickle of the parent's, then gets commands of 9 bytes: open a number (with the socket of the new process),
+end a number. A process answers JSON with JSON, 8 bytes of length in front. All of them end with the parent, by the group.
+"""
+
+import ctypes
+import gc
+import importlib
+import inspect
+import json
+import math
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+import warnings
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import reward_child as base
+
+LENGTH, COMMAND = struct.Struct("<Q"), struct.Struct("<cQ")
+# An observation is cut to far fewer tokens.
+MOST_CHARACTERS = 1 << 20
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def load(request):
+    """The class, and what is known of it: or why it cannot be used."""
+    sys.path[:] = request["path"]
+    one, module = request["class"], None
+    try:
+        made = module = base.from_file(one) if "file" in one else importlib.import_module(one["module"])
+        for part in one["function"].split("."):
+            made = getattr(made, part)
+    except AttributeError as error:
+        if module is None or error.obj is not module:
+            return None, {"wrong": base.not_loaded(error, one)}
+        return None, {"wrong": {"missing": [name for name, item in vars(module).items() if inspect.isclass(item)]}}
+    except BaseException as error:
+        return None, {"wrong": base.not_loaded(error, one)}
+    try:
+        return made, about(made, one["args"])
+    except base.Wrong as error:
+        return None, {"wrong": error.args[0]}
+
+
+def about(made, args):
+    """What a class needs. Nothing of it is run."""
+    if not callable(made):
+        raise base.Wrong({"what": f"it is a {type(made).__name__}, not a class"})
+    try:
+        inspect.signature(made).bind(**args)
+    except TypeError as error:
+        hint = f"it takes {inspect.signature(made)}" if inspect.isclass(made) else "environment.args are what it is called with"
+        raise base.Wrong({"what": f"it cannot be made of environment.args: {error}", "hint": hint}) from None
+    except ValueError:
+        pass
+    # What is loaded once, before processes are forked.
+    if (prepare := getattr(made, "prepare", None)) is not None:
+        try:
+            prepare(**args)
+        except BaseException as error:
+            raise base.Wrong({"what": f"{type(error).__name__}: {error}"}) from None
+    return {}
+
+
+class Played:
+    """One object and the process around it."""
+
+    def __init__(self, made, one):
+        self.made, self.one, self.environment = made, one, None
+
+    def answered(self, asked):
+        """The answer to one message of the parent."""
+        try:
+            if "seed" in asked:
+                random.seed(asked["seed"])
+                if "numpy" in sys.modules:
+                    sys.modules["numpy"].random.seed(asked["seed"] % 2**32)
+            if self.environment is None:
+                self.environment = self.made(**self.one["args"])
+            own = self.environment
+            if "about" in asked:
+                return described(own)
+            if "reset" in asked:
+                return {"observation": observation(own.reset(**asked["reset"]))}
+            return turn(own.step(asked["step"]))
+        except base.Wrong as error:
+            return {"wrong": error.args[0]}
+        except BaseException as error:
+            text = "".join(traceback.format_exception(type(error), error, base._since_ours(error.__traceback__, __file__)))
+            return {"raised": text if len(text) <= base.MOST_TRACEBACK else "... " + text[-base.MOST_TRACEBACK :]}
+
+
+def described(environment):
+    """What `reset` takes, and the tools that the model is shown."""
+    for name in ("reset", "step"):
+        if not callable(getattr(environment, name, None)):
+            hint = "it has reset(self, prompt, seed, ...) and step(self, said)"
+            raise base.Wrong({"what": f"it has no method `{name}`", "hint": hint})
+    try:
+        inspect.signature(environment.step).bind("said")
+    except TypeError as error:
+        raise base.Wrong({"what": f"`step` takes what the model said: {error}", "hint": "def step(self, said)"}) from None
+    found = base.about(environment.reset, {})
+    tools = getattr(environment, "tools", None)
+    found |= {"tools": None if tools is None else list(tools), "role": str(getattr(environment, "role", "user"))}
+    json.dumps(found)
+    return {"about": found}
+
+
+def turn(found):
+    """A turn as JSON."""
+    if not all(hasattr(found, name) for name in ("observation", "reward", "done", "cut", "counts")):
+        raise base.Wrong(f"`step` returned {base._shown(found)}, not a Turn")
+    reward = found.reward.item() if hasattr(found.reward, "item") else found.reward
+    if reward is not None and not isinstance(reward, bool | int | float):
+        raise base.Wrong(f"`step` returned the reward {base._shown(reward)}")
+    reward = None if reward is None else float(reward)
+    if reward is not None and not (math.isfinite(reward) and abs(reward) < 3e38):
+        raise FloatingPointError(f"`step` returned the reward {reward}")
+    counts = {str(name): float(value) for name, value in dict(found.counts).items()}
+    over = {"done": bool(found.done), "cut": bool(found.cut)}
+    return {"observation": observation(found.observation), "reward": reward, "counts": counts, **over}
+
+
+def observation(found):
+    """A text, messages or None; a text of a megabyte is cut, and told by its length."""
+    if found is None:
+        return None
+    if isinstance(found, str):
+        return found if len(found) <= MOST_CHARACTERS else {"text": found[:MOST_CHARACTERS], "characters": len(found)}
+    if isinstance(found, list | tuple) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in found):
+        out = []
+        for one in found:
+            content = one.get("content")
+            if not isinstance(content, str):
+                raise base.Wrong(f"an observation has a message whose content is {base._shown(content)}, not a text")
+            if len(content) > MOST_CHARACTERS:
+                one = one | {"content": content[:MOST_CHARACTERS], "characters": len(content)}
+            out.append(one)
+        return out
+    raise base.Wrong(f"an observation is {base._shown(found)}, not a text, a list of messages or None")
+
+
+# ---- messages
+
+
+def received(connection):
+    """One JSON document; None where the other end is closed."""
+    data = b""
+    while len(data) < LENGTH.size:
+        part = connection.recv(LENGTH.size - len(data))
+        if not part:
+            return None
+        data += part
+    (left,), parts = LENGTH.unpack(data), []
+    while left:
+        part = connection.recv(min(left, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        left -= len(part)
+    return json.loads(b"".join(parts))
+
+
+def play(connection, made, one, server):
+    """The process of one object, to its end."""
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:
+            os._exit(0)
+    played = Played(made, one)
+    while (asked := received(connection)) is not None:
+        try:
+            data = json.dumps(played.answered(asked)).encode()
+        except (TypeError, ValueError) as error:
+            data = json.dumps({"wrong": f"what it returned is not JSON: {error}"}).encode()
+        sys.stdout.flush()
+        connection.sendall(LENGTH.pack(len(data)) + data)
+
+
+def serve(control, lifeline, made, one):
+    """Forks and ends processes until the parent is gone."""
+    server, processes = os.getpid(), {}
+    while True:
+        ready, _, _ = select.select([control, lifeline], [], [], 1.0)
+        if lifeline in ready:
+            os.killpg(0, signal.SIGKILL)
+        for number, pid in list(processes.items()):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del processes[number]
+        if control not in ready:
+            continue
+        data, sockets, _, _ = socket.recv_fds(control, COMMAND.size, 1)
+        if not data:
+            os.killpg(0, signal.SIGKILL)
+        while len(data) < COMMAND.size:
+            data += control.recv(COMMAND.size - len(data))
+        what, number = COMMAND.unpack(data)
+        if what == b"e":
+            if number in processes:
+                os.kill(processes[number], signal.SIGKILL)
+                os.waitpid(processes.pop(number), 0)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            try:
+                control.close()
+                os.close(lifeline)
+                play(socket.socket(fileno=sockets[0]), made, one, server)
+            finally:
+                os._exit(0)
+        processes[number] = pid
+        os.close(sockets[0])
+
+
+def main(lifeline, descriptor):
+    os.set_inheritable(lifeline, False)
+    base.end_with_parent(lifeline, watched=False)
+    control = socket.socket(fileno=descriptor)
+    control.set_inheritable(False)
+    os.dup2(2, 1)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    (size,) = LENGTH.unpack(control.recv(LENGTH.size, socket.MSG_WAITALL))
+    request = pickle.loads(control.recv(size, socket.MSG_WAITALL))
+    made, found = load(request)
+    data = json.dumps(found).encode()
+    control.sendall(LENGTH.pack(len(data)) + data)
+    # What is loaded stays shared with the processes that are forked.
+    gc.freeze()
+    warnings.simplefilter("ignore", DeprecationWarning)
+    serve(control, lifeline, made, request["class"])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,65 @@
+"""Environments of Gymnasium's form whose observations and actions are texts: any object with these methods.
+
+    reset(seed=..., options=...) -> (observation, info)
+    step(action) -> (observation, reward, terminated, truncated, info)
+
+An action is the text of a turn without blanks at its ends. `options` has the prompt and the columns of the data, where `reset` takes
+options. Gymnasium itself is not needed.
+"""
+
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from argosy.rl.environment import Turn
+from argosy.rl.reward_child import from_file
+
+
+class Gymnasium:
+    """One object around another.
+
+    Args:
+        make: where the class or function comes from that makes it. args: what it is called with.
+    """
+
+    _made: typing.ClassVar[Callable[..., Any] | None] = None
+
+    def __init__(self, make: Mapping[str, Any], args: Mapping[str, Any]):
+        self.own = (self._made or self.load(make))(**args)
+        for name in ("reset", "step"):
+            if not callable(getattr(self.own, name, None)):
+                raise TypeError(f"`{make['of']}` made a {type(self.own).__name__}, which has no method `{name}`")
+
+    @classmethod
+    def prepare(cls, make: Mapping[str, Any], **_: Any) -> None:
+        """Loads it once, in the process that others are forked from."""
+        cls._made = staticmethod(cls.load(make))
+
+    @staticmethod
+    def load(make: Mapping[str, Any]) -> Callable[..., Any]:
+        module = from_file(make) if "file" in make else importlib.import_module(make["module"])
+        return getattr(module, make["function"])
+
+    def reset(self, prompt: Any, seed: int, **columns: Any) -> str:
+        takes = inspect.signature(self.own.reset).parameters
+        options = {"options": {"prompt": prompt, **columns}} if "options" in takes else {}
+        observation, _ = self.own.reset(seed=seed, **options)
+        return text_of(observation)
+
+    def step(self, said: Any) -> Turn:
+        action = said if isinstance(said, str) else said["content"]
+        observation, reward, terminated, truncated, _ = self.own.step(action.strip())
+        return Turn(text_of(observation), float(reward), bool(terminated), bool(truncated))
+
+
+def text_of(observation: Any) -> str:
+    """An observation that is a text.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(observation, str):
+        raise TypeError(f"an observation is a {type(observation).__name__}, not a text")
+    return observation

@@ -1,0 +1,38 @@
+"""A tool that runs Python in the sandbox of `argosy.rl.sandbox`: the model reads what its code prints, and its exception."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from argosy.rl.environments.tools import Tools
+from argosy.rl.sandbox import Limits, available, run_code
+
+# Of a traceback, its end says most.
+MOST_LINES = 12
+
+
+class Python(Tools):
+    """The tool of one answer."""
+
+    @classmethod
+    def prepare(cls, functions: Any, **more: Any) -> None:
+        super().prepare(functions, **more)
+        # Tried once here, and not again in every process that is forked.
+        if reasons := available():
+            raise OSError(f"code cannot be run here: {'; '.join(reasons)}")
+
+
+def python(code: str, limits: Mapping[str, Any]) -> str:
+    """Runs a Python program and returns what it prints.
+
+    Args:
+        code: a whole program, with the standard library alone. Each call begins anew.
+    """
+    ran = run_code(code, limits=Limits(**limits))
+    parts = [ran.stdout.rstrip("\n")] if ran.stdout else []
+    if ran.timed_out:
+        parts.append(f"error: it takes more than {limits['wall_s']:g} seconds")
+    elif ran.exit_code:
+        # The file is `main.py` in a folder of its own, whose name says nothing.
+        lines = ran.stderr.rstrip().splitlines()
+        parts.append("error: " + "\n".join(lines[-MOST_LINES:]) if lines else f"error: it ended by {ran.killed_by or ran.exit_code}")
+    return "\n".join(parts) or "it printed nothing"

@@ -1,0 +1,244 @@
+"""Tools that a model may call: plain Python functions. Their signatures and docstrings become the JSON schemas that it is shown.
+
+    def add(a: int, b: int = 0) -> int:
+        \"\"\"Adds two numbers.
+
+        Args:
+            a: the first.
+        \"\"\"
+
+A turn with calls is answered by one message of each tool, and a turn without ends the answer. What goes wrong (a call that does not
+parse, a tool that there is not, wrong arguments, an exception, a tool that takes too long) is told to the model and counted, because a
+model must learn to call tools; the answer goes on. What a tool keeps in its module belongs to one answer.
+"""
+
+import importlib
+import inspect
+import json
+import signal
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from argosy.rl.environment import Turn
+from argosy.rl.reward_child import from_file
+
+KINDS: dict[Any, str] = {
+    str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null",
+}  # fmt: skip
+FAILED = ("malformed", "unknown", "wrong_arguments", "raised", "timed_out")
+# Of an exception's message.
+MOST_CHARACTERS = 500
+
+
+class Tools:
+    """The tools of one answer.
+
+    Args:
+        functions: where each comes from: `file` with its `source`, or `module`; and `function`.
+        seconds: of a call.
+        fixed: arguments that are given to every function and not shown.
+    """
+
+    _loaded: typing.ClassVar[dict[str, Callable[..., Any]]] = {}
+
+    def __init__(self, functions: Sequence[Mapping[str, Any]], seconds: float = 5.0, fixed: Mapping[str, Any] | None = None):
+        self.seconds, self.fixed = seconds, dict(fixed or {})
+        self.functions = self._loaded or self.load(functions)
+        self.tools = [schema_of(function, self.fixed) for function in self.functions.values()]
+
+    @classmethod
+    def prepare(cls, functions: Sequence[Mapping[str, Any]], **_: Any) -> None:
+        """Loads the functions once, in the process that others are forked from."""
+        cls._loaded = cls.load(functions)
+
+    @staticmethod
+    def load(functions: Sequence[Mapping[str, Any]]) -> dict[str, Callable[..., Any]]:
+        """The functions by name.
+
+        Raises:
+            ValueError: one is no function, or two have one name.
+        """
+        found: dict[str, Callable[..., Any]] = {}
+        for one in functions:
+            module = from_file(one) if "file" in one else importlib.import_module(one["module"])
+            function = getattr(module, one["function"], None)
+            if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+                raise ValueError(f"`{one['of']}` is no plain function")
+            if function.__name__ in found:
+                raise ValueError(f"two tools are named `{function.__name__}`")
+            found[function.__name__] = function
+        return found
+
+    def reset(self) -> None: ...
+
+    def step(self, said: Any) -> Turn:
+        counts = {"tools/calls": 0.0, "tools/failed": 0.0}
+        if said.get("malformed"):
+            text = "error: this is no call that can be read: give a name and the arguments as one JSON object"
+            return Turn([{"role": "tool", "name": "error", "content": text}], counts=self._failed(counts, "malformed"))
+        calls = said.get("tool_calls") or ()
+        if not calls:
+            return Turn(done=True, counts=counts)
+        messages = []
+        for call in calls:
+            name, (text, failure) = call["function"]["name"], self.called(**call["function"])
+            counts = self._failed(counts, failure) if failure else counts | {"tools/calls": counts["tools/calls"] + 1}
+            messages.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": text})
+        return Turn(messages, counts=counts)
+
+    def _failed(self, counts: Mapping[str, float], kind: str) -> dict[str, float]:
+        """The counts with one more call, which failed in this way."""
+        more = dict(counts)
+        for name in ("tools/calls", "tools/failed", f"tools/{kind}"):
+            more[name] = more.get(name, 0.0) + 1
+        return more
+
+    def called(self, name: str, arguments: Any) -> tuple[str, str | None]:
+        """What the model reads of a call, and how it failed."""
+        function = self.functions.get(name)
+        if function is None:
+            return f"error: there is no tool `{name}`; there are {', '.join(self.functions)}", "unknown"
+        schema = self.tools[list(self.functions).index(name)]["function"]["parameters"]
+        if wrong := mistake(name, schema, arguments):
+            return f"error: {wrong}", "wrong_arguments"
+        try:
+            with time_limit(self.seconds):
+                found = function(**arguments, **self.fixed)
+        except TimeIsOver:
+            return f"error: {name} takes more than {self.seconds:g} seconds", "timed_out"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            return f"error: {text[:MOST_CHARACTERS]}", "raised"
+        if isinstance(found, str):
+            return found, None
+        try:
+            return json.dumps(found, ensure_ascii=False), None
+        except (TypeError, ValueError):
+            return str(found), None
+
+
+class TimeIsOver(BaseException):
+    """A call has used up its time. No `except Exception` of a tool holds it back."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises `TimeIsOver` in Python code that runs for longer. Code that never gives the interpreter back is ended with its answer."""
+
+    def over(*_: object) -> None:
+        raise TimeIsOver
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# ---------------------------------------------------------------- schemas
+
+
+def schema_of(function: Callable[..., Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """A function as a JSON schema, in the form that chat templates read.
+
+    Raises:
+        ValueError: a parameter without a type, or of one that JSON has not; or one that cannot be given by name.
+    """
+    hints = typing.get_type_hints(function)
+    described, about = documented(function)
+    properties: dict[str, Any] = {}
+    required = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in fixed:
+            continue
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(f"the parameter `{parameter}` of the tool `{function.__name__}` cannot be given by name")
+        if name not in hints:
+            raise ValueError(f"the parameter `{name}` of the tool `{function.__name__}` has no type")
+        properties[name] = kind_of(hints[name], f"`{name}` of the tool `{function.__name__}`")
+        if name in about:
+            properties[name]["description"] = about[name]
+        if parameter.default is parameter.empty:
+            required.append(name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": function.__name__, "description": described, "parameters": parameters}}
+
+
+def kind_of(hint: Any, where: str) -> dict[str, Any]:
+    """The schema of a type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint in KINDS:
+        return {"type": KINDS[hint]}
+    if origin is typing.Annotated:
+        return kind_of(args[0], where)
+    if origin is typing.Literal and all(isinstance(one, str | int | bool) for one in args):
+        return {"enum": list(args)}
+    if origin is list:
+        return {"type": "array", "items": kind_of(args[0], where)}
+    if origin is dict and args[0] is str:
+        return {"type": "object", "additionalProperties": kind_of(args[1], where)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [kind_of(one, where) for one in args]}
+    raise ValueError(f"{where} is of the type {hint}, which JSON has not")
+
+
+def documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """What a docstring in Google's form says of a function, and of its parameters."""
+    text, _, rest = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+    about: dict[str, str] = {}
+    last = None
+    for line in rest.splitlines():
+        if not line.strip() or not line.startswith(" "):
+            break
+        name, colon, said = line.strip().partition(":")
+        if colon and len(line) - len(line.lstrip()) <= 4:
+            last = name.partition(" ")[0]
+            about[last] = said.strip()
+        elif last is not None:
+            about[last] += " " + line.strip()
+    return " ".join(text.split()), about
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def mistake(name: str, schema: Mapping[str, Any], arguments: Any) -> str | None:
+    """What is wrong with the arguments of a call."""
+    if not isinstance(arguments, dict):
+        return f"the arguments of {name} are no JSON object"
+    known = schema["properties"]
+    if more := [one for one in arguments if one not in known]:
+        return f"{name} has no argument `{more[0]}`; it has {', '.join(known) or 'none'}"
+    if missing := [one for one in schema["required"] if one not in arguments]:
+        return f"{name} needs `{missing[0]}`"
+    for one, value in arguments.items():
+        if not fits(known[one], value):
+            return f"`{one}` of {name} is {json.dumps(value)[:60]}, and should be {json.dumps(words_of(known[one]))}"
+    return None
+
+
+def words_of(schema: Mapping[str, Any]) -> Any:
+    return {name: item for name, item in schema.items() if name != "description"}
+
+
+def fits(schema: Mapping[str, Any], value: Any) -> bool:
+    """Whether a value is of a schema that `kind_of` made."""
+    if "anyOf" in schema:
+        return any(fits(one, value) for one in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in schema["enum"])
+    kind = schema["type"]
+    if kind == "array":
+        return isinstance(value, list) and all(fits(schema["items"], one) for one in value if "items" in schema)
+    if kind == "object":
+        inner = schema.get("additionalProperties")
+        return isinstance(value, dict) and (inner is None or all(fits(inner, one) for one in value.values()))
+    if kind in ("integer", "number"):
+        allowed = int if kind == "integer" else (int, float)
+        return isinstance(value, allowed) and not isinstance(value, bool)
+    return isinstance(value, {"string": str, "boolean": bool, "null": type(None)}[kind])

@@ -1,0 +1,334 @@
+"""Turns as tokens: what a model said as an environment reads it, and what the environment replied as the model reads it.
+
+    prompt            a text                              messages
+    a turn ends by    an end token, or the text `stop`    an end token
+    the reply is      encoded and appended                rendered by the model's chat template
+
+Tokens that the model made are never encoded again. Of messages, the conversation is rendered before a turn and after the reply to it:
+    before    <|im_start|>user .. <|im_end|> <|im_start|>assistant
+    after     <|im_start|>user .. <|im_end|> <|im_start|>assistant .. <|im_end|> <|im_start|>tool .. <|im_end|> <|im_start|>assistant
+The second begins with the first, then comes the turn, up to the token that ends it; the rest is the reply. A template that changes what
+came before, for example by dropping the thoughts of earlier turns, is refused: the model would be trained on what it never reads.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from argosy.core.errors import ArgosyError, BadInput
+from argosy.data.prompts import Prompt, Prompts
+from argosy.infer.calls import Calls, notation_of
+from argosy.infer.channels import Channels, marks_of, written_in
+
+OPEN, CLOSE = "<think>", "</think>"
+MARK = "<tool_call>"
+# What is rendered to try a template. Letters alone, which no template changes.
+PROBE, THOUGHT = "Probefortheanswer", "Probeforthethought"
+CHANGES = "give a template that keeps every message as it was: data.template=FILE.jinja"
+
+
+class Rewritten(ArgosyError):
+    """A chat template changed what came before a turn, or a turn's end cannot be found."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A reply as the model reads it. cut: it was longer than an observation may be."""
+
+    tokens: list[int]
+    said: list[dict[str, Any]]
+    cut: bool
+
+
+@dataclass
+class Talk:
+    """The conversation of one answer."""
+
+    prompt: Prompt
+    messages: list[dict[str, Any]]
+    text: str = ""
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Makes tokens of turns and turns of tokens.
+
+    most: tokens of an observation. role: of observations that are texts, in messages. stop: a text that ends a turn, in prompts that
+    are texts.
+    """
+
+    prompts: Prompts
+    most: int
+    role: str = "user"
+    stop: str | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.prompts.tokenizer
+
+    # ---------------------------------------------------------------- the beginning
+
+    def begun(self, prompt: Prompt, observation: Any, room: int) -> tuple[Talk, Observed]:
+        """The conversation before the first turn; its prompt ends with the first observation, if there is one.
+
+        Args:
+            room: the most tokens of that prompt.
+
+        Raises:
+            BadInput: an observation that fits no such prompt. Rewritten: it leaves no room.
+        """
+        found, cut = self.observation(prompt, observation)
+        if isinstance(prompt.asked, str):
+            ids = [one for message in found for one in self.rest(message["content"], special=False)]
+            talk = Talk(replace(prompt, tokens=[*prompt.tokens, *ids]), found)
+        else:
+            talk = Talk(prompt, [*map(dict, prompt.asked), *found])
+            talk.text = self.rendered(talk)
+            if found:
+                talk.prompt = replace(prompt, tokens=self.tokenizer.encode(talk.text, special=True))
+        if len(talk.prompt.tokens) > room:
+            raise Rewritten(f"{prompt.where}: the first observation makes a prompt of {len(talk.prompt.tokens)} tokens, above {room}")
+        return talk, Observed([], found, cut)
+
+    # ---------------------------------------------------------------- turns of the model
+
+    def stopped(self, text: str) -> bool:
+        """Whether the text of a turn ends it."""
+        return self.stop is not None and self.stop in text
+
+    def said(self, talk: Talk, tokens: Sequence[int], text: str, ends: Collection[int]) -> Any:
+        """A turn of the model as the environment reads it: a text, or a message. It joins the conversation.
+
+        Args:
+            text: of the tokens, in prompts that are texts.
+        """
+        if isinstance(talk.prompt.asked, str):
+            talk.messages.append({"role": "assistant", "content": text})
+            return text
+        own = tokens[:-1] if tokens and tokens[-1] in ends else tokens
+        message = self.message(talk, own)
+        talk.messages.append({name: item for name, item in message.items() if name != "malformed"})
+        return message
+
+    def message(self, talk: Talk, tokens: Sequence[int]) -> dict[str, Any]:
+        tools = talk.prompt.tools
+        notation = notation_of(self.prompts.template_for(tools)) if tools else None
+        message: dict[str, Any] = {"role": "assistant"}
+        calls: list[dict[str, Any]] = []
+        if notation == "channels" and (marks := marks_of(self.tokenizer)):
+            reader, stream = Channels(calls=True), self.tokenizer.stream(marks=marks)
+            parts = [reader.push("".join([stream.push(one) for one in tokens]) + stream.end()), reader.end()]
+            thought, text = ("".join(each) for each in zip(*parts))
+            message |= {"thinking": thought} if thought else {}
+            calls = [{"name": name, "arguments": arguments} for name, arguments in reader.calls]
+            tried = False
+        else:
+            text = self.tokenizer.decode(tokens)
+            tried = text.lstrip().startswith("{") if notation == "llama3" else notation == "hermes" and MARK in text
+            if notation in ("hermes", "llama3"):
+                reader = Calls(notation)
+                said = reader.push(text)
+                rest, found = reader.end()
+                text, calls = said + rest, [one["function"] for one in found]
+        message["content"] = text
+        if calls:
+            message["tool_calls"] = [self.call(talk.turn, i, one) for i, one in enumerate(calls)]
+        elif tried:
+            message["malformed"] = True
+        return message
+
+    def call(self, turn: int, place: int, function: Mapping[str, Any]) -> dict[str, Any]:
+        """A call as templates read it. Nine letters and digits, as Mistral's ask for, that are the same in every run."""
+        try:
+            arguments = json.loads(function["arguments"])
+        except (ValueError, RecursionError):
+            arguments = function["arguments"]
+        called = {"name": function["name"], "arguments": arguments}
+        return {"id": f"call{turn:03d}{place:02d}"[-9:], "type": "function", "function": called}
+
+    # ---------------------------------------------------------------- turns of the environment
+
+    def follow(self, talk: Talk, observation: Any, last: int | None, ends: Mapping[int, str]) -> Observed:
+        """The tokens between the end of the model's turn and its next one. They join the conversation.
+
+        Args:
+            last: the token that ended the turn; None: a text did.
+            ends: the tokens that may end a turn, with their texts.
+
+        Raises:
+            BadInput: an observation that fits no such prompt. Rewritten: the template changed what came before.
+        """
+        found, cut = self.observation(talk.prompt, observation)
+        talk.messages += found
+        talk.turn += 1
+        if isinstance(talk.prompt.asked, str):
+            return Observed([one for message in found for one in self.rest(message["content"], special=False)], found, cut)
+        before, talk.text = talk.text, self.rendered(talk, ends.values())
+        end, rest = between(before, talk.text, ends.values())
+        # A turn that the model ended by another token than the template's is followed by the template's too.
+        own = "" if last is not None and ends.get(last) == end else end
+        return Observed(self.rest(own + rest, special=True), found, cut)
+
+    def rendered(self, talk: Talk, ends: Collection[str] = ()) -> str:
+        """The conversation, ready for an answer. Names of end tokens that the model spelled are left out: they would end its turn."""
+        messages = talk.messages
+        if isinstance(messages[-1].get("content"), str):
+            messages = [without(one, ends) if one["role"] == "assistant" else one for one in messages]
+        return self.prompts.text_of(messages, talk.prompt.tools, talk.prompt.variables)
+
+    def observation(self, prompt: Prompt, given: Any) -> tuple[list[dict[str, Any]], bool]:
+        """An observation as messages, none longer than its share of the limit, and whether something was cut.
+
+        Raises:
+            BadInput: messages for a prompt that is a text.
+        """
+        if given is None or given == []:
+            return [], False
+        if isinstance(given, Mapping):
+            given = [{"role": self.role, "content": given["text"], "characters": given["characters"]}]
+        elif isinstance(given, str):
+            given = [{"role": self.role, "content": given}]
+        elif isinstance(prompt.asked, str):
+            raise BadInput("an observation that is messages, for a prompt that is a text", where=prompt.where, hint="return a text")
+        out, any_ = [], False
+        for one in given:
+            message = {name: item for name, item in one.items() if name != "characters"}
+            message["content"], cut = self.fitted(message["content"], max(1, self.most // len(given)), one.get("characters"))
+            out.append(message)
+            any_ |= cut
+        return out, any_
+
+    def fitted(self, text: str, most: int, characters: int | None = None) -> tuple[str, bool]:
+        """A text of at most so many tokens; of a longer one the beginning, and how much is missing.
+
+        Args:
+            characters: of the whole text, if this is a part of it.
+        """
+        ids = self.rest(text, special=False)
+        if len(ids) <= most and characters is None:
+            return text, False
+        whole, kept = characters or len(text), min(most, len(ids))
+        while True:
+            head = self.tokenizer.decode(ids[:kept]) if kept else ""
+            out = f"{head}\n[cut: {whole - len(head):,} characters]"
+            over = len(self.rest(out, special=False)) - most
+            if over <= 0 or not kept:
+                return out, True
+            kept = max(0, kept - over)
+
+    def rest(self, text: str, special: bool) -> list[int]:
+        """A text that continues another one, as token ids."""
+        return self.tokenizer.encode_with_offsets(text, special=special, rest=True)[0]
+
+    # ---------------------------------------------------------------- before work starts
+
+    def check(self, prompt: Prompt) -> None:
+        """Tries the template on a conversation of several turns.
+
+        Raises:
+            BadInput: it changes earlier turns, or writes no special token behind a turn.
+        """
+        if isinstance(prompt.asked, str):
+            return
+        if self.stop is not None:
+            raise BadInput("environment.stop is for prompts that are texts; a turn of messages ends by its token", hint="leave it out")
+        tools, variables = prompt.tools, prompt.variables
+        try:
+            check_template(
+                lambda messages: self.prompts.text_of(messages, tools, variables), prompt.asked, self.role, tools,
+                self.prompts.template_for(tools), self.tokenizer.special_names,
+            )  # fmt: skip
+        except (Rewritten, BadInput) as error:
+            what = f"the chat template does not fit turns of an environment: {error.what}"
+            raise BadInput(what, where=error.where, hint=CHANGES) from None
+
+
+def without(message: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A message whose content has none of these names."""
+    content = message["content"]
+    for name in names:
+        content = content.replace(name, "")
+    return {**message, "content": content}
+
+
+def between(before: str, after: str, ends: Collection[str]) -> tuple[str, str]:
+    """The text that ends a turn, and what follows it.
+
+    Args:
+        before, after: the conversation before the turn, and after the reply to it, each ready for an answer.
+
+    Raises:
+        Rewritten: the second does not begin with the first, or the turn has no end.
+    """
+    if not after.startswith(before):
+        at = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
+        raise Rewritten(f"it changes what came before a turn: {_around(before, at)} becomes {_around(after, at)}")
+    found = [(at, end) for end in ends if end and (at := after.find(end, len(before))) >= 0]
+    if not found:
+        raise Rewritten(f"it ends a turn of the model by none of its end tokens ({', '.join(sorted(ends))})")
+    at, end = min(found)
+    return end, after[at + len(end) :]
+
+
+def _around(text: str, at: int) -> str:
+    part = text[max(0, at - 20) : at + 40]
+    return repr(part) if part else "nothing"
+
+
+def check_template(
+    render: Callable[[Sequence[Mapping[str, Any]]], str],
+    asked: Sequence[Mapping[str, Any]],
+    role: str,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: str,
+    names: re.Pattern[str] | None,
+) -> None:
+    """Tries a template on a conversation of three turns of the model, the replies to which are tools' results where there are tools.
+
+    Args:
+        render: a conversation that is ready for an answer. The model thinks where the template has marks for it: in a channel, as
+            gpt-oss does; between marks; or before the closing one where the prompt has the opening one.
+        names: finds the names of special tokens.
+
+    Raises:
+        Rewritten, BadInput: it cannot continue conversations, changes earlier turns or drops their thoughts.
+    """
+    before, messages = render(asked), list(asked)
+    ways = ["none"]
+    if written_in(template):
+        ways.append("channel")
+    elif CLOSE in template and not before.rstrip().endswith(CLOSE):
+        ways.append("open" if before.rstrip().endswith(OPEN) else "closed")
+    for thought in ways:
+        begun, messages = before, list(asked)
+        for turn in range(3):
+            messages += exchange(role, tools, turn, thought)
+            after = render(messages)
+            if not after.startswith(begun):
+                between(begun, after, ())
+            tail = after[len(begun) :]
+            word = tools[0]["function"]["name"] if tools else PROBE
+            if word not in tail:
+                raise Rewritten("it does not write what the model said")
+            if thought != "none" and THOUGHT not in tail:
+                raise Rewritten("it drops the thoughts of earlier turns")
+            if names is None or names.search(tail, tail.index(word)) is None:
+                raise Rewritten("it writes no special token behind a turn of the model")
+            begun = after
+
+
+def exchange(role: str, tools: Sequence[Mapping[str, Any]] | None, turn: int, thought: str) -> list[dict[str, Any]]:
+    """A turn of the model and the reply to it, to try a template on. thought: how it thinks (`check_template`)."""
+    mind = {"closed": f"{OPEN}\n{THOUGHT}\n{CLOSE}\n\n", "open": f"{THOUGHT}\n{CLOSE}\n\n"}.get(thought, "")
+    more = {"thinking": THOUGHT} if thought == "channel" else {}
+    if not tools:
+        return [{"role": "assistant", "content": mind + PROBE, **more}, {"role": role, "content": "Observed"}]
+    name = tools[0]["function"]["name"]
+    call = {"id": f"call{turn:03d}00", "type": "function", "function": {"name": name, "arguments": {}}}
+    return [
+        {"role": "assistant", "content": mind, "tool_calls": [call], **more},
+        {"role": "tool", "name": name, "content": "Observed", "tool_call_id": call["id"]},
+    ]

@@ -1,0 +1,87 @@
+"""Recipes of named models: each composes for the models it is for, with every adapter, and keeps the figures of its source."""
+
+from typing import Any
+
+import pytest
+
+from argosy.jobs.compose import CONFIGS, about, compose, recipes
+from argosy.jobs.run import Run
+
+# Of each recipe: the presets that it is for, and settings of its source.
+NAMED: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "sft-smollm2": (
+        ["smollm2-135m", "smollm2-360m", "smollm2-1.7b"],
+        {"optimizer.learning_rate": 1e-3, "data.batch": 128, "data.sequence": 8192, "data.epochs": 2, "schedule.warmup": 0.1},
+    ),
+    "dpo-smollm2": (
+        ["smollm2-135m", "smollm2-360m", "smollm2-1.7b"],
+        {"optimizer.learning_rate": 1e-6, "objective.beta": 0.5, "data.batch": 256, "data.epochs": 2},
+    ),
+    "sft-llama3.2": (["llama3.2-1b", "llama3.2-3b"], {"optimizer.learning_rate": 2e-5, "data.batch": 64, "data.epochs": 3}),
+    "dpo-llama3.2": (
+        ["llama3.2-1b", "llama3.2-3b"],
+        {"optimizer.learning_rate": 5e-7, "objective.beta": 5, "objective.losses.sigmoid_norm": 1, "data.batch": 256},
+    ),
+    "sft-qwen3": (
+        ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"],
+        {"optimizer.learning_rate": 2e-5, "data.batch": 32, "data.epochs": 1},
+    ),
+    "grpo-qwen3": (
+        ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"],
+        {"optimizer.learning_rate": 3e-6, "objective.kl": 0.08, "rollout.completions": 4, "adapter.rank": 64, "optimizer.clip": 0.1},
+    ),
+    "sft-gemma3": (["gemma3-1b", "gemma3-4b"], {"optimizer.learning_rate": 2e-5, "data.batch": 8, "optimizer.clip": None}),
+    "grpo-gemma3": (
+        ["gemma3-1b", "gemma3-4b"],
+        {"optimizer.learning_rate": 5e-6, "rollout.completions": 4, "adapter.rank": 8, "adapter.alpha": 8, "optimizer.b2": 0.99},
+    ),
+    "sft-gpt-oss": (
+        ["gpt-oss-20b"],
+        {"optimizer.learning_rate": 2e-4, "adapter.rank": 32, "adapter.alpha": 64, "data.batch": 16, "schedule.final": 0.1},
+    ),
+}
+# With `adapter=lora`: rank, alpha and learning rate.
+ADAPTED = {"sft-llama3.2": (64, 128, 3e-4), "sft-qwen3": (8, 16, 3e-4), "sft-gemma3": (64, 128, 2e-5), "sft-smollm2": (16, 32, 2e-4)}
+
+
+def composed(recipe: str, model: str, *words: str) -> Run:
+    given = [f"model={model}", "init.weights=FOLDER", "data.source=FILE.jsonl", "data.tokenizer=byte"]
+    if recipe.startswith("grpo"):
+        given.append("reward=FILE.py:FUNCTION")
+    return compose(Run, recipe, [*given, *words]).value
+
+
+@pytest.mark.parametrize("recipe", NAMED)
+def test_a_named_model_gets_the_figures_of_the_source(recipe: str):
+    models, figures = NAMED[recipe]
+    for model in models:
+        run = composed(recipe, model)
+        assert run.model.preset == model
+        for key, value in figures.items():
+            found: Any = run
+            for name in key.split("."):
+                found = found[name] if isinstance(found, dict) else getattr(found, name)
+            assert found == value, key
+
+
+@pytest.mark.parametrize("recipe", [name for name in NAMED if name.startswith(("sft", "dpo"))])
+@pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
+def test_every_adapter_goes_with_it(recipe: str, kind: str):
+    run = composed(recipe, NAMED[recipe][0][0], f"adapter={kind}")
+    if recipe in ADAPTED:
+        rank, alpha, rate = ADAPTED[recipe]
+        assert (run.adapter.rank, run.adapter.alpha, run.optimizer.learning_rate) == (rank, alpha, rate)
+    assert composed(recipe, NAMED[recipe][0][0], f"adapter={kind}", "adapter.rank=3").adapter.rank == 3
+
+
+@pytest.mark.parametrize("recipe", NAMED)
+def test_every_recipe_names_its_source(recipe: str):
+    """The first two lines: what it is, and the public repository or paper that its figures are from."""
+    lines = (CONFIGS / "recipes" / f"{recipe}.yml").read_text(encoding="utf-8").splitlines()
+    assert about(recipe).endswith("."), recipe
+    assert any(word in lines[1] for word in ("huggingface/", "pytorch/", "google/", "unslothai/", "arXiv:"))
+
+
+def test_every_recipe_of_a_named_model_is_here():
+    """And no other begins as one of these."""
+    assert {name for name in recipes() if "-" in name and name != "bench-31m"} == set(NAMED)

@@ -1,0 +1,91 @@
+"""What tests of environments share: a table over a small model, and an engine whose tokens are written by hand."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from laws.families import CASES, built
+
+from argosy.data.order import Order
+from argosy.data.prompts import Prompts
+from argosy.data.sources import Record
+from argosy.data.tokenizers.byte import ByteTokenizer
+from argosy.data.tokenizers.config import TokenizerConfig
+from argosy.infer.engine import Engine
+from argosy.infer.lm import LM
+from argosy.infer.request import Event
+from argosy.infer.settings import EngineSettings
+from argosy.models.parts.stack import Unroll
+from argosy.rl.environment_settings import Custom, open_table
+from argosy.rl.trajectories import Table
+
+CASE = CASES["llama-plain"].model_copy(update={"vocab": 258, "context": 256})
+EOS, BOS = 257, 256
+CHAT = (
+    "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
+)
+
+
+def language_model() -> LM:
+    tokenizer = ByteTokenizer(TokenizerConfig(templates={"default": CHAT}))
+    return LM(CASE, built(CASE, Unroll()), tokenizer, engine_settings=EngineSettings(slots=8, page=4))
+
+
+def prompts(lm: LM, asked: Sequence[Any], **columns: Sequence[Any]) -> Prompts:
+    records = []
+    for i, one in enumerate(asked):
+        what = {"prompt": one} if isinstance(one, str) else {"messages": one}
+        records.append(Record(where=f"line {i}", **what, columns={name: items[i] for name, items in columns.items()}))
+    return Prompts(records, lm.tokenizer, Order(len(records), None), {"source": "test"})
+
+
+def table(folder: Path, code: str, asked: Prompts, name: str = "Own", **settings: Any) -> Table:
+    """A table of the class `Own` of this code. `Turn` is imported, and so are a few modules."""
+    path = folder / "own.py"
+    path.write_text("import os, random, time\nfrom argosy.rl.environment import Turn\n" + textwrap.dedent(code))
+    return open_table(Custom(of=f"{path}:{name}", **settings), asked, None)
+
+
+def ids(text: str) -> list[int]:
+    """A text as bytes; `<eos>` and `<bos>` are those tokens."""
+    return ByteTokenizer().encode(text, special=True)
+
+
+@dataclass
+class Scripted(Engine):
+    """In place of an engine: each request of a row gets the next of its texts, a token a step. requests: what was asked."""
+
+    texts: Mapping[int, Sequence[str]]
+    requests: list[Any] = field(default_factory=list)
+    running: dict[int, list[int]] = field(default_factory=dict)
+    asked: dict[int, int] = field(default_factory=dict)
+
+    def reset_prefix_cache(self, *, running: bool = False) -> bool:
+        return not running
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running)
+
+    def add(self, request: Any) -> int:
+        turn = self.asked[request.row] = self.asked.get(request.row, -1) + 1
+        self.requests.append(request)
+        self.running[len(self.requests)] = ids(self.texts[request.row][turn])[: request.most]
+        return len(self.requests)
+
+    def end(self, number: int) -> bool:
+        return self.running.pop(number, None) is not None
+
+    def step(self) -> list[Event]:
+        events = []
+        for number, left in list(self.running.items()):
+            token = left.pop(0)
+            reason = "stop" if token in self.requests[number - 1].ends else None if left else "length"
+            events.append(Event(number, token, -1.0, reason, -0.5))
+            if reason:
+                del self.running[number]
+        return events

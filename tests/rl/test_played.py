@@ -1,0 +1,195 @@
+"""Tokens of an environment in an update: whatever their numbers are, nothing changes and nothing becomes NaN."""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from laws.families import built
+from rl.talking import CASE, language_model, prompts, table
+from rl.test_rollouts import Found
+
+from argosy.data.prompts import Prompt, Prompts
+from argosy.infer.lm import LM
+from argosy.jobs.run import OBJECTIVES
+from argosy.models.parts.stack import Unroll
+from argosy.rl.answers import Answer, Played
+from argosy.rl.collect import given_back, kept
+from argosy.rl.experience import Shape, packed, per_token
+from argosy.rl.played import environment_rewards, failed, played_numbers
+from argosy.rl.policies import Policy, Rollout
+from argosy.rl.rolled import NoRewards, Told, Trainer
+from argosy.rl.rollouts import Rollouts
+
+NAMES = [name for name in OBJECTIVES if issubclass(OBJECTIVES[name], Policy)]
+LONGEST = 20
+CODE = """
+class Own:
+    def reset(self, prompt, seed):
+        self.left, self.fails = 3, prompt == "4:"
+        return f"<{seed % 10}>"
+    def step(self, said):
+        self.left -= 1
+        if self.fails: raise RuntimeError("no")
+        return Turn("more", float(len(said.encode()) + said.count("a")), self.left == 0, counts={"own/steps": 1})
+"""
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return language_model()
+
+
+class Judge:
+    """Keeps what it is asked, and rewards nothing."""
+
+    names, weights = ("own",), (1.0,)
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def __call__(self, prompts, completions, columns) -> Found:
+        self.asked.append(list(completions))
+        return Found(np.full((len(completions), 1), 10, np.float32), {})
+
+    def close(self) -> None: ...
+
+
+def rollouts(lm: LM, tmp_path, how: Policy, judge: Any, asked: Prompts, n: int = 2, **more: Any) -> Rollouts:
+    rollout = Rollout(completions=n, tokens=LONGEST, **more)
+    made = Rollouts(asked, prompts(lm, ["0:", "1:"]), how, rollout, 8, Shape(4, 40, LONGEST), judge, 7,
+                    table=table(tmp_path, CODE, asked, tokens=2))  # fmt: skip
+    rng = np.random.default_rng(1)
+    # What the models say of the environment's tokens is garbage here.
+    garbage = lambda state, rows: rng.normal(-2, 1, rows["places"].shape).astype(np.float32)  # noqa: E731
+    values = lambda state, rows: (garbage(state, rows), np.zeros(len(rows["ends"]), np.float32))  # noqa: E731
+    made.trainer = Trainer(lambda state: state, lambda weights: lm, garbage, garbage, values)
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_number_of_an_environment_becomes_part_of_an_update(name: str, lm: LM, tmp_path):
+    """Of every policy: advantages and returns are finite where the policy spoke, 0 elsewhere; only log-probabilities may be NaN."""
+    how = OBJECTIVES[name]()
+    alone = how.advantages in ("batch", "greedy")
+    made = rollouts(lm, tmp_path, how, NoRewards(), prompts(lm, ["0:", "1:", "2:", "3:"]), n=1 if alone else 2)
+    try:
+        made.advance(None)
+        (experience,) = made.queue
+    finally:
+        made.close()
+    assert all(np.isfinite(value) for value in experience.numbers.values()), experience.numbers
+    assert experience.numbers["turns"] == 3
+    assert experience.numbers["answers/tokens"] == pytest.approx(6, abs=1)
+    for part in experience.parts:
+        own = part["live"] > 0
+        assert own.any()
+        assert (part["advantages"][~own] == 0).all()
+        assert np.isfinite(part["advantages"]).all()
+        assert np.isfinite(part["sampler"][own]).all()
+        assert np.isnan(part["sampler"][~own]).any(), "of the environment's tokens it is not known"
+        if "returns" in part:
+            assert np.isfinite(part["returns"]).all()
+    again = made.policy
+    loss, gradient = computed(again, experience.parts)
+    clean = [{k: np.where(part["live"] > 0, a, 0).astype(np.float32) if k in ("sampler", "values", "returns") else a
+              for k, a in part.items()} for part in experience.parts]  # fmt: skip
+    other, same = computed(again, clean)
+    assert np.isfinite(loss)
+    assert loss == other
+    for address in gradient:
+        assert np.isfinite(gradient[address]).all(), address
+        assert np.array_equal(gradient[address], same[address]), address
+
+
+def computed(how: Policy, parts: Any) -> tuple[float, dict[str, Any]]:
+    """The loss of the first part, and its gradient."""
+    import jax.numpy as jnp
+
+    from argosy.models.parts.weight import put, split
+    from argosy.rl.critic import attach
+    from argosy.train.state import trained
+    from argosy.train.step import model_for
+
+    model = built(CASE, Unroll())
+    if how.critic is not None:
+        attach(model, CASE, Unroll())
+        rng = np.random.default_rng(9)
+        put(model.critic, {a: jnp.asarray(rng.normal(0, 0.3, s.shape), jnp.float32) for a, s in split(model.critic)[1].items()})
+    graph, params, rest = trained(model)
+    batch = {name: jnp.asarray(parts[0][name]) for name in how.reads()}
+    loss = lambda p: how({"model": model_for(graph, "float32", p, rest)}, batch, jax.random.key(0)).loss.total  # noqa: E731
+    value, found = jax.value_and_grad(loss)(params)
+    return float(value), {a: np.asarray(leaf) for a, leaf in found.items()}
+
+
+def test_an_environments_reward_is_one_of_several_and_a_failed_answer_has_none(lm: LM, tmp_path):
+    judge, kept = Judge(), []
+    made = rollouts(lm, tmp_path, OBJECTIVES["grpo"](), judge, prompts(lm, ["1:", "2:", "3:", "4:"]))
+    made.keep = kept.extend
+    try:
+        made.advance(None)
+        evaluated = made.evaluated(None, 2)
+    finally:
+        made.close()
+    numbers = made.queue[0].numbers
+    assert made.collector.names == ["environment", "own"]
+    rewards = [one.rewards for one in kept]
+    assert [one["own"] for one in rewards] == [10] * 6 + [None] * 2
+    assert [one["environment"] for one in rewards[6:]] == [None, None]
+    assert all(one["environment"] >= 3 for one in rewards[:6])
+    assert numbers["reward"] == pytest.approx(np.mean([10 + one["environment"] for one in rewards[:6]]))
+    assert (numbers["environment/raised"], numbers["own/steps"]) == (2, 18)
+    assert numbers["rewards/missing"] == 0.25
+    said = judge.asked[0][0]
+    assert said == kept[0].completion == "".join(one["content"] for one in kept[0].turns)
+    assert said.startswith("<")
+    assert evaluated["eval_turns"] == 3
+    assert evaluated["eval_rewards/own"] == 10
+
+
+def test_rollouts_that_were_sampled_ahead_come_back_with_their_turns(lm: LM, tmp_path):
+    """Through JSON and arrays, as in a checkpoint; the prompt ends with what the environment said first."""
+    made = rollouts(lm, tmp_path, OBJECTIVES["grpo"](), NoRewards(), asked := prompts(lm, ["1:", "2:", "3:", "4:"]))
+    try:
+        one = made.collector(lm, 0)
+    finally:
+        made.close()
+    arrays, told = kept([one])
+    (again,) = given_back(arrays, json.loads(json.dumps(told)), asked)
+    for mine, theirs in zip(one.found.answers, again.found.answers, strict=True):
+        assert (mine.prompt, mine.tokens, mine.live, mine.said) == (theirs.prompt, theirs.tokens, theirs.live, theirs.said)
+        for name in ("turns", "reward", "counts", "made", "why", "failure"):
+            assert getattr(mine.played, name) == getattr(theirs.played, name), name
+    assert one.found.answers[0].prompt.tokens != asked(0, 1)[0].tokens
+
+
+def test_the_greedy_answer_of_remax_is_played_too(lm: LM, tmp_path):
+    judge, kept = Judge(), list[Told]()
+    made = rollouts(lm, tmp_path, OBJECTIVES["remax"](), judge, prompts(lm, [f"{i}:" for i in range(5, 13)]), n=1)
+    made.keep = kept.extend
+    try:
+        made.advance(None)
+    finally:
+        made.close()
+    sampled, greedy = judge.asked
+    assert [one[:3] for one in sampled] == [one[:3] for one in greedy], "in environments of the same seed"
+    assert sampled != greedy
+
+
+def test_numbers_of_answers():
+    def one(tokens: int, **how: Any) -> Answer:
+        return Answer(Prompt("a", [1], {}, ""), [1] * tokens, [True] * tokens, [0.0] * tokens, True, "", Played(**how))
+
+    some = [one(3, reward=1.5, made=2, why="done", counts={"tools/calls": 2.0}), one(0, failure=("timed out", "late"), why="failed"),
+            one(2, made=1, why="room", observed=4, cut=1, counts={"tools/calls": 1.0})]  # fmt: skip
+    found = played_numbers(some)
+    assert np.array_equal(environment_rewards(some), np.array([[1.5], [np.nan], [np.nan]], np.float32), equal_nan=True)
+    assert failed(some).tolist() == [False, True, False]
+    assert found == pytest.approx({
+        "turns": 1, "turns/max": 2, "observations/tokens": 4 / 3, "observations/cut": 1, "environment/room": 1 / 3,
+        "environment/turns": 0, "environment/timed_out": 1, "tools/calls": 3,
+    })  # fmt: skip
+    (part,) = packed(some, [0, 1, 2], Shape(2, 12, 4))
+    assert part.filled({"live": per_token(some, 4, "live")})["live"].sum() == 5, "an answer without tokens is no trouble"

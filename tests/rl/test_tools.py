@@ -1,0 +1,301 @@
+"""Tools: schemas against those of transformers' documentation, calls that go wrong, and the tools that come with Argosy."""
+
+import json
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from helpers import can_confine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rl.talking import ids, language_model, prompts
+
+from argosy.core.errors import BadInput, SettingsError, UserError
+from argosy.infer.lm import LM
+from argosy.infer.sample import Sampling
+from argosy.rl.environment_settings import Calculator, Python, open_table
+from argosy.rl.environment_settings import Tools as Settings
+from argosy.rl.environments.calculator import calculate
+from argosy.rl.environments.tools import Tools, schema_of
+from argosy.rl.trajectories import Conversed, How
+
+WRONG = "wrong_arguments"
+USER = [{"role": "user", "content": "2 + 2?"}]
+
+
+def add(a: int, b: int = 0) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first,
+            and best.
+        b: the second
+    """
+    return a + b
+
+
+def weather(place: str, unit: Literal["C", "F"], days: list[int] | None = None, rest: dict[str, float] | None = None) -> dict:
+    return {"place": place, "unit": unit}
+
+
+def test_a_signature_becomes_a_schema():
+    """The form of transformers' `get_json_schema` (docs/source/en/chat_extras.md)."""
+    assert schema_of(add, {}) == {"type": "function", "function": {
+        "name": "add", "description": "Adds two numbers.", "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "the first, and best."},
+                "b": {"type": "integer", "description": "the second"},
+            },
+            "required": ["a"],
+        }}}  # fmt: skip
+    found = schema_of(weather, {"place": "x"})["function"]["parameters"]
+    assert found["required"] == ["unit"]
+    assert found["properties"] == {
+        "unit": {"enum": ["C", "F"]},
+        "days": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]},
+        "rest": {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]},
+    }
+
+
+def loops() -> str:
+    """Never ends."""
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            continue
+
+
+def breaks(how: str = "this way") -> str:
+    """Raises."""
+    raise ValueError(how)
+
+
+@pytest.fixture
+def tools() -> Tools:
+    made = Tools.__new__(Tools)
+    made.seconds, made.fixed = 0.2, {}
+    made.functions = {one.__name__: one for one in (add, weather, loops, breaks)}
+    made.tools = [schema_of(one, {}) for one in made.functions.values()]
+    return made
+
+
+def call(name: str, arguments: Any, number: int = 0) -> dict[str, Any]:
+    return {"id": f"call{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said", "kind"),
+    [
+        ("add", {"a": 2, "b": 3}, "5", None),
+        ("weather", {"place": "Köln", "unit": "C", "days": [1]}, '{"place": "Köln", "unit": "C"}', None),
+        ("sub", {"a": 2}, "error: there is no tool `sub`; there are add, weather, loops, breaks", "unknown"),
+        ("add", {"b": 3}, "error: add needs `a`", WRONG),
+        ("add", {"a": 1, "c": 3}, "error: add has no argument `c`; it has a, b", WRONG),
+        ("add", {"a": "1"}, 'error: `a` of add is "1", and should be {"type": "integer"}', WRONG),
+        ("add", {"a": True}, 'error: `a` of add is true, and should be {"type": "integer"}', WRONG),
+        ("add", [1, 2], "error: the arguments of add are no JSON object", WRONG),
+        ("weather", {"place": "a", "unit": "K"}, 'error: `unit` of weather is "K", and should be {"enum": ["C", "F"]}', WRONG),
+        ("breaks", {}, "error: ValueError: this way", "raised"),
+        ("loops", {}, "error: loops takes more than 0.2 seconds", "timed_out"),
+    ],
+)
+def test_what_goes_wrong_is_said_to_the_model_and_counted(tools: Tools, name: str, arguments: Any, said: str, kind: str | None):
+    begin = time.monotonic()
+    turn = tools.step({"role": "assistant", "content": "", "tool_calls": [call(name, arguments)]})
+    assert time.monotonic() - begin < 10, "a call has 0.2 seconds"
+    assert turn.observation == [{"role": "tool", "name": name, "tool_call_id": "call0", "content": said}]
+    counts = {"tools/calls": 1, "tools/failed": float(kind is not None)} | ({f"tools/{kind}": 1} if kind else {})
+    assert (turn.counts, turn.done, turn.reward) == (counts, False, None)
+
+
+def test_several_calls_and_none(tools: Tools):
+    turn = tools.step({"content": "", "tool_calls": [call("add", {"a": 1}), call("breaks", {}, 1), call("add", {"a": 2}, 2)]})
+    assert [one["content"] for one in turn.observation] == ["1", "error: ValueError: this way", "2"]
+    assert turn.counts == {"tools/calls": 3, "tools/failed": 1, "tools/raised": 1}
+    assert tools.step({"content": "4"}).done
+    malformed = tools.step({"content": "<tool_call>{", "malformed": True})
+    assert malformed.counts == {"tools/calls": 1, "tools/failed": 1, "tools/malformed": 1}
+    assert not malformed.done
+
+
+# ---- in a conversation
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return language_model()
+
+
+FUNCTIONS = """
+count = 0
+def add(a: int, b: int) -> int:
+    "Adds."
+    global count
+    count += 1
+    return a + b + 100 * (count - 1)
+def long() -> str:
+    "Says much."
+    return "x" * 10**7
+def untyped(a): return a
+"""
+
+
+def played(lm: LM, settings: Any, texts: list[str], rows: int = 1, most: int = 150) -> list[Any]:
+    """The tokens are the model's by hand: those of `texts`, turn by turn."""
+    from rl.talking import Scripted
+
+    data = prompts(lm, [USER] * rows)
+    made = open_table(settings, data, None)
+    try:
+        longest = len(data(0, 1)[0].tokens) + most
+        playing = Conversed(lm, data(0, rows), How(Sampling(), most, longest), (1,), made, lambda: False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LM, "engine", lambda *_: Scripted(dict.fromkeys(range(rows), texts)))
+            return playing.run()
+    finally:
+        made.close()
+
+
+def hermes(name: str, **arguments: Any) -> str:
+    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call><eos>'
+
+
+def test_a_conversation_with_tools_token_by_token(lm: LM, tmp_path: Path):
+    """What a tool keeps in its module is the answer's own, so both answers count from zero."""
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    first = hermes("add", a=2, b=2)
+    answers = played(lm, Settings(functions=[f"{tmp_path}/own.py:add"]), [first, first, "104<eos>"], rows=2, most=400)
+    for answer in answers:
+        expected = f"{first}\n<bos>tool\n4<eos>\n<bos>assistant\n{first}\n<bos>tool\n104<eos>\n<bos>assistant\n104<eos>"
+        assert answer.tokens == ids(expected)
+        assert [len(ids(first)), len(ids(first)), 4] == [len(part) for part in runs(answer.live)]
+        assert [one["role"] for one in answer.said] == ["assistant", "tool", "assistant", "tool", "assistant"]
+        assert answer.said[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 2}}
+        assert answer.said[0]["tool_calls"][0]["id"] == answer.said[1]["tool_call_id"] == "call00000"
+        assert (answer.played.reward, answer.played.counts) == (None, {"tools/calls": 2, "tools/failed": 0})
+    assert [*answers[0].prompt.tokens] == ids("<bos>user\n2 + 2?<eos>\n<bos>assistant\n")
+
+
+def runs(live: list[bool]) -> list[list[bool]]:
+    """The stretches of the policy."""
+    text = "".join("x" if one else " " for one in live)
+    return [[True] * len(part) for part in text.split()]
+
+
+def test_malformed_calls_and_huge_results(lm: LM, tmp_path: Path):
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    texts = ['<tool_call>{"name": "lo<eos>', hermes("long"), hermes("nothing"), "so<eos>"]
+    (answer,) = played(lm, Settings(functions=[f"{tmp_path}/own.py:long"], observation=80), texts, most=900)
+    replies = [one["content"] for one in answer.said if one["role"] == "tool"]
+    assert replies[0].startswith("error: this is no call that can be read")
+    assert replies[1].endswith("\n[cut: 9,999,948 characters]")
+    assert len(replies[1]) == 80
+    assert replies[2] == "error: there is no tool `nothing`; there are long"
+    counts = {"tools/calls": 3, "tools/failed": 2, "tools/malformed": 1, "tools/unknown": 1}
+    assert (answer.played.counts, answer.played.cut, answer.ended) == (counts, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("none", "no plain function"), ("untyped", "has no type"), ("count", "no plain function")],
+)
+def test_functions_that_cannot_be_tools(lm: LM, tmp_path: Path, name: str, said: str):
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    with pytest.raises(UserError, match=said):
+        open_table(Settings(functions=[f"{tmp_path}/own.py:{name}"]), prompts(lm, [USER]), None)
+
+
+def test_tools_need_messages_and_a_notation(lm: LM):
+    with pytest.raises(BadInput, match="reads messages, and the prompt is a text"):
+        open_table(Calculator(), prompts(lm, ["2+2"]), None)
+    data = prompts(lm, [USER])
+    data.templates = {"default": data.templates["default"].replace("<tool_call>", "[call]")}
+    with pytest.raises(BadInput, match="notation of this chat template cannot be read"):
+        open_table(Calculator(), data, None)
+    with pytest.raises((SettingsError, ValueError), match="below timeout"):
+        Calculator(call_timeout=20)
+
+
+# ---- the calculator
+
+
+@pytest.mark.parametrize(
+    ("expression", "found"),
+    [
+        ("2 + 2", "4"), ("2 * (3 + 4) ** 2", "98"), ("1 / 3", "1/3, which is 0.333333333333"), ("0.1 + 0.2", "0.3"), ("-7 / 2", "-3.5"),
+        ("2 ** 3 ** 2", "512"), ("-2 ** 2", "-4"), ("2 ** -2", "0.25"), ("1,234 × 2 =", "2468"), ("7 − 9", "-2"), ("1/8", "0.125"),
+        ("(-1) ** 1000000000001", "-1"), ("0 ** 99999999999", "0"), ("-0.5", "-0.5"), ("2^10", "1024"), (".5*4", "2"),
+    ],
+)  # fmt: skip
+def test_the_calculator_is_exact(expression: str, found: str):
+    assert calculate(expression) == found
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("1 / 0", "division by zero"), ("0 ** -1", "division by zero"), ("2 ** 0.5", "not whole"), ("9 ** 9 ** 9", "1000 digits"),
+        ("(" * 200 + "1", "inside each other"), ("-" * 200 + "1", "inside each other"), ("__import__('os')", "is no number"),
+        ("", "empty"), ("2 +", "missing at the end"), ("(2", "not closed"), ("2 2", "where a sign"), ("1" * 1001, "characters"),
+        ("a + 1", "`a . 1` is no number"),
+    ],
+)  # fmt: skip
+def test_what_the_calculator_refuses(expression: str, said: str):
+    with pytest.raises((ValueError, ZeroDivisionError), match=said):
+        calculate(expression)
+
+
+numbers_ = st.integers(0, 99).map(str)
+signs = st.sampled_from(["+", "-", "*", "/"])
+expressions = st.recursive(numbers_, lambda inner: st.tuples(inner, signs, inner).map(lambda one: f"({' '.join(one)})"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(expressions)
+def test_the_calculator_agrees_with_fractions(expression: str):
+    """Python's own parser, over exact fractions."""
+    import re
+
+    try:
+        expected = eval(re.sub(r"(\d+)", r"Fraction(\1)", expression), {"Fraction": Fraction})
+    except ZeroDivisionError:
+        with pytest.raises(ZeroDivisionError):
+            calculate(expression)
+        return
+    found = calculate(expression).partition(",")[0]
+    assert Fraction(found) == expected
+
+
+def test_the_calculator_in_a_conversation(lm: LM):
+    calls = [hermes("calculate", expression=one) for one in ("17 * 23", "a")]
+    (answer,) = played(lm, Calculator(), [*calls, "391<eos>"], most=900)
+    replies = [one["content"] for one in answer.said if one["role"] == "tool"]
+    assert replies == ["391", "error: ValueError: `a` is no number and no sign"]
+    assert answer.ended
+
+
+# ---- Python
+
+
+@pytest.mark.skipif(not can_confine(), reason="needs Linux with Landlock")
+def test_python_runs_in_the_sandbox(lm: LM):
+    programs = ["print(sum(range(10)))", "1 / 0", "while True: pass", "open('/etc/passwd')", "x = 1"]
+    texts = [*(hermes("python", code=one) for one in programs), "45<eos>"]
+    (answer,) = played(lm, Python(seconds=1.0, turns=9), texts, most=4000)
+    replies = [one["content"] for one in answer.said if one["role"] == "tool"]
+    assert replies[0] == "45"
+    assert replies[1].endswith("ZeroDivisionError: division by zero")
+    assert replies[2] == "error: it takes more than 1 seconds"
+    assert "Permission" in replies[3]
+    assert replies[4] == "it printed nothing"
+    assert answer.played.counts == {"tools/calls": 5, "tools/failed": 0}, "a program that fails is no call that failed"
+
+
+def test_python_is_refused_where_the_sandbox_is(lm: LM, monkeypatch):
+    monkeypatch.setattr("argosy.rl.sandbox.available", lambda: ["no Landlock"])
+    with pytest.raises(Exception, match="cannot run code here: no Landlock"):
+        open_table(Python(), prompts(lm, [USER]), None)

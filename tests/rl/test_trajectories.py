@@ -1,0 +1,333 @@
+"""Answers of several turns: every token against one written by hand, masks, streams, limits, and environments that fail or are slow."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rl.talking import BOS, EOS, Scripted, ids, language_model, prompts, table
+
+from argosy.core.errors import BadInput
+from argosy.infer.lm import LM
+from argosy.infer.sample import Sampling
+from argosy.rl.answers import Answer, Interrupted
+from argosy.rl.trajectories import Conversed, How, Table, seeds_of
+
+ECHO = """
+class Own:
+    def __init__(self, turns: int = 2): self.left = turns
+    def reset(self): pass
+    def step(self, said):
+        self.left -= 1
+        return Turn(f"[{said if isinstance(said, str) else said['content']}]", 1.5, self.left == 0, counts={"own/steps": 1})
+"""
+USER = [{"role": "user", "content": "What?"}]
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return language_model()
+
+
+@pytest.fixture
+def play(lm: LM, tmp_path) -> Iterator[Callable[..., list[Answer]]]:
+    """Plays answers to prompts; `script` has the texts of each row, otherwise the model samples."""
+    made: list[Table] = []
+
+    def played(code: str, asked: list[Any], script: Any = None, most: int = 60, longest: int = 100, seed: tuple[int, ...] = (1,),
+               interrupted: Callable[[], bool] = lambda: False, **settings: Any) -> list[Answer]:  # fmt: skip
+        data = prompts(lm, asked)
+        made.append(table(tmp_path, code, data, **settings))
+        how = How(Sampling(temperature=1.0), most, longest)
+        playing = Conversed(lm, data(0, len(asked)), how, seed, made[-1], interrupted)
+        if script is not None:
+            played.engine = Scripted(script)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(LM, "engine", lambda *_: played.engine)
+                return playing.run()
+        return playing.run()
+
+    yield played
+    for one in made:
+        one.close()
+
+
+def live(answer: Answer) -> str:
+    """The tokens of the policy as text; a dot for each of the environment."""
+    return "".join((chr(token) if token < 256 else "$") if own else "." for token, own in zip(answer.tokens, answer.live, strict=True))
+
+
+# ---- token for token
+
+
+def test_turns_of_a_text_are_joined_token_by_token(play):
+    (answer,) = play(ECHO, ["say:"], {0: ["ab\n", "c<eos>"]}, stop="\n")
+    assert answer.tokens == [*ids("ab\n"), *ids("[ab\n]"), *ids("c"), EOS]
+    assert live(answer) == "ab\n.....c$"
+    assert [math.isnan(one) for one in answer.logprobs] == [not one for one in answer.live]
+    assert {one for one, own in zip(answer.logprobs, answer.live) if own} == {-0.5}
+    assert (answer.ended, answer.text, answer.said) == (True, "ab\n[ab\n]c", "ab\n[ab\n]c")
+    played = answer.played
+    assert played is not None
+    assert (played.reward, played.made, played.observed, played.why, played.counts) == (3, 2, 5, "done", {"own/steps": 2})
+    assert [one["content"] for one in played.turns] == ["ab\n", "[ab\n]", "c"]
+    first, second = play.engine.requests
+    assert (first.tokens, first.most) == (ids("say:"), 60)
+    assert (second.tokens, second.most) == (ids("say:ab\n[ab\n]"), 52), "the answer goes on where it was"
+    assert first.seed != second.seed
+
+
+def test_turns_of_messages_are_what_the_template_writes_between_them(play, lm: LM):
+    """The prompt with the answer is the render of the whole conversation, to the end of its last turn."""
+    (answer,) = play(ECHO, [USER], {0: ["Oh<eos>", "Ah<eos>"]})
+    whole = "<bos>user\nWhat?<eos>\n<bos>assistant\nOh<eos>\n<bos>user\n[Oh]<eos>\n<bos>assistant\nAh<eos>"
+    assert [*answer.prompt.tokens, *answer.tokens] == ids(whole)
+    between = "\n<bos>user\n[Oh]<eos>\n<bos>assistant\n"
+    assert live(answer) == f"Oh${'.' * len(ids(between))}Ah$"
+    assert answer.said == [
+        {"role": "assistant", "content": "Oh"}, {"role": "user", "content": "[Oh]"}, {"role": "assistant", "content": "Ah"},
+    ]  # fmt: skip
+    assert answer.tokens.count(BOS) == 2
+
+
+def test_end_tokens_that_a_model_spells_do_not_end_its_turn(play):
+    """`<eos>` in ordinary bytes: the model wrote a text, and the reply stands behind its real end."""
+    spelled = [*b"x<eos>y", EOS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rl.talking.ids", lambda text: list(spelled) if text == "spelled" else ids(text))
+        code = ECHO.replace("f\"[{said if isinstance(said, str) else said['content']}]\"", "'well'")
+        (answer,) = play(code, [USER], {0: ["spelled", "Ah<eos>"]})
+    assert answer.tokens == [*spelled, *ids("\n<bos>user\nwell<eos>\n<bos>assistant\nAh<eos>")]
+
+
+def test_a_first_observation_is_part_of_the_prompt(play):
+    code = """
+    class Own:
+        def reset(self, prompt): return f"({len(prompt)})"
+        def step(self, said): return Turn(done=True)
+    """
+    (text,) = play(code, ["say:"], {0: ["a<eos>"]})
+    assert (text.prompt.tokens, text.tokens, text.said) == (ids("say:(4)"), [97, EOS], "(4)a")
+    (chat,) = play(code, [USER], {0: ["a<eos>"]})
+    assert chat.prompt.tokens == ids("<bos>user\nWhat?<eos>\n<bos>user\n(1)<eos>\n<bos>assistant\n")
+    assert (chat.tokens, chat.played.reward) == ([97, EOS], None), "an environment that gives no reward"
+
+
+# ---- limits
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "why", "ended"),
+    [
+        ({"turns": 1}, "ab\n", "turns", False),
+        ({"most": 9}, "ab\n[ab\n]c", "room", False),
+        ({"most": 8}, "ab\n", "room", False),
+        ({"most": 2}, "ab", "room", False),
+        ({"args": {"turns": 1}}, "ab\n", "done", True),
+        ({"tokens": 2}, "ab[ab]cd", "done", True),
+    ],
+)
+def test_limits_end_an_answer(play, how: dict[str, Any], text: str, why: str, ended: bool):
+    """A reply after which there is no room for a token of the policy is left out."""
+    (answer,) = play(ECHO, ["say:"], {0: ["ab\n", "cd\n"]}, stop="\n", **how)
+    assert (answer.text, answer.ended, answer.played.why) == (text, ended, why)
+    assert len(answer.tokens) <= how.get("most", 60)
+    assert answer.played.reward == {"ab": 0, "ab[ab]cd": 3}.get(text, 1.5)
+
+
+def test_a_long_observation_is_cut_and_says_so(play):
+    code = """
+    class Own:
+        def reset(self): pass
+        def step(self, said): return Turn("x" * (40 if said == "a\\n" else 3_000_000), 0.0)
+    """
+    (answer,) = play(code, ["say:"], {0: ["a\n", "b\n", "c<eos>"]}, most=90, longest=120, stop="\n", observation=30, turns=3)
+    said = [one["content"] for one in answer.played.turns]
+    assert said[1] == "xxxxxxxxx\n[cut: 31 characters]"
+    assert said[3] == "xx\n[cut: 2,999,998 characters]"
+    assert [len(ids(one)) <= 30 for one in said] == [True] * 5
+    assert (answer.played.cut, answer.played.observed) == (2, sum(len(ids(one)) for one in said[1::2]))
+
+
+# ---- environments that fail
+
+
+FAILING = """
+class Own:
+    def reset(self, prompt):
+        self.how = prompt
+        if prompt == "reset": raise KeyError("nothing here")
+    def step(self, said):
+        if self.how == "raise": raise RuntimeError("no such thing")
+        if self.how == "hang": time.sleep(60)
+        if self.how == "die": os._exit(3)
+        if self.how == "nan": return Turn("", float("nan"))
+        return Turn(None, 1.0, True)
+"""
+
+
+def test_an_environment_that_fails_harms_no_other_answer(play):
+    kinds = ["raise", "hang", "die", "reset", "nan", "good"]
+    answers = play(FAILING, kinds, {row: ["a<eos>"] for row in range(6)}, timeout=1.5)
+    found = [one.played.failure and one.played.failure[0] for one in answers]
+    assert found == ["raised", "timed out", "died", "raised", "raised", None]
+    assert "RuntimeError: no such thing" in answers[0].played.failure[1]
+    assert "environment_child" not in answers[0].played.failure[1], "the traceback begins in the user's file"
+    assert "nothing here" in answers[3].played.failure[1]
+    assert [len(one.tokens) for one in answers] == [2, 2, 2, 0, 2, 2]
+    assert answers[5].played.reward == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ("return 1.0", "not a Turn"),
+        ("return Turn(5)", "an observation is int 5"),
+        ("return Turn('a', 'b')", "returned the reward"),
+        ("return Turn([{'role': 'tool', 'content': 'a'}])", "a prompt that is a text"),
+        ("return Turn([{'role': 'tool'}])", "content is NoneType"),
+    ],
+)
+def test_what_an_environment_may_not_return_ends_the_run(play, step: str, said: str):
+    code = f"class Own:\n    def reset(self): pass\n    def step(self, said): {step}"
+    with pytest.raises(BadInput, match=said):
+        play(code, ["say:"], {0: ["a<eos>"]})
+
+
+def test_no_process_outlives_its_table(play, lm: LM, tmp_path):
+    with pytest.raises(Interrupted):
+        play("class Own:\n    def reset(self): time.sleep(60)\n    def step(self, said): pass", ["a"], {0: []}, timeout=50,
+             interrupted=iter([False, False, True]).__next__)  # fmt: skip
+    made = table(tmp_path, ECHO, prompts(lm, ["a"]))
+    group = made.environments._process.pid
+    played = [made.environments.open() for _ in range(3)]
+    for one in played:
+        one.ask({"seed": 1, "reset": {}})
+    while any(one.reply is None for one in played):
+        made.environments.look(played, 1.0)
+    assert len(alive(group)) >= 4
+    made.close()
+    assert eventually(lambda: not alive(group))
+
+
+def alive(group: int) -> list[int]:
+    """The processes of a group, without those that have ended and that nobody has asked for."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, its = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            found += [int(folder.name)] if int(its) == group and state not in "ZX" else []
+    return found
+
+
+def eventually(true: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 20
+    while not true() and time.monotonic() < until:
+        time.sleep(0.02)
+    return true()
+
+
+# ---- time and chance
+
+
+SLEEPY = """
+import secrets
+class Own:
+    def __init__(self): self.left = 3
+    def reset(self, seed): self.random = random.Random(seed)
+    def step(self, said):
+        time.sleep(secrets.randbelow(30) / 1000)
+        self.left -= 1
+        return Turn(f"<{self.random.randint(0, 9)}{random.randint(0, 9)}>\\n", float(len(said)), self.left == 0)
+"""
+
+
+@pytest.mark.parametrize("wait", [0, 3])
+def test_the_same_run_gives_the_same_answers_whatever_time_environments_take(play, wait: int):
+    asked = [f"{i}:" for i in range(6)]
+    first, second = (play(SLEEPY, asked, most=40, longest=60, stop="\ufffd", wait=wait) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert (a.tokens, a.live, a.played.reward) == (b.tokens, b.live, b.played.reward)
+        assert np.array_equal(a.logprobs, b.logprobs, equal_nan=True), "bit for bit"
+    other = play(SLEEPY, asked, most=40, longest=60, stop="\ufffd", wait=wait, seed=(2,))
+    assert [a.tokens for a in first] != [a.tokens for a in other]
+    assert sum(one.played.made for one in first) > 8
+
+
+def test_what_is_computed_together_follows_from_no_clock(play):
+    """The order in which the engine is asked is that of the steps at which turns end, whoever replies first."""
+    code = """
+    class Own:
+        def __init__(self): self.left = 3
+        def reset(self, prompt): self.slow = int(prompt) / 20
+        def step(self, said):
+            time.sleep(self.slow)
+            self.left -= 1
+            return Turn("ok\\n", 1.0, self.left == 0)
+    """
+    script = {row: ["a\n"] * 3 for row in range(3)}
+    play(code, ["0", "1", "2"], script, stop="\n", wait=2)
+    first = [one.row for one in play.engine.requests]
+    play(code, ["2", "1", "0"], script, stop="\n", wait=2)
+    assert first == [one.row for one in play.engine.requests] == [0, 1, 2] * 3
+
+
+def test_an_answer_that_waits_does_not_stop_the_others(play, tmp_path):
+    """The first environment replies only once the other has played all its turns."""
+    code = f"""
+    class Own:
+        def reset(self, prompt): self.slow, self.left = prompt == "slow", 1 if prompt == "slow" else 4
+        def step(self, said):
+            self.left -= 1
+            flag = {str(tmp_path / "flag")!r}
+            while self.slow and not os.path.exists(flag): time.sleep(0.01)
+            if not self.slow and not self.left: open(flag, "w").close()
+            return Turn("ok\\n", 1.0, self.left == 0)
+    """
+    script = {0: ["a<eos>"], 1: ["b\n"] * 4}
+    answers = play(code, ["slow", "fast"], script, stop="\n", wait=None, timeout=30)
+    assert [one.played.why for one in answers] == ["done", "done"]
+    (tmp_path / "flag").unlink()
+    waited = play(code, ["slow", "fast"], script, stop="\n", wait=3, timeout=1.5)
+    assert [one.played.why for one in waited] == ["failed", "done"], "with `wait` the engine waits for it, until its time is over"
+
+
+def test_more_answers_than_processes(play):
+    answers = play(ECHO, [f"{i}" for i in range(5)], {row: ["a\n", "b\n"] for row in range(5)}, stop="\n", processes=2)
+    assert [one.text for one in answers] == ["a\n[a\n]b\n"] * 5
+    rows = [one.row for one in play.engine.requests]
+    assert rows.index(4) > max(i for i, row in enumerate(rows) if row in (0, 1)), "the last began when others had ended"
+
+
+def test_environments_of_a_group_have_one_seed(lm: LM):
+    one, two = prompts(lm, ["a", "a"])(0, 2)
+    seeds = seeds_of([one, one, two, two], (7, 0, 3, 0))
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+    assert seeds_of([one, two], (7, 0, 3, 0)) == [seeds[0], seeds[2]], "the greedy answer's too"
+    assert seeds_of([one], (7, 0, 4, 0)) != seeds[:1]
+
+
+# ---- beside the model alone
+
+
+def test_log_probabilities_are_those_of_the_conversation_in_one_go(play, lm: LM):
+    """Turns continue in the prefix cache; what they drew is what the model says of the whole text."""
+    answers = play(ECHO, [USER, "say:"], most=80, longest=140, turns=4, args={"turns": 4}, observation=20)
+    assert max(one.played.made for one in answers) >= 1
+    for answer in answers:
+        scores = lm.score([[*answer.prompt.tokens, *answer.tokens]])[0][len(answer.prompt.tokens) - 1 :]
+        own = np.asarray(answer.live)
+        assert np.allclose(np.asarray(answer.logprobs)[own], scores[own], atol=1e-4)
+        assert np.isnan(np.asarray(answer.logprobs)[~own]).all()
+
+
+def test_the_prefix_cache_is_hit(play, lm: LM):
+    answers = play(ECHO, ["say something:"], most=100, longest=140, stop="\ufffd", turns=4, args={"turns": 4}, seed=(3,))
+    made = answers[0].played.made
+    assert made > 1, "several turns"
+    stats = lm.engine([140]).stats
+    assert stats.reused_tokens >= (made - 1) * len("say something:") // 4 * 4
