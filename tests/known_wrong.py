@@ -602,7 +602,7 @@ EDITS = [
         "argosy/rl/experience.py",
         "begin = row * shape.sequence + at + asked - 1",
         "begin = row * shape.sequence + at + asked - 2",
-        ("tests/rl/test_policy.py::test_log_probabilities_are_those_of_each_answer_alone[logits-1.0]",),
+        ("tests/rl/test_policy.py::test_log_probabilities_are_those_of_each_answer_alone[blocks-1.0]",),
     ),
     Edit(
         "a resume held against settings.yml",

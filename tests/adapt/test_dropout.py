@@ -123,6 +123,7 @@ def stepped(graph: Any, params: Any, rest: Any, **how: Any) -> tuple[TrainState,
     return state, float(metrics["loss"] + metrics["grad_norm"])
 
 
+@pytest.mark.slow
 def test_every_step_and_every_part_drops_anew():
     """With a learning rate of nothing, the loss of the same batch differs between steps, and between its two equal parts."""
     graph, params, rest = weights(Lora(rank=2, dropout=P), Unroll())

@@ -153,6 +153,7 @@ def test_eight_devices_learn_as_one(data: Path, base: Path, tmp_path: Path):
         assert eight == pytest.approx(one, rel=1e-3, abs=1e-5), metric
 
 
+@pytest.mark.slow
 def test_devices_that_only_sample_change_nothing_but_rounding(data: Path, base: Path, tmp_path: Path):
     """The weights are copied to two devices, which share the heads, and arrive whole."""
     fit("grpo", data, tmp_path / "one", f"init.weights={base}", steps=3)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from helpers import default
 from laws.families import built
 from rl.talking import CASE, language_model, prompts, table
 from rl.test_rollouts import Found
@@ -68,7 +69,7 @@ def rollouts(lm: LM, tmp_path, how: Policy, judge: Any, asked: Prompts, n: int =
     return made
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", default("grpo", "reinforce_pp", of=NAMES))
 def test_no_number_of_an_environment_becomes_part_of_an_update(name: str, lm: LM, tmp_path):
     """Of every policy: advantages and returns are finite where the policy spoke, 0 elsewhere; only log-probabilities may be NaN."""
     how = OBJECTIVES[name]()

@@ -84,7 +84,7 @@ def test_parts_packing_and_order_change_no_loss_and_no_gradient(name):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("head", ["logits", "blocks", "chunks"])
+@pytest.mark.parametrize("head", [pytest.param("logits", marks=pytest.mark.slow), "blocks", "chunks"])
 def test_log_probabilities_are_those_of_each_answer_alone(head, temperature):
     of, model, how = answers(), built(CASE, Unroll()), GRPO(temperature=temperature, head=head, chunk=7)
     (part,) = packed(of, list(range(len(of))), Shape(4, 24, LONGEST))
