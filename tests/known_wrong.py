@@ -129,6 +129,48 @@ EDITS = [
     ),
     # ---------------------------------------------------------------- distillation
     Edit(
+        "a target beside the answer's learned on policy",
+        "argosy/rl/lessons.py",
+        "mask[places[: len(answers[owner].tokens)]]",
+        "mask[places[: len(answers[owner].tokens)] + 1]",
+        ("tests/rl/test_lessons.py::test_the_answers_of_the_data_are_learned_with_their_end_cut_at_the_limit",),
+    ),
+    Edit(
+        "the same batches the student's own for every seed",
+        "argosy/rl/lessons.py",
+        'f"{self.seed}/own/{number}"',
+        'f"own/{number}"',
+        ("tests/rl/test_lessons.py::test_the_share_of_batches_is_drawn_from_the_seed",),
+    ),
+    Edit(
+        "merged tokens compared without what came before",
+        "argosy/train/objectives/uld.py",
+        "p * jnp.exp(ours)[:, None]",
+        "p",
+        ("tests/train/test_uld.py::test_a_merged_group_by_hand",),
+    ),
+    Edit(
+        "a teacher's tokens aligned one place off",
+        "argosy/data/across.py",
+        "at + d - 2",
+        "at + d - 1",
+        ("tests/data/test_across.py::test_rows_have_the_groups_of_all_documents_and_what_is_too_long_is_told",),
+    ),
+    Edit(
+        "of several pairs of layers the first alone",
+        "argosy/train/objectives/distill.py",
+        "jnp.mean(jnp.stack(each), 0)",
+        "each[0]",
+        ("tests/train/test_distill.py::test_outputs_of_pairs_of_layers_by_hand",),
+    ),
+    Edit(
+        "a key in a server's words shown",
+        "argosy/jobs/endpoint.py",
+        "words = self.without_key(",
+        "words = str(",
+        ("tests/serve/test_teacher.py::test_errors_that_may_pass_are_tried_again_and_told_in_the_end",),
+    ),
+    Edit(
         "teacher and student exchanged in a divergence",
         "argosy/ops/divergence.py",
         "return _expected(teacher, teacher - student)",
