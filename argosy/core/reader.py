@@ -111,6 +111,12 @@ class Reader:
 
     def _choice(self, choice: Choice, key: str, given: list[Given]) -> Any:
         noun, tag = choice.registry.noun, f"{key}.{choice.tag}"
+        for one in given:
+            if isinstance(value := one.value, Mapping) and {SELF, choice.tag} <= value.keys():
+                alone, named = value[SELF], value[choice.tag]
+                if isinstance(alone, str) and choice.named(alone).get(choice.tag) != named:
+                    what = f"`{key}` is {alone}, and `{tag}` is {named}"
+                    self.problems.append(BadInput(what, where=f"set by {one.layer.where(key)}", hint="leave one of both out"))
         given, all_good = self._mappings(
             f"`{key}` should name the {noun}", key, [_tagged(choice, one) for one in given]
         )

@@ -281,6 +281,14 @@ def test_a_choice_and_its_keys_in_either_order(turned):
     assert reading.origin["optimizer.learning_rate"] == "default"
 
 
+@pytest.mark.parametrize("turned", [1, -1])
+def test_a_choice_that_is_made_twice_is_a_mistake(turned):
+    """Whichever came last was ignored without a word."""
+    with pytest.raises(SettingsError, match="`optimizer` is adamw, and `optimizer.name` is muon"):
+        read(words=["optimizer=adamw", "optimizer.name=muon"][::turned])
+    assert read(words=["optimizer=muon", "optimizer.name=muon"]).value.optimizer == Muon()
+
+
 def test_keeping_the_tag_keeps_the_keys():
     layers = {"optimizer": {"name": "adamw", "b1": 0.8}}, {"optimizer": {"b2": 0.7}}, {"optimizer": "adamw"}
     assert read(*layers).value.optimizer == AdamW(b1=0.8, b2=0.7)
