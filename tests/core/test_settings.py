@@ -284,7 +284,7 @@ def test_a_choice_and_its_keys_in_either_order(turned):
 @pytest.mark.parametrize("turned", [1, -1])
 def test_a_choice_that_is_made_twice_is_a_mistake(turned):
     """Whichever came last was ignored without a word."""
-    with pytest.raises(SettingsError, match="`optimizer` is adamw, and `optimizer.name` is muon"):
+    with pytest.raises(SettingsError, match=r"`optimizer` is adamw, and `optimizer\.name` is muon"):
         read(words=["optimizer=adamw", "optimizer.name=muon"][::turned])
     assert read(words=["optimizer=muon", "optimizer.name=muon"]).value.optimizer == Muon()
 
