@@ -80,7 +80,7 @@ def forms_of(model: nnx.Module) -> dict[str, tuple[int, bool]]:
         rest = "".join(letter for letter in node.spec if letter not in summed)
         if summed and rest and node.spec in (summed + rest, rest + summed):
             own = "w" if isinstance(node, Einsum) else "values"
-            if own == "w" or scaled_along(node, node.spec) <= set(rest):
+            if isinstance(node, Einsum) or scaled_along(node, node.spec) <= set(rest):
                 out[".".join(map(str, (*path, own)))] = len(summed), node.spec.startswith(summed)
     return out
 

@@ -292,6 +292,13 @@ def test_the_calculator_agrees_with_fractions(expression: str):
     assert Fraction(found) == expected
 
 
+def test_what_a_resume_may_change_is_no_part_of_what_it_compares(lm: LM):
+    one, two, other = (open_table(how, prompts(lm, [USER]), None) for how in (Calculator(), Calculator(call_timeout=4), Calculator(turns=3)))
+    assert one.identity == two.identity != other.identity
+    for made in (one, two, other):
+        made.close()
+
+
 def test_the_calculator_in_a_conversation(lm: LM):
     calls = [hermes("calculate", expression=one) for one in ("17 * 23", "a")]
     (answer,) = played(lm, Calculator(), [*calls, "391<eos>"], most=900)
