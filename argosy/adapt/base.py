@@ -16,6 +16,7 @@ from flax import nnx
 from argosy.adapt.lora import Fixed, LoRA
 from argosy.adapt.quant import QuantizedEinsum
 from argosy.adapt.surgery import at, find, inside, put_at
+from argosy.core.errors import BadInput
 from argosy.models.parts.stack import layer_addresses
 from argosy.models.parts.weight import Frozen, Moved, kept_in, put, variables
 
@@ -76,12 +77,18 @@ def lay(model: nnx.Module, adapters: Mapping[str, Any]) -> dict[str, np.ndarray]
 
     Args:
         adapters: the factors `a` and `b` and the `gain` of each contraction, by its per-layer name.
+
+    Raises:
+        BadInput: one is on a weight that is trained in full.
     """
     names, leaves = layer_addresses(model), dict[str, np.ndarray]()
     for name, of in find(model, ".*").items():
         own = [adapters.get(address.removesuffix(".w")) for address in names(f"{name}.w")]
         if all(one is None for one in own):
             continue
+        if any(isinstance(v, Retrained) for v in variables(of).values()):
+            what = f"adapter.train matches {name}, which has an adapter of the base"
+            raise BadInput(what, hint="adapter.onto=merge, or leave it out of adapter.train")
         rank = max(one.a.shape[-1] for one in own if one is not None)
         put_at(model, name, fixed := Fixed(of, rank))
         a, b = (np.zeros(v.shape, np.float32) for v in (fixed.a, fixed.b))

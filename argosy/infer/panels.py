@@ -80,12 +80,12 @@ def forms_of(model: nnx.Module) -> dict[str, tuple[int, bool]]:
         rest = "".join(letter for letter in node.spec if letter not in summed)
         if summed and rest and node.spec in (summed + rest, rest + summed):
             own = "w" if isinstance(node, Einsum) else "values"
-            if own == "w" or scaled_along(node.weight, node.spec) <= set(rest):
+            if isinstance(node, Einsum) or scaled_along(node, node.spec) <= set(rest):
                 out[".".join(map(str, (*path, own)))] = len(summed), node.spec.startswith(summed)
     return out
 
 
-def scaled_along(w: Quantized, letters: str) -> set[str]:
+def scaled_along(w: Quantized | QuantizedEinsum, letters: str) -> set[str]:
     """The letters of a quantized weight that have scales, in blocks or not."""
     return {letter for letter, n in zip(letters, w.scale.shape, strict=True) if n > 1}
 

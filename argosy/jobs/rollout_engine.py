@@ -133,5 +133,5 @@ def checksum(a: jax.Array) -> jax.Array:
     # Weighed by place, so that two weights that were exchanged are noticed.
     place = jnp.ones(bits.shape, jnp.uint32)
     for axis in range(bits.ndim):
-        place = place * jnp.uint32(31) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        place = place * jnp.uint32(bits.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
     return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)

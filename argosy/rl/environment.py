@@ -19,6 +19,9 @@ Where prompts are lists of messages, `step` is given the message of the assistan
 `malformed` if it seems to have tried. An observation is then one message of the user (or of the role that the attribute `role` names),
 or a list of messages. An object with a list `tools` of JSON schemas has them shown to the model. This file needs the standard library
 alone.
+
+A classmethod `prepare`, if there is one, is called once with the arguments of the class, before any object is made: what it loads is
+shared by all processes.
 """
 
 from collections.abc import Mapping, Sequence

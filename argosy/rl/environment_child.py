@@ -7,6 +7,7 @@ It is told what to load by a pickle of the parent's, then gets commands of 9 byt
 end a number. A process answers JSON with JSON, 8 bytes of length in front. All of them end with the parent, by the group.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -65,8 +66,8 @@ def about(made, args):
         raise base.Wrong({"what": f"it cannot be made of environment.args: {error}", "hint": hint}) from None
     except ValueError:
         pass
-    # What is loaded once, before processes are forked.
-    if (prepare := getattr(made, "prepare", None)) is not None:
+    # What is loaded once, before processes are forked. A method of objects may have this name too.
+    if inspect.ismethod(prepare := getattr(made, "prepare", None)):
         try:
             prepare(**args)
         except BaseException as error:
@@ -190,6 +191,20 @@ def play(connection, made, one, server):
         connection.sendall(LENGTH.pack(len(data)) + data)
 
 
+def kill_started(pid):
+    """Kills, on Linux, what a process has started and what those have."""
+    children, found = {}, [pid]
+    for name in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            parent = int(file.read().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    for one in found:
+        found += children.get(one, ())
+    for one in found[1:]:
+        with contextlib.suppress(OSError):
+            os.kill(one, signal.SIGKILL)
+
+
 def serve(control, lifeline, made, one):
     """Forks and ends processes until the parent is gone."""
     server, processes = os.getpid(), {}
@@ -210,6 +225,9 @@ def serve(control, lifeline, made, one):
         what, number = COMMAND.unpack(data)
         if what == b"e":
             if number in processes:
+                # It may hang, or not have seen yet that it is over.
+                os.kill(processes[number], signal.SIGSTOP)
+                kill_started(processes[number])
                 os.kill(processes[number], signal.SIGKILL)
                 os.waitpid(processes.pop(number), 0)
             continue
@@ -220,6 +238,7 @@ def serve(control, lifeline, made, one):
                 os.close(lifeline)
                 play(socket.socket(fileno=sockets[0]), made, one, server)
             finally:
+                kill_started(os.getpid())
                 os._exit(0)
         processes[number] = pid
         os.close(sockets[0])

@@ -61,6 +61,8 @@ class Played:
             self.reply = {"died": "its process ended"}
             return
         self.read += part
+        # The rest of a long reply waits for this process, which may be busy with the engine.
+        self.until = time.monotonic() + self.timeout
         if len(self.read) >= LENGTH.size and len(self.read) >= LENGTH.size + LENGTH.unpack_from(self.read)[0]:
             self.reply = json.loads(bytes(self.read[LENGTH.size :]))
             self.read.clear()
@@ -124,7 +126,8 @@ class Environments:
     def end(self, played: Played) -> None:
         """Ends the process of an answer."""
         if self._open.pop(played.number, None) is not None:
-            self._selector.unregister(played.connection)
+            with suppress(KeyError):
+                self._selector.unregister(played.connection)
             played.connection.close()
             with suppress(OSError):
                 self._control.sendall(COMMAND.pack(b"e", played.number))
@@ -142,6 +145,9 @@ class Environments:
         for key, _ in self._selector.select(max(0.0, min(wait_s, left))):
             if key.data.reply is None:
                 key.data.receive()
+            else:
+                # Its process ended, which would end every wait at once. It is told when it is asked again.
+                self._selector.unregister(key.fileobj)
         now = time.monotonic()
         for one in waiting:
             if one.reply is None and now > one.until:

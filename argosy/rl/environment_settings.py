@@ -266,7 +266,7 @@ def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Pro
         if is_text and made.tools:
             raise BadInput("an environment with tools needs prompts that are messages", where=first.where)
         turns.check(first)
-        known = {name: item for name, item in dict(settings).items() if name not in ("timeout", "processes")}
+        known = {name: item for name, item in dict(settings).items() if name not in ("timeout", "call_timeout", "processes")}
         how = (settings.turns, settings.processes, settings.wait, settings.tokens, settings.weight, settings.gives)
         return Table(made, turns, *how, repr(known))
     except BaseException:

@@ -92,7 +92,8 @@ class Rollouts(Batches):
         self.waiting: dict[str, Sequence[Any]] = {}
         # In the prompts after the last rollout that was taken, and how many were.
         self.place = self.number = self.tokens = 0
-        self.closing = False
+        self.interrupted: Callable[[], bool] = lambda: False
+        self.closing = self.evaluating = False
 
     def begin(self, trainer: Trainer, say: Say, keep: Callable[[Sequence[Told]], None], interrupted: Callable[[], bool]) -> None:
         """Takes what a run lends, before the first `advance`.
@@ -102,8 +103,12 @@ class Rollouts(Batches):
             interrupted: whether to stop. Then a rollout is given up, which is sampled again later; except one that is sampled ahead,
                 whose weights will be gone.
         """
-        self.trainer, self.keep, self.collector.say = trainer, keep, say
-        self.collector.interrupted = (lambda: self.closing) if self.rollout.ahead else interrupted
+        self.trainer, self.keep, self.collector.say, self.interrupted = trainer, keep, say, interrupted
+        self.collector.interrupted = self.gives_up
+
+    def gives_up(self) -> bool:
+        """Whether what is being sampled is given up."""
+        return self.closing or (self.interrupted() and (self.evaluating or not self.rollout.ahead))
 
     # ---------------------------------------------------------------- as batches
 
@@ -285,10 +290,13 @@ class Rollouts(Batches):
         # The engine does one thing at a time.
         self.ahead.settled()
         lm = self.trainer.engine(self.trainer.weights(state))
+        self.evaluating = True
         try:
             answers, rewards = self.collector.greedy(lm, self.held_out(0, most))
         except Interrupted:
             return None
+        finally:
+            self.evaluating = False
         if not answers:
             return {}
         lm.sleep()

@@ -30,7 +30,7 @@ CHANGES = "give a template that keeps every message as it was: data.template=FIL
 
 
 class Rewritten(ArgosyError):
-    """A chat template changed what came before a turn, or a turn's end cannot be found."""
+    """A chat template refused a conversation or changed what came before a turn, or a turn's end cannot be found."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Turns:
             room: the most tokens of that prompt.
 
         Raises:
-            BadInput: an observation that fits no such prompt. Rewritten: it leaves no room.
+            BadInput: an observation that fits no such prompt. Rewritten: it leaves no room, or the template refuses it.
         """
         found, cut = self.observation(prompt, observation)
         if isinstance(prompt.asked, str):
@@ -159,7 +159,7 @@ class Turns:
             ends: the tokens that may end a turn, with their texts.
 
         Raises:
-            BadInput: an observation that fits no such prompt. Rewritten: the template changed what came before.
+            BadInput: an observation that fits no such prompt. Rewritten: the template refuses it, or changed what came before.
         """
         found, cut = self.observation(talk.prompt, observation)
         talk.messages += found
@@ -173,11 +173,17 @@ class Turns:
         return Observed(self.rest(own + rest, special=True), found, cut)
 
     def rendered(self, talk: Talk, ends: Collection[str] = ()) -> str:
-        """The conversation, ready for an answer. Names of end tokens that the model spelled are left out: they would end its turn."""
-        messages = talk.messages
-        if isinstance(messages[-1].get("content"), str):
-            messages = [without(one, ends) if one["role"] == "assistant" else one for one in messages]
-        return self.prompts.text_of(messages, talk.prompt.tools, talk.prompt.variables)
+        """The conversation, ready for an answer. Names of end tokens that the model spelled are left out: they would end its turn.
+
+        Raises:
+            Rewritten: the template refuses it. What a model says may make it do so, such as arguments of a call that are a list.
+        """
+        asked = len(talk.prompt.asked)
+        made = [without(one, ends) if one["role"] == "assistant" else one for one in talk.messages[asked:]]
+        try:
+            return self.prompts.text_of([*talk.messages[:asked], *made], talk.prompt.tools, talk.prompt.variables)
+        except BadInput as error:
+            raise Rewritten(error.what) from None
 
     def observation(self, prompt: Prompt, given: Any) -> tuple[list[dict[str, Any]], bool]:
         """An observation as messages, none longer than its share of the limit, and whether something was cut.
@@ -246,12 +252,16 @@ class Turns:
             raise BadInput(what, where=error.where, hint=CHANGES) from None
 
 
-def without(message: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """A message whose content has none of these names."""
-    content = message["content"]
-    for name in names:
-        content = content.replace(name, "")
-    return {**message, "content": content}
+def without(item: Any, names: Collection[str]) -> Any:
+    """A message, or a part of it, none of whose texts has one of these names."""
+    if isinstance(item, str):
+        # What is left may be a name in its turn.
+        while found := [name for name in names if name and name in item]:
+            item = item.replace(found[0], "")
+        return item
+    if isinstance(item, Mapping):
+        return {without(key, names): without(value, names) for key, value in item.items()}
+    return [without(one, names) for one in item] if isinstance(item, list) else item
 
 
 def between(before: str, after: str, ends: Collection[str]) -> tuple[str, str]:

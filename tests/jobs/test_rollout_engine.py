@@ -9,7 +9,7 @@ from argosy.adapt.quant import QuantizedEinsum
 from argosy.adapt.settings import LAYERS
 from argosy.adapt.surgery import find
 from argosy.jobs.rollout_engine import RolloutEngine, checksums
-from argosy.models.parts.stack import Unroll
+from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, split, variables
 from argosy.rl.policies import Rollout
 from argosy.train.state import TrainState
@@ -46,6 +46,17 @@ def test_on_other_devices_answers_are_the_same():
         assert [one.tokens for one in mine] == [one.tokens for one in theirs]
 
 
+def test_rounded_weights_of_scanned_layers_answer_as_those_of_unrolled_ones():
+    found = []
+    for layout in (Unroll(), Scan()):
+        module = built(CASE, layout)
+        graph, weights = split(module)
+        made = RolloutEngine(CASE, graph, abstract(module), jnp.float32, None, Rollout(weights="int8"))
+        (answer,) = made(weights).generate([[5, 9, 100]], 4, ignore_eos=True)
+        found.append(answer.tokens)
+    assert found[0] == found[1]
+
+
 def test_weights_are_rounded_anew_for_each_rollout():
     made, state = engine(weights="int8")
     for now in (state, changed(state)):
@@ -66,4 +77,6 @@ def test_a_checksum_notices_a_bit_and_an_exchange():
     found = np.asarray(checksums([a, a + 0, exchanged, a.T.reshape(3, 4), flipped]))
     assert found[0] == found[1]
     assert len(set(found[1:].tolist())) == 4
+    far = jnp.arange(128, dtype=jnp.float32).reshape(2, 64)
+    assert len({*np.asarray(checksums([far, far.at[0, 40].set(far[1, 9]).at[1, 9].set(far[0, 40])])).tolist()}) == 2
     assert np.asarray(checksums([half]))[0] != np.asarray(checksums([-half]))[0]

@@ -68,6 +68,9 @@ def test_the_choice_is_the_users(base: Path, first: Path, tmp_path: Path):
     assert "adapter.onto=stack" in str(error.value)
     with pytest.raises(BadInput, match="has no adapters"):
         fit(base, tmp_path / "run", "steps=1", *LORA, "adapter.onto=stack")
+    both = ["adapter.onto=stack", r"adapter.train=layers\.1\.attn\.q"]
+    with pytest.raises(BadInput, match=r"matches layers\.1\.attn\.q, which has an adapter of the base"):
+        fit(first, tmp_path / "run", "steps=1", *LORA, *both, "execution.run=unroll")
     with pytest.raises(ArgosyError, match="DoRA is not stacked"):
         fit(first, tmp_path / "run", "steps=1", "adapter=dora", "adapter.rank=2", "adapter.onto=stack")
 

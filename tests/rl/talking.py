@@ -30,8 +30,8 @@ CHAT = (
 )
 
 
-def language_model() -> LM:
-    tokenizer = ByteTokenizer(TokenizerConfig(templates={"default": CHAT}))
+def language_model(template: str = CHAT) -> LM:
+    tokenizer = ByteTokenizer(TokenizerConfig(templates={"default": template}))
     return LM(CASE, built(CASE, Unroll()), tokenizer, engine_settings=EngineSettings(slots=8, page=4))
 
 

@@ -298,6 +298,16 @@ def test_held_out_prompts_without_room_are_said_and_missing_rewards_are_no_zeros
     assert found["eval_rewards/own/missing"] == 1
 
 
+def test_a_signal_ends_an_evaluation_but_no_rollout_that_is_sampled_ahead(lm: LM):
+    made = rollouts(lm, OwnJudge(by_length), held_out=prompts(lm, 2), devices=1, ahead=1)
+    made.begin(made.trainer, lambda _: None, lambda _: None, lambda: True)
+    made.advance(None)
+    assert len(made.queue) == 1
+    assert made.evaluated(None, 2) is None
+    assert len(made.ahead.settled()) == 1
+    made.close()
+
+
 def test_the_engine_holds_no_cache_between_rollouts(lm: LM):
     made = rollouts(lm, OwnJudge(by_length), held_out=prompts(lm, 2))
     made.advance(None)

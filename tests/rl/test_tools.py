@@ -10,7 +10,7 @@ import pytest
 from helpers import can_confine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl.talking import ids, language_model, prompts
+from rl.talking import CHAT, EOS, ids, language_model, prompts
 
 from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.infer.lm import LM
@@ -199,6 +199,28 @@ def test_malformed_calls_and_huge_results(lm: LM, tmp_path: Path):
     assert (answer.played.counts, answer.played.cut, answer.ended) == (counts, 2, True)
 
 
+@pytest.mark.parametrize("spelled", ["<eos>", "<e\\u003ceos>os>"])
+def test_end_tokens_that_a_model_spells_in_a_call_do_not_end_its_turn(lm: LM, tmp_path: Path, spelled: str):
+    (tmp_path / "own.py").write_text("def echo(a: str) -> str: return 'well'")
+    call = '<tool_call>{"name": "echo", "arguments": {"a": "x%sy"}}</tool_call>'
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rl.talking.ids", lambda text: [*(call % spelled).encode(), EOS] if text == "call" else ids(text))
+        (answer,) = played(lm, Settings(functions=[f"{tmp_path}/own.py:echo"]), ["call", "so<eos>"], most=300)
+    assert answer.tokens == [*(call % spelled).encode(), EOS, *ids("\n<bos>tool\nwell<eos>\n<bos>assistant\nso<eos>")]
+    assert "<eos>" in answer.said[0]["tool_calls"][0]["function"]["arguments"]["a"], "the tool reads what the model said"
+
+
+def test_a_call_that_the_template_refuses_costs_its_answer_alone(tmp_path: Path):
+    """Templates such as Qwen 3.5's walk over the arguments of a call, which a model may write as a list."""
+    walks = CHAT.replace("{{ c.function | tojson }}", "{% for name, value in c.function.arguments | items %}{{ name }}{% endfor %}")
+    lm = language_model(walks.replace("<tool_call>", "<tool_call>{{ c.function.name }}"))
+    (tmp_path / "own.py").write_text("def echo(a: str) -> str: return 'well'")
+    listed = '<tool_call>{"name": "echo", "arguments": [1]}</tool_call><eos>'
+    one = played(lm, Settings(functions=[f"{tmp_path}/own.py:echo"]), [listed, "so<eos>"], most=300)[0].played
+    assert (one.why, one.failure[0], one.reward) == ("failed", "not rendered", None)
+    assert "refuses these messages" in one.failure[1]
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [("none", "no plain function"), ("untyped", "has no type"), ("count", "no plain function")],
@@ -268,6 +290,13 @@ def test_the_calculator_agrees_with_fractions(expression: str):
         return
     found = calculate(expression).partition(",")[0]
     assert Fraction(found) == expected
+
+
+def test_what_a_resume_may_change_is_no_part_of_what_it_compares(lm: LM):
+    one, two, other = (open_table(how, prompts(lm, [USER]), None) for how in (Calculator(), Calculator(call_timeout=4), Calculator(turns=3)))
+    assert one.identity == two.identity != other.identity
+    for made in (one, two, other):
+        made.close()
 
 
 def test_the_calculator_in_a_conversation(lm: LM):

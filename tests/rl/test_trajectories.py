@@ -231,6 +231,89 @@ def eventually(true: Callable[[], bool]) -> bool:
     return true()
 
 
+
+
+def test_what_an_environment_started_ends_with_it(lm: LM, tmp_path):
+    code = """
+    import subprocess
+    class Own:
+        def reset(self):
+            self.other = subprocess.Popen(["sh", "-c", "sleep 97; true"])
+        def step(self, said): pass
+    """
+    made = table(tmp_path, code, prompts(lm, ["a"]))
+    group = made.environments._process.pid
+    assert eventually(lambda: len(alive(group)) == 1)
+    one = made.environments.open()
+    one.ask({"seed": 1, "reset": {}})
+    assert eventually(lambda: len(alive(group)) == 4), "the environment, the shell, and what that runs"
+    made.environments.end(one)
+    assert eventually(lambda: len(alive(group)) == 1)
+    made.close()
+
+
+def test_a_long_reply_that_nobody_read_has_not_timed_out(lm: LM, tmp_path):
+    """It is longer than what the system holds, and the engine was busy for longer than the environment may take."""
+    code = "class Own:\n    def reset(self): return 'x' * 10**6\n    def step(self, said): pass"
+    made = table(tmp_path, code, prompts(lm, ["a"]), timeout=1)
+    one = made.environments.open()
+    one.ask({"seed": 1, "reset": {}})
+    time.sleep(1.5)
+    while one.reply is None:
+        made.environments.look([one], 0.1)
+    assert len(one.reply.get("observation", "")) == 10**6
+    made.close()
+
+
+def test_a_process_that_ended_after_its_reply_keeps_nobody_awake(lm: LM, tmp_path):
+    code = """
+    import threading
+    class Own:
+        def reset(self, seed):
+            if seed: time.sleep(1)
+            else: threading.Timer(0.1, os._exit, [0]).start()
+        def step(self, said): pass
+    """
+    made = table(tmp_path, code, prompts(lm, ["a"]))
+    ended, looks = made.environments.open(), 0
+    ended.ask({"seed": 0, "reset": {"seed": 0}})
+    while ended.reply is None:
+        made.environments.look([ended], 0.1)
+    time.sleep(0.3)
+    slow = made.environments.open()
+    slow.ask({"seed": 1, "reset": {"seed": 1}})
+    while slow.reply is None:
+        made.environments.look([slow], 0.1)
+        looks += 1
+    assert looks < 50
+    ended.ask({"step": "a"})
+    made.environments.look([ended], 0.1)
+    assert "died" in ended.reply
+    made.environments.end(ended)
+    made.close()
+
+
+def test_a_method_named_prepare_is_the_class_s_own(play):
+    code = """
+    class Own:
+        def prepare(self): self.word = "well"
+        def reset(self): self.prepare()
+        def step(self, said): return Turn(self.word, 1.0)
+    """
+    (answer,) = play(code, ["say:"], {0: ["a\n", "b\n"]}, stop="\n", turns=2)
+    assert answer.text == "a\nwellb\n"
+    shared = """
+    class Own:
+        @classmethod
+        def prepare(cls, word): cls.word = word * 2
+        def __init__(self, word): pass
+        def reset(self): return self.word
+        def step(self, said): return Turn(done=True)
+    """
+    (answer,) = play(shared, ["say:"], {0: ["a<eos>"]}, args={"word": "hm"})
+    assert answer.text == "hmhma"
+
+
 # ---- time and chance
 
 
