@@ -265,9 +265,11 @@ class Collector:
             for kind, count in kinds.items():
                 key = f"rewards/{name}/{kind.replace(' ', '_')}"
                 made.failed[key] = made.failed.get(key, 0.0) + count
-        values, none = found.values, failed(answers)
+        values = found.values
         if self.scored != list(self.judge.names):
             values = np.concatenate([environment_rewards(answers), values], 1)
+        # A punishment alone is no reward: the answer would count as one of 0.
+        none = failed(answers) | ~np.isfinite(values).any(1)
         if self.rollout.overlong:
             lengths = np.array([len(one.tokens) for one in answers], np.float32)
             punished = np.asarray(overlong(jnp.asarray(lengths), self.rollout.tokens, self.rollout.overlong))

@@ -298,6 +298,17 @@ def test_held_out_prompts_without_room_are_said_and_missing_rewards_are_no_zeros
     assert found["eval_rewards/own/missing"] == 1
 
 
+def test_an_answer_without_a_reward_is_missing_beside_a_punishment_too(lm: LM):
+    kept: list[Told] = []
+    made = rollouts(lm, OwnJudge(lambda p, c, a: float("nan") if a == "0" else 3.0), kept=kept, overlong=2)
+    made.advance(None)
+    missing = [one for one in kept if one.prompt == "0="]
+    assert len(missing) == 2
+    assert [one.rewards for one in missing] == [{"own": None, "overlong": None}] * 2
+    assert all(one.rewards["overlong"] is not None for one in kept if one.prompt != "0=")
+    assert made.queue[0].numbers["answers/left_out"] == pytest.approx(2 / 8)
+
+
 def test_a_signal_ends_an_evaluation_but_no_rollout_that_is_sampled_ahead(lm: LM):
     made = rollouts(lm, OwnJudge(by_length), held_out=prompts(lm, 2), devices=1, ahead=1)
     made.begin(made.trainer, lambda _: None, lambda _: None, lambda: True)

@@ -293,7 +293,8 @@ def test_the_calculator_agrees_with_fractions(expression: str):
 
 
 def test_what_a_resume_may_change_is_no_part_of_what_it_compares(lm: LM):
-    one, two, other = (open_table(how, prompts(lm, [USER]), None) for how in (Calculator(), Calculator(call_timeout=4), Calculator(turns=3)))
+    settings = Calculator(), Calculator(call_timeout=4), Calculator(turns=3)
+    one, two, other = (open_table(how, prompts(lm, [USER]), None) for how in settings)
     assert one.identity == two.identity != other.identity
     for made in (one, two, other):
         made.close()
