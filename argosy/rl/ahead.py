@@ -86,3 +86,5 @@ class Ahead(Generic[In, Out]):
                 piece.set_exception(error)
             else:
                 piece.set_result(done)
+            # The weights of a rollout are not kept until the next one comes.
+            del what, piece, found

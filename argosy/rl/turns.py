@@ -202,10 +202,17 @@ class Turns:
         out, any_ = [], False
         for one in given:
             message = {name: item for name, item in one.items() if name != "characters"}
+            if not isinstance(prompt.asked, str):
+                message["content"] = self.harmless(message["content"])
             message["content"], cut = self.fitted(message["content"], max(1, self.most // len(given)), one.get("characters"))
             out.append(message)
             any_ |= cut
         return out, any_
+
+    def harmless(self, text: str) -> str:
+        """A text in which no name of a special token is one: what a tool read somewhere must not end a turn and begin another."""
+        names = self.tokenizer.special_names
+        return text if names is None else names.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def fitted(self, text: str, most: int, characters: int | None = None) -> tuple[str, bool]:
         """A text of at most so many tokens; of a longer one the beginning, and how much is missing.
