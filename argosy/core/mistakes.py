@@ -107,6 +107,9 @@ def _of_other_trainers(key: str, names: Names) -> str | None:
             return f"{meant} {note}" if (note := names.notes.get(name)) else meant
         if sentence := names.elsewhere.get(name):
             return sentence
+    # A key of what is chosen comes before one that another choice would have.
+    if not group and len(same := [key for key in names.known if key.rpartition(".")[2] == leaf and "." in key]) == 1:
+        return f"did you mean `{same[0]}`?"
     return next(filter(None, (_of_another_choice(name, names) for name in dict.fromkeys([plain, leaf]))), None)
 
 

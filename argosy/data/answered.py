@@ -81,7 +81,10 @@ def divided(record: Record, encoded: Any) -> Answered:
         begin -= 1
     if not begin:
         raise BadInput("an answer without a prompt", where=record.where, hint="data.bos=true begins it with that token")
-    asked = record.prompt if record.messages is None else record.messages
+    asked: Any = record.prompt
+    if record.messages is not None:
+        said = [i for i, one in enumerate(record.messages) if one.get("role") == "assistant"]
+        asked = record.messages[: said[-1]] if said else record.messages
     return Answered(Prompt(asked or "", ids[:begin], {}, record.where), ids[begin : end + 1])
 
 

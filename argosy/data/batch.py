@@ -88,6 +88,8 @@ class Batches(ABC):
     bytes_per_token: float | None
     # Of the axes that are fields' own, by letter.
     sizes: Mapping[str, int] = MappingProxyType({})
+    # Whether `advance` computes with the state, so that a step is over before the next batch is made.
+    depends: bool = False
 
     def __iter__(self) -> "Batches":
         return self

@@ -282,14 +282,16 @@ def is_model(name: str) -> bool:
 
 
 def _of_folder(folder: str, brings_weights: bool) -> SettingsLayer:
-    from argosy.checkpoint.stored import model_of
+    from argosy.checkpoint.stored import model_of, open_model
     from argosy.data.tokenize import find_tokenizer
 
     values: dict[str, Any] = {"model": model_of(folder)}
     if brings_weights:
         values["init"] = {"weights": folder}
-    if find_tokenizer(Path(folder)) is not None:
-        values["data"] = {"tokenizer": folder}
+    # Folders of adapters mostly have none: it is that of their base.
+    places = (Path(folder), open_model(folder).companions)
+    if (own := next((one for one in places if one is not None and find_tokenizer(one) is not None), None)) is not None:
+        values["data"] = {"tokenizer": folder if own == places[0] else str(own)}
     return StoredModel(folder, values)
 
 

@@ -184,5 +184,7 @@ def refused(code: int, said: str, where: str, model: str) -> BadInput:
         403: f"set {KEYS[0]} in the environment",
         404: f"is objective.teacher up to /v1, and objective.teacher_model={model} one of GET /v1/models?",
     }
+    if "vocabulary" in said:
+        hints[code] = "the teacher must have the student's tokenizer; objective=uld learns across tokenizers from a folder of weights"
     hint = hints.get(code, "objective.top may be above what the server allows (20 by vLLM's default), or a text above its context")
     return BadInput(f"the teacher's server refuses: {said}", where=where, hint=hint)

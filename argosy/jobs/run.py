@@ -279,8 +279,6 @@ class Run(Settings):
             raise ValueError("reward is for objectives that learn from rewards: this one learns from its teacher")
         if not rewarded and self.environment.played:
             raise ValueError("environment is for objectives that learn from rewards: this one learns from its teacher")
-        if self.environment.played and self.rollout is not None and self.rollout.ignore_eos:
-            raise ValueError("rollout.ignore_eos with an environment: a turn of the model ends by an end token")
         if getattr(self.adapter, "dropout", 0):
             raise ValueError("adapter.dropout makes the policy that is trained another one than the one that answers: leave it out")
         if self.accumulate > 1:

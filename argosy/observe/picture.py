@@ -159,7 +159,7 @@ def headed(facts: Mapping[str, Any]) -> list[str]:
     facts.pop("vocab", None)
     wide = {
         name: text
-        for name in ("command", "versions", "weights", "adapter", "tokenizer", "corpus", "rollout", "rewards", "memory")
+        for name in ("command", "versions", "weights", "adapter", "tokenizer", "corpus", "rollout", "environment", "rewards", "memory")
         if (text := _wide(name, facts.pop(name, None)))
     }
     short: dict[str, str] = {}

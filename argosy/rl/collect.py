@@ -188,6 +188,13 @@ class Collector:
         playing = Conversed(lm, prompts, How(how, most, self.longest_prompt + most, ignore_eos), seed, self.table, self.interrupted)
         answers = playing.run()
         made.seconds["environment_s"] = made.seconds.get("environment_s", 0.0) + playing.waited_s
+        first = [one.played for one in answers if one.played is not None and one.played.made <= 1 and one.played.why == "room"]
+        if answers and len([one for one in first if one.turns and one.turns[-1]["role"] == "assistant"]) == len(answers):
+            self.complain(
+                "no answer of a rollout came to the end of its first turn, so no step of the environment was called: environment.stop "
+                "is a text that ends a turn, environment.tokens the most tokens of one, rollout.tokens those of all turns",
+                "no turn",
+            )
         for kind, message in failures(answers):
             self.complain(f"environment {kind}, its answers have no reward:\n{message.rstrip()}", f"environment {kind}")
         return answers

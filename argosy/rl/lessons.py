@@ -89,7 +89,7 @@ class Lessons(Batches):
         made |= {"own": how.own, "others": how.others, "sampling": how.sampling}
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
         self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
-        self.bytes_per_token, self.sizes = None, {}
+        self.bytes_per_token, self.sizes, self.depends = None, {}, True
         self.queue: list[Experience] = []
         # Of a position that was sought: what belongs to the arrays that follow.
         self.waiting: list[dict[str, Any]] = []

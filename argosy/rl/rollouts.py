@@ -85,7 +85,7 @@ class Rollouts(Batches):
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
         # Nominal: what is computed depends on the lengths of the answers.
         self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
-        self.bytes_per_token, self.sizes = None, shape.sizes
+        self.bytes_per_token, self.sizes, self.depends = None, shape.sizes, True
         self.queue: list[Experience] = []
         self.ahead: Ahead[tuple[Any, int], Collected] = Ahead(self.collected)
         # Of a position that was sought: what belongs to the arrays that follow.

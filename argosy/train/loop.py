@@ -138,6 +138,10 @@ def fit(
     unread: tuple[int, Any] | None = None
     last = False
     while step < until and not last:
+        if batches.depends and unread is not None:
+            # The next batch waits for this step anyway; read after it, its numbers would be late and their rates those of two batches.
+            meter.read(*unread)
+            unread = None
         with clock("data"):
             batches.advance(state)
             batch = next(batches, None)

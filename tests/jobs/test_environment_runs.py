@@ -234,7 +234,6 @@ def test_environments_that_fail(data: Path, base: Path, tmp_path: Path):
         (["environment=guess", "environment.of=a"], "unknown setting `environment.of`"),
         (["environment=calculator"], "reward is missing"),
         (["environment=calculator", "reward=exact"], "needs `answer`|reads messages"),
-        (["environment=guess", "rollout.ignore_eos=true"], "a turn of the model ends by an end token"),
         (["environment=guess", "objective=next_token"], "is for objectives that learn from rewards"),
         (["environment=tools", "reward={fun}:digits"], "functions"),
         (["environment=none"], "reward is missing|needs `reward` or `environment`"),

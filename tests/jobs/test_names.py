@@ -265,6 +265,14 @@ def test_sentences_name_settings_and_verbs_that_exist(readings):
                 assert word in keys, sentence
 
 
+def test_a_key_of_what_is_chosen_wins_over_another_trainers_name():
+    """`beta` is GRPO's weight of the divergence elsewhere, and DPO's own key here."""
+    words = ["model=stories260k", "data.source=pairs.jsonl", "data.sequence=256"]
+    assert mistakes.unknown("beta", None, compose(Run, "dpo", words).names).hint == "did you mean `objective.beta`?"
+    grpo = compose(Run, "grpo", [*words, "reward=exact"])
+    assert "objective.kl" in str(mistakes.unknown("beta", None, grpo.names).hint)
+
+
 def test_no_setting_has_a_value_none_beside_none():
     """`key=none` is no value; a choice of that name beside it could not be made, and would be left out in silence."""
 

@@ -1,5 +1,6 @@
 """New adapters on a base that has adapters already: merged into it, or kept as they are under the new ones."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from campaign_kill import SMALL
-from helpers import LOGIT_ROUNDING, relative
+from helpers import LOGIT_ROUNDING, relative, shared
 from test_retrained import saved
 
 import argosy
@@ -133,3 +134,17 @@ def test_scanned_layers_and_a_peft_folder_as_the_base(base: Path, first: Path, r
     config.write_text(config.read_text().replace(str(base.resolve()), "meta-llama/Llama"))
     with pytest.raises(BadInput, match="meta-llama/Llama, is not on this machine"):
         argosy.load(away)
+
+
+def test_a_folder_of_adapters_brings_the_tokenizer_of_its_base(base: Path, first: Path, tmp_path: Path):
+    """Such folders mostly have none of their own, and a run would read its data as bytes."""
+    whole, adapters = tmp_path / "base", tmp_path / "adapters"
+    shutil.copytree(base, whole)
+    for file in shared("models/stories260k").glob("tokenizer*"):
+        shutil.copy(file, whole)
+    shutil.copytree(first / "adapter", adapters)
+    said = adapters / "adapter_config.json"
+    said.write_text(json.dumps(json.loads(said.read_text()) | {"base_model_name_or_path": str(whole)}))
+    assert compose(Run, "tiny", [f"model={adapters}"]).value.data.tokenizer == str(whole)
+    shutil.copy(whole / "tokenizer.model", adapters)
+    assert compose(Run, "tiny", [f"model={adapters}"]).value.data.tokenizer == str(adapters)

@@ -82,6 +82,7 @@ def test_of_a_conversation_the_last_answer_is_learned_after_the_prompt_of_infere
     found = AnsweredPrompts(of, ConversationEncoder(tokenizer))(0, 1)[0]
     assert isinstance(found, Answered)
     assert bytes(found.prompt.tokens) == b"<u>hi</><a>yes</><u>so</><a>"
+    assert list(found.prompt.asked) == asked, "without the answer"
     assert bytes(found.answer or ()).startswith(b"no")
     alone = Prompts([Record(where="line 1", messages=asked, asked=3)], tokenizer, Order(1, None), {})(0, 1)[0]
     assert list(found.prompt.tokens) == list(alone.tokens)

@@ -148,7 +148,8 @@ class Reader:
         if self.format == "text":
             return BadInput(f"no text in the field {columns}", where=where, hint=f"this data is read as text; {listed(has)}")
         what = f"a record without {columns}"
-        return BadInput(what, where=where, hint=f"this data is read as `{self.format}`; {listed(has)}")
+        way_out = f"data.columns.{lacking[0]}=NAME reads it from another column"
+        return BadInput(what, where=where, hint=f"this data is read as `{self.format}`; {listed(has)}; {way_out}")
 
     def text(self, line: str, where: str) -> str:
         """The text of a record of the format `text`."""
