@@ -24,6 +24,8 @@ DEFAULT, TYPED = "default", ("command line", "fit(...)")
 NO_METRICS = ("stderr", "n", "tokens", "truncated", "shots", "seconds", "against")
 # Data sources that are Python's own code.
 PYTHON = ("stdlib", "docstrings")
+# The objective whose loss is that of predicting the next token.
+TOKENS = "next_token"
 # Of the answers of a rollout, and the most characters of one.
 BEST, ANSWER = 4, 400
 
@@ -208,6 +210,9 @@ def _losses(record: Record) -> str:
     series = [Series("loss", losses, color=0), Series("eval", evals, is_dots=True, color=1)]
     if numbers(record.lines, "reward"):
         return _section("Loss", chart(series, "loss by step", y="loss of the policy", height=240))
+    if record.facts.get("objective", TOKENS) != TOKENS:
+        # Of a preference or a divergence: no log-probability of a token, which guessing would give.
+        return _section("Loss", _key(series) + chart(series, "loss by step", y="loss", height=320))
     vocab = record.facts.get("vocab")
     level = (
         (math.log(vocab), f"guessing: ln {vocab:,} = {math.log(vocab):.2f}")
@@ -368,11 +373,14 @@ def _sample(step: int, prompt: str, text: str) -> str:
 def _checkpoints(record: Record) -> str:
     if not record.checkpoints:
         return ""
+    # Of a run that learns from rewards, a checkpoint's loss is its reward with the other sign.
+    rewarded = bool(numbers(record.lines, "eval_reward"))
+    sign, name = (-1, "eval reward") if rewarded else (1, "eval loss")
     rows = [
-        (f"{c.step:,}", sized(c.size_bytes), "" if c.eval_loss is None else f"{c.eval_loss:.4f}")
+        (f"{c.step:,}", sized(c.size_bytes), "" if c.eval_loss is None else f"{sign * c.eval_loss:.4f}")
         for c in record.checkpoints
     ]
-    return _section("Checkpoints kept", _table(("step", "size", "eval loss"), rows, "few", numeric=0))
+    return _section("Checkpoints kept", _table(("step", "size", name), rows, "few", numeric=0))
 
 
 def _settings(record: Record) -> str:

@@ -77,6 +77,22 @@ def full(**changes) -> Record:
     return Record(**(parts | changes))
 
 
+def test_a_loss_that_is_of_no_token_is_not_compared_with_guessing():
+    facts = {"vocab": 512, "objective": "dpo"}
+    assert "nats per token" not in render(full(facts=facts))
+    assert "guessing" not in render(full(facts=facts))
+    assert "guessing" in render(full(facts=facts | {"objective": "next_token"}))
+
+
+def test_checkpoints_of_a_run_that_learns_from_rewards_show_rewards():
+    rewarded = [{"step": 60, "reward": 0.5, "eval_reward": 0.25, "eval_prompts": 4}]
+    page = render(full(lines=[*lines(), *rewarded], checkpoints=[Saved(60, 3 << 20, -0.25)]))
+    assert "eval reward</th>" in page
+    assert "eval loss</th>" not in page
+    assert "0.2500" in page
+    assert "-0.2500" not in page
+
+
 def test_everything_is_there():
     page = Page(render(full()))
     heads = [
