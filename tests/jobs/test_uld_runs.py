@@ -67,6 +67,7 @@ def test_a_resume_is_bit_for_bit(whole: Path, data: Path, tmp_path: Path):
     assert digest(tmp_path / "run", 6) == digest(whole, 6)
 
 
+@pytest.mark.slow
 def test_parts_and_devices_give_the_same_run(data: Path, tmp_path: Path):
     for run, how in {"one": [], "parts": ["accumulate=2"], "apart": ["mesh.data=-1", "mesh.fsdp=4", "objective.chunk=7"]}.items():
         fit(data, tmp_path / run, "data.batch=16", *how, steps=2)
