@@ -72,7 +72,8 @@ def facts(values: Mapping[str, Any], lines: list[dict[str, Any]]) -> dict[str, A
         found["model"] = values["model"].get("preset") or values["model"]["family"]
         found["family"], found["vocab"] = values["model"]["family"], config.vocab
         found["data"], found["optimizer"] = values["data"]["source"], values["optimizer"]["name"]
-        found["parameters"], found["objective"] = config.parameters(), values["objective"]["name"]
+        found["parameters"], objective = config.parameters(), values.get("objective") or {}
+        found |= {"objective": objective["name"]} if "name" in objective else {}
         if values.get("rollout") is None:
             found["flops_per_step"] = values["data"]["batch"] * config.training_flops(values["data"]["sequence"])
     except (ArgosyError, ValueError, KeyError, TypeError):
