@@ -9,7 +9,7 @@ from argosy.cli.output import say
 from argosy.core.command import command
 from argosy.core.errors import BadInput
 from argosy.core.settings import read_settings, words_layer
-from argosy.launch.settings import ENGINES
+from argosy.launch.settings import ENGINES, Local
 
 # The verbs that several processes can run together.
 LAUNCHED = ("train",)
@@ -21,7 +21,9 @@ def launch(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="[key=value ...] -- VERB ...", help="settings of the launch, then the command that runs", show_default=False
+            metavar="[key=value ...] -- VERB ...",
+            help="settings: engine, " + ", ".join(Local.model_fields) + "; then the command that runs",
+            show_default=False,
         ),
     ],
 ) -> int:

@@ -8,8 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from argosy.checkpoint import manifest
+from argosy.checkpoint.step_reader import read_array
+from argosy.checkpoint.store import load_data, load_weights
 from argosy.launch.local import free_port
 
 JOIN = """
@@ -104,6 +108,72 @@ stop.close()
     assert first["followed"] == second["followed"] == [143]
 
 
+def test_checkpoints_that_each_process_writes_its_share_of(tmp_path: Path):
+    """A save that fails in one process is not committed, all know why, and the next one is."""
+    code = """
+import numpy as np, jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from pathlib import Path
+from argosy.checkpoint import shards
+from argosy.checkpoint.settings import CheckpointSettings
+from argosy.checkpoint.several import CheckpointsOfSeveral, check_shared
+from argosy.checkpoint.store import load_weights
+folder, said = Path(os.environ["TEST_FOLDER"]), []
+check_shared(folder)
+own = Path(os.environ["TEST_FOLDER"], "apart", str(rank))
+own.mkdir(parents=True)
+out["apart"] = caught(lambda: check_shared(own))
+mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("a", "b"))
+def made(values, *axes):
+    place = NamedSharding(mesh, P(*axes))
+    return jax.make_array_from_callback(values.shape, place, lambda at: values[at])
+rows = np.arange(48, dtype=np.float32).reshape(6, 8)
+weights = {
+    "split": made(rows, "b", "a"), "one": made(rows, "a"), "whole": made(rows), "scalar": made(np.float32(7)),
+    "odd": made(np.arange(3, dtype=np.int32)), "none": made(np.zeros((0, 4), np.float32)),
+    "half": made(rows.astype(jax.numpy.bfloat16), ("a", "b")[::-1][:1]),
+}
+state = {"step": made(np.int32(5))}
+checkpoints = CheckpointsOfSeveral(folder / "run", CheckpointSettings(keep=2), said.append)
+write, full = shards.write, [True]
+def failing(folder, files):
+    if rank == 1 and full[0]:
+        raise OSError(28, "No space left on device")
+    return write(folder, files)
+shards.write = failing
+checkpoints.save(1, weights, state, {"a": 1})
+checkpoints.join()
+full[0] = False
+checkpoints.save(2, weights, state, {"a": 2}, {"seen": np.arange(4)})
+# What is trained with goes on changing.
+weights = {name: a + 0 for name, a in weights.items()}
+checkpoints.wait()
+out["said"], out["steps"] = said, checkpoints.steps()
+places = {name: NamedSharding(mesh, P("b") if name in ("split", "one") else P()) for name in weights}
+back = load_weights(checkpoints.path(2), places)
+out["equal"] = {name: all(np.array_equal(s.data, np.asarray(rows if name in ("split", "one", "whole") else
+    {"scalar": np.float32(7), "odd": np.arange(3), "none": np.zeros((0, 4)), "half": rows}[name])[s.index])
+    for s in a.addressable_shards) for name, a in back.items()}
+"""
+    first, second = results(gang(code, TEST_FOLDER=str(tmp_path), JAX_NUM_CPU_DEVICES="2"))
+    for one in (first, second):
+        assert one["steps"] == [2]
+        assert one["equal"] == dict.fromkeys(["split", "one", "whole", "scalar", "odd", "none", "half"], True)
+        assert "No space left on device" in one["said"][0]
+        assert one["said"][0].endswith("trying again with step 2")
+    assert "(in process 1)" in first["said"][0]
+    assert second["apart"][:2] == ["BadInput", f"process 1 does not see the files that process 0 writes in {tmp_path}/apart/1"]
+    manifest.verify(tmp_path / "run" / "2")
+    # By a process alone, with its own readers and with Orbax.
+    rows = np.arange(48, dtype=np.float32).reshape(6, 8)
+    for name, expected in {"split": rows, "one": rows, "whole": rows, "scalar": np.float32(7)}.items():
+        np.testing.assert_array_equal(read_array(tmp_path / "run" / "2", name), expected)
+    back = load_weights(tmp_path / "run" / "2")
+    np.testing.assert_array_equal(back["split"], rows)
+    assert back["half"].dtype == "bfloat16"
+    np.testing.assert_array_equal(load_data(tmp_path / "run" / "2")["seen"], np.arange(4))
+
+
 @pytest.mark.slow
 def test_a_process_that_never_comes_is_said():
     started = gang("", ARGOSY_JOIN_S="3")
@@ -193,6 +263,44 @@ def test_a_signal_to_one_process_saves_the_same_step_in_all(text: Path, tmp_path
     assert [one.wait(60) for one in started] == [143, 143], said_by(tmp_path)
     (saved,) = [step.name for step in (run / "checkpoints").iterdir() if (step / "manifest.json").exists()]
     assert f"stopped at step {saved} of 100000: checkpoint {saved} is saved" in said_by(tmp_path)[0]
+
+
+STUCK = """
+import os, sys, threading, time
+from pathlib import Path
+def get_stuck(*_):
+    time.sleep(1000)
+def later():
+    metrics = Path(os.environ["TEST_RUN"], "metrics.jsonl")
+    while not metrics.exists() or metrics.read_text().count("grad_norm") < 5:
+        time.sleep(0.05)
+    sys.modules["argosy.jobs.assemble"].place_batch = get_stuck
+if os.environ.get("ARGOSY_RANK") == "1" and os.environ.get("ARGOSY_ATTEMPT") == "0":
+    threading.Thread(target=later, daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stuck_says_where_and_all_start_again(text: Path, tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(STUCK)
+    long = command(text, tmp_path / "run", "steps=3000", "checkpoint.every=2", "eval.every=9999")
+    words = ["launch", "processes=2", "stuck=60", "--", *long]
+    with (tmp_path / "said").open("w") as said:
+        one = subprocess.Popen(
+            [sys.executable, "-m", "argosy", *words], stderr=said, stdout=said, start_new_session=True,
+            env=environment(PYTHONPATH=str(tmp_path), TEST_RUN=str(tmp_path / "run")),
+        )  # fmt: skip
+        try:
+            until = time.monotonic() + 150
+            while time.monotonic() < until and "resuming from step" not in (tmp_path / "said").read_text():
+                time.sleep(0.2)
+        finally:
+            os.killpg(one.pid, signal.SIGINT)
+            one.wait(60)
+    found = (tmp_path / "said").read_text()
+    assert "in get_stuck" in found, found
+    assert "(restart 1)" in found
+    assert "resuming from step" in found
 
 
 @pytest.mark.slow
