@@ -30,7 +30,8 @@ PATIENCE_S = 120
 
 
 def started(run: Path, size: int, steps: int, said: Path) -> subprocess.Popen[bytes]:
-    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu", "ARGOSY_HUGE_PAGES": "0"}
+    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    own |= {"JAX_PLATFORMS": "cpu", "ARGOSY_HUGE_PAGES": "0"}
     words = ["train", "tiny", *WORDS, f"steps={steps}", f"dir={run}"]
     if size > 1:
         words = ["launch", f"processes={size}", "restarts=100", "--", *words]
@@ -71,6 +72,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def more_than(run: Path, before: int, one: subprocess.Popen[bytes]) -> float | None:
+    """Seconds until more lines are logged, or the run ended."""
+    return wait_for(lambda: lines(run) > before or one.poll() is not None)
+
+
 def wait_for(what, seconds: float = PATIENCE_S) -> float | None:
     """Seconds until something is true; None if it never was."""
     begun = time.monotonic()
@@ -97,7 +103,7 @@ def main(words: list[str]) -> int:
         one = started(run, sizes[0], steps, said)
         for i in range(n):
             before = lines(run)
-            if wait_for(lambda before=before: lines(run) > before or one.poll() is not None) is None or one.poll() is not None:
+            if more_than(run, before, one) is None or one.poll() is not None:
                 break
             time.sleep(rng.random() * 3)
             group = members(one.pid) if sizes[at] > 1 else [one.pid]
@@ -119,7 +125,7 @@ def main(words: list[str]) -> int:
             elif fault == signal.SIGTERM:
                 one.wait()
                 one = started(run, sizes[0], steps, said)
-            again = wait_for(lambda logged=logged: lines(run) > logged or one.poll() is not None)
+            again = more_than(run, logged, one)
             downs.append(down or PATIENCE_S)
             agains.append(again or PATIENCE_S)
             print(f"{i + 1:3} SIG{given['fault']} to {group.index(victim)} of {len(group)}: down after {down or -1:.1f} s, "
