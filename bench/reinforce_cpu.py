@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from seeds import spread
 
 import argosy
 from argosy.core.storage import Store
@@ -37,8 +38,6 @@ REWARD = """
 def right(completions, answer):
     return [float(text.strip() == one) for text, one in zip(completions, answer)]
 """
-# Student's t for a two-sided 95 % interval, by degrees of freedom.
-T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 def sums() -> tuple[list[Any], list[Any], list[Any]]:
@@ -60,14 +59,6 @@ def accuracy(model: str, test: list[Any]) -> float:
     found = lm.generate([row["prompt"] for row in test], TOKENS)
     right = [a.text.strip() == row["answer"] and a.finish_reason == "stop" for a, row in zip(found, test, strict=True)]
     return float(np.mean(right))
-
-
-def spread(values: list[float]) -> str:
-    """The mean of several runs and its 95 % interval."""
-    if len(values) < 2:
-        return f"{np.mean(values):.3f}"
-    half = T[len(values) - 1] * np.std(values, ddof=1) / len(values) ** 0.5
-    return f"{np.mean(values):.3f} +- {half:.3f}"
 
 
 def main() -> None:
