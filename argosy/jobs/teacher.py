@@ -27,6 +27,7 @@ from argosy.data.tokenize import Tokenizer
 from argosy.jobs.across import Both, is_across, teacher_places
 from argosy.jobs.across import begin as begin_across
 from argosy.jobs.frozen import Role
+from argosy.jobs.related import check_relations
 from argosy.jobs.served import Served
 from argosy.jobs.served import same as same_served
 from argosy.models.parts.weight import Leaves, abstract, logical, split
@@ -109,6 +110,7 @@ def check_model(run: Any, config: Any, given: str) -> None:
             if not 0 <= number < layers:
                 what = f"objective.layers.{own}={theirs}: {whose} has {layers} layers, 0 to {layers - 1}"
                 raise BadInput(what, where=where)
+    check_relations(run, config, where)
     if run.objective.logits == "cached" and run.objective.top >= min(run.model.vocab, config.vocab):
         what = f"objective.top = {run.objective.top}, and student and teacher have {run.model.vocab:,} and {config.vocab:,} tokens"
         raise BadInput(what, where=where, hint="objective.logits=online has them all")
