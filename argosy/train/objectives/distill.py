@@ -8,7 +8,7 @@ temperature. DistilBERT (arXiv:1910.01108) has it too; TRL's GKDTrainer and torc
 
 H, if asked for, is over the last hidden states, the input of the head, or over the outputs of pairs of layers, of which it is the mean:
 1 - cosine, as DistilBERT has it, or the mean squared difference over features, as TinyBERT has it (arXiv:1909.10351, equation 8, there
-through a learned projection where widths differ, and summed over layers).
+summed over layers). Where widths differ, the student's go through a learned projection first (`train.projection`).
 
 R, if asked for, is the divergence of relations within layers (`ops.relations`), of the last layers (MiniLM, arXiv:2002.10957) or of
 pairs of layers, of which it is the mean. It counts at the tokens whose targets count.
@@ -40,6 +40,7 @@ from argosy.ops.divergence import DIVERGENCES, Top, coarse, forward, log_probs, 
 from argosy.ops.precision import wide
 from argosy.ops.relations import Sides, relation_divergence
 from argosy.parallel.scope import axis_sizes
+from argosy.train.beside import PROJECTION
 from argosy.train.distillation import GKD, Distill
 from argosy.train.objectives import Loss, Mean, Models
 from argosy.train.objectives.next_token import FIELDS as OF_TOKENS
@@ -71,7 +72,8 @@ def loss(how: Distill | GKD, models: Models, batch: dict[str, Array]) -> Loss:
     found = compared(how, models, x, batch, known)
     if how.hidden != "none":
         pairs = [(ours[a][OUTPUT], theirs[b][OUTPUT]) for a, b in how.layers.items()] or [(x, known[0])]
-        found["hidden"] = mean_of([HIDDEN[how.hidden](wide(a), wide(b)) for a, b in pairs])
+        into = getattr(model, PROJECTION, lambda a: a)
+        found["hidden"] = mean_of([HIDDEN[how.hidden](wide(into(a)), wide(b)) for a, b in pairs])
     found |= related(how, ours, theirs, batch["segments"])
     mask = batch["mask"]
     weight = jnp.sum(mask)
