@@ -1,12 +1,13 @@
 """A small student with random weights learns from text alone, and from text with a teacher: which predicts held-out text better?
 
-    ./run python bench/distillation_cpu.py [STEPS] [SEEDS] [svg=docs/images/distillation.svg]
+    ./run python bench/distillation_cpu.py [STEPS] [SEEDS] [RUN ...] [svg=docs/images/distillation.svg]
 
 The teacher is stories260K, the text a sample of the stories that it was trained on (../shared/data), of which a tenth is held out by
 paragraphs. Equal steps, batches and learning rates. Printed for the held-out paragraphs, as means over the seeds, the loss with its
 95 % interval (Student's t):
 
     loss         cross-entropy of the next token, nats
+    less         by how much it is below that of labels alone with the same seed, which decides the first weights and the order of rows
     kl           KL(teacher || student), nats a token; of cached distributions that over 64 tokens and the rest
     agreement    targets where both have the same likeliest token
     seconds      of the whole run, with compiling, and with what is computed before its first step
@@ -46,9 +47,10 @@ RUNS = {
     "half labels, half forward, relations": [
         *SOFT, "objective.relations.qq=1", "objective.relations.kk=1", "objective.relations.vv=1", "objective.relation_heads=8",
     ],
+    "half labels, half forward, hidden": [*SOFT, "objective.hidden=mse"],
     "half labels, half forward, cached": [*SOFT, "objective.logits=cached"],
 }  # fmt: skip
-DRAWN = ("labels", "half labels, half forward", "half labels, half forward, relations")
+DRAWN = ("labels", *(f"half labels, half forward{more}" for more in ("", ", relations", ", hidden")))
 
 
 def common(steps: int, folder: Path) -> list[str]:
@@ -67,16 +69,18 @@ def last(run: Path, name: str) -> float:
 def main() -> None:
     picture, words = picture_of(sys.argv[1:])
     steps, seeds = (int(words[i]) if len(words) > i else default for i, default in enumerate((STEPS, SEEDS)))
+    chosen = {name: RUNS[name] for name in words[2:]} or RUNS
     curves: dict[str, list[dict[int, float]]] = {}
+    labels: list[float] = []
     folder = Path(tempfile.mkdtemp())
     try:
-        print(f"{steps} steps of 2,048 tokens\n\n| | loss | kl | agreement | seconds |\n|---|---|---|---|---|")
+        print(f"{steps} steps of 2,048 tokens\n\n| | loss | less | kl | agreement | seconds |\n|---|---|---|---|---|---|")
         where = folder / "teacher"
         # Its own loss: no learning at all.
         argosy.fit("sft", *common(1, folder), f"model={TEACHER}", "optimizer.learning_rate=1e-12", f"dir={where}")
         best = last(where, "eval_loss")
-        print(f"| the teacher | {best:.3f} | | | |", flush=True)
-        for number, (name, words) in enumerate(RUNS.items()):
+        print(f"| the teacher | {best:.3f} | | | | |", flush=True)
+        for number, (name, words) in enumerate(chosen.items()):
             found, seconds = [], []
             for seed in range(seeds):
                 where, began = folder / f"{number}.{seed}", time.monotonic()
@@ -87,9 +91,11 @@ def main() -> None:
                     curves.setdefault(name, []).append(by_step(read(Store(where)), "eval_loss"))
                 print(f"{name}, seed {seed}: {found[-1]}, {seconds[-1]:.0f} s", file=sys.stderr, flush=True)
             _, kl, agreement = np.mean(found, 0)
-            loss = spread([each[0] for each in found])
+            losses = [each[0] for each in found]
+            labels = losses if name == "labels" else labels
+            less = spread([a - b for a, b in zip(labels, losses)]) if labels and name != "labels" else ""
             more = " | " if np.isnan(kl) else f"{kl:.4f} | {agreement:.3f}"
-            print(f"| {name} | {loss} | {more} | {np.median(seconds):.0f} |", flush=True)
+            print(f"| {name} | {spread(losses)} | {less} | {more} | {np.median(seconds):.0f} |", flush=True)
         if picture is not None:
             draw(picture, curves, "held-out loss by step", "held-out loss, nats a token", level=(best, "the teacher"))
     finally:
