@@ -45,7 +45,10 @@ RUNS = {
     "reverse": [*SOFT, "objective.cross_entropy=0", "objective.divergence=reverse"],
     "jsd, beta 0.5": [*SOFT, "objective.cross_entropy=0", "objective.divergence=jsd"],
     "half labels, half forward, relations": [
-        *SOFT, "objective.relations.qq=1", "objective.relations.kk=1", "objective.relations.vv=1", "objective.relation_heads=8",
+        *SOFT, *(f"objective.relations.{name}=1" for name in ("qq", "kk", "vv")), "objective.relation_heads=8",
+    ],
+    "half labels, half forward, relations 0.1": [
+        *SOFT, *(f"objective.relations.{name}=0.1" for name in ("qq", "kk", "vv")), "objective.relation_heads=8",
     ],
     "half labels, half forward, hidden": [*SOFT, "objective.hidden=mse"],
     "half labels, half forward, cached": [*SOFT, "objective.logits=cached"],

@@ -68,8 +68,8 @@ class Distill(OfTeacher):
     """Share of the cross-entropy of the labels in the loss; the divergence has the rest. torchtune's recipes take half."""
     hidden: Literal["none", "cosine", "mse"] = "none"
     """Also brings the student's last hidden states, the input of its head, to the teacher's. cosine: 1 minus their cosine
-    (DistilBERT, arXiv:1910.01108); mse: their mean squared difference (TinyBERT, arXiv:1909.10351). Both models must be equally
-    wide, and the teacher online."""
+    (DistilBERT, arXiv:1910.01108); mse: their mean squared difference (TinyBERT, arXiv:1909.10351). Where the teacher has another
+    width, a projection of the student's is trained beside it. The teacher must be online."""
     hidden_weight: float = Field(1.0, gt=0)
     """Weight of `hidden`, which is added to the loss."""
     relations: dict[Literal["qq", "kk", "vv", "qk"], float] = Field(default_factory=dict)
