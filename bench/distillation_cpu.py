@@ -53,7 +53,14 @@ RUNS = {
     "half labels, half forward, hidden": [*SOFT, "objective.hidden=mse"],
     "half labels, half forward, cached": [*SOFT, "objective.logits=cached"],
 }  # fmt: skip
-DRAWN = ("labels", *(f"half labels, half forward{more}" for more in ("", ", relations", ", hidden")))
+# Their names in the picture: what is added to the labels.
+DRAWN = {
+    "labels": "labels",
+    "half labels, half forward": "teacher",
+    "half labels, half forward, hidden": "hidden",
+    "half labels, half forward, relations 0.1": "relations 0.1",
+    "half labels, half forward, relations": "relations 1",
+}
 
 
 def common(steps: int, folder: Path) -> list[str]:
@@ -91,7 +98,7 @@ def main() -> None:
                 seconds.append(time.monotonic() - began)
                 found.append([last(where, f"eval_{kind}") for kind in ("loss", "kl", "agreement")])
                 if name in DRAWN:
-                    curves.setdefault(name, []).append(by_step(read(Store(where)), "eval_loss"))
+                    curves.setdefault(DRAWN[name], []).append(by_step(read(Store(where)), "eval_loss"))
                 print(f"{name}, seed {seed}: {found[-1]}, {seconds[-1]:.0f} s", file=sys.stderr, flush=True)
             _, kl, agreement = np.mean(found, 0)
             losses = [each[0] for each in found]
