@@ -46,6 +46,8 @@ from argosy.parallel.place import batch_sharding, like_weights, on_devices, plac
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
 from argosy.rl.critic import PREFIX, attach
+from argosy.train import projection
+from argosy.train.beside import parted
 from argosy.train.optim import scaled
 from argosy.train.settings import OBJECTIVES
 from argosy.train.state import TrainState, flattened, meanings_of, trained, training_graph, unflattened
@@ -156,15 +158,19 @@ class Assembly:
         return TrainState(self._here(step), params, rest, optimizer, jax.random.key(self.run.seed))
 
     def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state as a checkpoint stores it: weights except those of a base, and the rest, both {name: array}."""
+        """The state as a checkpoint stores it: weights except those of a base, and the rest, both {name: array}. The weights of parts
+        beside the model are in the rest."""
         key = jax.random.key_data(state.key)
         weights = {address: leaf for address, leaf in (state.params | state.rest).items() if address not in self.base}
-        return weights, {"step": state.step, "key": key} | {
+        weights, beside = parted(weights)
+        return weights, {"step": state.step, "key": key} | beside | {
             f"optimizer.{name}": leaf for name, leaf in flattened(state.optimizer).items()
         }
 
     def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
         """The state from what `packed` returned and the weights of the base, with arrays placed as `state_places` says."""
+        arrays, beside = parted(arrays)
+        weights = weights | beside
         optimizer = unflattened(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
         params = {a: weights[a] for a in self.shapes.params}
         rest = {a: weights[a] for a in self.shapes.rest}
@@ -175,7 +181,8 @@ class Assembly:
         everywhere = self.places.step
         state = {"step": everywhere, "key": everywhere}
         state |= {f"optimizer.{name}": place for name, place in flattened(self.places.optimizer).items()}
-        return self.places.params | self.places.rest, state
+        weights, beside = parted(self.places.params | self.places.rest)
+        return weights, state | beside
 
     def _here(self, step: int) -> Any:
         return on_devices(np.int32(step), self.places.step)
@@ -454,6 +461,15 @@ def _assembled(
     critic = getattr(run.objective, "critic", None)
     if critic is not None:
         attach(model, run.model, decided.run(run.execution.remat))
+    roles: dict[str, Role] = {}
+    teaching = taught(run.objective)
+    served = teaching == "cached" and is_endpoint(run.objective.teacher)
+    teacher: Any = None
+    if teaching:
+        teacher = Served(run, tokenizer) if served else Teacher(run, decided, mesh, tokenizer)
+    if teacher is not None and teaching == "online":
+        roles[TEACHER] = teacher.role
+        projection.attach(model, run.objective, roles)
     graph, params, rest = trained(model)
     rate = run.schedule.build(scheduled(run.steps, batches))
     optimizer = run.optimizer.build(rate, meanings_of(model))
@@ -472,17 +488,9 @@ def _assembled(
     )
     places = like_weights(state, weights, shapes, mesh)
     stated = jax.tree.map(described, state, places)
-    roles: dict[str, Role] = {}
     if reference.kind_of(run.objective) in ("online", "rollout"):
         beside = frozenset(a for a in shapes if a.startswith(PREFIX)) if critic is not None else frozenset()
         roles[reference.ROLE] = Role(graph, stated.params | stated.rest, base | beside)
-    teaching = taught(run.objective)
-    served = teaching == "cached" and is_endpoint(run.objective.teacher)
-    teacher: Any = None
-    if teaching:
-        teacher = Served(run, tokenizer) if served else Teacher(run, decided, mesh, tokenizer)
-    if teacher is not None and teaching == "online":
-        roles[TEACHER] = teacher.role
     estimated_need(run, decided, state, places, mesh, roles).check()
     learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731
     return kind(
