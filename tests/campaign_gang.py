@@ -5,8 +5,9 @@
 Without faults, a run of the first size is left alone. Another of the same settings has one of its processes, drawn at random, killed n
 times at random moments, and is started again: by the supervisor where there is one size, with the next of the sizes (`sizes=4,2,1`)
 where there are several. Where the size stays, every loss must be that of the run that was left alone, bit for bit; over several sizes
-to 2e-5: rounding that training has not magnified yet (at a rate of 1e-4); another batch exceeds it a thousandfold. Prints a line for each fault with the
-seconds until all were down and until the next step was logged; exit code 1 where anything differs.
+to 2e-5: rounding that training has not magnified yet (at a rate of 1e-4); another batch exceeds it a thousandfold.
+Prints a line for each fault with the seconds until all were down and until the next step was logged; exit code 1 where anything
+differs.
 """
 
 import json
