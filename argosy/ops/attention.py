@@ -104,7 +104,7 @@ def attention(
         if reason := chosen.refuses(q, k, v, see, score, lse):
             raise Unsupported(f"attention `{name}`: {reason}")
         return chosen.run(q, k, v, see, score, lse=lse)
-    for preferred in PREFERENCE.get(platform(), ()):
+    for preferred in (*SPLIT, *PREFERENCE.get(platform(), ())):
         chosen = IMPLEMENTATIONS[preferred]
         if chosen.refuses(q, k, v, see, score, lse) is None:
             return chosen.run(q, k, v, see, score, lse=lse)
@@ -154,5 +154,9 @@ IMPLEMENTATIONS = Registry("attention implementation")
 IMPLEMENTATIONS.add("reference", REFERENCE)
 IMPLEMENTATIONS.add("blocked", "argosy.ops.attention_blocked:BLOCKED")
 
+IMPLEMENTATIONS.add("ring", "argosy.ops.attention_ring:RING")
+
+# What to try before all others: it refuses unless sequences are split over devices.
+SPLIT = ("ring",)
 # What to try first on each platform. Each entry was measured to be faster there: docs/log.md.
 PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("blocked",)}

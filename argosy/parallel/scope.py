@@ -46,6 +46,12 @@ def on_several_devices() -> bool:
     return max(axis_sizes().values(), default=1) > 1
 
 
+def splits(logical: str) -> bool:
+    """Whether the mesh in scope may split this logical axis of activations, such as `time`."""
+    sizes = axis_sizes()
+    return any(sizes.get(axis, 1) > 1 for axis in _rules.get().activations.get(logical, ()))
+
+
 def activation_spec(letters: str, shape: tuple[int, ...]) -> PartitionSpec:
     """How an activation is split over the mesh in scope."""
     return _rules.get().activation(letters, shape, axis_sizes())
