@@ -23,6 +23,8 @@ from argosy.parallel.scope import platform
 UNSEEN = -1e30
 # The position of a key that belongs to no row: after every query.
 NOWHERE = np.int32(2**30)
+# The name of what a kernel's forward pass leaves for its backward pass. Rematerialization keeps it, so the kernel runs once.
+KEPT = "attention"
 
 
 @dataclass(frozen=True)
