@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from argosy.models import FAMILIES
 from argosy.models.parts.stack import Unroll
@@ -70,8 +71,11 @@ def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS) -> Cost:
     count = 1
     for n in sizes.values():
         count *= n
-    mesh = MeshSettings(**sizes).build(jax.devices()[:count])
-    model = config.build(Unroll())
+    return cost(lowered_step(config.build(Unroll()), MeshSettings(**sizes).build(jax.devices()[:count]), rows, LENGTH).compile())
+
+
+def lowered_step(model: Any, mesh: Mesh, rows: int, length: int) -> jax.stages.Lowered:
+    """A training step of a model over a mesh, whose devices may be described. Nothing is stored on them."""
     _, params, rest = trained(model)
     rate = Constant(warmup=0).build(10)
     optimizer = SGD(learning_rate=1e-2).build(rate, meanings_of(model))
@@ -86,12 +90,12 @@ def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS) -> Cost:
     described = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, places)
     goal = NextToken(head="logits")
     batch = {
-        name: jax.ShapeDtypeStruct((rows, LENGTH), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
+        name: jax.ShapeDtypeStruct((rows, length), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
         for name, f in goal.reads().items()
     }
     step = make_step(training_graph(model), goal, optimizer, rate)
     with scope(mesh):
-        return cost(jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(described, batch).compile())
+        return jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(described, batch)
 
 
 def table() -> str:
