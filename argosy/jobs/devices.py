@@ -20,7 +20,7 @@ from argosy.train.objectives.next_token import NextToken
 from argosy.train.optim import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
-from argosy.train.step import make_step
+from argosy.train.step import Precision, make_step
 
 ROWS, LENGTH = 16, 64
 COMMON: dict[str, Any] = {"vocab": 512, "width": 64, "layers": 2, "context": 256}
@@ -74,7 +74,9 @@ def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS) -> Cost:
     return cost(lowered_step(config.build(Unroll()), MeshSettings(**sizes).build(jax.devices()[:count]), rows, LENGTH).compile())
 
 
-def lowered_step(model: Any, mesh: Mesh, rows: int, length: int) -> jax.stages.Lowered:
+def lowered_step(
+    model: Any, mesh: Mesh, rows: int, length: int, precision: Precision = "float32"
+) -> jax.stages.Lowered:
     """A training step of a model over a mesh, whose devices may be described. Nothing is stored on them."""
     _, params, rest = trained(model)
     rate = Constant(warmup=0).build(10)
@@ -93,7 +95,7 @@ def lowered_step(model: Any, mesh: Mesh, rows: int, length: int) -> jax.stages.L
         name: jax.ShapeDtypeStruct((rows, length), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
         for name, f in goal.reads().items()
     }
-    step = make_step(training_graph(model), goal, optimizer, rate)
+    step = make_step(training_graph(model), goal, optimizer, rate, precision=precision)
     with scope(mesh):
         return jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(described, batch)
 

@@ -45,7 +45,7 @@ def cudnn(
 
 
 def _call(
-    q: Array, k: Array, v: Array, segments: Array | None, sinks: None, *, score: Score, causal: bool, kernel: Any
+    q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None, *, score: Score, causal: bool, kernel: Any
 ) -> Array:
     """What one device computes."""
     T, U = q.shape[1], v.shape[-1]

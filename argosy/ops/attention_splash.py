@@ -78,7 +78,7 @@ def _call(
     # A window of w tokens is the token itself and w-1 before it; without causality also w-1 behind it.
     side = None if score.window is None else score.window - 1
     kind = kernels.FullMask if side is None and not causal else partial(_band(), window_size=(side, 0 if causal else side), offset=0)
-    kernel = kernels.make_splash_mha(
+    kernel: Any = kernels.make_splash_mha(
         kernels.MultiHeadMask([kind((length, length))] * N),
         block_sizes=kernels.BlockSizes(**sizes_of(block)),
         attn_logits_soft_cap=score.cap,
@@ -114,6 +114,7 @@ def _band() -> Any:
     class Band(LocalMask):
         def __getitem__(self, at: Any) -> np.ndarray:
             (rows, keys), (left, right) = at, self.window_size
+            assert right is not None
             # Of the differences between a query and a key of the block, the least and the largest.
             least, most = rows.start - (keys.stop - 1), rows.stop - 1 - keys.start
             low, high = -right, most if left is None else left

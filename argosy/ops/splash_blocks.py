@@ -6,6 +6,7 @@ fewer of them for each score, small ones compute fewer scores that a window or c
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 # Instructions for a block of queries and keys, of the three kernels together, by the side of the block. Heads of at most 128, of 256.
 INSTRUCTIONS: Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]] = {
@@ -43,7 +44,7 @@ def computed(n: int, side: int, window: int | None, causal: bool) -> int:
     return n + below * (1 if causal else 2)
 
 
-def sizes_of(side: int) -> dict[str, int]:
+def sizes_of(side: int) -> dict[str, Any]:
     """The arguments of JAX's `BlockSizes`."""
-    blocks = {name: side for name in ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")}
+    blocks: dict[str, Any] = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), side)
     return blocks | dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), min(side, AT_ONCE))
