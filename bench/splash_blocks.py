@@ -70,8 +70,8 @@ def main() -> None:
                 for side in SIDES:
                     compiled(device, side, head)
                     found = [instructions(folder, kernel) for kernel in KERNELS]
-                    each = " | ".join(str(n) for n, _ in found)
-                    print(f"| {name} | {head} | {side} | {each} | {sum(n for n, _ in found)} | {sum(s for _, s in found)} |", flush=True)
+                    cells = (name, head, side, *(n for n, _ in found), sum(n for n, _ in found), sum(s for _, s in found))
+                    print(f"| {' | '.join(map(str, cells))} |", flush=True)
                     for path in folder.iterdir():
                         path.unlink()
 

@@ -22,6 +22,8 @@ from argosy.parallel.scope import platform
 
 # Heads are padded to a multiple of the first and may be as large as the second; larger ones depend on the GPU.
 HEAD, LARGEST = 8, 128
+# NVIDIA's number of the oldest GPUs that have the kernel.
+LEAST = 8.0
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
@@ -81,7 +83,15 @@ def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) ->
         return f"a kernel for NVIDIA GPUs; this program is for {platform()}"
     if not any(map(find_spec, PLUGINS)):
         return "needs JAX's plugin for CUDA, which is not installed"
+    if (found := _capability()) is not None and found < LEAST:
+        return f"a kernel for compute capability {LEAST} (Ampere) and later; this GPU has {found}"
     return cannot(q, k, v, see, score, lse)
+
+
+def _capability() -> float | None:
+    """That of the first device here; None if it is no GPU, when programs are compiled for described ones."""
+    found = getattr(jax.devices()[0], "compute_capability", None)
+    return None if found is None else float(found)
 
 
 def cannot(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:

@@ -27,6 +27,7 @@ from argosy.parallel.scope import device_kind, platform
 
 # Heads are padded to a multiple of this.
 HEAD = 64
+OLD = ("TPU v2", "TPU v3")
 
 
 def splash(
@@ -128,6 +129,8 @@ def _band() -> Any:
 def _refuses(q: Array, k: Array, v: Array, see: See, score: Score, lse: bool) -> str | None:
     if platform() != "tpu":
         return f"a kernel for TPUs; this program is for {platform()}"
+    if device_kind() in OLD:
+        return f"a kernel for TPU v4 and later; this program is for a {device_kind()}"
     return cannot(q, k, v, see, score, lse)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import default, relative
+from jax._src.mesh import AbstractDevice
 
 from argosy.core.errors import Unsupported
 from argosy.ops import attention_splash
@@ -104,6 +105,9 @@ def test_what_it_cannot_do_is_refused():
     assert "choose their keys" in why(see=picked)
     assert "int8" in cannot(arrays[0].astype(jnp.int8), *arrays[1:], see, Score(1.0), False)
     assert "for TPUs; this program is for cpu" in IMPLEMENTATIONS["splash"].refuses(*arrays, see, Score(1.0), False)
+    old = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("TPU v3", 1, "tpu"))
+    with jax.sharding.use_abstract_mesh(old):
+        assert "TPU v4 and later" in IMPLEMENTATIONS["splash"].refuses(*arrays, see, Score(1.0), False)
     with scope(MeshSettings(fsdp=1, tensor=2).build(jax.devices()[:2])):
         assert "2 do not share 3" in why(see=see)
 

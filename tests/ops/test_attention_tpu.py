@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers import described_tpus
 from jax import export
+from jax._src.mesh import AbstractDevice
 
 from argosy.core.errors import Unsupported
 from argosy.jobs.devices import config_of, lowered_step
@@ -151,8 +152,6 @@ def test_blocks_that_do_not_fit_are_an_error(monkeypatch):
 
 def test_a_program_for_tpus_can_be_exported():
     """Without a TPU and without libtpu; its backward pass too."""
-    from jax._src.mesh import AbstractDevice
-
     described = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
 
     def call(q, k, v):
