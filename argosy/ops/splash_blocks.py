@@ -16,6 +16,8 @@ INSTRUCTIONS: Mapping[str, tuple[Mapping[int, int], Mapping[int, int]]] = {
 }
 # For other TPUs.
 LIKE = "TPU v5"
+# The largest side on TPUs with less fast memory: at 1024 the compiler refuses float32, and heads of 256, on a v4.
+LARGEST = {"TPU v4": 512}
 # What starting a block costs the three kernels beside that: 0.35 us each (the Pallas guide on pipelining), at 1.5 GHz.
 START = 1500
 # Keys that are computed at once: more need as many instructions and more of the fast memory.
@@ -33,7 +35,8 @@ def block_of(T: int, window: int | None, causal: bool, head: int, bytes_each: in
         kind: of the device, as JAX names it.
     """
     costs = INSTRUCTIONS.get(kind, INSTRUCTIONS[LIKE])[head > 128]
-    fit = [side for side in costs if side * head * bytes_each <= MOST_BYTES] or [min(costs)]
+    sides = [side for side in costs if side <= LARGEST.get(kind, side)]
+    fit = [side for side in sides if side * head * bytes_each <= MOST_BYTES] or [min(sides)]
     return min(fit, key=lambda side: computed(-(-T // side), side, window, causal) * (costs[side] + START))
 
 

@@ -140,5 +140,6 @@ def test_sizes_of_blocks():
         assert block_of(8192, 128, True, 128, 2, kind) == 512
         assert block_of(100, None, True, 128, 2, kind) == 128
         assert block_of(8192, None, True, 576, 2, kind) == 512
+    assert block_of(8192, None, True, 128, 2, "TPU v4") == 512
     assert sizes_of(1024)["block_kv_compute"] == 512
     assert set(sizes_of(256).values()) == {256}
