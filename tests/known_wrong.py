@@ -42,6 +42,21 @@ RESUME, RUNS, SURGERY = "tests/jobs/test_resume.py::test_", "tests/jobs/test_tra
 PLAYS = "tests/rl/test_trajectories.py::test_"
 GANGS = "tests/launch/test_gangs.py::test_"
 EDITS = [
+    # ---------------------------------------------------------------- sequences over devices
+    Edit(
+        "keys that come home one device too far",
+        "argosy/ops/attention_ring.py",
+        "home = [(i, (i - (steps - 1)) % rule.n) for i in range(rule.n)]",
+        "home = [(i, (i - steps) % rule.n) for i in range(rule.n)]",
+        ("tests/ops/test_attention_ring.py::test_value_and_gradients_equal_the_reference",),
+    ),
+    Edit(
+        "rows and times merged before a product",
+        "argosy/models/parts/einsum.py",
+        '(inner := _tail(eq)) is None or ("T" in eq and splits("time"))',
+        "(inner := _tail(eq)) is None",
+        ("tests/laws/test_devices.py::test_a_context_axis_splits_the_work[dense]",),
+    ),
     # ---------------------------------------------------------------- several processes
     Edit(
         "each process stops after its own step",

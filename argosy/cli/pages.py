@@ -128,11 +128,18 @@ def families_page() -> str:
     )
 
 
+def kernels_page() -> str:
+    from argosy.jobs.kernels import page
+
+    return page()
+
+
 # Pages that are cheap and exact are checked; the table of the seams has rounding errors, which differ by machine.
 CHECKED: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "verbs.md": verbs_page,
     "names.md": names_page,
+    "kernels.md": kernels_page,
 }
 MEASURED: dict[str, Callable[[], str]] = {
     "families.md": families_page,

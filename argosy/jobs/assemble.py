@@ -301,6 +301,8 @@ def mesh_of(run: Run) -> Mesh:
     if run.rollout is not None:
         from argosy.jobs.rollout_engine import trainer_devices
 
+        if run.mesh.context != 1:
+            raise Unsupported("mesh.context with rollouts is not built", hint="mesh.fsdp and mesh.tensor split their work")
         return run.mesh.build(trainer_devices(run.rollout))
     mesh = run.mesh.build()
     shares, together = row_shares(mesh), run.objective.rows_per_group
@@ -311,6 +313,9 @@ def mesh_of(run: Run) -> Mesh:
             + (f" and groups of {together} rows" if together > 1 else ""),
             hint=f"make it a multiple of {shares * run.accumulate * together}",
         )
+    if (context := mesh.shape["context"]) > 1 and run.data.sequence % (2 * context):
+        what = f"data.sequence = {run.data.sequence} does not divide into {2 * context} pieces, two for each of mesh.context = {context}"
+        raise BadInput(what, hint=f"make it a multiple of {2 * context}")
     return mesh
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from argosy.models import FAMILIES
 from argosy.models.parts.stack import Unroll
@@ -19,7 +20,7 @@ from argosy.train.objectives.next_token import NextToken
 from argosy.train.optim import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
-from argosy.train.step import make_step
+from argosy.train.step import Precision, make_step
 
 ROWS, LENGTH = 16, 64
 COMMON: dict[str, Any] = {"vocab": 512, "width": 64, "layers": 2, "context": 256}
@@ -57,6 +58,9 @@ MESHES: dict[str, dict[str, int]] = {
     "fsdp 8": {"data": 1, "fsdp": 8},
     "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
     "fsdp 2, tensor 4": {"data": 1, "fsdp": 2, "tensor": 4},
+    "context 2": {"data": 1, "fsdp": 1, "context": 2},
+    "context 4": {"data": 1, "fsdp": 1, "context": 4},
+    "fsdp 2, context 2, tensor 2": {"data": 1, "fsdp": 2, "context": 2, "tensor": 2},
 }
 
 
@@ -70,8 +74,13 @@ def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS) -> Cost:
     count = 1
     for n in sizes.values():
         count *= n
-    mesh = MeshSettings(**sizes).build(jax.devices()[:count])
-    model = config.build(Unroll())
+    return cost(lowered_step(config.build(Unroll()), MeshSettings(**sizes).build(jax.devices()[:count]), rows, LENGTH).compile())
+
+
+def lowered_step(
+    model: Any, mesh: Mesh, rows: int, length: int, precision: Precision = "float32"
+) -> jax.stages.Lowered:
+    """A training step of a model over a mesh, whose devices may be described. Nothing is stored on them."""
     _, params, rest = trained(model)
     rate = Constant(warmup=0).build(10)
     optimizer = SGD(learning_rate=1e-2).build(rate, meanings_of(model))
@@ -86,12 +95,12 @@ def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS) -> Cost:
     described = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, places)
     goal = NextToken(head="logits")
     batch = {
-        name: jax.ShapeDtypeStruct((rows, LENGTH), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
+        name: jax.ShapeDtypeStruct((rows, length), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
         for name, f in goal.reads().items()
     }
-    step = make_step(training_graph(model), goal, optimizer, rate)
+    step = make_step(training_graph(model), goal, optimizer, rate, precision=precision)
     with scope(mesh):
-        return cost(jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(described, batch).compile())
+        return jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(described, batch)
 
 
 def table() -> str:

@@ -6,9 +6,9 @@ pass goes round once more, with the gradients of keys and values on the way, so 
 neighbor's.
 
 A causal device that holds the end of the sequence would work while the others wait. So the halves of each share are exchanged first:
-of 2n pieces, device i works on i and 2n-1-i (Brandon et al. 2023, arXiv:2311.09431, by pieces instead of stripes). Then every step but
-the first is the same two blocks of scores on every device, all of which are seen. With a window the shares stay where they are, and only
-the steps within the window are taken.
+of 2n pieces, device i works on i and 2n-1-i (Brandon et al. 2023, arXiv:2311.09431, by pieces instead of stripes). Then every step
+but the first is the same two blocks of scores on every device, all of which are seen. With a window the shares stay where they are,
+and only the steps within the window are taken.
 
 Scores exist for `QUERIES` queries at a time. Any score is computed, soft caps and sinks too.
 """

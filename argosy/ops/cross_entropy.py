@@ -58,8 +58,8 @@ def by_chunks(of: Callable[..., Any], rows: int, *arrays: Array) -> Any:
 
 
 def by_times(of: Callable[..., Any], rows: int, *arrays: Array) -> Any:
-    """As `by_chunks` for arrays [B T ...] of which the times are split over devices, in chunks of about so many rows. A chunk takes every
-    n-th time, so that each device has a share of it."""
+    """As `by_chunks` for arrays [B T ...] of which the times are split over devices, in chunks of about so many rows. A chunk takes
+    every n-th time, so that each device has a share of it."""
     B, T = arrays[0].shape[:2]
     n = next(n for n in range(max(1, -(-B * T // rows)), T + 1) if T % n == 0)
 

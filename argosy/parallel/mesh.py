@@ -4,7 +4,8 @@ data      each part has all weights and its own rows of the batch
 fsdp      each part has its own rows, and its share of weights, gradients and optimizer state; weights are gathered layer by
           layer as they are used (arXiv:1910.02054)
 tensor    each part has its share of the heads, the feed-forward features and the vocabulary (arXiv:1909.08053)
-context, expert, stage    always 1: sequences, experts and layers are not split over devices yet
+context   each part has its share of every sequence; keys and values go round (arXiv:2310.01889)
+expert, stage    always 1: experts and layers are not split over devices yet
 """
 
 import math
@@ -65,7 +66,8 @@ class MeshSettings(Settings):
     context: Annotated[
         int, Also("context_parallel_degree", "ici_context_parallelism", "cp", "sequence_parallel_size")
     ] = Field(1, ge=-1)
-    """Number of shares of a sequence. Only 1 is built."""
+    """Number of shares of each sequence, for sequences whose activations do not fit on one device. Keys and values go round the devices,
+    so keep it within one machine. `data.sequence` must be a multiple of twice as many."""
     expert: Annotated[int, Also("expert_parallel_degree", "ici_expert_parallelism", "ep")] = Field(1, ge=-1)
     """Number of shares of the experts. Only 1 is built."""
     stage: Annotated[int, Also("pipeline_parallel_degree", "ici_pipeline_parallelism", "pp")] = Field(1, ge=-1)

@@ -129,6 +129,8 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B"]]]:
         """The weighted sum over the experts of each token, computed on the devices of the tokens; `chosen` is E for no expert."""
         rows = activation_spec("B T", x.shape[:2])
+        if self.dispatch.whole:
+            rows = PartitionSpec(rows[0], None)
         mine = axes_in(rows)
         over = frozenset(axis for axis, size in axis_sizes().items() if size > 1)
         if not over:
@@ -186,7 +188,10 @@ class Local(NamedTuple):
 
 class Dispatch(Protocol):
     """How rows get to their experts: a frozen dataclass. `chosen` is E where a token goes to no expert. Also returns aux outputs
-    [B]."""
+    [B]. whole: whether it needs whole sequences, where they are split over devices."""
+
+    @property
+    def whole(self) -> bool: ...
 
     def __call__(
         self,
@@ -200,6 +205,8 @@ class Dispatch(Protocol):
 @dataclass(frozen=True)
 class Sorted:
     """Dropless: rows sorted by expert."""
+
+    whole = False
 
     def __call__(
         self, experts: Local, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
@@ -224,6 +231,7 @@ class Capacity:
     """Each expert processes at most `factor` times an even load of each sequence; further tokens are dropped."""
 
     factor: float
+    whole = True
 
     def places(self, tokens: int, how: Experts) -> int:
         """The most tokens of a sequence that an expert processes. A token counts once per expert."""
