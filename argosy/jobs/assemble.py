@@ -314,7 +314,7 @@ def mesh_of(run: Run) -> Mesh:
             hint=f"make it a multiple of {shares * run.accumulate * together}",
         )
     if (context := mesh.shape["context"]) > 1 and run.data.sequence % (2 * context):
-        what = f"data.sequence = {run.data.sequence} does not divide into {2 * context} pieces, two for each of mesh.context = {context}"
+        what = f"data.sequence = {run.data.sequence} does not divide into {2 * context} pieces, twice mesh.context"
         raise BadInput(what, hint=f"make it a multiple of {2 * context}")
     return mesh
 

@@ -66,8 +66,8 @@ class MeshSettings(Settings):
     context: Annotated[
         int, Also("context_parallel_degree", "ici_context_parallelism", "cp", "sequence_parallel_size")
     ] = Field(1, ge=-1)
-    """Number of shares of each sequence, for sequences whose activations do not fit on one device. Keys and values go round the devices,
-    so keep it within one machine. `data.sequence` must be a multiple of twice as many."""
+    """Number of shares of each sequence, for sequences whose activations do not fit on one device. Keys and values go round the
+    devices, so keep it within one machine. `data.sequence` must be a multiple of twice as many."""
     expert: Annotated[int, Also("expert_parallel_degree", "ici_expert_parallelism", "ep")] = Field(1, ge=-1)
     """Number of shares of the experts. Only 1 is built."""
     stage: Annotated[int, Also("pipeline_parallel_degree", "ici_pipeline_parallelism", "pp")] = Field(1, ge=-1)
