@@ -18,6 +18,7 @@ from argosy.checkpoint.stored import Stored, config_of, open_model, read_into, s
 from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, Over
 from argosy.core.settings import diff, dump
+from argosy.data.tokenize import Tokenizer
 from argosy.jobs.assemble import Assembly
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses
@@ -126,8 +127,9 @@ def base_described(assembly: Assembly, stored: Stored | None, given: str | None)
     return describe_base(stored, given) if assembly.base and stored is not None and given is not None else {}
 
 
-def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> TrainState:
-    """Weights, optimizer and step of another run, in whatever layout it wrote them. The data starts from the beginning.
+def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tuple[TrainState, Stored]:
+    """Weights, optimizer and step of another run, in whatever layout it wrote them; and that run as a stored model, whose token ids
+    and generation settings this one keeps. The data starts from the beginning.
 
     Raises:
         BadInput: there is no checkpoint, it has another model or optimizer, or it has only weights.
@@ -155,7 +157,7 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> Trai
     placed = {name: jax.device_put(jnp.asarray(a), places[name]) for name, a in arrays.items()}
     _, params, rest = trained(assembly.model)
     say(f"weights, optimizer and step {int(placed['step'])} from {run}")
-    return assembly.restored(params | rest, placed)
+    return assembly.restored(params | rest, placed), open_model(path, say)
 
 
 def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, Any]:
@@ -179,17 +181,25 @@ def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, A
     return params | rest
 
 
-def check_source(run: Run, say: Callable[[str], None] = lambda _: None) -> None:
-    """Checks that what the run starts from exists and is the same model, before a file is written.
+def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenizer: Tokenizer | None = None) -> None:
+    """Checks that what the run starts from exists and is the same model, before a file is written; of a state also that it was
+    trained with the run's tokenizer, if that is given.
 
     Raises:
-        BadInput, Damaged: as `weights_for` and `state_from`.
+        BadInput, Damaged: as `weights_for` and `state_from`; or the state is of another tokenizer.
     """
     if run.init.weights:
         _check_same(run.model, open_model(run.init.weights, say).config, run.init.weights)
     if run.init.state:
-        _, meta = step_of(run.init.state, say)
+        path, meta = step_of(run.init.state, say)
+        if "base" in meta:
+            what = f"{run.init.state} trained adapters, and init.state does not take the state of those"
+            raise BadInput(what, where="set by init.state", hint=f"init.weights={run.init.state} takes its weights")
         _check_same(run.model, config_of(meta["model"]), run.init.state)
+        theirs = tokenizer_of(open_model(path, say)) if tokenizer is not None else None
+        if tokenizer is not None and theirs is not None and theirs.fingerprint != tokenizer.fingerprint:
+            what = f"{run.init.state} was trained with another tokenizer than data.tokenizer = {run.data.tokenizer}"
+            raise BadInput(what, where="set by init.state", hint="leave data.tokenizer out: init.state brings its own")
 
 
 def step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:

@@ -99,7 +99,7 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
         # Finds every mistake before the first file is written.
         with telling(view.say, DATA):
             assembly = assemble(settings, Decided.here(settings))
-        check_source(settings)
+        check_source(settings, tokenizer=assembly.tokenizer)
         check_served(assembly)
     try:
         with directory.store.lock():
@@ -234,7 +234,9 @@ class Training:
         if init.state:
             from argosy.jobs.initial import state_from
 
-            return state_from(self.assembly, init.state, self.view.say)
+            state, self.origin = state_from(self.assembly, init.state, self.view.say)
+            self.hub = dict(self.origin.hub)
+            return state
         with telling(self.view.say, "drawing the weights ..."):
             return self.assembly.start()
 
@@ -268,10 +270,12 @@ class Training:
         new = float(self.assembly.rate(step))
         if abs(new - old) <= 1e-6 * max(old, new):
             return
+        # init.state takes no state of adapters.
+        way = "from these weights elsewhere: init.weights" if self.assembly.base else "from this state elsewhere: init.state"
         self.view.say(
             f"steps {before} -> {self.settings.steps} stretches the schedule: the learning rate of step {step + 1} is "
-            f"{new:.3g}, and would have been {old:.3g}. To choose the rate yourself, start from this state elsewhere: "
-            f"init.state={self.directory} dir=NEW schedule=constant optimizer.learning_rate={old:.3g}"
+            f"{new:.3g}, and would have been {old:.3g}. To choose the rate yourself, start {way}={self.directory} dir=NEW "
+            f"schedule=constant optimizer.learning_rate={old:.3g}"
         )
 
     def keep_tokenizer(self) -> None:
