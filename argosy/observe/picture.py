@@ -20,6 +20,9 @@ PLOT_WIDTH, PLOT_HEIGHT, SAMPLE_LINES = 76, 8, 4
 NARROW, LOW = 40, 18
 # Logged steps from which the remaining time is estimated.
 RATE_WINDOW = 20
+# What objectives report of the answers that they compare: rewards, or the scores of right and wrong steps.
+SIDES = ("rewards/chosen", "rewards/rejected", "scores/right", "scores/wrong")
+PREFERENCES = ("rewards/accuracy", "accuracy", "rewards/margin", *SIDES)
 # The x axis is logarithmic if it ends at least this many times later than it begins.
 LOG_FROM = 50.0
 
@@ -70,7 +73,8 @@ class Picture:
     def line(self) -> str:
         """The last step in one line."""
         left = f"  {lasted(self.left_s)} left" if self.left_s else ""
-        return f"{self.place(self.now)}  {stepped(self.numbers)}{left}"
+        words = "  ".join(filter(None, (stepped(self.numbers), preferred(self.numbers))))
+        return f"{self.place(self.now)}  {words}{left}"
 
     # ---------------------------------------------------------------- the live picture
 
@@ -109,7 +113,7 @@ class Picture:
     def _number_lines(self) -> list[str]:
         if not self.numbers:
             return [f"no step logged yet, {lasted(time.monotonic() - self._began)}"] if not self.is_over else []
-        lines = [stepped(self.numbers)]
+        lines = [stepped(self.numbers), *filter(None, [preferred(self.numbers)])]
         if self.evals:
             step = max(list(self.evals))
             lines.append(f"{curve.MARK} {evaluated(self.evals[step])} at step {step}")
@@ -219,6 +223,20 @@ def stepped(numbers: Mapping[str, float]) -> str:
     return "  ".join(words)
 
 
+def preferred(numbers: Mapping[str, float], before: str = "") -> str:
+    """The numbers of a step that compares answers, as text: `accuracy 75.0%  margin 0.12 (chosen 0.1, rejected -0.02)`. Empty for
+    other steps. before: what the names begin with, `eval_` of evaluations."""
+    found = {name: numbers[before + name] for name in PREFERENCES if before + name in numbers}
+    accuracy = next((found[name] for name in ("rewards/accuracy", "accuracy") if name in found), None)
+    words = [] if accuracy is None else [f"accuracy {accuracy:.1%}"]
+    each = ", ".join(f"{name.partition('/')[2]} {x:.3g}" for name, x in found.items() if name in SIDES)
+    if "rewards/margin" in found:
+        words.append(f"margin {found['rewards/margin']:.3g}" + (f" ({each})" if each else ""))
+    elif each:
+        words.append(each)
+    return "  ".join(words)
+
+
 def evaluated(numbers: Mapping[str, float]) -> str:
     """The numbers of an evaluation, as text."""
     words = [f"eval loss {numbers['eval_loss']:.4f}"] if "eval_loss" in numbers else []
@@ -228,6 +246,7 @@ def evaluated(numbers: Mapping[str, float]) -> str:
         words.append(f"perplexity {numbers['eval_perplexity']:.4g}")
     if "eval_bits_per_byte" in numbers:
         words.append(f"{numbers['eval_bits_per_byte']:.3f} bits/byte")
+    words += filter(None, [preferred(numbers, "eval_")])
     return "  ".join(words)
 
 

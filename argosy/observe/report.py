@@ -77,7 +77,7 @@ class Record:
 def render(record: Record) -> str:
     """The report as an HTML page."""
     parts: list[Callable[[Record], str]] = [
-        _head, _samples, _rewards, _answers, _losses, _evaluations, _speed, _optimizer, _experts, _time, _checkpoints, _settings,
+        _head, _samples, _rewards, _answers, _preferences, _losses, _evaluations, _speed, _optimizer, _experts, _time, _checkpoints, _settings,
         _environment, _command,
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
@@ -116,6 +116,8 @@ def _head(record: Record) -> str:
         facts.append(("reward", f"{rewards[-1][1]:.3f}", f"{rewards[0][1]:.3f} at step {rewards[0][0]:.0f}"))
     elif losses:
         facts.append(("loss", f"{losses[-1][1]:.4f}", f"{losses[0][1]:.4f} at step {losses[0][0]:.0f}"))
+    if right := numbers(record.lines, "rewards/accuracy") or numbers(record.lines, "accuracy"):
+        facts.append(("accuracy", f"{right[-1][1]:.1%}", f"{right[0][1]:.1%} at step {right[0][0]:.0f}"))
     if evals:
         best, at = min((y, x) for x, y in evals)
         first = f"{evals[0][1]:.4f} before; " if not evals[0][0] else ""
@@ -230,6 +232,26 @@ def _rewards(record: Record) -> str:
         return ""
     series = [Series("reward", found, color=0), Series("held-out prompts, greedy", evals, is_dots=True, color=1)]
     return _section("Reward", _key(series) + chart(series, "reward by step", y="mean reward", height=320))
+
+
+def _preferences(record: Record) -> str:
+    """Of objectives that compare answers: how often the better one is found better, by how much, and what became of each."""
+    drawn = (
+        (("rewards/accuracy", "accuracy"), "accuracy", True), (("rewards/margin",), "margin", True),
+        (("rewards/chosen", "rewards/rejected"), "reward", False), (("scores/right", "scores/wrong"), "score of a step", False),
+        (("logps/chosen", "logps/rejected"), "log-probability", False),
+    )  # fmt: skip
+    out = ""
+    for keys, title, zero in drawn:
+        series: list[Series] = []
+        for key in keys:
+            name = key.rpartition("/")[2]
+            series.append(Series(name, numbers(record.lines, key), color=len(series)))
+            series.append(Series(f"{name}, held out", numbers(record.lines, f"eval_{key}"), is_dots=True, color=len(series)))
+        if any(one.points for one in series):
+            picture = chart(series, f"{title} by step", y=title, width=420, height=240, zero=zero)
+            out += f"<div>{_key(series)}{picture}</div>"
+    return _section("Preferences", f'<div class="pair">{out}</div>') if out else ""
 
 
 def _answers(record: Record) -> str:

@@ -93,6 +93,24 @@ def test_checkpoints_of_a_run_that_learns_from_rewards_show_rewards():
     assert "-0.2500" not in page
 
 
+def test_what_preferences_are_compared_by_is_plotted():
+    pairs = [
+        {"step": step, "loss": 0.6, "rewards/accuracy": step / 8, "rewards/margin": 0.5, "rewards/chosen": step, "rewards/rejected": -1.5}
+        for step in (2, 4, 6)
+    ]
+    held = {"step": 6, "eval_loss": 0.5, "eval_rewards/accuracy": 0.875, "eval_rewards/chosen": 4.0}
+    page = Page(render(full(lines=[*pairs, held], facts={"objective": "dpo"})))
+    assert "Preferences" in page.text("h2")
+    curves = {name: [y for _, y, *_ in points] for name, points in page.series().items()}
+    assert curves["accuracy"] == [0.25, 0.5, 0.75]
+    assert curves["accuracy, held out"] == [0.875]
+    assert curves["chosen"] == [2, 4, 6]
+    assert curves["rejected"] == [-1.5] * 3
+    assert curves["margin"] == [0.5] * 3
+    assert "75.0%" in page.text("dd")
+    assert "Preferences" not in Page(render(full())).text("h2")
+
+
 def test_everything_is_there():
     page = Page(render(full()))
     heads = [
