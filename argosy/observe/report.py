@@ -77,8 +77,8 @@ class Record:
 def render(record: Record) -> str:
     """The report as an HTML page."""
     parts: list[Callable[[Record], str]] = [
-        _head, _samples, _rewards, _answers, _preferences, _losses, _evaluations, _speed, _optimizer, _experts, _time, _checkpoints, _settings,
-        _environment, _command,
+        _head, _samples, _rewards, _answers, _preferences, _losses, _evaluations, _speed, _optimizer, _experts, _time, _checkpoints,
+        _settings, _environment, _command,
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
     made = f" on {_text(record.made)}" if record.made else ""

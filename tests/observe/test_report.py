@@ -94,10 +94,8 @@ def test_checkpoints_of_a_run_that_learns_from_rewards_show_rewards():
 
 
 def test_what_preferences_are_compared_by_is_plotted():
-    pairs = [
-        {"step": step, "loss": 0.6, "rewards/accuracy": step / 8, "rewards/margin": 0.5, "rewards/chosen": step, "rewards/rejected": -1.5}
-        for step in (2, 4, 6)
-    ]
+    same = {"loss": 0.6, "rewards/margin": 0.5, "rewards/rejected": -1.5}
+    pairs = [{"step": step, "rewards/accuracy": step / 8, "rewards/chosen": step} | same for step in (2, 4, 6)]
     held = {"step": 6, "eval_loss": 0.5, "eval_rewards/accuracy": 0.875, "eval_rewards/chosen": 4.0}
     page = Page(render(full(lines=[*pairs, held], facts={"objective": "dpo"})))
     assert "Preferences" in page.text("h2")

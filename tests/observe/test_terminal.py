@@ -281,11 +281,13 @@ def test_what_a_step_compares_is_reported():
     view.step(2, {"loss": 0.65, "lr": 5e-7} | pairs)
     view.evaluation(2, {"eval_loss": 0.5} | {f"eval_{name}": x for name, x in pairs.items()})
     words = "accuracy 62.5%  margin 0.123 (chosen 0.1, rejected -0.0234)"
-    assert stream.getvalue().splitlines()[-2:] == [f"step 2/4  loss 0.6500  lr 5.00e-07  {words}", f"step 2/4  eval loss 0.5000  {words}"]
+    said = stream.getvalue().splitlines()[-2:]
+    assert said == [f"step 2/4  loss 0.6500  lr 5.00e-07  {words}", f"step 2/4  eval loss 0.5000  {words}"]
     with Terminal(screen, live=True) as live:
         live.header({"steps": 4})
         live.step(2, {"loss": 0.65} | pairs)
     assert words in screen.shown()
-    assert preferred({"rewards/accuracy": 1.0, "rewards/chosen": 2.0, "rewards/rejected": 1.0}) == "accuracy 100.0%  chosen 2, rejected 1"
+    labeled = {"rewards/accuracy": 1.0, "rewards/chosen": 2.0, "rewards/rejected": 1.0}
+    assert preferred(labeled) == "accuracy 100.0%  chosen 2, rejected 1"
     assert preferred({"accuracy": 0.5, "scores/right": 0.25, "scores/wrong": -0.25}) == "accuracy 50.0%  right 0.25, wrong -0.25"
     assert not preferred({"loss": 1.0, "reward": 0.5})
