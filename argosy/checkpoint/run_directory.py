@@ -303,6 +303,8 @@ def _shown(value: Any) -> Any:
 def _way_out(run: Any, changed: list[Difference], settings: Any) -> str:
     """What to type instead. With another learning rate, batch or seed, another run can start from the state of this one."""
     keys = [key for key, _, _ in changed]
+    if not run.steps():
+        return "it has no checkpoint yet: give the same settings to start it again, or dir=NEW to start another run"
     same = "give the same settings to resume"
     if any(key.startswith("model.") for key in keys):
         return f"{same}, or dir=NEW to start another run"

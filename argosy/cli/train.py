@@ -44,10 +44,10 @@ def train(
     where = directory_of(reading, recipe)
     say(f"training {recipe} for {reading.value.steps:,} steps in {where}; loading jax ...")
     machine.start_jax()
-    from argosy.jobs.train import command_of, run
+    from argosy.jobs.train import command_of, kept, next_start, run
     from argosy.observe.terminal import Terminal
 
-    stopped = "stopped; the same command continues from the last checkpoint, if there is one"
+    stopped = "stopped; the same command continues from the last checkpoint, or starts anew if there is none"
     with before_leaving(lambda: say(stopped)), Terminal() as view:
         outcome = run(reading, where, view, command_of(recipe, words or []))
     if outcome.done and outcome.seconds:
@@ -57,12 +57,7 @@ def train(
         follows = f"argosy convert {outcome.dir} FOLDER to=hub" if scores else f"argosy generate {outcome.dir}"
         say(f"{outcome.dir}: step {outcome.step}. Next: {follows}{shown}")
     if outcome.exit_code:
-        kept = (
-            f"checkpoint {outcome.saved} is saved, and the same command resumes"
-            if outcome.saved
-            else "nothing is saved yet"
-        )
-        say(f"stopped at step {outcome.step} of {outcome.steps}: {kept}")
+        say(f"stopped at step {outcome.step} of {outcome.steps}: {kept(outcome)}, and the same command {next_start(outcome)}")
     document = {"dir": str(outcome.dir), "step": outcome.step, "steps": outcome.steps, "last": dict(outcome.last)}
     if as_json:
         conclude("", document, True)

@@ -487,8 +487,17 @@ def family_of(settings: Run) -> str:
 def ending(outcome: Outcome) -> str:
     """How a run ended, as one line for its log."""
     loss = f", loss {outcome.last['loss']:.4f}" if "loss" in outcome.last else ""
-    kept = "nothing is saved yet" if outcome.saved is None else f"checkpoint {outcome.saved} is saved"
     how = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"
     return (
-        f"{how} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}; {kept}"
+        f"{how} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}; {kept(outcome)}"
     )
+
+
+def kept(outcome: Outcome) -> str:
+    """What is saved of a run. A run that is stopped before its first step saves checkpoint 0."""
+    return "no checkpoint is saved" if outcome.saved is None else f"checkpoint {outcome.saved} is saved"
+
+
+def next_start(outcome: Outcome) -> str:
+    """What the next start of a run that was stopped does."""
+    return "starts anew" if outcome.saved is None else f"resumes from step {outcome.saved}"
