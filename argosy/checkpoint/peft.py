@@ -37,7 +37,7 @@ from argosy.adapt.lora import DoRA, LoRA
 from argosy.adapt.surgery import put_at, swap
 from argosy.checkpoint.hub import read_json
 from argosy.checkpoint.partial import Partial, taken
-from argosy.core.errors import BadInput, Unsupported, nearest
+from argosy.core.errors import BadInput, Unsupported, nearest, some
 from argosy.core.formats import Arrays, Entry, Over, Reader, View
 from argosy.core.formats.files import of_text
 from argosy.core.formats.safetensors import SafeTensors, tensors_file
@@ -191,7 +191,7 @@ def read_adapter(folder: str | Path, config: Any) -> Mapping[str, Adapter]:
     """
     adapters, whole = read_contents(folder, config)
     if whole:
-        what = f"modules trained in full beside other adapters are not built: {', '.join(sorted(whole)[:4])}"
+        what = f"modules trained in full beside other adapters are not built: {some(sorted(whole))}"
         hint = "argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it"
         raise Unsupported(what, where=str(folder), hint=hint)
     return adapters
@@ -257,7 +257,7 @@ def read_contents(folder: str | Path, config: Any) -> Contents:
     if index := [name for name in set(file.names) - used if choosing and name.startswith(choosing)]:
         if any(file.read(name).any() for name in index if ".lora_B." in name):
             what = (
-                f"adapters on the indexer of sparse attention, which only selects keys: {', '.join(sorted(index)[:4])}"
+                f"adapters on the indexer of sparse attention, which only selects keys: {some(sorted(index))}"
             )
             raise Unsupported(what, hint="leave it out of target_modules")
         # B is zero there, because no gradient reaches it.
@@ -292,7 +292,7 @@ def _read_whole(
     found = table.ours_of(theirs.names)
     said = [name for name in keys.get("modules_to_save") or () if any(_ends(known, name) for known in table.names)]
     if absent := [name for name in said if not any(_ends(there, name) for there in found)]:
-        raise BadInput(f"modules_to_save has {', '.join(absent[:4])}, and the file no such tensors", where=str(folder))
+        raise BadInput(f"modules_to_save has {some(absent)}, and the file no such tensors", where=str(folder))
     whole = {path: np.asarray(table.read(theirs, path)) for path in dict.fromkeys(p for paths in found.values() for p in paths)}
     used = {PREFIX + name for name in found} | {PREFIX + head for _, head in _tied(config)}
     return whole, used & set(file.names)
@@ -496,7 +496,7 @@ def write_adapter(
     theirs, modules = dict[str, np.ndarray](), dict[str, tuple[int, float]]()
     homes = {name: site for site in sites(config) for name in site.ours}
     if homeless := sorted(set(adapters) - set(homes)):
-        raise Unsupported(f"PEFT has no name for adapters on {', '.join(homeless[:4])}", hint="merge them instead")
+        raise Unsupported(f"PEFT has no name for adapters on {some(homeless)}", hint="merge them instead")
     sizes = config.hub_rows()[1]
     for site in dict.fromkeys(homes[name] for name in adapters):
         _check_tied(site, config)
@@ -533,7 +533,7 @@ def _whole_theirs(config: Any, whole: Mapping[str, np.ndarray]) -> dict[str, np.
     mine = [row for row in mine if any(path in whole for path in _paths(row))]
     for row in mine:
         if lost := [path for path in _paths(row) if path not in whole]:
-            what = f"`{row.theirs}` is one weight for the PEFT library, of which {', '.join(lost[:4])} was not trained in full"
+            what = f"`{row.theirs}` is one weight for the PEFT library, of which {some(lost)} was not trained in full"
             raise Unsupported(what, hint="adapter.train=... for all of them, or merge instead")
     out = {}
     for entry in KeyMap(mine, sizes).inverse(Arrays(whole)):

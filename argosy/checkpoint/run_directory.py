@@ -188,9 +188,8 @@ class RunDirectory:
         changed = differences(self.stored()[0], settings)
         if not changed:
             return
-        listed = "; ".join(f"{key}: {_shown(was)} there, {_shown(now)} now" for key, was, now in changed[:4])
-        more = f"; and {len(changed) - 4} more" if len(changed) > 4 else ""
-        raise BadInput(f"{self} holds a run with other settings", where=listed + more, hint=_way_out(self, changed, settings))
+        listed = "; ".join(f"{key}: {_shown(was)} there, {_shown(now)} now" for key, was, now in changed)
+        raise BadInput(f"{self} holds a run with other settings", where=listed, hint=_way_out(self, changed, settings))
 
     def stored(self) -> tuple[dict[str, Any], dict[str, str]]:
         """The settings of the run here and who set each: from its newest checkpoint, or from settings.yml before the first one.

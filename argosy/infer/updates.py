@@ -17,7 +17,7 @@ import numpy as np
 
 from argosy.checkpoint.hub import known_as
 from argosy.checkpoint.stored import open_model
-from argosy.core.errors import BadInput, nearest
+from argosy.core.errors import BadInput, nearest, some
 from argosy.core.formats import Reader
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
@@ -119,8 +119,8 @@ class Update:
         theirs, ours = config.for_context(context), own.for_context(context)
         differ = [k for k in type(own).model_fields if k not in MAY_DIFFER and getattr(theirs, k) != getattr(ours, k)]
         if differ:
-            said = ", ".join(f"{key} = {str(getattr(theirs, key))[:40]}, not {str(getattr(ours, key))[:40]}" for key in differ[:4])
-            raise BadInput(f"weights of a model with other settings: {said}")
+            said = [f"{key} = {str(getattr(theirs, key))[:40]}, not {str(getattr(ours, key))[:40]}" for key in differ]
+            raise BadInput(f"weights of a model with other settings: {some(said)}")
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         expected = {name: self._shape(name) for name in self._stored}

@@ -272,5 +272,5 @@ def _check_same(mine: Any, theirs: Any, where: str) -> None:
     theirs_dumped, mine_dumped = dump(theirs.resolved()), dump(mine.resolved())
     changed = [(k, was, now) for k, was, now in diff(theirs_dumped, mine_dumped) if k not in ("preset", "context", "family")]
     if type(mine) is not type(theirs) or changed:
-        differences = "; ".join(f"model.{k} is {was} there, {now} here" for k, was, now in changed[:4]) or "another family"
+        differences = "; ".join(f"model.{k} is {was} there, {now} here" for k, was, now in changed) or "another family"
         raise BadInput(f"{where} is another model", where=differences, hint="give this run the same model settings")

@@ -183,6 +183,10 @@ def test_another_model_is_refused_with_its_differences(source: Path, tmp_path: P
         fit(tmp_path / "run", "steps=6", f"init.{init}={source}", "model.ffn=48", "model.layers=1")
     assert "model.ffn is 32 there, 48 here" in str(told.value)
     assert "model.layers is 2 there, 1 here" in str(told.value)
+    words = {"ffn": 48, "layers": 1, "width": 32, "heads": 4, "kv_heads": 4, "vocab": 128}
+    with pytest.raises(BadInput, match="is another model") as told:
+        fit(tmp_path / "run", "steps=6", f"init.{init}={source}", *(f"model.{key}={value}" for key, value in words.items()))
+    assert all(f"model.{key} is " in str(told.value) for key in words)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

@@ -177,6 +177,10 @@ def test_more_steps_and_other_intervals_may_be_asked_for(copy: Path):
     [
         (["optimizer.learning_rate=1e-4"], ["optimizer.learning_rate", "0.003 there", "0.0001 now"]),
         (["seed=3", "model.width=32"], ["seed: 0 there, 3 now", "model.width: 16 there, 32 now"]),
+        (
+            ["seed=3", "model.width=32", "data.batch=4", "optimizer.b1=0.8", "model.ffn=48", "data.shuffle=false"],
+            ["seed: ", "model.width: ", "data.batch: ", "optimizer.b1: ", "model.ffn: ", "data.shuffle: "],
+        ),
     ],
 )
 def test_any_other_difference_is_refused_by_name(copy: Path, words: list[str], named: list[str]):
