@@ -140,7 +140,9 @@ def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer]
     try:
         read_settings(schema, *layers)
     except UserError as also:
-        errors += [p for p in problems_of(also) if not p.what.startswith(("`model`", "model "))]
+        # What is needed may be a broken rule too.
+        said = ("`model`", "model ", *(f"{one} is missing" for key in missing for one in key.split(OR)))
+        errors += [p for p in problems_of(also) if not p.what.startswith(said)]
     raise SettingsError(errors) from None
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from argosy.cli.pages import names_of
 from argosy.core import mistakes
+from argosy.core.errors import SettingsError
 from argosy.core.schema import Choice, shape_of
 from argosy.core.settings import Settings
 from argosy.jobs.compose import compose, key_meant
@@ -328,3 +329,15 @@ def test_no_setting_has_a_value_none_beside_none():
         if type(None) in options and any("none" in typing.get_args(one) for one in options)
     }
     assert both == set()
+
+
+def test_what_a_recipe_needs_is_said_once():
+    with pytest.raises(SettingsError) as told:
+        compose(Run, "grpo", ["model=argosy-1m", "data.source=x", "data.sequence=32", "optimizer.b1=2"])
+    assert [one.what.partition(",")[0] for one in told.value.problems] == [
+        "`grpo` needs `reward` or `environment`",
+        "`optimizer.b1` should be less than 1",
+    ]
+    with pytest.raises(SettingsError) as told:
+        compose(Run, "grpo", ["model=argosy-1m", "data.source=x", "data.sequence=32", "environment=calculator"])
+    assert [one.what.partition(":")[0] for one in told.value.problems] == ["reward is missing"], "an environment that gives none"
