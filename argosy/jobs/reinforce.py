@@ -136,6 +136,8 @@ class Reinforced(Assembly):
             lambda state, rows: self.logps(*self.reference_of(state), rows),
             self.values,
         )
+        if (table := getattr(self.rollouts, "table", None)) is not None:
+            table.environments.say = say
         self.rollouts.begin(trainer, say, keep, stop)
 
     def logps(self, params: Any, rest: Any, part: Batch) -> np.ndarray:

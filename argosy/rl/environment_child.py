@@ -22,7 +22,6 @@ import signal
 import socket
 import struct
 import sys
-import traceback
 import warnings
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -41,6 +40,7 @@ def load(request):
     one, module = request["class"], None
     try:
         made = module = base.from_file(one) if "file" in one else importlib.import_module(one["module"])
+        base.FILES.add(module.__file__)
         for part in one["function"].split("."):
             made = getattr(made, part)
     except AttributeError as error:
@@ -95,12 +95,15 @@ class Played:
                 return described(own)
             if "reset" in asked:
                 return {"observation": observation(own.reset(**asked["reset"]))}
-            return turn(own.step(asked["step"]))
+            found = turn(own.step(asked["step"]))
+            if complaint := getattr(own, "complaint", None):
+                found["complaint"], own.complaint = str(complaint), None
+            return found
         except base.Wrong as error:
             return {"wrong": error.args[0]}
         except BaseException as error:
-            text = "".join(traceback.format_exception(type(error), error, base._since_ours(error.__traceback__, __file__)))
-            return {"raised": text if len(text) <= base.MOST_TRACEBACK else "... " + text[-base.MOST_TRACEBACK :]}
+            since = base._since_ours(error.__traceback__, __file__)
+            return {"raised": base.told(error, since), "blamed": base.summary(error, since)}
 
 
 def described(environment):

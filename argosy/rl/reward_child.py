@@ -28,6 +28,8 @@ import zlib
 
 LENGTH = struct.Struct("<Q")
 MOST_TRACEBACK = 8000
+# Of users: what an error is blamed on, however deep in a library it was raised.
+FILES = set()
 
 
 class Wrong(Exception):
@@ -63,6 +65,7 @@ def load(request):
             key = one.get("file") or one["module"]
             if key not in modules:
                 modules[key] = from_file(one) if "file" in one else importlib.import_module(one["module"])
+                FILES.add(getattr(modules[key], "__file__", None))
             function = named(modules[key], one)
             found.append(about(function, one.get("fixed", {})))
             functions.append(bound(function, one))
@@ -82,6 +85,7 @@ def from_file(one):
     module = types.ModuleType(name)
     module.__file__ = path
     sys.modules[name] = module
+    FILES.add(path)
     exec(compile(one["source"], path, "exec"), module.__dict__)
     return module
 
@@ -152,8 +156,26 @@ def call(functions, request, runner):
     except Wrong as error:
         return {"wrong": error.args[0]}
     except BaseException as error:
-        text = "".join(traceback.format_exception(type(error), error, _since_ours(error.__traceback__)))
-        return {"raised": text if len(text) <= MOST_TRACEBACK else "... " + text[-MOST_TRACEBACK:]}
+        return {"raised": told(error, _since_ours(error.__traceback__))}
+
+
+def told(error, tb):
+    """An exception in one line with the user's line, and its traceback."""
+    text = "".join(traceback.format_exception(type(error), error, tb))
+    first = ", in ".join(filter(None, summary(error, tb)))
+    return f"{first}\n{text if len(text) <= MOST_TRACEBACK else '... ' + text[-MOST_TRACEBACK:]}"
+
+
+def summary(error, tb):
+    """`KeyError: 'a'`, and `FILE:LINE: CODE` of the last line of a user's file that was under way."""
+    what = traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
+    return what, blamed(tb)
+
+
+def blamed(tb):
+    """`FILE:LINE: CODE` of the last frame in a user's file; None if none is."""
+    own = [frame for frame in traceback.extract_tb(tb) if frame.filename in FILES]
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else None
 
 
 def _since_ours(tb, file=__file__):

@@ -62,7 +62,7 @@ class Scored:
         if self.none_at_all:
             count = len(self.values)
             first = next((text for kinds in self.messages.values() for text in kinds.values()), None)
-            hint = f"the first failure: {first.strip().splitlines()[-1]}" if first else "every function returned None"
+            hint = f"the first failure: {first.strip().splitlines()[0]}" if first else "every function returned None"
             raise ArgosyError(f"none of {count} completions has a reward", hint=hint)
 
 
@@ -151,7 +151,8 @@ class Rewards:
         """Says each kind of failure of each reward once, as soon as it happens."""
         if (name, kind) not in self._said:
             self._said.add((name, kind))
-            self._say(f"reward {name} {kind}, its completions have no reward:\n{message.rstrip()}")
+            hint = "\nhint: a function returns None for a completion that has no reward" if kind == "raised" else ""
+            self._say(f"reward {name} {kind}, its completions have no reward:\n{message.rstrip()}{hint}")
 
 
 @dataclass(frozen=True)

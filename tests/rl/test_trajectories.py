@@ -189,6 +189,10 @@ def test_an_environment_that_fails_harms_no_other_answer(play):
     assert "RuntimeError: no such thing" in answers[0].played.failure[1]
     assert "environment_child" not in answers[0].played.failure[1], "the traceback begins in the user's file"
     assert "nothing here" in answers[3].played.failure[1]
+    first, *_, last = answers[0].played.failure[1].splitlines()
+    assert first.startswith("RuntimeError: no such thing, in ")
+    assert "own.py:" in first
+    assert last.startswith("hint: ")
     assert [len(one.tokens) for one in answers] == [2, 2, 2, 0, 2, 2]
     assert answers[5].played.reward == 1
 
