@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import fcntl
 import importlib
+import importlib.machinery
 import inspect
 import json
 import os
@@ -144,10 +145,7 @@ def call(functions, request, runner):
     """The rewards of one call, or why there are none."""
     function, given = functions[request["function"]], request["given"]
     # The same draws whichever process runs the call, and whatever ran before in it.
-    seed = request["seed"]
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    seed(request["seed"])
     try:
         found = function(**given)
         if inspect.isawaitable(found):
@@ -157,6 +155,39 @@ def call(functions, request, runner):
         return {"wrong": error.args[0]}
     except BaseException as error:
         return {"raised": told(error, _since_ours(error.__traceback__))}
+
+
+class Seeding:
+    """Seeds NumPy's global generator where NumPy is imported after the seed was given. An entry of `sys.meta_path`."""
+
+    seed = None
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "numpy.random" or self.seed is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
+            run = spec.loader.exec_module
+
+            def seeded(module):
+                run(module)
+                module.seed(self.seed)
+
+            spec.loader.exec_module = seeded
+        return spec
+
+
+SEEDING = Seeding()
+
+
+def seed(number):
+    """Seeds the global generators of `random` and NumPy, which may not be imported yet."""
+    random.seed(number)
+    SEEDING.seed = number % 2**32
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(SEEDING.seed)
+    elif SEEDING not in sys.meta_path:
+        sys.meta_path.insert(0, SEEDING)
 
 
 def told(error, tb):
