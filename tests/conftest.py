@@ -105,6 +105,18 @@ def _few_programs() -> Iterator[None]:
         jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def one_device() -> Iterator[None]:
+    """A mesh of one device where the settings ask for one, although there are eight."""
+    from argosy.parallel.mesh import MeshSettings
+
+    with pytest.MonkeyPatch.context() as patch:
+        build = MeshSettings.build
+        alone = lambda how: (how.data, how.fsdp, how.tensor) == (1, 1, 1)  # noqa: E731
+        patch.setattr(MeshSettings, "build", lambda how, devices=None: build(how, jax.devices()[:1] if alone(how) else devices))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that reaches for another machine fails."""

@@ -86,3 +86,11 @@ class Heard(Quiet):
 
     def say(self, text: str) -> None:
         self.words += text + "\n"
+
+
+def numbers(run: Path, name: str) -> dict[int, float]:
+    """A metric of a run, by step."""
+    from argosy.core.storage import Store
+    from argosy.observe.metrics import by_step, read
+
+    return by_step(read(Store(run)), name)

@@ -40,7 +40,48 @@ ATTEND, MOE, EINSUM = (f"tests/models/test_{name}.py::test_" for name in ("atten
 CACHE = "tests/infer/test_cache_dtype.py::test_"
 RESUME, RUNS, SURGERY = "tests/jobs/test_resume.py::test_", "tests/jobs/test_train.py::test_", "tests/adapt/test_surgery.py::test_"
 PLAYS = "tests/rl/test_trajectories.py::test_"
+GANGS = "tests/launch/test_gangs.py::test_"
 EDITS = [
+    # ---------------------------------------------------------------- several processes
+    Edit(
+        "each process stops after its own step",
+        "argosy/parallel/processes.py",
+        'self.until = max(int(_wait_for(f"{self._key}/at/{other}")) for other in range(count()))',
+        "self.until = self.calls",
+        (f"{GANGS}all_stop_after_the_same_step",),
+    ),
+    Edit(
+        "a checkpoint committed although a process could not write",
+        "argosy/checkpoint/several.py",
+        'written = processes.together("checkpoint shards", lambda: shards.write(folder, files))',
+        """written = {}
+            try:
+                written = shards.write(folder, files)
+            except OSError as error:
+                self._failure = error""",
+        (f"{GANGS}checkpoints_that_each_process_writes_its_share_of",),
+    ),
+    Edit(
+        "all shards of an array in the place of the first",
+        "argosy/checkpoint/shards.py",
+        "at = tuple((part.start or 0) // size if size else 0 for part, size in zip(shard.index, each, strict=True))",
+        "at = tuple(0 for part, size in zip(shard.index, each, strict=True))",
+        (f"{GANGS}checkpoints_that_each_process_writes_its_share_of",),
+    ),
+    Edit(
+        "processes that outlive their supervisor",
+        "argosy/launch/cluster.py",
+        "    while os.getppid() == parent:\n        time.sleep(1)\n    os.kill(os.getpid(), signal.SIGTERM)",
+        "    while os.getppid():\n        time.sleep(1)",
+        ("tests/launch/test_local.py::test_processes_end_with_their_supervisor",),
+    ),
+    Edit(
+        "a mistake of the user's tried again",
+        "argosy/launch/local.py",
+        "if ending.first is None or ending.code in (2, *STOPPED):",
+        "if ending.first is None or ending.code in STOPPED:",
+        ("tests/launch/test_local.py::test_a_mistake_of_the_users_starts_nothing_again",),
+    ),
     # ---------------------------------------------------------------- batches, benchmarks, chat
     Edit(
         "a torn last line kept",

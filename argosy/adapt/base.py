@@ -19,6 +19,7 @@ from argosy.adapt.surgery import at, find, inside, put_at
 from argosy.core.errors import BadInput
 from argosy.models.parts.stack import layer_addresses
 from argosy.models.parts.weight import Frozen, Moved, kept_in, put, variables
+from argosy.parallel.place import on_devices
 
 # Of a LoRA and a DoRA: everything that is not the contraction below.
 FACTORS = ("a", "b", "a0", "b0", "m")
@@ -125,7 +126,7 @@ def fill_base(
     own = variables(model)
 
     def keep(address: str, value: Any) -> None:
-        put(model, {address: jax.device_put(value, place(address) if place else None)})
+        put(model, {address: on_devices(value, place(address) if place else None)})
 
     for address, array in weights:
         name, _, leaf = address.rpartition(".")

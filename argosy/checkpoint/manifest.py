@@ -21,10 +21,14 @@ CHUNK_BYTES = 1 << 22
 
 def write(folder: Path) -> None:
     """Hashes and syncs every file, then commits the manifest by renaming it into place."""
+    commit(folder, {str(f.relative_to(folder)): describe(f, sync=True) for f in _files(folder)})
+
+
+def commit(folder: Path, files: dict[str, Any]) -> None:
+    """Writes the manifest of files that are on disk already, {file: size and hash}, by renaming it into place."""
     # It imports numpy, which readers of a run directory do not need.
     from argosy.core.formats.files import sync
 
-    files = {str(f.relative_to(folder)): describe(f, sync=True) for f in _files(folder)}
     for directory in (folder, *(d for d in folder.rglob("*") if d.is_dir())):
         sync(directory)
     temporary = folder / (NAME + ".part")

@@ -28,7 +28,7 @@ from argosy.checkpoint.resume import Difference, differences
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.explain import annotated
 from argosy.core.settings import Reading, Settings, dump, flatten, yaml_layer, yaml_text_layer
-from argosy.core.storage import LOCK, Store
+from argosy.core.storage import LOCK, ReadOnly, Store
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,6 +59,7 @@ class RunDirectory:
         address: a local folder, or any address of `core.storage`.
         settings: what to keep; None for readers, which never remove a checkpoint.
         warn: called with a sentence when damage is found.
+        writes: whether this process writes the files of the run; of several, the leader does. Checkpoints are written by all.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class RunDirectory:
         address: str | Path,
         settings: "CheckpointSettings | None" = None,
         warn: Callable[[str], None] = lambda _: None,
+        writes: bool = True,
     ):
-        self.store = Store(str(address).removeprefix("file://"))
-        self.settings, self.warn = settings, warn
+        self.store = (Store if writes else ReadOnly)(str(address).removeprefix("file://"))
+        self.settings, self.warn, self.writes = settings, warn, writes
 
     def __str__(self) -> str:
         return self.store.root
@@ -89,9 +91,12 @@ class RunDirectory:
 
     @cached_property
     def checkpoints(self) -> "Checkpoints":
+        from argosy.checkpoint.several import CheckpointsOfSeveral
         from argosy.checkpoint.store import Checkpoints
+        from argosy.parallel import processes
 
-        return Checkpoints(self.store.child(CHECKPOINTS), self.settings, self.warn)
+        several = self.settings is not None and processes.count() > 1
+        return (CheckpointsOfSeveral if several else Checkpoints)(self.store.child(CHECKPOINTS), self.settings, self.warn)
 
     @property
     def has_run(self) -> bool:
@@ -225,6 +230,8 @@ class RunDirectory:
     def write_tokenizer(self, tokenizer: Any, generation: Path | None = None) -> None:
         """Saves the tokenizer with the generation settings of its model. Files that are there are kept, except those that a kill
         cut short."""
+        if not self.writes:
+            return
         with self._scratch() as scratch:
             tokenizer.save(scratch)
             if generation is not None and generation.is_file():
@@ -250,6 +257,8 @@ class RunDirectory:
 
     def write_adapter(self, write: Callable[[Path], None]) -> None:
         """Replaces the adapters of the run. write: writes them into a folder that does not exist yet."""
+        if not self.writes:
+            return
         with self._scratch() as scratch:
             write(scratch / ADAPTER)
             if self.store.is_local:

@@ -5,7 +5,6 @@ Orbax reads all arrays of a checkpoint or none; TensorStore reads single ones. T
 process until they are released, so they are released array by array.
 """
 
-import json
 import mmap
 from collections.abc import Iterator, KeysView
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from argosy.checkpoint import manifest
+from argosy.checkpoint.shards import opened
 from argosy.checkpoint.store import WEIGHTS, stored_shapes
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import Shape
@@ -99,16 +99,8 @@ def read_array(folder: Path, name: str, item: str = WEIGHTS) -> np.ndarray:
     """
     if (mapped := map_array(folder / item / name)) is not None:
         return mapped
-    import tensorstore
-
-    # TensorStore refuses paths with `..`.
-    item_folder = (folder / item).resolve()
     try:
-        packed = json.loads((item_folder / "_METADATA").read_text())["use_ocdbt"]
-        files = {"driver": "file", "path": f"{item_folder}/" if packed else f"{item_folder}/{name}/"}
-        store = {"driver": "ocdbt", "base": files, "path": f"{name}/"} if packed else files
-        array = tensorstore.open({"driver": "zarr3", "kvstore": store}, open=True, read=True).result()
-        return np.asarray(array.read().result())
+        return np.asarray(opened(folder, name, item).read().result())
     except Exception as failure:
         raise Damaged(f"`{name}` cannot be read: {str(failure).splitlines()[0][:160]}", where=str(folder)) from failure
 

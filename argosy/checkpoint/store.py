@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from argosy.checkpoint import manifest, objects
+from argosy.checkpoint import manifest, objects, shards
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats import Entry
@@ -130,10 +130,7 @@ class Checkpoints:
 
         If the previous save failed, that is reported and this one is still tried: a full disk may have space again.
         """
-        self.join()
-        if self._failure is not None:
-            self.warn(f"a checkpoint could not be written: {_root(self._failure)}; trying again with step {step}")
-            self._failure = None
+        self.settle(step)
         if self._is_committed(str(step)):
             return
         # What a kill left between the files and their manifest.
@@ -144,6 +141,13 @@ class Checkpoints:
         job = (step, on_host, json.dumps(dict(meta), indent=1))
         self._writing = threading.Thread(target=self._write, args=job, name=f"checkpoint-{step}")
         self._writing.start()
+
+    def settle(self, step: int) -> None:
+        """Waits for the previous save, and reports it if it failed. step: of the save that follows."""
+        self.join()
+        if self._failure is not None:
+            self.warn(f"a checkpoint could not be written: {root_of(self._failure)}; trying again with step {step}")
+            self._failure = None
 
     def join(self) -> None:
         """Waits until nothing is being written. A failure is raised by `wait`, not here."""
@@ -161,7 +165,7 @@ class Checkpoints:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise ArgosyError(
-                f"a checkpoint could not be written: {_root(failure)}",
+                f"a checkpoint could not be written: {root_of(failure)}",
                 where=self.store.root,
                 hint="earlier checkpoints are intact; free some space or fix the permissions, and run the same command again",
             ) from failure
@@ -259,21 +263,21 @@ def array_by_array(entries: Iterable[Entry], item: str = WEIGHTS) -> list[File]:
     """
     entries = list(entries)
     files = [file for entry in entries for file in array_files(entry)]
+    return [*(file._replace(name=f"{item}/{file.name}") for file in files), *catalog({item: [e.name for e in entries]})]
+
+
+def catalog(items: Mapping[str, Iterable[str]]) -> list[File]:
+    """The files by which Orbax knows the arrays of each item, where every array is a folder of its own."""
     about = {"value_type": "np.ndarray", "skip_deserialize": False}
-    tree = {
-        f"('{entry.name}',)": {"key_metadata": [{"key": entry.name, "key_type": 2}], "value_metadata": about}
-        for entry in entries
-    }
     layout = {"use_ocdbt": False, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
     handler = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
     times = {"init_timestamp_nsecs": None, "commit_timestamp_nsecs": None}
-    checkpoint = {"item_handlers": {item: handler}, "metrics": {}, "performance_metrics": {}, "custom_metadata": {}}
-    described = {"tree_metadata": tree, **layout, "custom_metadata": None}
-    return [
-        *(file._replace(name=f"{item}/{file.name}") for file in files),
-        of_text(f"{item}/_METADATA", json.dumps(described)),
-        of_text("_CHECKPOINT_METADATA", json.dumps(checkpoint | times)),
-    ]
+    checkpoint = {"item_handlers": dict.fromkeys(items, handler), "metrics": {}, "performance_metrics": {}, "custom_metadata": {}}
+    files = [of_text("_CHECKPOINT_METADATA", json.dumps(checkpoint | times))]
+    for item, names in items.items():
+        tree = {f"('{name}',)": {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": about} for name in names}
+        files.append(of_text(f"{item}/_METADATA", json.dumps({"tree_metadata": tree, **layout, "custom_metadata": None})))
+    return files
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -311,6 +315,9 @@ def load_item(folder: Path, item: str, shardings: Mapping[str, Any] | None = Non
         name: jax.ShapeDtypeStruct(a.shape, dtype or a.dtype, sharding=shardings[name] if shardings else here)
         for name, a in stored_shapes(folder, item).items()
     }
+    if jax.process_count() > 1:
+        # Orbax would wait for all processes at each call.
+        return _guarded(folder, lambda: shards.read(folder, item, wanted))
     return _guarded(folder, lambda: _orbax().load_checkpointables(folder.absolute(), {item: wanted})[item])
 
 
@@ -347,10 +354,10 @@ def _guarded(folder: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except Exception as failure:
-        raise Damaged(f"cannot be read: {_root(failure)}", where=str(folder)) from failure
+        raise Damaged(f"cannot be read: {root_of(failure)}", where=str(folder)) from failure
 
 
-def _root(failure: BaseException) -> str:
+def root_of(failure: BaseException) -> str:
     """The first line of the innermost cause."""
     while failure.__cause__ is not None:
         failure = failure.__cause__

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,6 +23,7 @@ from argosy.models import FAMILIES
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import layer_addresses, stored_addresses
 from argosy.models.parts.weight import kept_in, put, variables
+from argosy.parallel.place import on_devices
 
 if TYPE_CHECKING:
     from argosy.checkpoint.adapted import Adapted
@@ -170,7 +170,7 @@ def read_into(
         BadInput: weights are missing, unexpected or of the wrong shape, all listed.
     """
     for address, array in stored_arrays(model, weights, dtype=dtype, but=but):
-        put(model, {address: jax.device_put(array, place(address) if place else None)})
+        put(model, {address: on_devices(array, place(address) if place else None)})
 
 
 def stored_arrays(

@@ -12,13 +12,14 @@ from types import ModuleType
 
 from argosy.cli.output import fail, forgive
 from argosy.core.command import command
-from argosy.core.errors import ArgosyError, BadInput, UnknownName
+from argosy.core.errors import ArgosyError, BadInput, Elsewhere, UnknownName
 from argosy.core.streams import silence
 
 # Verb -> the module whose `app` runs it, and its description.
 VERBS = {
     "quickstart": ("argosy.cli.quickstart", "train, kill, resume, talk to, export and report on a small model, here"),
     "train": ("argosy.cli.train", "train by a recipe, or resume a run"),
+    "launch": ("argosy.cli.launch", "run a command as several processes, and start them again when one ends"),
     "sweep": ("argosy.cli.sweep", "train with every combination of some settings, and compare"),
     "generate": ("argosy.cli.generate", "continue a prompt with a trained model"),
     "eval": ("argosy.cli.eval", "evaluate a model: perplexity, multiple choice, exact match, IFEval"),
@@ -64,6 +65,9 @@ def _answered(words: list[str]) -> int:
         code = _run(words)
         sys.stdout.flush()
         return code
+    except Elsewhere as error:
+        # The process in which it failed says it.
+        return error.exit_code
     except ArgosyError as error:
         fail(error)
         return error.exit_code

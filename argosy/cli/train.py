@@ -1,5 +1,6 @@
 """`argosy train RECIPE [key=value ...]`."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,8 @@ from argosy.cli.output import as_typed, conclude, say
 from argosy.core.signals import before_leaving
 from argosy.jobs import machine
 from argosy.jobs.compose import about, recipes
+from argosy.jobs.view import Quiet
+from argosy.launch.cluster import found, join, lost_peers
 
 RECIPES = "\n".join(f"  {name:12}{about(name)}" for name in recipes())
 HELP = f"""Trains by a recipe, or resumes: the run directory (dir=, by default runs/RECIPE) continues from its last good checkpoint.
@@ -39,16 +42,24 @@ def train(
 ) -> int:
     from argosy.jobs.preflight import directory_of, settled
 
+    place = found(os.environ)
     # A mistake is answered before jax is imported, which takes seconds.
     reading = settled(recipe, words or [])
     where = directory_of(reading, recipe)
-    say(f"training {recipe} for {reading.value.steps:,} steps in {where}; loading jax ...")
+    if place is None or not place.rank:
+        say(f"training {recipe} for {reading.value.steps:,} steps in {where}; loading jax ...")
     machine.start_jax()
     from argosy.jobs.train import command_of, kept, next_start, run
     from argosy.observe.terminal import Terminal
 
+    if place is not None:
+        join(place)
+    if place is not None and place.rank:
+        # The leader shows the run and writes its files.
+        with lost_peers():
+            return run(reading, where, Quiet(), command_of(recipe, words or [])).exit_code
     stopped = "stopped; the same command continues from the last checkpoint, or starts anew if there is none"
-    with before_leaving(lambda: say(stopped)), Terminal() as view:
+    with before_leaving(lambda: say(stopped)), Terminal() as view, lost_peers():
         outcome = run(reading, where, view, command_of(recipe, words or []))
     if outcome.done and outcome.seconds:
         shown = f", or open {outcome.dir}/report.html" if isinstance(outcome.dir, Path) else ""

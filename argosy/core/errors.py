@@ -7,7 +7,8 @@
     │   └── BadInput            a file, folder or value that cannot be used
     ├── Damaged                 bytes that differ from what was written: truncated, flipped, hostile
     ├── Unsupported             well-formed input that Argosy cannot handle
-    └── Busy                    another process holds the run
+    ├── Busy                    another process holds the run
+    └── Elsewhere               it failed in another process of the same run, which reports it
 
 Printed as `error: WHAT`, the place on an indented line, a blank line, then `hint: FIX`: at most five lines each.
 """
@@ -61,6 +62,14 @@ class Unsupported(ArgosyError):
 
 class Busy(ArgosyError):
     """Another process holds a file or directory that this one needs."""
+
+
+class Elsewhere(ArgosyError):
+    """It failed in another process of the same run. That one reports it; this one only ends, with the same exit code."""
+
+    def __init__(self, what: str, exit_code: int = 1):
+        super().__init__(what)
+        self.exit_code = exit_code
 
 
 class UnknownName(UserError, KeyError):

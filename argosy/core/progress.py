@@ -1,4 +1,4 @@
-"""Reports slow operations while they run. Knows nothing of jax.
+"""Reports slow operations while they run, and troubles once. Knows nothing of jax.
 
     with telling(say, "compiling for 512 tokens"):
         ...                                      # reported after one second, if this is still running
@@ -11,6 +11,19 @@ from threading import Timer
 Say = Callable[[str], None]
 # Seconds after which an operation is reported.
 PATIENCE = 1.0
+
+
+class Complaining:
+    """Says each kind of trouble once; metrics count it."""
+
+    def __init__(self, say: Say = lambda _: None):
+        self.say = say
+        self._known: set[str] = set()
+
+    def complain(self, sentence: str, kind: str) -> None:
+        if kind not in self._known:
+            self._known.add(kind)
+            self.say(sentence)
 
 
 @contextmanager

@@ -78,6 +78,11 @@ def over(code: int) -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def ended_with() -> int | None:
+    """The exit code that `over` was told; None before."""
+    return _State.code
+
+
 def _skip_teardown() -> None:
     if _State.code is not None:
         for stream in (sys.stdout, sys.stderr):

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, ClassVar, Literal, Protocol
 from uuid import uuid4
@@ -224,6 +224,26 @@ class Store:
         if lines.is_new and time.monotonic() - lines.put_at >= every_s:
             self._files.pipe_file(self._address(name), bytes(lines.data))
             lines.is_new, lines.put_at = False, time.monotonic()
+
+
+class ReadOnly(Store):
+    """The files of a run that another process of it writes: what is written here goes nowhere."""
+
+    def child(self, name: str) -> "ReadOnly":
+        return ReadOnly(super().child(name).root)
+
+    def write_text(self, name: str, text: str) -> None: ...
+
+    def append_line(self, name: str, line: str) -> None: ...
+
+    def remove(self, name: str) -> None: ...
+
+    def put_file(self, name: str, path: Path) -> None: ...
+
+    def copy(self, name: str, to: str) -> None: ...
+
+    def lock(self) -> Lock:
+        return nullcontext()  # pyright: ignore[reportReturnType]
 
 
 def _remote(root: str) -> tuple[Any, str]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from argosy.adapt.base import base_addresses, lay, retrained
@@ -41,7 +42,7 @@ from argosy.models.parts.weight import Choosing, abstract, count, fill, logical,
 from argosy.ops.attention import IMPLEMENTATIONS as ATTENTION
 from argosy.ops.choice import implementations
 from argosy.ops.grouped import IMPLEMENTATIONS as EXPERTS
-from argosy.parallel.place import batch_sharding, like_weights, place_batch, row_shares
+from argosy.parallel.place import batch_sharding, like_weights, on_devices, place_batch, row_shares, rows_here
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
 from argosy.rl.critic import PREFIX, attach
@@ -177,7 +178,7 @@ class Assembly:
         return self.places.params | self.places.rest, state
 
     def _here(self, step: int) -> Any:
-        return jax.device_put(jnp.asarray(step, jnp.int32), self.places.step)
+        return on_devices(np.int32(step), self.places.step)
 
     # ---------------------------------------------------------------- programs
 
@@ -368,6 +369,21 @@ def scheduled(steps: int, batches: Batches) -> int:
     return min(steps, batches.summary().ends_after or steps)
 
 
+def check_processes(run: Run) -> None:
+    """Checks that a run of several processes asks for nothing that only one process can do.
+
+    Raises:
+        Unsupported: it does.
+    """
+    if jax.process_count() == 1:
+        return
+    frozen = reference.kind_of(run.objective) or taught(run.objective)
+    asked = {"rollouts": run.rollout is not None, "sample.every": run.sample.every, "a reference or a teacher": frozen}
+    if found := [name for name, is_asked in asked.items() if is_asked]:
+        what = f"{' and '.join(found)}: not built over several processes yet"
+        raise Unsupported(what, hint="use the devices of one process")
+
+
 def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
     """Checks and builds everything, without drawing or reading weights.
 
@@ -375,8 +391,7 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         UserError: a mistake in implementations, data, tokenizer, model, mesh, batch or memory.
     """
     backend()
-    if jax.process_count() > 1:
-        raise Unsupported("training over several processes is not built yet", hint="use the devices of one process")
+    check_processes(run)
     parts: dict[str, Any] = {}
     refuse(
         mistakes_of(
@@ -395,7 +410,8 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
 
         return _assembled(Reinforced, run, decided, mesh, tokenizer, rollouts_of(run, mesh, tokenizer), None)
     common: dict[str, Any] = {"vocab": run.model.vocab, "seed": run.seed, "progress": progress}
-    common |= {"process": jax.process_index(), "processes": jax.process_count(), "source": source}
+    share, shares = rows_here(mesh, run.data.batch)
+    common |= {"process": share, "processes": shares, "source": source}
     teaching = taught(run.objective)
     if teaching == "cached":
         teacher_cache.check_settings(run)

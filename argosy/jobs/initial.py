@@ -23,6 +23,7 @@ from argosy.jobs.assemble import Assembly
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses
 from argosy.models.parts.weight import Leaves, fill, put, split
+from argosy.parallel.place import on_devices
 from argosy.rl.critic import PREFIX, apart
 from argosy.train.state import TrainState, trained
 
@@ -105,7 +106,7 @@ def _fill_base(assembly: Assembly, stored: Stored, *, fresh: bool) -> None:
     weights, under = stored.weights, stored.adapted
     if assembly.beneath and under is not None:
         weights = Over(under.base.weights, Arrays(under.whole))
-        put(assembly.model, {a: jax.device_put(factor, places[a]) for a, factor in on_top(assembly).items()})
+        put(assembly.model, {a: on_devices(factor, places[a]) for a, factor in on_top(assembly).items()})
     fill_base(
         assembly.model,
         # bfloat16 only where the file has no more bits, so nothing is lost of what is trained in full.
@@ -154,7 +155,7 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
             hint="raise steps, or take only its weights with init.weights",
         )
     _, places = assembly.state_places()
-    placed = {name: jax.device_put(jnp.asarray(a), places[name]) for name, a in arrays.items()}
+    placed = {name: on_devices(a, places[name]) for name, a in arrays.items()}
     _, params, rest = trained(assembly.model)
     say(f"weights, optimizer and step {int(placed['step'])} from {run}")
     return assembly.restored(params | rest, placed), open_model(path, say)

@@ -13,19 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from argosy.checkpoint.load import generation_of
-from argosy.core.errors import BadInput
 from argosy.data.answered import answered_prompts
 from argosy.data.batch import Batch
 from argosy.data.prompts import Prompt
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
-from argosy.jobs.reinforce import Reinforced
+from argosy.jobs.reinforce import Reinforced, shape_of
 from argosy.jobs.rollout_engine import RolloutEngine
 from argosy.jobs.run import Run
 from argosy.jobs.teacher import ROLE, Teacher
 from argosy.models.parts.weight import merge
-from argosy.parallel.place import row_shares
-from argosy.rl.experience import Shape
 from argosy.rl.lessons import Lessons, Tutor
 from argosy.rl.policies import Rollout
 from argosy.rl.rolled import Told
@@ -112,12 +109,7 @@ def lessons_of(run: Run, mesh: Any, tokenizer: Any) -> Lessons:
     Raises:
         UserError: a mistake in prompts or settings.
     """
-    how, shares = run.rollout, row_shares(mesh)
+    how, shape = run.rollout, shape_of(run, mesh)
     assert how is not None
-    rows = how.rows_over(shares)
-    if rows % shares:
-        what = f"rollout.rows = {rows} does not divide over {shares} devices"
-        raise BadInput(what, hint=f"make it a multiple of {shares}")
     prompts, held_out = answered_prompts(run.data, tokenizer, run.seed)
-    shape = Shape(rows, run.data.sequence, how.tokens)
     return Lessons(prompts, held_out, run.objective, how, run.data.batch, shape, run.seed, run.model.vocab)

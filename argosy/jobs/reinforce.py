@@ -244,11 +244,11 @@ class Update:
         return SimpleNamespace(**sizes)
 
 
-def rollouts_of(run: Run, mesh: Any, tokenizer: Any) -> Rollouts:
-    """The rollouts of a run. Everything is checked, nothing is sampled.
+def shape_of(run: Run, mesh: Any) -> Shape:
+    """The shape of the parts that answers are packed into.
 
     Raises:
-        UserError: a mistake in prompts, rewards or settings.
+        BadInput: their rows do not divide over the devices.
     """
     how, shares = run.rollout, row_shares(mesh)
     assert how is not None
@@ -256,8 +256,18 @@ def rollouts_of(run: Run, mesh: Any, tokenizer: Any) -> Rollouts:
     if rows % shares:
         what = f"rollout.rows = {rows} does not divide over {shares} devices"
         raise BadInput(what, hint=f"make it a multiple of {shares}")
+    return Shape(rows, run.data.sequence, how.tokens)
+
+
+def rollouts_of(run: Run, mesh: Any, tokenizer: Any) -> Rollouts:
+    """The rollouts of a run. Everything is checked, nothing is sampled.
+
+    Raises:
+        UserError: a mistake in prompts, rewards or settings.
+    """
+    how, shape = run.rollout, shape_of(run, mesh)
+    assert how is not None
     prompts, held_out = prompts_of(run.data, tokenizer, run.seed)
-    shape = Shape(rows, run.data.sequence, how.tokens)
     workers = how.workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     table = open_table(run.environment, prompts, held_out) if run.environment.played else None
     judge: Any = NoRewards()

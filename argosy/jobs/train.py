@@ -4,8 +4,11 @@ In this order: read all settings, lock the directory, build everything and check
 takes, and only then write the first file.
 """
 
+import json
+import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +17,19 @@ from argosy.checkpoint.run_directory import GENERATION, RunDirectory
 from argosy.core.command import command as as_run
 from argosy.core.errors import Unsupported
 from argosy.core.progress import telling
-from argosy.core.settings import COMMAND_LINE, Reading
-from argosy.core.signals import asked_to_stop
+from argosy.core.settings import COMMAND_LINE, Reading, dump
+from argosy.core.signals import Stop, asked_to_stop
+from argosy.core.storage import Store
 from argosy.jobs.preflight import directory_of, settled
 from argosy.jobs.run import Run
 from argosy.jobs.view import Quiet, View
+from argosy.launch.cluster import STACKS, STUCK
 from argosy.observe.goodput import Clock
 from argosy.observe.log import Logged
 from argosy.observe.metrics import Metrics, read
 from argosy.observe.picture import memory_words
 from argosy.observe.readable import lasted
+from argosy.observe.stacks import Watchdog
 
 if TYPE_CHECKING:
     from argosy.jobs.assemble import Assembly
@@ -86,25 +92,22 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
         UserError: a mistake found before work began.
         Busy: another process holds the run.
     """
+    from argosy.parallel import processes
+
     reading = replace(reading, value=reading.value.model_copy(update={"dir": str(path)}))
     settings = reading.value
-    directory = RunDirectory(path, settings.checkpoint, view.say)
-    directory.admit(reading)
+    check_same_run(reading)
+    directory = RunDirectory(path, settings.checkpoint, view.say, processes.leads())
+    processes.together("admit", lambda: directory.admit(reading))
     assembly = None
-    if not directory.has_run:
-        from argosy.jobs.assemble import Decided, assemble
-        from argosy.jobs.initial import check_source
-        from argosy.jobs.served import check_served
-
+    if not processes.told("has run", lambda: directory.has_run):
         # Finds every mistake before the first file is written.
         with telling(view.say, DATA):
-            assembly = assemble(settings, Decided.here(settings))
-        check_source(settings, tokenizer=assembly.tokenizer)
-        check_served(assembly)
+            assembly = checked(settings)
     try:
-        with directory.store.lock():
+        with processes.together("lock", directory.store.lock):
             # Another process may have started a run here since.
-            directory.admit(reading)
+            processes.together("admit", lambda: directory.admit(reading))
             try:
                 outcome = _locked(reading, directory, view, command, assembly)
             finally:
@@ -112,20 +115,60 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
     finally:
         if assembly is not None:
             assembly.close()
-    if outcome.seconds and directory.store.is_local:
+    if outcome.seconds and directory.store.is_local and directory.writes:
         from argosy.jobs.report import report
 
         report(directory.path)
     return outcome
 
 
+def check_same_run(reading: Reading[Run]) -> None:
+    """Checks that all processes run the same version with the same settings on a folder that all of them see.
+
+    Raises:
+        UserError: they do not.
+    """
+    from argosy.parallel import processes
+
+    if processes.count() == 1:
+        return
+    from argosy.checkpoint.several import check_shared
+    from argosy.observe.environment import versions
+
+    own = {name: version for name, version in versions().items() if name in ("argosy", "jax", "jaxlib", "flax", "optax")}
+    hints = {"settings": "start every process with the same words", "version": "install the same packages everywhere"}
+    processes.check_alike({"version": json.dumps(own), "settings": json.dumps(dump(reading.value), sort_keys=True)}, hints)
+    where = Store(str(reading.value.dir))
+    if not where.is_local:
+        raise Unsupported("several processes write no remote run directory yet", hint="dir=FOLDER on a file system they all see")
+    check_shared(where.local_path())
+
+
+def checked(settings: Run) -> "Assembly":
+    """Everything that a new run needs, built; all mistakes are found. Of several processes the first fills caches of the data."""
+    from argosy.jobs.assemble import Decided, assemble
+    from argosy.jobs.initial import check_source
+    from argosy.jobs.served import check_served
+    from argosy.parallel import processes
+
+    def build() -> "Assembly":
+        made = assemble(settings, Decided.here(settings))
+        check_source(settings, tokenizer=made.tokenizer)
+        check_served(made)
+        return made
+
+    return processes.one_by_one("assemble", build)
+
+
 def _locked(
     reading: Reading[Run], directory: RunDirectory, view: View, command: str, assembly: "Assembly | None"
 ) -> Outcome:
+    from argosy.parallel import processes
+
     settings, log = reading.value, Logged(view, directory.log)
     clock = Clock()
     with clock("start"):
-        good = directory.checkpoints.latest_good()
+        good = processes.told("latest good", directory.checkpoints.latest_good)
         meta = directory.checkpoints.meta(good) if good is not None else None
         if good is not None and good >= settings.steps:
             fewer = f", and steps={settings.steps} asks for fewer" if good > settings.steps else f" of {settings.steps}"
@@ -150,6 +193,8 @@ def keep_adapter(directory: RunDirectory, say: Callable[[str], None]) -> None:
 
     A kill before this loses nothing: the next start of the run writes them.
     """
+    if not directory.writes:
+        return
     step = directory.checkpoints.latest_good()
     if step is None or "base" not in directory.checkpoints.meta(step):
         return
@@ -204,13 +249,14 @@ class Training:
     ) -> "Training":
         """Builds everything that is not built yet. meta: of the checkpoint to resume from; its layout and precision are kept."""
         from argosy.jobs.assemble import Decided, assemble
+        from argosy.parallel import processes
 
         settings = reading.value
         decided = Decided.here(settings) if meta is None else Decided(**meta["decided"])
         hub = dict(meta.get("hub") or {}) if meta else {}
         if assembly is None or assembly.decided != decided:
             with telling(view.say, DATA):
-                assembly = assemble(settings, decided)
+                assembly = processes.one_by_one("assemble", lambda: assemble(settings, decided))
         training = cls(reading, assembly, directory, view, clock, command, hub)
         if meta is not None:
             training.say_what_changed(meta)
@@ -331,21 +377,22 @@ class Training:
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
             saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base)
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace)
-            with asked_to_stop(STOPPING) as stop:
+            with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch:
                 hooks: list[Any] = []
                 if settings.rollout is not None:
-                    hooks += self.begin_rollouts(saver, metrics, stop)
+                    hooks += self.begin_rollouts(saver, metrics, watch.between)
                 if a.evals is not None:
-                    evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock, stop)
+                    evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock, watch.between)
                     hooks.append(Every("evaluation", settings.eval.every, evaluation))
                 hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
                 if settings.eval.before and self.resumed is None:
                     self.evaluate_first(hooks, state)
                 if settings.sample.every:
-                    sampling = Sampling(a, settings, metrics, self.view, stop)
+                    sampling = Sampling(a, settings, metrics, self.view, watch.between)
                     hooks.append(Every("samples", settings.sample.every, sampling))
+                hooks = [replace(hook, do=watch.patiently(hook.do)) for hook in hooks]
                 state = fit(
-                    state, a.batches, a.with_frozen(update), settings.steps, hooks, place=a.place, meter=meter, interrupted=stop
+                    state, a.batches, a.with_frozen(update), settings.steps, hooks, place=a.place, meter=meter, interrupted=watch.stop
                 )
                 with self.clock("checkpoint"):
                     self.directory.checkpoints.wait()
@@ -355,10 +402,10 @@ class Training:
             a.close()
             self.view.close()
         step, saved = int(state.step), max(self.directory.checkpoints.steps(), default=None)
-        if step < settings.steps and not stop.code:
+        if step < settings.steps and not signaled.code:
             self.view.say(f"the data ended at step {step} of {settings.steps} (data.epochs)")
         metrics.write({"step": step, "seconds": self.clock.shares()})
-        outcome = Outcome(self.directory.place, step, settings.steps, stop.code, last, self.clock.shares(), saved)
+        outcome = Outcome(self.directory.place, step, settings.steps, signaled.code, last, self.clock.shares(), saved)
         self.view.end(ending(outcome))
         return outcome
 
@@ -475,6 +522,47 @@ class Training:
         if tokenizer is None:
             return f"none; the model's vocabulary has {vocab:,} tokens"
         return f"{self.settings.data.tokenizer}, {tokenizer.vocab:,} tokens of the model's {vocab:,}"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a run of several processes, or one that a supervisor started, does beside training.
+
+    stop: asked once a step, whether to stop after it. between: whether to give up what is done between two steps. patiently: of a
+    hook, the same with time to finish.
+    """
+
+    stop: Callable[[], bool]
+    between: Callable[[], bool]
+    patiently: Callable[[Any], Any] = lambda do: do
+
+
+@contextmanager
+def watched(signaled: Stop) -> Iterator[Watched]:
+    """Several processes stop after the same step, and give up nothing between two. Started by a supervisor, one that is stuck ends."""
+    from argosy.parallel import processes
+
+    several = processes.count() > 1
+    with ExitStack() as stack:
+        stop: Callable[[], bool] = signaled
+        if several:
+
+            def follow(code: int) -> None:
+                signaled.code = signaled.code or code
+
+            stop = stack.enter_context(closing(processes.Stopping(signaled, lambda: signaled.code, follow)))
+        between = (lambda: False) if several else signaled
+        if STUCK not in os.environ:
+            yield Watched(stop, between)
+            return
+        folder = os.environ.get(STACKS)
+        dog = stack.enter_context(closing(Watchdog(float(os.environ[STUCK]), Path(folder) if folder else None)))
+
+        def step() -> bool:
+            dog.alive()
+            return stop()
+
+        yield Watched(step, between, dog.patiently)
 
 
 def family_of(settings: Run) -> str:

@@ -3,6 +3,7 @@
 A completion is a text, or the text of its last message.
 """
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,8 @@ def _passes(program: str, test: Any, left: float) -> bool:
 
     if left <= 0:
         return False
-    limits = Limits(cpu_s=max(1, round(left)), wall_s=left, output_kb=1024)
+    # Rounded up: a loop that ended by its processor time would leave time to the tests after it.
+    limits = Limits(cpu_s=max(1, math.ceil(left)), wall_s=left, output_kb=1024)
     if isinstance(test, Mapping):
         ran = run_code(program, str(test["input"]), limits)
         return ran.exit_code == 0 and not ran.capped and _lines(ran.stdout) == _lines(str(test["output"]))

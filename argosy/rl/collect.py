@@ -4,30 +4,28 @@ A rollout depends on the weights, the place in the prompts, its number and the r
 another thread or on other devices than those that train.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from argosy.core.errors import ArgosyError, BadInput
-from argosy.core.progress import Say
+from argosy.core.errors import ArgosyError
+from argosy.core.progress import Complaining, Say
 from argosy.data.prompts import Prompt, Prompts
 from argosy.infer.lm import LM
 from argosy.infer.sample import Sampling
+from argosy.observe.goodput import Clock
 from argosy.rl.advantages import groups
 from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Played, sampled
 from argosy.rl.played import ENVIRONMENT, environment_rewards, failed, failures
 from argosy.rl.policies import Policy, Rollout
+from argosy.rl.queued import LOOKED_AT, next_that_fit, no_room
 from argosy.rl.rewards import overlong, total
-from argosy.rl.rolled import Ended, Judge, Rolled
+from argosy.rl.rolled import Judge, Rolled
 from argosy.rl.trajectories import Conversed, How, Table
 
-# Prompts that are looked at for one that fits before it is an error, as a multiple of all.
-LOOKED_AT = 2
 OVERLONG = "overlong"
 # Of an answer, a number for each token.
 OF_TOKENS = {"tokens": np.int32, "live": np.bool_, "logprobs": np.float64}
@@ -37,8 +35,8 @@ OF_TOKENS = {"tokens": np.int32, "live": np.bool_, "logprobs": np.float64}
 class Collected:
     """A rollout that was sampled and scored.
 
-    number: from 0. seen: rollouts that its weights had learned from. rounds: of generation. place: in the prompts, after it. seconds,
-    failed: metrics, of its work and of rewards that are missing.
+    number: from 0. seen: rollouts that its weights had learned from. rounds: of generation. place: in the prompts, after it. failed:
+    rewards that are missing, by metric. clock: seconds of its work, by metric.
     """
 
     number: int = 0
@@ -46,16 +44,8 @@ class Collected:
     found: Rolled = field(default_factory=Rolled)
     rounds: int = 0
     place: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
     failed: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        begin = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
+    clock: Clock = field(default_factory=Clock)
 
 
 def kept(rollouts: Sequence[Collected]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
@@ -71,7 +61,8 @@ def kept(rollouts: Sequence[Collected]) -> tuple[dict[str, np.ndarray], list[dic
         arrays |= {f"{i}.{name}": a for name, a in own.items()}
         rest = [{f.name: getattr(a, f.name) for f in fields(a) if f.name not in OF_TOKENS} for a in answers]
         texts = [one | {"prompt": one["prompt"].place, "played": one["played"] and asdict(one["played"])} for one in rest]
-        told.append({f.name: getattr(one, f.name) for f in fields(one) if f.name != "found"} | {"answers": texts})
+        plain = {f.name: getattr(one, f.name) for f in fields(one) if f.name not in ("found", "clock")}
+        told.append(plain | {"seconds": one.clock.seconds, "answers": texts})
     return arrays, told
 
 
@@ -85,7 +76,9 @@ def given_back(arrays: Mapping[str, np.ndarray], told: Sequence[Mapping[str, Any
         each = [{name: parts[j] for name, parts in tokens.items()} for j in range(len(one["answers"]))]
         answers = [answer_of(rest, its, prompts) for rest, its in zip(one["answers"], each, strict=True)]
         found = Rolled(answers, own["rewards"], own.get("greedy"))
-        out.append(Collected(**{name: value for name, value in one.items() if name != "answers"}, found=found))
+        made = Collected(**{name: value for name, value in one.items() if name not in ("answers", "seconds")}, found=found)
+        made.clock.seconds = dict(one["seconds"])
+        out.append(made)
     return out
 
 
@@ -99,7 +92,7 @@ def answer_of(rest: Mapping[str, Any], tokens: Mapping[str, list[Any]], prompts:
     return Answer(**{**rest, **tokens, "prompt": prompt, "played": played})
 
 
-class Collector:
+class Collector(Complaining):
     """Samples one rollout after the other.
 
     Args:
@@ -121,12 +114,12 @@ class Collector:
         say: Say = lambda _: None,
         table: Table | None = None,
     ):
+        super().__init__(say)
         self.table = table
         self.prompts, self.policy, self.rollout = prompts, policy, rollout
-        self.groups, self.longest_prompt, self.judge, self.seed, self.say = groups, longest_prompt, judge, seed, say
+        self.groups, self.longest_prompt, self.judge, self.seed = groups, longest_prompt, judge, seed
         self.interrupted: Callable[[], bool] = lambda: False
         self.place = self.number = 0
-        self.complained: set[str] = set()
 
     def __call__(self, lm: LM, seen: int) -> Collected:
         """Samples the next rollout with the weights of this model. If it raises, the place in the prompts is what it was.
@@ -139,7 +132,7 @@ class Collector:
             ArgosyError: no answer has a reward, or no prompt fits.
         """
         before = self.place
-        made = Collected(self.number, seen, seconds=dict.fromkeys(("generate_s", "reward_s"), 0.0))
+        made = Collected(self.number, seen)
         try:
             made.found = self.rounds(lm, made)
             self.check_rewarded(made)
@@ -165,7 +158,7 @@ class Collector:
         """Answers to the next `count` prompts, their rewards, and those of the greedy answers where they are compared with those."""
         each, how = self.rollout, self.policy
         prompts = self.next_prompts(count)
-        with made.timed("generate_s"):
+        with made.clock("generate_s"):
             several = [one for one in prompts for _ in range(each.completions)]
             answers = self.answered(lm, several, how.temperature, made)
             plain = self.answered(lm, prompts, 0.0, made) if how.advantages == "greedy" else None
@@ -187,7 +180,7 @@ class Collector:
             return sampled(lm, prompts, most, how, seed, self.interrupted, ignore_eos)
         playing = Conversed(lm, prompts, How(how, most, self.longest_prompt + most, ignore_eos), seed, self.table, self.interrupted)
         answers = playing.run()
-        made.seconds["environment_s"] = made.seconds.get("environment_s", 0.0) + playing.waited_s
+        made.clock.seconds["environment_s"] = made.clock.seconds.get("environment_s", 0.0) + playing.waited_s
         first = [one.played for one in answers if one.played is not None and one.played.made <= 1 and one.played.why == "room"]
         if answers and len([one for one in first if one.turns and one.turns[-1]["role"] == "assistant"]) == len(answers):
             self.complain(
@@ -215,36 +208,16 @@ class Collector:
 
     def next_prompts(self, count: int) -> list[Prompt]:
         """The next prompts that leave room for an answer; longer ones are passed over and reported."""
-        out: list[Prompt] = []
-        looked = 0
-        while len(out) < count:
-            found = self.prompts(self.place, count - len(out))
-            if not found:
-                raise Ended("the epochs of the prompts are over")
-            self.place += len(found)
-            looked += len(found)
-            out += self.fitting(found)
-            if looked - len(out) > LOOKED_AT * len(self.prompts):
-                what = f"no prompt has at most {self.longest_prompt} tokens, data.sequence - rollout.tokens"
-                raise BadInput(what, hint="raise data.sequence, or lower rollout.tokens")
-        return out
+        most = LOOKED_AT * len(self.prompts)
+        found, self.place = next_that_fit(self.prompts, self.place, count, self.fitting, self.longest_prompt, most)
+        return found
 
     def fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts that leave room for an answer. The first one that does not is said."""
         for prompt in prompts:
             if len(prompt.tokens) > self.longest_prompt:
-                self.complain(
-                    f"{prompt.where}: a prompt of {len(prompt.tokens)} tokens leaves no room for an answer and is passed over, as are "
-                    f"others of more than {self.longest_prompt} (data.sequence - rollout.tokens)",
-                    "long",
-                )
+                self.complain(no_room(prompt, self.longest_prompt), "long")
         return [prompt for prompt in prompts if len(prompt.tokens) <= self.longest_prompt]
-
-    def complain(self, sentence: str, kind: str) -> None:
-        """Says each kind of trouble once; the metrics count it."""
-        if kind not in self.complained:
-            self.complained.add(kind)
-            self.say(sentence)
 
     # ---------------------------------------------------------------- rewards
 
@@ -266,7 +239,7 @@ class Collector:
     def judged(self, answers: list[Answer], made: Collected) -> np.ndarray:
         """The rewards of answers [B k], the punishment of overlong ones last, if there is one."""
         columns = {name: [one.prompt.columns[name] for one in answers] for name in self.prompts.names}
-        with made.timed("reward_s"):
+        with made.clock("reward_s"):
             found = self.judge([one.prompt.asked for one in answers], [one.said for one in answers], columns)
         for name, kinds in found.counts.items():
             for kind, count in kinds.items():

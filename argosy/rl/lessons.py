@@ -11,32 +11,30 @@ Differences from TRL's GKDTrainer (1.16): the two temperatures are apart (`sampl
 """
 
 import hashlib
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from argosy.core.errors import ArgosyError, BadInput
-from argosy.core.progress import Say
+from argosy.core.progress import Complaining
 from argosy.data.answered import Answered, AnsweredPrompts
-from argosy.data.batch import Batch, Batches
-from argosy.data.order import picked, whole_numbers
+from argosy.data.batch import Batch
+from argosy.data.order import picked
 from argosy.data.summary import CorpusSummary
 from argosy.infer.lm import LM
 from argosy.infer.sample import Sampling
+from argosy.observe.goodput import Clock
 from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Interrupted, sampled
-from argosy.rl.experience import Experience, Part, Shape, density, packed, restored, stored
+from argosy.rl.experience import Experience, Part, Shape, density, packed
 from argosy.rl.policies import Rollout
-from argosy.rl.rolled import Ended, Told
+from argosy.rl.queued import LOOKED_AT, Queued, check_sizes, next_that_fit, no_room
+from argosy.rl.rolled import Told
 from argosy.train.distillation import GKD
 
 # Random streams of a teacher's answers, beside those of `rl.answers`.
 TEACHER = 2
-# Records that are looked at for one that fits before it is an error, as a multiple of all.
-LOOKED_AT = 2
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Tutor:
     compare: Callable[[Any, Sequence[Batch]], dict[str, float]]
 
 
-class Lessons(Batches):
+class Lessons(Queued, Complaining):
     """Updates from answers. Nothing is sampled before the first `advance`.
 
     Args:
@@ -77,58 +75,19 @@ class Lessons(Batches):
         seed: int,
         vocab: int,
     ):
+        Queued.__init__(self)
+        Complaining.__init__(self)
         check(prompts, how, rollout, batch, shape)
         self.prompts, self.held_out, self.how, self.rollout = prompts, held_out, how, rollout
         self.batch, self.shape, self.seed, self.vocab = batch, shape, seed, vocab
         self.longest_prompt = shape.sequence - rollout.tokens
         self.tutor: Tutor | None = None
-        self.say: Say = lambda _: None
         self.keep: Callable[[Sequence[Told]], None] = lambda _: None
         self.interrupted: Callable[[], bool] = lambda: False
         made = {name: value for name, value in dict(rollout).items() if name not in ("workers", "devices")}
         made |= {"own": how.own, "others": how.others, "sampling": how.sampling}
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
         self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
-        self.bytes_per_token, self.sizes, self.depends = None, {}, True
-        self.queue: list[Experience] = []
-        # Of a position that was sought: what belongs to the arrays that follow.
-        self.waiting: list[dict[str, Any]] = []
-        self.place = self.number = self.tokens = 0
-        self.seconds: dict[str, float] = {}
-        self.complained: set[str] = set()
-
-    # ---------------------------------------------------------------- as batches
-
-    def advance(self, state: Any) -> None:
-        """Makes answers with the weights of a state, unless updates of the last ones are left."""
-        if self.queue:
-            return
-        before = self.position()
-        try:
-            self.queue = self.played(state)
-        except (Interrupted, Ended):
-            self.seek(before)
-
-    def __next__(self) -> Any:
-        if not self.queue:
-            raise StopIteration
-        made = self.queue.pop(0)
-        self.tokens += sum(int(np.sum(part["segments"] > 0)) for part in made.parts)
-        return Experience(made.parts, made.numbers | {"tokens": self.tokens})
-
-    def position(self) -> dict[str, Any]:
-        return {"place": self.place, "rollout": self.number, "tokens": self.tokens, "waiting": stored(self.queue)[1]}
-
-    def seek(self, position: dict[str, Any]) -> None:
-        numbers = whole_numbers({k: v for k, v in position.items() if k != "waiting"}, ("place", "rollout", "tokens"))
-        self.place, self.number, self.tokens = numbers.values()
-        self.queue, self.waiting = [], list(position.get("waiting", ()))
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        return stored(self.queue)[0]
-
-    def take(self, arrays: dict[str, np.ndarray]) -> None:
-        self.queue, self.waiting = restored(arrays, self.waiting), []
 
     def close(self) -> None:
         for one in (self.prompts, self.held_out):
@@ -165,13 +124,13 @@ class Lessons(Batches):
     def played(self, state: Any) -> list[Experience]:
         """The updates of the next rollout."""
         assert self.tutor is not None, "lessons before a tutor"
-        self.seconds = {"generate_s": 0.0}
-        whose = self.whose(self.number)
-        asked = self.next_prompts(self.asked(self.number))
-        with self.timed("generate_s"):
+        clock, whose, most = Clock(), self.whose(self.number), LOOKED_AT * len(self.prompts)
+        count = self.asked(self.number)
+        asked, place = next_that_fit(self.prompts, self.place, count, self.fitting, self.longest_prompt, most)
+        with clock("generate_s"):
             answers = self.answers(state, asked, whose)
-        self.number += 1
-        return self.experiences(answers, whose)
+        self.number, self.place = self.number + 1, place
+        return self.experiences(answers, whose, clock.seconds)
 
     def answers(self, state: Any, asked: Sequence[Answered], whose: str) -> list[Answer]:
         how, tutor = self.rollout, self.tutor
@@ -203,38 +162,17 @@ class Lessons(Batches):
             made.append(Answer(one.prompt, tokens, [True] * len(tokens), [float("nan")] * len(tokens), whole, ""))
         return made
 
-    def next_prompts(self, count: int) -> list[Answered]:
-        """The next records that leave room for an answer; others are passed over and reported.
-
-        Raises:
-            Ended: the epochs are over.
-            BadInput: no record fits.
-        """
+    def fitting(self, found: Sequence[Answered | str]) -> list[Answered]:
+        """The records that can be learned from. Why others cannot is said once."""
         out: list[Answered] = []
-        passed = 0
-        while len(out) < count:
-            found = self.prompts(self.place, count - len(out))
-            if not found:
-                raise Ended("the epochs of the prompts are over")
-            self.place += len(found)
-            fitting = [one for one in found if self.fits(one)]
-            passed += len(found) - len(fitting)
-            out += fitting  # type: ignore[arg-type]
-            if passed > LOOKED_AT * len(self.prompts):
-                what = f"no record has an answer and a prompt of at most {self.longest_prompt} tokens, data.sequence - rollout.tokens"
-                raise BadInput(what, where=f"data.source={self.prompts.source}", hint="raise data.sequence, or lower rollout.tokens")
+        for one in found:
+            if isinstance(one, str):
+                self.complain(f"{one}: a record without an answer is passed over, as are others", "empty")
+            elif len(one.prompt.tokens) > self.longest_prompt:
+                self.complain(no_room(one.prompt, self.longest_prompt), "long")
+            else:
+                out.append(one)
         return out
-
-    def fits(self, one: Answered | str) -> bool:
-        """Whether a record can be learned from; why not is said once."""
-        if isinstance(one, str):
-            self.complain(f"{one}: a record without an answer is passed over, as are others", "empty")
-            return False
-        if len(one.prompt.tokens) <= self.longest_prompt:
-            return True
-        what = f"{one.prompt.where}: a prompt of {len(one.prompt.tokens)} tokens leaves no room for an answer and is passed over"
-        self.complain(f"{what}, as are others of more than {self.longest_prompt} (data.sequence - rollout.tokens)", "long")
-        return False
 
     def first(self) -> Answered:
         """The first record that has something to learn.
@@ -250,7 +188,7 @@ class Lessons(Batches):
 
     # ---------------------------------------------------------------- their updates
 
-    def experiences(self, answers: list[Answer], whose: str) -> list[Experience]:
+    def experiences(self, answers: list[Answer], whose: str, seconds: dict[str, float]) -> list[Experience]:
         """The updates of a rollout: its groups in shares, as often as there are epochs."""
         how, n = self.rollout, 1 if whose == "data" else self.rollout.completions
         shares = np.array_split(np.arange(len(answers)).reshape(-1, n), how.minibatches)
@@ -263,7 +201,7 @@ class Lessons(Batches):
             "answers/tokens_max": float(lengths.max()),
             "answers/cut": float(np.mean([not one.ended for one in answers])),
             "part_density": density([part for own in made for part in own]),
-            **self.seconds,
+            **seconds,
         }
         if whose != "data":
             self.keep([Told(self.number, one.prompt.asked, one.text, {}, 0.0, len(one.tokens), one.ended) for one in answers])
@@ -280,7 +218,7 @@ class Lessons(Batches):
         assert self.tutor is not None
         if self.held_out is None:
             return {}
-        fitting = [one for one in self.held_out(0, most) if isinstance(one, Answered) and len(one.prompt.tokens) <= self.longest_prompt]
+        fitting = self.fitting(self.held_out(0, most))
         if not fitting:
             return {}
         how = Sampling(temperature=0.0)
@@ -298,22 +236,6 @@ class Lessons(Batches):
             out |= {f"eval_given_{name}": given[name] for name in (*names, "cross_entropy")}
         return out | {"eval_answers/cut": float(np.mean([not one.ended for one in answers])), "eval_prompts": float(len(answers))}
 
-    # ---------------------------------------------------------------- helpers
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        begin = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
-
-    def complain(self, sentence: str, kind: str) -> None:
-        """Says each kind of trouble once; the metrics count it."""
-        if kind not in self.complained:
-            self.complained.add(kind)
-            self.say(sentence)
-
 
 def with_mask(part: Part, answers: Sequence[Answer]) -> Batch:
     """The rows of a part, with the mask of the answers' tokens as targets."""
@@ -330,21 +252,11 @@ def check(prompts: AnsweredPrompts, how: GKD, rollout: Rollout, batch: int, shap
     Raises:
         BadInput: they do not.
     """
-    if shape.sequence <= rollout.tokens:
-        what = f"data.sequence = {shape.sequence} has no room for a prompt before an answer of {rollout.tokens} tokens"
-        raise BadInput(what, where="rollout.tokens", hint="raise data.sequence, or lower rollout.tokens")
+    check_sizes(batch, rollout, shape, prompts.most, batch)
     if how.own < 1 and how.others == "data" and not prompts.has_answers:
         what = f"objective.own = {how.own:g} learns from the data's answers too, and this data has prompts alone"
         hint = "objective.own=1 learns from the student's own answers alone, objective.others=teacher samples the others"
         raise BadInput(what, where=f"data.source={prompts.source}", hint=hint)
-    n = rollout.completions
-    if batch % (n * rollout.minibatches):
-        by = f" and {rollout.minibatches} updates" if rollout.minibatches > 1 else ""
-        what = f"data.batch = {batch} answers do not divide into groups of {n}{by}"
-        raise BadInput(what, hint=f"make it a multiple of {n * rollout.minibatches}")
-    if prompts.most is not None and prompts.most < batch:
-        what = f"data.epochs: {prompts.most} prompts are fewer than the {batch} of a batch"
-        raise BadInput(what, hint="raise data.epochs, or lower data.batch")
     if how.own == 0 and how.others == "data":
         for name, default in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("ignore_eos", False), ("completions", 1)):
             if getattr(rollout, name) != default:

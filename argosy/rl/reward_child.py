@@ -166,7 +166,7 @@ class Seeding:
         if name != "numpy.random" or self.seed is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None:
+        if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def seeded(module):

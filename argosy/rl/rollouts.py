@@ -16,28 +16,28 @@ import numpy as np
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
-from argosy.data.batch import Batches
-from argosy.data.order import picked, whole_numbers
+from argosy.data.order import picked
 from argosy.data.prompts import Prompts
 from argosy.data.summary import CorpusSummary
 from argosy.rl.ahead import Ahead
 from argosy.rl.answers import Interrupted
 from argosy.rl.collect import Collected, Collector, given_back, kept
 from argosy.rl.compare import Compared, Judgment, compared
-from argosy.rl.experience import Experience, Part, Shape, density, packed, per_token, restored, stored
+from argosy.rl.experience import Experience, Part, Shape, density, packed, per_token
 from argosy.rl.kl import in_reward
 from argosy.rl.metrics import Metrics, mean_where, numbers
 from argosy.rl.played import played_numbers
 from argosy.rl.policies import Policy, Rollout
+from argosy.rl.queued import Queued, check_sizes
 from argosy.rl.rewards import reward_metrics, total
-from argosy.rl.rolled import Ended, Judge, Told, Trainer
+from argosy.rl.rolled import Judge, Told, Trainer
 from argosy.rl.trajectories import Table
 
 # Of the arrays of a position, those of rollouts that were sampled ahead.
 AHEAD = "ahead."
 
 
-class Rollouts(Batches):
+class Rollouts(Queued):
     """Updates from rollouts. Nothing is sampled before the first `advance`.
 
     Args:
@@ -65,17 +65,13 @@ class Rollouts(Batches):
         say: Say = lambda _: None,
         table: Table | None = None,
     ):
+        super().__init__()
         self.table = table
         self.prompts, self.held_out, self.policy, self.rollout = prompts, held_out, policy, rollout
         self.shape, self.judge = shape, judge
-        self.groups = groups_of(batch, policy, rollout)
-        longest_prompt = shape.sequence - rollout.tokens
-        if longest_prompt < 1:
-            what = f"data.sequence = {shape.sequence} has no room for a prompt before an answer of {rollout.tokens} tokens"
-            raise BadInput(what, where="rollout.tokens", hint="raise data.sequence, or lower rollout.tokens")
-        if prompts.most is not None and prompts.most < self.groups:
-            what = f"data.epochs: {prompts.most} prompts are fewer than the {self.groups} of a rollout"
-            raise BadInput(what, hint="raise data.epochs, or lower data.batch")
+        self.groups, longest_prompt = batch // rollout.completions, shape.sequence - rollout.tokens
+        check_sizes(batch, rollout, shape, prompts.most, self.groups)
+        check_groups(policy, rollout)
         self.collector = Collector(prompts, policy, rollout, self.groups, longest_prompt, judge, seed, say, table)
         self.trainer: Trainer | None = None
         self.keep: Callable[[Sequence[Told]], None] = lambda _: None
@@ -85,13 +81,10 @@ class Rollouts(Batches):
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
         # Nominal: what is computed depends on the lengths of the answers.
         self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
-        self.bytes_per_token, self.sizes, self.depends = None, shape.sizes, True
-        self.queue: list[Experience] = []
+        self.sizes = shape.sizes
         self.ahead: Ahead[tuple[Any, int], Collected] = Ahead(self.collected)
-        # Of a position that was sought: what belongs to the arrays that follow.
-        self.waiting: dict[str, Sequence[Any]] = {}
-        # In the prompts after the last rollout that was taken, and how many were.
-        self.place = self.number = self.tokens = 0
+        # Of a position that was sought: the rollouts that belong to the arrays that follow.
+        self.sampled: Sequence[Any] = ()
         self.interrupted: Callable[[], bool] = lambda: False
         self.closing = self.evaluating = False
 
@@ -112,47 +105,22 @@ class Rollouts(Batches):
 
     # ---------------------------------------------------------------- as batches
 
-    def advance(self, state: Any) -> None:
-        """Samples a rollout with the weights of a state, unless updates of the last one are left.
-
-        Raises:
-            ArgosyError: no answer has a reward, or no prompt fits.
-        """
-        if not self.queue:
-            try:
-                self.queue = self.played(state)
-            except (Interrupted, Ended):
-                pass
-
-    def __next__(self) -> Any:
-        if not self.queue:
-            raise StopIteration
-        made = self.queue.pop(0)
-        self.tokens += sum(int(np.sum(part["segments"] > 0)) for part in made.parts)
-        return Experience(made.parts, made.numbers | {"tokens": self.tokens})
-
     def position(self) -> dict[str, Any]:
         """Waits for what is sampled ahead."""
-        return {
-            "place": self.place, "rollout": self.number, "tokens": self.tokens,
-            "waiting": stored(self.queue)[1], "ahead": kept(self.ahead.settled())[1],
-        }  # fmt: skip
+        return super().position() | {"ahead": kept(self.ahead.settled())[1]}
 
     def seek(self, position: dict[str, Any]) -> None:
-        found = whole_numbers({name: position[name] for name in ("place", "rollout", "tokens")}, ("place", "rollout", "tokens"))
-        self.place, self.number, self.tokens = found.values()
-        self.waiting = {name: list(position.get(name, ())) for name in ("waiting", "ahead")}
-        self.queue, self.ahead = [], Ahead(self.collected)
+        super().seek(position)
+        self.ahead, self.sampled = Ahead(self.collected), list(position.get("ahead", ()))
         self.collector.place, self.collector.number = self.place, self.number
 
     def arrays(self) -> dict[str, np.ndarray]:
-        sampled = {AHEAD + name: a for name, a in kept(self.ahead.settled())[0].items()}
-        return stored(self.queue)[0] | sampled
+        return super().arrays() | {AHEAD + name: a for name, a in kept(self.ahead.settled())[0].items()}
 
     def take(self, arrays: dict[str, np.ndarray]) -> None:
-        self.queue = restored({name: a for name, a in arrays.items() if not name.startswith(AHEAD)}, self.waiting["waiting"])
+        super().take({name: a for name, a in arrays.items() if not name.startswith(AHEAD)})
         sampled = {name.removeprefix(AHEAD): a for name, a in arrays.items() if name.startswith(AHEAD)}
-        done = given_back(sampled, self.waiting["ahead"], self.prompts)
+        done = given_back(sampled, self.sampled, self.prompts)
         self.ahead.put_back(done)
         if done:
             self.collector.place, self.collector.number = done[-1].place, done[-1].number + 1
@@ -206,7 +174,7 @@ class Rollouts(Batches):
         shares = np.array_split(np.arange(len(answers)).reshape(-1, how.completions), how.minibatches)
         parts = [packed(answers, share.reshape(-1).tolist(), self.shape) for share in shares if share.size]
         live = per_token(answers, how.tokens, "live")
-        with made.timed("logps_s"):
+        with made.clock("logps_s"):
             known = self.known(state, [part for own in parts for part in own], len(answers))
         ended = np.array([one.ended for one in answers])
         judgment = Judgment(self.collector.by_group(found.rewards), self.collector.weights, live, found.greedy)
@@ -265,7 +233,7 @@ class Rollouts(Batches):
             "answers/distinct": float(np.mean(distinct)),
             "answers/left_out": float(np.mean(~counted)),
             **played_numbers(answers),
-            **made.seconds,
+            **made.clock.seconds,
             **made.failed,
         }
 
@@ -316,17 +284,13 @@ def by_name(names: Sequence[str], rewards: np.ndarray) -> dict[str, float | None
     return {name: float(value) if np.isfinite(value) else None for name, value in zip(names, rewards, strict=True)}
 
 
-def groups_of(batch: int, policy: Policy, rollout: Rollout) -> int:
-    """The groups of a rollout.
+def check_groups(policy: Policy, rollout: Rollout) -> None:
+    """Checks that a policy learns from groups of this kind.
 
     Raises:
-        BadInput: the answers do not divide into groups or updates, or the policy learns nothing from such groups.
+        BadInput: it does not.
     """
     n = rollout.completions
-    if batch % (n * rollout.minibatches):
-        by = f" and {rollout.minibatches} updates" if rollout.minibatches > 1 else ""
-        what = f"data.batch = {batch} answers do not divide into groups of {n}{by}"
-        raise BadInput(what, hint=f"make it a multiple of {n * rollout.minibatches}")
     if n < 2 and policy.critic is None and policy.advantages not in ("batch", "greedy"):
         what = f"objective.advantages={policy.advantages} compares the answers to one prompt, and rollout.completions = {n}"
         raise BadInput(what, hint="sample at least 2 answers, or compare with the whole batch: objective.advantages=batch")
@@ -337,4 +301,3 @@ def groups_of(batch: int, policy: Policy, rollout: Rollout) -> int:
     if policy.loss == "reinforce" and rollout.updates > 1:
         what = f"objective.loss=reinforce is for one update a rollout, and there are {rollout.updates}"
         raise BadInput(what, hint="objective.loss=ppo weighs answers of older weights; or rollout.epochs=1 rollout.minibatches=1")
-    return batch // n

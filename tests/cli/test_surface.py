@@ -100,7 +100,7 @@ def test_every_verb_helps(verb, capsys):
     ("words", "what", "hint"),
     [
         (["confg"], "unknown verb `confg`", "did you mean `config`?"),
-        (["zzzzz"], "unknown verb `zzzzz`", "train, sweep, generate"),
+        (["zzzzz"], "unknown verb `zzzzz`", "train, launch, sweep, generate"),
         (["train", "tiny", "--steps", "100"], "no such option: --steps", "`steps=100`"),
         (["train"], f"train needs a recipe\n  recipes are {', '.join(recipes())}", "`argosy train tiny`"),
         (["train", "steps=5"], "`steps=5` is a setting, not a recipe\n  recipes are", "argosy train tiny steps=5"),

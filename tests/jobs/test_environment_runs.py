@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from campaign_kill import SMALL
+from helpers import numbers
 from rl.talking import CHAT
 
 import argosy
@@ -18,7 +19,9 @@ from argosy.core.errors import ArgosyError, UserError
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest
 from argosy.jobs.train import Quiet
-from argosy.observe.metrics import by_step, read
+from argosy.observe.metrics import read
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 CODE = """
 import random, time
@@ -120,24 +123,6 @@ def fit(recipe: str, data: Path, run: Path, *more: str, steps: int) -> str:
     heard = Heard()
     argosy.fit(recipe, *words_for(data, run, *more), view=heard, steps=steps)
     return heard.words
-
-
-def numbers(run: Path, name: str) -> dict[int, float]:
-    return by_step(read(Store(run)), name)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-    """As in the runs of `test_reinforce_runs`: one device where the settings ask for one, although there are eight."""
-    import jax
-
-    from argosy.parallel.mesh import MeshSettings
-
-    with pytest.MonkeyPatch.context() as patch:
-        build = MeshSettings.build
-        alone = lambda how: (how.data, how.fsdp, how.tensor) == (1, 1, 1)  # noqa: E731
-        patch.setattr(MeshSettings, "build", lambda how, devices=None: build(how, jax.devices()[:1] if alone(how) else devices))
-        yield
 
 
 @pytest.fixture(scope="module")

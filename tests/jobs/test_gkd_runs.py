@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from campaign_kill import SMALL
-from helpers import Heard, shared
+from helpers import Heard, numbers, shared
 
 import argosy
 from argosy.checkpoint.run_directory import RunDirectory
@@ -16,18 +15,9 @@ from argosy.core.errors import UserError
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest
 from argosy.jobs.view import Quiet
-from argosy.observe.metrics import by_step, read
-from argosy.parallel.mesh import MeshSettings
+from argosy.observe.metrics import read
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-    """A mesh of one device where the settings ask for one, although there are eight."""
-    with pytest.MonkeyPatch.context() as patch:
-        build = MeshSettings.build
-        alone = lambda how: (how.data, how.fsdp, how.tensor) == (1, 1, 1)  # noqa: E731
-        patch.setattr(MeshSettings, "build", lambda how, devices=None: build(how, jax.devices()[:1] if alone(how) else devices))
-        yield
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +38,6 @@ def fit(recipe: str, data: Path, run: Path, *more: str, steps: int) -> str:
     heard = Heard()
     argosy.fit(recipe, *words, *more, view=heard, steps=steps)
     return heard.words
-
-
-def numbers(run: Path, name: str) -> dict[int, float]:
-    return by_step(read(Store(run)), name)
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,16 @@ import jax
 import numpy as np
 import pytest
 from campaign_kill import SMALL
-from helpers import Heard
+from helpers import Heard, numbers
 
 import argosy
 from argosy.core.errors import ArgosyError, UserError
 from argosy.core.storage import Store
 from argosy.jobs import rollout_engine
 from argosy.jobs.proof import digest
-from argosy.observe.metrics import by_step, read
-from argosy.parallel.mesh import MeshSettings
+from argosy.observe.metrics import read
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 FUNCTIONS = """
 def digits(completions, **columns):
@@ -34,16 +35,6 @@ def broken(completions):
 def odd(prompts, completions):
     return [float("inf") if "1" in p else None if "2" in p else 0.5 * len(c) for p, c in zip(prompts, completions)]
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-    """A mesh of one device where the settings ask for one, although there are eight."""
-    with pytest.MonkeyPatch.context() as patch:
-        build = MeshSettings.build
-        alone = lambda how: (how.data, how.fsdp, how.tensor) == (1, 1, 1)  # noqa: E731
-        patch.setattr(MeshSettings, "build", lambda how, devices=None: build(how, jax.devices()[:1] if alone(how) else devices))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +60,6 @@ def fit(recipe: str, data: Path, run: Path, *more: str, steps: int) -> str:
     heard = Heard()
     argosy.fit(recipe, *words_for(data, run, *more), view=heard, steps=steps)
     return heard.words
-
-
-def numbers(run: Path, name: str) -> dict[int, float]:
-    return by_step(read(Store(run)), name)
 
 
 def test_a_policy_learns_what_is_rewarded(data: Path, tmp_path: Path):

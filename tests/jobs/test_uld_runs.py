@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 from campaign_kill import SMALL
-from helpers import Heard, shared
+from helpers import Heard, numbers, shared
 
 import argosy
 from argosy.core.errors import UserError
 from argosy.core.storage import Store
 from argosy.jobs.proof import digest
-from argosy.observe.metrics import by_step, read
+from argosy.observe.metrics import read
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,6 @@ def fit(data: Path, run: Path, *more: str, steps: int) -> str:
     words += [f"objective.teacher={shared('models/stories260k')}"]
     argosy.fit("distill", *words, *more, view=heard, steps=steps)
     return heard.words
-
-
-def numbers(run: Path, name: str) -> dict[int, float]:
-    return by_step(read(Store(run)), name)
 
 
 @pytest.fixture(scope="module")

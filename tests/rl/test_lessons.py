@@ -180,5 +180,5 @@ def test_settings_that_fit_nothing_are_refused(lm: LM, how: dict[str, Any], said
 
 def test_records_that_never_fit_are_an_error(lm: LM):
     long = [Record(where="line 1", prompt="x" * 30, completion="y"), Record(where="line 2", prompt="a", completion="")]
-    with pytest.raises(BadInput, match="no record has an answer and a prompt of at most 19 tokens"):
+    with pytest.raises(BadInput, match="no prompt to learn from has at most 19 tokens"):
         lessons(lm, prompts(lm, long), own=0).advance(None)

@@ -156,7 +156,7 @@ def test_prompts_without_room_are_passed_over_and_told(lm: LM):
     assert len(said) == 1
     assert "line 1" in said[0]
     alone = Prompts([Record(where="line 9", prompt="x" * 30)], lm.tokenizer, Order(1, None), {})
-    with pytest.raises(BadInput, match="no prompt has at most 19 tokens"):
+    with pytest.raises(BadInput, match="no prompt to learn from has at most 19 tokens"):
         rollouts(lm, judge, asked=alone).advance(None)
 
 

@@ -1,7 +1,8 @@
-"""Arrays in the Zarr 3 format, one file of values per array, which Orbax and TensorStore can read completely or in parts.
+"""Arrays in the Zarr 3 format, which Orbax and TensorStore can read completely or in parts: one file of values per array, or a file
+for each of its shards.
 
-Orbax needs every array in memory at once to write a checkpoint; with this layout they are written one after the other. An array
-is one shard of uncompressed chunks along its leading axis, so reading a part only reads its chunks, and the file is the array in
+Orbax needs every array in memory at once to write a checkpoint; with this layout they are written one after the other. A file
+has uncompressed chunks along its leading axis, so reading a part only reads its chunks: it is the array, or a shard of it, in
 C order with a table of chunks at its end. Sources: zarr-specs, core 3.0 and the codec `sharding_indexed` 1.0. This module knows
 nothing of what the arrays are for.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from argosy.core.errors import Unsupported
-from argosy.core.formats import Entry, damaged, map_file
+from argosy.core.formats import Entry, Shape, damaged, map_file
 from argosy.core.formats.files import File, Order, of_text, slabs
 
 CHUNK_BYTES = 1 << 24
@@ -45,10 +46,30 @@ def array_files(entry: Entry) -> list[File]:
     rows, chunks = _chunks(entry)
     files = [of_text(f"{entry.name}/zarr.json", json.dumps(_metadata(entry, rows, chunks)))]
     if math.prod(entry.shape):
-        name = "/".join([entry.name, "c", *("0" for _ in entry.shape)])
-        size = chunks * (_chunk_bytes(entry, rows) + 16)
-        files.append(File(name, size, partial(_shard, entry, rows, chunks)))
+        files.append(_values(entry, (0,) * len(entry.shape), rows, chunks))
     return files
+
+
+def described_shards(name: str, shape: Shape, each: Shape, dtype: np.dtype) -> File:
+    """The metadata of an array that `shard_file` writes. each: the shape of a shard, which divides the array's.
+
+    Raises:
+        Unsupported: Zarr has no name for the type.
+    """
+    if dtype.name not in DTYPES:
+        raise Unsupported(f"checkpoints have no type for {dtype}, of tensor `{name}`")
+    one = Entry(name, each, dtype, lambda: np.empty(0))
+    return of_text(f"{name}/zarr.json", json.dumps(_metadata(one, *_even_chunks(one)) | {"shape": list(shape)}))
+
+
+def shard_file(shard: Entry, at: tuple[int, ...]) -> File:
+    """The values of one shard of an array. at: its place in the grid of shards."""
+    return _values(shard, at, *_even_chunks(shard))
+
+
+def _values(entry: Entry, at: tuple[int, ...], rows: int, chunks: int) -> File:
+    size = chunks * (_chunk_bytes(entry, rows) + 16)
+    return File("/".join([entry.name, "c", *map(str, at)]), size, partial(_shard, entry, rows, chunks))
 
 
 def map_array(folder: Path) -> np.ndarray | None:
@@ -81,6 +102,14 @@ def _chunks(entry: Entry) -> tuple[int, int]:
     chunks = math.ceil(length / max(1, CHUNK_BYTES // row_bytes))
     rows = math.ceil(length / chunks)
     return rows, math.ceil(length / rows)
+
+
+def _even_chunks(entry: Entry) -> tuple[int, int]:
+    """As `_chunks`, without padding: a shard is as long as it is."""
+    length = entry.shape[0] if entry.shape else 1
+    least = _chunks(entry)[1]
+    chunks = next(n for n in range(least, max(length, 1) + 1) if length % n == 0)
+    return max(length, 1) // chunks, chunks
 
 
 def _chunk_bytes(entry: Entry, rows: int) -> int:

@@ -1,0 +1,1 @@
+"""One command over many processes or machines. The rooms before it know processes only as `parallel.processes`."""

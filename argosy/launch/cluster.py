@@ -1,0 +1,256 @@
+"""Which process of how many this one is, as whoever started it says in the environment; and joining the others.
+
+    engine       variables
+    argosy       ARGOSY_COORDINATOR, ARGOSY_PROCESSES, ARGOSY_RANK     what `argosy launch` sets, and any engine may
+    jax          JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
+    slurm        inside srun: SLURM_STEP_NODELIST, SLURM_NTASKS, SLURM_PROCID
+    openmpi      under mpirun: OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK; JAX_COORDINATOR_ADDRESS, or OMPI_MCA_orte_hnp_uri
+    jobset       indexed pods of a JobSet: JOBSET_NAME, JOB_COMPLETION_INDEX, ARGOSY_PROCESSES
+    skypilot     SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK
+    tpu          pods of several hosts: TPU_WORKER_HOSTNAMES, TPU_WORKER_ID
+
+The first row whose variables are there decides. Reading the environment imports no jax.
+"""
+
+import atexit
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from argosy.core import signals
+from argosy.core.errors import ArgosyError, BadInput
+
+# A process that cannot be reached for this long counts as dead, and the others end (6 to 10 s after it was last heard).
+HEARTBEAT_S = 10
+# How long processes wait for each other at the start, and at a good end.
+JOIN_S, LEAVE_S = 300, 20
+PORT = 8476
+# Set by a supervisor: its process, where stacks go (a file for each process), seconds until a process counts as stuck.
+PARENT, STACKS, STUCK = "ARGOSY_PARENT", "ARGOSY_STACKS", "ARGOSY_STUCK_S"
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among all. coordinator: HOST:PORT of rank 0. attempt: how often the gang was started before."""
+
+    engine: str
+    coordinator: str
+    processes: int
+    rank: int
+    attempt: int = 0
+
+
+Environment = Mapping[str, str]
+
+
+def found(environment: Environment) -> Place | None:
+    """The place that the environment describes; None where there is one process.
+
+    Raises:
+        BadInput: the variables are incomplete or contradict each other.
+    """
+    for engine, read in ENGINES.items():
+        place = read(environment)
+        if place is None:
+            continue
+        coordinator, processes, rank = place
+        if not 0 <= rank < processes:
+            raise BadInput(f"process {rank} of {processes}", where=f"in the variables of {engine}", hint="ranks count from 0")
+        attempt = _number(environment, "ARGOSY_ATTEMPT") if "ARGOSY_ATTEMPT" in environment else 0
+        return Place(engine, coordinator, processes, rank, attempt) if processes > 1 else None
+    return None
+
+
+def _number(environment: Environment, name: str) -> int:
+    """A whole number of the environment.
+
+    Raises:
+        BadInput: it is missing, or none.
+    """
+    value = environment.get(name)
+    if value is None or not re.fullmatch(r"\d+", value.strip()):
+        said = "is not set" if value is None else f"is {value!r}, not a whole number"
+        raise BadInput(f"{name} {said}", where="environment of this process", hint="every process of a run needs it")
+    return int(value)
+
+
+def _from_argosy(environment: Environment) -> tuple[str, int, int] | None:
+    if "ARGOSY_COORDINATOR" not in environment:
+        return None
+    address = with_port(environment["ARGOSY_COORDINATOR"])
+    return address, _number(environment, "ARGOSY_PROCESSES"), _number(environment, "ARGOSY_RANK")
+
+
+def _from_jax(environment: Environment) -> tuple[str, int, int] | None:
+    if not {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES"} <= set(environment):
+        return None
+    address = with_port(environment["JAX_COORDINATOR_ADDRESS"])
+    return address, _number(environment, "JAX_NUM_PROCESSES"), _number(environment, "JAX_PROCESS_ID")
+
+
+def _from_slurm(environment: Environment) -> tuple[str, int, int] | None:
+    # sbatch and salloc set the others for their own shell too; only srun sets this one.
+    if "SLURM_STEP_NODELIST" not in environment or "SLURM_PROCID" not in environment:
+        return None
+    # The same on all nodes, and another one for each job on a shared node.
+    port = 61440 + _number(environment, "SLURM_JOB_ID") % 4096
+    address = f"{first_host(environment['SLURM_STEP_NODELIST'])}:{port}"
+    processes = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    return address, _number(environment, processes), _number(environment, "SLURM_PROCID")
+
+
+def _from_openmpi(environment: Environment) -> tuple[str, int, int] | None:
+    if "OMPI_COMM_WORLD_SIZE" not in environment:
+        return None
+    sizes = _number(environment, "OMPI_COMM_WORLD_SIZE"), _number(environment, "OMPI_COMM_WORLD_RANK")
+    if address := environment.get("JAX_COORDINATOR_ADDRESS"):
+        return with_port(address), *sizes
+    launcher = re.search(r"tcp6?://\[?([^,:\]]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
+    if launcher is None:
+        hint = "mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT, with the host of rank 0"
+        raise BadInput("mpirun does not say where rank 0 is", where="environment of this process", hint=hint)
+    return with_port(launcher[1]), *sizes
+
+
+def _from_jobset(environment: Environment) -> tuple[str, int, int] | None:
+    if not {"JOBSET_NAME", "JOB_COMPLETION_INDEX"} <= set(environment):
+        return None
+    # A headless service names each pod: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN.
+    name, job = environment["JOBSET_NAME"], environment.get("REPLICATED_JOB_NAME", "workers")
+    address = environment.get("JOBSET_COORDINATOR") or f"{name}-{job}-0-0.{name}"
+    each, index = _number(environment, "ARGOSY_PROCESSES"), _number(environment, "JOB_COMPLETION_INDEX")
+    return with_port(address), each, index
+
+
+def _from_skypilot(environment: Environment) -> tuple[str, int, int] | None:
+    if "SKYPILOT_NODE_IPS" not in environment:
+        return None
+    hosts = environment["SKYPILOT_NODE_IPS"].split()
+    return with_port(hosts[0]), len(hosts), _number(environment, "SKYPILOT_NODE_RANK")
+
+
+def _from_tpu(environment: Environment) -> tuple[str, int, int] | None:
+    hosts = [host for host in environment.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    if len(hosts) < 2:
+        return None
+    return with_port(hosts[0]), len(hosts), _number(environment, "TPU_WORKER_ID")
+
+
+ENGINES: dict[str, Callable[[Environment], tuple[str, int, int] | None]] = {
+    "argosy": _from_argosy,
+    "jax": _from_jax,
+    "slurm": _from_slurm,
+    "openmpi": _from_openmpi,
+    "jobset": _from_jobset,
+    "skypilot": _from_skypilot,
+    "tpu": _from_tpu,
+}
+
+
+def with_port(address: str) -> str:
+    """HOST:PORT; a port is added to a host alone, an IPv6 address gets its brackets."""
+    if re.fullmatch(r"(\[.*\]|[^:]+):\d+", address):
+        return address
+    return f"[{address}]:{PORT}" if address.count(":") > 1 and not address.startswith("[") else f"{address}:{PORT}"
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a Slurm list, such as `node[003-007,9],other1`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,\[]*))?", hosts)
+    if match is None:
+        raise BadInput(f"{hosts!r} is no list of hosts", where="SLURM_STEP_NODELIST")
+    name, numbers, rest = match.groups()
+    return name if numbers is None else name + re.split(r"[,-]", numbers)[0] + rest
+
+
+# ---------------------------------------------------------------- joining
+
+
+def join(place: Place) -> None:
+    """Joins the processes of a run, before anything else asks jax for devices.
+
+    Raises:
+        ArgosyError: the others do not come, or the coordinator cannot be reached.
+    """
+    import jax
+
+    # Its handler of SIGTERM would replace ours: `parallel.processes.Stopping` does its work for every signal.
+    jax.config.update("jax_enable_preemption_service", False)
+    atexit.register(_leave_at_once)
+    if PARENT in os.environ:
+        threading.Thread(target=_end_with, args=(int(os.environ[PARENT]),), name="parent", daemon=True).start()
+    wait = int(os.environ.get("ARGOSY_JOIN_S", JOIN_S))
+    host = place.coordinator.rpartition(":")[0]
+    bind = place.coordinator if host in ("127.0.0.1", "localhost") else None
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.processes,
+            place.rank,
+            initialization_timeout=wait,
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            shutdown_timeout_seconds=LEAVE_S,
+            coordinator_bind_address=bind,
+        )
+    except Exception as error:
+        raise _not_joined(place, error, wait) from None
+
+
+def _end_with(parent: int) -> None:
+    """Stops this process as a signal would, state saved, once its supervisor is gone: nobody would start or end it any more."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _not_joined(place: Place, error: Exception, wait: int) -> ArgosyError:
+    said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    who = f"process {place.rank} of {place.processes}"
+    if "in use" in said or "bind" in said.lower():
+        return ArgosyError(f"{who} cannot listen on {place.coordinator}: {said}", hint="another program uses the port")
+    if "DEADLINE" in said or "timed out" in said.lower() or "UNAVAILABLE" in said:
+        what = f"{who} waited {wait} s for the others at {place.coordinator}"
+        return ArgosyError(what, where=said, hint="start all of them with the same coordinator; ARGOSY_JOIN_S waits longer")
+    return ArgosyError(f"{who} could not join at {place.coordinator}", where=said)
+
+
+def _leave_at_once() -> None:
+    """Runs before jax's own exit function, in which a process that failed would wait for the others, who wait for it in a step."""
+    from argosy.parallel import processes
+
+    if signals.ended_with() in (1, 2, LOST) and not processes.failed_together():
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(signals.ended_with() or 1)
+
+
+# The exit code of a process that ends because another one did (EX_TEMPFAIL).
+LOST = 75
+_LOST = re.compile(r"gloo|connection (reset|closed|refused)|peer|unavailable|heartbeat|coordination service|nccl|socket", re.IGNORECASE)
+
+
+class PeerLost(ArgosyError):
+    """Another process of the run ended, or cannot be reached."""
+
+    exit_code = LOST
+
+
+@contextmanager
+def lost_peers() -> Iterator[None]:
+    """Errors of jax that say that another process is gone become a `PeerLost`."""
+    try:
+        yield
+    except Exception as error:
+        said = (str(error).splitlines() or [""])[0]
+        if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or not _LOST.search(said):
+            raise
+        what = "another process of this run ended or cannot be reached"
+        hint = "its own messages say why; the same command resumes from the last checkpoint"
+        raise PeerLost(what, where=said[:200], hint=hint) from None

@@ -1,0 +1,264 @@
+"""Runs a command as several processes of this machine, and starts all of them again when one ends.
+
+    exit code of a process     what follows
+    0                          the others end too
+    2                          a mistake of the user's: all end, none is started again
+    129, 130, 143              it was asked to stop, and so were all
+    anything else              all are killed, and start again from the last checkpoint
+
+The processes find each other through the environment (`launch.cluster`). Rank 0 has this terminal; what the others print is kept, and
+shown where they fail. They end when this process ends, however it ends. No jax is imported here.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.core.signals import Stop, asked_to_stop
+from argosy.launch.cluster import LOST, PARENT, STACKS, STUCK
+from argosy.launch.settings import Local
+from argosy.observe.stacks import folded
+
+STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+LOOK_S = 0.05
+# Lines that are kept of what a process prints.
+KEPT = 200
+# How long processes have to write where they are.
+DUMP_S = 1.0
+
+
+@dataclass
+class Member:
+    """A process of the gang. ended: when, on the monotonic clock."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    printed: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
+    reader: threading.Thread | None = None
+    ended: float | None = None
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; negative where a signal ended it. None while it runs."""
+        code = self.process.poll()
+        if code is not None and self.ended is None:
+            self.ended = time.monotonic()
+        return code
+
+
+@dataclass
+class Ending:
+    """How a gang ended. first: the process that ended first with something else than 0, and its code."""
+
+    code: int
+    first: Member | None = None
+    stacks: str = ""
+
+
+class Gang:
+    """The processes of one start."""
+
+    def __init__(self, words: Sequence[str], settings: Local, attempt: int, environment: Mapping[str, str]):
+        self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
+        port, own = free_port(), dict(environment)
+        own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{port}", "ARGOSY_PROCESSES": str(settings.processes)}
+        own |= {"ARGOSY_ATTEMPT": str(attempt), PARENT: str(os.getpid()), STUCK: str(settings.stuck)}
+        self.members: list[Member] = []
+        try:
+            for rank in range(settings.processes):
+                self.members.append(self._start(words, rank, own))
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Member:
+        own = environment | {"ARGOSY_RANK": str(rank), STACKS: str(self._stacks_of(rank))}
+        own |= devices_of(rank, self.settings, environment)
+        shown = rank == 0 and self.settings.logs is None
+        pipe: Any = {} if shown else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        # A session of its own: Ctrl-C in this terminal comes here, and is passed on once.
+        process: Any = subprocess.Popen(
+            words, env=own, start_new_session=True, stdin=subprocess.DEVNULL, **pipe
+        )
+        member = Member(rank, process)
+        if not shown:
+            member.reader = threading.Thread(target=self._read, args=(member,), daemon=True)
+            member.reader.start()
+        return member
+
+    def _read(self, member: Member) -> None:
+        stream, logs = member.process.stdout, self.settings.logs
+        assert stream is not None
+        if logs is not None:
+            Path(logs).mkdir(parents=True, exist_ok=True)
+        log = Path(logs, f"rank-{member.rank}.log") if logs is not None else Path(os.devnull)
+        with stream, log.open("ab", buffering=0) as file:
+            for line in stream:
+                member.printed.append(line.decode("utf-8", "replace").rstrip("\n"))
+                file.write(line)
+                if member.rank == 0:
+                    sys.stderr.buffer.write(line)
+                    sys.stderr.flush()
+
+    def _stacks_of(self, rank: int) -> Path:
+        return self.folder / f"stacks-{rank}"
+
+    # ---------------------------------------------------------------- until it ends
+
+    def wait(self, stop: Stop) -> Ending:
+        """Waits until all have ended. When one fails, the others say where they are, and are killed after the grace."""
+        first: Member | None = None
+        passed_on, until = False, float("inf")
+        while any(member.code is None for member in self.members):
+            if stop.code and not passed_on:
+                passed_on = True
+                # One is enough: they agree on the step after which they stop. One that does not train yet ends at once.
+                self.signal(stop.code - 128)
+            if first is None:
+                first = next((one for one in self._by_end() if one.code), None)
+                if first is not None:
+                    self._ask_for_stacks(first)
+                    # Those that lost a peer end by themselves; what is stuck or stopped does not.
+                    until = time.monotonic() + (self.settings.grace if first.code in (2, *STOPPED) else 0)
+            if time.monotonic() > until:
+                self.kill()
+            time.sleep(LOOK_S)
+        self._settle()
+        first = next((one for one in self._by_end() if one.code), None)
+        return Ending(_as_exit(first.code or 0) if first else 0, first, self._stacks())
+
+    def _by_end(self) -> list[Member]:
+        """Those that ended, first those that did not merely lose another, then in the order of their ends."""
+        over = [member for member in self.members if member.code is not None]
+        return sorted(over, key=lambda member: (member.code == LOST, member.ended))
+
+    def _ask_for_stacks(self, first: Member) -> None:
+        if first.code in (2, *STOPPED):
+            return
+        # A moment, in which those that notice by themselves end.
+        time.sleep(DUMP_S)
+        left = [member for member in self.members if member.code is None]
+        for member in left:
+            member.process.send_signal(signal.SIGUSR1)
+        if left:
+            time.sleep(DUMP_S)
+
+    def _stacks(self) -> str:
+        texts = {m.rank: self._stacks_of(m.rank).read_text() for m in self.members if self._stacks_of(m.rank).exists()}
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return folded({rank: text for rank, text in texts.items() if text})
+
+    def signal(self, number: int) -> None:
+        for member in self.members:
+            if member.code is None:
+                member.process.send_signal(number)
+
+    def kill(self) -> None:
+        for member in self.members:
+            if member.code is None:
+                member.process.kill()
+
+    def _settle(self) -> None:
+        for member in self.members:
+            member.process.wait()
+            if member.reader is not None:
+                member.reader.join(timeout=2)
+
+
+def run(words: Sequence[str], settings: Local, say: Say, progress: Callable[[], object] = lambda: None) -> int:
+    """Runs a command as a gang until it ends well, is stopped, or fails too often; returns its exit code.
+
+    Args:
+        words: of the command, the program first.
+        progress: something that changes when the run makes progress: its newest checkpoint.
+    """
+    attempt = failures = 0
+    with asked_to_stop("stopping all processes; once more kills them") as stop:
+        while True:
+            begun, before = time.monotonic(), progress()
+            gang = Gang(words, settings, attempt, os.environ)
+            try:
+                ending = gang.wait(stop)
+            finally:
+                gang.kill()
+            if ending.first is None or ending.code in (2, *STOPPED):
+                _show(ending, say, only_others=True)
+                return stop.code or ending.code if ending.first is not None else 0
+            _show(ending, say)
+            attempt, failures = attempt + 1, 1 if progress() != before else failures + 1
+            if stop.code or failures > settings.restarts:
+                if not stop.code:
+                    say(f"it failed {failures} times without a new checkpoint, and restarts={settings.restarts}; what is saved stays")
+                return stop.code or ending.code
+            say(f"starting all {settings.processes} processes again after {time.monotonic() - begun:.0f} s (restart {attempt})")
+
+
+def _show(ending: Ending, say: Say, only_others: bool = False) -> None:
+    """Says which process ended first and why, with the last lines that it printed, unless they are on the terminal already."""
+    first = ending.first
+    if first is None:
+        return
+    if not only_others:
+        say(f"process {first.rank} ended {_how(first.code or 0)}")
+    if first.rank and (lines := [line for line in first.printed if line.strip()][-12:]):
+        say("\n".join(f"  [{first.rank}] {line}" for line in lines))
+    if ending.stacks:
+        say(f"where the processes were:\n{ending.stacks}")
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    try:
+        return f"by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"by signal {-code}"
+
+
+def _as_exit(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+# ---------------------------------------------------------------- ports and devices
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def devices_of(rank: int, settings: Local, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that give a process its devices.
+
+    Raises:
+        BadInput: the GPUs do not divide among the processes.
+    """
+    cards = gpus(environment)
+    if not cards or environment.get("JAX_PLATFORMS") == "cpu":
+        return {"JAX_NUM_CPU_DEVICES": str(settings.devices or environment.get("JAX_NUM_CPU_DEVICES") or 1)}
+    if len(cards) % settings.processes:
+        what = f"{len(cards)} GPUs do not divide among {settings.processes} processes"
+        raise BadInput(what, hint="choose processes= so that they do, or name some of them in CUDA_VISIBLE_DEVICES")
+    each = len(cards) // settings.processes
+    return {"CUDA_VISIBLE_DEVICES": ",".join(cards[rank * each : (rank + 1) * each])}
+
+
+def gpus(environment: Mapping[str, str], folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if (named := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [one.strip() for one in named.split(",") if one.strip() and one.strip() != "-1"]
+    return [str(i) for i, _ in enumerate(folder.iterdir())] if folder.is_dir() else []

@@ -1,0 +1,118 @@
+"""Where every thread of a process is, when it does not go on: written by the system's own thread, so also while Python waits in XLA.
+
+A peer that is alive but stuck is noticed by nothing in jax (jax-ml/jax#38503): its heartbeats go on. So each process of a run arms a
+timer at every step; when it runs out, the stacks go to a file and the process ends.
+"""
+
+import faulthandler
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+# The timer is set anew at most this often: it starts a thread.
+EVERY_S = 1.0
+# What counts as stuck: this long, and so many times as long as the slowest step before.
+LEAST_S, TIMES = 30.0, 10
+
+
+class Watchdog:
+    """Ends the process if it does not call `alive` in time, after it wrote the stacks of all threads.
+
+    How long a step may take follows from the steps before: ten times the slowest, at least 30 s, at most `limit_s`. The first, which is
+    compiled, and what is done `patiently` (evaluations, checkpoints) may take `limit_s`.
+
+    Args:
+        stacks: the file to write them to; by default stderr.
+    """
+
+    def __init__(self, limit_s: float, stacks: Path | None = None):
+        self.limit_s = limit_s
+        self.file: IO[Any] = stacks.open("a") if stacks is not None else sys.stderr
+        self._slowest: float | None = None
+        self._last = self._armed = time.monotonic()
+        if hasattr(faulthandler, "register"):
+            # Whoever watches over several processes asks the others where they are.
+            faulthandler.register(signal.SIGUSR1, file=self.file, all_threads=True)
+        self._arm(limit_s)
+
+    def alive(self) -> None:
+        """A step is over."""
+        now = time.monotonic()
+        took, self._last = now - self._last, now
+        if self._slowest is None:
+            # The first had a compilation in it.
+            self._slowest = 0.0
+        else:
+            self._slowest = max(self._slowest, took)
+        if now - self._armed > EVERY_S:
+            self._arm(min(self.limit_s, max(LEAST_S, TIMES * self._slowest)))
+
+    def patiently(self, do: Callable[[T], R]) -> Callable[[T], R]:
+        """The same function, which may take as long as it needs up to `limit_s`, and is not counted as part of a step."""
+
+        def done(argument: T) -> R:
+            self._arm(self.limit_s)
+            try:
+                return do(argument)
+            finally:
+                self._last = time.monotonic()
+                self._armed = float("-inf")
+
+        return done
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+    def _arm(self, seconds: float) -> None:
+        self._armed = time.monotonic()
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self.file)
+
+
+_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+( \[[^\]]*\])? \(most recent call first\):$")
+
+
+def folded(texts: Mapping[int, str]) -> str:
+    """The stacks of several processes, those that are alike once. texts: what `faulthandler` wrote, by rank."""
+    seen: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        stacks = Counter(_stacks(text))
+        for stack, n in stacks.items():
+            seen.setdefault(stack, []).extend([rank] * min(n, 1))
+    lines = []
+    for stack, ranks in sorted(seen.items(), key=lambda item: (-len(item[1]), item[1])):
+        lines += [f"process{'es' if len(ranks) > 1 else ''} {_ranges(ranks)}:", stack, ""]
+    return "\n".join(lines).rstrip()
+
+
+def _stacks(text: str) -> list[str]:
+    """The stack of each thread, without its number."""
+    out: list[list[str]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            out.append([])
+        elif line.startswith("  File ") and out:
+            out[-1].append(line)
+        elif not line.startswith("  "):
+            # What follows the stacks, such as the list of extension modules.
+            out.append([])
+    return ["\n".join(stack) for stack in out if stack]
+
+
+def _ranges(ranks: list[int]) -> str:
+    """0-3, 7"""
+    out: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if out and out[-1][-1] == rank - 1:
+            out[-1].append(rank)
+        else:
+            out.append([rank])
+    return ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in out)

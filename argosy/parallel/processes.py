@@ -1,0 +1,224 @@
+"""The processes of a run, each with its own devices, and what they agree on.
+
+Usually there is one, and everything here returns at once. Several run the same program on the same settings; what only one of them
+can know (a file, a signal, a failure) is told through the coordination service of `jax.distributed`. Its calls use no device, so
+threads may make them while a step runs. All processes make the same calls in the same order. Rank 0 leads: it alone writes the
+files of a run.
+
+A process that died is noticed by that service: within its heartbeat time-out it ends the others (`launch.cluster.HEARTBEAT_S`).
+"""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from argosy.core.errors import ArgosyError, BadInput, Elsewhere, UserError
+
+T = TypeVar("T")
+
+# How long one call to the service waits before it is made again, and how often a key is looked for that may never come.
+WAIT_MS = 60_000
+LOOK_S = 0.25
+
+_calls: Counter[str] = Counter()
+_failed_together = threading.Event()
+
+
+def count() -> int:
+    return jax.process_count()
+
+
+def rank() -> int:
+    return jax.process_index()
+
+
+def leads() -> bool:
+    """Whether this process writes the files of the run."""
+    return rank() == 0
+
+
+def failed_together() -> bool:
+    """Whether all processes know that one failed. Then they end as after a success, each waiting until the others end too: what is left
+    at once is taken for dead, and its peers are aborted."""
+    return _failed_together.is_set()
+
+
+def told(name: str, make: Callable[[], T]) -> T:
+    """What the leader makes, in every process. make: returns something that JSON holds.
+
+    Raises:
+        Elsewhere: in the others, if it fails in the leader.
+    """
+    if count() == 1:
+        return make()
+    key = _next(name)
+    if not leads():
+        found = json.loads(_wait_for(key))
+        if "failed" in found:
+            _failed_together.set()
+            raise Elsewhere(found["what"], found["failed"])
+        return found["value"]
+    try:
+        value = make()
+    except Exception as error:
+        _set(key, json.dumps(_failure(error)))
+        _failed_together.set()
+        raise
+    _set(key, json.dumps({"value": value}))
+    return value
+
+
+def together(name: str, work: Callable[[], T]) -> T:
+    """Does work in every process, and fails in all if it fails in one: that one raises its error, of several the lowest rank.
+
+    Raises:
+        Elsewhere: it failed in another process.
+    """
+    if count() == 1:
+        return work()
+    key, mine, done, error = _next(name), {}, None, None
+    try:
+        done = work()
+    except Exception as failure:
+        error, mine = failure, _failure(failure)
+    _set(f"{key}/{rank()}", json.dumps(mine))
+    for other in range(count()):
+        found = json.loads(_wait_for(f"{key}/{other}")) if other != rank() else mine
+        if not found:
+            continue
+        _failed_together.set()
+        if other == rank() and error is not None:
+            raise error
+        raise Elsewhere(f"{found['what']} (in process {other})", found["failed"])
+    return done  # pyright: ignore[reportReturnType]
+
+
+def one_by_one(name: str, work: Callable[[], T]) -> T:
+    """`together`, where the leader is done before the others begin: what it leaves in a cache they find there."""
+    if count() == 1:
+        return work()
+    made: list[T] = []
+    told(name, lambda: made.append(work()))
+    return together(name, lambda: made[0] if leads() else work())
+
+
+def collected(name: str, value: Any) -> list[Any]:
+    """What each process gives, JSON in and out, by rank, in every process."""
+    if count() == 1:
+        return [value]
+    key = _next(name)
+    _set(f"{key}/{rank()}", json.dumps(value))
+    return [value if other == rank() else json.loads(_wait_for(f"{key}/{other}")) for other in range(count())]
+
+
+def check_alike(facts: dict[str, str], hints: dict[str, str]) -> None:
+    """Checks that all processes give the same facts, such as the version and the settings.
+
+    Raises:
+        BadInput: they do not; in the process of the lowest rank that differs from rank 0. Elsewhere: in all others.
+    """
+    every = collected("alike", facts)
+    differ = [(other, name) for other, its in enumerate(every) for name in facts if its.get(name) != every[0].get(name)]
+    if not differ:
+        return
+    other, name = differ[0]
+    _failed_together.set()
+    if other != rank():
+        raise Elsewhere(f"process {other} has another {name}", UserError.exit_code)
+    raise BadInput(f"process {other} has another {name} than process 0", hint=hints.get(name))
+
+
+class Stopping:
+    """Stops all processes after the same step, once one of them was asked to.
+
+    Called once a step by each. The one that was asked says so; each then names the step that it may have begun, and all stop after the
+    latest of these. No process waits for another before it was asked.
+
+    Args:
+        asked: () -> whether this process was asked to stop.
+        code: () -> its exit code then. follow: called in the others with that code.
+    """
+
+    def __init__(self, asked: Callable[[], bool], code: Callable[[], int], follow: Callable[[int], None]):
+        self.asked, self.code, self.follow = asked, code, follow
+        self.calls, self.until, self.named, self.said = 0, None, False, False
+        self._key, self._lock, self._over = _next("stop"), threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stop together", daemon=True)
+        self._thread.start()
+
+    def __call__(self) -> bool:
+        with self._lock:
+            self.calls += 1
+            named = self.named
+        if not named and self.asked() and not self.said:
+            self.said = True
+            _set(f"{self._key}/asked", str(self.code()))
+        if named and self.until is None:
+            self.until = max(int(_wait_for(f"{self._key}/at/{other}")) for other in range(count()))
+        return self.until is not None and self.calls >= self.until
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_S):
+            if (found := _look_for(f"{self._key}/asked")) is None:
+                continue
+            self.follow(int(found))
+            with self._lock:
+                # The next call counts as this one, whether its step is under way or not.
+                _set(f"{self._key}/at/{rank()}", str(self.calls + 1))
+                self.named = True
+            return
+
+
+# ---------------------------------------------------------------- the coordination service
+
+
+def _client() -> Any:
+    from jax._src import distributed  # the key-value store has no public name; Orbax reads it here too
+
+    client = distributed.global_state.client
+    if client is None:
+        raise ArgosyError("the processes of this run have not joined")
+    return client
+
+
+def _next(name: str) -> str:
+    """A key that no earlier call used. Every process makes the same calls, so it is the same in all."""
+    _calls[name] += 1
+    return f"argosy/{name}/{_calls[name]}"
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    what = error.what if isinstance(error, ArgosyError) else f"{type(error).__name__}: {error}"
+    return {"failed": error.exit_code if isinstance(error, ArgosyError) else 1, "what": what.splitlines()[0] if what else ""}
+
+
+def _set(key: str, value: str) -> None:
+    # Two processes may be asked to stop at once; the first value stands as well as the second.
+    _client().key_value_set(key, value, allow_overwrite=True)
+
+
+def _wait_for(key: str) -> str:
+    """Waits for a key as long as all processes live."""
+    while True:
+        try:
+            return _client().blocking_key_value_get(key, WAIT_MS)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            time.sleep(0)
+
+
+def _look_for(key: str) -> str | None:
+    try:
+        return _client().key_value_try_get(key)
+    except jax.errors.JaxRuntimeError:
+        return None

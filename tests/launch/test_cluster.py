@@ -1,0 +1,90 @@
+"""Who this process is, from the environments that engines make."""
+
+import pytest
+
+from argosy.core.errors import BadInput
+from argosy.launch.cluster import Place, first_host, found, with_port
+
+# Slurm's own names and values: srun(1), "output environment variables". JobSet's: the labels of its pods. SkyPilot's: its docs on
+# distributed jobs. TPU's: what GKE and Cloud TPU set on every host.
+ENVIRONMENTS = [
+    ({}, None),
+    ({"PATH": "/bin"}, None),
+    (
+        {"ARGOSY_COORDINATOR": "10.0.0.1:99", "ARGOSY_PROCESSES": "4", "ARGOSY_RANK": "3", "ARGOSY_ATTEMPT": "2"},
+        Place("argosy", "10.0.0.1:99", 4, 3, 2),
+    ),
+    ({"ARGOSY_COORDINATOR": "10.0.0.1:99", "ARGOSY_PROCESSES": "1", "ARGOSY_RANK": "0"}, None),
+    (
+        {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+        Place("jax", "h:1", 2, 0),
+    ),
+    (
+        {
+            "SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "gpu[003-007,9],other1", "SLURM_STEP_NUM_TASKS": "6", "SLURM_NTASKS": "12",
+            "SLURM_PROCID": "5", "SLURM_LOCALID": "0",
+        },
+        Place("slurm", "gpu003:61441", 6, 5),
+    ),
+    # In the shell of salloc, or in the script of sbatch, outside srun: one process.
+    ({"SLURM_JOB_ID": "7", "SLURM_NODELIST": "a[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),
+    (
+        {
+            "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+        },
+        Place("openmpi", "10.96.0.1:8476", 2, 1),
+    ),
+    (
+        {
+            "JOBSET_NAME": "train", "REPLICATED_JOB_NAME": "workers", "JOB_COMPLETION_INDEX": "2", "ARGOSY_PROCESSES": "4",
+        },
+        Place("jobset", "train-workers-0-0.train:8476", 4, 2),
+    ),
+    (
+        {"SKYPILOT_NODE_IPS": "10.1.0.4\n10.1.0.5", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"},
+        Place("skypilot", "10.1.0.4:8476", 2, 1),
+    ),
+    ({"TPU_WORKER_HOSTNAMES": "t-0,t-1,t-2,t-3", "TPU_WORKER_ID": "3"}, Place("tpu", "t-0:8476", 4, 3)),
+    ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("environment", "place"), ENVIRONMENTS)
+def test_the_environment_says_which_process_this_is(environment: dict[str, str], place: Place | None):
+    assert found(environment) == place
+
+
+def test_what_argosy_launch_sets_goes_before_what_is_around_it():
+    around = ENVIRONMENTS[5][0]
+    assert found(around | ENVIRONMENTS[2][0]) == ENVIRONMENTS[2][1]
+
+
+@pytest.mark.parametrize(
+    ("environment", "what"),
+    [
+        ({"ARGOSY_COORDINATOR": "h:1", "ARGOSY_PROCESSES": "2"}, "ARGOSY_RANK is not set"),
+        ({"ARGOSY_COORDINATOR": "h:1", "ARGOSY_PROCESSES": "two", "ARGOSY_RANK": "0"}, "ARGOSY_PROCESSES is 'two'"),
+        ({"ARGOSY_COORDINATOR": "h:1", "ARGOSY_PROCESSES": "2", "ARGOSY_RANK": "2"}, "process 2 of 2"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "does not say where rank 0 is"),
+        ({"JOBSET_NAME": "a", "JOB_COMPLETION_INDEX": "0"}, "ARGOSY_PROCESSES is not set"),
+    ],
+)
+def test_half_an_environment_is_an_error(environment: dict[str, str], what: str):
+    with pytest.raises(BadInput, match=what):
+        found(environment)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("node1", "node1"), ("node[1-4]", "node1"), ("node[07,9]-ib,x", "node07-ib"), ("a-b3,a-b4", "a-b3"), ("r2n[010-020]", "r2n010")],
+)
+def test_the_first_host_of_slurms_list(hosts: str, first: str):
+    assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize(
+    ("address", "whole"), [("h", "h:8476"), ("h:1", "h:1"), ("fe80::1", "[fe80::1]:8476"), ("[fe80::1]:7", "[fe80::1]:7")]
+)
+def test_an_address_has_a_port(address: str, whole: str):
+    assert with_port(address) == whole
