@@ -28,7 +28,7 @@ from argosy.observe.goodput import Clock
 from argosy.observe.log import Logged
 from argosy.observe.metrics import Metrics, read
 from argosy.observe.picture import memory_words
-from argosy.observe.readable import lasted
+from argosy.observe.readable import decimals, lasted
 from argosy.observe.stacks import Watchdog
 
 if TYPE_CHECKING:
@@ -574,7 +574,7 @@ def family_of(settings: Run) -> str:
 
 def ending(outcome: Outcome) -> str:
     """How a run ended, as one line for its log."""
-    loss = f", loss {outcome.last['loss']:.4f}" if "loss" in outcome.last else ""
+    loss = f", loss {decimals(outcome.last['loss'])}" if "loss" in outcome.last else ""
     how = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"
     return (
         f"{how} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}; {kept(outcome)}"

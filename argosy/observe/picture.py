@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from argosy.observe import curve
-from argosy.observe.readable import counted, flops, harmless, lasted, one_line, sized
+from argosy.observe.readable import counted, decimals, flops, harmless, lasted, one_line, sized
 
 # Points of the curve; beyond that, neighbors are averaged.
 POINTS = 4096
@@ -209,7 +209,7 @@ def stepped(numbers: Mapping[str, float]) -> str:
         turns = f" in {numbers['turns']:.1f} turns" if "turns" in numbers else ""
         words.append(f"answers of {numbers['answers/tokens']:.0f} tokens{turns}")
     if "loss" in numbers:
-        words.append(f"loss {numbers['loss']:.4f}")
+        words.append(f"loss {decimals(numbers['loss'])}")
     if "tokens_per_s" in numbers:
         words.append(f"{numbers['tokens_per_s']:,.0f} tokens/s")
     if "lr" in numbers:
@@ -239,7 +239,7 @@ def preferred(numbers: Mapping[str, float], before: str = "") -> str:
 
 def evaluated(numbers: Mapping[str, float]) -> str:
     """The numbers of an evaluation, as text."""
-    words = [f"eval loss {numbers['eval_loss']:.4f}"] if "eval_loss" in numbers else []
+    words = [f"eval loss {decimals(numbers['eval_loss'])}"] if "eval_loss" in numbers else []
     if "eval_reward" in numbers:
         words.append(f"eval reward {numbers['eval_reward']:.3f} of {numbers['eval_prompts']:.0f} greedy answers")
     if "eval_perplexity" in numbers:

@@ -14,11 +14,11 @@ from typing import Any
 from argosy.observe.curve import Point
 from argosy.observe.metrics import by_step, conversation
 from argosy.observe.page import page
-from argosy.observe.readable import counted, flops, harmless, lasted, sized
+from argosy.observe.readable import change, counted, decimals, flops, harmless, lasted, sized
 from argosy.observe.svg import Series, bar, chart
 
 # In the order of their colors.
-CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "other")
+CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "rollouts", "other")
 DEFAULT, TYPED = "default", ("command line", "fit(...)")
 # Of the numbers of an evaluated task, those that are no metrics.
 NO_METRICS = ("stderr", "n", "tokens", "truncated", "shots", "seconds", "against")
@@ -115,13 +115,13 @@ def _head(record: Record) -> str:
     if rewards := numbers(record.lines, "reward"):
         facts.append(("reward", f"{rewards[-1][1]:.3f}", f"{rewards[0][1]:.3f} at step {rewards[0][0]:.0f}"))
     elif losses:
-        facts.append(("loss", f"{losses[-1][1]:.4f}", f"{losses[0][1]:.4f} at step {losses[0][0]:.0f}"))
+        facts.append(("loss", decimals(losses[-1][1]), f"{decimals(losses[0][1])} at step {losses[0][0]:.0f}"))
     if right := numbers(record.lines, "rewards/accuracy") or numbers(record.lines, "accuracy"):
         facts.append(("accuracy", f"{right[-1][1]:.1%}", f"{right[0][1]:.1%} at step {right[0][0]:.0f}"))
     if evals:
         best, at = min((y, x) for x, y in evals)
-        first = f"{evals[0][1]:.4f} before; " if not evals[0][0] else ""
-        facts.append(("eval loss", f"{evals[-1][1]:.4f}", f"{first}best {best:.4f} at step {at:.0f}"))
+        first = f"{decimals(evals[0][1])} before; " if not evals[0][0] else ""
+        facts.append(("eval loss", decimals(evals[-1][1]), f"{first}best {decimals(best)} at step {at:.0f}"))
     if held := numbers(record.lines, "eval_reward"):
         first = f"{held[0][1]:.3f} " + (f"at step {held[0][0]:.0f}" if held[0][0] else "before")
         facts.append(("eval reward", f"{held[-1][1]:.3f}", f"{first}; greedy answers to held-out prompts"))
@@ -171,7 +171,7 @@ def sentence(record: Record) -> str:
     took = f" in {lasted(spent)}" if spent and record.state == "done" else ""
     name = "reward" if numbers(record.lines, "reward") else "loss"
     values = numbers(record.lines, name)
-    fell = f"; its {name} went from {values[0][1]:.2f} to {values[-1][1]:.2f}" if len(values) > 1 else ""
+    fell = f"; its {name} went from {change(values[0][1], values[-1][1])}" if len(values) > 1 else ""
     return f"{what} {did}{took}{proof_words(record.story) or fell}."
 
 
@@ -301,8 +301,8 @@ def metrics_of(numbers: Mapping[str, Any]) -> list[tuple[str, float, float | Non
 
 
 def shown(value: float) -> str:
-    """A metric: four decimals, or six digits where it is large."""
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.6g}"
+    """A metric: four decimals, or three digits where it is small and six where it is large."""
+    return decimals(value) if abs(value) < 1000 else f"{value:,.6g}"
 
 
 def _evaluations(record: Record) -> str:
@@ -399,7 +399,7 @@ def _checkpoints(record: Record) -> str:
     rewarded = bool(numbers(record.lines, "eval_reward"))
     sign, name = (-1, "eval reward") if rewarded else (1, "eval loss")
     rows = [
-        (f"{c.step:,}", sized(c.size_bytes), "" if c.eval_loss is None else f"{sign * c.eval_loss:.4f}")
+        (f"{c.step:,}", sized(c.size_bytes), "" if c.eval_loss is None else decimals(sign * c.eval_loss))
         for c in record.checkpoints
     ]
     return _section("Checkpoints kept", _table(("step", "size", name), rows, "few", numeric=0))
