@@ -34,7 +34,7 @@ from flax import nnx
 
 from argosy.adapt.base import FACTORS, Retrained, retrained
 from argosy.adapt.lora import DoRA, LoRA
-from argosy.adapt.surgery import put_at, swap
+from argosy.adapt.surgery import at, find, put_at, swap
 from argosy.checkpoint.hub import read_json
 from argosy.checkpoint.partial import Partial, taken
 from argosy.core.errors import BadInput, Unsupported, nearest, some
@@ -77,10 +77,11 @@ class Adapter(NamedTuple):
 
 class Contents(NamedTuple):
     """What a PEFT folder holds: adapters by the per-layer name of their contraction, and the weights of modules that were trained in
-    full by their per-layer name."""
+    full by their per-layer name. dropout: that the adapters were trained with."""
 
     adapters: Mapping[str, Adapter]
     whole: Mapping[str, np.ndarray] = MappingProxyType({})
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def read_adapter(folder: str | Path, config: Any) -> Mapping[str, Adapter]:
         BadInput: as `read_contents`.
         Unsupported: as `read_contents`; or modules were trained in full.
     """
-    adapters, whole = read_contents(folder, config)
+    adapters, whole, _ = read_contents(folder, config)
     if whole:
         what = f"modules trained in full beside other adapters are not built: {some(sorted(whole))}"
         hint = "argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it"
@@ -270,7 +271,7 @@ def read_contents(folder: str | Path, config: Any) -> Contents:
         raise BadInput(what, where=str(folder), hint=hint)
     if not out:
         raise BadInput("the folder has no adapter", where=str(folder))
-    return Contents(out, whole)
+    return Contents(out, whole, float(keys.get("lora_dropout") or 0.0))
 
 
 def _read_whole(
@@ -310,9 +311,12 @@ def _tied(config: Any) -> Iterator[tuple[str, str]]:
             yield row.theirs, row.tied_to
 
 
-def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
+def put_adapter(model: Any, adapters: Mapping[str, Adapter], dropout: float = 0.0) -> list[str]:
     """Puts adapters on the contractions of a model with unrolled layers. Returns the names of the contractions. The factors are arrays
-    of the default device."""
+    of the default device.
+
+    dropout: that they were trained with, to be saved with them.
+    """
     alike: dict[tuple[int, float, bool], list[str]] = {}
     for name, adapter in adapters.items():
         alike.setdefault((adapter.a.shape[-1], adapter.gain, adapter.m is not None), []).append(name)
@@ -321,6 +325,8 @@ def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
         kind = DoRA if dora else LoRA
         make = lambda of, k=kind, r=rank, g=gain: k(of, r, g * r, gain=g)  # noqa: E731
         done += swap(model, "|".join(map(re.escape, names)), make)
+    for name in done:
+        at(model, name).dropout = dropout
     # Arrays in host memory would be copied to the device in every step.
     leaves = {
         f"{name}.{factor}": jnp.asarray(np.ascontiguousarray(array, np.float32))
@@ -470,7 +476,8 @@ def contents_of(model: Any) -> Contents:
     own, mine = split(model)[1], retrained(model)
     places = {name: at for name, at in stored_addresses(model).items() if at[0] in mine}
     whole = {name: np.asarray(own[address] if i is None else own[address][i]) for name, (address, i) in places.items()}
-    return Contents(adapters_of(model), whole)
+    adapters = adapters_of(model)
+    return Contents(adapters, whole, max(module.dropout for module in find(model, ".*", LoRA).values()))
 
 
 def write_adapter(
@@ -479,12 +486,14 @@ def write_adapter(
     adapters: Mapping[str, Adapter],
     base: str | None = None,
     whole: Mapping[str, np.ndarray] = MappingProxyType({}),
+    dropout: float = 0.0,
 ) -> None:
     """Writes adapters as a PEFT folder.
 
     Args:
         base: the name of the base model, for the config.
         whole: the weights of modules that were trained in full, by per-layer name.
+        dropout: that the adapters were trained with.
 
     Raises:
         BadInput: the folder is not empty.
@@ -513,7 +522,7 @@ def write_adapter(
         Entry(name, array.shape, array.dtype, lambda array=array: array) for name, array in sorted(theirs.items())
     ]
     files = [tensors_file(WEIGHTS, entries, {"format": "pt"})]
-    said = _config(modules, base, magnitudes.pop())
+    said = _config(modules, base, magnitudes.pop()) | {"lora_dropout": dropout}
     said |= {"modules_to_save": sorted({name.rpartition(".")[0] for name in in_full}) or None}
     said |= {"task_type": SCORES} if config.scored else {}
     files.append(of_text(CONFIG, json.dumps(said, indent=2) + "\n"))
