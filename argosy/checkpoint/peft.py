@@ -37,6 +37,7 @@ from argosy.adapt.lora import DoRA, LoRA
 from argosy.adapt.surgery import at, find, put_at, swap
 from argosy.checkpoint.hub import read_json
 from argosy.checkpoint.partial import Partial, taken
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Unsupported, nearest, some
 from argosy.core.formats import Arrays, Entry, Over, Reader, View
 from argosy.core.formats.files import of_text
@@ -267,7 +268,7 @@ def read_contents(folder: str | Path, config: Any) -> Contents:
     used.update(names)
     if strange := sorted(set(file.names) - used):
         hint = nearest(strange[0], [name for site in sites(config) for name in site.names()])
-        what = f"{len(strange)} tensors belong to no module of this model: {', '.join(strange[:4])}"
+        what = f"{plural(len(strange), 'tensor', 'belongs', 'belong')} to no module of this model: {', '.join(strange[:4])}"
         raise BadInput(what, where=str(folder), hint=hint)
     if not out:
         raise BadInput("the folder has no adapter", where=str(folder))

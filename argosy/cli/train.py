@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from argosy.cli.output import as_typed, conclude, say
+from argosy.core.counts import plural
 from argosy.core.signals import before_leaving
 from argosy.jobs import machine
 from argosy.jobs.compose import about, recipes
@@ -47,7 +48,7 @@ def train(
     reading = settled(recipe, words or [])
     where = directory_of(reading, recipe)
     if place is None or not place.rank:
-        say(f"training {recipe} for {reading.value.steps:,} steps in {where}; loading jax ...")
+        say(f"training {recipe} for {plural(reading.value.steps, 'step')} in {where}; loading jax ...")
     machine.start_jax()
     from argosy.jobs.train import command_of, kept, next_start, run
     from argosy.observe.terminal import Terminal

@@ -233,7 +233,7 @@ class Adapters:
             raise Unsupported(what, hint="argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it")
         most = self.settings.rank
         if strange := sorted(set(adapters) - self._bank.carrying):
-            what = f"{len(strange)} contractions of the adapter carry none here: {', '.join(strange[:4])}"
+            what = f"{len(strange)} of the adapter's contractions carry none here: {', '.join(strange[:4])}"
             raise BadInput(what, hint=f"those that do match `{self.settings.where}`: engine.lora.where")
         if large := sorted(name for name, adapter in adapters.items() if adapter.a.shape[-1] > most):
             rank = max(adapters[name].a.shape[-1] for name in large)

@@ -22,6 +22,7 @@ from argosy.checkpoint.peft import config_for, merged, read_contents
 from argosy.checkpoint.save import Progress, write
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.checkpoint.stream import largest, streamed
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.signals import before_leaving
 from argosy.data.tokenize import matching
@@ -65,11 +66,11 @@ def convert(
     if to == "peft":
         return adapters_alone(stored, source, target, dtype, adapter, start)
     if stored.adapted is not None:
-        say(f"merging adapters on {len(stored.adapted.adapters)} weights into {stored.adapted.base.path}")
+        say(f"merging adapters on {plural(len(stored.adapted.adapters), 'weight')} into {stored.adapted.base.path}")
         if stored.adapted.is_quantized:
             say("the base was quantized for training: its weights are rounded likewise, then the adapters are added")
     if dtype is None and isinstance(stored.weights, Mapped) and (scaled := stored.weights.scaled):
-        many = f"{len(scaled)} tensors are stored in blocks with scales (fp8, mxfp4)"
+        many = f"{plural(len(scaled), 'tensor', 'is', 'are')} stored in blocks with scales (fp8, mxfp4)"
         say(f"{many} and become float32; dtype=bfloat16 halves their size")
     identity = identity_of(stored, to, dtype, shard_gb)
     if adapter is not None:
@@ -77,7 +78,7 @@ def convert(
         contents = read_contents(adapter, config)
         stored = replace(stored, config=config, weights=merged(stored.weights, contents, config))
         identity["adapter"] = [manifest.describe(Path(adapter) / name)["sha256"][:12] for name in peft.FILES]
-        say(f"merging adapters on {len(contents.adapters)} weights")
+        say(f"merging adapters on {plural(len(contents.adapters), 'weight')}")
     tokenizer = tokenizer_of(stored)
     if tokenizer is not None and tokenizer.vocab > stored.config.vocab:
         say(f"the tokenizer has {tokenizer.vocab} tokens, the model {stored.config.vocab}: do they belong together?")

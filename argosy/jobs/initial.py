@@ -15,6 +15,7 @@ from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
 from argosy.checkpoint.step_reader import StepReader
 from argosy.checkpoint.store import META, STATE, load_item, read_meta
 from argosy.checkpoint.stored import Stored, config_of, open_model, read_into, stored_arrays
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, Over
 from argosy.core.settings import diff, dump
@@ -41,10 +42,10 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
     stored = open_model(model, say)
     _check_same(assembly.run.model, stored.config, model)
     if assembly.base:
-        say(f"base weights from {model}, frozen; adapters on {len(assembly.adapted)} contractions")
+        say(f"base weights from {model}, frozen; adapters on {plural(len(assembly.adapted), 'contraction')}")
         if stored.adapted is not None:
             how = "stay as they are under the new ones" if assembly.beneath else "are merged into them"
-            say(f"its own adapters on {len(stored.adapted.adapters)} weights {how}")
+            say(f"its own adapters on {plural(len(stored.adapted.adapters), 'weight')} {how}")
     else:
         say(f"weights from {model}")
     if _fill_from(assembly, stored):
@@ -151,7 +152,7 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
         raise BadInput(f"{run} was trained with another optimizer", hint="init.weights takes only its weights")
     if int(arrays["step"]) >= assembly.run.steps:
         raise BadInput(
-            f"{run} has made {int(arrays['step'])} steps, but steps = {assembly.run.steps}",
+            f"{run} has made {plural(int(arrays['step']), 'step')}, but steps = {assembly.run.steps}",
             hint="raise steps, or take only its weights with init.weights",
         )
     _, places = assembly.state_places()

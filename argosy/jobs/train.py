@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from argosy.checkpoint.run_directory import GENERATION, RunDirectory
 from argosy.core.command import command as as_run
+from argosy.core.counts import plural
 from argosy.core.errors import Unsupported
 from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading, dump
@@ -172,7 +173,7 @@ def _locked(
         meta = directory.checkpoints.meta(good) if good is not None else None
         if good is not None and good >= settings.steps:
             fewer = f", and steps={settings.steps} asks for fewer" if good > settings.steps else f" of {settings.steps}"
-            log.say(f"{directory} is done: {good} steps{fewer}; steps=N trains longer, for N above {good}")
+            log.say(f"{directory} is done: {plural(good, 'step')}{fewer}; steps=N trains longer, for N above {good}")
             last = last_numbers(directory)
             keep_adapter(directory, log.say)
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
@@ -451,7 +452,7 @@ class Training:
     def say_pace(self, seconds: float, steps: int) -> None:
         """Reports how long `steps` steps will take, where the first logged one is far away. seconds: of one step."""
         if seconds * self.settings.log.every >= SLOW_S:
-            self.view.say(f"a step takes {lasted(seconds)}: about {lasted(seconds * steps)} for {steps:,} steps")
+            self.view.say(f"a step takes {lasted(seconds)}: about {lasted(seconds * steps)} for {plural(steps, 'step')}")
 
     def header(self) -> dict[str, Any]:
         """What the run is about to do, for its header."""
@@ -512,8 +513,8 @@ class Training:
             return {}
         some, all_ = count(a.shapes.params), a.parameters
         kind = Choice(ADAPTERS).name_of(settings)
-        beside = f", beside {len(a.retrained)} weights in full" if a.retrained else ""
-        on = f"{kind}, rank {settings.rank}, on {len(a.adapted)} weights{beside}"
+        beside = f", beside {plural(len(a.retrained), 'weight')} in full" if a.retrained else ""
+        on = f"{kind}, rank {settings.rank}, on {plural(len(a.adapted), 'weight')}{beside}"
         return {"adapter": f"{on}; {some:,} trained ({some / all_:.2%})"}
 
     def tokenizer(self) -> str:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from argosy.core.counts import plural
 from argosy.observe import curve
 from argosy.observe.readable import counted, decimals, flops, harmless, lasted, one_line, sized
 
@@ -174,7 +175,7 @@ def headed(facts: Mapping[str, Any]) -> list[str]:
     if "device" in facts:
         short["devices"] = f"{devices} x {facts.pop('device')}"
     if steps:
-        short["steps"] = f"{steps:,}" + (f" x {tokens:,} tokens" if tokens else "")
+        short["steps"] = f"{steps:,}" + (f" x {plural(tokens, 'token')}" if tokens else "")
     if work:
         short["compute"] = f"{flops(work)} a step"
     if steps and tokens:
@@ -207,7 +208,7 @@ def stepped(numbers: Mapping[str, float]) -> str:
     words = [f"reward {numbers['reward']:.3f}"] if "reward" in numbers else []
     if "answers/tokens" in numbers:
         turns = f" in {numbers['turns']:.1f} turns" if "turns" in numbers else ""
-        words.append(f"answers of {numbers['answers/tokens']:.0f} tokens{turns}")
+        words.append(f"answers of {plural(round(numbers['answers/tokens']), 'token')}{turns}")
     if "loss" in numbers:
         words.append(f"loss {decimals(numbers['loss'])}")
     if "tokens_per_s" in numbers:

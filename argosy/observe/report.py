@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from argosy.core.counts import plural
 from argosy.observe.curve import Point
 from argosy.observe.metrics import by_step, conversation
 from argosy.observe.page import page
@@ -107,8 +108,9 @@ def seconds_by_cause(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _head(record: Record) -> str:
     losses, evals = numbers(record.lines, "loss"), numbers(record.lines, "eval_loss")
     step = int(max((x for x, _ in losses), default=0))
-    of = f" of {record.steps:,}" if record.steps else ""
-    status = f"{record.state}, {step:,}{of} steps" if losses else f"{record.state}; no step has been logged yet"
+    made = plural(record.steps or step, "step")
+    made = f"{step:,} of {made}" if record.steps else made
+    status = f"{record.state}, {made}" if losses else f"{record.state}; no step has been logged yet"
     facts: list[tuple[str, str, str]] = []
     if parameters := record.facts.get("parameters"):
         facts.append(("parameters", counted(parameters), f"{parameters:,}"))
@@ -367,7 +369,7 @@ def _time(record: Record) -> str:
     rows = [(_swatch(color) + _text(name), f"{s:,.1f}", f"{s / total:.1%}") for name, s, color in parts]
     rows.append(("all", f"{total:,.1f}", ""))
     sessions = sum(isinstance(line.get("seconds"), Mapping) for line in record.lines)
-    title = "Time by cause" + (f", {sessions} sessions" if sessions > 1 else "")
+    title = "Time by cause" + (f", {plural(sessions, 'session')}" if sessions > 1 else "")
     return _section(title, bar(parts, "share of time by cause") + _table(("cause", "seconds", "share"), rows, "few"))
 
 
@@ -379,7 +381,7 @@ def _samples(record: Record) -> str:
         return ""
     drawn = [_sample(*sample) for sample in samples]
     rest = (
-        f"<details><summary>{len(drawn) - 1} earlier samples</summary>{''.join(drawn[:-1])}</details>"
+        f"<details><summary>{plural(len(drawn) - 1, 'earlier sample')}</summary>{''.join(drawn[:-1])}</details>"
         if len(drawn) > 1
         else ""
     )

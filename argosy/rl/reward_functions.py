@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.rl.reward_pool import Answer, Call, Pool
 from argosy.rl.reward_sources import check, lacking, names_of, source_of
@@ -63,7 +64,7 @@ class Scored:
             count = len(self.values)
             first = next((text for kinds in self.messages.values() for text in kinds.values()), None)
             hint = f"the first failure: {first.strip().splitlines()[0]}" if first else "every function returned None"
-            raise ArgosyError(f"none of {count} completions has a reward", hint=hint)
+            raise ArgosyError(f"none of {plural(count, 'completion')} has a reward", hint=hint)
 
 
 class Rewards:
@@ -138,8 +139,9 @@ class Rewards:
     def _check(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> None:
         for name, items in {"prompts": prompts, **columns}.items():
             if isinstance(items, str) or len(items) != len(completions):
-                what = "a text" if isinstance(items, str) else f"{len(items)} items"
-                raise BadInput(f"`{name}` has {what} for {len(completions)} completions", hint="give one item for each completion")
+                what = "a text" if isinstance(items, str) else plural(len(items), "item")
+                many = plural(len(completions), "completion")
+                raise BadInput(f"`{name}` has {what} for {many}", hint="give one item for each completion")
         for name in ("prompts", "completions"):
             if name in columns:
                 raise BadInput(f"a column `{name}` would hide the {name} from reward functions", hint="rename the column")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UnknownName, mistakes_of, refuse
 from argosy.data.sources import Record
 from argosy.infer.evals.rows import (
@@ -43,13 +44,14 @@ class Planned:
     def __str__(self) -> str:
         """`arc_easy (the first 100 of 600 rows, 5 shots)`."""
         if self.task.kind == "perplexity" and not self.rows:
-            some = f", the first {self.limit} windows" if self.limit else ""
+            some = f", the first {plural(self.limit, 'window')}" if self.limit else ""
             return f"{self.task.name} of {self.path}{some}"
-        many = f"{self.total} rows" if self.total != 1 else "1 row"
+        many = plural(self.total, "row")
         some = many if len(self.rows) == self.total else f"the first {len(self.rows)} of {many}"
         # Which of the columns of a file are read is not seen from its name.
         found = f", answers of `{self.format}` records" if self.format else ", `text`" if self.task.kind == "perplexity" else ""
-        return f"{self.task.name} ({some}{found}{f', {self.shots} shots' if self.shots else ''})"
+        shots = f", {plural(self.shots, 'shot')}" if self.shots else ""
+        return f"{self.task.name} ({some}{found}{shots})"
 
 
 def plan(settings: EvalSettings) -> list[Planned]:

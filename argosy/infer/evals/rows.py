@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.sources import Record
 from argosy.data.sources.records import FORMATS, Reader
@@ -156,7 +157,7 @@ def check_rows(path: Path, rows: list[Fields], layout: str, task: str, more: Ite
                 raise BadInput(f"`{field}` should be {HOLDS[holds]}, not {_shown(row[field])}", where=where)
         options = row["context_options"] if layout == "options" else row.get("choices", ())
         if "gold" in LAYOUTS[layout] and not 0 <= row["gold"] < len(options):
-            what = f"gold = {row['gold']}, and there are {len(options)} choices"
+            what = f"gold = {row['gold']}, and there are {plural(len(options), 'choice')}"
             raise BadInput(what, where=where, hint=f"0 to {len(options) - 1}")
 
 
