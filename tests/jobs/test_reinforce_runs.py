@@ -205,6 +205,15 @@ def test_equal_rewards_teach_nothing_and_are_counted(data: Path, base: Path, tmp
     assert numbers(run, "grad_norm")[1] == 0
 
 
+def test_prompts_that_are_too_long_are_counted_before_the_first_step(data: Path, base: Path, tmp_path: Path):
+    """Those of both kinds: 19 bytes and more leave no room for an answer of 6 in a row of 24."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}" * (1 + 30 * (i == 3)), "answer": "1"}) + "\n" for i in range(8)))
+    said = fit("grpo", data, tmp_path / "run", f"init.weights={base}", f"data.source={file}", "data.held_out=0", steps=1)
+    line = "1 of 8 prompts has more than 18 tokens (data.sequence - rollout.tokens) and so no room for an answer: it is passed over"
+    assert line in said.splitlines()
+
+
 def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path: Path):
     run = tmp_path / "run"
     where = f"{data / 'functions.py'}:odd"
