@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from argosy.adapt.surgery import at, find, put_at
 from argosy.core.dims import LOOKED_UP
-from argosy.core.errors import BadInput, Unsupported
+from argosy.core.errors import BadInput, Unsupported, some
 from argosy.models.parts.einsum import Contraction, Einsum, Route, contract
 from argosy.models.parts.stack import layer_addresses
 from argosy.models.parts.weight import Draw, Frozen, Meaning, weight
@@ -309,7 +309,7 @@ def merge(model: nnx.Module, kept: dict[str, LoRA] | None = None) -> list[str]:
     """
     found = _adapted(model)
     if quantised := [name for name, adapted in found.items() if not isinstance(adapted.of, Einsum)]:
-        raise BadInput(f"adapters on quantized weights cannot be merged: {', '.join(quantised[:4])}")
+        raise BadInput(f"adapters on quantized weights cannot be merged: {some(quantised)}")
     names = list(found)
     if kept is not None:
         kept |= found
@@ -330,7 +330,7 @@ def unmerge(model: nnx.Module, merged: Mapping[str, LoRA]) -> list[str]:
     wrong = [name for name, adapted in merged.items() if name not in own or own[name].shape != adapted.shape]
     if wrong:
         hint = "give the model that they were merged into, in the same layout"
-        raise BadInput(f"no such contraction, or one of another shape: {', '.join(wrong[:4])}", hint=hint)
+        raise BadInput(f"no such contraction, or one of another shape: {some(wrong)}", hint=hint)
     for name, adapted in merged.items():
         put_at(model, name, adapted)
     return list(merged)

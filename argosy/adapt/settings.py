@@ -147,7 +147,7 @@ class LowRank(Settings):
         """Replaces the contractions that a setting names, or by default every matrix of the layers that is not trained in full. Returns
         their names, at least one."""
         from argosy.adapt.surgery import find, inside, put_at
-        from argosy.core.errors import BadInput
+        from argosy.core.errors import BadInput, some
 
         whole = self.whole(model)
         try:
@@ -156,7 +156,7 @@ class LowRank(Settings):
             raise BadInput(f"adapter.{key}: {error.what}", where=error.where, hint=error.hint or WAY_OUT) from None
         both = [name for name in found if any(inside(name, other) for other in whole)]
         if both and where is not None:
-            raise BadInput(f"adapter.{key} and adapter.train both match {', '.join(both[:4])}", hint="leave them out of one")
+            raise BadInput(f"adapter.{key} and adapter.train both match {some(both)}", hint="leave them out of one")
         names = [name for name in found if name not in both]
         if not names:
             raise BadInput("adapter.train leaves nothing to put an adapter on", hint="adapter=none trains every weight")

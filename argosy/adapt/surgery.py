@@ -12,6 +12,7 @@ from typing import Any
 
 from flax import nnx
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput, nearest
 from argosy.models.parts.einsum import Contraction
 from argosy.models.parts.stack import Stack
@@ -121,7 +122,7 @@ def graft(model: nnx.Module, leaves: Mapping[str, Any], where: str = ".*") -> li
         raise BadInput(f"no weight of both models matches `{where}`", hint=nearest(where, own))
     wrong = [f"{a}: {tuple(v.shape)} into {tuple(own[a].shape)}" for a, v in chosen.items() if v.shape != own[a].shape]
     if wrong:
-        raise BadInput(f"{len(wrong)} weights differ in shape: {'; '.join(wrong[:4])}")
+        raise BadInput(f"{plural(len(wrong), 'weight', 'differs', 'differ')} in shape: {'; '.join(wrong[:4])}")
     put(model, chosen)
     return list(chosen)
 

@@ -180,7 +180,7 @@ def stacked(under: Contents, own: Contents, config: Any) -> Contents:
             continue
         b = np.concatenate([np.float32(each.gain) * each.b for each in (other, one)], len(specs[name].group))
         out[name] = Adapter(np.concatenate([other.a, one.a], -1), b, 1.0)
-    return Contents(out, {**under.whole, **own.whole})
+    return Contents(out, {**under.whole, **own.whole}, own.dropout)
 
 
 def describe_base(stored: Stored, given: str) -> dict[str, Any]:

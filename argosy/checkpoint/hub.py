@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from argosy.checkpoint.stored import COMPANIONS, Stored
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged, complaint, nearest
 from argosy.core.formats import Reader, View
 from argosy.core.formats.files import File, of_bytes, of_text, write_file
@@ -42,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
         Damaged: the file is not a JSON object.
     """
     if path.stat().st_size > CONFIG_BYTES:
-        raise Damaged(f"{path.name} has {path.stat().st_size} bytes", where=str(path))
+        raise Damaged(f"{path.name} has {plural(path.stat().st_size, 'byte')}", where=str(path))
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -218,7 +219,8 @@ def open_folder(folder: Path, warn: Callable[[str], None] = lambda _: None) -> S
             warn(f"{folder}: config.json has {key} = {stated}, but the tensors have {key} = {found}, which is used")
     left_out = [n for n in tensors.names if any(fnmatchcase(n, pattern) for pattern in config.hub_left_out)]
     if left_out:
-        warn(f"{folder}: {len(left_out)} tensors are ignored because the model does not use them: {_patterns(left_out)}")
+        many = plural(len(left_out), "tensor", "is", "are")
+        warn(f"{folder}: {many} ignored because the model does not use them: {_patterns(left_out)}")
     hub = type(config).hub_text(hub)
     rows, sizes = config.hub_rows()
     if hub.get("quantization_config"):
@@ -248,7 +250,7 @@ def check_vocabulary(rows: list[Row], sizes: Mapping[str, int], tensors: Reader,
         found = shape[axes.index(("V",))]
         if found != sizes["V"]:
             raise BadInput(
-                f"config.json says `vocab_size` is {sizes['V']}, and `{row.theirs}` has {found} rows",
+                f"config.json says `vocab_size` is {sizes['V']}, and `{row.theirs}` has {plural(found, 'row')}",
                 where=f"in {where}",
                 hint=f'if the vocabulary was padded or extended, write "vocab_size": {found} into config.json',
             )

@@ -87,7 +87,7 @@ def load(
     place = None if tensor == 1 else places(model, tensor).__getitem__
     fill_base(model, stored_arrays(plain, base, dtype=dtype), dtype=dtype, place=place)
     if adapters:
-        names = put_adapter(model, adapters)
+        names = put_adapter(model, adapters, contents.dropout)
         mark_whole(model, contents.whole)
         settle(model)
         if tensor > 1:

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 
 NAME = "manifest.json"
@@ -72,7 +73,7 @@ def _compare(path: Path, expected: dict[str, Any]) -> None:
     if not path.is_file():
         raise Damaged(f"{path.name} is missing", where=str(path))
     if path.stat().st_size != expected["bytes"]:
-        raise Damaged(f"{path.name} has {path.stat().st_size} bytes, not {expected['bytes']}", where=str(path))
+        raise Damaged(f"{path.name} has {plural(path.stat().st_size, 'byte')}, not {expected['bytes']}", where=str(path))
     if describe(path) != expected:
         raise Damaged(f"{path.name} differs from what was written: its SHA-256 is another", where=str(path))
 

@@ -34,10 +34,11 @@ from flax import nnx
 
 from argosy.adapt.base import FACTORS, Retrained, retrained
 from argosy.adapt.lora import DoRA, LoRA
-from argosy.adapt.surgery import put_at, swap
+from argosy.adapt.surgery import at, find, put_at, swap
 from argosy.checkpoint.hub import read_json
 from argosy.checkpoint.partial import Partial, taken
-from argosy.core.errors import BadInput, Unsupported, nearest
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, Unsupported, nearest, some
 from argosy.core.formats import Arrays, Entry, Over, Reader, View
 from argosy.core.formats.files import of_text
 from argosy.core.formats.safetensors import SafeTensors, tensors_file
@@ -77,10 +78,11 @@ class Adapter(NamedTuple):
 
 class Contents(NamedTuple):
     """What a PEFT folder holds: adapters by the per-layer name of their contraction, and the weights of modules that were trained in
-    full by their per-layer name."""
+    full by their per-layer name. dropout: that the adapters were trained with."""
 
     adapters: Mapping[str, Adapter]
     whole: Mapping[str, np.ndarray] = MappingProxyType({})
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,9 @@ def read_adapter(folder: str | Path, config: Any) -> Mapping[str, Adapter]:
         BadInput: as `read_contents`.
         Unsupported: as `read_contents`; or modules were trained in full.
     """
-    adapters, whole = read_contents(folder, config)
+    adapters, whole, _ = read_contents(folder, config)
     if whole:
-        what = f"modules trained in full beside other adapters are not built: {', '.join(sorted(whole)[:4])}"
+        what = f"modules trained in full beside other adapters are not built: {some(sorted(whole))}"
         hint = "argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it"
         raise Unsupported(what, where=str(folder), hint=hint)
     return adapters
@@ -257,7 +259,7 @@ def read_contents(folder: str | Path, config: Any) -> Contents:
     if index := [name for name in set(file.names) - used if choosing and name.startswith(choosing)]:
         if any(file.read(name).any() for name in index if ".lora_B." in name):
             what = (
-                f"adapters on the indexer of sparse attention, which only selects keys: {', '.join(sorted(index)[:4])}"
+                f"adapters on the indexer of sparse attention, which only selects keys: {some(sorted(index))}"
             )
             raise Unsupported(what, hint="leave it out of target_modules")
         # B is zero there, because no gradient reaches it.
@@ -266,11 +268,11 @@ def read_contents(folder: str | Path, config: Any) -> Contents:
     used.update(names)
     if strange := sorted(set(file.names) - used):
         hint = nearest(strange[0], [name for site in sites(config) for name in site.names()])
-        what = f"{len(strange)} tensors belong to no module of this model: {', '.join(strange[:4])}"
+        what = f"{plural(len(strange), 'tensor', 'belongs', 'belong')} to no module of this model: {', '.join(strange[:4])}"
         raise BadInput(what, where=str(folder), hint=hint)
     if not out:
         raise BadInput("the folder has no adapter", where=str(folder))
-    return Contents(out, whole)
+    return Contents(out, whole, float(keys.get("lora_dropout") or 0.0))
 
 
 def _read_whole(
@@ -292,7 +294,7 @@ def _read_whole(
     found = table.ours_of(theirs.names)
     said = [name for name in keys.get("modules_to_save") or () if any(_ends(known, name) for known in table.names)]
     if absent := [name for name in said if not any(_ends(there, name) for there in found)]:
-        raise BadInput(f"modules_to_save has {', '.join(absent[:4])}, and the file no such tensors", where=str(folder))
+        raise BadInput(f"modules_to_save has {some(absent)}, and the file no such tensors", where=str(folder))
     whole = {path: np.asarray(table.read(theirs, path)) for path in dict.fromkeys(p for paths in found.values() for p in paths)}
     used = {PREFIX + name for name in found} | {PREFIX + head for _, head in _tied(config)}
     return whole, used & set(file.names)
@@ -310,9 +312,12 @@ def _tied(config: Any) -> Iterator[tuple[str, str]]:
             yield row.theirs, row.tied_to
 
 
-def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
+def put_adapter(model: Any, adapters: Mapping[str, Adapter], dropout: float = 0.0) -> list[str]:
     """Puts adapters on the contractions of a model with unrolled layers. Returns the names of the contractions. The factors are arrays
-    of the default device."""
+    of the default device.
+
+    dropout: that they were trained with, to be saved with them.
+    """
     alike: dict[tuple[int, float, bool], list[str]] = {}
     for name, adapter in adapters.items():
         alike.setdefault((adapter.a.shape[-1], adapter.gain, adapter.m is not None), []).append(name)
@@ -321,6 +326,8 @@ def put_adapter(model: Any, adapters: Mapping[str, Adapter]) -> list[str]:
         kind = DoRA if dora else LoRA
         make = lambda of, k=kind, r=rank, g=gain: k(of, r, g * r, gain=g)  # noqa: E731
         done += swap(model, "|".join(map(re.escape, names)), make)
+    for name in done:
+        at(model, name).dropout = dropout
     # Arrays in host memory would be copied to the device in every step.
     leaves = {
         f"{name}.{factor}": jnp.asarray(np.ascontiguousarray(array, np.float32))
@@ -470,7 +477,8 @@ def contents_of(model: Any) -> Contents:
     own, mine = split(model)[1], retrained(model)
     places = {name: at for name, at in stored_addresses(model).items() if at[0] in mine}
     whole = {name: np.asarray(own[address] if i is None else own[address][i]) for name, (address, i) in places.items()}
-    return Contents(adapters_of(model), whole)
+    adapters = adapters_of(model)
+    return Contents(adapters, whole, max(module.dropout for module in find(model, ".*", LoRA).values()))
 
 
 def write_adapter(
@@ -479,12 +487,14 @@ def write_adapter(
     adapters: Mapping[str, Adapter],
     base: str | None = None,
     whole: Mapping[str, np.ndarray] = MappingProxyType({}),
+    dropout: float = 0.0,
 ) -> None:
     """Writes adapters as a PEFT folder.
 
     Args:
         base: the name of the base model, for the config.
         whole: the weights of modules that were trained in full, by per-layer name.
+        dropout: that the adapters were trained with.
 
     Raises:
         BadInput: the folder is not empty.
@@ -496,7 +506,7 @@ def write_adapter(
     theirs, modules = dict[str, np.ndarray](), dict[str, tuple[int, float]]()
     homes = {name: site for site in sites(config) for name in site.ours}
     if homeless := sorted(set(adapters) - set(homes)):
-        raise Unsupported(f"PEFT has no name for adapters on {', '.join(homeless[:4])}", hint="merge them instead")
+        raise Unsupported(f"PEFT has no name for adapters on {some(homeless)}", hint="merge them instead")
     sizes = config.hub_rows()[1]
     for site in dict.fromkeys(homes[name] for name in adapters):
         _check_tied(site, config)
@@ -513,7 +523,7 @@ def write_adapter(
         Entry(name, array.shape, array.dtype, lambda array=array: array) for name, array in sorted(theirs.items())
     ]
     files = [tensors_file(WEIGHTS, entries, {"format": "pt"})]
-    said = _config(modules, base, magnitudes.pop())
+    said = _config(modules, base, magnitudes.pop()) | {"lora_dropout": dropout}
     said |= {"modules_to_save": sorted({name.rpartition(".")[0] for name in in_full}) or None}
     said |= {"task_type": SCORES} if config.scored else {}
     files.append(of_text(CONFIG, json.dumps(said, indent=2) + "\n"))
@@ -533,7 +543,7 @@ def _whole_theirs(config: Any, whole: Mapping[str, np.ndarray]) -> dict[str, np.
     mine = [row for row in mine if any(path in whole for path in _paths(row))]
     for row in mine:
         if lost := [path for path in _paths(row) if path not in whole]:
-            what = f"`{row.theirs}` is one weight for the PEFT library, of which {', '.join(lost[:4])} was not trained in full"
+            what = f"`{row.theirs}` is one weight for the PEFT library, of which {some(lost)} was not trained in full"
             raise Unsupported(what, hint="adapter.train=... for all of them, or merge instead")
     out = {}
     for entry in KeyMap(mine, sizes).inverse(Arrays(whole)):

@@ -193,9 +193,8 @@ class RunDirectory:
         changed = differences(self.stored()[0], settings)
         if not changed:
             return
-        listed = "; ".join(f"{key}: {_shown(was)} there, {_shown(now)} now" for key, was, now in changed[:4])
-        more = f"; and {len(changed) - 4} more" if len(changed) > 4 else ""
-        raise BadInput(f"{self} holds a run with other settings", where=listed + more, hint=_way_out(self, changed))
+        listed = "; ".join(f"{key}: {_shown(was)} there, {_shown(now)} now" for key, was, now in changed)
+        raise BadInput(f"{self} holds a run with other settings", where=listed, hint=_way_out(self, changed, settings))
 
     def stored(self) -> tuple[dict[str, Any], dict[str, str]]:
         """The settings of the run here and who set each: from its newest checkpoint, or from settings.yml before the first one.
@@ -309,13 +308,18 @@ def _shown(value: Any) -> Any:
     return "none" if value is None else value
 
 
-def _way_out(run: Any, changed: list[Difference]) -> str:
+def _way_out(run: Any, changed: list[Difference], settings: Any) -> str:
     """What to type instead. With another learning rate, batch or seed, another run can start from the state of this one."""
     keys = [key for key, _, _ in changed]
+    if not run.steps():
+        return "it has no checkpoint yet: give the same settings to start it again, or dir=NEW to start another run"
     same = "give the same settings to resume"
     if any(key.startswith("model.") for key in keys):
         return f"{same}, or dir=NEW to start another run"
-    if any(key.startswith("optimizer.") and not key.endswith("learning_rate") for key in keys):
+    optimizer = any(key.startswith("optimizer.") and not key.endswith("learning_rate") for key in keys)
+    # A state is that of a tokenizer and of all weights.
+    adapts = any(key.startswith("adapter") for key in keys) or not getattr(getattr(settings, "adapter", None), "trains_base", True)
+    if optimizer or adapts or "data.tokenizer" in keys:
         return f"{same}; init.weights={run} dir=NEW starts another run from its weights"
     return f"{same}; init.state={run} dir=NEW starts another run from its weights, optimizer and step"
 

@@ -63,7 +63,7 @@ def save(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"], dtyp
     if format == "peft":
         base = lm.hub.get("_name_or_path") or (str(lm.companions) if lm.companions else None)
         contents = contents_of(lm.module)
-        write_adapter(folder, lm.config, contents.adapters, base, contents.whole)
+        write_adapter(folder, lm.config, contents.adapters, base, contents.whole, contents.dropout)
         return
     wrapped = {type(m).__name__ for _, m in nnx.iter_modules(lm.module) if isinstance(m, Contraction)} - {"Einsum"}
     if wrapped:

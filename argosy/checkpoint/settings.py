@@ -23,6 +23,7 @@ class CheckpointSettings(Settings):
             "saves_per_epoch",
             "checkpoint_every",
             "ckpt_every",
+            "save_freq",
         ),
     ] = Field(100, gt=0)
     """Steps between checkpoints, at least 1 (a large number saves only at the end). The last step, and the step at which a run

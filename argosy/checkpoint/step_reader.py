@@ -15,6 +15,7 @@ import numpy as np
 from argosy.checkpoint import manifest
 from argosy.checkpoint.shards import opened
 from argosy.checkpoint.store import WEIGHTS, stored_shapes
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import Shape
 from argosy.core.formats.zarr import map_array
@@ -50,7 +51,7 @@ class StepReader:
         self._last: tuple[str, np.ndarray] | None = None
         absent = {address for address, _ in self._where.values()} - set(self._shapes)
         if absent:
-            raise BadInput(f"the checkpoint lacks {len(absent)} weights of its model: {', '.join(sorted(absent)[:3])}")
+            raise BadInput(f"the checkpoint lacks {plural(len(absent), 'weight')} of its model: {', '.join(sorted(absent)[:3])}")
 
     @property
     def names(self) -> KeysView[str]:

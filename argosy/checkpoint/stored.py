@@ -14,6 +14,7 @@ from argosy.checkpoint import manifest
 from argosy.checkpoint.run_directory import CHECKPOINTS, TOKENIZER
 from argosy.checkpoint.step_reader import StepReader
 from argosy.checkpoint.store import META, Checkpoints, read_meta
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Damaged, nearest
 from argosy.core.formats import Arrays, Reader
 from argosy.core.schema import Choice
@@ -217,7 +218,7 @@ def check_fit(model: Any, weights: Reader, but: str | None = None) -> None:
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise BadInput(
-            f"{len(problems)} weights do not fit the model: {'; '.join(problems[:8])}{more}",
+            f"{plural(len(problems), 'weight', 'does', 'do')} not fit the model: {'; '.join(problems[:8])}{more}",
             hint="do the model's settings belong to these weights?",
         )
 

@@ -10,6 +10,7 @@ import typer
 from pydantic import Field
 
 from argosy.cli.output import answer, conclude, say
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.settings import Settings, read_settings, words_layer
 from argosy.core.streams import Unfailing
@@ -121,7 +122,7 @@ def compared_text(result: dict[str, Any]) -> str:
     rest = [f"and {len(lines) - MOST_LISTED} more; --json lists all"] if len(lines) > MOST_LISTED else []
     within = f" within {result['tolerance']:g}" if result["tolerance"] is not None else ""
     verdict = f"equal{within}" if result["equal"] else f"differences: {len(lines)}{within}"
-    verdict = f"{result['tensors']} tensors in both; {verdict}"
+    verdict = f"{plural(result['tensors'], 'tensor')} in both; {verdict}"
     return "\n".join([*lines[:MOST_LISTED], *rest, verdict, memory(result["memory"])])
 
 

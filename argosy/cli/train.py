@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from argosy.cli.output import as_typed, conclude, say
+from argosy.core.counts import plural
 from argosy.core.signals import before_leaving
 from argosy.jobs import machine
 from argosy.jobs.compose import about, recipes
@@ -47,9 +48,9 @@ def train(
     reading = settled(recipe, words or [])
     where = directory_of(reading, recipe)
     if place is None or not place.rank:
-        say(f"training {recipe} for {reading.value.steps:,} steps in {where}; loading jax ...")
+        say(f"training {recipe} for {plural(reading.value.steps, 'step')} in {where}; loading jax ...")
     machine.start_jax()
-    from argosy.jobs.train import command_of, run
+    from argosy.jobs.train import command_of, kept, next_start, run
     from argosy.observe.terminal import Terminal
 
     if place is not None:
@@ -58,7 +59,7 @@ def train(
         # The leader shows the run and writes its files.
         with lost_peers():
             return run(reading, where, Quiet(), command_of(recipe, words or [])).exit_code
-    stopped = "stopped; the same command continues from the last checkpoint, if there is one"
+    stopped = "stopped; the same command continues from the last checkpoint, or starts anew if there is none"
     with before_leaving(lambda: say(stopped)), Terminal() as view, lost_peers():
         outcome = run(reading, where, view, command_of(recipe, words or []))
     if outcome.done and outcome.seconds:
@@ -68,12 +69,7 @@ def train(
         follows = f"argosy convert {outcome.dir} FOLDER to=hub" if scores else f"argosy generate {outcome.dir}"
         say(f"{outcome.dir}: step {outcome.step}. Next: {follows}{shown}")
     if outcome.exit_code:
-        kept = (
-            f"checkpoint {outcome.saved} is saved, and the same command resumes"
-            if outcome.saved
-            else "nothing is saved yet"
-        )
-        say(f"stopped at step {outcome.step} of {outcome.steps}: {kept}")
+        say(f"stopped at step {outcome.step} of {outcome.steps}: {kept(outcome)}, and the same command {next_start(outcome)}")
     document = {"dir": str(outcome.dir), "step": outcome.step, "steps": outcome.steps, "last": dict(outcome.last)}
     if as_json:
         conclude("", document, True)

@@ -128,6 +128,12 @@ def complaint(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
+def some(names: Iterable[str], most: int = 4, between: str = ", ") -> str:
+    """The first few of a list, and how many more there are."""
+    listed = list(names)
+    return between.join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
 def nearest(name: str, known: Iterable[str], most: int = 12) -> str | None:
     """A hint: the known name closest to a wrong one, or the first few known names if none is close."""
     known = list(known)

@@ -97,20 +97,24 @@ def _nearest_key(key: str, names: Names) -> str:
 
 
 def _of_other_trainers(key: str, names: Names) -> str | None:
-    """The answer to a name that another trainer uses. A match of the whole dotted name wins over a match of its last part, and a
-    key of the same group over others."""
+    """The answer to a name that another trainer uses. A match of the whole dotted name wins over one of a name without what is before
+    it (verl's `actor_rollout_ref.rollout.n`), that over a match of its last part, and a key of the same group over others."""
     plain = key.lower().replace("-", "_")
     group, _, leaf = plain.rpartition(".")
-    for name in dict.fromkeys([plain, leaf]):
+    parts = plain.split(".")
+    ends = [".".join(parts[i:]) for i in range(len(parts))]
+    for name in ends:
         if ours := names.also.get(name):
             meant = f"did you mean `{next((k for k in ours if k.rpartition('.')[0] == group), ours[0])}`?"
             return f"{meant} {note}" if (note := names.notes.get(name)) else meant
         if sentence := names.elsewhere.get(name):
             return sentence
+        if name in names.known and "." in name:
+            return f"did you mean `{name}`?"
     # A key of what is chosen comes before one that another choice would have.
     if not group and len(same := [key for key in names.known if key.rpartition(".")[2] == leaf and "." in key]) == 1:
         return f"did you mean `{same[0]}`?"
-    return next(filter(None, (_of_another_choice(name, names) for name in dict.fromkeys([plain, leaf]))), None)
+    return next(filter(None, (_of_another_choice(name, names) for name in ends)), None)
 
 
 def _of_another_choice(name: str, names: Names) -> str | None:

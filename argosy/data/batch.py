@@ -191,16 +191,15 @@ def check_same(was: Fingerprint, now: Fingerprint) -> None:
     """Compares the fingerprint of a saved state with that of the data at hand.
 
     Raises:
-        UserError: they differ; the message names up to three keys with both values.
+        UserError: they differ; the message names every key with both values.
     """
     keys = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
     if not keys:
         return
-    differences = "; ".join(f"{key} was {short(was.get(key))}, is {short(now.get(key))}" for key in keys[:3])
-    rest = f"; and {len(keys) - 3} more" if len(keys) > 3 else ""
+    differences = "; ".join(f"{key} was {short(was.get(key))}, is {short(now.get(key))}" for key in keys)
     raise UserError(
         f"the data is not what the saved position belongs to: {', '.join(keys)}",
-        where=differences + rest,
+        where=differences,
         hint="give the same data settings and files again, or start a new run with `dir=NEW`",
     )
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput, nearest
 from argosy.data import chat
 from argosy.data.chat_mask import Conversation, Ids, Way, encode_all, encoded
@@ -199,12 +200,13 @@ def nothing_to_learn(encoder: Encoder, where: str) -> BadInput | None:
     if not isinstance(encoder, ConversationEncoder):
         return None
     if identical := getattr(encoder, "identical", 0):
-        what = f"of {encoder.read:,} pairs, {identical:,} have a rejected answer equal to the chosen one"
+        have = "has" if identical == 1 else "have"
+        what = f"of {plural(encoder.read, 'pair')}, {identical:,} {have} a rejected answer equal to the chosen one"
         what += f" and {encoder.unanswered:,} an empty answer" if encoder.unanswered else ""
         return BadInput(what, where=where, hint="are both columns the right ones? `data.columns.rejected=NAME` reads another")
     if not encoder.unanswered:
         return None
-    what = f"none of {encoder.unanswered:,} records has an answer to learn"
+    what = f"none of {plural(encoder.unanswered, 'record')} has an answer to learn"
     return BadInput(what, where=where, hint="`data.learn=all` learns every token")
 
 

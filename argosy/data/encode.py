@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.pack import Encoded
 from argosy.data.sources import Document
@@ -104,7 +105,7 @@ class Encoder:
         self.held, self.begun = text[cut:], not document.ends and (begun or cut > 0)
         if len(self.held) > HELD_CHARACTERS:
             raise BadInput(
-                f"{len(self.held):,} characters of one document without a blank to cut the text at",
+                f"{plural(len(self.held), 'character')} of one document without a blank to cut the text at",
                 hint="cut the text into documents, for instance with `data.documents=paragraphs`",
             )
         return [(part, begun or number > 0) for number, part in enumerate(in_parts(text[:cut], pattern))]
@@ -169,12 +170,12 @@ def weights_of(document: Document, before: int, after: int) -> np.ndarray | None
     length = len(document.tokens)
     if document.weights is not None:
         if len(document.weights) != length:
-            raise BadInput(f"{len(document.weights)} weights for a document of {length} tokens")
+            raise BadInput(f"{plural(len(document.weights), 'weight')} for a document of {plural(length, 'token')}")
         inner = np.asarray(document.weights, np.float32)
         return np.concatenate([np.zeros(before, np.float32), inner, np.repeat(inner[-1:], after)])
     learn = np.zeros(before + length + after, np.uint8)
     for start, stop in document.learn or ():
         if not 0 <= start <= stop <= length:
-            raise BadInput(f"a span to learn, {start} to {stop}, lies outside its document of {length} tokens")
+            raise BadInput(f"a span to learn, {start} to {stop}, lies outside its document of {plural(length, 'token')}")
         learn[before + start : before + stop + (after if stop == length else 0)] = 1
     return learn

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Field, Fields
 from argosy.data.sources import RowSource
@@ -74,14 +75,14 @@ class GroupRows:
     def _check(self, example: Example, where: str, vocab: int) -> None:
         count = len(example.tokens)
         if not 2 <= count <= self.sequence + 1:
-            what = f"an example of {count} tokens, where a row takes 2 to {self.sequence + 1}"
+            what = f"an example of {plural(count, 'token')}, where a row takes 2 to {self.sequence + 1}"
             raise BadInput(what, where=where, hint="raise `data.sequence`, or cut the example")
         if wrong := next((token for token in example.tokens if not 0 <= token < vocab), None):
             raise BadInput(f"token {wrong} is outside the vocabulary of {vocab}", where=where)
         given = dict(example.columns) | ({} if example.weights is None else {"weights": example.weights})
         for name, values in given.items():
             if len(values) != count:
-                raise BadInput(f"`{name}` has {len(values)} numbers for {count} tokens", where=where)
+                raise BadInput(f"`{name}` has {plural(len(values), 'number')} for {plural(count, 'token')}", where=where)
 
     def __len__(self) -> int:
         return len(self.groups) * self.per_group

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.data.batch import Batch
 
 if TYPE_CHECKING:
@@ -55,11 +56,11 @@ def short(value: Any, most: int = 100) -> str:
 def row_text(row: Batch, number: int, tokenizer: "Tokenizer | None", color: bool) -> str:
     """One row: a line of counts, then each segment below a line of its own."""
     segments, filled = row["segments"], int((row["segments"] > 0).sum())
-    counts = f"{filled} tokens, {int((row['mask'] > 0).sum())} learned, {len(segments) - filled} padding"
+    counts = f"{plural(filled, 'token')}, {int((row['mask'] > 0).sum())} learned, {len(segments) - filled} padding"
     lines = [f"row {number}: {counts}"]
     for segment in range(1, int(segments.max(initial=0)) + 1):
         places = np.flatnonzero(segments == segment)
-        lines += [f"-- segment {segment}: {len(places)} tokens --", segment_text(row, places, tokenizer, color)]
+        lines += [f"-- segment {segment}: {plural(len(places), 'token')} --", segment_text(row, places, tokenizer, color)]
     return "\n".join(lines) + "\n"
 
 

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Field, Fields
 
@@ -45,7 +46,7 @@ class Corpus:
             if name in LANGUAGE_MODELING:
                 raise BadInput(f"a column may not be called `{name}`", hint="that is a field of every batch")
             if column.shape != self.tokens.shape:
-                raise BadInput(f"the column `{name}` has {len(column)} numbers for {len(self.tokens)} tokens")
+                raise BadInput(f"the column `{name}` has {plural(len(column), 'number')} for {plural(len(self.tokens), 'token')}")
 
     @property
     def documents(self) -> int:
@@ -180,7 +181,8 @@ class FitRows:
         """Where each document begins that is left, and how many input places it takes."""
         long, short = places > self.sequence, places > 0
         if too_long == "error" and long.any():
-            what = f"{long.sum():,} of {len(places):,} documents are longer than a row of {self.sequence:,} tokens"
+            are = "is" if long.sum() == 1 else "are"
+            what = f"{long.sum():,} of {plural(len(places), 'document')} {are} longer than a row of {self.sequence:,} tokens"
             where = f"the longest has {places.max() + 1:,} tokens (data.too_long=error)"
             raise BadInput(what, where=where, hint="raise `data.sequence`, or set `data.too_long=cut` or `drop`")
         left = short & ~long if too_long == "drop" else short

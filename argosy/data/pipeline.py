@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import LANGUAGE_MODELING, Batch, Batches, Fields, check_fields
 from argosy.data.online import OnlineBatches
@@ -121,7 +122,7 @@ def share_of(batch: int, process: int, processes: int, per_group: int = 1) -> sl
     """
     if batch % (processes * per_group):
         groups = f" in groups of {per_group} rows" if per_group > 1 else ""
-        what = f"a batch of {batch} rows does not divide among {processes} processes{groups}"
+        what = f"a batch of {plural(batch, 'row')} does not divide among {processes} processes{groups}"
         raise BadInput(what, where="data.batch", hint=f"make it a multiple of {processes * per_group}")
     each = batch // per_group // processes
     return slice(process * each, (process + 1) * each)

@@ -4,12 +4,14 @@ All records are held in memory, because their texts are small beside what is gen
 Which of them are held out depends on their own text alone, as in a corpus.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import Fingerprint
 from argosy.data.chat import choose_template, render
@@ -22,6 +24,10 @@ from argosy.data.sources.records import PROMPT
 
 if TYPE_CHECKING:
     from argosy.data.tokenize import Tokenizer
+
+
+# Prompts that are rendered between two looks at the clock.
+LOOKED_AT = 64
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,46 @@ class Prompts:
     def template_for(self, tools: Any) -> str:
         """The chat template of conversations with or without tools."""
         return choose_template(self.templates, name=self.name, tools=bool(tools))
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What is known of the lengths of prompts before a run: of `looked` of `all`, how many have more than `longest` tokens."""
+
+    longest: int
+    all: int
+    looked: int = 0
+    long: int = 0
+
+    def __str__(self) -> str:
+        rest = "" if self.looked == self.all else f"; the other {self.all - self.looked:,} are looked at when they are reached"
+        if not self.long:
+            return f"{self.looked:,} prompts have room for an answer{rest}" if rest else ""
+        has, is_ = ("has", "it is") if self.long == 1 else ("have", "they are")
+        limit = f"{self.longest} tokens (data.sequence - rollout.tokens)"
+        which = f"{self.long:,} of {plural(self.looked, 'prompt')} {has} more than {limit}"
+        return f"{which} and so no room for an answer: {is_} passed over{rest}"
+
+
+def lengths_of(prompts: Callable[[int, int], Sequence[Any]], count: int, longest: int, within_s: float) -> Lengths:
+    """Looks at prompts in their order, for so many seconds: they are rendered as they are used, and a file may have millions.
+
+    Args:
+        prompts: (first, count) -> those at these places; what has no `tokens` and no `prompt` with them is passed over.
+
+    Raises:
+        BadInput: one cannot be rendered; the record is named.
+    """
+    looked = long = 0
+    begun = time.monotonic()
+    while looked < count and time.monotonic() - begun < within_s:
+        found = prompts(looked, min(LOOKED_AT, count - looked))
+        if not found:
+            break
+        looked += len(found)
+        each = (getattr(one, "prompt", one) for one in found)
+        long += sum(len(getattr(one, "tokens", ())) > longest for one in each)
+    return Lengths(longest, count, looked, long)
 
 
 def prompts_of(settings: DataSettings, tokenizer: "Tokenizer", seed: int) -> tuple[Prompts, Prompts | None]:

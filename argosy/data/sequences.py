@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import Batch, Field, Fields
 from argosy.data.chat_mask import encode_all, encode_cut
@@ -187,7 +188,8 @@ class SequenceRows:
         sizes = np.diff(corpus.starts).reshape(-1, per_group)
         long = np.any(sizes > sequence, axis=1).reshape(-1)
         if too_long == "error" and long.any():
-            what = f"{long.sum():,} of {len(long):,} records are longer than a row of {sequence:,} tokens"
+            are = "is" if long.sum() == 1 else "are"
+            what = f"{long.sum():,} of {plural(len(long), 'record')} {are} longer than a row of {sequence:,} tokens"
             where = f"the longest sequence has {sizes.max():,} tokens (data.too_long=error)"
             raise BadInput(what, where=where, hint="raise `data.sequence`, or set `data.too_long=cut` or `drop`")
         kept = ~long if too_long == "drop" else np.ones(len(long), bool)

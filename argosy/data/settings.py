@@ -34,6 +34,7 @@ class DataSettings(Settings):
             "data_path",
             "data_dir",
             "train_data",
+            "train_files",
         ),
     ] = "stdlib"
     """Where the data comes from: a text, JSONL or JSON file, a folder or glob of such files, a folder written by `argosy data prepare`,
@@ -106,7 +107,7 @@ class DataSettings(Settings):
     )
     """Random seed of the row order and of synthetic tokens. None: the run's seed."""
 
-    epochs: Annotated[float | None, MayChange(), Also("max_epochs", "num_epochs", "num_train_epochs")] = Field(
+    epochs: Annotated[float | None, MayChange(), Also("max_epochs", "num_epochs", "num_train_epochs", "total_epochs")] = Field(
         default=None, gt=0
     )
     """Passes over the rows, after which the run ends even if it has steps left; the last batch is complete. With `online`,

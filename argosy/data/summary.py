@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from argosy.core.counts import plural
+
 
 @dataclass(frozen=True)
 class CorpusSummary:
@@ -96,7 +98,7 @@ class CorpusSummary:
             more = f"; data.learn={self.learn}, data.packing={self.packing}, data.too_long={self.too_long}" if self.format else ""
             parts.append(f"tokenized while training, so its size is not known beforehand{more}")
         if self.epochs is not None:
-            parts.append(f"{self.epochs:.3g} epochs in this run")
+            parts.append(f"{self.epochs:.3g} epoch{'s' * (self.epochs != 1)} in this run")
         return f"data {self.source}: {', '.join(parts) or 'of unknown size'}."
 
     def _left_out(self) -> str:
@@ -167,10 +169,6 @@ class CorpusSummary:
             f"Warning: {least}{plural(self.special_documents, 'document')} {hold} names of special tokens ({names}), which train as "
             "plain text; data.special=true encodes them as special tokens."
         )
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def counted_bytes(count: int | None) -> str:

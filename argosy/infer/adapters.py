@@ -29,7 +29,7 @@ from jaxtyping import Array, Int
 from argosy.adapt.bank import Bank, Chosen, refused
 from argosy.adapt.surgery import find, put_at
 from argosy.checkpoint.peft import Adapter, read_adapter
-from argosy.core.errors import BadInput, Unsupported, nearest
+from argosy.core.errors import BadInput, Unsupported, nearest, some
 from argosy.infer.forward import Sizes, cut
 from argosy.infer.memory import Home, home_of, mesh_of
 from argosy.infer.settings import LoraSettings
@@ -229,15 +229,15 @@ class Adapters:
             BadInput, Unsupported: as `read`.
         """
         if dora := sorted(name for name, adapter in adapters.items() if adapter.m is not None):
-            what = f"DoRA beside other adapters is not built: {', '.join(dora[:4])}"
+            what = f"DoRA beside other adapters is not built: {some(dora)}"
             raise Unsupported(what, hint="argosy.load(MODEL, adapter=FOLDER) takes one alone; argosy convert merges it")
         most = self.settings.rank
         if strange := sorted(set(adapters) - self._bank.carrying):
-            what = f"{len(strange)} contractions of the adapter carry none here: {', '.join(strange[:4])}"
+            what = f"{len(strange)} of the adapter's contractions carry none here: {', '.join(strange[:4])}"
             raise BadInput(what, hint=f"those that do match `{self.settings.where}`: engine.lora.where")
         if large := sorted(name for name, adapter in adapters.items() if adapter.a.shape[-1] > most):
             rank = max(adapters[name].a.shape[-1] for name in large)
-            raise BadInput(f"rank {rank} is above the maximum of {most}: {', '.join(large[:4])}", hint=f"engine.lora.rank={rank}")
+            raise BadInput(f"rank {rank} is above the maximum of {most}: {some(large)}", hint=f"engine.lora.rank={rank}")
         out: Factors = {}
         for address, factor in self._bank.factors.items():
             shape, at = list(self.arrays[address].shape), factor.stacked + factor.place

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.infer.drafts import Around, Drafter, copied, decoding_rows, drawn, first
 from argosy.infer.forward import Sizes, cut, read_step
@@ -109,7 +110,7 @@ class Ahead(Drafter):
     def _after(self, weights: Leaves, x: Any, picks: np.ndarray) -> tuple[Any, Any]:
         """The module's output at some places, and the logits there."""
         x = self._taken(x, picks)
-        return x, self.run(f"the head for {len(picks)} rows", self._head, ("head", len(picks)), weights, x)
+        return x, self.run(f"the head for {plural(len(picks), 'row')}", self._head, ("head", len(picks)), weights, x)
 
     def _taken(self, x: Any, places: np.ndarray) -> Any:
         size = ("taken", x.shape[1], len(places))

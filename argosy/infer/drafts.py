@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from argosy.core.counts import plural
 from argosy.infer import settings
 from argosy.infer.forward import Sizes, blank, cut
 from argosy.infer.memory import Extent, Home, Needs, mesh_in, reserved
@@ -159,7 +160,7 @@ def drawn(
         logits = passed(at, live, state) if at else logits
         owners = np.full(len(logits), -1, np.int32)
         owners[: len(live)] = [s.slot if on else -1 for s, on in zip(plan.decodes, live, strict=True)]
-        state, out = run(f"the sampler for {len(owners)} rows", sample, (len(owners),), state, logits, owners)
+        state, out = run(f"the sampler for {plural(len(owners), 'row')}", sample, (len(owners),), state, logits, owners)
         found.append(out.tokens)
     tokens = np.stack(jax.device_get([one[: len(room)] for one in found]), 1).tolist()
     return [own[:most] for own, most in zip(tokens, room, strict=True)]

@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
 from argosy.infer.adapters import Adapters, Loaded, NoAdapter
@@ -556,7 +557,7 @@ class Engine:
         assert isinstance(self.forward, Whole)
         self._constrain(step.due)
         sizes, owners = step.sizes, step.owners
-        what, program = f"{sizes.steps} steps of {sizes.decodes} decoding rows", self.forward.several
+        what, program = f"{plural(sizes.steps, 'step')} of {sizes.decodes} decoding rows", self.forward.several
         state = self._weights, self.caches, self.slots, step.words, step.picks, owners
         self.slots, self.caches, found = self._run(what, program, ("several", *sizes, len(owners)), *state, sizes)
         return found
@@ -564,7 +565,7 @@ class Engine:
     def _sampled(self, logits: Any, owners: np.ndarray) -> Sampled:
         """Samples a token for each row with an owner."""
         count = len(owners)
-        self.slots, sampled = self._run(f"the sampler for {count} rows", sample, (count,), self.slots, logits, owners)
+        self.slots, sampled = self._run(f"the sampler for {plural(count, 'row')}", sample, (count,), self.slots, logits, owners)
         return sampled
 
     def _run(self, what: str, program: Any, sizes: tuple[Any, ...], *arguments: Any) -> Any:

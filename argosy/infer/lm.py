@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.adapters import Loaded
@@ -433,7 +434,7 @@ class LM:
             wrong = int(ids[(ids < 0) | (ids >= self.config.vocab)][0])
             raise BadInput(f"token id {wrong} is outside the model's vocabulary of {self.config.vocab}")
         if length > self.config.context:
-            raise BadInput(f"{length} tokens are more than the model's context of {self.config.context}")
+            raise BadInput(f"{plural(length, 'token', 'is', 'are')} more than the model's context of {self.config.context}")
 
 
 def check_draft(lm: LM, draft: LM) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.infer.grammar import Grammar
 from argosy.infer.repetition import Repetition
@@ -50,7 +51,7 @@ class Request:
             wrong = next(i for i in ids if not 0 <= i < vocab)
             raise BadInput(f"token id {wrong} is outside the model's vocabulary of {vocab}")
         if len(ids) >= context:
-            raise BadInput(f"a prompt of {len(ids)} tokens leaves no room in a context of {context}", hint="shorten it")
+            raise BadInput(f"a prompt of {plural(len(ids), 'token')} leaves no room in a context of {context}", hint="shorten it")
         if self.most < 1:
             raise BadInput(f"most = {self.most} tokens", hint="at least 1")
         if not 0 <= self.top <= MOST_TOP:

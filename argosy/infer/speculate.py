@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from argosy.core.counts import plural
 from argosy.infer import settings
 from argosy.infer.draft_ahead import Ahead
 from argosy.infer.draft_model import DraftModel
@@ -131,7 +132,7 @@ class Speculation:
     def verified(self, slots: Slots, logits: Any, step: Packed) -> tuple[Slots, Verified]:
         """Samples after the drafts of a step."""
         count = len(step.owners)
-        what = f"the sampler for {count} rows of {self.ahead} tokens"
+        what = f"the sampler for {plural(count, 'row')} of {plural(self.ahead, 'token')}"
         return self.run(what, verify, ("verify", count), slots, logits, step.owners, step.drafts)
 
     def rolled_back(self, caches: Caches, copies: Any, step: Packed, found: Verified) -> Caches:

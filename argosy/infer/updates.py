@@ -17,7 +17,8 @@ import numpy as np
 
 from argosy.checkpoint.hub import known_as
 from argosy.checkpoint.stored import open_model
-from argosy.core.errors import BadInput, nearest
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, nearest, some
 from argosy.core.formats import Reader
 from argosy.core.formats.safetensors import SafeTensors
 from argosy.core.keymap import KeyMap
@@ -66,7 +67,7 @@ class Update:
             self._check_settings(stored.config)
             weights = dict.fromkeys(stored.weights.names, stored.weights.read)
             if lacking := sorted(set(self._stored) - set(weights)):
-                raise BadInput(f"{len(lacking)} weights are missing: {', '.join(lacking[:4])}")
+                raise BadInput(f"{plural(len(lacking), 'weight', 'is', 'are')} missing: {', '.join(lacking[:4])}")
             self._check({name: stored.weights.shape(name) for name in weights})
         found = {name: self._kept(name, read(name)) for name, read in weights.items()}
         self._staged |= found
@@ -106,7 +107,7 @@ class Update:
             reader = known_as(reader, config.hub_prefixes, config.hub_old_ends, table.names)
         ours = table.ours_of(reader.names)
         if strange := sorted(set(reader.names) - set(ours)):
-            what = f"{len(strange)} tensors are no weights of this model: {', '.join(strange[:4])}"
+            what = f"{plural(len(strange), 'tensor', 'is no weight', 'are no weights')} of this model: {', '.join(strange[:4])}"
             raise BadInput(what, hint=nearest(strange[0], [*table.names, *self._stored]))
         names = {path for paths in ours.values() for path in paths}
         self._check({name: table.shape(name) for name in names})
@@ -119,15 +120,15 @@ class Update:
         theirs, ours = config.for_context(context), own.for_context(context)
         differ = [k for k in type(own).model_fields if k not in MAY_DIFFER and getattr(theirs, k) != getattr(ours, k)]
         if differ:
-            said = ", ".join(f"{key} = {str(getattr(theirs, key))[:40]}, not {str(getattr(ours, key))[:40]}" for key in differ[:4])
-            raise BadInput(f"weights of a model with other settings: {said}")
+            said = [f"{key} = {str(getattr(theirs, key))[:40]}, not {str(getattr(ours, key))[:40]}" for key in differ]
+            raise BadInput(f"weights of a model with other settings: {some(said)}")
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         expected = {name: self._shape(name) for name in self._stored}
         strange = [f"unexpected {name}" for name in shapes if name not in expected]
         wrong = [f"{n} is {tuple(s)}, not {expected[n]}" for n, s in shapes.items() if n in expected and tuple(s) != expected[n]]
         if problems := strange + wrong:
-            raise BadInput(f"{len(problems)} weights do not fit the model: {'; '.join(problems[:4])}")
+            raise BadInput(f"{plural(len(problems), 'weight', 'does', 'do')} not fit the model: {'; '.join(problems[:4])}")
 
     def _shape(self, name: str) -> tuple[int, ...]:
         address, layer = self._stored[name]

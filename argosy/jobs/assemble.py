@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from argosy.adapt.base import base_addresses, lay, retrained
 from argosy.adapt.settings import Dora
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Unsupported, mistakes_of, refuse
 from argosy.core.settings import Choice
 from argosy.data import pipeline
@@ -308,7 +309,7 @@ def mesh_of(run: Run) -> Mesh:
     shares, together = row_shares(mesh), run.objective.rows_per_group
     if run.data.batch % (shares * run.accumulate * together):
         raise BadInput(
-            f"data.batch = {run.data.batch} does not divide over {shares} devices"
+            f"data.batch = {run.data.batch} does not divide over {plural(shares, 'device')}"
             + (f", accumulate = {run.accumulate}" if run.accumulate > 1 else "")
             + (f" and groups of {together} rows" if together > 1 else ""),
             hint=f"make it a multiple of {shares * run.accumulate * together}",
@@ -453,7 +454,7 @@ def _assembled(
         drawn := [a for a, v in variables(model).items() if isinstance(v, Choosing)]
     ):
         raise BadInput(
-            f"{len(drawn)} weights of the sparse-attention indexer would keep their random values: nothing trains them",
+            f"{plural(len(drawn), 'weight')} of the sparse-attention indexer would keep their random values: nothing trains them",
             hint="start from trained weights (init.weights=FOLDER), or leave the indexer out: model.index=none",
         )
     adapted, beneath = list[str](), dict[str, Any]()

@@ -18,12 +18,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from argosy.core import mistakes
-from argosy.core.errors import BadInput, SettingsError, UnknownName, UserError, problems_of
+from argosy.core.errors import BadInput, SettingsError, UnknownName, UserError, mistakes_of, problems_of
 from argosy.core.explain import json_schema
 from argosy.core.settings import (
     COMMAND_LINE,
@@ -129,15 +129,21 @@ def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer]
     missing = [key for key in needs if not any(_gives(layer.values, one) for layer in layers for one in key.split(OR))]
     if not missing:
         return
-    words = " ".join(f"{key.partition(OR)[0]}={example}" for key, example in needs.items())
-    named = " and ".join(f"`{key.replace(OR, f'`{OR}`')}`" for key in missing)
-    error = BadInput(f"`{recipe}` needs {named}", where=mistakes.NOBODY, hint=f"argosy train {recipe} {words}")
-    others: list[UserError] = []
+    # A model would have come with what the run starts from.
+    gone = mistakes_of(*(partial(check_start, _init_of(one, "weights"), _init_of(one, "state")) for one in layers))
+    missing = [key for key in missing if key != "model" or not gone]
+    errors = [*gone]
+    if missing:
+        words = " ".join(f"{key.partition(OR)[0]}={example}" for key, example in needs.items())
+        named = " and ".join(f"`{key.replace(OR, f'`{OR}`')}`" for key in missing)
+        errors.append(BadInput(f"`{recipe}` needs {named}", where=mistakes.NOBODY, hint=f"argosy train {recipe} {words}"))
     try:
         read_settings(schema, *layers)
     except UserError as also:
-        others = [p for p in problems_of(also) if not p.what.startswith(("`model`", "model "))]
-    raise SettingsError([error, *others]) from None
+        # What is needed may be a broken rule too.
+        said = ("`model`", "model ", *(f"{one} is missing" for key in missing for one in key.split(OR)))
+        errors += [p for p in problems_of(also) if not p.what.startswith(said)]
+    raise SettingsError(errors) from None
 
 
 def _gives(values: Mapping[str, Any], key: str) -> bool:
@@ -251,24 +257,39 @@ class StoredModel(SettingsLayer):
     """The layer of a stored model: its architecture, tokenizer and weights."""
 
 
+class TokenizerOfState(SettingsLayer):
+    """The layer of the tokenizer of a run whose state is taken, whoever names its model."""
+
+
 def with_folders(layers: list[SettingsLayer]) -> list[SettingsLayer]:
     """The layers, in which `model=FOLDER` (a Hub folder, .gguf file, run directory or checkpoint) adds its architecture, weights
-    and tokenizer, and `init.weights=FOLDER` its architecture and tokenizer. What the same or a later layer sets for the model
-    overrides the folder. A layer that contains the complete model, such as a run's settings.yml, needs no folder."""
+    and tokenizer, and `init.weights=FOLDER` and `init.state=RUN` its architecture and tokenizer. What the same or a later layer sets
+    for the model overrides the folder. A layer that contains the complete model, such as a run's settings.yml, needs no folder.
+
+    Of `init.weights` and `init.state` a later layer's replaces an earlier one's."""
     out: list[SettingsLayer] = []
     for layer in map(_spelt_out, layers):
         model = layer.values.get("model")
         named = str(model["preset"]) if isinstance(model, dict) and model.get("preset") is not None else None
-        init = layer.values.get("init")
-        weights = init.get("weights") if isinstance(init, dict) else None
+        weights, state = _init_of(layer, "weights"), _init_of(layer, "state")
+        if isinstance(model, dict) and "family" in model:
+            out.append(layer)
+            continue
         folder = named if named is not None and is_model(named) else None
-        if folder is None and named is None and isinstance(weights, str) and is_model(weights):
-            folder = weights
-        if folder is None or (isinstance(model, dict) and "family" in model):
+        if folder is None and named is None:
+            folder = next((one for one in (weights, state) if one is not None and is_model(one)), None)
+        if state is not None:
+            out = _without_init(out, "weights")
+        elif weights is not None or (folder is not None and folder == named):
+            out = _without_init(out, "state")
+        if state is not None and is_model(state) and (tokenizer := _tokenizer_of(state)) is not None:
+            out.append(TokenizerOfState(state, {"data": {"tokenizer": tokenizer}}))
+        if folder is None:
             out.append(layer)
             continue
         out = _overruled(out)
-        out.append(_shortened(_of_folder(folder, brings_weights=folder == named), out))
+        # A state includes weights.
+        out.append(_shortened(_of_folder(folder, brings_weights=folder == named and state is None), out))
         if folder == named:
             rest = {key: value for key, value in layer.values["model"].items() if key != "preset"}
             layer = replace(layer, values={**layer.values, "model": rest})
@@ -281,18 +302,44 @@ def is_model(name: str) -> bool:
     return Path(name).is_dir() or (name.endswith(".gguf") and Path(name).is_file())
 
 
+def _init_of(layer: SettingsLayer, name: str) -> str | None:
+    """`init.weights` or `init.state` of a layer."""
+    init = layer.values.get("init")
+    value = init.get(name) if isinstance(init, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def _without_init(layers: list[SettingsLayer], name: str) -> list[SettingsLayer]:
+    """Layers without `init.weights`, or without `init.state` and the tokenizers that came with it."""
+    kept = [layer for layer in layers if name != "state" or not isinstance(layer, TokenizerOfState)]
+    return [
+        replace(layer, values=dict(layer.values) | {"init": {k: v for k, v in layer.values["init"].items() if k != name}})
+        if _init_of(layer, name) is not None
+        else layer
+        for layer in kept
+    ]
+
+
 def _of_folder(folder: str, brings_weights: bool) -> SettingsLayer:
-    from argosy.checkpoint.stored import model_of, open_model
-    from argosy.data.tokenize import find_tokenizer
+    from argosy.checkpoint.stored import model_of
 
     values: dict[str, Any] = {"model": model_of(folder)}
     if brings_weights:
         values["init"] = {"weights": folder}
+    if (tokenizer := _tokenizer_of(folder)) is not None:
+        values["data"] = {"tokenizer": tokenizer}
+    return StoredModel(folder, values)
+
+
+def _tokenizer_of(folder: str) -> str | None:
+    """Where the tokenizer of a stored model is; None if it has none."""
+    from argosy.checkpoint.stored import open_model
+    from argosy.data.tokenize import find_tokenizer
+
     # Folders of adapters mostly have none: it is that of their base.
     places = (Path(folder), open_model(folder).companions)
-    if (own := next((one for one in places if one is not None and find_tokenizer(one) is not None), None)) is not None:
-        values["data"] = {"tokenizer": folder if own == places[0] else str(own)}
-    return StoredModel(folder, values)
+    own = next((one for one in places if one is not None and find_tokenizer(one) is not None), None)
+    return None if own is None else folder if own == places[0] else str(own)
 
 
 def _shortened(stored: SettingsLayer, before: list[SettingsLayer]) -> SettingsLayer:
@@ -358,6 +405,19 @@ def no_model(name: str, where: str | None = None, configs: Path = CONFIGS) -> Us
     what = "file" if name.endswith((".gguf", ".yml", ".yaml")) else "folder"
     hint = f"{'model=FOLDER takes ' if where else ''}a Hub folder, a .gguf file, a run directory or a checkpoint"
     return BadInput(f"no such {what}: `{name}`", where=where, hint=hint)
+
+
+def check_start(weights: str | None, state: str | None) -> None:
+    """Checks that the model or the run to start from exists.
+
+    Raises:
+        BadInput: it does not.
+    """
+    if weights and "://" not in weights and not Path(weights).exists():
+        raise no_model(weights, "set by init.weights")
+    if state and "://" not in state and not Path(state).exists():
+        hint = "name a run directory or one of its checkpoints; init.weights takes the weights of any model"
+        raise BadInput(f"no such run: `{state}`", where="set by init.state", hint=hint)
 
 
 def _plain(name: str) -> str:

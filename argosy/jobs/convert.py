@@ -22,6 +22,7 @@ from argosy.checkpoint.peft import config_for, merged, read_contents
 from argosy.checkpoint.save import Progress, write
 from argosy.checkpoint.stored import COMPANIONS, Stored, open_model
 from argosy.checkpoint.stream import largest, streamed
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.signals import before_leaving
 from argosy.data.tokenize import matching
@@ -65,11 +66,11 @@ def convert(
     if to == "peft":
         return adapters_alone(stored, source, target, dtype, adapter, start)
     if stored.adapted is not None:
-        say(f"merging adapters on {len(stored.adapted.adapters)} weights into {stored.adapted.base.path}")
+        say(f"merging adapters on {plural(len(stored.adapted.adapters), 'weight')} into {stored.adapted.base.path}")
         if stored.adapted.is_quantized:
             say("the base was quantized for training: its weights are rounded likewise, then the adapters are added")
     if dtype is None and isinstance(stored.weights, Mapped) and (scaled := stored.weights.scaled):
-        many = f"{len(scaled)} tensors are stored in blocks with scales (fp8, mxfp4)"
+        many = f"{plural(len(scaled), 'tensor', 'is', 'are')} stored in blocks with scales (fp8, mxfp4)"
         say(f"{many} and become float32; dtype=bfloat16 halves their size")
     identity = identity_of(stored, to, dtype, shard_gb)
     if adapter is not None:
@@ -77,7 +78,7 @@ def convert(
         contents = read_contents(adapter, config)
         stored = replace(stored, config=config, weights=merged(stored.weights, contents, config))
         identity["adapter"] = [manifest.describe(Path(adapter) / name)["sha256"][:12] for name in peft.FILES]
-        say(f"merging adapters on {len(contents.adapters)} weights")
+        say(f"merging adapters on {plural(len(contents.adapters), 'weight')}")
     tokenizer = tokenizer_of(stored)
     if tokenizer is not None and tokenizer.vocab > stored.config.vocab:
         say(f"the tokenizer has {tokenizer.vocab} tokens, the model {stored.config.vocab}: do they belong together?")
@@ -124,8 +125,8 @@ def adapters_alone(
         raise BadInput(f"{source} has no adapters", hint="to=peft is for a run with adapter=lora, dora or qlora")
     if dtype is not None or adapter is not None:
         raise BadInput("to=peft takes neither dtype nor adapter: adapters are written in float32", hint="leave them out")
-    adapters, whole = stored.adapted.contents
-    peft.write_adapter(target, stored.config, adapters, str(stored.adapted.base.path), whole)
+    adapters, whole, dropout = stored.adapted.contents
+    peft.write_adapter(target, stored.config, adapters, str(stored.adapted.base.path), whole, dropout)
     sizes = [array.size for one in adapters.values() for array in (one.a, one.b, one.m) if array is not None]
     sizes += [array.size for array in whole.values()]
     written = sum(file.stat().st_size for file in target.iterdir())

@@ -145,7 +145,7 @@ def check_machine(found: Mapping[str, Any]) -> list[Finding]:
         what = f"{sized(about['memory_free_bytes'])} of memory free"
         out.append(Finding(WARNING, what, "end other programs: the system kills a process that runs out of memory"))
     if about["load"] is not None and about["load"] > 1.5 * about["cores"]:
-        what = f"load {about['load']:g} on {about['cores']:g} cores: other programs are computing too"
+        what = f"load {about['load']:g} on {about['cores']:g} core{'s' * (about['cores'] != 1)}: other programs are computing too"
         out.append(Finding(NOTE, what, "times and tokens/s will be worse than this machine can do"))
     if found["open_files"] is not None and found["open_files"] < 1024:
         what = f"{found['open_files']} open files allowed"

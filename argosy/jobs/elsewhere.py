@@ -12,9 +12,30 @@ _HUB = "nothing is uploaded: `argosy convert RUN FOLDER` writes a Hub folder"
 _LOADERS = "data is read ahead by threads: data.prefetch is how many batches"
 _COMPILED = "every step is compiled, and compiled programs are kept between runs"
 _ATTENTION = "attention is chosen by the device it runs on; `execution.attention` names another"
+_ENGINE_MEMORY = "rollout.slots is how many answers are generated at a time, which decides the memory of the engine"
+_OFFLOAD = "nothing is moved to the host's memory; mesh.fsdp splits weights and optimizer state over devices"
+_DEVICES = "JAX trains on every device of the machine that it finds; training over several hosts is not built yet"
 _DEEPSPEED = "mesh.fsdp splits weights and optimizer state over devices, as ZeRO stage 3 does"
 
 ELSEWHERE: dict[str, str] = {
+    # reinforcement learning, as verl and TRL name it
+    "max_prompt_length": "prompt and answer share data.sequence: a prompt may have data.sequence less rollout.tokens",
+    "use_kl_loss": "objective.kl is the weight of the divergence from the reference; 0 is none",
+    "use_kl_in_reward": "objective.kl is the weight of the divergence; objective.kl_in=reward subtracts it from the reward",
+    "rollout.name": "the engine that answers is Argosy's own",
+    "use_vllm": "the engine that answers is Argosy's own",
+    "gpu_memory_utilization": _ENGINE_MEMORY,
+    "vllm_gpu_memory_utilization": _ENGINE_MEMORY,
+    "use_remove_padding": "answers are always packed into rows, without padding between them",
+    "param_offload": _OFFLOAD,
+    "optimizer_offload": _OFFLOAD,
+    "critic_warmup": "the critic learns from the first step; updates of the critic alone are not built",
+    "critic.optim.lr": "the critic is trained by the same optimizer, at optimizer.learning_rate",
+    "critic.model.path": "the critic begins as the model itself, with a head of its own",
+    "algorithm.gamma": "objective=ppo has a critic, whose discount is objective.critic.gamma",
+    "algorithm.lam": "objective=ppo has a critic, whose lambda is objective.critic.lam",
+    "val_files": "data.held_out is the share of prompts or records that is set apart for evaluation",
+    "val_batch_size": "evaluation takes batches of data.batch; eval.batches sets how many",
     # adapters and quantized training
     "use_dora": "adapter=dora",
     "peft_use_dora": "adapter=dora",
@@ -31,6 +52,8 @@ ELSEWHERE: dict[str, str] = {
     "wandb_project": _TRACKERS,
     "wandb_run_name": _TRACKERS,
     "logging_dir": _TRACKERS,
+    "trainer.logger": _TRACKERS,
+    "project_name": _TRACKERS,
     "enable_tensorboard": _TRACKERS,
     "enable_wandb": _TRACKERS,
     "tensorboard_dir": _TRACKERS,
@@ -42,6 +65,7 @@ ELSEWHERE: dict[str, str] = {
     "hub_token": _HUB,
     # how a run goes
     "resume": _RESUMES,
+    "resume_mode": _RESUMES,
     "auto_resume_from_checkpoints": _RESUMES,
     "resume_from_checkpoint": _RESUMES,
     "overwrite_output_dir": "nothing is ever overwritten: dir=NEW starts another run",
@@ -63,6 +87,8 @@ ELSEWHERE: dict[str, str] = {
     "compile": _COMPILED,
     "compile.enable": _COMPILED,
     "device": _DEVICE,
+    "n_gpus_per_node": _DEVICES,
+    "nnodes": _DEVICES,
     "device_type": _DEVICE,
     "use_cpu": _DEVICE,
     "no_cuda": _DEVICE,

@@ -15,9 +15,11 @@ from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
 from argosy.checkpoint.step_reader import StepReader
 from argosy.checkpoint.store import META, STATE, load_item, read_meta
 from argosy.checkpoint.stored import Stored, config_of, open_model, read_into, stored_arrays
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, Over
 from argosy.core.settings import diff, dump
+from argosy.data.tokenize import Tokenizer
 from argosy.jobs.assemble import Assembly
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses
@@ -41,10 +43,10 @@ def weights_for(assembly: Assembly, model: str, say: Callable[[str], None]) -> t
     stored = open_model(model, say)
     _check_same(assembly.run.model, stored.config, model)
     if assembly.base:
-        say(f"base weights from {model}, frozen; adapters on {len(assembly.adapted)} contractions")
+        say(f"base weights from {model}, frozen; adapters on {plural(len(assembly.adapted), 'contraction')}")
         if stored.adapted is not None:
             how = "stay as they are under the new ones" if assembly.beneath else "are merged into them"
-            say(f"its own adapters on {len(stored.adapted.adapters)} weights {how}")
+            say(f"its own adapters on {plural(len(stored.adapted.adapters), 'weight')} {how}")
     else:
         say(f"weights from {model}")
     if _fill_from(assembly, stored):
@@ -128,8 +130,9 @@ def base_described(assembly: Assembly, stored: Stored | None, given: str | None)
     return describe_base(stored, given) if assembly.base and stored is not None and given is not None else {}
 
 
-def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> TrainState:
-    """Weights, optimizer and step of another run, in whatever layout it wrote them. The data starts from the beginning.
+def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tuple[TrainState, Stored]:
+    """Weights, optimizer and step of another run, in whatever layout it wrote them; and that run as a stored model, whose token ids
+    and generation settings this one keeps. The data starts from the beginning.
 
     Raises:
         BadInput: there is no checkpoint, it has another model or optimizer, or it has only weights.
@@ -151,14 +154,14 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> Trai
         raise BadInput(f"{run} was trained with another optimizer", hint="init.weights takes only its weights")
     if int(arrays["step"]) >= assembly.run.steps:
         raise BadInput(
-            f"{run} has made {int(arrays['step'])} steps, but steps = {assembly.run.steps}",
+            f"{run} has made {plural(int(arrays['step']), 'step')}, but steps = {assembly.run.steps}",
             hint="raise steps, or take only its weights with init.weights",
         )
     _, places = assembly.state_places()
     placed = {name: on_devices(a, places[name]) for name, a in arrays.items()}
     _, params, rest = trained(assembly.model)
     say(f"weights, optimizer and step {int(placed['step'])} from {run}")
-    return assembly.restored(params | rest, placed)
+    return assembly.restored(params | rest, placed), open_model(path, say)
 
 
 def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, Any]:
@@ -182,17 +185,25 @@ def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, A
     return params | rest
 
 
-def check_source(run: Run, say: Callable[[str], None] = lambda _: None) -> None:
-    """Checks that what the run starts from exists and is the same model, before a file is written.
+def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenizer: Tokenizer | None = None) -> None:
+    """Checks that what the run starts from exists and is the same model, before a file is written; of a state also that it was
+    trained with the run's tokenizer, if that is given.
 
     Raises:
-        BadInput, Damaged: as `weights_for` and `state_from`.
+        BadInput, Damaged: as `weights_for` and `state_from`; or the state is of another tokenizer.
     """
     if run.init.weights:
         _check_same(run.model, open_model(run.init.weights, say).config, run.init.weights)
     if run.init.state:
-        _, meta = step_of(run.init.state, say)
+        path, meta = step_of(run.init.state, say)
+        if "base" in meta:
+            what = f"{run.init.state} trained adapters, and init.state does not take the state of those"
+            raise BadInput(what, where="set by init.state", hint=f"init.weights={run.init.state} takes its weights")
         _check_same(run.model, config_of(meta["model"]), run.init.state)
+        theirs = tokenizer_of(open_model(path, say)) if tokenizer is not None else None
+        if tokenizer is not None and theirs is not None and theirs.fingerprint != tokenizer.fingerprint:
+            what = f"{run.init.state} was trained with another tokenizer than data.tokenizer = {run.data.tokenizer}"
+            raise BadInput(what, where="set by init.state", hint="leave data.tokenizer out: init.state brings its own")
 
 
 def step_of(run: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
@@ -265,5 +276,5 @@ def _check_same(mine: Any, theirs: Any, where: str) -> None:
     theirs_dumped, mine_dumped = dump(theirs.resolved()), dump(mine.resolved())
     changed = [(k, was, now) for k, was, now in diff(theirs_dumped, mine_dumped) if k not in ("preset", "context", "family")]
     if type(mine) is not type(theirs) or changed:
-        differences = "; ".join(f"model.{k} is {was} there, {now} here" for k, was, now in changed[:4]) or "another family"
+        differences = "; ".join(f"model.{k} is {was} there, {now} here" for k, was, now in changed) or "another family"
         raise BadInput(f"{where} is another model", where=differences, hint="give this run the same model settings")

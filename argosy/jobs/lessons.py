@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from argosy.checkpoint.load import generation_of
+from argosy.core.counts import plural
 from argosy.data.answered import answered_prompts
 from argosy.data.batch import Batch
 from argosy.data.prompts import Prompt
@@ -98,8 +99,8 @@ class Tutored(Reinforced):
         own = run.objective.own
         whose = "the student's" if own == 1 else f"the student's in {own:.0%} of the batches, otherwise the {run.objective.others}'s"
         groups = f", {how.completions} to each prompt" if how.completions > 1 else ""
-        updates = f"; {how.updates} updates from each rollout" if how.updates > 1 else ""
-        each = f"{run.data.batch} answers of at most {how.tokens} tokens{groups}, {whose}"
+        updates = f"; {plural(how.updates, 'update')} from each rollout" if how.updates > 1 else ""
+        each = f"{plural(run.data.batch, 'answer')} of at most {plural(how.tokens, 'token')}{groups}, {whose}"
         return {"rollout": f"{each}, at temperature {run.objective.sampling:g}{updates}"}
 
 

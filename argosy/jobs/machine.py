@@ -12,6 +12,7 @@ from pathlib import Path
 
 from argosy.core import signals
 from argosy.core.caches import cache_home
+from argosy.core.counts import plural
 
 TUNABLE = "glibc.malloc.hugetlb=1"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -81,4 +82,5 @@ def described() -> str:
     devices = jax.devices()
     device = "cpu" if devices[0].platform == "cpu" else f"{len(devices)} x {devices[0].device_kind}"
     system = f"{platform.system()} {platform.machine()}"
-    return f"Python {platform.python_version()}, jax {jax.__version__}, {system}, {cores} cores, {device}"
+    counted = plural(cores, "core") if cores else "an unknown number of cores"
+    return f"Python {platform.python_version()}, jax {jax.__version__}, {system}, {counted}, {device}"

@@ -16,7 +16,7 @@ from argosy.data.settings import DataSettings
 from argosy.data.sources import check_readable
 from argosy.data.tokenize import check_tokenizer
 from argosy.jobs.address import check_address, is_endpoint
-from argosy.jobs.compose import compose, no_model, run_folder
+from argosy.jobs.compose import check_start, compose, no_model, run_folder
 from argosy.jobs.run import Init, Run
 from argosy.parallel.mesh import MeshSettings
 
@@ -81,23 +81,10 @@ def inputs(values: Mapping[str, Any]) -> Checks:
         if isinstance(mesh, MeshSettings):
             yield lambda: check_rows(data.batch, values.get("accumulate", 1), mesh)
     if isinstance(init, Init):
-        yield lambda: check_start(init)
+        yield lambda: check_start(init.weights, init.state)
     objective = values.get("objective")
     if isinstance(teacher := getattr(objective, "teacher", None), str):
         yield lambda: check_teacher(teacher, hasattr(objective, "teacher_model"))
-
-
-def check_start(init: Init) -> None:
-    """Checks that the model or the run to start from exists.
-
-    Raises:
-        BadInput: it does not.
-    """
-    if init.weights and "://" not in init.weights and not Path(init.weights).exists():
-        raise no_model(init.weights, "set by init.weights")
-    if init.state and "://" not in init.state and not Path(init.state).exists():
-        hint = "name a run directory or one of its checkpoints; init.weights takes the weights of any model"
-        raise BadInput(f"no such run: `{init.state}`", where="set by init.state", hint=hint)
 
 
 def check_teacher(teacher: str, may_be_served: bool = False) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from argosy.checkpoint.run_directory import CHECKPOINTS, RunDirectory
 from argosy.checkpoint.store import load_weights
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
 from argosy.core.progress import Say
 from argosy.core.signals import before_leaving
@@ -54,9 +55,9 @@ def prove(folder: Path, recipe: str, words: list[str], say: Say, steps: int = 40
     ]
     alone, killed = folder / "alone", folder / "killed"
     last = steps * 5 // 8
-    say(f"training {steps} steps, undisturbed ...")
+    say(f"training {plural(steps, 'step')}, undisturbed ...")
     trained(recipe, [*common, f"dir={alone}"])
-    say(f"training the same {steps} steps in another process, to be killed after step {last} ...")
+    say(f"training the same {plural(steps, 'step')} in another process, to be killed after step {last} ...")
     killed_at = kill_at(killed, recipe, [*common, f"dir={killed}"], last)
     resumed_from = max(RunDirectory(killed).steps(), default=0)
     say(f"killed at step {killed_at}; resuming from step {resumed_from} ...")

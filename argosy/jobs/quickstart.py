@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.run_directory import STORY
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.signals import before_leaving
 from argosy.core.storage import Store
@@ -76,7 +77,7 @@ def acts(path: Path, story: Story, stage: Stage) -> Story:
         story.facts |= make_vocabulary(path, stage.speak)
     words = [f"data.tokenizer={path / 'tokenizer'}"]
     reading = compose(Run, RECIPE, [*words, f"dir={path}"])
-    with stage.act(story, "training", f"Pre-training for {reading.value.steps} steps"):
+    with stage.act(story, "training", f"Pre-training for {plural(reading.value.steps, 'step')}"):
         predicted = predict(reading.value, stage.speak)
         outcome = train_run(reading, str(path), stage.view, f"argosy quickstart dir={path}")
         if outcome.exit_code:
@@ -206,7 +207,7 @@ def export(path: Path, speak: Callable[[str], None]) -> dict[str, Any]:
     difference = float(np.abs(load(path).logits(ids) - load(path / "hub").logits(ids)).max())
     size = sum(f.stat().st_size for f in (path / "hub").iterdir())
     speak(
-        f"   {path / 'hub'}: {result['tensors']} tensors, {size / 1e6:.1f} MB; largest difference of a logit: {difference:g}"
+        f"   {path / 'hub'}: {plural(result['tensors'], 'tensor')}, {size / 1e6:.1f} MB; largest difference of a logit: {difference:g}"
     )
     return {"folder": str(path / "hub"), "bytes": size, "largest_difference": difference}
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from argosy.checkpoint.run_directory import RunDirectory
 from argosy.core.caches import one_at_a_time
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.progress import Say
 from argosy.core.settings import dump
@@ -164,7 +165,7 @@ def compute(assembly: Any, rows: Any, groups: np.ndarray, leaves: Leaves, table:
     each = run.data.batch // run.accumulate // per_group
     fields = {**FIELDS, "document": Field("B s", np.int32, "row")}
     program = compiled(assembly, leaves, each * per_group, rows.own_sizes)
-    say(f"reference: log-probabilities of {len(groups) * per_group:,} rows by the model before its first step")
+    say(f"reference: log-probabilities of {plural(len(groups) * per_group, 'row')} by the model before its first step")
     keep = table.flush if isinstance(table, np.memmap) else lambda: None
     for _, some in passes(groups, each, "reference", say, keep):
         batch = rows.gather((some[:, None] * per_group + np.arange(per_group)).ravel())

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import Batch
-from argosy.data.prompts import Prompt, prompts_of
+from argosy.data.prompts import Prompt, lengths_of, prompts_of
 from argosy.jobs import reference
 from argosy.jobs.assemble import Assembly
 from argosy.jobs.hooks import Saver, is_stopping
@@ -45,6 +46,8 @@ from argosy.train.step import make_parts, model_for
 KEPT = 16
 # Of so many rollouts an answer of one is shown.
 SHOWN = 10
+# Seconds for looking at the lengths of prompts before the first step.
+LOOKING_S = 2.0
 # Processes for reward functions, unless the settings say otherwise.
 MOST_WORKERS = 8
 SIZES = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
@@ -135,7 +138,20 @@ class Reinforced(Assembly):
             lambda state, rows: self.logps(*self.reference_of(state), rows),
             self.values,
         )
+        if (table := getattr(self.rollouts, "table", None)) is not None:
+            table.environments.say = say
+        self.say_lengths(say)
         self.rollouts.begin(trainer, say, keep, stop)
+
+    def say_lengths(self, say: Callable[[str], None]) -> None:
+        """Reports prompts without room for an answer before the first of them is reached."""
+        longest = self.run.data.sequence - (self.run.rollout or Rollout()).tokens
+        held_out = self.rollouts.held_out if self.run.eval.batches else None
+        for whose, prompts in (("", self.rollouts.prompts), ("held out: ", held_out)):
+            if prompts is not None:
+                count = len(prompts) if prompts.most is None else min(len(prompts), prompts.most)
+                if words := str(lengths_of(prompts, count, longest, LOOKING_S)):
+                    say(f"{whose}{words}")
 
     def logps(self, params: Any, rest: Any, part: Batch) -> np.ndarray:
         """The log-probabilities of the tokens of a part's answers by these weights, [S L]."""
@@ -235,7 +251,7 @@ def shape_of(run: Run, mesh: Any) -> Shape:
     assert how is not None
     rows = how.rows_over(shares)
     if rows % shares:
-        what = f"rollout.rows = {rows} does not divide over {shares} devices"
+        what = f"rollout.rows = {rows} does not divide over {plural(shares, 'device')}"
         raise BadInput(what, hint=f"make it a multiple of {shares}")
     return Shape(rows, run.data.sequence, how.tokens)
 
@@ -267,11 +283,11 @@ def rollouts_of(run: Run, mesh: Any, tokenizer: Any) -> Rollouts:
 def told(run: Run, how: Rollout) -> dict[str, str]:
     """The rollouts and rewards of a run, for its header."""
     n, answers = how.completions, run.data.batch
-    each = f"{answers} answers of at most {how.tokens} tokens: {n} to each of {answers // n} prompts"
-    updates = f"{how.updates} updates" if how.updates > 1 else "an update"
+    each = f"{plural(answers, 'answer')} of at most {plural(how.tokens, 'token')}: {n} to each of {plural(answers // n, 'prompt')}"
+    updates = plural(how.updates, "update") if how.updates > 1 else "an update"
     rewards = ", ".join(f"{one.of}{'' if one.weight == 1 else f' x {one.weight:g}'}" for one in run.reward)
-    where = "" if how.devices is None else f"; sampled on {how.devices} devices of their own"
-    where += f", {how.ahead} rollouts ahead" if how.ahead else ""
+    where = "" if how.devices is None else f"; sampled on {plural(how.devices, 'device')} of their own"
+    where += f", {plural(how.ahead, 'rollout')} ahead" if how.ahead else ""
     rounded = ", weights in int8" if how.weights == "int8" else ""
     made = f"{each}, at temperature {run.objective.temperature:g}{rounded}; {updates} from each rollout{where}"
     played = {"environment": described(run.environment)} if run.environment.played else {}

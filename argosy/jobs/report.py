@@ -96,7 +96,8 @@ def surroundings() -> dict[str, str]:
     versions = {name: v for name, v in environment.versions().items() if v != "not installed"}
     here = environment.machine()
     memory = f", {sized(here['memory_bytes'])}" if here["memory_bytes"] else ""
-    return versions | {"processor": f"{here['processor']}, {here['cores']:g} cores{memory}", "system": here["system"]}
+    cores = f"{here['cores']:g} core{'s' * (here['cores'] != 1)}"
+    return versions | {"processor": f"{here['processor']}, {cores}{memory}", "system": here["system"]}
 
 
 def command(path: Path, settings: Sequence[tuple[str, Any, str]], lines: Sequence[Mapping[str, Any]] = ()) -> str:

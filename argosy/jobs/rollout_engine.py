@@ -17,6 +17,7 @@ from argosy.adapt.quant import QuantizedEinsum, int8
 from argosy.adapt.settings import LAYERS
 from argosy.adapt.surgery import find, put_at
 from argosy.checkpoint.load import places
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.data.tokenize import Tokenizer
 from argosy.infer.lm import LM
@@ -78,7 +79,7 @@ class RolloutEngine:
         if not np.array_equal(sent, arrived):
             wrong = [a for a, same in zip(own, (sent == arrived).tolist(), strict=True) if not same]
             raise ArgosyError(
-                f"{len(wrong)} weights arrived changed on the devices that sample, such as {wrong[0]}",
+                f"{plural(len(wrong), 'weight')} arrived changed on the devices that sample, such as {wrong[0]}",
                 hint="a device or its connection is faulty; nothing was learned from them, and checkpoints are good",
             )
         return copies

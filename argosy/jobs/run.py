@@ -25,6 +25,11 @@ for _name, _settings in {
     OBJECTIVES.add(_name, f"argosy.rl.policies:{_settings}")
 
 
+OF_REWARDS = Also(
+    "reward_funcs", "reward_fn", "reward_model", "custom_reward_function.path", "custom_reward_function.name", "reward_model.enable"
+)
+
+
 class Init(Settings):
     """Weights at the start, if the run directory has no checkpoint. Random unless one of these is set."""
 
@@ -55,7 +60,8 @@ class Execution(Settings):
     remat: Annotated[
         Literal["none", "dots", "full"],
         Also(
-            "gradient_checkpointing", "remat_policy", "activation_checkpoint.mode", "activation_checkpointing", "remat"
+            "gradient_checkpointing", "remat_policy", "activation_checkpoint.mode", "activation_checkpointing", "remat",
+            "enable_gradient_checkpointing",
         ),
     ] = "none"
     """Activations to recompute in the backward pass to save memory. none: nothing; dots: everything but the results of matrix
@@ -74,7 +80,7 @@ class Evaluate(Settings):
     every: Annotated[
         int,
         MayChange(),
-        Also("eval_steps", "eval_every", "eval_interval", "validation.freq", "eval_strategy", "evals_per_epoch"),
+        Also("eval_steps", "eval_every", "eval_interval", "validation.freq", "eval_strategy", "evals_per_epoch", "test_freq"),
     ] = Field(100, gt=0)
     """Steps between evaluations (eval.batches=0 turns evaluation off); the last step is always evaluated."""
     batches: Annotated[
@@ -134,6 +140,8 @@ class Run(Settings):
             "checkpoint.folder",
             "save_dir",
             "run",
+            "experiment_name",
+            "default_local_dir",
         ),
     ] = None
     """The run directory. None: `runs/<recipe>`."""
@@ -159,7 +167,7 @@ class Run(Settings):
     model: Annotated[
         Any,
         Choice(FAMILIES, tag="family"),
-        Also("model_name", "model.name", "model.flavor", "model_type", "architecture", "model_id"),
+        Also("model_name", "model.name", "model.flavor", "model.path", "model_type", "architecture", "model_id"),
     ]
     """The model to train: a preset by name, or a family and its sizes."""
     data: DataSettings = DataSettings()
@@ -170,9 +178,13 @@ class Run(Settings):
     """The loss to minimize."""
     rollout: Rollout | None = None
     """How answers are sampled, for objectives that learn from rewards. None: the defaults, where the objective does."""
-    reward: Annotated[list[Reward], Repeats("of"), Also("reward_funcs", "reward_fn", "reward_model")] = Field(default_factory=list)
+    reward: Annotated[list[Reward], Repeats("of"), OF_REWARDS] = Field(default_factory=list)
     """What answers are rewarded for, for objectives that learn from rewards. `reward=FILE.py:FUNCTION` may be given several times."""
-    environment: Annotated[Any, Choice(ENVIRONMENTS, other=("custom", "of")), Also("env", "environment_factory", "multi_turn")] = "none"
+    environment: Annotated[
+        Any,
+        Choice(ENVIRONMENTS, other=("custom", "of")),
+        Also("env", "environment_factory", "multi_turn", "multi_turn.enable"),
+    ] = "none"
     """What answers of several turns are given by, for objectives that learn from rewards: a name, or FILE.py:CLASS. none: an answer is
     one turn."""
     optimizer: Annotated[Any, Choice(OPTIMIZERS), Also("optim", "opt_type", "opt", "optimizer_type")] = "adamw"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
 from argosy.jobs.assemble import Assembly
@@ -21,7 +22,7 @@ class Sampler:
             self.prompt = [first, *self.prompt]
         if len(self.prompt) >= settings.model.context:
             raise BadInput(
-                f"sample.prompt has {len(self.prompt)} tokens, but the model's context is {settings.model.context}",
+                f"sample.prompt has {plural(len(self.prompt), 'token')}, but the model's context is {settings.model.context}",
                 hint="shorten the prompt",
             )
 

@@ -22,6 +22,7 @@ from argosy.checkpoint.adapted import describe_base, open_same
 from argosy.checkpoint.load import tokenizer_of
 from argosy.checkpoint.run_directory import RunDirectory
 from argosy.checkpoint.stored import Stored, open_model, read_into
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.data.tokenize import Tokenizer
@@ -106,7 +107,7 @@ def check_model(run: Any, config: Any, given: str) -> None:
     for own, theirs in getattr(run.objective, "layers", {}).items():
         for whose, number, layers in (("the student", own, run.model.layers), ("the teacher", theirs, config.layers)):
             if not 0 <= number < layers:
-                what = f"objective.layers.{own}={theirs}: {whose} has {layers} layers, 0 to {layers - 1}"
+                what = f"objective.layers.{own}={theirs}: {whose} has {plural(layers, 'layer')}, 0 to {layers - 1}"
                 raise BadInput(what, where=where)
     check_relations(run, config, where)
     if run.objective.logits == "cached" and run.objective.top >= min(run.model.vocab, config.vocab):

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.progress import Say
 from argosy.core.settings import dump
@@ -93,7 +94,7 @@ def settle(assembly: Any, described: dict[str, Any], stored: Any, say: Say) -> N
         with kept.writing(say) as writer:
             todo = kept.missing(wanted)
             kind = f"its {run.objective.top} likeliest tokens, {each} bytes a target"
-            say(f"teacher: {kind}, of {len(todo):,} rows, kept in {path.parent}")
+            say(f"teacher: {kind}, of {plural(len(todo), 'row')}, kept in {path.parent}")
             if served:
                 assembly.teacher.compute(rows, todo, writer, say)
             else:

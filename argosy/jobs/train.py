@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from argosy.checkpoint.run_directory import GENERATION, RunDirectory
 from argosy.core.command import command as as_run
+from argosy.core.counts import plural
 from argosy.core.errors import Unsupported
 from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
@@ -23,7 +24,7 @@ from argosy.observe.goodput import Clock
 from argosy.observe.log import Logged
 from argosy.observe.metrics import Metrics, read
 from argosy.observe.picture import memory_words
-from argosy.observe.readable import lasted
+from argosy.observe.readable import decimals, lasted
 
 if TYPE_CHECKING:
     from argosy.jobs.assemble import Assembly
@@ -126,7 +127,7 @@ def checked(settings: Run) -> "Assembly":
 
     def build() -> "Assembly":
         made = assemble(settings, Decided.here(settings))
-        check_source(settings)
+        check_source(settings, tokenizer=made.tokenizer)
         check_served(made)
         return made
 
@@ -145,7 +146,7 @@ def _locked(
         meta = directory.checkpoints.meta(good) if good is not None else None
         if good is not None and good >= settings.steps:
             fewer = f", and steps={settings.steps} asks for fewer" if good > settings.steps else f" of {settings.steps}"
-            log.say(f"{directory} is done: {good} steps{fewer}; steps=N trains longer, for N above {good}")
+            log.say(f"{directory} is done: {plural(good, 'step')}{fewer}; steps=N trains longer, for N above {good}")
             last = last_numbers(directory)
             keep_adapter(directory, log.say)
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
@@ -178,8 +179,8 @@ def keep_adapter(directory: RunDirectory, say: Callable[[str], None]) -> None:
     adapted = stored.adapted
     assert adapted is not None
     try:
-        base, (adapters, whole) = str(adapted.base.path), adapted.contents
-        directory.write_adapter(lambda folder: write_adapter(folder, stored.config, adapters, base, whole))
+        base, (adapters, whole, dropout) = str(adapted.base.path), adapted.contents
+        directory.write_adapter(lambda folder: write_adapter(folder, stored.config, adapters, base, whole, dropout))
     except Unsupported as error:
         say(f"no PEFT folder: {error.what}; `argosy convert {directory} FOLDER` merges them")
 
@@ -253,7 +254,9 @@ class Training:
         if init.state:
             from argosy.jobs.initial import state_from
 
-            return state_from(self.assembly, init.state, self.view.say)
+            state, self.origin = state_from(self.assembly, init.state, self.view.say)
+            self.hub = dict(self.origin.hub)
+            return state
         with telling(self.view.say, "drawing the weights ..."):
             return self.assembly.start()
 
@@ -287,10 +290,12 @@ class Training:
         new = float(self.assembly.rate(step))
         if abs(new - old) <= 1e-6 * max(old, new):
             return
+        # init.state takes no state of adapters.
+        way = "from these weights elsewhere: init.weights" if self.assembly.base else "from this state elsewhere: init.state"
         self.view.say(
             f"steps {before} -> {self.settings.steps} stretches the schedule: the learning rate of step {step + 1} is "
-            f"{new:.3g}, and would have been {old:.3g}. To choose the rate yourself, start from this state elsewhere: "
-            f"init.state={self.directory} dir=NEW schedule=constant optimizer.learning_rate={old:.3g}"
+            f"{new:.3g}, and would have been {old:.3g}. To choose the rate yourself, start {way}={self.directory} dir=NEW "
+            f"schedule=constant optimizer.learning_rate={old:.3g}"
         )
 
     def keep_tokenizer(self) -> None:
@@ -421,7 +426,7 @@ class Training:
     def say_pace(self, seconds: float, steps: int) -> None:
         """Reports how long `steps` steps will take, where the first logged one is far away. seconds: of one step."""
         if seconds * self.settings.log.every >= SLOW_S:
-            self.view.say(f"a step takes {lasted(seconds)}: about {lasted(seconds * steps)} for {steps:,} steps")
+            self.view.say(f"a step takes {lasted(seconds)}: about {lasted(seconds * steps)} for {plural(steps, 'step')}")
 
     def header(self) -> dict[str, Any]:
         """What the run is about to do, for its header."""
@@ -482,8 +487,8 @@ class Training:
             return {}
         some, all_ = count(a.shapes.params), a.parameters
         kind = Choice(ADAPTERS).name_of(settings)
-        beside = f", beside {len(a.retrained)} weights in full" if a.retrained else ""
-        on = f"{kind}, rank {settings.rank}, on {len(a.adapted)} weights{beside}"
+        beside = f", beside {plural(len(a.retrained), 'weight')} in full" if a.retrained else ""
+        on = f"{kind}, rank {settings.rank}, on {plural(len(a.adapted), 'weight')}{beside}"
         return {"adapter": f"{on}; {some:,} trained ({some / all_:.2%})"}
 
     def tokenizer(self) -> str:
@@ -503,9 +508,18 @@ def family_of(settings: Run) -> str:
 
 def ending(outcome: Outcome) -> str:
     """How a run ended, as one line for its log."""
-    loss = f", loss {outcome.last['loss']:.4f}" if "loss" in outcome.last else ""
-    kept = "nothing is saved yet" if outcome.saved is None else f"checkpoint {outcome.saved} is saved"
+    loss = f", loss {decimals(outcome.last['loss'])}" if "loss" in outcome.last else ""
     how = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"
     return (
-        f"{how} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}; {kept}"
+        f"{how} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}; {kept(outcome)}"
     )
+
+
+def kept(outcome: Outcome) -> str:
+    """What is saved of a run. A run that is stopped before its first step saves checkpoint 0."""
+    return "no checkpoint is saved" if outcome.saved is None else f"checkpoint {outcome.saved} is saved"
+
+
+def next_start(outcome: Outcome) -> str:
+    """What the next start of a run that was stopped does."""
+    return "starts anew" if outcome.saved is None else f"resumes from step {outcome.saved}"

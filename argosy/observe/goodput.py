@@ -1,4 +1,4 @@
-"""Measures where wall time goes, by cause: compile, step, data, checkpoint, evaluation, samples, and the rest.
+"""Measures where wall time goes, by cause: compile, step, data, rollouts, checkpoint, evaluation, samples, and the rest.
 
 Causes nest: time inside an inner one does not count for the outer one.
 """

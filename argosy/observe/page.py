@@ -8,9 +8,11 @@ from html import escape
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#fdfdfc;--ink:#1c1f23;--soft:#667079;--rule:#e3e5e8;--panel:#f5f6f7;
---s0:#0b66c3;--s1:#d9730d;--s2:#14805e;--s3:#8250b8;--s4:#b8374a;--s5:#7a6a12;--s6:#4d6b8a;--s7:#a3acb5}
+--s0:#0b66c3;--s1:#d9730d;--s2:#14805e;--s3:#8250b8;--s4:#b8374a;--s5:#7a6a12;--s6:#4d6b8a;--s7:#b0529e;
+--s8:#a3acb5}
 @media (prefers-color-scheme:dark){:root{--paper:#14171a;--ink:#e4e7ea;--soft:#98a2ab;--rule:#2b3036;--panel:#1b1f23;
---s0:#5aa9f5;--s1:#f2a259;--s2:#4cc79b;--s3:#b995ec;--s4:#ee7e8c;--s5:#cdbb58;--s6:#8cadd0;--s7:#5d6770}}
+--s0:#5aa9f5;--s1:#f2a259;--s2:#4cc79b;--s3:#b995ec;--s4:#ee7e8c;--s5:#cdbb58;--s6:#8cadd0;--s7:#d98acb;
+--s8:#5d6770}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;
 font-variant-numeric:tabular-nums}
@@ -54,7 +56,7 @@ footer{margin-top:3rem;font-size:.8rem;color:var(--soft)}
 .wide .tick,.wide .name,.wide text.level{font-size:21px}.wide .line{stroke-width:3}
 .tick,.name,text.level{font-size:13.5px}.at text{font-size:19px}}
 @media print{.copy{display:none}main{max-width:none;padding:0}.at{display:none}h2,figure,pre{break-inside:avoid}}
-""" + "".join(f".s{i}{{stroke:var(--s{i})}}.dots.s{i}{{fill:var(--s{i})}}.c{i}{{fill:var(--s{i})}}" for i in range(8))
+""" + "".join(f".s{i}{{stroke:var(--s{i})}}.dots.s{i}{{fill:var(--s{i})}}.c{i}{{fill:var(--s{i})}}" for i in range(9))
 
 SCRIPT = """
 for (const svg of document.querySelectorAll("svg.chart")) {

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from argosy.core.counts import plural
 from argosy.observe import curve
-from argosy.observe.readable import counted, flops, harmless, lasted, one_line, sized
+from argosy.observe.readable import counted, decimals, flops, harmless, lasted, one_line, sized
 
 # Points of the curve; beyond that, neighbors are averaged.
 POINTS = 4096
@@ -20,6 +21,9 @@ PLOT_WIDTH, PLOT_HEIGHT, SAMPLE_LINES = 76, 8, 4
 NARROW, LOW = 40, 18
 # Logged steps from which the remaining time is estimated.
 RATE_WINDOW = 20
+# What objectives report of the answers that they compare: rewards, or the scores of right and wrong steps.
+SIDES = ("rewards/chosen", "rewards/rejected", "scores/right", "scores/wrong")
+PREFERENCES = ("rewards/accuracy", "accuracy", "rewards/margin", *SIDES)
 # The x axis is logarithmic if it ends at least this many times later than it begins.
 LOG_FROM = 50.0
 
@@ -70,7 +74,8 @@ class Picture:
     def line(self) -> str:
         """The last step in one line."""
         left = f"  {lasted(self.left_s)} left" if self.left_s else ""
-        return f"{self.place(self.now)}  {stepped(self.numbers)}{left}"
+        words = "  ".join(filter(None, (stepped(self.numbers), preferred(self.numbers))))
+        return f"{self.place(self.now)}  {words}{left}"
 
     # ---------------------------------------------------------------- the live picture
 
@@ -109,7 +114,7 @@ class Picture:
     def _number_lines(self) -> list[str]:
         if not self.numbers:
             return [f"no step logged yet, {lasted(time.monotonic() - self._began)}"] if not self.is_over else []
-        lines = [stepped(self.numbers)]
+        lines = [stepped(self.numbers), *filter(None, [preferred(self.numbers)])]
         if self.evals:
             step = max(list(self.evals))
             lines.append(f"{curve.MARK} {evaluated(self.evals[step])} at step {step}")
@@ -170,7 +175,7 @@ def headed(facts: Mapping[str, Any]) -> list[str]:
     if "device" in facts:
         short["devices"] = f"{devices} x {facts.pop('device')}"
     if steps:
-        short["steps"] = f"{steps:,}" + (f" x {tokens:,} tokens" if tokens else "")
+        short["steps"] = f"{steps:,}" + (f" x {plural(tokens, 'token')}" if tokens else "")
     if work:
         short["compute"] = f"{flops(work)} a step"
     if steps and tokens:
@@ -203,9 +208,9 @@ def stepped(numbers: Mapping[str, float]) -> str:
     words = [f"reward {numbers['reward']:.3f}"] if "reward" in numbers else []
     if "answers/tokens" in numbers:
         turns = f" in {numbers['turns']:.1f} turns" if "turns" in numbers else ""
-        words.append(f"answers of {numbers['answers/tokens']:.0f} tokens{turns}")
+        words.append(f"answers of {plural(round(numbers['answers/tokens']), 'token')}{turns}")
     if "loss" in numbers:
-        words.append(f"loss {numbers['loss']:.4f}")
+        words.append(f"loss {decimals(numbers['loss'])}")
     if "tokens_per_s" in numbers:
         words.append(f"{numbers['tokens_per_s']:,.0f} tokens/s")
     if "lr" in numbers:
@@ -219,15 +224,30 @@ def stepped(numbers: Mapping[str, float]) -> str:
     return "  ".join(words)
 
 
+def preferred(numbers: Mapping[str, float], before: str = "") -> str:
+    """The numbers of a step that compares answers, as text: `accuracy 75.0%  margin 0.12 (chosen 0.1, rejected -0.02)`. Empty for
+    other steps. before: what the names begin with, `eval_` of evaluations."""
+    found = {name: numbers[before + name] for name in PREFERENCES if before + name in numbers}
+    accuracy = next((found[name] for name in ("rewards/accuracy", "accuracy") if name in found), None)
+    words = [] if accuracy is None else [f"accuracy {accuracy:.1%}"]
+    each = ", ".join(f"{name.partition('/')[2]} {x:.3g}" for name, x in found.items() if name in SIDES)
+    if "rewards/margin" in found:
+        words.append(f"margin {found['rewards/margin']:.3g}" + (f" ({each})" if each else ""))
+    elif each:
+        words.append(each)
+    return "  ".join(words)
+
+
 def evaluated(numbers: Mapping[str, float]) -> str:
     """The numbers of an evaluation, as text."""
-    words = [f"eval loss {numbers['eval_loss']:.4f}"] if "eval_loss" in numbers else []
+    words = [f"eval loss {decimals(numbers['eval_loss'])}"] if "eval_loss" in numbers else []
     if "eval_reward" in numbers:
         words.append(f"eval reward {numbers['eval_reward']:.3f} of {numbers['eval_prompts']:.0f} greedy answers")
     if "eval_perplexity" in numbers:
         words.append(f"perplexity {numbers['eval_perplexity']:.4g}")
     if "eval_bits_per_byte" in numbers:
         words.append(f"{numbers['eval_bits_per_byte']:.3f} bits/byte")
+    words += filter(None, [preferred(numbers, "eval_")])
     return "  ".join(words)
 
 

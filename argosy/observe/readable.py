@@ -54,6 +54,20 @@ def ago(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s ago"
 
 
+def decimals(x: float) -> str:
+    """A loss: four decimals, or three digits where those would be mostly zeros: 2.3456, 0.00123."""
+    return f"{x:.4f}" if not abs(x) < 0.01 or not x else f"{x:.3g}"
+
+
+def change(before: float, after: float) -> str:
+    """`4.24 to 2.34`: two decimals, or as many more as it takes to see both numbers and their difference."""
+    for digits in range(2, 7):
+        one, other = f"{before:.{digits}f}", f"{after:.{digits}f}"
+        if (one != other or before == after) and all(not x or abs(x) >= 10 ** (1 - digits) for x in (before, after)):
+            return f"{one} to {other}"
+    return f"{before:.3g} to {after:.3g}"
+
+
 def harmless(text: str, keep: str = "\n") -> str:
     """Text without control characters, because a model's output may contain escape sequences. Tabs become four spaces;
     unprintable characters become `·`, except those in `keep`."""

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from argosy.core.counts import plural
 from argosy.observe.curve import Point
 from argosy.observe.metrics import by_step, conversation
 from argosy.observe.page import page
-from argosy.observe.readable import counted, flops, harmless, lasted, sized
+from argosy.observe.readable import change, counted, decimals, flops, harmless, lasted, sized
 from argosy.observe.svg import Series, bar, chart
 
 # In the order of their colors.
-CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "other")
+CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "rollouts", "other")
 DEFAULT, TYPED = "default", ("command line", "fit(...)")
 # Of the numbers of an evaluated task, those that are no metrics.
 NO_METRICS = ("stderr", "n", "tokens", "truncated", "shots", "seconds", "against")
@@ -77,8 +78,8 @@ class Record:
 def render(record: Record) -> str:
     """The report as an HTML page."""
     parts: list[Callable[[Record], str]] = [
-        _head, _samples, _rewards, _answers, _losses, _evaluations, _speed, _optimizer, _experts, _time, _checkpoints, _settings,
-        _environment, _command,
+        _head, _samples, _rewards, _answers, _preferences, _losses, _evaluations, _speed, _optimizer, _experts, _time, _checkpoints,
+        _settings, _environment, _command,
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
     made = f" on {_text(record.made)}" if record.made else ""
@@ -107,19 +108,22 @@ def seconds_by_cause(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _head(record: Record) -> str:
     losses, evals = numbers(record.lines, "loss"), numbers(record.lines, "eval_loss")
     step = int(max((x for x, _ in losses), default=0))
-    of = f" of {record.steps:,}" if record.steps else ""
-    status = f"{record.state}, {step:,}{of} steps" if losses else f"{record.state}; no step has been logged yet"
+    made = plural(record.steps or step, "step")
+    made = f"{step:,} of {made}" if record.steps else made
+    status = f"{record.state}, {made}" if losses else f"{record.state}; no step has been logged yet"
     facts: list[tuple[str, str, str]] = []
     if parameters := record.facts.get("parameters"):
         facts.append(("parameters", counted(parameters), f"{parameters:,}"))
     if rewards := numbers(record.lines, "reward"):
         facts.append(("reward", f"{rewards[-1][1]:.3f}", f"{rewards[0][1]:.3f} at step {rewards[0][0]:.0f}"))
     elif losses:
-        facts.append(("loss", f"{losses[-1][1]:.4f}", f"{losses[0][1]:.4f} at step {losses[0][0]:.0f}"))
+        facts.append(("loss", decimals(losses[-1][1]), f"{decimals(losses[0][1])} at step {losses[0][0]:.0f}"))
+    if right := numbers(record.lines, "rewards/accuracy") or numbers(record.lines, "accuracy"):
+        facts.append(("accuracy", f"{right[-1][1]:.1%}", f"{right[0][1]:.1%} at step {right[0][0]:.0f}"))
     if evals:
         best, at = min((y, x) for x, y in evals)
-        first = f"{evals[0][1]:.4f} before; " if not evals[0][0] else ""
-        facts.append(("eval loss", f"{evals[-1][1]:.4f}", f"{first}best {best:.4f} at step {at:.0f}"))
+        first = f"{decimals(evals[0][1])} before; " if not evals[0][0] else ""
+        facts.append(("eval loss", decimals(evals[-1][1]), f"{first}best {decimals(best)} at step {at:.0f}"))
     if held := numbers(record.lines, "eval_reward"):
         first = f"{held[0][1]:.3f} " + (f"at step {held[0][0]:.0f}" if held[0][0] else "before")
         facts.append(("eval reward", f"{held[-1][1]:.3f}", f"{first}; greedy answers to held-out prompts"))
@@ -169,7 +173,7 @@ def sentence(record: Record) -> str:
     took = f" in {lasted(spent)}" if spent and record.state == "done" else ""
     name = "reward" if numbers(record.lines, "reward") else "loss"
     values = numbers(record.lines, name)
-    fell = f"; its {name} went from {values[0][1]:.2f} to {values[-1][1]:.2f}" if len(values) > 1 else ""
+    fell = f"; its {name} went from {change(values[0][1], values[-1][1])}" if len(values) > 1 else ""
     return f"{what} {did}{took}{proof_words(record.story) or fell}."
 
 
@@ -232,6 +236,26 @@ def _rewards(record: Record) -> str:
     return _section("Reward", _key(series) + chart(series, "reward by step", y="mean reward", height=320))
 
 
+def _preferences(record: Record) -> str:
+    """Of objectives that compare answers: how often the better one is found better, by how much, and what became of each."""
+    drawn = (
+        (("rewards/accuracy", "accuracy"), "accuracy", True), (("rewards/margin",), "margin", True),
+        (("rewards/chosen", "rewards/rejected"), "reward", False), (("scores/right", "scores/wrong"), "score of a step", False),
+        (("logps/chosen", "logps/rejected"), "log-probability", False),
+    )  # fmt: skip
+    out = ""
+    for keys, title, zero in drawn:
+        series: list[Series] = []
+        for key in keys:
+            name = key.rpartition("/")[2]
+            series.append(Series(name, numbers(record.lines, key), color=len(series)))
+            series.append(Series(f"{name}, held out", numbers(record.lines, f"eval_{key}"), is_dots=True, color=len(series)))
+        if any(one.points for one in series):
+            picture = chart(series, f"{title} by step", y=title, width=420, height=240, zero=zero)
+            out += f"<div>{_key(series)}{picture}</div>"
+    return _section("Preferences", f'<div class="pair">{out}</div>') if out else ""
+
+
 def _answers(record: Record) -> str:
     """The best and the worst of the answers that were kept of the last rollout, and of the first."""
     if not record.answers:
@@ -279,8 +303,8 @@ def metrics_of(numbers: Mapping[str, Any]) -> list[tuple[str, float, float | Non
 
 
 def shown(value: float) -> str:
-    """A metric: four decimals, or six digits where it is large."""
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.6g}"
+    """A metric: four decimals, or three digits where it is small and six where it is large."""
+    return decimals(value) if abs(value) < 1000 else f"{value:,.6g}"
 
 
 def _evaluations(record: Record) -> str:
@@ -345,7 +369,7 @@ def _time(record: Record) -> str:
     rows = [(_swatch(color) + _text(name), f"{s:,.1f}", f"{s / total:.1%}") for name, s, color in parts]
     rows.append(("all", f"{total:,.1f}", ""))
     sessions = sum(isinstance(line.get("seconds"), Mapping) for line in record.lines)
-    title = "Time by cause" + (f", {sessions} sessions" if sessions > 1 else "")
+    title = "Time by cause" + (f", {plural(sessions, 'session')}" if sessions > 1 else "")
     return _section(title, bar(parts, "share of time by cause") + _table(("cause", "seconds", "share"), rows, "few"))
 
 
@@ -357,7 +381,7 @@ def _samples(record: Record) -> str:
         return ""
     drawn = [_sample(*sample) for sample in samples]
     rest = (
-        f"<details><summary>{len(drawn) - 1} earlier samples</summary>{''.join(drawn[:-1])}</details>"
+        f"<details><summary>{plural(len(drawn) - 1, 'earlier sample')}</summary>{''.join(drawn[:-1])}</details>"
         if len(drawn) > 1
         else ""
     )
@@ -377,7 +401,7 @@ def _checkpoints(record: Record) -> str:
     rewarded = bool(numbers(record.lines, "eval_reward"))
     sign, name = (-1, "eval reward") if rewarded else (1, "eval loss")
     rows = [
-        (f"{c.step:,}", sized(c.size_bytes), "" if c.eval_loss is None else f"{sign * c.eval_loss:.4f}")
+        (f"{c.step:,}", sized(c.size_bytes), "" if c.eval_loss is None else decimals(sign * c.eval_loss))
         for c in record.checkpoints
     ]
     return _section("Checkpoints kept", _table(("step", "size", name), rows, "few", numeric=0))

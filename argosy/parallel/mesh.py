@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.schema import Also
 from argosy.core.settings import Settings
@@ -104,7 +105,7 @@ class MeshSettings(Settings):
             sizes[open_axes[0]] = len(devices) // fixed
         if math.prod(sizes.values()) != len(devices):
             raise BadInput(
-                f"mesh {_shown(sizes)} does not make {len(devices)} devices", hint="set one of its axes to -1"
+                f"mesh {_shown(sizes)} does not make {plural(len(devices), 'device')}", hint="set one of its axes to -1"
             )
         grid = np.asarray(devices).reshape(tuple(sizes.values()))
         return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

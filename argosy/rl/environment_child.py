@@ -16,13 +16,11 @@ import json
 import math
 import os
 import pickle
-import random
 import select
 import signal
 import socket
 import struct
 import sys
-import traceback
 import warnings
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -31,7 +29,9 @@ import reward_child as base
 LENGTH, COMMAND = struct.Struct("<Q"), struct.Struct("<cQ")
 # An observation is cut to far fewer tokens.
 MOST_CHARACTERS = 1 << 20
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+# What is killed may have started another one meanwhile.
+MOST_KILLS = 100
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -41,6 +41,7 @@ def load(request):
     one, module = request["class"], None
     try:
         made = module = base.from_file(one) if "file" in one else importlib.import_module(one["module"])
+        base.FILES.add(module.__file__)
         for part in one["function"].split("."):
             made = getattr(made, part)
     except AttributeError as error:
@@ -85,9 +86,7 @@ class Played:
         """The answer to one message of the parent."""
         try:
             if "seed" in asked:
-                random.seed(asked["seed"])
-                if "numpy" in sys.modules:
-                    sys.modules["numpy"].random.seed(asked["seed"] % 2**32)
+                base.seed(asked["seed"])
             if self.environment is None:
                 self.environment = self.made(**self.one["args"])
             own = self.environment
@@ -95,12 +94,15 @@ class Played:
                 return described(own)
             if "reset" in asked:
                 return {"observation": observation(own.reset(**asked["reset"]))}
-            return turn(own.step(asked["step"]))
+            found = turn(own.step(asked["step"]))
+            if complaint := getattr(own, "complaint", None):
+                found["complaint"], own.complaint = str(complaint), None
+            return found
         except base.Wrong as error:
             return {"wrong": error.args[0]}
         except BaseException as error:
-            text = "".join(traceback.format_exception(type(error), error, base._since_ours(error.__traceback__, __file__)))
-            return {"raised": text if len(text) <= base.MOST_TRACEBACK else "... " + text[-base.MOST_TRACEBACK :]}
+            since = base._since_ours(error.__traceback__, __file__)
+            return {"raised": base.told(error, since), "blamed": base.summary(error, since)}
 
 
 def described(environment):
@@ -175,12 +177,34 @@ def received(connection):
     return json.loads(b"".join(parts))
 
 
-def play(connection, made, one, server):
-    """The process of one object, to its end."""
+def end_with(parent):
+    """Ends this process with its parent, on Linux."""
     if LIBC is not None:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:
+        if os.getppid() != parent:
             os._exit(0)
+
+
+def watch(connection, made, one, server):
+    """The process around that of one object, on Linux. However that one ends, what it has started comes to this one, which ends it."""
+    end_with(server)
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        own = os.getpid()
+        if pid := os.fork():
+            # The other end is told at once when that process ends.
+            connection.close()
+            os.waitpid(pid, 0)
+            return kill_started(own)
+        end_with(own)
+    try:
+        play(connection, made, one)
+    finally:
+        os._exit(0)
+
+
+def play(connection, made, one):
+    """The process of one object, to its end."""
     played = Played(made, one)
     while (asked := received(connection)) is not None:
         try:
@@ -192,17 +216,53 @@ def play(connection, made, one, server):
 
 
 def kill_started(pid):
-    """Kills, on Linux, what a process has started and what those have."""
-    children, found = {}, [pid]
-    for name in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            parent = int(file.read().rpartition(b")")[2].split()[1])
-            children.setdefault(parent, []).append(int(name))
+    """Kills, on Linux, what a process has started and what those have, until nothing of it is left."""
+    for _ in range(MOST_KILLS):
+        found = started_by(pid)
+        for one in found:
+            with contextlib.suppress(OSError):
+                os.kill(one, signal.SIGKILL)
+        if not found:
+            return
+
+
+def started_by(pid):
+    """The descendants of a process that have not ended; none outside Linux."""
+    if sys.platform != "linux":
+        return []
+    children = children_of if os.path.exists(f"/proc/{pid}/task/{pid}/children") else all_children().get
+    found = [pid]
     for one in found:
-        found += children.get(one, ())
-    for one in found[1:]:
-        with contextlib.suppress(OSError):
-            os.kill(one, signal.SIGKILL)
+        found += children(one) or ()
+    return [one for one in found[1:] if stat(one)[0] not in b"ZX"]
+
+
+def children_of(pid):
+    """The children of a process, as the kernel lists them (where it is built with CONFIG_PROC_CHILDREN)."""
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def all_children():
+    """The children of every process."""
+    children = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        children.setdefault(stat(name)[1], []).append(int(name))
+    return children
+
+
+def stat(pid):
+    """The state of a process and its parent."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+            return state, int(parent)
+    except OSError:
+        return b"X", 0
 
 
 def serve(control, lifeline, made, one):
@@ -236,9 +296,8 @@ def serve(control, lifeline, made, one):
             try:
                 control.close()
                 os.close(lifeline)
-                play(socket.socket(fileno=sockets[0]), made, one, server)
+                watch(socket.socket(fileno=sockets[0]), made, one, server)
             finally:
-                kill_started(os.getpid())
                 os._exit(0)
         processes[number] = pid
         os.close(sockets[0])

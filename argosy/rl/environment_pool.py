@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +83,9 @@ class Environments:
 
     def __init__(self, source: Mapping[str, Any], timeout: float, columns: Sequence[str]):
         self.source, self.timeout = dict(source), timeout
+        # Is told, once each, of what an environment answers for itself and a user should know, such as a tool that raises.
+        self.say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+        self._said: set[str] = set()
         self._next = 0
         self._selector = selectors.DefaultSelector()
         self._open: dict[int, Played] = {}
@@ -145,6 +148,7 @@ class Environments:
         for key, _ in self._selector.select(max(0.0, min(wait_s, left))):
             if key.data.reply is None:
                 key.data.receive()
+                self._complain(key.data.reply or {})
             else:
                 # Its process ended, which would end every wait at once. It is told when it is asked again.
                 self._selector.unregister(key.fileobj)
@@ -152,6 +156,11 @@ class Environments:
         for one in waiting:
             if one.reply is None and now > one.until:
                 one.reply = {"timed_out": True}
+
+    def _complain(self, reply: Reply) -> None:
+        if (complaint := reply.get("complaint")) is not None and complaint not in self._said:
+            self._said.add(complaint)
+            self.say(complaint)
 
     def close(self) -> None:
         """Ends all processes."""
@@ -205,8 +214,9 @@ class Environments:
         if "wrong" in reply:
             raise self._unusable(reply["wrong"] if isinstance(reply["wrong"], dict) else {"what": reply["wrong"]})
         text = str(reply.get("raised") or reply.get("died") or f"it takes more than {LOADING_S:g} s").strip()
-        where = " ".join(line.strip() for line in text.splitlines()[-3:-1])
-        raise BadInput(f"the environment `{of}` cannot be made: {text.splitlines()[-1]}", where=where or None)
+        what, where = reply.get("blamed", (text, None))
+        hint = "its constructor is called before the run, with environment.args"
+        raise BadInput(f"the environment `{of}` cannot be made: {what}", where=f"in {where}" if where else None, hint=hint)
 
     def _check(self, columns: Sequence[str]) -> None:
         missing = [name for name in self.about["needs"] if name not in ("prompt", "seed", *columns)]

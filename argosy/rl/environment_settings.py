@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Unsupported
 from argosy.core.registry import Registry
 from argosy.core.settings import Also, MayChange, Repeats, Settings
@@ -236,7 +237,7 @@ def located(of: str) -> dict[str, Any]:
 def described(settings: EnvironmentSettings) -> str:
     """An environment in words, for the header of a run."""
     name = settings.of if isinstance(settings, Custom) else type(settings).__name__.lower()
-    return f"{name}, at most {settings.turns} turns"
+    return f"{name}, at most {plural(settings.turns, 'turn')}"
 
 
 def open_table(settings: EnvironmentSettings, prompts: "Prompts", held_out: "Prompts | None") -> "Table":

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.data.batch import Batch
 from argosy.data.pack import best_fit_decreasing
@@ -75,7 +76,7 @@ def per_token(answers: Sequence[Answer], longest: int, what: str) -> np.ndarray:
     for row, answer in enumerate(answers):
         values = getattr(answer, what)
         if len(values) > longest:
-            raise BadInput(f"an answer of {len(values)} tokens", where=f"rollout.tokens = {longest}")
+            raise BadInput(f"an answer of {plural(len(values), 'token')}", where=f"rollout.tokens = {longest}")
         out[row, : len(values)] = values
     return out
 

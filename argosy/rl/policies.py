@@ -272,10 +272,17 @@ class Rollout(Settings):
     """Answers go on after the model's own ends, up to the limit: for benchmarks."""
     epochs: Annotated[int, Also("num_iterations", "ppo_epochs", "num_ppo_epochs")] = Field(1, gt=0)
     """Passes over the answers of a rollout before the next one."""
-    minibatches: Annotated[int, Also("num_mini_batches", "steps_per_generation", "ppo_mini_batch_size")] = Field(1, gt=0)
+    minibatches: Annotated[
+        int,
+        Also("num_mini_batches", "steps_per_generation"),
+        Also("ppo_mini_batch_size", note="it is how many parts, not the size of one"),
+    ] = Field(1, gt=0)
     """Updates of a pass, each with a share of the groups. With one pass and one update, training is exactly on-policy."""
     rows: Annotated[
-        int | None, Also("per_device_train_batch_size", "ppo_micro_batch_size_per_gpu", "micro_batch_size")
+        int | None,
+        Also(
+            "per_device_train_batch_size", "ppo_micro_batch_size_per_gpu", "micro_batch_size", "log_prob_micro_batch_size_per_gpu"
+        ),
     ] = Field(None, gt=0)
     """Rows of `data.sequence` tokens that are computed at once. Answers are packed into rows, rows into parts of so many; gradients
     of all parts of an update are summed, so this decides memory and speed, not the result. None: at least 4,

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import fcntl
 import importlib
+import importlib.machinery
 import inspect
 import json
 import os
@@ -28,6 +29,8 @@ import zlib
 
 LENGTH = struct.Struct("<Q")
 MOST_TRACEBACK = 8000
+# Of users: what an error is blamed on, however deep in a library it was raised.
+FILES = set()
 
 
 class Wrong(Exception):
@@ -63,6 +66,7 @@ def load(request):
             key = one.get("file") or one["module"]
             if key not in modules:
                 modules[key] = from_file(one) if "file" in one else importlib.import_module(one["module"])
+                FILES.add(getattr(modules[key], "__file__", None))
             function = named(modules[key], one)
             found.append(about(function, one.get("fixed", {})))
             functions.append(bound(function, one))
@@ -82,6 +86,7 @@ def from_file(one):
     module = types.ModuleType(name)
     module.__file__ = path
     sys.modules[name] = module
+    FILES.add(path)
     exec(compile(one["source"], path, "exec"), module.__dict__)
     return module
 
@@ -140,10 +145,7 @@ def call(functions, request, runner):
     """The rewards of one call, or why there are none."""
     function, given = functions[request["function"]], request["given"]
     # The same draws whichever process runs the call, and whatever ran before in it.
-    seed = request["seed"]
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    seed(request["seed"])
     try:
         found = function(**given)
         if inspect.isawaitable(found):
@@ -152,8 +154,59 @@ def call(functions, request, runner):
     except Wrong as error:
         return {"wrong": error.args[0]}
     except BaseException as error:
-        text = "".join(traceback.format_exception(type(error), error, _since_ours(error.__traceback__)))
-        return {"raised": text if len(text) <= MOST_TRACEBACK else "... " + text[-MOST_TRACEBACK:]}
+        return {"raised": told(error, _since_ours(error.__traceback__))}
+
+
+class Seeding:
+    """Seeds NumPy's global generator where NumPy is imported after the seed was given. An entry of `sys.meta_path`."""
+
+    seed = None
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "numpy.random" or self.seed is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def seeded(module):
+                run(module)
+                module.seed(self.seed)
+
+            spec.loader.exec_module = seeded
+        return spec
+
+
+SEEDING = Seeding()
+
+
+def seed(number):
+    """Seeds the global generators of `random` and NumPy, which may not be imported yet."""
+    random.seed(number)
+    SEEDING.seed = number % 2**32
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(SEEDING.seed)
+    elif SEEDING not in sys.meta_path:
+        sys.meta_path.insert(0, SEEDING)
+
+
+def told(error, tb):
+    """An exception in one line with the user's line, and its traceback."""
+    text = "".join(traceback.format_exception(type(error), error, tb))
+    first = ", in ".join(filter(None, summary(error, tb)))
+    return f"{first}\n{text if len(text) <= MOST_TRACEBACK else '... ' + text[-MOST_TRACEBACK:]}"
+
+
+def summary(error, tb):
+    """`KeyError: 'a'`, and `FILE:LINE: CODE` of the last line of a user's file that was under way."""
+    what = traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
+    return what, blamed(tb)
+
+
+def blamed(tb):
+    """`FILE:LINE: CODE` of the last frame in a user's file; None if none is."""
+    own = [frame for frame in traceback.extract_tb(tb) if frame.filename in FILES]
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else None
 
 
 def _since_ours(tb, file=__file__):

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.rl.reward_pool import Answer, Call, Pool
 from argosy.rl.reward_sources import check, lacking, names_of, source_of
@@ -62,8 +63,8 @@ class Scored:
         if self.none_at_all:
             count = len(self.values)
             first = next((text for kinds in self.messages.values() for text in kinds.values()), None)
-            hint = f"the first failure: {first.strip().splitlines()[-1]}" if first else "every function returned None"
-            raise ArgosyError(f"none of {count} completions has a reward", hint=hint)
+            hint = f"the first failure: {first.strip().splitlines()[0]}" if first else "every function returned None"
+            raise ArgosyError(f"none of {plural(count, 'completion')} has a reward", hint=hint)
 
 
 class Rewards:
@@ -138,8 +139,9 @@ class Rewards:
     def _check(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> None:
         for name, items in {"prompts": prompts, **columns}.items():
             if isinstance(items, str) or len(items) != len(completions):
-                what = "a text" if isinstance(items, str) else f"{len(items)} items"
-                raise BadInput(f"`{name}` has {what} for {len(completions)} completions", hint="give one item for each completion")
+                what = "a text" if isinstance(items, str) else plural(len(items), "item")
+                many = plural(len(completions), "completion")
+                raise BadInput(f"`{name}` has {what} for {many}", hint="give one item for each completion")
         for name in ("prompts", "completions"):
             if name in columns:
                 raise BadInput(f"a column `{name}` would hide the {name} from reward functions", hint="rename the column")
@@ -151,7 +153,8 @@ class Rewards:
         """Says each kind of failure of each reward once, as soon as it happens."""
         if (name, kind) not in self._said:
             self._said.add((name, kind))
-            self._say(f"reward {name} {kind}, its completions have no reward:\n{message.rstrip()}")
+            hint = "\nhint: a function returns None for a completion that has no reward" if kind == "raised" else ""
+            self._say(f"reward {name} {kind}, its completions have no reward:\n{message.rstrip()}{hint}")
 
 
 @dataclass(frozen=True)

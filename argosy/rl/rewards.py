@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.rl.metrics import Metrics, mean_where
 
@@ -34,7 +35,8 @@ def weights_of(rewards: Float[Array, "g n k"], weights: Sequence[float]) -> Floa
     """
     if len(weights) != rewards.shape[-1]:
         raise BadInput(
-            f"{rewards.shape[-1]} rewards and {len(weights)} weights", hint="give each reward a weight; 1.0 leaves it as it is"
+            f"{plural(rewards.shape[-1], 'reward')} and {plural(len(weights), 'weight')}",
+            hint="give each reward a weight; 1.0 leaves it as it is",
         )
     return jnp.asarray(weights, rewards.dtype)
 

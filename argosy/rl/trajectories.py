@@ -184,7 +184,8 @@ class Conversed:
         for kind, name in FAILURES.items():
             if kind in reply:
                 message = f"a step takes more than {self.table.environments.timeout:g} s" if kind == "timed_out" else str(reply[kind])
-                return self.failed(play, name, message)
+                hint = "\nhint: an answer whose environment raises has no reward; Turn(done=True) ends one" if kind == "raised" else ""
+                return self.failed(play, name, message.rstrip() + hint)
         if play.talk is not None:
             play.replies += 1
             if reply["reward"] is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
 from argosy.serve.bench_data import OUTPUT_LEN, Sample, Source, prepared
 from argosy.serve.client import Failed, ask, documents
@@ -146,7 +147,7 @@ class Server:
                     gate.release()
             ended += 1
             if self.say is not None:
-                self.say(f"{ended:,} of {len(samples):,} requests to {self.http.url}")
+                self.say(f"{ended:,} of {plural(len(samples), 'request')} to {self.http.url}")
             return outcome
 
         async with asyncio.TaskGroup() as group:

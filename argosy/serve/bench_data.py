@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput
 from argosy.serve.client import Transport, ask
 from argosy.serve.client_settings import BenchSettings
@@ -167,7 +168,7 @@ async def prepared(server: Transport, source: Source, samples: list[Sample], mod
     if any(sample.output_len is None for sample in samples):
         pairs = [(await count_of(server, str(s.prompt), model), await count_of(server, s.reply or "", model)) for s in samples]
         if not (found := fitting(samples, pairs)):
-            raise BadInput(f"none of {len(samples)} conversations has a length of {SHORTEST} to {LONGEST} tokens")
+            raise BadInput(f"none of {plural(len(samples), 'conversation')} has a length of {SHORTEST} to {plural(LONGEST, 'token')}")
         return (found * -(-len(samples) // len(found)))[: len(samples)]
     return samples
 

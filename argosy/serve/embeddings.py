@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from argosy.core.counts import plural
 from argosy.infer.embed import unit
 from argosy.serve.completions import several
 from argosy.serve.encoder import EncoderService
@@ -92,7 +93,7 @@ def prepare_score(service: EncoderService, body: Any) -> Job:
     service.check_model(fields.model)
     first, second = fields.text_1, fields.text_2
     if len(first) not in (1, len(second)):
-        what = f"{len(first)} texts in `text_1` and {len(second)} in `text_2`: give one `text_1`, or as many as `text_2`"
+        what = f"{plural(len(first), 'text')} in `text_1` and {len(second)} in `text_2`: give one `text_1`, or as many as `text_2`"
         raise ApiError(what, param="text_1")
     rows = [
         *service.rows(first, fields.truncate_prompt_tokens, "text_1"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float
 
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
 from argosy.core.progress import Say
 from argosy.infer.answers import Prompt
@@ -219,7 +220,7 @@ class EncoderService(Served[EncoderFront]):
         if not texts:
             raise ApiError(f"`{param}` is empty", param=param)
         if len(texts) > self.limits.texts:
-            raise ApiError(f"{len(texts)} texts, at most {self.limits.texts}", param=param)
+            raise ApiError(f"{plural(len(texts), 'text')}, at most {self.limits.texts}", param=param)
         if most is not None and most > self.context:
             what = f"`truncate_prompt_tokens` is {most}, the context of the model {self.context}"
             raise ApiError(what, param="truncate_prompt_tokens")
@@ -232,6 +233,6 @@ class EncoderService(Served[EncoderFront]):
             raise of_input(error, param) from None
         for place, ids in enumerate(found):
             if len(ids) > self.context:
-                what = f"text {place} has {len(ids)} tokens, more than the context of {self.context}"
+                what = f"text {place} has {plural(len(ids), 'token')}, more than the context of {self.context}"
                 raise ApiError(f"{what}; `truncate_prompt_tokens: -1` cuts it", param=param, code=MANY)
         return found

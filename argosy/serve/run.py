@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.infer.channels import MARKS, marks_of
@@ -72,7 +73,8 @@ def _check_adapters(settings: ServeSettings) -> None:
     if many and not lora.enabled:
         raise BadInput("lora_modules: this engine takes no adapters", hint="engine.lora.enabled=true")
     if many > lora.adapters:
-        raise BadInput(f"lora_modules has {many} adapters, and there is room for {lora.adapters}", hint=f"engine.lora.adapters={many}")
+        what = f"lora_modules has {plural(many, 'adapter')}, and there is room for {lora.adapters}"
+        raise BadInput(what, hint=f"engine.lora.adapters={many}")
 
 
 def bound(settings: ServeSettings) -> socket.socket:

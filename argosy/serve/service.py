@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
 from argosy.data.chat import choose_template
 from argosy.infer.channels import with_descriptions, with_thinking, written_in
@@ -209,15 +210,15 @@ class Service(Served[Front | Copies]):
             ApiError: the sampler does not support what is asked, or prompt and answer do not fit into the context.
         """
         if len(prompts) * fields.n > self.limits.answers:
-            what = f"{len(prompts)} prompts times n={fields.n} are more than {self.limits.answers} answers"
+            what = f"{plural(len(prompts), 'prompt')} times n={fields.n} is more than {plural(self.limits.answers, 'answer')}"
             raise ApiError(what, param="n" if fields.n > 1 else "prompt")
         least, longest = 1 if most is None else most, self.front.prompts.longest
         for ids in prompts:
             if len(ids) + least > self.context:
-                asked = f"{len(ids)} tokens of prompt and {most or f'at least {least}'} of answer"
+                asked = f"{plural(len(ids), 'token')} of prompt and {most or f'at least {least}'} of answer"
                 raise ApiError(f"{asked} are more than the context of {self.context}", code=MANY)
             if fields.scoring is not None and len(ids) > longest:
-                what = f"log-probabilities of a prompt of {len(ids)} tokens, this server computes those of at most {longest}"
+                what = f"log-probabilities of a prompt of {plural(len(ids), 'token')}, this server computes those of at most {longest}"
                 raise ApiError(what, param=fields.scoring)
             if wrong := [token for token in ids if not 0 <= token < self.lm.config.vocab]:
                 what = f"token id {wrong[0]} is outside the model's vocabulary of {self.lm.config.vocab}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.serve.client import Failed, Refused, Transport, ask, documents
 from argosy.serve.client_settings import Sampled
@@ -42,7 +43,7 @@ class Answer:
         speed = f", {(self.tokens - 1) / after:.1f} tokens/s" if self.tokens > 1 and after > 0 else ""
         cached = f", {self.cached:,} cached" if self.cached else ""
         cut = ", cut at max_tokens or the context" if self.finish == "length" else ""
-        return f"{self.tokens:,} tokens{speed}, first after {self.first:.2f} s, {self.prompt_tokens:,} of prompt{cached}{cut}"
+        return f"{plural(self.tokens, 'token')}{speed}, first after {self.first:.2f} s, {self.prompt_tokens:,} of prompt{cached}{cut}"
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Totals:
 
     def __str__(self) -> str:
         return (
-            f"{self.answers:,} answers, {self.tokens:,} tokens in {self.seconds:.1f} s; "
+            f"{plural(self.answers, 'answer')}, {plural(self.tokens, 'token')} in {self.seconds:.1f} s; "
             f"{self.prompt_tokens:,} prompt tokens, {self.cached:,} of them cached"
         )
 

@@ -20,6 +20,10 @@ from argosy.train.state import TrainState
 Update = Callable[[TrainState, Any], tuple[TrainState, Mapping[str, Any]]]
 
 
+# Causes of time that a step takes. Of batches that depend on the model, making them is one of its own.
+TRAINING = ("step", "data", "rollouts")
+
+
 @dataclass(frozen=True)
 class Now:
     """The run between two steps, as hooks see it."""
@@ -111,7 +115,7 @@ class Meter:
 
     def _spent_s(self, *causes: str) -> float:
         """Seconds since the last logged step that went into these causes; by default those of training."""
-        return sum(self.clock.seconds.get(c, 0.0) - self._since.get(c, 0.0) for c in causes or ("step", "data"))
+        return sum(self.clock.seconds.get(c, 0.0) - self._since.get(c, 0.0) for c in causes or TRAINING)
 
 
 def fit(
@@ -142,8 +146,9 @@ def fit(
             # The next batch waits for this step anyway; read after it, its numbers would be late and their rates those of two batches.
             meter.read(*unread)
             unread = None
-        with clock("data"):
+        with clock("rollouts" if batches.depends else "data"):
             batches.advance(state)
+        with clock("data"):
             batch = next(batches, None)
         if batch is None:
             last = True

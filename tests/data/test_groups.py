@@ -225,11 +225,11 @@ def test_two_corpora_in_memory_are_distinguished(tmp_path):
 
 @pytest.mark.parametrize("groups, match", [
     ([Group([Example([1, 2])]), Group([Example([1, 2])] * 2)], "groups of 1 and 2 examples"),
-    ([Group([Example([1])])], "an example of 1 tokens"),
+    ([Group([Example([1])])], "an example of 1 token,"),
     ([Group([Example([1] * 10)])], "an example of 10 tokens, where a row takes 2 to 9"),
     ([Group([Example([1, 300])])], "token 300 is outside"),
-    ([Group([Example([1, 2], weights=[1.0])])], "`weights` has 1 numbers for 2 tokens"),
-    ([Group([Example([1, 2], columns={"a": [1.0]})])], "`a` has 1 numbers"),
+    ([Group([Example([1, 2], weights=[1.0])])], "`weights` has 1 number for 2 tokens"),
+    ([Group([Example([1, 2], columns={"a": [1.0]})])], "`a` has 1 number"),
     ([Group([Example([1, 2], columns={"a": [1, 2]}), Example([1, 2])])], "only some have the column `a`"),
     ([Group([Example([1, 2])], {"x": 1}), Group([Example([1, 2])])], "only some have the value of a group `x`"),
     ([Group([Example([1, 2], values={"x": [1]}), Example([1, 2], values={"x": [1, 2]})])], "different shapes"),

@@ -177,6 +177,9 @@ def test_differences_are_reported_with_both_values():
         check_same({"a": 1, "b": "x" * 64}, {"a": 2, "b": "x" * 64, "c": None, "d": 1})
     assert "a was 1, is 2; d was None, is 1" in str(e.value)
     assert "b was" not in str(e.value)
+    with pytest.raises(UserError) as e:
+        check_same({}, dict.fromkeys("abcdef", 1))
+    assert all(f"{key} was None, is 1" in str(e.value) for key in "abcdef")
 
 
 @pytest.mark.parametrize("epochs, batches", [(1, 2), (1.5, 3), (0.4, 1), (3, 7)])

@@ -197,6 +197,17 @@ def test_other_layouts_and_meshes_train_the_same(base: Path, lora, tmp_path: Pat
         assert relative(adapters[1][name].a, one.a) < 1e-2
 
 
+def test_the_peft_folder_tells_the_dropout(base: Path, tmp_path: Path):
+    """Of the run, of its conversion, and of what is loaded from either and saved again."""
+    run = tmp_path / "run"
+    fit(base, run, "steps=2", *KINDS["dropout"])
+    convert(str(run), tmp_path / "converted", "peft", None)
+    argosy.load(run).save(tmp_path / "saved", format="peft")
+    argosy.load(str(base), adapter=str(run / "adapter")).save(tmp_path / "again", format="peft")
+    for folder in (run / "adapter", *(tmp_path / name for name in ("converted", "saved", "again"))):
+        assert json.loads((folder / "adapter_config.json").read_text())["lora_dropout"] == 0.2, folder
+
+
 @pytest.mark.slow
 def test_other_layouts_and_meshes_drop_the_same(base: Path, tmp_path: Path):
     words = ["steps=3", *KINDS["dropout"]]

@@ -71,6 +71,9 @@ class Needs(Sums):
 class Hangs(Sums):
     def step(self, said): time.sleep(600)
 
+class Unmade(Sums):
+    def __init__(self): int("no, in fact")
+
 class NoStep:
     def reset(self): pass
 """
@@ -211,6 +214,7 @@ def test_environments_that_fail(data: Path, base: Path, tmp_path: Path):
     [
         (["environment={own}:Nope"], "no class `Nope` for the environment"),
         (["environment={own}:NoStep"], "no method `step`"),
+        (["environment={own}:Unmade"], r"cannot be made: ValueError: .*no, in fact'\n  in .*own.py:\d+: def __init__.self.: int"),
         (["environment={own}:Sums", "environment.args.x=1"], "unexpected keyword argument 'x'"),
         (["environment={own}:Needs"], "needs `answer`"),
         (["environment=none.py:Own"], "no file `none.py`"),

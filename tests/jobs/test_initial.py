@@ -1,21 +1,23 @@
 """Starting from what another run, or another house, made: in the other layout, on another mesh, or not at all."""
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from campaign_kill import SMALL
-from helpers import relative
+from helpers import relative, shared
 
 import argosy
 from argosy.checkpoint.hub import save_folder
 from argosy.checkpoint.store import STATE, load_item
 from argosy.checkpoint.stored import open_model
-from argosy.core.errors import BadInput, Damaged, UserError
+from argosy.core.errors import BadInput, Damaged, SettingsError, UserError
 from argosy.core.storage import Store
 from argosy.jobs.compose import compose
 from argosy.jobs.initial import relaid
+from argosy.jobs.preflight import settled
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import Scan, Unroll, from_layers, to_layers
 from argosy.models.parts.weight import split
@@ -181,7 +183,87 @@ def test_another_model_is_refused_with_its_differences(source: Path, tmp_path: P
         fit(tmp_path / "run", "steps=6", f"init.{init}={source}", "model.ffn=48", "model.layers=1")
     assert "model.ffn is 32 there, 48 here" in str(told.value)
     assert "model.layers is 2 there, 1 here" in str(told.value)
+    words = {"ffn": 48, "layers": 1, "width": 32, "heads": 4, "kv_heads": 4, "vocab": 128}
+    with pytest.raises(BadInput, match="is another model") as told:
+        fit(tmp_path / "run", "steps=6", f"init.{init}={source}", *(f"model.{key}={value}" for key, value in words.items()))
+    assert all(f"model.{key} is " in str(told.value) for key in words)
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}", "completion": f" {i + 1}"}) + "\n" for i in range(8)))
+    return file
+
+
+def tuned(run: Path, chats: Path, *words: str) -> dict[int, float]:
+    """A run that names no model, unless the words do."""
+    how = [word for word in OTHERS if not word.startswith("data.source")]
+    argosy.fit("sft", *how, "data.held_out=0", f"data.source={chats}", f"dir={run}", *words)
+    return by_step(read(Store(run)), "loss")
+
+
+@pytest.fixture(scope="module")
+def begun(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of a model of bytes, with the generation settings of the model it began from."""
+    run = tmp_path_factory.mktemp("initial") / "begun"
+    fit(run, "steps=2", f"data.source={chats}", "data.tokenizer=byte", "data.held_out=0", "model.vocab=512", "optimizer=adamw")
+    (run / "tokenizer" / "generation_config.json").write_text('{"temperature": 0.25}')
+    return run
+
+
+def test_a_state_brings_its_model_and_tokenizer(begun: Path, chats: Path):
+    """Whoever names no model, or names the same one, gets the model and the tokenizer of the state."""
+    words = [f"data.source={chats}", "data.sequence=16", f"init.state={begun}"]
+    alone = compose(Run, "sft", words).value
+    assert alone.model == open_model(begun).config
+    assert alone.data.tokenizer == str(begun)
+    assert compose(Run, "sft", [*words, f"model={begun}"]).value == alone, "a state includes weights"
+    both = compose(Run, "sft", [*words, "model=argosy-1m"]).value
+    assert (both.model.preset, both.data.tokenizer) == ("argosy-1m", str(begun))
+
+
+def test_a_recipe_without_a_model_goes_on_from_a_state(begun: Path, chats: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    assert list(tuned(run, chats, f"init.state={begun}", "steps=4")) == [3, 4]
+    assert json.loads((run / "tokenizer" / "generation_config.json").read_text()) == {"temperature": 0.25}
+
+
+def test_a_later_start_replaces_an_earlier_one(begun: Path, chats: Path, tmp_path: Path):
+    recipe, data = tmp_path / "mine.yml", f"data: {{source: {chats}, sequence: 16}}\n"
+    recipe.write_text(f"extends: sft\ninit: {{weights: {begun}}}\n{data}")
+    went_on = compose(Run, recipe, [f"init.state={begun}"]).value
+    assert (went_on.init.weights, went_on.init.state) == (None, str(begun))
+    recipe.write_text(f"extends: sft\ninit: {{state: {begun}}}\n{data}")
+    for words in ([f"init.weights={begun}"], [f"model={begun}"]):
+        anew = compose(Run, recipe, words).value
+        assert (anew.init.weights, anew.init.state) == (str(begun), None)
+
+
+def test_a_state_of_another_tokenizer_is_refused(begun: Path, chats: Path, tmp_path: Path):
+    pieces = f"data.tokenizer={shared('models/stories260k')}"
+    with pytest.raises(BadInput, match="another tokenizer") as told:
+        tuned(tmp_path / "run", chats, f"init.state={begun}", "steps=6", pieces)
+    assert "init.state brings its own" in str(told.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_state_that_is_not_there_is_the_mistake():
+    with pytest.raises(SettingsError) as told:
+        settled("sft", ["init.state=gone"])
+    assert [one.what for one in told.value.problems] == ["no such run: `gone`", "`sft` needs `data.source`"]
+
+
+def test_the_state_of_adapters_is_refused(begun: Path, chats: Path, tmp_path: Path):
+    lora, how = tmp_path / "lora", [f"model={begun}", "steps=1", "adapter=lora", "adapter.rank=2"]
+    tuned(lora, chats, *how)
+    with pytest.raises(BadInput, match="trained adapters") as told:
+        tuned(tmp_path / "run", chats, f"init.state={lora}", "steps=2")
+    assert f"init.weights={lora}" in str(told.value)
+    with pytest.raises(BadInput, match="other settings") as told:
+        tuned(lora, chats, *how, "seed=3")
+    assert f"init.weights={lora} dir=NEW" in str(told.value)
 
 
 def test_another_optimizer_is_refused(source: Path, tmp_path: Path):

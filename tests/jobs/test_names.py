@@ -7,6 +7,7 @@ import pytest
 
 from argosy.cli.pages import names_of
 from argosy.core import mistakes
+from argosy.core.errors import SettingsError
 from argosy.core.schema import Choice, shape_of
 from argosy.core.settings import Settings
 from argosy.jobs.compose import compose, key_meant
@@ -186,6 +187,39 @@ MAXTEXT = {
     "log_period": "log.every",
     "data_shuffle_seed": "data.seed",
 }
+# As its examples write them, with the groups that ours do not have.
+VERL = {
+    "data.train_files": "data.source",
+    "data.val_files": SENTENCE,
+    "data.train_batch_size": "data.batch",
+    "data.max_prompt_length": SENTENCE,
+    "data.max_response_length": "rollout.tokens",
+    "actor_rollout_ref.model.path": "model",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "execution.remat",
+    "actor_rollout_ref.model.use_remove_padding": SENTENCE,
+    "actor_rollout_ref.actor.optim.lr": "optimizer.learning_rate",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "rollout.minibatches",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "rollout.rows",
+    "actor_rollout_ref.actor.use_kl_loss": SENTENCE,
+    "actor_rollout_ref.actor.kl_loss_coef": "objective.kl",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": SENTENCE,
+    "actor_rollout_ref.rollout.n": "rollout.completions",
+    "actor_rollout_ref.rollout.name": SENTENCE,
+    "actor_rollout_ref.rollout.top_p": "rollout.top_p",
+    "actor_rollout_ref.rollout.temperature": "objective.temperature",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.devices",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": SENTENCE,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "rollout.rows",
+    "algorithm.adv_estimator": "objective.advantages",
+    "algorithm.kl_ctrl.kl_coef": "objective.kl",
+    "custom_reward_function.path": "reward",
+    "trainer.logger": SENTENCE,
+    "trainer.experiment_name": "dir",
+    "trainer.n_gpus_per_node": SENTENCE,
+    "trainer.save_freq": "checkpoint.every",
+    "trainer.test_freq": "eval.every",
+    "trainer.total_epochs": "data.epochs",
+}
 NAMES = {
     f"{trainer}: {name}": (name, key)
     for trainer, names in {
@@ -195,6 +229,7 @@ NAMES = {
         "trl": TRL,
         "nanochat": NANOCHAT,
         "maxtext": MAXTEXT,
+        "verl": VERL,
     }.items()
     for name, key in names.items()
 }
@@ -204,7 +239,8 @@ NAMES = {
 def readings():
     """What a run may have: names of the optimizer and the schedule that are chosen count."""
     words = [[], ["optimizer=muon", "schedule=wsd"], ["adapter=lora", "init.weights=x"], ["adapter=qlora", "init.weights=x"]]
-    return [compose(Run, "tiny", each) for each in words]
+    rewarded = compose(Run, "grpo", ["model=argosy-1m", "data.source=x", "data.sequence=32", "reward=a.py:b"])
+    return [rewarded, *(compose(Run, "tiny", each) for each in words)]
 
 
 @pytest.mark.parametrize(("name", "key"), NAMES.values(), ids=NAMES)
@@ -238,7 +274,7 @@ def test_a_name_of_another_trainer_is_answered(readings, name, key):
     ],
 )
 def test_an_answer_says_how_the_value_differs(readings, name, says):
-    assert says in (mistakes.unknown(name, None, readings[0].names).hint or "")
+    assert says in (mistakes.unknown(name, None, readings[1].names).hint or "")
 
 
 def test_a_setting_typed_with_dashes_is_named_without_the_note():
@@ -257,7 +293,7 @@ def test_no_name_is_marked_that_is_a_key_and_none_is_answered_twice(readings):
 
 
 def test_sentences_name_settings_and_verbs_that_exist(readings):
-    groups = {key.partition(".")[0] for key in readings[0].names.known}
+    groups = {key.partition(".")[0] for key in readings[1].names.known}
     keys = {key for reading in readings for key in reading.names.known}
     for sentence in ELSEWHERE.values():
         for word in re.findall(r"\b[a-z]+\.[a-z_]+\b", sentence):
@@ -293,3 +329,15 @@ def test_no_setting_has_a_value_none_beside_none():
         if type(None) in options and any("none" in typing.get_args(one) for one in options)
     }
     assert both == set()
+
+
+def test_what_a_recipe_needs_is_said_once():
+    with pytest.raises(SettingsError) as told:
+        compose(Run, "grpo", ["model=argosy-1m", "data.source=x", "data.sequence=32", "optimizer.b1=2"])
+    assert [one.what.partition(",")[0] for one in told.value.problems] == [
+        "`grpo` needs `reward` or `environment`",
+        "`optimizer.b1` should be less than 1",
+    ]
+    with pytest.raises(SettingsError) as told:
+        compose(Run, "grpo", ["model=argosy-1m", "data.source=x", "data.sequence=32", "environment=calculator"])
+    assert [one.what.partition(":")[0] for one in told.value.problems] == ["reward is missing"], "an environment that gives none"

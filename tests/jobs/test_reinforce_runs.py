@@ -118,6 +118,9 @@ def test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit(name: str, data: Pat
     assert digest(tmp_path / "whole", 6) == digest(tmp_path / "halves", 6)
     assert numbers(tmp_path / "whole", "kl")[1] == pytest.approx(0, abs=1e-6), "the reference is the first weights"
     assert numbers(tmp_path / "whole", "kl")[6] > 1e-4
+    (spent,) = [line["seconds"] for line in read(Store(tmp_path / "whole")) if "seconds" in line]
+    assert spent["rollouts"] > 10 * spent["data"], "sampling is no reading of data"
+    assert "<td >rollouts" in re.sub("<span[^>]*></span>", "", (tmp_path / "whole" / "report.html").read_text())
 
 
 @pytest.mark.slow
@@ -213,6 +216,15 @@ def test_equal_rewards_teach_nothing_and_are_counted(data: Path, base: Path, tmp
     assert numbers(run, "groups/useless")[1] == 1
     assert numbers(run, "rollout_rounds")[1] == 3
     assert numbers(run, "grad_norm")[1] == 0
+
+
+def test_prompts_that_are_too_long_are_counted_before_the_first_step(data: Path, base: Path, tmp_path: Path):
+    """Those of both kinds: 19 bytes and more leave no room for an answer of 6 in a row of 24."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}" * (1 + 30 * (i == 3)), "answer": "1"}) + "\n" for i in range(8)))
+    said = fit("grpo", data, tmp_path / "run", f"init.weights={base}", f"data.source={file}", "data.held_out=0", steps=1)
+    line = "1 of 8 prompts has more than 18 tokens (data.sequence - rollout.tokens) and so no room for an answer: it is passed over"
+    assert line in said.splitlines()
 
 
 def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path: Path):

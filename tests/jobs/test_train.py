@@ -18,6 +18,7 @@ from helpers import Heard
 import argosy
 from argosy.checkpoint.run_directory import RunDirectory
 from argosy.cli import main
+from argosy.cli.train import train as trains
 from argosy.core.errors import ArgosyError, BadInput, Busy, Damaged, UserError
 from argosy.core.settings import Reading
 from argosy.core.storage import Store
@@ -26,7 +27,7 @@ from argosy.data.tokenizers.byte import ByteTokenizer
 from argosy.jobs import assemble as assembling
 from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
-from argosy.jobs.train import Quiet, Training, train
+from argosy.jobs.train import Quiet, Training, ending, train
 from argosy.observe.metrics import by_step, read
 
 STEPS, EVERY = 4, 2
@@ -176,6 +177,10 @@ def test_more_steps_and_other_intervals_may_be_asked_for(copy: Path):
     [
         (["optimizer.learning_rate=1e-4"], ["optimizer.learning_rate", "0.003 there", "0.0001 now"]),
         (["seed=3", "model.width=32"], ["seed: 0 there, 3 now", "model.width: 16 there, 32 now"]),
+        (
+            ["seed=3", "model.width=32", "data.batch=4", "optimizer.b1=0.8", "model.ffn=48", "data.shuffle=false"],
+            ["seed: ", "model.width: ", "data.batch: ", "optimizer.b1: ", "model.ffn: ", "data.shuffle: "],
+        ),
     ],
 )
 def test_any_other_difference_is_refused_by_name(copy: Path, words: list[str], named: list[str]):
@@ -396,6 +401,40 @@ def test_the_best_three_are_saved_and_kept(tmp_path: Path):
     for step, loss in ((0, 0.1), (30, 3.0), (40, 1.5), (50, 1.7), (60, float("nan")), (70, 0.5)):
         saver.evaluated(SimpleNamespace(step=step), loss)
     assert saved == [40, 70]
+
+
+def test_a_run_without_a_checkpoint_starts_anew_and_offers_no_state(copy: Path):
+    """As after a kill before the first checkpoint."""
+    first = by_step(read(Store(copy)), "loss")
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(BadInput, match="other settings") as told:
+        fit(copy, f"steps={STEPS}", "seed=3")
+    assert told.value.hint is not None
+    assert "no checkpoint" in told.value.hint
+    assert "init." not in told.value.hint
+    (copy / "metrics.jsonl").unlink()
+    assert "resuming" not in fit(copy, f"steps={STEPS}")[1]
+    assert by_step(read(Store(copy)), "loss") == first
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        (None, "no checkpoint is saved, and the same command starts anew"),
+        (0, "checkpoint 0 is saved, and the same command resumes from step 0"),
+        (2, "checkpoint 2 is saved, and the same command resumes from step 2"),
+    ],
+)
+def test_what_the_next_start_does_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int | None, words: str):
+    """A run that learns from rewards and is stopped in its first rollout saves checkpoint 0."""
+    outcome = argosy.Outcome(tmp_path, saved or 0, STEPS, 143, {}, {"step": 1.0}, saved)
+    monkeypatch.setattr("argosy.jobs.train.run", lambda *_: outcome)
+    said: list[str] = []
+    monkeypatch.setattr("argosy.cli.train.say", said.append)
+    monkeypatch.setattr("argosy.jobs.machine.start_jax", lambda: None)
+    assert trains("tiny", [*WORDS, f"dir={tmp_path / 'run'}"]) == 143
+    assert said[-1] == f"stopped at step {saved or 0} of {STEPS}: {words}"
+    assert ending(outcome).endswith(f"after 1.0 s; {words.partition(',')[0]}")
 
 
 def test_the_log_holds_command_versions_steps_and_ending(finished: Path):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from argosy.observe.page import SCRIPT
+from argosy.observe.readable import decimals
 from argosy.observe.report import Evaluated, Record, Saved, numbers, render, seconds_by_cause, sentence
 from argosy.observe.svg import BOTTOM, COLUMNS, LEFT, RIGHT, TOP, WIDTH, Series, bar, chart, running_mean, thinned
 
@@ -91,6 +92,22 @@ def test_checkpoints_of_a_run_that_learns_from_rewards_show_rewards():
     assert "eval loss</th>" not in page
     assert "0.2500" in page
     assert "-0.2500" not in page
+
+
+def test_what_preferences_are_compared_by_is_plotted():
+    same = {"loss": 0.6, "rewards/margin": 0.5, "rewards/rejected": -1.5}
+    pairs = [{"step": step, "rewards/accuracy": step / 8, "rewards/chosen": step} | same for step in (2, 4, 6)]
+    held = {"step": 6, "eval_loss": 0.5, "eval_rewards/accuracy": 0.875, "eval_rewards/chosen": 4.0}
+    page = Page(render(full(lines=[*pairs, held], facts={"objective": "dpo"})))
+    assert "Preferences" in page.text("h2")
+    curves = {name: [y for _, y, *_ in points] for name, points in page.series().items()}
+    assert curves["accuracy"] == [0.25, 0.5, 0.75]
+    assert curves["accuracy, held out"] == [0.875]
+    assert curves["chosen"] == [2, 4, 6]
+    assert curves["rejected"] == [-1.5] * 3
+    assert curves["margin"] == [0.5] * 3
+    assert "75.0%" in page.text("dd")
+    assert "Preferences" not in Page(render(full())).text("h2")
 
 
 def test_everything_is_there():
@@ -219,6 +236,33 @@ def test_the_last_line_of_a_step_wins_and_curves_hold_their_values():
     assert numbers(told, "loss") == [(10.0, 4.0), (20.0, 3.0)]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (4.2386, 2.3449, "4.24 to 2.34"),
+        (0.0, 0.5, "0.00 to 0.50"),
+        (0.6931, 0.6894, "0.693 to 0.689"),
+        (0.00412, 0.00187, "0.0041 to 0.0019"),
+        (3e-8, 1.25e-9, "3e-08 to 1.25e-09"),
+        (-0.5, 0.25, "-0.50 to 0.25"),
+        (1.0, 1.0, "1.00 to 1.00"),
+    ],
+)
+def test_a_small_loss_is_seen_to_change(before: float, after: float, words: str):
+    """That of distillation is a divergence of some thousandths."""
+    told = [{"step": 1, "loss": before}, {"step": 9, "loss": after}]
+    page = Page(render(full(lines=told, facts={"objective": "gkd"})))
+    assert f"its loss went from {words}." in page.text("p")[0]
+
+
+SHOWN = [(2.34567, "2.3457"), (0.0, "0.0000"), (0.0123, "0.0123"), (0.00123456, "0.00123"), (-2e-9, "-2e-09")]
+
+
+@pytest.mark.parametrize(("x", "words"), SHOWN)
+def test_a_loss_has_digits(x: float, words: str):
+    assert decimals(x) == words
+
+
 def test_time_is_added_over_sessions():
     told = [
         {"step": 10, "seconds": {"step": 30.0, "compile": 10.0}},
@@ -229,6 +273,9 @@ def test_time_is_added_over_sessions():
     assert "Time by cause, 2 sessions" in page.text("h2")
     rows = page.text("td")
     assert rows[rows.index("80.0") + 1] == "80.0%"
+    played = full(lines=[{"step": 1, "seconds": {"rollouts": 60.0, "step": 30.0, "other": 10.0}}])
+    rows = Page(render(played)).text("td")
+    assert rows[rows.index("rollouts") + 1 :][:2] == ["60.0", "60.0%"]
     widths = [float(a["width"]) for t, a in page.tags if t == "rect" and a.get("class", "").startswith("c")]  # pyright: ignore
     assert widths == pytest.approx([576, 72, 72])
 

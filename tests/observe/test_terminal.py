@@ -15,7 +15,7 @@ import pytest
 import argosy
 from argosy.jobs.view import Quiet
 from argosy.observe.log import Logged
-from argosy.observe.picture import POINTS, Picture, headed
+from argosy.observe.picture import POINTS, Picture, headed, preferred
 from argosy.observe.terminal import REDRAWS_PER_S, Terminal, can_redraw
 
 FACTS = {
@@ -271,3 +271,23 @@ def test_the_load_of_experts_is_reported():
     assert stepped({"loss": 1.0, "expert_load_max": 1.74, "experts_dropped": 0.143}) == (
         "loss 1.0000  fullest expert 1.7x  dropped 14.3%"
     )
+
+
+def test_what_a_step_compares_is_reported():
+    """As DPO logs it, a reward model (no margin of KTO), and a process reward model."""
+    view, screen = Terminal(stream := io.StringIO(), live=False), Screen()
+    pairs = {"rewards/accuracy": 0.625, "rewards/margin": 0.12345, "rewards/chosen": 0.1, "rewards/rejected": -0.02345}
+    view.header({"steps": 4})
+    view.step(2, {"loss": 0.65, "lr": 5e-7} | pairs)
+    view.evaluation(2, {"eval_loss": 0.5} | {f"eval_{name}": x for name, x in pairs.items()})
+    words = "accuracy 62.5%  margin 0.123 (chosen 0.1, rejected -0.0234)"
+    said = stream.getvalue().splitlines()[-2:]
+    assert said == [f"step 2/4  loss 0.6500  lr 5.00e-07  {words}", f"step 2/4  eval loss 0.5000  {words}"]
+    with Terminal(screen, live=True) as live:
+        live.header({"steps": 4})
+        live.step(2, {"loss": 0.65} | pairs)
+    assert words in screen.shown()
+    labeled = {"rewards/accuracy": 1.0, "rewards/chosen": 2.0, "rewards/rejected": 1.0}
+    assert preferred(labeled) == "accuracy 100.0%  chosen 2, rejected 1"
+    assert preferred({"accuracy": 0.5, "scores/right": 0.25, "scores/wrong": -0.25}) == "accuracy 50.0%  right 0.25, wrong -0.25"
+    assert not preferred({"loss": 1.0, "reward": 0.5})

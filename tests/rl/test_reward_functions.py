@@ -248,6 +248,23 @@ def test_an_exception_costs_one_function_its_rewards_and_is_said_once(write):
     assert "mine.py\", line 1, in f" in message
     assert message.endswith("ZeroDivisionError: division by zero\n")
     assert "reward_child" not in message
+    assert message.startswith("ZeroDivisionError: division by zero, in ")
+    assert "mine.py:1: def f(completions): return 1 / 0\n" in message
+    assert said[0].endswith("hint: a function returns None for a completion that has no reward")
+
+
+def test_numpy_is_seeded_where_a_function_imports_it(write):
+    write("def f(completions):\n    import numpy\n    return numpy.random.rand(len(completions)).tolist()")
+    one, again = score("mine.py:f").values, score("mine.py:f").values
+    assert np.isfinite(one).all()
+    assert np.array_equal(one, again), "in another process"
+
+
+def test_an_exception_in_a_library_is_blamed_on_the_line_that_called_it(write):
+    write("import json\ndef f(completions):\n    return [json.loads('{') for _ in completions]")
+    first = score("mine.py:f").messages["f"]["raised"].splitlines()[0]
+    assert first.startswith("json.decoder.JSONDecodeError: ")
+    assert first.endswith("mine.py:3: return [json.loads('{') for _ in completions]")
 
 
 def test_all_missing_says_why(write):

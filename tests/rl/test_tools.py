@@ -122,6 +122,27 @@ def test_several_calls_and_none(tools: Tools):
     assert not malformed.done
 
 
+def test_a_tool_that_raises_is_told_to_who_trains_with_its_line(lm: LM, tmp_path: Path):
+    """Once, however often and in how many processes; what comes with Argosy answers the model that way on purpose."""
+    path = tmp_path / "own.py"
+    path.write_text("import json\ndef parse(text: str) -> str:\n    return json.loads(text)\n")
+    made = open_table(Settings(functions=[f"{path}:parse"]), prompts(lm, [USER]), None)
+    said: list[str] = []
+    made.environments.say = said.append
+    for one in [made.environments.open() for _ in range(2)]:
+        for message in ({"seed": 1, "reset": {}}, *[{"step": {"tool_calls": [call("parse", {"text": "{"})]}}] * 2):
+            one.ask(message)
+            while one.reply is None:
+                made.environments.look([one], 1.0)
+        assert one.reply["counts"]["tools/raised"] == 1
+    made.close()
+    assert len(said) == 1
+    assert said[0].startswith(f"the tool `parse` raised JSONDecodeError in {path}:3: return json.loads(text)\nhint: ")
+    own = Tools([{"of": "calculate", "module": calculate.__module__, "function": "calculate"}])
+    own.called("calculate", {"expression": "a"})
+    assert own.complaint is None
+
+
 # ---- in a conversation
 
 

@@ -1,6 +1,7 @@
 """Answers of several turns: every token against one written by hand, masks, streams, limits, and environments that fail or are slow."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -189,6 +190,10 @@ def test_an_environment_that_fails_harms_no_other_answer(play):
     assert "RuntimeError: no such thing" in answers[0].played.failure[1]
     assert "environment_child" not in answers[0].played.failure[1], "the traceback begins in the user's file"
     assert "nothing here" in answers[3].played.failure[1]
+    first, *_, last = answers[0].played.failure[1].splitlines()
+    assert first.startswith("RuntimeError: no such thing, in ")
+    assert "own.py:" in first
+    assert last.startswith("hint: ")
     assert [len(one.tokens) for one in answers] == [2, 2, 2, 0, 2, 2]
     assert answers[5].played.reward == 1
 
@@ -257,10 +262,68 @@ def test_what_an_environment_started_ends_with_it(lm: LM, tmp_path):
     assert eventually(lambda: len(alive(group)) == 1)
     one = made.environments.open()
     one.ask({"seed": 1, "reset": {}})
-    assert eventually(lambda: len(alive(group)) == 4), "the environment, the shell, and what that runs"
+    assert eventually(lambda: len(alive(group)) == 5), "the environment, the process around it, the shell, and what that runs"
     made.environments.end(one)
     assert eventually(lambda: len(alive(group)) == 1)
     made.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process leaves behind is found on Linux alone")
+@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "sys.exit()"])
+def test_what_an_environment_that_crashes_started_ends_before_the_run_does(lm: LM, tmp_path, end: str):
+    """A shell with a child, and one that has left the group and whose parent is gone. Another environment keeps its own."""
+    code = f"""
+    import subprocess, sys
+    class Own:
+        def reset(self, prompt):
+            self.other = subprocess.Popen(["sh", "-c", "sleep 97; true"])
+            return subprocess.check_output(["sh", "-c", "setsid sleep 98 > /dev/null & echo $!"]).decode()
+        def step(self, said):
+            {end}
+    """
+    made = table(tmp_path, code, prompts(lm, ["a"]))
+    group = made.environments._process.pid
+    one, other = made.environments.open(), made.environments.open()
+    for each in (one, other):
+        each.ask({"seed": 1, "reset": {"prompt": "a"}})
+    while one.reply is None or other.reply is None:
+        made.environments.look([one, other], 1.0)
+    gone, kept = int(one.reply["observation"]), int(other.reply["observation"])
+    assert len(alive(group)) == 1 + 2 * 4
+    one.ask({"step": "x"})
+    while one.reply is None:
+        made.environments.look([one], 1.0)
+    assert one.reply.keys() & {"died", "raised"}
+    if "raised" in one.reply:
+        made.environments.end(one)
+    assert eventually(lambda: len(alive(group)) == 1 + 4)
+    assert eventually(lambda: not is_alive(gone))
+    assert is_alive(kept)
+    made.environments.end(other)
+    assert eventually(lambda: not is_alive(kept))
+    made.close()
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+@pytest.mark.parametrize("draw", ["import numpy; x = numpy.random.rand()", "from numpy.random import rand; x = rand()"])
+def test_numpy_is_seeded_where_it_is_imported_late(play, draw: str):
+    code = f"""
+    class Own:
+        def reset(self): pass
+        def step(self, said):
+            import sys
+            assert "numpy" not in sys.modules
+            {draw}
+            return Turn(None, x, True)
+    """
+    one, again, other = (play(code, ["say:"], {0: ["a<eos>"]}, seed=seed)[0].played.reward for seed in ((1,), (1,), (2,)))
+    assert one is not None
+    assert one == again != other
 
 
 def test_a_long_reply_that_nobody_read_has_not_timed_out(lm: LM, tmp_path):

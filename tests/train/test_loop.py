@@ -37,6 +37,15 @@ def test_the_first_step_is_timed_once():
     assert rates == [(4, pytest.approx(2.0)), (8, pytest.approx(2.0))]
 
 
+def test_time_of_rollouts_counts_as_training_and_not_as_data():
+    clock, told = Ticking(), []
+    meter = Meter(clock, 6, lambda step, numbers: told.append(numbers))
+    meter.begin(0)
+    clock.seconds = {"step": 2.0, "data": 1.0, "rollouts": 3.0, "evaluation": 5.0}
+    meter.read(1, {"loss": 1.0})
+    assert (told[0]["tokens_per_s"], told[0]["data_wait_s"]) == (pytest.approx(1.0), 1.0)
+
+
 def test_a_first_step_that_is_logged_has_no_pace_of_its_own():
     assert measured(every=1, begin=0, steps=3)[0] == []
     assert measured(every=4, begin=3, steps=3)[0] == []

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import Damaged, Unsupported
 from argosy.core.formats import Shape, damaged, map_file, quoted
 from argosy.core.formats.quants import TYPES, Type, dequantize
@@ -134,7 +135,7 @@ class _Cursor:
 
     def take(self, count: int) -> memoryview:
         if count > self.left:
-            raise self.wrong(f"{count} bytes needed at byte {self.at}, {self.left} are left")
+            raise self.wrong(f"{plural(count, 'byte')} needed at byte {self.at}, {self.left} are left")
         self.at += count
         return self.data[self.at - count : self.at]
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput, Damaged, Unsupported
 from argosy.core.formats import Entry, Shape, damaged, listed, map_file, quoted
 from argosy.core.formats.files import File, Order, check_space, of_text, slabs, write_file
@@ -192,7 +193,7 @@ def _check_tiling(places: Mapping[str, Place], size: int, path: Path) -> None:
             raise damaged(path, f"tensor {quoted(name)} ends at byte {place.end} of {size}: the file is cut short")
         at = place.end
     if at != size:
-        raise damaged(path, f"{size - at} bytes belong to no tensor")
+        raise damaged(path, f"{plural(size - at, 'byte', 'belongs', 'belong')} to no tensor")
 
 
 # ---- reading a folder

@@ -1,15 +1,27 @@
 """What is evaluated: the tasks that the settings name, each with its file and its rows, read and checked."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UnknownName, mistakes_of, refuse
-from argosy.infer.evals.rows import LAYOUTS, Fields, check_rows, is_rows, layout_of, read_rows
+from argosy.data.sources import Record
+from argosy.infer.evals.rows import (
+    LAYOUTS,
+    Fields,
+    answered,
+    check_rows,
+    is_rows,
+    layout_of,
+    no_layout,
+    read_records,
+    read_rows,
+)
 from argosy.infer.evals.settings import EvalSettings
-from argosy.infer.evals.tasks import PERPLEXITY, PLAIN, TASKS, Task
+from argosy.infer.evals.tasks import ANSWERS, PERPLEXITY, PLAIN, TASKS, Task
 
 WHERE = "files of JSON lines named by task, such as arc_easy.jsonl; the guide to evaluation says where to get them"
 
@@ -17,7 +29,7 @@ WHERE = "files of JSON lines named by task, such as arc_easy.jsonl; the guide to
 @dataclass(frozen=True)
 class Planned:
     """A task with its rows; a text for perplexity has none. path: their file. total: rows of the file. pool: rows that examples are
-    drawn from. limit: windows of a text."""
+    drawn from. limit: windows of a text. records: of rows that training learns answers from, and the format that they have."""
 
     task: Task
     path: Path
@@ -26,15 +38,20 @@ class Planned:
     pool: list[Fields]
     shots: int
     limit: int | None = None
+    records: Sequence[Record] = ()
+    format: str = ""
 
     def __str__(self) -> str:
         """`arc_easy (the first 100 of 600 rows, 5 shots)`."""
         if self.task.kind == "perplexity" and not self.rows:
-            some = f", the first {self.limit} windows" if self.limit else ""
+            some = f", the first {plural(self.limit, 'window')}" if self.limit else ""
             return f"{self.task.name} of {self.path}{some}"
-        many = f"{self.total} rows" if self.total != 1 else "1 row"
+        many = plural(self.total, "row")
         some = many if len(self.rows) == self.total else f"the first {len(self.rows)} of {many}"
-        return f"{self.task.name} ({some}{f', {self.shots} shots' if self.shots else ''})"
+        # Which of the columns of a file are read is not seen from its name.
+        found = f", answers of `{self.format}` records" if self.format else ", `text`" if self.task.kind == "perplexity" else ""
+        shots = f", {plural(self.shots, 'shot')}" if self.shots else ""
+        return f"{self.task.name} ({some}{found}{shots})"
 
 
 def plan(settings: EvalSettings) -> list[Planned]:
@@ -94,17 +111,30 @@ def _of_file(path: Path, settings: EvalSettings) -> list[Planned]:
         _check_settings(TASKS[PERPLEXITY], settings)
         return [Planned(TASKS[PERPLEXITY], path, [], 0, [], 0, settings.limit)]
     rows = read_rows(path)
+    stem = path.name.removesuffix(".gz").rpartition(".")[0]
     if settings.tasks:
         some = names(settings.tasks)
         if len(some) > 1:
             what = f"{len(some)} tasks and one file"
             raise BadInput(what, where=f"data={path}", hint="data=FOLDER with a file for each task")
+        if some[0].name == PERPLEXITY and "text" not in rows[0]:
+            if (format := answered(path, rows[0])) is None:
+                raise no_layout(path, rows[0])
+            return [_of_records(replace(ANSWERS, name=PERPLEXITY), path, rows, format, settings)]
         return [_checked(some[0], path, rows, settings)]
-    stem = path.name.removesuffix(".gz").rpartition(".")[0]
     known = _named(stem)
     if len(known) == 1 and all(field in rows[0] for field in LAYOUTS[known[0].layout]):
         return [_checked(known[0], path, rows, settings)]
+    has_layout = any(all(field in rows[0] for field in fields) for fields in LAYOUTS.values())
+    if not has_layout and (format := answered(path, rows[0])) is not None:
+        return [_of_records(replace(ANSWERS, name=stem), path, rows, format, settings)]
     return [_checked(replace(PLAIN[layout_of(path, rows[0])], name=stem), path, rows, settings)]
+
+
+def _of_records(task: Task, path: Path, rows: list[Fields], format: str, settings: EvalSettings) -> Planned:
+    _check_settings(task, settings)
+    records = read_records(path, rows, format)[: settings.limit]
+    return Planned(task, path, rows[: settings.limit], len(rows), [], 0, records=records, format=format)
 
 
 def _of_folder(task: Task, folder: Path, settings: EvalSettings) -> Planned:
@@ -159,10 +189,21 @@ def _checked(task: Task, path: Path, rows: list[Fields], settings: EvalSettings)
 
 
 def _check_settings(task: Task, settings: EvalSettings) -> None:
+    if task.kind == "answers":
+        _check_answers(task, settings)
     if settings.chat and (task.kind == "perplexity" or task.layout == "options"):
         raise BadInput(f"chat=true: {task.name} asks no question", hint="leave chat=true out, or name other tasks")
     if settings.shots and task.kind in ("perplexity", "ifeval"):
         raise BadInput(f"shots={settings.shots}: {task.name} takes no examples", hint="leave shots out")
+
+
+def _check_answers(task: Task, settings: EvalSettings) -> None:
+    if settings.chat:
+        raise BadInput(f"chat=true: {task.name} has answers, and messages go through the chat template", hint="leave chat=true out")
+    for name in ("shots", "window", "stride"):
+        if (value := getattr(settings, name)) is not None:
+            what = f"{name}={value}: {task.name} has answers, of which each is read whole with its prompt"
+            raise BadInput(what, hint=f"leave {name} out")
 
 
 def _pool(task: Task, path: Path, rows: list[Fields]) -> list[Fields]:

@@ -7,11 +7,14 @@ a score over the remaining rows would be that of another task.
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput
+from argosy.data.sources import Record
+from argosy.data.sources.records import FORMATS, Reader
 
 Fields = dict[str, Any]
 
@@ -27,6 +30,8 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "context-answer": {"context": "text", "answer": "text"},
     "text": {"text": "text"},
 }
+# Formats of training data whose records have one answer.
+ANSWERED = ("completion", "messages", "alpaca", "sharegpt")
 HOLDS = {
     "text": "text",
     "texts": "a list of texts",
@@ -89,10 +94,47 @@ def layout_of(path: Path, row: Mapping[str, Any]) -> str:
     for name, fields in LAYOUTS.items():
         if all(field in row for field in fields):
             return name
-    known = "; ".join(", ".join(fields) for fields in LAYOUTS.values())
-    raise BadInput(
+    raise no_layout(path, row)
+
+
+def no_layout(path: Path, row: Mapping[str, Any]) -> BadInput:
+    """The error for a file whose first row is nothing that can be evaluated."""
+    known = "; ".join(", ".join(fields) for fields in [*LAYOUTS.values(), *(FORMATS[one][0] for one in ANSWERED)])
+    return BadInput(
         f"{path} has rows of no known layout", where=f"fields: {', '.join(map(str, row))}", hint=f"layouts are {known}"
     )
+
+
+def answered(path: Path, row: Mapping[str, Any]) -> str | None:
+    """The format of a file whose answers training would learn (`data.sources.records`), from its first row; None if it has no such
+    format.
+
+    Raises:
+        BadInput: training reads it, and it has no loss of answers; or it could be of several formats.
+    """
+    has = {name: value for name, value in row.items() if value is not None}
+    fits = [one for one in Reader().fitting(has) if one != "text"]
+    where = f"fields: {', '.join(map(str, row))}"
+    if len(fits) > 1:
+        raise BadInput(f"{path} could hold {' or '.join(f'`{one}`' for one in fits)} records", where=where)
+    if not fits or fits[0] in ANSWERED:
+        return fits[0] if fits else None
+    raise BadInput(
+        f"{path} holds `{fits[0]}` records, which have no loss of one answer to evaluate",
+        where=where,
+        hint="training with held-out records evaluates them; argosy eval reads records with one answer: "
+        + "; ".join(", ".join(FORMATS[one][0]) for one in ANSWERED),
+    )
+
+
+def read_records(path: Path, rows: Sequence[Fields], format: str) -> list[Record]:
+    """The records of rows.
+
+    Raises:
+        BadInput: one is not of the format; it is named.
+    """
+    reader = Reader(format)
+    return [reader.record(json.dumps(row), f"{path}, row {i} of {len(rows)}") for i, row in enumerate(rows, 1)]
 
 
 def check_rows(path: Path, rows: list[Fields], layout: str, task: str, more: Iterable[str] = ()) -> None:
@@ -115,7 +157,7 @@ def check_rows(path: Path, rows: list[Fields], layout: str, task: str, more: Ite
                 raise BadInput(f"`{field}` should be {HOLDS[holds]}, not {_shown(row[field])}", where=where)
         options = row["context_options"] if layout == "options" else row.get("choices", ())
         if "gold" in LAYOUTS[layout] and not 0 <= row["gold"] < len(options):
-            what = f"gold = {row['gold']}, and there are {len(options)} choices"
+            what = f"gold = {row['gold']}, and there are {plural(len(options), 'choice')}"
             raise BadInput(what, where=where, hint=f"0 to {len(options) - 1}")
 
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from argosy.core.errors import BadInput
-from argosy.infer.evals import choice, generation, perplexity
+from argosy.infer.evals import answers, choice, generation, perplexity
 from argosy.infer.evals.plan import Planned
 from argosy.infer.evals.settings import EvalSettings
 from argosy.infer.evals.statistics import Mean, Row, means
 
 MEASURES: dict[str, Callable[..., tuple[list[Row], int]]] = {
     "perplexity": perplexity.measure,
+    "answers": answers.measure,
     "choice": choice.multiple_choice,
     "continuation": choice.continuation,
     "generation": generation.generation,
@@ -41,7 +42,7 @@ class Result:
         out: dict[str, Any] = {}
         for name, found in self.numbers.items():
             out |= {name: found.value, ("stderr" if not out else f"{name}_stderr"): found.stderr}
-        if self.planned.task.kind == "perplexity":
+        if self.planned.task.kind in ("perplexity", "answers"):
             out["tokens"] = int(sum(row.weight("loss") for row in self.rows))
         out |= {"n": len(self.rows), "truncated": self.truncated, "shots": self.planned.shots}
         return out | {"seconds": round(self.seconds, 3)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal
 
-Kind = Literal["perplexity", "choice", "continuation", "generation", "ifeval"]
+Kind = Literal["perplexity", "answers", "choice", "continuation", "generation", "ifeval"]
 PERPLEXITY = "perplexity"
 
 
@@ -150,3 +150,5 @@ PLAIN: dict[str, Task] = {
     "context-answer": Task("", "generation", "context-answer", "", "{context}", answer="answer"),
     "text": TASKS[PERPLEXITY],
 }
+# Of the records that training learns answers from; their layouts are the formats of `data.sources.records`.
+ANSWERS = Task("", "answers", "", "loss a token of the answers that a file has")

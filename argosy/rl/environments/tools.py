@@ -23,12 +23,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from argosy.rl.environment import Turn
-from argosy.rl.reward_child import from_file
+from argosy.rl.reward_child import FILES, blamed, from_file
 
 KINDS: dict[Any, str] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", type(None): "null",
 }  # fmt: skip
 FAILED = ("malformed", "unknown", "wrong_arguments", "raised", "timed_out")
+HINT = "hint: the model reads the message; calls that raise are counted as `tools/raised`"
 # Of an exception's message.
 MOST_CHARACTERS = 500
 
@@ -42,6 +43,8 @@ class Tools:
         fixed: arguments that are given to every function and not shown.
     """
 
+    # For whoever trains, of the last call that raised.
+    complaint: str | None = None
     _loaded: typing.ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __init__(self, functions: Sequence[Mapping[str, Any]], seconds: float = 5.0, fixed: Mapping[str, Any] | None = None):
@@ -64,6 +67,8 @@ class Tools:
         found: dict[str, Callable[..., Any]] = {}
         for one in functions:
             module = from_file(one) if "file" in one else importlib.import_module(one["module"])
+            if not module.__name__.startswith("argosy."):
+                FILES.add(getattr(module, "__file__", None))
             function = getattr(module, one["function"], None)
             if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
                 raise ValueError(f"`{one['of']}` is no plain function")
@@ -111,6 +116,8 @@ class Tools:
             return f"error: {name} takes more than {self.seconds:g} seconds", "timed_out"
         except BaseException as error:
             text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            if (line := blamed(error.__traceback__)) is not None:
+                self.complaint = f"the tool `{name}` raised {type(error).__name__} in {line}\n{HINT}"
             return f"error: {text[:MOST_CHARACTERS]}", "raised"
         if isinstance(found, str):
             return found, None

@@ -230,6 +230,71 @@ def test_perplexity_of_a_file(lm: LM, tmp_path: Path):
     assert 0 < result["stderr"] < 1
 
 
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nOdd?\n\n### Response:\n"
+)
+# Rows of training data, and what each is: a prompt, and the answer that counts. The last byte stands for the end of the text.
+ANSWERED = {
+    "completion": ({"prompt": "1+1=", "completion": "2 ü", "other": 3}, "1+1=", "2 ü", True),
+    "messages": (
+        {"messages": [{"role": "user", "content": "Odd?"}, {"role": "assistant", "content": "no"}]},
+        "<user>Odd?\n<assistant>", "no\n", False,
+    ),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "Odd?"}, {"from": "gpt", "value": "no"}]},
+        "<user>Odd?\n<assistant>", "no\n", False,
+    ),
+    "alpaca": ({"instruction": "Odd?", "input": "", "output": "no, even"}, ALPACA, "no, even", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+@pytest.mark.parametrize("tasks", [None, PERPLEXITY])
+def test_answers_that_training_learns_are_evaluated_and_nothing_else(lm: LM, tmp_path: Path, name: str, tasks: str | None):
+    row, prompt, answer, ends = ANSWERED[name]
+    wide = lm.config.model_copy(update={"context": 256})
+    templates = {"default": CHATML} if name in ("messages", "sharegpt") else {}
+    tokenizer = ByteTokenizer(TokenizerConfig(templates=templates))
+    model = LM(wide, built(wide, Unroll()), tokenizer)
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    settings = EvalSettings(data=str(path), tasks=tasks)
+    (one,) = plan(settings)
+    assert str(one) == f"{tasks or 'mine'} (2 rows, answers of `{name}` records)"
+    result = next(run.evaluate(model, [one], settings)).document()
+    before, after = list(prompt.encode()), list(answer.encode()) + [tokenizer.eos] * ends
+    logprobs = logprobs_of(model, before + after)[-len(after) :]
+    expected = -logprobs[np.arange(len(after)), after].mean()
+    assert result["loss"] == pytest.approx(expected, abs=ATOL)
+    assert result["perplexity"] == pytest.approx(math.exp(expected), rel=1e-3)
+    assert result["tokens"] == 2 * len(after)
+    assert result["n"] == 2
+
+
+def test_answers_weigh_by_their_tokens_and_long_prompts_lose_their_beginning(lm: LM, tmp_path: Path):
+    path = tmp_path / "mine.jsonl"
+    rows = [{"prompt": "x" * 200, "completion": "abc"}, {"prompt": "y", "completion": "d" * 9}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = EvalSettings(data=str(path))
+    result = next(run.evaluate(lm, plan(settings), settings)).document()
+    eos = lm.tokenizer.eos
+    long, short = [*b"x" * 93, *b"abc", eos], [*b"y", *b"d" * 9, eos]
+    # The context holds what the last token is predicted from; the token that is put after that is cut off again.
+    wide = LM(lm.config.model_copy(update={"context": 97}), lm.module, lm.tokenizer)
+    parts = [-logprobs_of(wide, ids)[np.arange(len(ids) - 1), ids[1:]][-n:] for ids, n in ((long, 4), (short, 10))]
+    assert result["truncated"] == 1
+    assert result["loss"] == pytest.approx(np.concatenate(parts).mean(), abs=ATOL)
+    path.write_text(json.dumps({"prompt": "y", "completion": ""}))
+    with pytest.raises(BadInput, match="without an answer"):
+        list(run.evaluate(lm, plan(settings), settings))
+    path.write_text(json.dumps(ANSWERED["messages"][0]))
+    with pytest.raises(BadInput, match="chat template") as told:
+        list(run.evaluate(lm, plan(settings), settings))
+    assert "data.template" not in str(told.value)
+
+
 def test_a_token_that_begins_a_text_lets_its_first_token_count(lm: LM, tmp_path: Path):
     tokenizer = ByteTokenizer()
     tokenizer.adds_bos = True

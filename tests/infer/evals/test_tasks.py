@@ -132,6 +132,38 @@ def test_a_wrong_row_is_named(tmp_path: Path, change: dict, what: str, where: st
 
 
 @pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "holds `preference` records"),
+        ({"prompt": "a", "completion": "b", "label": True}, "holds `kto` records"),
+        ({"prompt": "a", "completions": ["b"], "labels": [True]}, "holds `stepwise` records"),
+        ({"prompt": "a"}, "no known layout"),
+    ],
+)
+@pytest.mark.parametrize("tasks", [None, "perplexity"])
+def test_rows_without_a_loss_of_answers_are_refused_with_their_keys(tmp_path: Path, row: dict, what: str, tasks: str | None):
+    path = write(tmp_path / "mine.jsonl", [row])
+    with pytest.raises(BadInput) as told:
+        plan(EvalSettings(data=str(path), tasks=tasks))
+    assert what in told.value.what
+    assert all(name in str(told.value) for name in row)
+
+
+@pytest.mark.parametrize("setting", ["chat", "shots", "window", "stride"])
+def test_settings_that_mean_nothing_for_answers_are_refused(tmp_path: Path, setting: str):
+    path = write(tmp_path / "mine.jsonl", [{"prompt": "a", "completion": "b"}])
+    with pytest.raises(BadInput, match=setting):
+        plan(EvalSettings(data=str(path), **{setting: True if setting == "chat" else 8}))
+
+
+def test_a_wrong_record_is_named(tmp_path: Path):
+    path = write(tmp_path / "mine.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}])
+    with pytest.raises(BadInput, match="a number") as told:
+        plan(EvalSettings(data=str(path)))
+    assert "row 2 of 2" in str(told.value)
+
+
+@pytest.mark.parametrize(
     ("text", "what"),
     [
         ("", "holds no rows"),

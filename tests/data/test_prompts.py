@@ -1,0 +1,52 @@
+"""What is known of prompts before they are used."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from argosy.core.errors import BadInput
+from argosy.data import prompts as under_test
+from argosy.data.order import Order
+from argosy.data.prompts import LOOKED_AT, Prompts, lengths_of
+from argosy.data.sources import Record
+from argosy.data.tokenizers.byte import ByteTokenizer
+
+MORE = "more than 8 tokens (data.sequence - rollout.tokens) and so no room for an answer"
+
+
+def made(lengths: list[int]) -> Prompts:
+    """Prompts of so many bytes, in an order of their own."""
+    records = [Record(where=f"line {i}", prompt="x" * n) for i, n in enumerate(lengths)]
+    return Prompts(records, ByteTokenizer(), Order(len(records), 7), {"source": "test"})
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ([3, 8, 8], ""),
+        ([3, 9, 8], f"1 of 3 prompts has {MORE}: it is passed over"),
+        ([30, 9, 8], f"2 of 3 prompts have {MORE}: they are passed over"),
+    ],
+)
+def test_prompts_without_room_for_an_answer_are_counted(lengths: list[int], words: str):
+    assert str(lengths_of(made(lengths), len(lengths), 8, 60.0)) == words
+
+
+def test_a_long_file_is_looked_at_for_a_while_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    seconds = iter([0.0, 1.0, 2.5])
+    monkeypatch.setattr(under_test, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    found = lengths_of(made([9] * 3 * LOOKED_AT), 3 * LOOKED_AT, 8, 2.0)
+    assert (found.looked, found.long) == (LOOKED_AT, LOOKED_AT)
+    assert str(found).endswith(f"passed over; the other {2 * LOOKED_AT} are looked at when they are reached")
+
+
+def test_what_is_no_prompt_is_not_counted():
+    """Distillation names a record with nothing to learn by its line, and has prompts with their answers."""
+    rows = ["data.jsonl:1", *(SimpleNamespace(prompt=SimpleNamespace(tokens=[1] * n)) for n in (9, 1))]
+    assert lengths_of(lambda first, count: rows[first : first + count], 3, 8, 60.0).long == 1
+
+
+def test_a_prompt_that_cannot_be_rendered_is_named_before_the_first_step():
+    with pytest.raises(BadInput, match="an empty prompt") as told:
+        lengths_of(made([3, 0, 3]), 3, 8, 60.0)
+    assert told.value.where == "line 1"
