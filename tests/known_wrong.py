@@ -490,14 +490,14 @@ EDITS = [
     ),
     Edit(
         "a capacity over the whole batch",
-        "argosy/models/parts/moe.py",
+        "argosy/models/parts/dispatch.py",
         "places = self.places(T, experts.how)",
         "places = self.places(B * T, experts.how)",
         (f"{MOE}a_capacity_serves_first_choices_first",),
     ),
     Edit(
         "a bias on every tensor shard",
-        "argosy/models/parts/moe.py",
+        "argosy/models/parts/dispatch.py",
         "if self.features is None or self.down.bias is None:",
         "if True:",
         (f"{MOE}biases_of_split_experts_count_once",),
@@ -505,7 +505,7 @@ EDITS = [
     Edit(
         "rows replicated over devices",
         "argosy/parallel/rules.py",
-        '"batch": ("data", "fsdp"),',
+        '"batch": ("data", "fsdp", "expert"),',
         '"batch": (),',
         (f"{DEVICES}constrain_lays_out_what_divides_and_leaves_the_rest",),
     ),

@@ -32,6 +32,7 @@ from argosy.jobs.across import Both, is_across
 from argosy.jobs.address import is_endpoint
 from argosy.jobs.frozen import Role
 from argosy.jobs.memory import batch_shapes, estimated_need
+from argosy.jobs.preflight import check_experts
 from argosy.jobs.run import Run
 from argosy.jobs.served import Served
 from argosy.jobs.teacher import ROLE as TEACHER
@@ -289,13 +290,16 @@ def mesh_of(run: Run) -> Mesh:
     """The mesh of a run over the devices of this process.
 
     Raises:
-        BadInput: it does not fit the devices, or the batch does not divide over it.
+        BadInput: it does not fit the devices, or the batch or the experts do not divide over it.
     """
     if run.rollout is not None:
         from argosy.jobs.rollout_engine import trainer_devices
 
-        return run.mesh.build(trainer_devices(run.rollout))
+        mesh = run.mesh.build(trainer_devices(run.rollout))
+        check_experts(run.model, mesh.shape["expert"])
+        return mesh
     mesh = run.mesh.build()
+    check_experts(run.model, mesh.shape["expert"])
     shares, together = row_shares(mesh), run.objective.rows_per_group
     if run.data.batch % (shares * run.accumulate * together):
         raise BadInput(

@@ -4,7 +4,9 @@ data      each part has all weights and its own rows of the batch
 fsdp      each part has its own rows, and its share of weights, gradients and optimizer state; weights are gathered layer by
           layer as they are used (arXiv:1910.02054)
 tensor    each part has its share of the heads, the feed-forward features and the vocabulary (arXiv:1909.08053)
-context, expert, stage    always 1: sequences, experts and layers are not split over devices yet
+expert    each part has its own rows, and its share of the experts of every layer; rows are sent to the devices of their experts
+          and back (arXiv:2006.16668)
+context, stage    always 1: sequences and layers are not split over devices yet
 """
 
 import math
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 # The last axes communicate most, so they get neighboring devices.
 ORDER = ("stage", "data", "fsdp", "context", "expert", "tensor")
-NOT_BUILT = {"context": "sequences", "expert": "experts", "stage": "layers"}
+NOT_BUILT = {"context": "sequences", "stage": "layers"}
 
 
 class MeshSettings(Settings):
@@ -67,7 +69,9 @@ class MeshSettings(Settings):
     ] = Field(1, ge=-1)
     """Number of shares of a sequence. Only 1 is built."""
     expert: Annotated[int, Also("expert_parallel_degree", "ici_expert_parallelism", "ep")] = Field(1, ge=-1)
-    """Number of shares of the experts. Only 1 is built."""
+    """Number of shares of the experts, each with its own rows of the batch, which are sent to the devices of their experts and back.
+    It must divide the number of experts. All other weights are copied along it, so use it beside `mesh.fsdp`, and where a layer's
+    experts are more than what is sent of its rows."""
     stage: Annotated[int, Also("pipeline_parallel_degree", "ici_pipeline_parallelism", "pp")] = Field(1, ge=-1)
     """Number of shares of the layers. Only 1 is built."""
 
