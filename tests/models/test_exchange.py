@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative
+from helpers import default, relative
 from models.test_moe import HOWS, WIDTH, inputs, made
 
 from argosy.adapt.lora import LoRA
@@ -41,7 +41,7 @@ def of_mesh(moe, x, live, sizes):
     both = jax.jit(jax.grad(run, (0, 1), has_aux=True))
     if sizes is None:
         return both(trained, x)
-    count = int(np.prod([n for n in sizes.values()]))
+    count = int(np.prod(list(sizes.values())))
     with scope(MeshSettings(**{"fsdp": 1} | sizes).build(jax.devices()[:count])):
         return both(trained, x)
 
@@ -74,11 +74,10 @@ def test_no_row_is_dropped_however_uneven_the_load(weigh):
     assert np.abs(np.asarray(y)[live]).min(-1).max() > 0
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [{"expert": 2, "tensor": 2}, *(pytest.param(s, marks=pytest.mark.slow) for s in ({"expert": 8}, {"data": 2, "fsdp": 2, "expert": 2}))],
-    ids=str,
-)
+GRIDS = [{"expert": 2, "tensor": 2}, {"expert": 8}, {"data": 2, "fsdp": 2, "expert": 2}]
+
+
+@pytest.mark.parametrize("sizes", default(GRIDS[0], of=GRIDS), ids=str)
 @pytest.mark.parametrize("capacity", [None, 0.7])
 def test_split_experts_equal_those_of_one_device(sizes, capacity):
     """With biases, which a tensor axis must add once, and a bias of the choice."""

@@ -106,53 +106,72 @@ def exchanged_in_rounds(
     def where(i: Any, args: Any) -> Array:
         return at(i, *args[-2:]).reshape(-1)
 
-    args = (leaves, x, scales, expert, order, counts, starts)
-    first = work(0, args)
-    y = jnp.zeros((A, first.shape[-1]), first.dtype).at[where(0, args)].set(first, mode="drop")
-    if places == most:
-        return y
-    # The same number everywhere, over axes that do not split the experts too: a device must not wait alone.
-    busiest = jax.lax.pmax(jnp.max(counts), tuple(jax.sharding.get_abstract_mesh().axis_names))
-    return further(work, where, args, y, (busiest + places - 1) // places)
+    args, most_rounds = (leaves, x, scales, expert, order, counts, starts), -(-most // places)
+    if most_rounds == 1:
+        rounds = jnp.asarray(1)
+    else:
+        # The same number everywhere, over axes that do not split the experts too: a device must not wait alone.
+        busiest = jax.lax.pmax(jnp.max(counts), tuple(jax.sharding.get_abstract_mesh().axis_names))
+        rounds = (busiest + places - 1) // places
+    return in_rounds(work, where, args, (A, x.shape[-1]), rounds, once=most_rounds == 1)
 
 
-def further(
-    work: Callable[[Any, Any], Array], where: Callable[[Any, Any], Array], args: Any, y: Float[Array, "A D"], rounds: Int[Array, ""]
+def in_rounds(
+    work: Callable[[Any, Any], Array],
+    where: Callable[[Any, Any], Array],
+    args: Any,
+    shape: tuple[int, int],
+    rounds: Int[Array, ""],
+    *,
+    once: bool,
 ) -> Float[Array, "A D"]:
-    """y with the rows `where(i, args)` replaced by `work(i, args)`, for each i from 1 to `rounds`, exclusive; no row twice. Of the
-    arguments, those of integers have no gradient."""
+    """Zeros of this shape, with the rows `where(i, args)` replaced by `work(i, args)` for each i below `rounds`, at least one; no
+    row twice. The backward pass keeps what it needs of the first round and computes the others again. Of the arguments, those of
+    integers have no gradient.
 
-    @jax.custom_vjp
-    def run(args: Any, y: Array, rounds: Array) -> Array:
+    Args:
+        once: there is one round, whatever `rounds` says.
+    """
+    flat, tree = jax.tree.flatten(args)
+    moved = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.inexact)]
+
+    def of_moved(i: Any, flat: list[Array]) -> Callable[[list[Array]], Array]:
+        def run(some: list[Array]) -> Array:
+            whole = dict(enumerate(flat)) | dict(zip(moved, some))
+            return work(i, jax.tree.unflatten(tree, [whole[at] for at in range(len(flat))]))
+
+        return run
+
+    def added(flat: list[Array], first: Array, rounds: Array) -> Array:
+        args = jax.tree.unflatten(tree, flat)
+        y = jnp.zeros(shape, first.dtype).at[where(0, args)].set(first, mode="drop")
+        if once:
+            return y
         return jax.lax.fori_loop(1, rounds, lambda i, y: y.at[where(i, args)].set(work(i, args), mode="drop"), y)
 
-    def forward(args: Any, y: Array, rounds: Array) -> tuple[Array, Any]:
-        return run(args, y, rounds), (args, rounds)
+    @jax.custom_vjp
+    def run(flat: list[Array], rounds: Array) -> Array:
+        return added(flat, work(0, jax.tree.unflatten(tree, flat)), rounds)
+
+    def forward(flat: list[Array], rounds: Array) -> tuple[Array, Any]:
+        first, pull = jax.vjp(of_moved(0, flat), [flat[at] for at in moved])
+        return added(flat, first, rounds), (flat, rounds, pull)
 
     def backward(kept: Any, g: Array) -> Any:
-        args, rounds = kept
-        flat, tree = jax.tree.flatten(args)
-        moved = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.inexact)]
+        flat, rounds, pull = kept
+        args = jax.tree.unflatten(tree, flat)
 
-        def again(i: Any, some: list[Array]) -> Array:
-            whole = list(flat)
-            for at, a in zip(moved, some):
-                whole[at] = a
-            return work(i, jax.tree.unflatten(tree, whole))
+        def of(i: Any) -> Array:
+            return g.at[where(i, args)].get(mode="fill", fill_value=0)
 
-        def step(i: Any, carry: Any) -> Any:
-            sums, g = carry
-            places = where(i, args)
-            mine = g.at[places].get(mode="fill", fill_value=0)
-            (own,) = jax.vjp(lambda some: again(i, some), [flat[at] for at in moved])[1](mine)
-            # These rows of y were replaced.
-            return [a + b for a, b in zip(sums, own)], g.at[places].set(0, mode="drop")
+        def step(i: Any, sums: list[Array]) -> list[Array]:
+            (own,) = jax.vjp(of_moved(i, flat), [flat[at] for at in moved])[1](of(i))
+            return [a + b for a, b in zip(sums, own)]
 
-        sums, g = jax.lax.fori_loop(1, rounds, step, ([jnp.zeros_like(flat[at]) for at in moved], g))
-        out = [np.zeros(a.shape, jax.dtypes.float0) for a in flat]
-        for at, a in zip(moved, sums):
-            out[at] = a
-        return jax.tree.unflatten(tree, out), g, np.zeros(rounds.shape, jax.dtypes.float0)
+        (sums,) = pull(of(0))
+        sums = sums if once else jax.lax.fori_loop(1, rounds, step, sums)
+        out = {i: np.zeros(a.shape, jax.dtypes.float0) for i, a in enumerate(flat)} | dict(zip(moved, sums))
+        return [out[i] for i in range(len(flat))], np.zeros(rounds.shape, jax.dtypes.float0)
 
     run.defvjp(forward, backward)
-    return run(args, y, rounds)
+    return run(flat, rounds)

@@ -105,13 +105,25 @@ class MoE(nnx.Module):
         # By default accelerators multiply float32 as bfloat16 or TF32.
         with jax.default_matmul_precision("highest"):
             logits = constrain(self.router(wide(x)), "B T E")
-        weights, chosen = choose(logits, self.how, None if self.bias is None else self.bias[...])
+        weights, chosen = self.choices(logits)
         chosen = jnp.where(live[..., None], chosen, self.how.count)
         y, passed = self.dispatched(x, weights, chosen)
         if self.shared is not None:
             z = self.shared(x)
             y = y + (z if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * z)
         return y, passed | router_aux(logits, chosen, live, self.how)
+
+    def choices(self, logits: Float[Array, "B T E"]) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
+        """`choose` on the devices of the tokens: XLA gathers the rows of all devices for a `top_k`."""
+        bias = () if self.bias is None else (self.bias[...],)
+        rows = activation_spec("B T", logits.shape[:2])
+        if not axes_in(rows):
+            return choose(logits, self.how, *bias)
+        three = PartitionSpec(*rows, None)
+        specs = (three, *(PartitionSpec() for _ in bias))
+        return jax.shard_map(
+            lambda logits, *bias: choose(logits, self.how, *bias), in_specs=specs, out_specs=three, check_vma=False
+        )(logits, *bias)
 
     def dispatched(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T k"], chosen: Int[Array, "B T k"]
