@@ -33,6 +33,7 @@ from argosy.jobs.across import Both, is_across
 from argosy.jobs.address import is_endpoint
 from argosy.jobs.frozen import Role
 from argosy.jobs.memory import batch_shapes, estimated_need
+from argosy.jobs.preflight import check_experts
 from argosy.jobs.run import Run
 from argosy.jobs.served import Served
 from argosy.jobs.teacher import ROLE as TEACHER
@@ -297,15 +298,18 @@ def mesh_of(run: Run) -> Mesh:
     """The mesh of a run over the devices of this process.
 
     Raises:
-        BadInput: it does not fit the devices, or the batch does not divide over it.
+        BadInput: it does not fit the devices, or the batch or the experts do not divide over it.
     """
     if run.rollout is not None:
         from argosy.jobs.rollout_engine import trainer_devices
 
         if run.mesh.context != 1:
             raise Unsupported("mesh.context with rollouts is not built", hint="mesh.fsdp and mesh.tensor split their work")
-        return run.mesh.build(trainer_devices(run.rollout))
+        mesh = run.mesh.build(trainer_devices(run.rollout))
+        check_experts(run.model, mesh.shape["expert"])
+        return mesh
     mesh = run.mesh.build()
+    check_experts(run.model, mesh.shape["expert"])
     shares, together = row_shares(mesh), run.objective.rows_per_group
     if run.data.batch % (shares * run.accumulate * together):
         raise BadInput(

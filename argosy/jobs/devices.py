@@ -62,6 +62,13 @@ MESHES: dict[str, dict[str, int]] = {
     "context 4": {"data": 1, "fsdp": 1, "context": 4},
     "fsdp 2, context 2, tensor 2": {"data": 1, "fsdp": 2, "context": 2, "tensor": 2},
 }
+# Of the models with experts, beside those.
+EXPERT_MESHES: dict[str, dict[str, int]] = {
+    "expert 2": {"fsdp": 1, "expert": 2},
+    "expert 4": {"fsdp": 1, "expert": 4},
+    "expert 8": {"fsdp": 1, "expert": 8},
+    "fsdp 2, expert 2, tensor 2": {"fsdp": 2, "expert": 2, "tensor": 2},
+}
 
 
 def config_of(name: str) -> Any:
@@ -109,9 +116,12 @@ def table() -> str:
         "| model | mesh | GFLOP | temporaries, kB | state and batch, kB | collectives, kB | of which |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in MODELS:
-        for mesh, sizes in MESHES.items():
-            c = step_cost(config_of(name), sizes)
+    models = {name: config_of(name) for name in MODELS}
+    own = models["experts"]
+    models["experts, capacity 1.25"] = own.model_copy(update={"moe": own.moe.model_copy(update={"capacity": 1.25})})
+    for name, config in models.items():
+        for mesh, sizes in (MESHES | EXPERT_MESHES if name.startswith("experts") else MESHES).items():
+            c = step_cost(config, sizes)
             kinds = ", ".join(f"{kind} {n / 1e3:,.0f}" for kind, n in sorted(c.collectives.items()))
             kb = [f"{n / 1e3:,.0f}" for n in (c.temporary_bytes, c.argument_bytes, c.collective_bytes)]
             lines.append(f"| {name} | {mesh} | {c.flops / 1e9:.3f} | {' | '.join(kb)} | {kinds} |")

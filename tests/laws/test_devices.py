@@ -142,6 +142,42 @@ def test_a_context_axis_splits_the_work(name):
     assert four.collective_bytes <= two.collective_bytes
 
 
+EXPERT_MESHES = {
+    "expert 2": {"data": 4, "fsdp": 1, "expert": 2},
+    "expert 4": {"fsdp": 2, "expert": 4},
+    "expert 2 x fsdp 2 x tensor 2": {"fsdp": 2, "expert": 2, "tensor": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [Unroll(), Scan()], ids=lambda run: type(run).__name__)
+@pytest.mark.parametrize("mesh", EXPERT_MESHES)
+@pytest.mark.parametrize("name", ["experts", "a capacity", "latent attention"])
+def test_experts_split_over_devices_change_no_number(name, mesh, run):
+    """Nor what the router tells, nor the bias of a choice, which is among the weights."""
+    config = changed(name)
+    metrics = ("loss", "grad_norm", "router_balance", "router_z", "experts_idle", "expert_load_max", "experts_dropped")
+    one, other = updated(config, run, None), updated(config, run, EXPERT_MESHES[mesh])
+    assert one[0].keys() == other[0].keys()
+    same(one, other, tuple(m for m in metrics if m in one[0]))
+
+
+@pytest.mark.parametrize("capacity", default(1.25, of=(1.25, None)))
+def test_what_a_device_does_does_not_grow_with_the_devices_that_share_the_experts(capacity):
+    """At four rows for each device. Its weights fall; what it computes, keeps and sends stays as it is."""
+    config = config_of("experts")
+    config = config.model_copy(update={"moe": config.moe.model_copy(update={"capacity": capacity})})
+    two, eight = (step_cost(config, {"fsdp": 1, "expert": n}, 4 * n) for n in (2, 8))
+    alone = step_cost(config, {"fsdp": 1}, 4)
+    experts = 2 * 3 * 8 * 64 * 64 * 4  # bytes: layers, projections, E, D, M
+    # The batch and the router add a little.
+    assert alone.argument_bytes - eight.argument_bytes == pytest.approx(7 / 8 * experts, rel=0.02)
+    assert eight.flops < 1.02 * two.flops
+    assert eight.temporary_bytes < 1.02 * two.temporary_bytes
+    assert eight.collective_bytes < 1.02 * two.collective_bytes
+    assert two.collectives["all-to-all"] > 0
+
+
 @pytest.mark.slow
 def test_accumulation_changes_no_aux_loss():
     """The balance loss is a product of means: taken over the rows computed together, its gradient was 8.5 % off in four parts. Over
