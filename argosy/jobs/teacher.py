@@ -182,7 +182,7 @@ def settle(assembly: Any, teacher: Teacher | Served, directory: RunDirectory, sa
     say(f"teacher {teacher.given}, {teacher.config.parameters():,} parameters, frozen")
     if beside := parted(assembly.shapes.params)[1]:
         (shape,) = (leaf.shape for leaf in beside.values())
-        how = f"{math.prod(shape):,} weights trained beside the model"
+        how = f"{plural(math.prod(shape), 'weight')} trained beside the model"
         say(f"hidden states of {shape[0]} features are projected to its {shape[1]}: {how}")
     if kind_of(assembly.run.objective) == "cached":
         from argosy.jobs import teacher_cache

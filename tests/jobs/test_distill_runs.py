@@ -262,7 +262,7 @@ def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
             "=2",
         ),
         (["objective.teacher={teacher}", "objective.relations.vv=1", "objective.layers.0=2"], "the teacher has 2 layers, 0 to 1", ""),
-        (["objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.1=0"], "the student has 1 layers, 0 to 0", ""),
+        (["objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.1=0"], "the student has 1 layer, 0 to 0", ""),
         (["objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.0=2"], "the teacher has 2 layers, 0 to 1", ""),
         (["objective.teacher={teacher}", "objective.logits=cached", "objective.top=258"], "have 258 and 264 tokens", "online"),
         (["objective.teacher={teacher}", "objective.logits=cached", "data.online=true"], "data.online reads no row twice", "online"),

@@ -9,11 +9,11 @@ import pytest
 from helpers import relative
 
 from argosy.core.errors import Unsupported
-from argosy.ops.attention import IMPLEMENTATIONS, PREFERENCE, Score, See, attention
+from argosy.ops.attention import IMPLEMENTATIONS, PREFERENCE, SPLIT, Score, See, attention
 
 B, T, N, K, H = 2, 150, 6, 2, 10
 # Kernels for other devices, which have tests of their own: test_attention_NAME.py.
-ELSEWHERE = ("splash", "cudnn")
+ELSEWHERE = ("splash", "cudnn", "ring")
 
 
 def inputs(seed=0, T=T):
@@ -82,7 +82,7 @@ def test_implementations_equal_the_reference(name, window, packed, length):
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_kernels_for_other_devices_are_tested_on_their_own(name):
     assert Path(__file__).with_name(f"test_attention_{name}.py").exists()
-    assert any(name in found for found in PREFERENCE.values())
+    assert any(name in found for found in (*PREFERENCE.values(), SPLIT))
 
 
 def test_what_an_implementation_cannot_do_it_refuses():
