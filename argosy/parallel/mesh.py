@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # The last axes communicate most, so they get neighboring devices.
 ORDER = ("stage", "data", "fsdp", "context", "expert", "tensor")
-NOT_BUILT = {"context": "sequences", "expert": "experts", "stage": "layers"}
+NOT_BUILT = {"context": "sequences", "expert": "experts"}
 
 
 class MeshSettings(Settings):

@@ -51,9 +51,11 @@ class Rules:
 
 # Rows are split over `data` and `fsdp`. Weights, gradients and optimizer state are split over `fsdp` and gathered where
 # they are used (FSDP, ZeRO-3, arXiv:1910.02054). Heads, features and vocabulary are split over `tensor` (Megatron,
-# arXiv:1909.08053).
+# arXiv:1909.08053). Stacked layers are split over `stage`, where each part runs its own (`models.parts.pipeline`); before and
+# after them, rows are split over it too, so that no stage repeats the work of another on embeddings and logits.
 DEFAULT = Rules(
     weights=(
+        ("layers", "stage"),
         ("heads", "tensor"),
         ("kv_heads", "tensor"),
         ("ffn", "tensor"),
@@ -66,7 +68,7 @@ DEFAULT = Rules(
         ("kv_heads", "fsdp"),
     ),
     activations={
-        "batch": ("data", "fsdp"),
+        "batch": ("data", "fsdp", "stage"),
         "time": ("context",),
         "heads": ("tensor",),
         "kv_heads": ("tensor",),
