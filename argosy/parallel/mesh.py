@@ -4,7 +4,8 @@ data      each part has all weights and its own rows of the batch
 fsdp      each part has its own rows, and its share of weights, gradients and optimizer state; weights are gathered layer by
           layer as they are used (arXiv:1910.02054)
 tensor    each part has its share of the heads, the feed-forward features and the vocabulary (arXiv:1909.08053)
-context, expert, stage    always 1: sequences, experts and layers are not split over devices yet
+stage     each part has its share of the layers; microbatches of the same rows go from part to part (arXiv:1811.06965)
+context, expert    always 1: sequences and experts are not split over devices yet
 """
 
 import math
@@ -69,7 +70,8 @@ class MeshSettings(Settings):
     expert: Annotated[int, Also("expert_parallel_degree", "ici_expert_parallelism", "ep")] = Field(1, ge=-1)
     """Number of shares of the experts. Only 1 is built."""
     stage: Annotated[int, Also("pipeline_parallel_degree", "ici_pipeline_parallelism", "pp")] = Field(1, ge=-1)
-    """Number of shares of the layers. Only 1 is built."""
+    """Number of shares of the layers, with their gradients and optimizer state. Rows go through them in `execution.microbatches`. It
+    communicates least, so it may run between machines."""
 
     @model_validator(mode="after")
     def _built(self) -> "MeshSettings":

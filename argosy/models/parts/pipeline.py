@@ -22,7 +22,7 @@ from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Caches
 from argosy.models.parts.remat import Remat
 from argosy.models.parts.stack import Aux, Group, Scan, Stack, joined, parts_of, run_group
-from argosy.parallel.scope import activation_spec, axes_in, axis_sizes
+from argosy.parallel.scope import activation_spec, axes_in, axis_sizes, platform
 
 AXIS = "stage"
 # Aux outputs that are sums over the rows computed together; all others have one entry a row.
@@ -70,29 +70,35 @@ class Pipeline:
         for axis in axes_in(activation_spec("B", (x.shape[0] // M,))) - {AXIS}:
             apart *= sizes[axis]
 
+        # XLA:CPU aborts on sums over devices of 16-bit numbers in here. All but one stage add zeros, so either way is exact.
+        summable = jnp.promote_types(x.dtype, jnp.float32) if platform() == "cpu" else x.dtype
+
         def cut(a: Array) -> Array:
             return a.reshape(apart, M, a.shape[0] // (apart * M), *a.shape[1:])
 
         def whole(a: Array) -> Array:
             return a.reshape(-1, *a.shape[2:])
 
-        def stage(s: Array, leaves: Any, x: Array, attend: Attend) -> tuple[Array, Aux]:
-            s = s[0]
-            x = lax.all_gather(x, AXIS, axis=1, tiled=True)
+        strategy, form = jax.tree.flatten(attend)
 
-            def of(tree: Any, m: Array) -> Any:
-                return jax.tree.map(lambda a: whole(lax.dynamic_index_in_dim(a, m, 1, keepdims=False)), tree)
+        def stage(s: Array, leaves: Any, x: Array, strategy: list[Array]) -> tuple[Array, Aux]:
+            s = s[0]
+            x = lax.all_gather(x.astype(summable), AXIS, axis=1, tiled=True).astype(x.dtype)
+
+            def of(a: Array, m: Array) -> Array:
+                return whole(lax.dynamic_index_in_dim(a, m, 1, keepdims=False))
 
             def step(came: Array, t: Array) -> tuple[Array, tuple[Array, Aux]]:
                 # Before its first and after its last microbatch a stage computes on rows that are there anyway, and nobody reads it.
                 here = jnp.where(s == 0, of(x, jnp.minimum(t, M - 1)), came)
-                y, _, told = run_group(mine, graphs, leaves, here, of(attend, jnp.clip(t - s, 0, M - 1)), self.remat)
-                return lax.ppermute(y, AXIS, [(i, (i + 1) % S) for i in range(S)]), (y, told)
+                attend = jax.tree.unflatten(form, [of(a, jnp.clip(t - s, 0, M - 1)) for a in strategy])
+                y, _, told = run_group(mine, graphs, leaves, here, attend, self.remat)
+                return lax.ppermute(y, AXIS, [(i, i + 1) for i in range(S - 1)]), (y, told)
 
             _, (y, told) = lax.scan(step, of(x, jnp.int32(0)), jnp.arange(M + S - 1))
             y = jnp.where(s == S - 1, y[S - 1 :], 0)
             y = jnp.moveaxis(y.reshape(M, apart, -1, *y.shape[2:]), 0, 1)
-            y = lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True)
+            y = lax.psum_scatter(y.astype(summable), AXIS, scatter_dimension=1, tiled=True).astype(x.dtype)
             told = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, s, M), told)
             return y, {kind: {name: together(name, a) for name, a in own.items()} for kind, own in told.items()}
 
@@ -111,5 +117,5 @@ class Pipeline:
             axis_names={AXIS},
             check_vma=False,
         )
-        y, told = run(jnp.arange(S), leaves, cut(x), jax.tree.map(cut, attend))
+        y, told = run(jnp.arange(S), leaves, cut(x), [cut(a) for a in strategy])
         return y.reshape(x.shape), told
