@@ -57,7 +57,7 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32):
     optimizer = SGD(learning_rate=0.1).build(rate, meanings_of(model))
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, config.vocab, (8, 25))
-    segments = np.asarray([[1] * 11 + [2] * 9 + [0] * 4] * 8)
+    segments = np.asarray([[1] * (7 + row) + [2] * (13 - row) + [0] * 4 for row in range(8)])
     batch = {
         "tokens": jnp.asarray(tokens[:, :-1], dtype),
         "targets": jnp.asarray(tokens[:, 1:], dtype),
