@@ -520,7 +520,7 @@ EDITS = [
     Edit(
         "rows replicated over devices",
         "argosy/parallel/rules.py",
-        '"batch": ("data", "fsdp", "expert"),',
+        '"batch": ("data", "fsdp", "expert", "stage"),',
         '"batch": (),',
         (f"{DEVICES}constrain_lays_out_what_divides_and_leaves_the_rest",),
     ),
@@ -551,6 +551,20 @@ EDITS = [
         '("experts", "expert"),',
         "",
         (f"{DEVICES}what_a_device_does_does_not_grow_with_the_devices_that_share_the_experts",),
+    ),
+    Edit(
+        "a stage attends by the segments of another microbatch",
+        "argosy/models/parts/pipeline.py",
+        "[of(a, jnp.clip(t - s, 0, M - 1)) for a in strategy]",
+        "[of(a, jnp.clip(t, 0, M - 1)) for a in strategy]",
+        (f"{DEVICES}stages_change_no_number[dense-three-dots]",),
+    ),
+    Edit(
+        "loads of experts from steps in which a stage waits",
+        "argosy/models/parts/pipeline.py",
+        "lax.dynamic_slice_in_dim(a, s, M)",
+        "a[:M]",
+        (f"{DEVICES}stages_count_experts_as_one_device_does",),
     ),
     # ---------------------------------------------------------------- int8 and adapters
     Edit(

@@ -103,7 +103,7 @@ OBJECTS = {
 # Flags whose meaning there is nothing of here, and what to do.
 ANSWERS = {
     "--model": "the model is the first word",
-    "--pipeline-parallel-size": "layers are not split over devices; `tensor=N` shares each of them",
+    "--pipeline-parallel-size": "layers are split over devices in training alone; `tensor=N` shares each of them",
     "--data-parallel-rank": "a server chooses the copy for each request by itself",
     "--data-parallel-address": "the copies of a server are on the devices of one process",
     "--gpu-memory-utilization": "`engine.memory` is the cache's size in bytes",

@@ -97,7 +97,7 @@ def seams_page() -> str:
 
 
 def devices_page() -> str:
-    from argosy.jobs.devices import LENGTH, ROWS, table
+    from argosy.jobs.devices import LENGTH, MICROBATCHES, ROWS, STAGED_LAYERS, staged_table, table
 
     return (
         "# What each device does\n\nA training step of small models (two layers, width 64, vocabulary 512, "
@@ -108,7 +108,11 @@ def devices_page() -> str:
         "with the rows of a device; of that without a capacity, two fifths are the first round, and the others only happen where the "
         "load is uneven. `tests/laws/test_devices.py` holds the trend, and that losses and weights do not depend on the mesh.\n\n"
         + table()
-        + "\n"
+        + "\n\n## Stages\n\n"
+        f"The same models with {STAGED_LAYERS} layers, which are scanned, and split over stages in {MICROBATCHES} microbatches. FLOPs "
+        "are those of matrix products, and here they and collectives count the body of a loop as often as it runs, where XLA knows "
+        "how often: of products of experts it does not. With stages alone, collectives do not depend on the depth. With `fsdp`, "
+        "weights are gathered for every microbatch.\n\n" + staged_table() + "\n"
     )
 
 

@@ -36,6 +36,7 @@ from argosy.jobs.memory import batch_shapes, estimated_need
 from argosy.jobs.preflight import check_experts
 from argosy.jobs.run import Run
 from argosy.jobs.served import Served
+from argosy.jobs.stages import check_groups, execution
 from argosy.jobs.teacher import ROLE as TEACHER
 from argosy.jobs.teacher import Teacher
 from argosy.jobs.teacher import kind_of as taught
@@ -70,7 +71,7 @@ class Decided:
         cpu = backend() == "cpu"
         layers = run.execution.run
         if layers == "auto":
-            layers = "unroll" if cpu and run.model.layers <= 32 else "scan"
+            layers = "unroll" if cpu and run.model.layers <= 32 and run.mesh.stage == 1 else "scan"
         precision = run.precision
         if precision == "auto":
             precision = "float32" if cpu else "bfloat16"
@@ -396,6 +397,8 @@ def check_processes(run: Run) -> None:
         return
     frozen = reference.kind_of(run.objective) or taught(run.objective)
     asked = {"rollouts": run.rollout is not None, "sample.every": run.sample.every, "a reference or a teacher": frozen}
+    # Sums that are scattered over CPUs of several processes are wrong now and then (jax-ml/jax#40830).
+    asked["mesh.stage on CPUs"] = run.mesh.stage != 1 and backend() == "cpu"
     if found := [name for name, is_asked in asked.items() if is_asked]:
         what = f"{' and '.join(found)}: not built over several processes yet"
         raise Unsupported(what, hint="use the devices of one process")
@@ -453,7 +456,9 @@ def _assembled(
     kind: type[Assembly], run: Run, decided: Decided, mesh: Mesh, tokenizer: Any, batches: Batches, evals: Batches | None
 ) -> Assembly:
     """What does not depend on where batches come from: the model, the optimizer, and whether they fit."""
-    model = run.model.build(decided.run(run.execution.remat))
+    how = execution(run, decided, mesh)
+    model = run.model.build(how)
+    check_groups(model, mesh.shape["stage"])
     if not (run.init.weights or run.init.state) and (
         drawn := [a for a, v in variables(model).items() if isinstance(v, Choosing)]
     ):
@@ -470,7 +475,7 @@ def _assembled(
     whole = frozenset(retrained(model))
     critic = getattr(run.objective, "critic", None)
     if critic is not None:
-        attach(model, run.model, decided.run(run.execution.remat))
+        attach(model, run.model, how)
     roles: dict[str, Role] = {}
     teaching = taught(run.objective)
     served = teaching == "cached" and is_endpoint(run.objective.teacher)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from argosy.models import FAMILIES
-from argosy.models.parts.stack import Unroll
+from argosy.models.parts.pipeline import Pipeline
+from argosy.models.parts.stack import Execution, Scan, Unroll
 from argosy.models.parts.weight import abstract, logical
 from argosy.observe.hlo import Cost, cost
 from argosy.parallel.mesh import MeshSettings
@@ -69,19 +70,34 @@ EXPERT_MESHES: dict[str, dict[str, int]] = {
     "expert 8": {"fsdp": 1, "expert": 8},
     "fsdp 2, expert 2, tensor 2": {"fsdp": 2, "expert": 2, "tensor": 2},
 }
+# Deeper models over stages, in so many microbatches.
+STAGED_LAYERS, MICROBATCHES = 8, 8
+STAGED: dict[str, dict[str, int]] = {
+    "1": {"data": 1, "fsdp": 1},
+    "stage 2": {"data": 1, "fsdp": 1, "stage": 2},
+    "stage 4": {"data": 1, "fsdp": 1, "stage": 4},
+    "stage 2, data 2, tensor 2": {"data": 2, "fsdp": 1, "tensor": 2, "stage": 2},
+    "stage 2, fsdp 2, tensor 2": {"data": 1, "fsdp": 2, "tensor": 2, "stage": 2},
+}
 
 
-def config_of(name: str) -> Any:
-    sizes = dict(MODELS[name])
-    return FAMILIES[sizes.pop("family")](**COMMON, **sizes)
+def config_of(name: str, **sizes: Any) -> Any:
+    sizes = COMMON | MODELS[name] | sizes
+    return FAMILIES[sizes.pop("family")](**sizes)
 
 
-def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS) -> Cost:
-    """The cost of a model's training step over a mesh, per device."""
+def staged_cost(config: Any, sizes: dict[str, int]) -> Cost:
+    """The cost of a step whose layers are scanned, and split over the stages of the mesh if it has some."""
+    stages = sizes.get("stage", 1)
+    return step_cost(config, sizes, run=Scan() if stages == 1 else Pipeline(stages, MICROBATCHES))
+
+
+def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS, run: Execution | None = None) -> Cost:
+    """The cost of a model's training step over a mesh, per device. run: how the layers run; default: unrolled."""
     count = 1
     for n in sizes.values():
         count *= n
-    return cost(lowered_step(config.build(Unroll()), MeshSettings(**sizes).build(jax.devices()[:count]), rows, LENGTH).compile())
+    return cost(lowered_step(config.build(run or Unroll()), MeshSettings(**sizes).build(jax.devices()[:count]), rows, LENGTH).compile())
 
 
 def lowered_step(
@@ -125,4 +141,19 @@ def table() -> str:
             kinds = ", ".join(f"{kind} {n / 1e3:,.0f}" for kind, n in sorted(c.collectives.items()))
             kb = [f"{n / 1e3:,.0f}" for n in (c.temporary_bytes, c.argument_bytes, c.collective_bytes)]
             lines.append(f"| {name} | {mesh} | {c.flops / 1e9:.3f} | {' | '.join(kb)} | {kinds} |")
+    return "\n".join(lines)
+
+
+def staged_table() -> str:
+    """A Markdown table with a row for each mesh with stages."""
+    lines = [
+        "| model | mesh | products, GFLOP | temporaries, kB | state and batch, kB | collectives, kB | of which |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in ("dense", "experts"):
+        for mesh, sizes in STAGED.items():
+            c = staged_cost(config_of(name, layers=STAGED_LAYERS), sizes)
+            kinds = ", ".join(f"{kind} {n / 1e3:,.0f}" for kind, n in sorted(c.moved.items()))
+            kb = [f"{n / 1e3:,.0f}" for n in (c.temporary_bytes, c.argument_bytes, sum(c.moved.values()))]
+            lines.append(f"| {name} | {mesh} | {c.products / 1e9:.3f} | {' | '.join(kb)} | {kinds} |")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ tensor    each part has its share of the heads, the feed-forward features and th
 context   each part has its share of every sequence; keys and values go round (arXiv:2310.01889)
 expert    each part has its own rows, and its share of the experts of every layer; rows are sent to the devices of their experts
           and back (arXiv:2006.16668)
-stage     always 1: layers are not split over devices yet
+stage     each part has its share of the layers; microbatches of the same rows go from part to part (arXiv:1811.06965)
 """
 
 import math
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 # The last axes communicate most, so they get neighboring devices.
 ORDER = ("stage", "data", "fsdp", "context", "expert", "tensor")
-NOT_BUILT = {"stage": "layers"}
+# Not shown where they are 1.
+SPECIAL = ("context", "expert", "stage")
 
 
 class MeshSettings(Settings):
@@ -76,14 +77,11 @@ class MeshSettings(Settings):
     It must divide the number of experts. All other weights are copied along it, so use it beside `mesh.fsdp`, and where a layer's
     experts are more than what is sent of its rows."""
     stage: Annotated[int, Also("pipeline_parallel_degree", "ici_pipeline_parallelism", "pp")] = Field(1, ge=-1)
-    """Number of shares of the layers. Only 1 is built."""
+    """Number of shares of the layers, with their gradients and optimizer state. Rows go through them in `execution.microbatches`. It
+    communicates least, so it may run between machines."""
 
     @model_validator(mode="after")
-    def _built(self) -> "MeshSettings":
-        for name, what in NOT_BUILT.items():
-            if (size := getattr(self, name)) != 1:
-                hint = f"leave mesh.{name} at 1; mesh.fsdp and mesh.tensor split the weights of every model"
-                raise BadInput(f"{name} = {size}: {what} are not split over devices yet", hint=hint)
+    def _possible(self) -> "MeshSettings":
         sizes = {name: getattr(self, name) for name in ORDER}
         if list(sizes.values()).count(-1) > 1 or 0 in sizes.values():
             shown = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size in (-1, 0))
@@ -116,4 +114,4 @@ class MeshSettings(Settings):
 
 
 def _shown(sizes: dict[str, int]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if name not in NOT_BUILT or size != 1)
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if name not in SPECIAL or size != 1)

@@ -36,8 +36,8 @@ def batch_sharding(mesh: Mesh, rules: Rules = DEFAULT) -> NamedSharding:
 
 
 def row_axes(mesh: Mesh, rules: Rules = DEFAULT) -> tuple[str, ...]:
-    """The mesh axes that split the rows of a batch."""
-    return tuple(axis for axis in rules.activations["batch"] if axis in mesh.shape)
+    """The mesh axes that split the rows of a batch. Stages of a pipeline all begin with the same rows."""
+    return tuple(axis for axis in rules.activations["batch"] if axis in mesh.shape and axis != "stage")
 
 
 def row_shares(mesh: Mesh, rules: Rules = DEFAULT) -> int:

@@ -51,9 +51,12 @@ class Rules:
 
 # Rows are split over `data`, `fsdp` and `expert`. Experts are split over `expert`, and rows are sent to them (GShard,
 # arXiv:2006.16668). Weights, gradients and optimizer state are split over `fsdp` and gathered where they are used (FSDP, ZeRO-3,
-# arXiv:1910.02054). Heads, features and vocabulary are split over `tensor` (Megatron, arXiv:1909.08053).
+# arXiv:1910.02054). Heads, features and vocabulary are split over `tensor` (Megatron, arXiv:1909.08053). Stacked layers are split
+# over `stage`, where each part runs its own (`models.parts.pipeline`); before and after them, rows are split over it too, so that
+# no stage repeats the work of another on embeddings and logits.
 DEFAULT = Rules(
     weights=(
+        ("layers", "stage"),
         ("experts", "expert"),
         ("heads", "tensor"),
         ("kv_heads", "tensor"),
@@ -67,7 +70,7 @@ DEFAULT = Rules(
         ("kv_heads", "fsdp"),
     ),
     activations={
-        "batch": ("data", "fsdp", "expert"),
+        "batch": ("data", "fsdp", "expert", "stage"),
         "time": ("context",),
         "heads": ("tensor",),
         "kv_heads": ("tensor",),

@@ -1,5 +1,7 @@
 """What devices share: each one's work, memory and traffic as their number grows, and the same numbers whatever it is."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from helpers import default, described_tpus, relative
 from laws.families import built
 
-from argosy.jobs.devices import MESHES, MODELS, config_of, step_cost
+from argosy.jobs.devices import LENGTH, MESHES, MICROBATCHES, MODELS, ROWS, STAGED, config_of, staged_cost, step_cost
+from argosy.models.parts.pipeline import Pipeline
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, logical
 from argosy.parallel.mesh import MeshSettings
@@ -54,7 +57,7 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits"):
     optimizer = SGD(learning_rate=0.1).build(rate, meanings_of(model))
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, config.vocab, (8, 25))
-    segments = np.asarray([[1] * 11 + [2] * 9 + [0] * 4] * 8)
+    segments = np.asarray([[1] * (7 + row) + [2] * (13 - row) + [0] * 4 for row in range(8)])
     batch = {
         "tokens": jnp.asarray(tokens[:, :-1], dtype),
         "targets": jnp.asarray(tokens[:, 1:], dtype),
@@ -66,7 +69,7 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits"):
     if sizes is None:
         after, metrics = jax.jit(step)(state, batch)
     else:
-        mesh = MeshSettings(**sizes).build()
+        mesh = MeshSettings(**sizes).build(jax.devices()[: math.prod(sizes.values())])
         shapes = abstract(model)
         weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)
         places = like_weights(state, weights, shapes, mesh)
@@ -94,9 +97,9 @@ CHANGES = {
 }
 
 
-def changed(name):
+def changed(name, **sizes):
     kind, moe = CHANGES[name]
-    config = config_of(kind)
+    config = config_of(kind, **sizes)
     return config.model_copy(update={"moe": config.moe.model_copy(update=moe)}) if moe else config
 
 
@@ -176,6 +179,69 @@ def test_what_a_device_does_does_not_grow_with_the_devices_that_share_the_expert
     assert eight.temporary_bytes < 1.02 * two.temporary_bytes
     assert eight.collective_bytes < 1.02 * two.collective_bytes
     assert two.collectives["all-to-all"] > 0
+
+
+THREE = {"data": 1, "fsdp": 2, "tensor": 2, "stage": 2}
+WAYS = (("stage 2", STAGED["stage 2"], "full"), ("stage 4", STAGED["stage 4"], "none"), ("three", THREE, "dots"))
+# The first layer of latent attention is of a kind of its own, and runs on all devices; delta nets repeat in groups of two.
+DEEP = {"dense": 4, "experts": 4, "latent attention": 5, "delta nets": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "how"),
+    [
+        pytest.param(n, sizes, how, id=f"{n}-{mesh}-{how}", marks=() if (n, mesh) == ("dense", "three") else pytest.mark.slow)
+        for n in DEEP
+        for mesh, sizes, how in WAYS
+    ],
+)
+def test_stages_change_no_number(name, sizes, how):
+    config, run = changed(name, layers=DEEP[name]), Pipeline(sizes["stage"], 4, how)
+    same(updated(config, Scan(), None), updated(config, run, sizes), ("loss", "grad_norm"))
+
+
+@pytest.mark.slow
+def test_stages_count_experts_as_one_device_does():
+    """Loads are sums over microbatches, aux losses and dropped tokens are of each row: all as without stages, by layer."""
+    config = changed("experts", layers=4)
+    config = config.model_copy(update={"moe": config.moe.model_copy(update={"capacity": 0.7, "bias": True})})
+    metrics = ("loss", "grad_norm", "router_balance", "router_z", "experts_dropped", "expert_load_max", "experts_idle")
+    one, staged = updated(config, Scan(), None), updated(config, Pipeline(2, 4), THREE)
+    assert one[0]["experts_dropped"] > 0.01
+    same(one, staged, metrics)
+
+
+def test_microbatches_are_rows_that_divide():
+    model = built(config_of("dense", layers=2), Pipeline(2, 4))
+    mesh = MeshSettings(**STAGED["stage 2"]).build(jax.devices()[:2])
+    tokens = jnp.ones((6, 8), jnp.int32)
+    with scope(mesh), pytest.raises(ValueError, match="6 rows do not divide into 4 microbatches"):
+        jax.eval_shape(lambda: model(tokens, model.config.attend(tokens)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_stage_has_its_share_of_the_layers(stages):
+    sizes, width, vocab = STAGED[f"stage {stages}"], 64, 512
+    short, deep = (config_of("dense", layers=n) for n in (4, 8))
+    one, more = staged_cost(short, STAGED["1"]), staged_cost(deep, STAGED["1"])
+    staged, further = staged_cost(short, sizes), staged_cost(deep, sizes)
+    # What four layers add in weights and in products, and the steps in which a stage computes on nothing of use.
+    assert more.argument_bytes - one.argument_bytes == stages * (further.argument_bytes - staged.argument_bytes)
+    steps = MICROBATCHES + stages - 1
+    assert stages * MICROBATCHES * (further.products - staged.products) == steps * (more.products - one.products)
+    # The head is computed once, and not by each stage.
+    head = one.products - (more.products - one.products)
+    assert stages * (staged.products - (further.products - staged.products)) == head
+    # Depth sends nothing: activations go from stage to stage, in at the first and out of the last, and back.
+    assert further.moved == staged.moved
+    rows = ROWS * LENGTH * width * 4
+    assert staged.moved["collective-permute"] == 2 * steps * rows / MICROBATCHES
+    assert staged.moved["all-gather"] == 2 * rows
+    assert staged.moved["reduce-scatter"] == 2 * rows / stages
+    # The gradients of what all stages have: embeddings, norms and the metrics.
+    assert staged.moved["all-reduce"] < 2 * (vocab + 8) * width * 4
+    assert set(staged.moved) == {"collective-permute", "all-gather", "reduce-scatter", "all-reduce"}
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from argosy.core.errors import BadInput
 from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.place import batch_sharding
 from argosy.parallel.rules import DEFAULT
 
 MESH = MeshSettings(data=2, fsdp=4)
@@ -38,9 +39,9 @@ def test_minus_one_is_whatever_is_left():
     assert {name: n for name, n in sizes.items() if n > 1} == {"data": 2, "fsdp": 2, "tensor": 2}
 
 
-@pytest.mark.parametrize("axis", ["stage"])
-def test_axes_that_are_not_built_are_refused(axis):
-    with pytest.raises(BadInput, match=f"{axis} = 2: .* not split over devices yet") as caught:
-        MeshSettings(**{axis: 2})
-    assert caught.value.exit_code == 2
-    assert caught.value.hint
+def test_layers_are_split_over_stages_and_rows_outside_of_them():
+    mesh = MeshSettings(data=2, fsdp=2, stage=2).build()
+    assert DEFAULT.weight(("layers", "embed", "ffn"), (4, 64, 70), mesh.shape) == P("stage", "fsdp", None)
+    assert DEFAULT.weight(("layers", "embed", "ffn"), (3, 64, 70), mesh.shape) == P(None, "fsdp", None)
+    assert DEFAULT.activation("B T D", (8, 6, 64), mesh.shape) == P(("data", "fsdp", "stage"), None, None)
+    assert batch_sharding(mesh).spec == P(("data", "fsdp", "expert"))

@@ -17,6 +17,7 @@ checkpoints of the other layout and random draws (`layer_addresses`, `to_layers`
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -137,42 +138,67 @@ class Scan:
         first: Counter[str] = Counter()
         aux = []
         for group in stack.groups:
-            apart = {kind: split(getattr(stack, name)) for kind, name in group.names.items()}
-            graphs = {kind: graph for kind, (graph, _) in apart.items()}
-            uses = Counter(layer.kind for layer in group.layers)
-            weights = {kind: _by_repeat(leaves, uses[kind]) for kind, (_, leaves) in apart.items()}
+            graphs, leaves = parts_of(stack, group)
             names = [stack.cache_name(layer) for layer in group.layers]
-
-            def body(carry: Any, of_group: Any, group: Any = group, graphs: Any = graphs, names: Any = names, uses: Any = uses) -> Any:
-                x, caches, at = carry
-                weights, caches = of_group, caches and dict(caches)
-                seen: Counter[str] = Counter()
-                at, own = dict(at), {}
-                for layer, name in zip(group.layers, names):
-                    mine = weights[layer.kind]
-                    if uses[layer.kind] > 1:
-                        mine = _at(mine, seen[layer.kind])
-                    seen[layer.kind] += 1
-                    cache = _taken(caches[name], at[name]) if caches else None
-                    x, cache, told = run_block(graphs[layer.kind], layer, mine, x, cache, attend, self.remat)
-                    if caches:
-                        caches[name] = _put(caches[name], cache, at[name])
-                        at[name] = at[name] + 1
-                    own.setdefault(layer.kind, []).append(told)
-                return (x, caches, at), {kind: _stack_trees(trees) for kind, trees in own.items()}
-
             at = {name: jnp.asarray(first[name], jnp.int32) for name in dict.fromkeys(names)} if caches else {}
-            carry = (x, caches, at)
-            if group.repeats == 1:
-                carry, told = body(carry, jax.tree.map(lambda a: a[0], weights))
-                aux.append(told)
-            else:
-                carry, told = jax.lax.scan(body, carry, weights)
-                aux.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), told))
-            x, caches, _ = carry
+            x, caches, told = run_group(group, graphs, leaves, x, attend, self.remat, caches, names, at)
+            aux.append(told)
             for name in names:
                 first[name] += group.repeats
-        return x, caches, _join(aux)
+        return x, caches, joined(aux)
+
+
+def parts_of(stack: "Stack", group: "Group") -> tuple[dict[str, Any], dict[str, Leaves]]:
+    """The graphs and stored weights of a group of scanned layers, by kind."""
+    apart = {kind: split(getattr(stack, name)) for kind, name in group.names.items()}
+    return {kind: graph for kind, (graph, _) in apart.items()}, {kind: leaves for kind, (_, leaves) in apart.items()}
+
+
+def run_group(
+    group: "Group",
+    graphs: Mapping[str, Any],
+    leaves: Mapping[str, Leaves],
+    x: Array,
+    attend: Attend,
+    remat: Remat,
+    caches: Caches | None = None,
+    names: Sequence[str] = (),
+    at: Mapping[str, Array] = MappingProxyType({}),
+) -> tuple[Array, Caches | None, Aux]:
+    """The layers of a group, in a loop over its repeats.
+
+    Args:
+        graphs, leaves: structure and stored weights by kind.
+        names: the name of each layer's cache.
+        at: for each cache, the place of the group's first layer in it.
+    """
+    uses = Counter(layer.kind for layer in group.layers)
+    weights = {kind: _by_repeat(own, uses[kind]) for kind, own in leaves.items()}
+
+    def body(carry: Any, weights: Any) -> Any:
+        x, caches, at = carry
+        caches = caches and dict(caches)
+        seen: Counter[str] = Counter()
+        at, own = dict(at), {}
+        for i, layer in enumerate(group.layers):
+            mine = weights[layer.kind]
+            if uses[layer.kind] > 1:
+                mine = _at(mine, seen[layer.kind])
+            seen[layer.kind] += 1
+            cache = _taken(caches[names[i]], at[names[i]]) if caches else None
+            x, cache, told = run_block(graphs[layer.kind], layer, mine, x, cache, attend, remat)
+            if caches:
+                caches[names[i]] = _put(caches[names[i]], cache, at[names[i]])
+                at[names[i]] = at[names[i]] + 1
+            own.setdefault(layer.kind, []).append(told)
+        return (x, caches, at), {kind: _stack_trees(trees) for kind, trees in own.items()}
+
+    carry = (x, caches, dict(at))
+    if group.repeats == 1:
+        (x, caches, _), told = body(carry, jax.tree.map(lambda a: a[0], weights))
+        return x, caches, told
+    (x, caches, _), told = jax.lax.scan(body, carry, weights)
+    return x, caches, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), told)
 
 
 class Group(NamedTuple):
@@ -410,7 +436,7 @@ def _stack_trees(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *a: jnp.stack(a), *trees)
 
 
-def _join(parts: list[Any]) -> Any:
+def joined(parts: list[Any]) -> Any:
     """The outputs of the groups, one after the other."""
     out: dict[str, list[Any]] = {}
     for part in parts:
