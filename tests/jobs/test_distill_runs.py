@@ -202,7 +202,7 @@ def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
         (["objective.teacher={teacher}", "data.sequence=128", "model.context=128"], "longer than the teacher's context of 64", "=64"),
         (["objective.teacher={teacher}", "model.vocab=300", "objective.divergence=reverse"], "infinite for the others", "vocab=264"),
         (["objective.teacher={teacher}", "objective.hidden=cosine", "model.width=32"], "of 32 features here and 16 there", "as wide"),
-        (["objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.1=0"], "the student has 1 layers, 0 to 0", ""),
+        (["objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.1=0"], "the student has 1 layer, 0 to 0", ""),
         (["objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.0=2"], "the teacher has 2 layers, 0 to 1", ""),
         (["objective.teacher={teacher}", "objective.logits=cached", "objective.top=258"], "have 258 and 264 tokens", "online"),
         (["objective.teacher={teacher}", "objective.logits=cached", "data.online=true"], "data.online reads no row twice", "online"),
