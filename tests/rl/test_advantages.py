@@ -223,7 +223,7 @@ def test_gdpo_leaves_out_a_reward_that_is_missing():
 
 
 def test_as_many_weights_as_rewards():
-    with pytest.raises(BadInput, match="2 rewards and 1 weights"):
+    with pytest.raises(BadInput, match="2 rewards and 1 weight"):
         gdpo(array([[[1, 0], [1, 1]]]), [1.0])
 
 

@@ -188,8 +188,8 @@ def test_lists_that_do_not_fit_are_refused(write):
     write("def f(completions, answer): return [1] * len(completions)")
     with open_rewards([Reward(of="mine.py:f")], 1) as rewards:
         for prompts, columns, expected in [
-            (["a"], {"answer": [1, 2]}, "`prompts` has 1 items for 2 completions"),
-            (["a", "b"], {"answer": [1]}, "`answer` has 1 items for 2 completions"),
+            (["a"], {"answer": [1, 2]}, "`prompts` has 1 item for 2 completions"),
+            (["a", "b"], {"answer": [1]}, "`answer` has 1 item for 2 completions"),
             (["a", "b"], {"answer": "ab"}, "`answer` has a text"),
             (["a", "b"], {"answer": [1, 2], "completions": [1, 2]}, "a column `completions` would hide"),
             (["a", "b"], {"level": [1, 2]}, "needs `answer`\n\nhint: the columns are level"),
