@@ -1,16 +1,19 @@
 """DPO, KTO and ORPO on a small model and real pairs: is the chosen answer preferred afterwards, and is it still likely?
 
-    ./run python bench/preferences_cpu.py [STEPS] [SEED] [MODEL]
+    ./run python bench/preferences_cpu.py [STEPS] [SEEDS] [MODEL] [RUN ...]
 
 stories260K on the 1,100 pairs of ../shared/data (polite against rude answers to instructions), a tenth of them held out. For KTO each
-training pair is two labeled examples. Printed for the held-out pairs, before and after:
+training pair is two labeled examples. Printed for the held-out pairs, before and after, as means over the seeds with their 95 %
+interval (Student's t):
 
     accuracy     pairs whose chosen answer gained more log-probability than the rejected one, against the first weights; 0.5 by chance
     likelier     pairs whose chosen answer has the higher log-probability a token
     chosen, rejected   mean log-probability of an answer; the collapse of DPO is both falling together
+    wall, CPU    median seconds of a run, with compiling
 
-At stories260K's learning rates, which are far above those of the recipes. About a minute a run on two free cores. The model of a folder
-is trained by adapters, at the rates of `LARGER`, with half the batch and its chat template.
+The held-out pairs are the same for all seeds. At stories260K's learning rates, which are far above those of the recipes. Half a minute
+to a minute a run on two free cores. The model of a folder is trained by adapters, at the rates of `LARGER`, with half the batch and its
+chat template.
 """
 
 import json
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from seeds import spread
 
 import argosy
 from argosy.data.batch import Field
@@ -31,7 +35,7 @@ from argosy.train.objectives.sequences import FIELDS
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 MODEL, PAIRS = SHARED / "models" / "stories260k", SHARED / "preference" / "preference_1100.jsonl"
-HELD_OUT, STEPS, SEQUENCE = 110, 60, 192
+HELD_OUT, STEPS, SEEDS, SEQUENCE = 110, 60, 3, 192
 RUNS = {
     "dpo": ("dpo", ["optimizer.learning_rate=3e-4"]),
     "dpo, sigmoid 1 + sft 0.5": ("dpo", ["optimizer.learning_rate=3e-4", "objective.losses.sigmoid=1", "objective.losses.sft=0.5"]),
@@ -80,31 +84,38 @@ def measured(model: str, test: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main() -> None:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    steps, seeds = (int(sys.argv[i]) if len(sys.argv) > i else default for i, default in ((1, STEPS), (2, SEEDS)))
     model = Path(sys.argv[3]) if len(sys.argv) > 3 else MODEL
-    runs = RUNS if model == MODEL else LARGER
+    runs = RUNS if model.resolve() == MODEL.resolve() else LARGER
+    chosen = {name: runs[name] for name in sys.argv[4:]} or runs
     folder = Path(tempfile.mkdtemp())
     try:
         train, labeled, test_file = files(folder)
         test = held_out(test_file, folder / "cache", model)
         first, first_means = measured(str(model), test)
-        print(f"{model.name}: {len(first)} held-out pairs, {steps} steps, seed {seed}\n")
-        print("| | accuracy | likelier | chosen | rejected | seconds |\n|---|---|---|---|---|---|")
+        print(f"{model.name}: {len(first)} held-out pairs, {steps} steps, {seeds} seeds\n")
+        print("| | accuracy | likelier | chosen | rejected | wall s | CPU s |\n|---|---|---|---|---|---|---|")
         row = np.mean(first_means[:, 0] > first_means[:, 1]), *first.mean(0)
-        print(f"| before | | {row[0]:.3f} | {row[1]:.1f} | {row[2]:.1f} | |", flush=True)
-        for name, (recipe, words) in runs.items():
-            data = labeled if recipe == "kto" else train
-            common = [f"model={model}", f"data.source={data}", f"data.sequence={SEQUENCE}", "data.batch=16", f"steps={steps}"]
-            common += [f"seed={seed}"]
-            common += ["eval.batches=0", f"data.cache={folder / 'cache'}", f"dir={folder / name}", "log.every=20"]
-            began = time.monotonic()
-            argosy.fit(recipe, *common, *words)
-            seconds = time.monotonic() - began
-            sums, means = measured(str(folder / name), test)
-            gained = sums - first
-            found = np.mean(gained[:, 0] > gained[:, 1]), np.mean(means[:, 0] > means[:, 1]), *sums.mean(0)
-            print(f"| {name} | {found[0]:.3f} | {found[1]:.3f} | {found[2]:.1f} | {found[3]:.1f} | {seconds:.0f} |", flush=True)
+        print(f"| before | | {row[0]:.3f} | {row[1]:.1f} | {row[2]:.1f} | | |", flush=True)
+        for name, (recipe, words) in chosen.items():
+            found: list[list[float]] = []
+            for seed in range(seeds):
+                data, run = labeled if recipe == "kto" else train, folder / f"{name} {seed}"
+                common = [f"model={model}", f"data.source={data}", f"data.sequence={SEQUENCE}", "data.batch=16", f"steps={steps}"]
+                common += [f"seed={seed}", "eval.batches=0", f"data.cache={folder / 'cache'}", f"dir={run}", "log.every=20"]
+                wall, cpu = time.monotonic(), time.process_time()
+                argosy.fit(recipe, *common, *words)
+                wall, cpu = time.monotonic() - wall, time.process_time() - cpu
+                sums, means = measured(str(run), test)
+                gained = sums - first
+                better = float(np.mean(gained[:, 0] > gained[:, 1])), float(np.mean(means[:, 0] > means[:, 1]))
+                found.append([*better, *map(float, sums.mean(0)), wall, cpu])
+                print(f"{name}, seed {seed}: {' '.join(f'{value:.3f}' for value in found[-1])}", file=sys.stderr, flush=True)
+                shutil.rmtree(run)
+            columns = [list(values) for values in zip(*found)]
+            cells = [spread(values, digits) for values, digits in zip(columns[:4], (3, 3, 1, 1))]
+            cells += [f"{np.median(values):.0f}" for values in columns[4:]]
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
     finally:
         shutil.rmtree(folder)
 

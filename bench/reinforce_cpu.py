@@ -1,11 +1,12 @@
 """GRPO and PPO on sums: does the greedy accuracy on sums never seen rise, over several seeds?
 
-    ./run python bench/reinforce_cpu.py [STEPS] [SEEDS] [RECIPE ...]
+    ./run python bench/reinforce_cpu.py [STEPS] [SEEDS] [RECIPE ...] [svg=docs/images/reinforcement.svg]
 
 stories260K is fine-tuned on a part of the sums of two numbers up to 29 until it gets about half of the others right. From there it
 learns from rewards alone: 1 for the right sum, 0 otherwise, on prompts of the sums that fine-tuning did not see; a fifth of all sums is
 kept for the test. Printed for each recipe: greedy accuracy on the test before and after, mean and 95 % interval (Student's t) over
 the seeds, the reward of the first and last five rollouts, and seconds of a run. The learning rates are those of a model of this size.
+With `svg=` the greedy accuracy on the test every 20 steps is drawn, again with its interval.
 """
 
 import json
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from curves import draw, picture_of
+from seeds import spread
 
 import argosy
 from argosy.core.storage import Store
@@ -25,10 +28,11 @@ from argosy.observe.metrics import by_step, read
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 MODEL = SHARED / "models" / "stories260k"
-LARGEST, TOKENS, STEPS, SEEDS = 29, 6, 120, 5
+LARGEST, TOKENS, STEPS, SEEDS, EVERY = 29, 6, 120, 5, 20
 # Of fine-tuning: rows of 32 tokens hold two or three sums.
 TUNING = ["optimizer.learning_rate=2e-3", "steps=400", "data.sequence=32", "data.batch=32", "eval.batches=0", "log.every=100"]
-COMMON = [f"rollout.tokens={TOKENS}", "data.sequence=32", "eval.batches=0", "data.held_out=0", "checkpoint.every=10000"]
+COMMON = [f"rollout.tokens={TOKENS}", "data.sequence=32", "eval.batches=0", "data.held_out=0", f"checkpoint.every={EVERY}"]
+COMMON += ["checkpoint.keep=1000"]
 RECIPES = {
     "grpo": ["data.batch=128", "rollout.completions=8", "optimizer.learning_rate=2e-4"],
     "ppo": ["data.batch=128", "rollout.epochs=2", "optimizer.learning_rate=2e-4", "objective.kl=0.01"],
@@ -37,8 +41,6 @@ REWARD = """
 def right(completions, answer):
     return [float(text.strip() == one) for text, one in zip(completions, answer)]
 """
-# Student's t for a two-sided 95 % interval, by degrees of freedom.
-T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 def sums() -> tuple[list[Any], list[Any], list[Any]]:
@@ -62,17 +64,11 @@ def accuracy(model: str, test: list[Any]) -> float:
     return float(np.mean(right))
 
 
-def spread(values: list[float]) -> str:
-    """The mean of several runs and its 95 % interval."""
-    if len(values) < 2:
-        return f"{np.mean(values):.3f}"
-    half = T[len(values) - 1] * np.std(values, ddof=1) / len(values) ** 0.5
-    return f"{np.mean(values):.3f} +- {half:.3f}"
-
-
 def main() -> None:
-    steps, seeds = (int(sys.argv[i]) if len(sys.argv) > i else default for i, default in ((1, STEPS), (2, SEEDS)))
-    chosen = sys.argv[3:] or list(RECIPES)
+    picture, words = picture_of(sys.argv[1:])
+    steps, seeds = (int(words[i]) if len(words) > i else default for i, default in enumerate((STEPS, SEEDS)))
+    chosen = words[2:] or list(RECIPES)
+    curves: dict[str, list[dict[int, float]]] = {}
     folder = Path(tempfile.mkdtemp())
     try:
         tuning, asking, test = sums()
@@ -97,8 +93,15 @@ def main() -> None:
                 first.append(float(np.mean(rewards[:5])))
                 last.append(float(np.mean(rewards[-5:])))
                 after.append(accuracy(str(run), test))
-            found = spread(after), f"{min(after):.3f}, {max(after):.3f}", f"{np.mean(first):.3f}, {np.mean(last):.3f}"
-            print(f"| {recipe} | {steps} | {found[0]} | {found[1]} | {found[2]} | {np.median(seconds):.0f} |", flush=True)
+                if picture is not None:
+                    found = {step: accuracy(str(run / "checkpoints" / str(step)), test) for step in range(EVERY, steps, EVERY)}
+                    curves.setdefault(recipe, []).append({0: before} | found | {steps: after[-1]})
+                    print(f"{recipe}, seed {seed}: {curves[recipe][-1]}, {seconds[-1]:.0f} s", file=sys.stderr, flush=True)
+                shutil.rmtree(run)
+            told = spread(after), f"{min(after):.3f}, {max(after):.3f}", f"{np.mean(first):.3f}, {np.mean(last):.3f}"
+            print(f"| {recipe} | {steps} | {told[0]} | {told[1]} | {told[2]} | {np.median(seconds):.0f} |", flush=True)
+        if picture is not None:
+            draw(picture, curves, "greedy accuracy by step", "accuracy on sums never seen")
     finally:
         shutil.rmtree(folder)
 

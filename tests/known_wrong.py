@@ -36,12 +36,27 @@ class Edit(NamedTuple):
 
 PARITY = "tests/models/test_parity.py::test_logits_equal_the_reference"
 LAWS, DEVICES, COSTS = (f"tests/laws/test_{name}.py::test_" for name in ("family", "devices", "costs"))
-ATTEND, MOE, EINSUM = (f"tests/models/test_{name}.py::test_" for name in ("attend", "moe", "einsum"))
+ATTEND, MOE, EINSUM, EXCHANGE = (f"tests/models/test_{name}.py::test_" for name in ("attend", "moe", "einsum", "exchange"))
 CACHE = "tests/infer/test_cache_dtype.py::test_"
 RESUME, RUNS, SURGERY = "tests/jobs/test_resume.py::test_", "tests/jobs/test_train.py::test_", "tests/adapt/test_surgery.py::test_"
 PLAYS = "tests/rl/test_trajectories.py::test_"
 GANGS = "tests/launch/test_gangs.py::test_"
 EDITS = [
+    # ---------------------------------------------------------------- sequences over devices
+    Edit(
+        "keys that come home one device too far",
+        "argosy/ops/attention_ring.py",
+        "home = [(i, (i - (steps - 1)) % rule.n) for i in range(rule.n)]",
+        "home = [(i, (i - steps) % rule.n) for i in range(rule.n)]",
+        ("tests/ops/test_attention_ring.py::test_value_and_gradients_equal_the_reference",),
+    ),
+    Edit(
+        "rows and times merged before a product",
+        "argosy/models/parts/einsum.py",
+        '(inner := _tail(eq)) is None or ("T" in eq and splits("time"))',
+        "(inner := _tail(eq)) is None",
+        ("tests/laws/test_devices.py::test_a_context_axis_splits_the_work[dense]",),
+    ),
     # ---------------------------------------------------------------- several processes
     Edit(
         "each process stops after its own step",
@@ -490,14 +505,14 @@ EDITS = [
     ),
     Edit(
         "a capacity over the whole batch",
-        "argosy/models/parts/moe.py",
+        "argosy/models/parts/dispatch.py",
         "places = self.places(T, experts.how)",
         "places = self.places(B * T, experts.how)",
         (f"{MOE}a_capacity_serves_first_choices_first",),
     ),
     Edit(
         "a bias on every tensor shard",
-        "argosy/models/parts/moe.py",
+        "argosy/models/parts/dispatch.py",
         "if self.features is None or self.down.bias is None:",
         "if True:",
         (f"{MOE}biases_of_split_experts_count_once",),
@@ -505,9 +520,37 @@ EDITS = [
     Edit(
         "rows replicated over devices",
         "argosy/parallel/rules.py",
-        '"batch": ("data", "fsdp"),',
+        '"batch": ("data", "fsdp", "expert"),',
         '"batch": (),',
         (f"{DEVICES}constrain_lays_out_what_divides_and_leaves_the_rest",),
+    ),
+    Edit(
+        "one round however uneven the load",
+        "argosy/models/parts/exchange.py",
+        "rounds = (busiest + places - 1) // places",
+        "rounds = jnp.minimum(busiest, 1)",
+        (f"{EXCHANGE}no_row_is_dropped_however_uneven_the_load",),
+    ),
+    Edit(
+        "no gradient of further rounds",
+        "argosy/models/parts/exchange.py",
+        "sums = sums if once else jax.lax.fori_loop(1, rounds, step, sums)",
+        "pass",
+        (f"{EXCHANGE}no_row_is_dropped_however_uneven_the_load",),
+    ),
+    Edit(
+        "rows that do not divide counted by each device of the experts",
+        "argosy/models/parts/dispatch.py",
+        "chosen = jnp.where(here, chosen - experts.first, E)",
+        "chosen = jnp.minimum(chosen, E)",
+        (f"{EXCHANGE}rows_that_do_not_divide_are_computed_where_their_experts_are",),
+    ),
+    Edit(
+        "experts whole on every device",
+        "argosy/parallel/rules.py",
+        '("experts", "expert"),',
+        "",
+        (f"{DEVICES}what_a_device_does_does_not_grow_with_the_devices_that_share_the_experts",),
     ),
     # ---------------------------------------------------------------- int8 and adapters
     Edit(

@@ -33,6 +33,7 @@ from argosy.jobs.across import Both, is_across
 from argosy.jobs.address import is_endpoint
 from argosy.jobs.frozen import Role
 from argosy.jobs.memory import batch_shapes, estimated_need
+from argosy.jobs.preflight import check_experts
 from argosy.jobs.run import Run
 from argosy.jobs.served import Served
 from argosy.jobs.teacher import ROLE as TEACHER
@@ -47,6 +48,8 @@ from argosy.parallel.place import batch_sharding, like_weights, on_devices, plac
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
 from argosy.rl.critic import PREFIX, attach
+from argosy.train import projection
+from argosy.train.beside import parted
 from argosy.train.optim import scaled
 from argosy.train.settings import OBJECTIVES
 from argosy.train.state import TrainState, flattened, meanings_of, trained, training_graph, unflattened
@@ -157,15 +160,19 @@ class Assembly:
         return TrainState(self._here(step), params, rest, optimizer, jax.random.key(self.run.seed))
 
     def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state as a checkpoint stores it: weights except those of a base, and the rest, both {name: array}."""
+        """The state as a checkpoint stores it: weights except those of a base, and the rest, both {name: array}. The weights of parts
+        beside the model are in the rest."""
         key = jax.random.key_data(state.key)
         weights = {address: leaf for address, leaf in (state.params | state.rest).items() if address not in self.base}
-        return weights, {"step": state.step, "key": key} | {
+        weights, beside = parted(weights)
+        return weights, {"step": state.step, "key": key} | beside | {
             f"optimizer.{name}": leaf for name, leaf in flattened(state.optimizer).items()
         }
 
     def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
         """The state from what `packed` returned and the weights of the base, with arrays placed as `state_places` says."""
+        arrays, beside = parted(arrays)
+        weights = weights | beside
         optimizer = unflattened(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
         params = {a: weights[a] for a in self.shapes.params}
         rest = {a: weights[a] for a in self.shapes.rest}
@@ -176,7 +183,8 @@ class Assembly:
         everywhere = self.places.step
         state = {"step": everywhere, "key": everywhere}
         state |= {f"optimizer.{name}": place for name, place in flattened(self.places.optimizer).items()}
-        return self.places.params | self.places.rest, state
+        weights, beside = parted(self.places.params | self.places.rest)
+        return weights, state | beside
 
     def _here(self, step: int) -> Any:
         return on_devices(np.int32(step), self.places.step)
@@ -290,13 +298,18 @@ def mesh_of(run: Run) -> Mesh:
     """The mesh of a run over the devices of this process.
 
     Raises:
-        BadInput: it does not fit the devices, or the batch does not divide over it.
+        BadInput: it does not fit the devices, or the batch or the experts do not divide over it.
     """
     if run.rollout is not None:
         from argosy.jobs.rollout_engine import trainer_devices
 
-        return run.mesh.build(trainer_devices(run.rollout))
+        if run.mesh.context != 1:
+            raise Unsupported("mesh.context with rollouts is not built", hint="mesh.fsdp and mesh.tensor split their work")
+        mesh = run.mesh.build(trainer_devices(run.rollout))
+        check_experts(run.model, mesh.shape["expert"])
+        return mesh
     mesh = run.mesh.build()
+    check_experts(run.model, mesh.shape["expert"])
     shares, together = row_shares(mesh), run.objective.rows_per_group
     if run.data.batch % (shares * run.accumulate * together):
         raise BadInput(
@@ -305,6 +318,9 @@ def mesh_of(run: Run) -> Mesh:
             + (f" and groups of {together} rows" if together > 1 else ""),
             hint=f"make it a multiple of {shares * run.accumulate * together}",
         )
+    if (context := mesh.shape["context"]) > 1 and run.data.sequence % (2 * context):
+        what = f"data.sequence = {run.data.sequence} does not divide into {2 * context} pieces, twice mesh.context"
+        raise BadInput(what, hint=f"make it a multiple of {2 * context}")
     return mesh
 
 
@@ -455,6 +471,15 @@ def _assembled(
     critic = getattr(run.objective, "critic", None)
     if critic is not None:
         attach(model, run.model, decided.run(run.execution.remat))
+    roles: dict[str, Role] = {}
+    teaching = taught(run.objective)
+    served = teaching == "cached" and is_endpoint(run.objective.teacher)
+    teacher: Any = None
+    if teaching:
+        teacher = Served(run, tokenizer) if served else Teacher(run, decided, mesh, tokenizer)
+    if teacher is not None and teaching == "online":
+        roles[TEACHER] = teacher.role
+        projection.attach(model, run.objective, roles)
     graph, params, rest = trained(model)
     rate = run.schedule.build(scheduled(run.steps, batches))
     optimizer = run.optimizer.build(rate, meanings_of(model))
@@ -473,17 +498,9 @@ def _assembled(
     )
     places = like_weights(state, weights, shapes, mesh)
     stated = jax.tree.map(described, state, places)
-    roles: dict[str, Role] = {}
     if reference.kind_of(run.objective) in ("online", "rollout"):
         beside = frozenset(a for a in shapes if a.startswith(PREFIX)) if critic is not None else frozenset()
         roles[reference.ROLE] = Role(graph, stated.params | stated.rest, base | beside)
-    teaching = taught(run.objective)
-    served = teaching == "cached" and is_endpoint(run.objective.teacher)
-    teacher: Any = None
-    if teaching:
-        teacher = Served(run, tokenizer) if served else Teacher(run, decided, mesh, tokenizer)
-    if teacher is not None and teaching == "online":
-        roles[TEACHER] = teacher.role
     estimated_need(run, decided, state, places, mesh, roles).check()
     learning_rate = lambda step: run.optimizer.learning_rate * rate(step)  # noqa: E731
     return kind(

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from argosy.models import FAMILIES
 from argosy.models.parts.stack import Unroll
@@ -19,7 +20,7 @@ from argosy.train.objectives.next_token import NextToken
 from argosy.train.optim import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
-from argosy.train.step import make_step
+from argosy.train.step import Precision, make_step
 
 ROWS, LENGTH = 16, 64
 COMMON: dict[str, Any] = {"vocab": 512, "width": 64, "layers": 2, "context": 256}
@@ -57,6 +58,16 @@ MESHES: dict[str, dict[str, int]] = {
     "fsdp 8": {"data": 1, "fsdp": 8},
     "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
     "fsdp 2, tensor 4": {"data": 1, "fsdp": 2, "tensor": 4},
+    "context 2": {"data": 1, "fsdp": 1, "context": 2},
+    "context 4": {"data": 1, "fsdp": 1, "context": 4},
+    "fsdp 2, context 2, tensor 2": {"data": 1, "fsdp": 2, "context": 2, "tensor": 2},
+}
+# Of the models with experts, beside those.
+EXPERT_MESHES: dict[str, dict[str, int]] = {
+    "expert 2": {"fsdp": 1, "expert": 2},
+    "expert 4": {"fsdp": 1, "expert": 4},
+    "expert 8": {"fsdp": 1, "expert": 8},
+    "fsdp 2, expert 2, tensor 2": {"fsdp": 2, "expert": 2, "tensor": 2},
 }
 
 
@@ -70,8 +81,13 @@ def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS) -> Cost:
     count = 1
     for n in sizes.values():
         count *= n
-    mesh = MeshSettings(**sizes).build(jax.devices()[:count])
-    model = config.build(Unroll())
+    return cost(lowered_step(config.build(Unroll()), MeshSettings(**sizes).build(jax.devices()[:count]), rows, LENGTH).compile())
+
+
+def lowered_step(
+    model: Any, mesh: Mesh, rows: int, length: int, precision: Precision = "float32"
+) -> jax.stages.Lowered:
+    """A training step of a model over a mesh, whose devices may be described. Nothing is stored on them."""
     _, params, rest = trained(model)
     rate = Constant(warmup=0).build(10)
     optimizer = SGD(learning_rate=1e-2).build(rate, meanings_of(model))
@@ -86,12 +102,12 @@ def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS) -> Cost:
     described = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, places)
     goal = NextToken(head="logits")
     batch = {
-        name: jax.ShapeDtypeStruct((rows, LENGTH), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
+        name: jax.ShapeDtypeStruct((rows, length), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
         for name, f in goal.reads().items()
     }
-    step = make_step(training_graph(model), goal, optimizer, rate)
+    step = make_step(training_graph(model), goal, optimizer, rate, precision=precision)
     with scope(mesh):
-        return cost(jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(described, batch).compile())
+        return jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(described, batch)
 
 
 def table() -> str:
@@ -100,9 +116,12 @@ def table() -> str:
         "| model | mesh | GFLOP | temporaries, kB | state and batch, kB | collectives, kB | of which |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in MODELS:
-        for mesh, sizes in MESHES.items():
-            c = step_cost(config_of(name), sizes)
+    models = {name: config_of(name) for name in MODELS}
+    own = models["experts"]
+    models["experts, capacity 1.25"] = own.model_copy(update={"moe": own.moe.model_copy(update={"capacity": 1.25})})
+    for name, config in models.items():
+        for mesh, sizes in (MESHES | EXPERT_MESHES if name.startswith("experts") else MESHES).items():
+            c = step_cost(config, sizes)
             kinds = ", ".join(f"{kind} {n / 1e3:,.0f}" for kind, n in sorted(c.collectives.items()))
             kb = [f"{n / 1e3:,.0f}" for n in (c.temporary_bytes, c.argument_bytes, c.collective_bytes)]
             lines.append(f"| {name} | {mesh} | {c.flops / 1e9:.3f} | {' | '.join(kb)} | {kinds} |")

@@ -14,7 +14,9 @@ _COMPILED = "every step is compiled, and compiled programs are kept between runs
 _ATTENTION = "attention is chosen by the device it runs on; `execution.attention` names another"
 _ENGINE_MEMORY = "rollout.slots is how many answers are generated at a time, which decides the memory of the engine"
 _OFFLOAD = "nothing is moved to the host's memory; mesh.fsdp splits weights and optimizer state over devices"
-_DEVICES = "JAX trains on every device of the machine that it finds; training over several hosts is not built yet"
+_DEVICES = (
+    "a process trains on every device that it finds; `argosy launch processes=N` starts several, as other launchers start one a host"
+)
 _DEEPSPEED = "mesh.fsdp splits weights and optimizer state over devices, as ZeRO stage 3 does"
 
 ELSEWHERE: dict[str, str] = {
@@ -112,8 +114,8 @@ ELSEWHERE: dict[str, str] = {
     "per_device_eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches sets how many",
     "eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches sets how many",
     "core_metric_every": "benchmarks during training are not built yet; eval.every evaluates the loss on held-out text",
-    "dcn_data_parallelism": "training over several hosts is not built yet; mesh.data is over the devices of this one",
-    "dcn_fsdp_parallelism": "training over several hosts is not built yet; mesh.fsdp is over the devices of this one",
+    "dcn_data_parallelism": "mesh.data is over the devices of all hosts; there is no size of its own for those between hosts yet",
+    "dcn_fsdp_parallelism": "mesh.fsdp is over the devices of all hosts; there is no size of its own for those between hosts yet",
     "unembedding_lr": "optimizer=muon trains matrices at optimizer.learning_rate and everything else at optimizer.adam_learning_rate",
     "ema": "averaging weights is not built yet",
     "loss_chunk": "objective.chunk is the number of rows of logits that exist at once, under objective.head=chunks",

@@ -25,7 +25,8 @@ from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses
 from argosy.models.parts.weight import Leaves, fill, put, split
 from argosy.parallel.place import on_devices
-from argosy.rl.critic import PREFIX, apart
+from argosy.rl.critic import PREFIX
+from argosy.train.beside import CRITIC, alone
 from argosy.train.state import TrainState, trained
 
 # The name of a head's weight.
@@ -80,12 +81,12 @@ def _fill_from(assembly: Assembly, stored: Stored) -> bool:
         key = jax.random.key(assembly.run.seed)
         fill(assembly.model, key, addresses=layer_addresses(assembly.model), place=places.__getitem__)
         return _lacks_head(assembly, stored)
-    with apart(assembly.model) as critic:
-        if critic is not None:
+    with alone(assembly.model) as parts:
+        if CRITIC in parts:
             # The body of the weights, and a head that is drawn.
-            read_into(critic, stored.weights, place=lambda address: places[PREFIX + address], but=HEAD)
+            read_into(parts[CRITIC], stored.weights, place=lambda address: places[PREFIX + address], but=HEAD)
         head = _fill_model(assembly, stored, places)
-    if head or critic is not None:
+    if head or parts:
         assembly.draw()
     return head
 
@@ -140,11 +141,12 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
     path, meta = step_of(run, say)
     config = config_of(meta["model"])
     _check_same(assembly.run.model, config, run)
-    read_into(
-        assembly.model,
-        StepReader(path, config, meta["decided"]["layers"]),
-        place=(assembly.places.params | assembly.places.rest).__getitem__,
-    )
+    with alone(assembly.model):
+        read_into(
+            assembly.model,
+            StepReader(path, config, meta["decided"]["layers"]),
+            place=(assembly.places.params | assembly.places.rest).__getitem__,
+        )
     arrays = load_item(path, STATE)
     wanted = assembly.state_places()[1]
     arrays = relaid(arrays, config.build(_run_of(meta)), assembly.model)

@@ -25,6 +25,8 @@ from argosy.observe.memory import resident_bytes
 from argosy.observe.readable import sized
 from argosy.parallel.place import row_shares
 from argosy.rl.critic import attach
+from argosy.train import projection
+from argosy.train.objectives.distill import ROLE
 from argosy.train.state import trained, training_graph
 from argosy.train.step import model_for
 
@@ -128,6 +130,8 @@ def _traced_bytes(
         adapter.put_on(model)
     if getattr(objective, "critic", None) is not None:
         attach(model, config, Scan(remat))
+    if ROLE in roles:
+        projection.attach(model, objective, roles)
     _, params, rest = trained(model)
     graph, shapes, batch = training_graph(model), abstract(model), batch_shapes(objective, rows, tokens)
 

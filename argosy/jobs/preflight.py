@@ -80,6 +80,8 @@ def inputs(values: Mapping[str, Any]) -> Checks:
             yield lambda: check_tokenizer(data.tokenizer)
         if isinstance(mesh, MeshSettings):
             yield lambda: check_rows(data.batch, values.get("accumulate", 1), mesh)
+    if isinstance(mesh, MeshSettings) and "model" in values:
+        yield lambda: check_experts(values["model"], mesh.expert)
     if isinstance(init, Init):
         yield lambda: check_start(init.weights, init.state)
     objective = values.get("objective")
@@ -109,7 +111,7 @@ def check_rows(batch: int, accumulate: int, mesh: MeshSettings) -> None:
     Raises:
         BadInput: it does not, however many devices there are.
     """
-    sizes = {name: getattr(mesh, name) for name in ("data", "fsdp") if getattr(mesh, name) > 1}
+    sizes = {name: getattr(mesh, name) for name in ("data", "fsdp", "expert") if getattr(mesh, name) > 1}
     parts = accumulate
     for size in sizes.values():
         parts *= size
@@ -118,6 +120,24 @@ def check_rows(batch: int, accumulate: int, mesh: MeshSettings) -> None:
         shown = " x ".join(f"mesh.{name} = {size}" for name, size in sizes.items())
         shown += f" x accumulate = {accumulate}" if accumulate > 1 else ""
         raise BadInput(f"data.batch = {batch} does not divide over {shown}", hint=f"make it a multiple of {parts}")
+
+
+def check_experts(model: Any, shares: int) -> None:
+    """Checks that the experts of a model can be split into so many shares.
+
+    Raises:
+        BadInput: it has none, or their number does not divide.
+    """
+    if shares <= 1:
+        return
+    moe = getattr(model, "moe", None)
+    if moe is None:
+        hint = "leave mesh.expert at 1; mesh.fsdp and mesh.tensor split the weights of every model"
+        raise BadInput(f"mesh.expert = {shares}: the model has no experts", hint=hint)
+    if moe.count % shares:
+        fits = ", ".join(str(n) for n in range(2, moe.count + 1) if moe.count % n == 0)
+        what = f"mesh.expert = {shares} does not divide the {moe.count} experts of the model"
+        raise BadInput(what, hint=f"mesh.expert may be {fits}" if fits else "leave mesh.expert at 1")
 
 
 def directory_of(reading: Reading[Run], recipe: str) -> str:

@@ -32,7 +32,6 @@ from argosy.observe.goodput import Clock
 from argosy.observe.metrics import ANSWERS, Metrics, conversation
 from argosy.observe.readable import one_line
 from argosy.parallel.place import batch_sharding, row_shares
-from argosy.rl.critic import PREFIX
 from argosy.rl.environment_settings import described, open_table
 from argosy.rl.experience import Experience, Shape
 from argosy.rl.policies import Rollout
@@ -192,22 +191,6 @@ class Reinforced(Assembly):
             ends = jax.ShapeDtypeStruct((self.rollouts.shape.answers,), jnp.int32, sharding=place)
             shapes = self.shapes.params, self.shapes.rest, self.part_shapes((*ROWS, "places")) | {"ends": ends}
             return jax.jit(values, out_shardings=(place, place)).lower(*shapes).compile()
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-        weights, arrays = super().packed(state)
-        own = {address: leaf for address, leaf in weights.items() if address.startswith(PREFIX)}
-        return {a: leaf for a, leaf in weights.items() if a not in own}, arrays | own
-
-    def restored(self, weights: dict[str, Any], arrays: dict[str, Any]) -> TrainState:
-        own = {name: a for name, a in arrays.items() if name.startswith(PREFIX)}
-        return super().restored(weights | own, {name: a for name, a in arrays.items() if name not in own})
-
-    def state_places(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        weights, state = super().state_places()
-        own = {address: place for address, place in weights.items() if address.startswith(PREFIX)}
-        return {a: place for a, place in weights.items() if a not in own}, state | own
 
     # ---------------------------------------------------------------- evaluation
 

@@ -65,10 +65,10 @@ class Execution(Settings):
         ),
     ] = "none"
     """Activations to recompute in the backward pass to save memory. none: nothing; dots: everything but the results of matrix
-    products; full: whole layers, for a third more FLOPs."""
+    products; full: whole layers, for a third more FLOPs. What attention kernels of TPUs and GPUs leave is kept by all three."""
     attention: Annotated[str | None, Also("attn_implementation", "attn_impl", "attention_kernel")] = None
-    """Implementation of attention: `reference` or `blocked`. None: the fastest known for the device. It is an error if the
-    implementation cannot do what the model needs."""
+    """Implementation of attention: `reference`, `blocked` (CPUs), `splash` (TPUs) or `cudnn` (NVIDIA GPUs, bfloat16). None: the best
+    known for the device, docs/reference/kernels.md. It is an error if the implementation cannot do what the model needs."""
     experts: str | None = None
     """Implementation of the experts' matrix products: `ragged_dot`, `blocked`, `megablox` or `tokamax`. None: the fastest known
     for the device."""

@@ -11,6 +11,7 @@ says so.
 What the teacher is, by path and the hashes of its files, is kept with the run: one that has changed does not go on by accident.
 """
 
+import math
 from functools import cached_property
 from typing import Any
 
@@ -28,10 +29,12 @@ from argosy.data.tokenize import Tokenizer
 from argosy.jobs.across import Both, is_across, teacher_places
 from argosy.jobs.across import begin as begin_across
 from argosy.jobs.frozen import Role
+from argosy.jobs.related import check_relations
 from argosy.jobs.served import Served
 from argosy.jobs.served import same as same_served
 from argosy.models.parts.weight import Leaves, abstract, logical, split
 from argosy.parallel.rules import DEFAULT, shardings
+from argosy.train.beside import parted
 from argosy.train.objectives.distill import ROLE
 
 WHERE = "objective.teacher"
@@ -101,15 +104,12 @@ def check_model(run: Any, config: Any, given: str) -> None:
     elif run.data.sequence > config.context:
         what = f"data.sequence = {run.data.sequence:,} is longer than the teacher's context of {config.context:,} tokens"
         raise BadInput(what, where=where, hint=f"data.sequence={config.context}")
-    if run.objective.hidden != "none" and run.model.width != config.width:
-        sizes = f"of {run.model.width} features here and {config.width} there"
-        what = f"objective.hidden={run.objective.hidden} compares hidden states, {sizes}"
-        raise BadInput(what, where=where, hint="a student as wide as its teacher, or objective.hidden=none")
     for own, theirs in getattr(run.objective, "layers", {}).items():
         for whose, number, layers in (("the student", own, run.model.layers), ("the teacher", theirs, config.layers)):
             if not 0 <= number < layers:
                 what = f"objective.layers.{own}={theirs}: {whose} has {plural(layers, 'layer')}, 0 to {layers - 1}"
                 raise BadInput(what, where=where)
+    check_relations(run, config, where)
     if run.objective.logits == "cached" and run.objective.top >= min(run.model.vocab, config.vocab):
         what = f"objective.top = {run.objective.top}, and student and teacher have {run.model.vocab:,} and {config.vocab:,} tokens"
         raise BadInput(what, where=where, hint="objective.logits=online has them all")
@@ -180,6 +180,10 @@ def settle(assembly: Any, teacher: Teacher | Served, directory: RunDirectory, sa
     if teacher.note:
         say(teacher.note)
     say(f"teacher {teacher.given}, {teacher.config.parameters():,} parameters, frozen")
+    if beside := parted(assembly.shapes.params)[1]:
+        (shape,) = (leaf.shape for leaf in beside.values())
+        how = f"{plural(math.prod(shape), 'weight')} trained beside the model"
+        say(f"hidden states of {shape[0]} features are projected to its {shape[1]}: {how}")
     if kind_of(assembly.run.objective) == "cached":
         from argosy.jobs import teacher_cache
 

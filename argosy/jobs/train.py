@@ -4,11 +4,8 @@ In this order: read all settings, lock the directory, build everything and check
 takes, and only then write the first file.
 """
 
-import json
-import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,19 +15,16 @@ from argosy.core.command import command as as_run
 from argosy.core.counts import plural
 from argosy.core.errors import Unsupported
 from argosy.core.progress import telling
-from argosy.core.settings import COMMAND_LINE, Reading, dump
-from argosy.core.signals import Stop, asked_to_stop
-from argosy.core.storage import Store
+from argosy.core.settings import COMMAND_LINE, Reading
+from argosy.core.signals import asked_to_stop
 from argosy.jobs.preflight import directory_of, settled
 from argosy.jobs.run import Run
 from argosy.jobs.view import Quiet, View
-from argosy.launch.cluster import STACKS, STUCK
 from argosy.observe.goodput import Clock
 from argosy.observe.log import Logged
 from argosy.observe.metrics import Metrics, read
 from argosy.observe.picture import memory_words
 from argosy.observe.readable import decimals, lasted
-from argosy.observe.stacks import Watchdog
 
 if TYPE_CHECKING:
     from argosy.jobs.assemble import Assembly
@@ -93,11 +87,12 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
         UserError: a mistake found before work began.
         Busy: another process holds the run.
     """
+    from argosy.jobs import several
     from argosy.parallel import processes
 
     reading = replace(reading, value=reading.value.model_copy(update={"dir": str(path)}))
     settings = reading.value
-    check_same_run(reading)
+    several.check_same_run(reading)
     directory = RunDirectory(path, settings.checkpoint, view.say, processes.leads())
     processes.together("admit", lambda: directory.admit(reading))
     assembly = None
@@ -121,28 +116,6 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
 
         report(directory.path)
     return outcome
-
-
-def check_same_run(reading: Reading[Run]) -> None:
-    """Checks that all processes run the same version with the same settings on a folder that all of them see.
-
-    Raises:
-        UserError: they do not.
-    """
-    from argosy.parallel import processes
-
-    if processes.count() == 1:
-        return
-    from argosy.checkpoint.several import check_shared
-    from argosy.observe.environment import versions
-
-    own = {name: version for name, version in versions().items() if name in ("argosy", "jax", "jaxlib", "flax", "optax")}
-    hints = {"settings": "start every process with the same words", "version": "install the same packages everywhere"}
-    processes.check_alike({"version": json.dumps(own), "settings": json.dumps(dump(reading.value), sort_keys=True)}, hints)
-    where = Store(str(reading.value.dir))
-    if not where.is_local:
-        raise Unsupported("several processes write no remote run directory yet", hint="dir=FOLDER on a file system they all see")
-    check_shared(where.local_path())
 
 
 def checked(settings: Run) -> "Assembly":
@@ -351,6 +324,7 @@ class Training:
         """Trains until the last step, the end of the data, or a signal."""
         from argosy.jobs.hooks import Evaluation, Every, Sampling, Saver
         from argosy.jobs.memory import compiled_need
+        from argosy.jobs.several import watched
         from argosy.train.loop import Meter, fit
 
         a, settings, metrics = self.assembly, self.settings, Metrics(self.directory.store)
@@ -523,47 +497,6 @@ class Training:
         if tokenizer is None:
             return f"none; the model's vocabulary has {vocab:,} tokens"
         return f"{self.settings.data.tokenizer}, {tokenizer.vocab:,} tokens of the model's {vocab:,}"
-
-
-@dataclass(frozen=True)
-class Watched:
-    """What a run of several processes, or one that a supervisor started, does beside training.
-
-    stop: asked once a step, whether to stop after it. between: whether to give up what is done between two steps. patiently: of a
-    hook, the same with time to finish.
-    """
-
-    stop: Callable[[], bool]
-    between: Callable[[], bool]
-    patiently: Callable[[Any], Any] = lambda do: do
-
-
-@contextmanager
-def watched(signaled: Stop) -> Iterator[Watched]:
-    """Several processes stop after the same step, and give up nothing between two. Started by a supervisor, one that is stuck ends."""
-    from argosy.parallel import processes
-
-    several = processes.count() > 1
-    with ExitStack() as stack:
-        stop: Callable[[], bool] = signaled
-        if several:
-
-            def follow(code: int) -> None:
-                signaled.code = signaled.code or code
-
-            stop = stack.enter_context(closing(processes.Stopping(signaled, lambda: signaled.code, follow)))
-        between = (lambda: False) if several else signaled
-        if STUCK not in os.environ:
-            yield Watched(stop, between)
-            return
-        folder = os.environ.get(STACKS)
-        dog = stack.enter_context(closing(Watchdog(float(os.environ[STUCK]), Path(folder) if folder else None)))
-
-        def step() -> bool:
-            dog.alive()
-            return stop()
-
-        yield Watched(step, between, dog.patiently)
 
 
 def family_of(settings: Run) -> str:

@@ -12,6 +12,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
 SIZES |= {"f64": 8, "s64": 8, "u64": 8}
 SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
+# Groups of one device each: nothing moves, and XLA on CPUs leaves such a call in the program.
+ALONE = re.compile(r"replica_groups=(\{(\{\d+\},?)+\}|\[\d+,1\]<=)")
 CALL = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
 
 
@@ -40,10 +42,10 @@ def cost(compiled: Any) -> Cost:
 
 
 def collective_bytes(text: str) -> dict[str, int]:
-    """Bytes of the results of each kind of collective in an optimized HLO module."""
+    """Bytes of the results of each kind of collective in an optimized HLO module, between different devices."""
     moved: Counter[str] = Counter()
     for line in text.splitlines():
-        if found := CALL.search(line):
+        if (found := CALL.search(line)) and not ALONE.search(line):
             shapes, kind = found.groups()
             parts = SHAPE.findall(shapes)
             moved[kind] += sum(SIZES.get(t, 4) * _elements(dims) for t, dims in parts)

@@ -33,7 +33,7 @@ svg{display:block;width:100%;height:auto;overflow:visible}
 path.level{stroke:var(--soft);stroke-dasharray:5 4;fill:none}text.level{font-size:12px;fill:var(--soft);text-anchor:end}
 .tick.y{text-anchor:end}.tick.x{text-anchor:middle}
 .line{fill:none;stroke-width:1.8;stroke-linejoin:round}.thin{stroke-width:1;stroke-opacity:.55}
-.faint{stroke-width:1;stroke-opacity:.32}
+.faint{stroke-width:1;stroke-opacity:.32}.band{fill-opacity:.16;stroke:none}
 .at line{stroke:var(--soft);stroke-dasharray:3 3}.at rect{fill:var(--panel);stroke:var(--rule);rx:3}
 .at text{font-size:12px;fill:var(--ink)}
 .key{display:inline-flex;gap:1.2rem;margin:0 0 .3rem;font-size:.85rem;color:var(--soft)}

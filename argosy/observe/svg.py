@@ -21,13 +21,15 @@ SMOOTH_FROM = 100
 
 @dataclass(frozen=True)
 class Series:
-    """A named line, or single points if `is_dots`; x sorted, all values finite. is_exact: it has no noise and is not smoothed."""
+    """A named line, or single points if `is_dots`; x sorted, all values finite. is_exact: it has no noise and is not smoothed. band:
+    (x, lowest, highest) of an interval around the line."""
 
     name: str
     points: Sequence[Point]
     is_dots: bool = False
     color: int = 0
     is_exact: bool = False
+    band: Sequence[tuple[float, float, float]] = ()
 
     @property
     def is_smoothed(self) -> bool:
@@ -74,7 +76,7 @@ def chart(
     """
     series = [s for s in series if s.points]
     frame = _frame(series, width, height, zero, [level[0]] if level else [])
-    body = [_grid(frame, x, y), *(_drawn(s, frame) for s in series)]
+    body = [_grid(frame, x, y), *(_band(s, frame) for s in series if s.band), *(_drawn(s, frame) for s in series)]
     if level is not None:
         body.append(_level(*level, frame))
     body.append('<g class="at" visibility="hidden"><line/><rect/><text></text></g>')
@@ -112,7 +114,8 @@ def running_mean(points: Sequence[Point], window: int) -> list[Point]:
 
 def _frame(series: Sequence[Series], width: int, height: int, zero: bool, levels: Sequence[float] = ()) -> Frame:
     xs = [x for s in series for x, _ in s.points]
-    low, high = spread([*(y for s in series for _, y in s.points), *levels])
+    ys = [y for s in series for _, *own in (*s.points, *s.band) for y in own]
+    low, high = spread([*ys, *levels])
     margin = (high - low) * 0.04
     low = 0.0 if zero and low >= 0 else low - margin
     return Frame((min(xs), max(xs)), (low, high + margin), width, height)
@@ -164,6 +167,13 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 def _line(series: Series, points: Sequence[Point], frame: Frame, kind: str, hover: bool = True) -> str:
     path = "L".join(f"{frame.left(x):.1f} {frame.top(y):.1f}" for x, y in points)
     return f'<path class="{kind} s{series.color}" d="M{path}"{_hover(series, points, frame) if hover else ""}/>'
+
+
+def _band(series: Series, frame: Frame) -> str:
+    """An interval around a line: along its lower ends, and back along its upper ones."""
+    around = [(x, low) for x, low, _ in series.band] + [(x, high) for x, _, high in reversed(series.band)]
+    path = "L".join(f"{frame.left(x):.1f} {frame.top(y):.1f}" for x, y in around)
+    return f'<path class="band c{series.color}" d="M{path}Z"/>'
 
 
 def _dots(series: Series, frame: Frame) -> str:

@@ -1,7 +1,8 @@
 """Softmax attention: which keys a query sees, how scores are computed, and several implementations of the same function.
 
 `reference` is the specification: dense, any score. `blocked` is for CPUs: causal rows in blocks that only read their prefix, with
-its own backward pass. Further kernels register in `IMPLEMENTATIONS`; `attention(...)` takes the first that can do what is asked.
+its own backward pass. `splash` is for TPUs, `cudnn` for NVIDIA GPUs: kernels that keep scores out of memory. All register in
+`IMPLEMENTATIONS`; `attention(...)` takes the first of `PREFERENCE` that can do what is asked, otherwise the reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +24,10 @@ from argosy.parallel.scope import platform
 UNSEEN = -1e30
 # The position of a key that belongs to no row: after every query.
 NOWHERE = np.int32(2**30)
+# What a kernel's forward pass leaves for its backward pass has this name, or comes from one of these operations of JAX.
+# Rematerialization keeps it, so the kernel runs once.
+KEPT = "attention"
+KEPT_PRIMITIVES = ("dot_product_attention_fwd_wrapper",)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def attention(
         if reason := chosen.refuses(q, k, v, see, score, lse):
             raise Unsupported(f"attention `{name}`: {reason}")
         return chosen.run(q, k, v, see, score, lse=lse)
-    for preferred in PREFERENCE.get(platform(), ()):
+    for preferred in (*SPLIT, *PREFERENCE.get(platform(), ())):
         chosen = IMPLEMENTATIONS[preferred]
         if chosen.refuses(q, k, v, see, score, lse) is None:
             return chosen.run(q, k, v, see, score, lse=lse)
@@ -153,6 +158,15 @@ REFERENCE = Implementation(reference, lambda *_: None)
 IMPLEMENTATIONS = Registry("attention implementation")
 IMPLEMENTATIONS.add("reference", REFERENCE)
 IMPLEMENTATIONS.add("blocked", "argosy.ops.attention_blocked:BLOCKED")
+IMPLEMENTATIONS.add("splash", "argosy.ops.attention_splash:SPLASH")
+IMPLEMENTATIONS.add("cudnn", "argosy.ops.attention_cudnn:CUDNN")
 
-# What to try first on each platform. Each entry was measured to be faster there: docs/log.md.
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("blocked",)}
+IMPLEMENTATIONS.add("splash", "argosy.ops.attention_splash:SPLASH")
+IMPLEMENTATIONS.add("cudnn", "argosy.ops.attention_cudnn:CUDNN")
+IMPLEMENTATIONS.add("ring", "argosy.ops.attention_ring:RING")
+
+# What to try before all others: it refuses unless sequences are split over devices.
+SPLIT = ("ring",)
+# What to try first on each platform: docs/reference/kernels.md says what is known of their speed. The reference computes [B N T S]
+# scores in memory, so on TPUs and GPUs kernels are preferred to it unmeasured.
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("blocked",), "tpu": ("splash",), "gpu": ("cudnn",)}

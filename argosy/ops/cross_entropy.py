@@ -23,11 +23,11 @@ Losses = tuple[Float[Array, "R"], Float[Array, "R"]]
 BLOCKS = 8
 
 
-def from_logits(logits: Float[Array, "R V"], targets: Int[Array, "R"]) -> Losses:
+def from_logits(logits: Float[Array, "*R V"], targets: Int[Array, "*R"]) -> tuple[Float[Array, "*R"], Float[Array, "*R"]]:
     """-log p(target), log sum exp(logits), float32 at least."""
     logits = wide(logits)
     lse = jax.nn.logsumexp(logits, -1)
-    return lse - jnp.take_along_axis(logits, targets[:, None], -1)[:, 0], lse
+    return lse - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0], lse
 
 
 def row_chunks(
@@ -55,6 +55,22 @@ def by_chunks(of: Callable[..., Any], rows: int, *arrays: Array) -> Any:
 
     part = jax.checkpoint(lambda each: of(*each))
     return jax.tree.map(joined, jax.lax.map(part, tuple(map(split, arrays))))
+
+
+def by_times(of: Callable[..., Any], rows: int, *arrays: Array) -> Any:
+    """As `by_chunks` for arrays [B T ...] of which the times are split over devices, in chunks of about so many rows. A chunk takes
+    every n-th time, so that each device has a share of it."""
+    B, T = arrays[0].shape[:2]
+    n = next(n for n in range(max(1, -(-B * T // rows)), T + 1) if T % n == 0)
+
+    def cut(a: Array) -> Array:
+        return jnp.moveaxis(a.reshape(B, T // n, n, *a.shape[2:]), 2, 0)
+
+    def joined(a: Array) -> Array:
+        return jnp.moveaxis(a, 0, 2).reshape(B, T, *a.shape[3:])
+
+    part = jax.checkpoint(lambda each: of(*each))
+    return jax.tree.map(joined, jax.lax.map(part, tuple(map(cut, arrays))))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -4,7 +4,10 @@ data      each part has all weights and its own rows of the batch
 fsdp      each part has its own rows, and its share of weights, gradients and optimizer state; weights are gathered layer by
           layer as they are used (arXiv:1910.02054)
 tensor    each part has its share of the heads, the feed-forward features and the vocabulary (arXiv:1909.08053)
-context, expert, stage    always 1: sequences, experts and layers are not split over devices yet
+context   each part has its share of every sequence; keys and values go round (arXiv:2310.01889)
+expert    each part has its own rows, and its share of the experts of every layer; rows are sent to the devices of their experts
+          and back (arXiv:2006.16668)
+stage     always 1: layers are not split over devices yet
 """
 
 import math
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 # The last axes communicate most, so they get neighboring devices.
 ORDER = ("stage", "data", "fsdp", "context", "expert", "tensor")
-NOT_BUILT = {"context": "sequences", "expert": "experts", "stage": "layers"}
+NOT_BUILT = {"stage": "layers"}
 
 
 class MeshSettings(Settings):
@@ -66,9 +69,12 @@ class MeshSettings(Settings):
     context: Annotated[
         int, Also("context_parallel_degree", "ici_context_parallelism", "cp", "sequence_parallel_size")
     ] = Field(1, ge=-1)
-    """Number of shares of a sequence. Only 1 is built."""
+    """Number of shares of each sequence, for sequences whose activations do not fit on one device. Keys and values go round the
+    devices, so keep it within one machine. `data.sequence` must be a multiple of twice as many."""
     expert: Annotated[int, Also("expert_parallel_degree", "ici_expert_parallelism", "ep")] = Field(1, ge=-1)
-    """Number of shares of the experts. Only 1 is built."""
+    """Number of shares of the experts, each with its own rows of the batch, which are sent to the devices of their experts and back.
+    It must divide the number of experts. All other weights are copied along it, so use it beside `mesh.fsdp`, and where a layer's
+    experts are more than what is sent of its rows."""
     stage: Annotated[int, Also("pipeline_parallel_degree", "ici_pipeline_parallelism", "pp")] = Field(1, ge=-1)
     """Number of shares of the layers. Only 1 is built."""
 

@@ -49,11 +49,12 @@ class Rules:
         return PartitionSpec(*out)
 
 
-# Rows are split over `data` and `fsdp`. Weights, gradients and optimizer state are split over `fsdp` and gathered where
-# they are used (FSDP, ZeRO-3, arXiv:1910.02054). Heads, features and vocabulary are split over `tensor` (Megatron,
-# arXiv:1909.08053).
+# Rows are split over `data`, `fsdp` and `expert`. Experts are split over `expert`, and rows are sent to them (GShard,
+# arXiv:2006.16668). Weights, gradients and optimizer state are split over `fsdp` and gathered where they are used (FSDP, ZeRO-3,
+# arXiv:1910.02054). Heads, features and vocabulary are split over `tensor` (Megatron, arXiv:1909.08053).
 DEFAULT = Rules(
     weights=(
+        ("experts", "expert"),
         ("heads", "tensor"),
         ("kv_heads", "tensor"),
         ("ffn", "tensor"),
@@ -66,7 +67,7 @@ DEFAULT = Rules(
         ("kv_heads", "fsdp"),
     ),
     activations={
-        "batch": ("data", "fsdp"),
+        "batch": ("data", "fsdp", "expert"),
         "time": ("context",),
         "heads": ("tensor",),
         "kv_heads": ("tensor",),

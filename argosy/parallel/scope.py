@@ -11,6 +11,7 @@ not be traced under two tables of rules on the same mesh.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
@@ -44,6 +45,12 @@ def axis_sizes() -> dict[str, int]:
 def on_several_devices() -> bool:
     """Whether the mesh in scope has several devices that XLA may split over."""
     return max(axis_sizes().values(), default=1) > 1
+
+
+def splits(logical: str) -> bool:
+    """Whether the mesh in scope may split this logical axis of activations, such as `time`."""
+    sizes = axis_sizes()
+    return any(sizes.get(axis, 1) > 1 for axis in _rules.get().activations.get(logical, ()))
 
 
 def activation_spec(letters: str, shape: tuple[int, ...]) -> PartitionSpec:
@@ -89,14 +96,28 @@ def gathered(w: Array, axes: tuple[str, ...], rows: Array) -> Array:
 def platform() -> str:
     """The platform the program being traced is compiled for: that of the devices of the mesh in scope, else of jax's default
     device, else its default backend. Devices of a described topology count."""
-    mesh = jax.sharding.get_abstract_mesh()
-    described = None if mesh.empty else getattr(mesh, "abstract_device", None)
-    if described is not None and described.platform:
-        return _plain(described.platform)
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = _device()
     if device is None:
         return _plain(jax.default_backend())
     return _plain(device.split(":")[0] if isinstance(device, str) else device.platform)
+
+
+def device_kind() -> str:
+    """What the maker calls the devices that the program being traced is compiled for, such as "TPU v5 lite"; "" if only their
+    platform is known."""
+    device = _device()
+    if device is None:
+        device = jax.devices()[0]
+    return "" if isinstance(device, str) else device.device_kind
+
+
+def _device() -> Any:
+    """The device that programs are compiled for, or the name of its platform; None for jax's default backend."""
+    mesh = jax.sharding.get_abstract_mesh()
+    described = None if mesh.empty else getattr(mesh, "abstract_device", None)
+    if described is not None and described.platform:
+        return described
+    return jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _plain(name: str) -> str:

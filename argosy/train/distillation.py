@@ -5,6 +5,7 @@
     uld        on given text, of a teacher with another tokenizer   arXiv:2402.12030
 """
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -67,13 +68,21 @@ class Distill(OfTeacher):
     """Share of the cross-entropy of the labels in the loss; the divergence has the rest. torchtune's recipes take half."""
     hidden: Literal["none", "cosine", "mse"] = "none"
     """Also brings the student's last hidden states, the input of its head, to the teacher's. cosine: 1 minus their cosine
-    (DistilBERT, arXiv:1910.01108); mse: their mean squared difference (TinyBERT, arXiv:1909.10351). Both models must be equally
-    wide, and the teacher online."""
+    (DistilBERT, arXiv:1910.01108); mse: their mean squared difference (TinyBERT, arXiv:1909.10351). Where the teacher has another
+    width, a projection of the student's is trained beside it. The teacher must be online."""
     hidden_weight: float = Field(1.0, gt=0)
     """Weight of `hidden`, which is added to the loss."""
+    relations: dict[Literal["qq", "kk", "vv", "qk"], float] = Field(default_factory=dict)
+    """Also brings relations of tokens within a layer to the teacher's, each with its weight (MiniLMv2, arXiv:2012.15828):
+    `objective.relations.qq=1 objective.relations.kk=1 objective.relations.vv=1` relates queries, keys and values to each other, `qk`
+    queries to keys, as attention does. Widths and numbers of heads may differ. The teacher must be online."""
+    relation_heads: int | None = Field(None, gt=0)
+    """How many relations of each kind a layer has: the features of all its heads are cut into so many parts. None: as many as the
+    student has heads. MiniLMv2 takes 48 to 64, more than there are heads."""
     layers: Annotated[dict[int, int], Also("alignment_layers", "layers_to_distill")] = Field(default_factory=dict)
-    """Which layers `hidden` compares, counted from 0: `objective.layers.1=3` brings the output of the student's layer 1 to that of the
-    teacher's layer 3 (TinyBERT, arXiv:1909.10351); of several pairs it is the mean. Empty: the last hidden states."""
+    """Which layers `hidden` and `relations` compare, counted from 0: `objective.layers.1=3` brings the output of the student's layer 1
+    to that of the teacher's layer 3 (TinyBERT, arXiv:1909.10351); of several pairs it is the mean. Empty: the last hidden states, and
+    the relations of the last layers (MiniLM, arXiv:2002.10957)."""
 
     @model_validator(mode="after")
     def _served_is_cached(self) -> "Distill":
@@ -94,8 +103,14 @@ class Distill(OfTeacher):
             raise ValueError(f"top = {self.top} with logits = online, which has the whole vocabulary: logits=cached reads it")
         if self.hidden == "none" and "hidden_weight" in self.model_fields_set and self.hidden_weight != 1:
             raise ValueError(f"hidden_weight = {self.hidden_weight:g} with hidden = none: hidden=cosine or mse reads it")
-        if self.hidden == "none" and self.layers:
-            raise ValueError("layers with hidden = none: hidden=cosine or mse says how they are compared")
+        if self.hidden == "none" and not self.relations and self.layers:
+            raise ValueError("layers with hidden = none: hidden=cosine or mse says how they are compared, or `relations`")
+        if not self.relations and self.relation_heads is not None:
+            raise ValueError(f"relation_heads = {self.relation_heads} without relations: relations.qq=1 would read it")
+        if wrong := [f"{name} = {weight:g}" for name, weight in self.relations.items() if not 0 < weight < math.inf]:
+            raise ValueError(f"relations: {', '.join(wrong)}: a weight is a number above 0")
+        if self.relations and self.logits == "cached":
+            raise ValueError("relations with logits = cached, which keeps no layers: logits=online has them")
         if self.hidden != "none" and self.logits == "cached":
             raise ValueError(f"hidden = {self.hidden} with logits = cached, which keeps no hidden states: logits=online has them")
         return self
@@ -126,6 +141,7 @@ class GKD(OfTeacher):
     hidden: ClassVar[str] = "none"
     hidden_weight: ClassVar[float] = 0.0
     layers: ClassVar[dict[int, int]] = {}
+    relations: ClassVar[dict[str, float]] = {}
     cross_entropy: ClassVar[float] = 0.0
 
     @model_validator(mode="after")
@@ -162,6 +178,7 @@ class ULD(Settings):
     evaluated: ClassVar[tuple[str, ...]] = ("uld", "aligned")
     logits: ClassVar[str] = "online"
     hidden: ClassVar[str] = "none"
+    relations: ClassVar[dict[str, float]] = {}
     divergence: ClassVar[str] = "uld"
 
     def reads(self) -> Any:

@@ -343,7 +343,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing(plain: Any, engine: Engine
     first = good[next(iter(good))]
     wrong = {
         r"rank 5 is above the maximum of 4: layers": adapter_of(plain, 0, 5),
-        r"1 contractions of the adapter carry none here: layers\.7\.attn\.q": good | {"layers.7.attn.q": first},
+        r"1 of the adapter's contractions carry none here: layers\.7\.attn\.q": good | {"layers.7.attn.q": first},
         r"layers.*factors of \(3, 2\) for a weight that takes": changed(good, a=np.ones((3, 2), np.float32)),
         r"layers.*not finite": changed(good, b=np.full_like(first.b, np.nan)),
     }

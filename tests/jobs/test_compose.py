@@ -379,8 +379,8 @@ def test_a_choice_that_is_near_none_is_one_mistake():
 
 
 def test_an_axis_that_is_not_built_is_a_wrong_setting():
-    found = _problems("mesh.expert=2", "stpes=3")
-    assert "`mesh`: expert = 2: experts are not split over devices yet" in found
+    found = _problems("mesh.stage=2", "stpes=3")
+    assert "`mesh`: stage = 2: layers are not split over devices yet" in found
     assert len(found) == 2
 
 

@@ -166,6 +166,61 @@ def test_layers_are_brought_together(data: Path, teacher: Path, tmp_path: Path):
     assert digest(run, STEPS) == digest(tmp_path / "halves", STEPS)
 
 
+WIDER = ["model.width=24", "objective.hidden=mse", "objective.layers.0=1"]
+
+
+def test_hidden_states_of_another_width_are_projected(data: Path, teacher: Path, tmp_path: Path):
+    """The projection is trained and resumed bit for bit, and is no part of the model that is loaded, saved or started from."""
+    run, how = tmp_path / "run", [f"objective.teacher={teacher}", *WIDER]
+    assert "of 24 features are projected to its 16: 384 weights" in fit(data, run, *how)
+    assert losses(run, "hidden")[STEPS] < 0.9 * losses(run, "hidden")[1]
+    fit(data, tmp_path / "halves", *how, steps=EVERY)
+    fit(data, tmp_path / "halves", *how)
+    assert digest(run, STEPS) == digest(tmp_path / "halves", STEPS)
+    lm = argosy.load(str(run))
+    assert not hasattr(lm.module, "projection")
+    lm.save(str(tmp_path / "hub"), format="hub")
+    # Another run draws its own.
+    for name, words in (("from-run", [f"init.weights={run}"]), ("from-hub", [f"init.weights={tmp_path / 'hub'}"])):
+        fit(data, tmp_path / name, *how, *words, "objective.relations.qq=1", "objective.relation_heads=2", steps=1)
+        assert losses(tmp_path / name, "kl")[1] < losses(run, "kl")[1]
+    fit(data, tmp_path / "state", *how, f"init.state={tmp_path / 'halves'}", steps=STEPS + 1)
+    assert losses(tmp_path / "state", "hidden")[STEPS + 1] < 0.9 * losses(run, "hidden")[1]
+    # The teacher's own width needs none.
+    assert "projected" not in fit(data, tmp_path / "equal", f"objective.teacher={teacher}", "objective.hidden=mse", steps=1)
+
+
+def test_projections_of_scanned_layers_over_devices_and_of_adapters(data: Path, teacher: Path, tmp_path: Path):
+    how = [f"objective.teacher={teacher}", *WIDER]
+    fit(data, tmp_path / "one", *how, steps=2)
+    fit(data, tmp_path / "many", *how, "mesh.data=4", "mesh.fsdp=2", "execution.run=scan", "execution.remat=full", steps=2)
+    for name in ("loss", "hidden"):
+        for step in (1, 2):
+            assert losses(tmp_path / "many", name)[step] == pytest.approx(losses(tmp_path / "one", name)[step], rel=1e-4)
+    run, adapted = tmp_path / "adapters", [*how, f"init.weights={tmp_path / 'one'}", "adapter=lora", "adapter.rank=2"]
+    fit(data, run, *adapted, steps=EVERY)
+    fit(data, run, *adapted)
+    assert losses(run, "hidden")[STEPS] < losses(run, "hidden")[1]
+    assert (run / "adapter" / "adapter_config.json").exists()
+    assert not hasattr(argosy.load(str(run)).module, "projection")
+
+
+def test_relations_are_brought_together_between_widths(data: Path, teacher: Path, tmp_path: Path):
+    """Of another width and other heads; a resume is bit for bit, over devices too."""
+    run, how = tmp_path / "run", [f"objective.teacher={teacher}", "model.width=24", "model.heads=4", "model.kv_heads=2"]
+    how += ["model.head_size=6", "objective.relation_heads=4", "objective.cross_entropy=0"]
+    how += [f"objective.relations.{name}=1" for name in ("qq", "kk", "vv", "qk")]
+    fit(data, run, *how)
+    for name in ("qq", "kk", "vv", "qk"):
+        assert losses(run, f"relations/{name}")[STEPS] < losses(run, f"relations/{name}")[1], name
+    fit(data, tmp_path / "halves", *how, steps=EVERY)
+    fit(data, tmp_path / "halves", *how)
+    assert digest(run, STEPS) == digest(tmp_path / "halves", STEPS)
+    fit(data, tmp_path / "many", *how, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "execution.run=scan", "accumulate=2", steps=2)
+    for step in (1, 2):
+        assert losses(tmp_path / "many")[step] == pytest.approx(losses(run)[step], rel=1e-4)
+
+
 def test_adapters_learn_from_a_teacher(data: Path, whole: Path, teacher: Path, tmp_path: Path):
     run, how = tmp_path / "run", [f"init.weights={whole}", "adapter=lora", "adapter.rank=2", f"objective.teacher={teacher}"]
     fit(data, run, *how, steps=EVERY)
@@ -201,7 +256,12 @@ def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
         (["objective.teacher={stories}"], "another tokenizer than the data: it has 512 tokens, not 258", "data.tokenizer="),
         (["objective.teacher={teacher}", "data.sequence=128", "model.context=128"], "longer than the teacher's context of 64", "=64"),
         (["objective.teacher={teacher}", "model.vocab=300", "objective.divergence=reverse"], "infinite for the others", "vocab=264"),
-        (["objective.teacher={teacher}", "objective.hidden=cosine", "model.width=32"], "of 32 features here and 16 there", "as wide"),
+        (
+            ["objective.teacher={teacher}", "objective.relations.qq=1", "model.heads=3", "model.head_size=8"],
+            "3 relation heads of equal size cannot be cut from the 16 features of qq in layer 1 of the teacher",
+            "=2",
+        ),
+        (["objective.teacher={teacher}", "objective.relations.vv=1", "objective.layers.0=2"], "the teacher has 2 layers, 0 to 1", ""),
         (["objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.1=0"], "the student has 1 layer, 0 to 0", ""),
         (["objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.0=2"], "the teacher has 2 layers, 0 to 1", ""),
         (["objective.teacher={teacher}", "objective.logits=cached", "objective.top=258"], "have 258 and 264 tokens", "online"),

@@ -11,6 +11,7 @@ from campaign_kill import SMALL
 from helpers import Heard, numbers
 
 import argosy
+from argosy.checkpoint.store import STATE, load_item
 from argosy.core.errors import ArgosyError, UserError
 from argosy.core.storage import Store
 from argosy.jobs import rollout_engine
@@ -131,6 +132,18 @@ def test_the_critic_is_no_part_of_the_model_that_is_loaded(data: Path, base: Pat
     assert not hasattr(lm.module, "critic")
     lm.save(tmp_path / "hub")
     assert argosy.load(str(tmp_path / "hub")).generate(["1+1="], 4, ignore_eos=True)[0].tokens
+
+
+@pytest.mark.slow
+def test_a_run_from_the_state_of_another_goes_on_with_its_critic(data: Path, base: Path, tmp_path: Path):
+    how = ["rollout.completions=1", "objective.kl=0"]
+    fit("ppo", data, tmp_path / "first", *how, f"init.weights={base}", steps=4)
+    fit("ppo", data, tmp_path / "next", *how, f"init.state={tmp_path / 'first'}", "optimizer.learning_rate=1e-12", steps=5)
+    before, after = (load_item(tmp_path / run / "checkpoints" / step, STATE) for run, step in (("first", "4"), ("next", "5")))
+    critic = [name for name in before if name.startswith("critic.")]
+    assert critic
+    for name in critic:
+        np.testing.assert_allclose(after[name], before[name], atol=1e-6)
 
 
 @pytest.mark.slow

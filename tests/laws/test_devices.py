@@ -46,7 +46,7 @@ def test_a_tensor_axis_splits_the_work(name):
     assert rows.temporary_bytes > 2 * split.temporary_bytes
 
 
-def updated(config, run, sizes, accumulate=1, dtype=jnp.int32):
+def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits"):
     """Loss and weights after a step on so many devices."""
     model = built(config, run)
     _, params, rest = trained(model)
@@ -62,7 +62,7 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32):
         "mask": jnp.asarray((segments > 0) * rng.random(segments.shape), jnp.float32),
     }
     state = TrainState.start(params, rest, optimizer.init(params), 0)
-    step = make_step(training_graph(model), NextToken(head="logits"), optimizer, rate, accumulate=accumulate)
+    step = make_step(training_graph(model), NextToken(head=head, chunk=16), optimizer, rate, accumulate=accumulate)
     if sizes is None:
         after, metrics = jax.jit(step)(state, batch)
     else:
@@ -113,6 +113,69 @@ def test_a_mesh_changes_no_number(name, run):
     config = changed(name)
     metrics = ("loss", "grad_norm", *(("experts_dropped",) if name == "a capacity" else ()))
     same(updated(config, run, None), updated(config, run, GRID), metrics)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "context": 4}, {"fsdp": 2, "context": 2, "tensor": 2}], ids=["context 4", "all"])
+@pytest.mark.parametrize("name", [n if n == "dense" else pytest.param(n, marks=pytest.mark.slow) for n in CHANGES])
+def test_sequences_over_devices_change_no_number(name, sizes):
+    config, run = changed(name), Unroll()
+    metrics = ("loss", "grad_norm", *(("experts_dropped",) if name == "a capacity" else ()))
+    same(updated(config, run, None), updated(config, run, sizes), metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["blocks", "chunks"])
+def test_sequences_over_devices_change_no_loss(head):
+    """The other ways to compute the loss merge rows and times, which cannot both be split then."""
+    config = changed("dense")
+    same(updated(config, Scan(), None, head=head), updated(config, Scan(), {"fsdp": 2, "context": 2, "tensor": 2}, head=head))
+
+
+@pytest.mark.parametrize("name", [n if n == "dense" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+def test_a_context_axis_splits_the_work(name):
+    """Products that merged rows and times had all tokens gathered: 1.21 of 1.34 GFLOP were left on each of two devices."""
+    config = config_of(name)
+    one, two, four = (step_cost(config, sizes) for sizes in ({"fsdp": 1}, {"fsdp": 1, "context": 2}, {"fsdp": 1, "context": 4}))
+    assert one.flops > 1.8 * two.flops > 3.4 * four.flops
+    assert one.temporary_bytes > 1.5 * two.temporary_bytes > 2.4 * four.temporary_bytes
+    # Keys and values go round, in pieces that get smaller.
+    assert four.collective_bytes <= two.collective_bytes
+
+
+EXPERT_MESHES = {
+    "expert 2": {"data": 4, "fsdp": 1, "expert": 2},
+    "expert 4": {"fsdp": 2, "expert": 4},
+    "expert 2 x fsdp 2 x tensor 2": {"fsdp": 2, "expert": 2, "tensor": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [Unroll(), Scan()], ids=lambda run: type(run).__name__)
+@pytest.mark.parametrize("mesh", EXPERT_MESHES)
+@pytest.mark.parametrize("name", ["experts", "a capacity", "latent attention"])
+def test_experts_split_over_devices_change_no_number(name, mesh, run):
+    """Nor what the router tells, nor the bias of a choice, which is among the weights."""
+    config = changed(name)
+    metrics = ("loss", "grad_norm", "router_balance", "router_z", "experts_idle", "expert_load_max", "experts_dropped")
+    one, other = updated(config, run, None), updated(config, run, EXPERT_MESHES[mesh])
+    assert one[0].keys() == other[0].keys()
+    same(one, other, tuple(m for m in metrics if m in one[0]))
+
+
+@pytest.mark.parametrize("capacity", default(1.25, of=(1.25, None)))
+def test_what_a_device_does_does_not_grow_with_the_devices_that_share_the_experts(capacity):
+    """At four rows for each device. Its weights fall; what it computes, keeps and sends stays as it is."""
+    config = config_of("experts")
+    config = config.model_copy(update={"moe": config.moe.model_copy(update={"capacity": capacity})})
+    two, eight = (step_cost(config, {"fsdp": 1, "expert": n}, 4 * n) for n in (2, 8))
+    alone = step_cost(config, {"fsdp": 1}, 4)
+    experts = 2 * 3 * 8 * 64 * 64 * 4  # bytes: layers, projections, E, D, M
+    # The batch and the router add a little.
+    assert alone.argument_bytes - eight.argument_bytes == pytest.approx(7 / 8 * experts, rel=0.02)
+    assert eight.flops < 1.02 * two.flops
+    assert eight.temporary_bytes < 1.02 * two.temporary_bytes
+    assert eight.collective_bytes < 1.02 * two.collective_bytes
+    assert two.collectives["all-to-all"] > 0
 
 
 @pytest.mark.slow

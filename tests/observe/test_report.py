@@ -306,6 +306,24 @@ def test_curves_stay_inside_their_picture():
     assert places[:, 1].max() <= 280 - BOTTOM
 
 
+def test_an_interval_is_drawn_around_its_line_and_inside_the_picture():
+    """Along its lower ends, and back along its upper ones; the axis reaches as far as it does."""
+    line, band = [(0.0, 1.0), (10.0, 2.0)], [(0.0, 0.0, 4.0), (10.0, 1.0, 3.0)]
+    page = Page(chart([Series("reward", line, band=band, color=2)], "x"))
+    ((_, drawn),) = [(t, a) for t, a in page.tags if t == "path" and "band" in a["class"]]  # pyright: ignore
+    assert drawn["class"] == "band c2"
+    path = str(drawn["d"])
+    assert path.endswith("Z")
+    places = [tuple(map(float, p.split())) for p in re.split("[ML]", path.removesuffix("Z"))[1:]]
+    assert [x for x, _ in places] == [LEFT, WIDTH - RIGHT, WIDTH - RIGHT, LEFT]
+    tops = [y for _, y in places]
+    # 0 is lowest, 4 highest; 1 and 3 are a quarter and three quarters of the way.
+    span = tops[0] - tops[3]
+    assert [(tops[0] - top) / span for top in tops] == pytest.approx([0, 0.25, 0.75, 1], abs=1e-3)
+    assert min(tops) >= TOP
+    assert max(tops) <= 280 - BOTTOM
+
+
 def test_thinning_and_smoothing_keep_the_mean():
     random = np.random.default_rng(1)
     xs, ys = np.arange(6400.0), random.normal(size=6400)

@@ -1,5 +1,7 @@
 """Every implementation equals the reference, in value and gradient; the reference equals plain NumPy."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,11 @@ import pytest
 from helpers import relative
 
 from argosy.core.errors import Unsupported
-from argosy.ops.attention import IMPLEMENTATIONS, Score, See, attention
+from argosy.ops.attention import IMPLEMENTATIONS, PREFERENCE, SPLIT, Score, See, attention
 
 B, T, N, K, H = 2, 150, 6, 2, 10
+# Kernels for other devices, which have tests of their own: test_attention_NAME.py.
+ELSEWHERE = ("splash", "cudnn", "ring")
 
 
 def inputs(seed=0, T=T):
@@ -52,7 +56,7 @@ def test_reference_equals_numpy(window, score):
     assert relative(got, oracle(q, k, v, mask, wanted)) < 1e-6
 
 
-@pytest.mark.parametrize("name", [n for n in IMPLEMENTATIONS if n != "reference"])
+@pytest.mark.parametrize("name", [n for n in IMPLEMENTATIONS if n not in ("reference", *ELSEWHERE)])
 @pytest.mark.parametrize("window", [None, 1, 7, 64, 100])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", [5, 64, 150])
@@ -73,6 +77,12 @@ def test_implementations_equal_the_reference(name, window, packed, length):
     assert abs(float(value - expected)) < 1e-4 * max(1, abs(float(expected)))
     for got, wanted in zip(grads, expected_grads):
         assert np.abs(got - wanted).max() < 5e-6 * max(1, np.abs(wanted).max())     # all zero where only itself is seen
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_kernels_for_other_devices_are_tested_on_their_own(name):
+    assert Path(__file__).with_name(f"test_attention_{name}.py").exists()
+    assert any(name in found for found in (*PREFERENCE.values(), SPLIT))
 
 
 def test_what_an_implementation_cannot_do_it_refuses():

@@ -12,12 +12,14 @@ from laws.families import CASES, built, in_float64
 
 from argosy.core.errors import SettingsError
 from argosy.core.settings import read_settings, words_layer
+from argosy.jobs.frozen import Role
 from argosy.models.parts.stack import Scan, Unroll
-from argosy.models.parts.weight import merge, split
+from argosy.models.parts.weight import abstract, merge, put, split
 from argosy.ops.divergence import over, top
 from argosy.train.distillation import GKD, Distill
 from argosy.train.objectives.distill import HIDDEN, of_logits
 from argosy.train.optim import SGD
+from argosy.train.projection import attach
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained
 from argosy.train.step import make_step
@@ -224,6 +226,33 @@ def test_outputs_of_pairs_of_layers_by_hand(kind, run):
     without = how()(models, batch, KEY)
     assert float(made.loss.value() - without.loss.value()) == pytest.approx(np.mean(each), rel=1e-3)
     assert made.metrics.keys() - {"hidden"} == without.metrics.keys()
+
+
+@pytest.mark.parametrize("layers", [{}, {0: 1}], ids=["last", "pair"])
+def test_hidden_states_of_another_width_by_hand(layers):
+    """44 features here and 42 there, through a projection that learns; a teacher as wide gets none."""
+    other, batch = CASES["gpt2-untied"], batch_of(4)
+    student, teacher = built(STUDENT, Unroll()), built(other, Unroll())
+    objective = how(hidden="mse", layers=layers)
+    attach(student, objective, {"teacher": Role(split(teacher)[0], abstract(teacher))})
+    drawn = np.random.default_rng(2).normal(0, 0.2, (44, 42))
+    put(student, {"projection.w": jnp.asarray(drawn, jnp.float32)})
+    if layers:
+        ours, theirs = (outputs_by_hand(m, c, batch)[i] for m, c, i in ((student, STUDENT, 0), (teacher, other, 1)))
+    else:
+        ours, theirs = (np.asarray(m.hidden(batch["tokens"], STUDENT.attend(batch["segments"]))[0]) for m in (student, teacher))
+    expected = (((ours @ drawn - theirs) ** 2).mean(-1))[np.asarray(batch["mask"]) > 0].mean()
+    graph, params, rest = trained(student)
+
+    def loss(params):
+        return objective({"model": merge(graph, params, rest), "teacher": teacher}, batch, KEY).metrics["hidden"].value()
+
+    value, slopes = jax.value_and_grad(loss)(params)
+    assert float(value) == pytest.approx(expected, rel=1e-4)
+    assert float(jnp.max(jnp.abs(slopes["projection.w"]))) > 0
+    equal = built(STUDENT, Unroll())
+    attach(equal, objective, {"teacher": Role(split(equal)[0], abstract(equal))})
+    assert not hasattr(equal, "projection")
 
 
 def test_only_layers_up_to_the_compared_one_learn_from_it():

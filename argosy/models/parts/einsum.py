@@ -24,7 +24,7 @@ from argosy.ops.grouped import grouped_matmul
 from argosy.ops.native.products import Panels, product
 from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized, round_int8
-from argosy.parallel.scope import gathered
+from argosy.parallel.scope import gathered, splits
 
 # The checkpoint name of every product with a weight, by which rematerialization keeps it.
 PRODUCT = "product"
@@ -68,7 +68,8 @@ def _plain(eq: str, x: Array, w: Any, route: Route | None, dtype: Any) -> Array:
     if route is not None:
         rows = x.reshape(len(w), -1, x.shape[-1])
         return jnp.einsum("EXD,EDM->EXM", rows, w, preferred_element_type=dtype).reshape(len(x), -1)
-    if (inner := _tail(eq)) is None:
+    # Rows and times that are merged into one axis can no longer both be split over devices: all tokens would be gathered.
+    if (inner := _tail(eq)) is None or ("T" in eq and splits("time")):
         return jnp.einsum(eq, x, w, preferred_element_type=dtype)
     return _product(eq, x, w, inner, dtype)
 

@@ -5,6 +5,9 @@ equals the forward pass and keeps everything: `jax.checkpoint` alone saved 14 % 
 recomputation is put in a branch of a conditional whose predicate XLA cannot decide and which depends on the incoming gradient, so
 it can be neither merged nor moved ahead (162 MB -> 28 MB; scanned layers 197 -> 28). Loop bodies are compiled separately, so
 scanned layers do not need this, and other platforms keep barriers.
+
+What an attention kernel leaves for its own backward pass is always kept (`ops.attention.KEPT`): an output and a float32 for each
+query and head. Otherwise the kernel would run twice, for the memory of one more activation of each layer.
 """
 
 from collections.abc import Callable
@@ -15,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from argosy.models.parts.einsum import PRODUCT
+from argosy.ops.attention import KEPT, KEPT_PRIMITIVES
 from argosy.parallel.scope import platform
 
 Remat = Literal["none", "dots", "full"]
@@ -25,13 +29,17 @@ def rematerialised(function: Callable[..., Any], remat: Remat, unrolled: bool = 
 
     Args:
         remat: none keeps everything the backward pass needs; dots keeps the products with weights, including those of experts;
-            full keeps only the input.
+            full keeps only the input. Both keep what attention kernels leave.
         unrolled: whether the layer is in a program with other layers, not in a loop's body.
     """
     if remat == "none":
         return function
-    policy = jax.checkpoint_policies.save_only_these_names(PRODUCT) if remat == "dots" else None
-    kept = jax.checkpoint(function, policy=policy)
+    names = jax.checkpoint_policies.save_only_these_names(KEPT, *([PRODUCT] if remat == "dots" else []))
+
+    def keeps(primitive: Any, *given: Any, **params: Any) -> Any:
+        return primitive.name in KEPT_PRIMITIVES or names(primitive, *given, **params)
+
+    kept = jax.checkpoint(function, policy=keeps)
     return _apart(kept) if unrolled and platform() == "cpu" else kept
 
 

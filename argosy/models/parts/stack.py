@@ -15,9 +15,7 @@ checkpoints of the other layout and random draws (`layer_addresses`, `to_layers`
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -32,25 +30,12 @@ from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Caches, Spec, Specs
 from argosy.models.parts.remat import Remat, rematerialised
 from argosy.models.parts.rope import Turns, angles
+from argosy.models.parts.watch import OUTPUT, TOLD, Listening, Watched
 from argosy.models.parts.weight import Leaves, merge, split, variables
 from argosy.parallel.scope import constrain
 
 # {kind: {name: [layers of that kind ...]}}.
 Aux = dict[str, dict[str, Array]]
-# Among aux outputs, the residual stream after a layer, inside of `telling`.
-OUTPUT = "output"
-_TELLING = ContextVar("telling", default=False)
-
-
-@contextmanager
-def telling() -> Iterator[None]:
-    """Inside, the outputs of layers are among their aux outputs, from which `Stack.outputs` takes them. Those of all layers then
-    exist at once."""
-    token = _TELLING.set(True)
-    try:
-        yield
-    finally:
-        _TELLING.reset(token)
 
 
 @dataclass(frozen=True)
@@ -90,11 +75,12 @@ def run_block(
     """One layer as a pure function of its weights."""
 
     def run(weights: Leaves, x: Array, cache: Cache | None, attend: Attend) -> Any:
-        x, cache, aux = merge(graph, weights)(x, layer.each, cache, attend)
-        return constrain(x, "B T D"), cache, aux
+        heard = Listening(attend) if isinstance(attend, Watched) else None
+        x, cache, aux = merge(graph, weights)(x, layer.each, cache, heard or attend)
+        return constrain(x, "B T D"), cache, aux | heard.told if heard else aux
 
     x, cache, aux = rematerialised(run, remat, unrolled)(weights, x, cache, attend)
-    return x, cache, aux | {OUTPUT: x} if _TELLING.get() else aux
+    return x, cache, aux | {OUTPUT: x} if isinstance(attend, Watched) and attend.outputs else aux
 
 
 @runtime_checkable
@@ -302,12 +288,13 @@ class Stack(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Caches | None, Aux]:
         return self.run(self, constrain(x, "B T D"), caches, self.with_angles(attend))
 
-    def outputs(self, aux: Aux) -> tuple[list[Float[Array, "B T D"]], Aux]:
-        """The output of every layer of the plan, and the other aux outputs."""
-        places, found = self.indexes(), dict[int, Array]()
+    def told(self, aux: Aux) -> tuple[list[dict[str, Array]], Aux]:
+        """What every layer of the plan told (`parts.watch`), and the other aux outputs."""
+        places, found = self.indexes(), dict[int, dict[str, Array]]()
         for kind, own in aux.items():
-            found |= {i: own[OUTPUT][place] for place, i in enumerate(places[kind])}
-        rest = {kind: {name: a for name, a in own.items() if name != OUTPUT} for kind, own in aux.items()}
+            for place, i in enumerate(places[kind]):
+                found[i] = {name: a[place] for name, a in own.items() if name.startswith(TOLD)}
+        rest = {kind: {name: a for name, a in own.items() if not name.startswith(TOLD)} for kind, own in aux.items()}
         return [found[i] for i in range(len(self.plan))], rest
 
     def with_angles(self, attend: Attend) -> Attend:

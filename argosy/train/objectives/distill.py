@@ -1,6 +1,6 @@
 """Distillation: the student's next-token distribution goes to the teacher's, at every target that counts.
 
-    (1 - c) T^2 D(teacher, student) + c cross-entropy(labels) [+ w H(teacher, student)]
+    (1 - c) T^2 D(teacher, student) + c cross-entropy(labels) [+ w H(teacher, student)] [+ sum of a R(teacher, student)]
 
 D is a divergence at temperature T (`ops.divergence`), c the setting `cross_entropy`. The factor T^2 is that of Hinton et al.
 (arXiv:1503.02531, section 2): gradients of soft targets shrink as 1/T^2, so that without it c would mean something else at every
@@ -8,7 +8,10 @@ temperature. DistilBERT (arXiv:1910.01108) has it too; TRL's GKDTrainer and torc
 
 H, if asked for, is over the last hidden states, the input of the head, or over the outputs of pairs of layers, of which it is the mean:
 1 - cosine, as DistilBERT has it, or the mean squared difference over features, as TinyBERT has it (arXiv:1909.10351, equation 8, there
-through a learned projection where widths differ, and summed over layers).
+summed over layers). Where widths differ, the student's go through a learned projection first (`train.projection`).
+
+R, if asked for, is the divergence of relations within layers (`ops.relations`), of the last layers (MiniLM, arXiv:2002.10957) or of
+pairs of layers, of which it is the mean. It counts at the tokens whose targets count.
 
 Differences from TRL's GKDTrainer (1.9): sums over targets are divided by the weight of the whole batch, as TRL does where it knows the
 number of items; its `batchmean` is the mean over the targets of a micro-batch. Its beta of 0 and 1 are `forward` and `reverse`; between
@@ -31,11 +34,13 @@ from jaxtyping import Array, Float, Int
 
 from argosy.data.batch import Field, Fields
 from argosy.models.parts.attend import Packed
-from argosy.models.parts.stack import telling
+from argosy.models.parts.watch import KEYS, OUTPUT, QUERIES, VALUES, Watched
 from argosy.ops.cross_entropy import by_chunks
 from argosy.ops.divergence import DIVERGENCES, Top, coarse, forward, log_probs, over
 from argosy.ops.precision import wide
+from argosy.ops.relations import Sides, relation_divergence
 from argosy.parallel.scope import axis_sizes
+from argosy.train.beside import PROJECTION
 from argosy.train.distillation import GKD, Distill
 from argosy.train.objectives import Loss, Mean, Models
 from argosy.train.objectives.next_token import FIELDS as OF_TOKENS
@@ -57,17 +62,19 @@ Compared = dict[str, Float[Array, "*R"]]
 def loss(how: Distill | GKD, models: Models, batch: dict[str, Array]) -> Loss:
     """Computes the objective."""
     model = models["model"]
-    x, ours, aux = states(model, batch, bool(how.layers))
+    x, ours, aux = states(how, model, batch)
+    theirs = []
     if how.logits == "cached":
-        known, theirs = [batch[name] for name in CACHED], []
+        known = [batch[name] for name in CACHED]
     else:
-        last, theirs, _ = jax.lax.stop_gradient(states(models[ROLE], batch, bool(how.layers)))
+        last, theirs, _ = jax.lax.stop_gradient(states(how, models[ROLE], batch))
         known = [last]
     found = compared(how, models, x, batch, known)
     if how.hidden != "none":
-        pairs = [(ours[a], theirs[b]) for a, b in how.layers.items()] or [(x, known[0])]
-        each = [HIDDEN[how.hidden](wide(a), wide(b)) for a, b in pairs]
-        found["hidden"] = jnp.mean(jnp.stack(each), 0)
+        pairs = [(ours[a][OUTPUT], theirs[b][OUTPUT]) for a, b in how.layers.items()] or [(x, known[0])]
+        into = getattr(model, PROJECTION, lambda a: a)
+        found["hidden"] = mean_of([HIDDEN[how.hidden](wide(into(a)), wide(b)) for a, b in pairs])
+    found |= related(how, ours, theirs, batch["segments"])
     mask = batch["mask"]
     weight = jnp.sum(mask)
     sums = {name: jnp.sum(jnp.where(mask > 0, mask.astype(values.dtype) * values, 0.0)) for name, values in found.items()}
@@ -75,6 +82,8 @@ def loss(how: Distill | GKD, models: Models, batch: dict[str, Array]) -> Loss:
     total = (1 - how.cross_entropy) * soft + how.cross_entropy * sums["cross_entropy"]
     if "hidden" in sums:
         total = total + how.hidden_weight * sums["hidden"]
+    for name, weighs in how.relations.items():
+        total = total + weighs * sums[f"relations/{name}"]
     metrics = {name: Mean(value, weight) for name, value in sums.items()}
     return with_routers(Loss(Mean(total, weight), metrics), model, aux, jnp.sum(mask, 1))
 
@@ -94,15 +103,47 @@ def mse(ours: Float[Array, "B T D"], theirs: Float[Array, "B T D"]) -> Float[Arr
 HIDDEN = {"cosine": cosine, "mse": mse}
 
 
-def states(model: Any, batch: dict[str, Array], layers: bool) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]], Any]:
-    """The input of a model's head, the outputs of its layers if they are wanted, and the aux outputs."""
-    if not layers:
-        x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
+# The two sides of a relation.
+SIDES = {"qq": (QUERIES, QUERIES), "kk": (KEYS, KEYS), "vv": (VALUES, VALUES), "qk": (QUERIES, KEYS)}
+# What a layer told, by name.
+Told = dict[str, Array]
+
+
+def related(how: Distill | GKD, ours: list[Told], theirs: list[Told], segments: Int[Array, "B T"]) -> Compared:
+    """How far relations within layers are apart."""
+    found: Compared = {}
+    for name in how.relations:
+        each = []
+        for i, j in pairs_of(how):
+            heads = how.relation_heads or ours[i][QUERIES].shape[2]  # type: ignore[union-attr]
+            each.append(relation_divergence(sides(ours[i], name), sides(theirs[j], name), segments, heads))
+        found[f"relations/{name}"] = mean_of(each)
+    return found
+
+
+def pairs_of(how: Distill | GKD) -> list[tuple[int, int]]:
+    """The layers, of student and teacher, whose relations are compared."""
+    return list(how.layers.items()) or [(-1, -1)]
+
+
+def sides(told: Told, name: str) -> Sides:
+    """The two sides of a relation in a layer. Where they meet queries, keys that several of them share are repeated."""
+    x, y = (told[side] for side in SIDES[name])
+    return (x, y) if x.shape[2] == y.shape[2] else (x, jnp.repeat(y, x.shape[2] // y.shape[2], 2))
+
+
+def mean_of(each: list[Float[Array, "B T"]]) -> Float[Array, "B T"]:
+    return jnp.mean(jnp.stack(each), 0)
+
+
+def states(how: Distill | GKD, model: Any, batch: dict[str, Array]) -> tuple[Float[Array, "B T D"], list[Told], Any]:
+    """The input of a model's head, what its layers tell as far as it is wanted, and the aux outputs."""
+    attend, outputs, heads = Packed(batch["segments"]), how.hidden != "none" and bool(how.layers), bool(how.relations)
+    if not outputs and not heads:
+        x, _, aux = model.hidden(batch["tokens"], attend)
         return x, [], aux
-    with telling():
-        x, _, aux = model.hidden(batch["tokens"], Packed(batch["segments"]))
-    outputs, rest = model.layers.outputs(aux)
-    return x, outputs, rest
+    x, _, aux = model.hidden(batch["tokens"], Watched(attend, outputs, heads))
+    return x, *model.layers.told(aux)
 
 
 def compared(

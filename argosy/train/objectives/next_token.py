@@ -13,8 +13,8 @@ from argosy.data.batch import Field as BatchField
 from argosy.data.batch import Fields
 from argosy.models.parts.attend import Packed
 from argosy.models.parts.einsum import Einsum
-from argosy.ops.cross_entropy import from_logits, row_chunks, vocabulary_blocks
-from argosy.parallel.scope import axis_sizes, platform
+from argosy.ops.cross_entropy import by_times, from_logits, row_chunks, vocabulary_blocks
+from argosy.parallel.scope import axis_sizes, platform, splits
 from argosy.train.objectives import Loss, Mean, Models
 from argosy.train.objectives.routers import with_routers
 from argosy.train.settings import NextToken, OfTokens
@@ -86,16 +86,18 @@ def losses(
     if way == "auto":
         roomy = 4 * targets.size * model.config.vocab <= ROOMY_BYTES * math.prod(axis_sizes().values())
         way = ("blocks" if plain and platform() == "cpu" else "logits") if roomy else "chunks"
+    if way == "logits" or (way == "blocks" and not plain):
+        return from_logits(model.unembed(x) / temperature, targets)
+    if splits("time"):
+        # Flat rows would have to be gathered first.
+        return by_times(lambda x, targets: from_logits(model.unembed(x) / temperature, targets), how.chunk, x, targets)
     found: Any
     flat = targets.reshape(-1)
     if way == "blocks" and plain:
         found = vocabulary_blocks((x if temperature == 1.0 else x * by).reshape(-1, x.shape[-1]), plain[0], flat, plain[1])
-    elif way == "chunks":
+    else:
         rows = x.reshape(-1, x.shape[-1])
         found = row_chunks(lambda rows: model.unembed(rows[:, None])[:, 0] / temperature, rows, flat, min(how.chunk, len(flat)))
-    else:
-        logits = model.unembed(x) / temperature
-        found = from_logits(logits.reshape(-1, logits.shape[-1]), flat)
     return found[0].reshape(targets.shape), found[1].reshape(targets.shape)
 
 

@@ -1,0 +1,75 @@
+"""A strategy that tells what passes through the layers: their outputs, and the queries, keys and values of their attention.
+
+    model.hidden(tokens, Watched(Packed(segments), heads=True)) -> x, cache, aux
+    model.layers.told(aux) -> what each layer told, and the other aux outputs
+
+What a layer tells is among its aux outputs, so that it leaves scanned and rematerialized layers as those do. That of all layers exists
+at once where layers are scanned; of unrolled ones, XLA keeps what is used.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jaxtyping import Array, Bool, Int
+
+from argosy.models.parts.attend import HEADS, Angled, Attend, Read, Recurrence
+from argosy.models.parts.cache import Cache
+from argosy.ops.attention import Score
+
+# What the names of these aux outputs begin with; OUTPUT: the residual stream after a layer.
+TOLD = "told."
+OUTPUT, QUERIES, KEYS, VALUES = (f"{TOLD}{name}" for name in ("output", "q", "k", "v"))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The strategy `of`, watched.
+
+    outputs: layers tell the residual stream after them, [B T D].
+    heads: layers with attention tell its queries [B T N H], keys [B T K H] and values [B T K U], as it reads them: after norms and
+    rotary positions, and expanded where something else is cached. For strategies whose keys are the tokens of the call (`Packed`).
+    """
+
+    of: Attend
+    outputs: bool = False
+    heads: bool = False
+    angles: Angled = None
+
+    @property
+    def positions(self) -> Int[Array, "B T"]:
+        return self.of.positions
+
+    @property
+    def live(self) -> Bool[Array, "B T"]:
+        return self.of.live
+
+    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+        return self.of(q, held, cache, read, score=score)
+
+    def recur(self, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:
+        return self.of.recur(step, inputs, cache)
+
+
+jax.tree_util.register_dataclass(Watched, ["of", "angles"], ["outputs", "heads"])
+
+
+class Listening:
+    """A watched strategy in the call of one layer. `told`: what the layer tells; it belongs to the trace of that call."""
+
+    def __init__(self, of: Watched):
+        self.of, self.told = of, dict[str, Array]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+    def __call__(self, q: Array, held: Cache, cache: Cache | None, read: Read = HEADS, *, score: Score) -> Any:
+        if self.of.heads:
+            if self.told:
+                raise ValueError("a layer attends twice: its queries cannot be told apart")
+            k, v = read.expand(held)
+            self.told |= {QUERIES: q, KEYS: k, VALUES: v}
+        return self.of(q, held, cache, read, score=score)
+
+    def recur(self, step: Recurrence, inputs: tuple[Array, ...], cache: Cache | None) -> tuple[Array, Cache | None]:
+        return self.of.recur(step, inputs, cache)

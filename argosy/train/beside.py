@@ -1,0 +1,38 @@
+"""Parts that are trained beside a model and are no part of it: the critic of PPO, the projection of distillation.
+
+Such a part is an attribute of the model's module, so its weights are placed, trained and optimized like others, under addresses that
+begin with its name. A checkpoint keeps them with the optimizer's state, apart from the weights that whoever loads the run reads. What
+a run starts from does not have them.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+CRITIC, PROJECTION = "critic", "projection"
+PARTS = (CRITIC, PROJECTION)
+
+
+def is_beside(address: str) -> bool:
+    """Whether a weight belongs to such a part."""
+    return address.split(".", 1)[0] in PARTS
+
+
+def parted(by_address: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+    """What belongs to the model, and what to parts beside it."""
+    own = {address: leaf for address, leaf in by_address.items() if not is_beside(address)}
+    return own, {address: leaf for address, leaf in by_address.items() if address not in own}
+
+
+@contextmanager
+def alone(model: Any) -> Iterator[dict[str, Any]]:
+    """The parts beside a model, by name; inside, its module is without them."""
+    parts = {name: getattr(model, name) for name in PARTS if hasattr(model, name)}
+    for name in parts:
+        delattr(model, name)
+    try:
+        yield parts
+    finally:
+        for name, part in parts.items():
+            setattr(model, name, part)
