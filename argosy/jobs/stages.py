@@ -5,6 +5,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
+from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Unsupported
 from argosy.jobs.teacher import kind_of as taught
 from argosy.models.parts.pipeline import AXIS, Pipeline
@@ -64,7 +65,7 @@ def microbatches(run: Any, mesh: Mesh) -> int:
         raise BadInput(what, hint=f"at least {stages}, and better {EACH * stages}: more of them leave stages idle for less of the time")
     each = run.accumulate * shares * (asked or stages)
     what = f"data.batch = {run.data.batch} does not divide into {asked or stages} microbatches"
-    what += f" over {shares} devices" if shares > 1 else ""
+    what += f" over {plural(shares, 'device')}" if shares > 1 else ""
     what += f" and accumulate = {run.accumulate}" if run.accumulate > 1 else ""
     raise BadInput(what, hint=f"make it a multiple of {each}")
 

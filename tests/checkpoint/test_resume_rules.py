@@ -13,8 +13,8 @@ from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
 
 MAY_CHANGE = re.compile(
-    r"dir|steps|(mesh|checkpoint|eval|log|sample)\..*|data\.(cache|prefetch|epochs)"
-)  # DESIGN.md, section 9
+    r"dir|steps|execution\.microbatches|(mesh|checkpoint|eval|log|sample)\..*|data\.(cache|prefetch|epochs)"
+)  # docs/guides/resume.md
 
 
 @pytest.fixture(scope="module")

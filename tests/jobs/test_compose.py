@@ -378,9 +378,9 @@ def test_a_choice_that_is_near_none_is_one_mistake():
     assert next(iter(_problems("model.family=lama"))).startswith("unknown model family `lama`")
 
 
-def test_an_axis_that_is_not_built_is_a_wrong_setting():
-    found = _problems("mesh.stage=2", "stpes=3")
-    assert "`mesh`: stage = 2: layers are not split over devices yet" in found
+def test_an_axis_of_no_devices_is_a_wrong_setting():
+    found = _problems("mesh.stage=0", "stpes=3")
+    assert "`mesh`: stage = 0: at most one axis of a mesh may be -1, and none 0" in found
     assert len(found) == 2
 
 
