@@ -9,6 +9,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from argosy.core import mistakes
+from argosy.core.registry import Registry
 from argosy.core.scalars import written
 from argosy.core.schema import Choice, Settings, Shape, documented, members, shape, shape_of
 from argosy.core.settings import DEFAULT, Reading, dump, flatten
@@ -23,6 +24,12 @@ _HUMAN_NUMBER = r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]
 def reference(schema: type[Settings]) -> str:
     """All settings as Markdown tables: key, type, default, meaning. A choice lists its classes, each with its own keys."""
     return "\n".join(["# Settings", "", *_section(schema, "", "The run itself")]).rstrip() + "\n"
+
+
+def tables(registry: Registry, title: str) -> str:
+    """The settings of each class of a registry as sections of such a page. title: of a section, with NAME for the class's name."""
+    sections = (_section(registry[name], "", title.replace("NAME", name), summary(registry[name])) for name in registry)
+    return "\n".join(line for section in sections for line in section).rstrip() + "\n"
 
 
 def _section(cls: type[Settings], prefix: str, title: str, about: str = "") -> list[str]:

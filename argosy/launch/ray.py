@@ -5,7 +5,7 @@ actor passes on signals and what its process prints. An actor that dies, or whos
 killed; its process sees that its parent is gone, saves and ends. With the driver, that is this command, all actors end.
 
 Ray Train's JaxTrainer is not used: it starts a worker again whatever its exit code was, and ends workers without time to save
-(docs/decisions/0021). This is the only module that imports ray.
+(docs/decisions/0021-on-ray-actors-start-processes.md). This is the only module that imports ray.
 """
 
 import os

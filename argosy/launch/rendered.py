@@ -49,8 +49,8 @@ def check_inside(command: Command, mount: str, what: str) -> None:
         raise BadInput(f"the run directory {command.folder} is not in {mount}, {what}", hint=f"add dir={mount}/NAME to the command")
 
 
-def deliver(text: str, path: str | None, say: Say, then: str) -> None:
-    """Prints a file, or writes it. then: the command that takes it, with FILE for its name.
+def deliver(text: str, path: str | None, say: Say, then: str | None = None) -> None:
+    """Prints a file, or writes it. then: the command that takes it, with FILE for its name, where the user is to give it.
 
     Raises:
         BadInput: the file holds something else, or cannot be written.
@@ -68,4 +68,5 @@ def deliver(text: str, path: str | None, say: Say, then: str) -> None:
             file.write_text(text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"cannot write {path}: {error}") from None
-    say(f"{path} is {'as it was' if before is not None else 'written'}; `{then.replace('FILE', shlex.quote(path))}` starts it")
+    start = f"; `{then.replace('FILE', shlex.quote(path))}` starts it" if then else ""
+    say(f"{path} is {'as it was' if before is not None else 'written'}{start}")

@@ -41,6 +41,9 @@ def render(command: Command, settings: SkyPilot) -> dict[str, Any]:
     elif "://" not in command.folder:
         hint = "give bucket=gs://NAME or volume=NAME, and dir= in mount=; with one machine, dir= may be in a bucket: dir=gs://NAME/runs"
         raise BadInput(f"the run directory {command.folder} would be lost with its machine", hint=hint)
+    elif settings.nodes > 1:
+        hint = "give bucket=gs://NAME or volume=NAME, and dir= in mount="
+        raise BadInput("several processes write no remote run directory yet", where=f"dir={command.folder}", hint=hint)
     as_argument(settings.program)
     resources: dict[str, Any] = {
         "infra": settings.infra,

@@ -89,7 +89,7 @@ def launch(command: Command, settings: Slurm, say: Say) -> int:
         raise BadInput("this machine has no `sbatch` to submit the job with", hint=hint)
     text = render(command, settings, Path.cwd())
     if settings.write is not None or not settings.submit:
-        deliver(text, settings.write, say, "sbatch FILE")
+        deliver(text, settings.write, say, None if settings.submit else "sbatch FILE")
     if settings.submit:
         return subprocess.run([str(sbatch)], input=text, text=True, check=False).returncode
     return 0
