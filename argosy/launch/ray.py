@@ -9,6 +9,7 @@ Ray Train's JaxTrainer is not used: it starts a worker again whatever its exit c
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -31,6 +32,8 @@ from argosy.launch.settings import Ray
 PASSED_ON = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "ARGOSY_")
 # How long an actor waits for something to tell.
 LOOK_S = 0.5
+# How long it waits for what an ended process printed last.
+LAST_S = 2.0
 
 
 def ray() -> Any:
@@ -67,19 +70,25 @@ class Host:
             with self._news:
                 self._lines.append(line)
                 self._news.notify_all()
-        process.wait()
         with self._news:
             self._read = True
             self._news.notify_all()
 
     def news(self) -> tuple[list[bytes], int | None, str]:
-        """New lines, the exit code once all lines are told, and then the stacks that were asked for. Waits for news a moment."""
+        """New lines, the exit code with the last ones, and then the stacks that were asked for. Waits for news a moment."""
         assert self._process is not None
         with self._news:
             self._news.wait_for(lambda: self._lines or self._read, LOOK_S)
+            code = self._process.poll()
+            if code is not None:
+                # A process that it left behind may keep the pipe open.
+                self._news.wait_for(lambda: self._read, LAST_S)
             lines, self._lines = self._lines, []
-            code = self._process.returncode if self._read else None
-        return lines, code, self._stacks.read_text() if code is not None and self._stacks.exists() else ""
+        if code is None:
+            return lines, None, ""
+        stacks = self._stacks.read_text() if self._stacks.exists() else ""
+        shutil.rmtree(self._stacks.parent, ignore_errors=True)
+        return lines, code, stacks
 
     def signal(self, number: int) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -224,7 +233,7 @@ def connected(settings: Ray) -> Iterator[None]:
     if not address and settings.processes * settings.cpus > (os.cpu_count() or 1):
         own["num_cpus"] = settings.processes * settings.cpus
     try:
-        ray().init(address=address, log_to_driver=False, logging_level="ERROR", **own)
+        ray().init(address=address or "local", log_to_driver=False, logging_level="ERROR", **own)
     except Exception as error:
         said = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise BadInput(f"no Ray cluster at {address or 'this machine'}: {said}", hint="address=HOST:PORT names it") from None

@@ -188,7 +188,7 @@ class SkyPilot(Rendered):
     program: str = "argosy"
     """What starts Argosy there, as a shell would read it."""
     accelerators: str | None = None
-    """Accelerators of each machine, as `sky show-gpus` lists them: H100:8, tpu-v5litepod-16. None: CPUs."""
+    """Accelerators of each machine, as `sky show-gpus` lists them, such as H100:8. None: CPUs."""
     cpus: str | None = None
     """CPU cores of each machine: 8 is exactly 8, 8+ at least 8."""
     memory: str | None = None

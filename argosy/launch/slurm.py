@@ -96,9 +96,17 @@ def launch(command: Command, settings: Slurm, say: Say) -> int:
 
 
 def render(command: Command, settings: Slurm, folder: Path) -> str:
-    """The job script. folder: where the command would run, and so the job runs."""
+    """The job script. folder: where the command would run, and so the job runs.
+
+    Raises:
+        BadInput: `program` is no command, or the run directory is no folder.
+    """
     program = settings.program or shlex.join([sys.executable, "-m", "argosy"])
     as_argument(program)
+    directory = command.folder.removeprefix("file://")
+    if "://" in directory:
+        what = f"a job script does not see the checkpoints in {directory}, which tell whether the run goes on"
+        raise BadInput(what, hint="dir=FOLDER on a file system of the cluster")
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options(settings)), ""]
     lines += ["# Written by `argosy launch engine=slurm`.", f"cd -- {shlex.quote(str(folder))} || exit 1"]
     lines += [settings.setup] if settings.setup else []
@@ -110,7 +118,7 @@ def render(command: Command, settings: Slurm, folder: Path) -> str:
         lines += [f"share={shlex.quote(SHARE.replace('PER_NODE', str(settings.per_node)))}"]
         srun += ["bash", "-c", '"$share"', "argosy"]
     run = " ".join([*srun, '"${command[@]}"'])
-    place = shlex.quote(os.path.join(folder, Path(command.folder).expanduser()))
+    place = shlex.quote(os.path.join(folder, Path(directory).expanduser()))
     return "\n".join(lines) + LOOP.replace("RESTARTS", str(settings.restarts)).replace("SRUN", run).replace("FOLDER", place)
 
 

@@ -40,10 +40,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(words: list[str], text: Path, run: Path, *more: str, **variables: str) -> subprocess.Popen[str]:
     own = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK} | variables
-    words = [*words, "train", "tiny", f"data.source={text}", f"dir={run}", *SMALL, *more]
-    return subprocess.Popen(
-        [sys.executable, "-m", "argosy", *words], env=own, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=text.parent
-    )
+    words = [sys.executable, "-m", "argosy", *words, "train", "tiny", f"data.source={text}", f"dir={run}", *SMALL, *more]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(words, env=own, cwd=text.parent, start_new_session=True, **pipes)
 
 
 LAUNCH = ["launch", "engine=ray", "processes=2", "grace=5", "--"]
@@ -107,19 +106,33 @@ def test_two_ray_workers_train_as_one_process_with_two_devices(text: Path, tmp_p
 
 @needs_ray
 @pytest.mark.slow
-def test_a_signal_to_the_launcher_saves_and_ends_all(text: Path, tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_saves_and_ends_all(text: Path, tmp_path: Path, number: signal.Signals):
+    """A terminal sends Ctrl-C to everything that the command started in it."""
     run = tmp_path / "run"
     one = started(LAUNCH, text, run, "steps=100000", "checkpoint.every=100", "eval.every=100000")
     until = time.monotonic() + 120
     while time.monotonic() < until and (not (run / "metrics.jsonl").exists() or len(logged(run)) < 10):
         time.sleep(0.05)
-    one.send_signal(signal.SIGTERM)
+    os.kill(one.pid, number) if number == signal.SIGTERM else os.killpg(one.pid, number)
     _, said = one.communicate(timeout=100)
-    assert one.returncode == 143, said
+    assert one.returncode == 128 + number, said
     newest = max(int(step.name) for step in (run / "checkpoints").iterdir() if (step / "manifest.json").exists())
     assert f"stopped at step {newest} of 100000: checkpoint {newest} is saved" in said
     assert "again" not in said
     assert process_of(0, run) is process_of(1, run) is None
+
+
+def test_what_a_process_prints_last_is_told_and_one_left_behind_holds_nothing_up(tmp_path: Path):
+    host = engine.Host()
+    left = "import subprocess, sys; print('first', flush=True); subprocess.Popen(['sleep', '20']); print('last'); sys.exit(7)"
+    host.start([sys.executable, "-c", left], {"A": "b"}, str(tmp_path / "none"))
+    begun, lines, code = time.monotonic(), [], None
+    while code is None:
+        more, code, stacks = host.news()
+        lines += more
+    assert (lines, code, stacks) == ([b"first\n", b"last\n"], 7, "")
+    assert time.monotonic() - begun < 10
 
 
 @needs_ray

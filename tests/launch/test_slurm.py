@@ -206,6 +206,11 @@ def test_a_run_that_is_done_at_the_limit_is_not_queued_again(tmp_path: Path):
     assert job.told("scontrol") == []
 
 
+def test_a_remote_run_directory_is_refused():
+    with pytest.raises(BadInput, match="does not see the checkpoints in gs://a/b"):
+        slurm.render(Command(("train", "tiny"), "gs://a/b"), Slurm(), Path.cwd())
+
+
 def test_options_of_sbatch():
     settings = Slurm(
         nodes=4, per_node=8, gpus=8, cpus=6, time="1-12", save=600, partition="gpu", account="me", qos="high", constraint="a100",
