@@ -66,10 +66,11 @@ class Host:
 
     def _follow(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            with self._news:
-                self._lines.append(line)
-                self._news.notify_all()
+        with process.stdout as stream:
+            for line in stream:
+                with self._news:
+                    self._lines.append(line)
+                    self._news.notify_all()
         with self._news:
             self._read = True
             self._news.notify_all()

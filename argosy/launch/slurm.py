@@ -1,8 +1,8 @@
 """A job script for `sbatch`, which runs a command by `srun` as one process or several on each machine.
 
-The run is never killed by the time limit. `save` seconds before it Slurm tells the script (SIGUSR1), which has Slurm send SIGTERM to
+The time limit does not kill the run. `save` seconds before it Slurm tells the script (SIGUSR1), which has Slurm send SIGTERM to
 the processes; they save and end with 143, and the job is queued again under its number. SIGTERM to `srun` itself would kill them at
-once, so the script never passes one on.
+once, so the script never passes one on; `scancel` without a signal sends it one.
 
     exit code of srun       what follows
     0, 2                    the job ends with it

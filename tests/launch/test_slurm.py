@@ -107,7 +107,7 @@ class Job:
         return len(list(self.folder.glob("srun-*")))
 
 
-ODD = ["data.source=/tmp/it's a \"file\" $HOME `x` \\n.txt", "sample.prompt=*", "a=$(touch pwned)", "tab=\t|"]
+ODD = ["data.source=it's a \"file\" $HOME `x` \\n.txt", "sample.prompt=*", "a=$(touch pwned)", "tab=\t|"]
 
 
 def test_words_arrive_as_they_were_typed_and_the_processes_find_each_other(tmp_path: Path):
@@ -181,7 +181,7 @@ def test_a_job_that_saved_nothing_is_not_queued_again(tmp_path: Path):
 
 
 def test_a_job_that_is_canceled_waits_for_the_run_and_is_not_queued_again(tmp_path: Path):
-    """scancel sends SIGTERM to the shell and to the processes; the shell must not end before they have saved."""
+    """Slurm sends SIGTERM to the shell and to the processes; the job is over when the shell ends, so it waits until they have."""
     job = Job(tmp_path, "until_told(True)")
     one = job.start()
     job.wait_for("pids", "ready-0", "ready-1")
