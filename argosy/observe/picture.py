@@ -164,7 +164,7 @@ def headed(facts: Mapping[str, Any]) -> list[str]:
     facts.pop("vocab", None)
     wide = {
         name: text
-        for name in ("command", "versions", "weights", "adapter", "tokenizer", "corpus", "rollout", "environment", "rewards", "memory")
+        for name in ("command", "versions", "weights", "adapter", "tokenizer", "corpus", "rollout", "environment", "rewards", "whole", "memory")
         if (text := _wide(name, facts.pop(name, None)))
     }
     short: dict[str, str] = {}
