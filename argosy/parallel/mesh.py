@@ -144,7 +144,11 @@ class MeshSettings(Settings):
     @field_validator("rules")
     @classmethod
     def _known(cls, rules: list[str]) -> list[str]:
-        edited(DEFAULT, rules, ORDER)
+        try:
+            edited(DEFAULT, rules, ORDER)
+        except BadInput as error:
+            # The reader then names this setting, and not those that the rule mentions.
+            raise ValueError(f"{error.what}; {error.hint}") from None
         return rules
 
     def table(self) -> Rules:

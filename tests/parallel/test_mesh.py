@@ -124,6 +124,7 @@ def test_own_rules_come_first_and_replace_those_of_their_axis():
 def test_a_rule_that_is_none_is_a_wrong_setting(rule, what):
     with pytest.raises(SettingsError, match=what) as caught:
         compose(Run, "tiny", [f"mesh.rules=[{rule}]"])
+    assert caught.value.problems[0].what.startswith("`mesh.rules`: ")
     assert caught.value.problems[0].where == "set by command line"
 
 
