@@ -92,7 +92,7 @@ class _Blocks(yaml.SafeDumper):
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     # Text that may be a number, a switch or a date to anybody is quoted: `1e5` is a number to Kubernetes.
-    is_plain = re.fullmatch(r"[A-Za-z/][\w./:@-]*(?<!:)", text) and scalar(text) == text and len(text) > 1
+    is_plain = re.fullmatch(r"[A-Za-z/][\w./:@-]*(?<!:)", text) and len(text) > 1
     style = "|" if "\n" in text else None if is_plain else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 

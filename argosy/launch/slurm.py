@@ -2,7 +2,7 @@
 
 The time limit does not kill the run. `save` seconds before it Slurm tells the script (SIGUSR1), which has Slurm send SIGTERM to
 the processes; they save and end with 143, and the job is queued again under its number. SIGTERM to `srun` itself would kill them at
-once, so the script never passes one on; `scancel` without a signal sends it one.
+once, so the script never passes one on.
 
     exit code of srun       what follows
     0, 2                    the job ends with it
