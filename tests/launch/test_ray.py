@@ -115,7 +115,7 @@ def test_a_signal_saves_and_ends_all(text: Path, tmp_path: Path, number: signal.
     while time.monotonic() < until and (not (run / "metrics.jsonl").exists() or len(logged(run)) < 10):
         time.sleep(0.05)
     os.kill(one.pid, number) if number == signal.SIGTERM else os.killpg(one.pid, number)
-    _, said = one.communicate(timeout=100)
+    _, said = one.communicate(timeout=250)
     assert one.returncode == 128 + number, said
     newest = max(int(step.name) for step in (run / "checkpoints").iterdir() if (step / "manifest.json").exists())
     assert f"stopped at step {newest} of 100000: checkpoint {newest} is saved" in said
@@ -143,7 +143,7 @@ def test_what_a_process_prints_last_is_told_and_one_left_behind_holds_nothing_up
 def test_a_mistake_of_the_users_starts_nothing_again(text: Path, tmp_path: Path):
     """That there are two devices is known in the processes alone."""
     one = started(LAUNCH, text, tmp_path / "run", "mesh.fsdp=4")
-    _, said = one.communicate(timeout=100)
+    _, said = one.communicate(timeout=250)
     assert one.returncode == 2, said
     assert "fsdp 4" in said
     assert "starting all" not in said
@@ -153,6 +153,6 @@ def test_a_mistake_of_the_users_starts_nothing_again(text: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_no_room_is_said(text: Path, tmp_path: Path):
     one = started(["launch", "engine=ray", "processes=1", "gpus=1", "wait=3", "--"], text, tmp_path / "run")
-    _, said = one.communicate(timeout=100)
+    _, said = one.communicate(timeout=250)
     assert one.returncode == 1, said
     assert "Ray has no room for 1 processes" in said
