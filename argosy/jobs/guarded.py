@@ -9,13 +9,14 @@ that is killed and resumed, by another number of processes too, makes the same s
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError
 from argosy.data.numbered import Numbered
 from argosy.jobs.hooks import Saver
+from argosy.jobs.replay import SUMS, Corrupted, Replay
 from argosy.observe.metrics import Metrics
 from argosy.parallel import processes
 from argosy.train.guard import SPIKE, Bad, Diverged, Halted, Watch, unhalted
@@ -28,17 +29,18 @@ GO_ON = "guard.nonfinite=skip or rollback goes on without the batch; or lower op
 
 
 class Guarded:
-    """What a run does about bad steps.
-
-    watch: of the meter, which reads every step's numbers.
-    """
+    """What a run does about bad steps. Its meter calls `watch` with the numbers of each."""
 
     def __init__(self, training: "Training", saver: Saver, metrics: Metrics):
         self.training, self.saver, self.metrics, self.how = training, saver, metrics, training.settings.guard
         self.directory, self.view = training.directory, training.view
         self.rolled: list[dict[str, Any]] = processes.told("rollbacks", self.directory.rollbacks)
         self.batches = Numbered(training.assembly.batches, [(one["first"], one["last"]) for one in self.rolled])
-        self.watch = Watch(self.skipped)
+        a = training.assembly
+        replay = Replay(self.how.replay, a.places, a.shapes, a.mesh, a.base) if self.how.replay else None
+        self.replay: Any = replay or (lambda update, state, batch, step: update(state, batch))
+        self.check: Any = replay and replay.check
+        self._watch = Watch(self.skipped)
         # The newest state: the loop gives up its own where it is interrupted.
         self.state: Any = None
 
@@ -56,7 +58,7 @@ class Guarded:
         """
 
         def kept(state: Any, batch: Any) -> Any:
-            self.state, metrics = update(state, batch)
+            self.state, metrics = self.replay(update, state, batch, self.batches.steps)
             return self.state, metrics
 
         if "rollback" in self.how.actions and self.training.resumed is None:
@@ -76,6 +78,20 @@ class Guarded:
             # The exception held the frame of the loop, and that the state.
             with self.training.clock("start"):
                 state = after(bad)
+
+    def watch(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The metrics of a step to log.
+
+        Raises:
+            Halted: the step was bad, and the state halted. Corrupted: it was computed wrong.
+        """
+        left = dict(metrics)
+        if (sums := left.pop(SUMS, None)) is not None:
+            try:
+                self.check(step, sums)
+            except Corrupted as error:
+                processes.together("corrupted", lambda error=error: raised(error))
+        return self._watch(step, left)
 
     def skipped(self, bad: Bad) -> None:
         """Tells of a step that was skipped."""
@@ -149,3 +165,8 @@ class Guarded:
     def _write(self, bad: Bad, action: str, **more: int) -> None:
         numbers = {name: value if math.isfinite(value) else str(value) for name, value in bad.numbers.items()}
         self.metrics.write({"step": bad.step, "bad": {"action": action, "what": bad.what} | numbers | more})
+
+
+def raised(error: Exception) -> None:
+    """Raises the error."""
+    raise error
