@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, some
 from argosy.parallel.checksum import by_device, copies, odd_ones
 
@@ -86,14 +87,15 @@ class Replay:
             )
 
     def _hint(self, step: int) -> str:
-        return (
-            f"nothing was saved of this; checkpoints up to step {max(step - self.every, 0)}, where both were compared last, are good. "
-            "Take the machine out and resume from one"
-        )
+        before = step - self.every
+        good = "this was the first comparison"
+        if before > 0:
+            good = f"checkpoints up to step {before}, where both were compared last, are good"
+        return f"nothing was saved of this; {good}. Take the machine out and resume from one before it"
 
     def _devices(self, numbers: Sequence[int] | np.ndarray) -> str:
         if len(numbers) == self.mesh.size > 1:
-            return f"all {self.mesh.size} devices, since sums over devices spread an error"
+            return f"all of {plural(self.mesh.size, 'device')}, since sums over devices spread an error"
         devices = [self.mesh.devices.flat[number] for number in numbers]
         return some((f"{device} of process {device.process_index}" for device in devices), 8)
 
