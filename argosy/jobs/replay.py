@@ -2,8 +2,8 @@
 
 The same program with the same inputs gives the same bits; where it does not, a device computes wrong or its memory changed. The state
 is copied, since a step takes its buffers. Both results are compared by checksums that every device makes of what it holds, so what it
-costs is an extra step in `guard.replay` steps. Sums over devices spread the error of one to all: then all of them differ, and it is
-known that there is one, not where.
+costs is an extra step, a copy of the state and two passes over it, each `guard.replay` steps. Sums over devices spread the error of
+one to all: then all of them differ, and it is known that there is one, not where.
 """
 
 from collections.abc import Callable, Sequence

@@ -32,8 +32,8 @@ class GuardSettings(Settings):
     """Batches that a rollback leaves out after that of the bad step."""
     replay: int = Field(0, ge=0)
     """Every so many steps, a step is made twice and compared bit for bit, and so are the copies of weights and optimizer state on
-    different devices; a difference stops the run. It costs an extra step each time, and memory for another copy of what is trained and
-    of the optimizer's state. 0: never."""
+    different devices; a difference stops the run. It costs an extra step each time, a copy of the state and two checksums of
+    it, and memory for another copy of what is trained and of the optimizer's state. 0: never."""
 
     @property
     def actions(self) -> frozenset[str]:
