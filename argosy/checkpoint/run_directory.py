@@ -7,6 +7,7 @@
     adapter/         what a run of adapters trained, for the PEFT library
     reference.json   sha256 of the weights that the run compares with; reference/  their log-probabilities of each sequence
     teacher.json     the model that the run learns from: where it is, and sha256 of the files of its weights
+    rollbacks.json   the batches that rollbacks left out
     evaluations.jsonl  one line per `argosy eval` of the run
     log.txt  report.html  quickstart.json
 
@@ -46,6 +47,8 @@ GENERATION = "generation_config.json"
 REFERENCE, LOGPS = "reference.json", "reference/{split}.npy"
 # The model that a run of distillation learns from.
 TEACHER = "teacher.json"
+# What a run went back from: step, the checkpoint restored, and the first and last batch left out.
+ROLLBACKS = "rollbacks.json"
 # One line per `argosy eval`: time, step, the settings that were given, and the numbers of each task.
 EVALUATIONS = "evaluations.jsonl"
 
@@ -138,6 +141,13 @@ class RunDirectory:
 
     def write_teacher(self, described: Mapping[str, Any]) -> None:
         self.store.write_text(TEACHER, json.dumps(described) + "\n")
+
+    def rollbacks(self) -> list[dict[str, Any]]:
+        """The rollbacks of the run, oldest first."""
+        return json.loads(self.store.read_text(ROLLBACKS)) if self.store.exists(ROLLBACKS) else []
+
+    def write_rollbacks(self, rollbacks: list[dict[str, Any]]) -> None:
+        self.store.write_text(ROLLBACKS, json.dumps(rollbacks, indent=1) + "\n")
 
     def read_reference(self, split: str, documents: int) -> "np.ndarray | None":
         """The reference's log-probabilities of a split's documents; None if they are not there, or of other data."""

@@ -322,6 +322,7 @@ class Training:
 
     def run(self, state: Any) -> Outcome:
         """Trains until the last step, the end of the data, or a signal."""
+        from argosy.jobs.guarded import Guarded
         from argosy.jobs.hooks import Evaluation, Every, Sampling, Saver
         from argosy.jobs.memory import compiled_need
         from argosy.jobs.several import watched
@@ -351,7 +352,8 @@ class Training:
             self.view.say(f"memory      {memory_words(need.document())}")
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
             saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base)
-            meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace)
+            guard = Guarded(self, saver, metrics)
+            meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace, guard.watch)
             with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch:
                 hooks: list[Any] = []
                 if settings.rollout is not None:
@@ -366,9 +368,9 @@ class Training:
                     sampling = Sampling(a, settings, metrics, self.view, watch.between)
                     hooks.append(Every("samples", settings.sample.every, sampling))
                 hooks = [replace(hook, do=watch.patiently(hook.do)) for hook in hooks]
-                state = fit(
-                    state, a.batches, a.with_frozen(update), settings.steps, hooks, place=a.place, meter=meter, interrupted=watch.stop
-                )
+                more: Any = {"place": a.place, "meter": meter, "interrupted": watch.stop}
+                loop = lambda state, batches, update: fit(state, batches, update, settings.steps, hooks, **more)  # noqa: E731
+                state = guard.fit(state, a.with_frozen(update), loop, watch.patiently)
                 with self.clock("checkpoint"):
                     self.directory.checkpoints.wait()
         finally:

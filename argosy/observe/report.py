@@ -13,6 +13,7 @@ from typing import Any
 
 from argosy.core.counts import plural
 from argosy.observe.curve import Point
+from argosy.observe.faults import bad_steps, row, told
 from argosy.observe.metrics import by_step, conversation
 from argosy.observe.page import page
 from argosy.observe.readable import change, counted, decimals, flops, harmless, lasted, sized
@@ -78,8 +79,8 @@ class Record:
 def render(record: Record) -> str:
     """The report as an HTML page."""
     parts: list[Callable[[Record], str]] = [
-        _head, _samples, _rewards, _answers, _preferences, _losses, _evaluations, _speed, _optimizer, _experts, _time, _checkpoints,
-        _settings, _environment, _command,
+        _head, _samples, _rewards, _answers, _preferences, _losses, _bad, _evaluations, _speed, _optimizer, _experts, _time,
+        _checkpoints, _settings, _environment, _command,
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
     made = f" on {_text(record.made)}" if record.made else ""
@@ -225,6 +226,15 @@ def _losses(record: Record) -> str:
     )
     picture = chart(series, "loss by step", y="loss, nats per token", height=320, level=level)
     return _section("Loss", _key(series) + picture)
+
+
+def _bad(record: Record) -> str:
+    """The steps that were skipped, and the rollbacks."""
+    found = bad_steps(record.lines)
+    if not found:
+        return ""
+    rows = [tuple(map(_text, row(one))) for one in found]
+    return _section("Bad steps", f"<p>{_text(told(found))}</p>" + _table(("step", "batch", "found", "then"), rows, numeric=0))
 
 
 def _rewards(record: Record) -> str:
