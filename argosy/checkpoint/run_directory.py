@@ -8,6 +8,7 @@
     reference.json   sha256 of the weights that the run compares with; reference/  their log-probabilities of each sequence
     teacher.json     the model that the run learns from: where it is, and sha256 of the files of its weights
     evaluations.jsonl  one line per `argosy eval` of the run
+    life/            where its time went, over all starts; a file for each process (`observe.life`)
     log.txt  report.html  quickstart.json
 
 It may be a local folder or any address that `core.storage` knows. Importing this module imports no jax.
@@ -29,6 +30,7 @@ from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.explain import annotated
 from argosy.core.settings import Reading, Settings, dump, flatten, yaml_layer, yaml_text_layer
 from argosy.core.storage import LOCK, ReadOnly, Store
+from argosy.observe.life import FOLDER as LIFE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -177,7 +179,7 @@ class RunDirectory:
         if self.steps():
             raise BadInput(f"{self} holds checkpoints but no {SETTINGS}", hint="dir=NEW starts a run elsewhere")
         # A run killed before its settings were written leaves a log, and may have made a tokenizer.
-        if set(self.store.list()) - {TOKENIZER, LOG, LOCK}:
+        if set(self.store.list()) - {TOKENIZER, LOG, LOCK, LIFE}:
             raise BadInput(f"{self} is not empty and holds no run", hint="dir=NEW names another directory")
 
     def check_place(self) -> None:

@@ -43,6 +43,7 @@ class Saver:
         reading: the run's settings and who set each.
         hub: the config.json of the model that the weights came from.
         base: what identifies the base model under adapters (`checkpoint.adapted`); empty without any.
+        saved: called with a step when its checkpoint is under way.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class Saver:
         checkpoints: Checkpoints,
         hub: dict[str, Any],
         base: dict[str, Any] | None = None,
+        saved: Callable[[int], None] = lambda step: None,
     ):
+        self.saved = saved
         self.assembly, self.reading, self.checkpoints, self.hub = assembly, reading, checkpoints, hub
         self.base = {"base": base} if base else {}
         self.eval_losses = checkpoints.eval_losses()
@@ -75,6 +78,7 @@ class Saver:
         } | self.base
         weights, state = self.assembly.packed(now.state)
         self.checkpoints.save(now.step, weights, state, meta, now.batches.arrays())
+        self.saved(now.step)
 
     def evaluated(self, now: Any, loss: float) -> None:
         """Records an evaluation, and saves at once if it is among the best that are kept; not the first weights, which came from

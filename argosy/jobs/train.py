@@ -17,10 +17,12 @@ from argosy.core.errors import Unsupported
 from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.signals import asked_to_stop
+from argosy.core.storage import Store
 from argosy.jobs.preflight import directory_of, settled
 from argosy.jobs.run import Run
 from argosy.jobs.view import Quiet, View
 from argosy.observe.goodput import Clock
+from argosy.observe.life import Life
 from argosy.observe.log import Logged
 from argosy.observe.metrics import Metrics, read
 from argosy.observe.picture import memory_words
@@ -151,13 +153,18 @@ def _locked(
             keep_adapter(directory, log.say)
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
         kept = directory.with_provenance(reading)
+        life = Life(Store(directory.store.root), clock, processes.rank())
         training = Training.begin(kept, directory, meta, log, clock, command, assembly)
         state = training.fresh() if good is None else training.restored(good)
         directory.write_settings(training.reading)
         training.keep_tokenizer()
         training.settle_reference(state, fresh=good is None)
         training.settle_teacher()
-    outcome = training.run(state)
+    life.begins(int(state.step))
+    try:
+        outcome = training.run(state, life)
+    finally:
+        life.sign(ended=True)
     keep_adapter(directory, log.say)
     return outcome
 
@@ -320,7 +327,7 @@ class Training:
 
     # ---------------------------------------------------------------- the loop and its hooks
 
-    def run(self, state: Any) -> Outcome:
+    def run(self, state: Any, life: Life) -> Outcome:
         """Trains until the last step, the end of the data, or a signal."""
         from argosy.jobs.hooks import Evaluation, Every, Sampling, Saver
         from argosy.jobs.memory import compiled_need
@@ -350,7 +357,8 @@ class Training:
                 need.check()
             self.view.say(f"memory      {memory_words(need.document())}")
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
-            saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base)
+            life.sign()
+            saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base, life.saved)
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace)
             with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch:
                 hooks: list[Any] = []
@@ -366,8 +374,13 @@ class Training:
                     sampling = Sampling(a, settings, metrics, self.view, watch.between)
                     hooks.append(Every("samples", settings.sample.every, sampling))
                 hooks = [replace(hook, do=watch.patiently(hook.do)) for hook in hooks]
+
+                def stop() -> bool:
+                    life.steps()
+                    return watch.stop()
+
                 state = fit(
-                    state, a.batches, a.with_frozen(update), settings.steps, hooks, place=a.place, meter=meter, interrupted=watch.stop
+                    state, a.batches, a.with_frozen(update), settings.steps, hooks, place=a.place, meter=meter, interrupted=stop
                 )
                 with self.clock("checkpoint"):
                     self.directory.checkpoints.wait()
