@@ -14,6 +14,7 @@
 It may be a local folder or any address that `core.storage` knows. Importing this module imports no jax.
 """
 
+import hashlib
 import io
 import json
 import shutil
@@ -23,6 +24,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint.resume import Difference, differences
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from argosy.checkpoint.settings import CheckpointSettings
     from argosy.checkpoint.store import Checkpoints
+    from argosy.checkpoint.tiers import Tiers
 
 SETTINGS, LOG, REPORT, TOKENIZER, CHECKPOINTS = "settings.yml", "log.txt", "report.html", "tokenizer", "checkpoints"
 # A PEFT folder, where the run trains adapters.
@@ -50,6 +53,9 @@ REFERENCE, LOGPS = "reference.json", "reference/{split}.npy"
 TEACHER = "teacher.json"
 # One line per `argosy eval`: time, step, the settings that were given, and the numbers of each task.
 EVALUATIONS = "evaluations.jsonl"
+
+# Of a run with local checkpoints; hidden, since it is written before anything else.
+ID = ".run"
 
 T = TypeVar("T", bound=Settings)
 
@@ -92,13 +98,27 @@ class RunDirectory:
         return self.store.local_path()
 
     @cached_property
-    def checkpoints(self) -> "Checkpoints":
+    def checkpoints(self) -> "Checkpoints | Tiers":
         from argosy.checkpoint.several import CheckpointsOfSeveral
         from argosy.checkpoint.store import Checkpoints
         from argosy.parallel import processes
 
         several = self.settings is not None and processes.count() > 1
-        return (CheckpointsOfSeveral if several else Checkpoints)(self.store.child(CHECKPOINTS), self.settings, self.warn)
+        persistent = (CheckpointsOfSeveral if several else Checkpoints)(self.store.child(CHECKPOINTS), self.settings, self.warn)
+        if self.settings is None or self.settings.local is None:
+            return persistent
+        from argosy.checkpoint.local import LocalCheckpoints
+        from argosy.checkpoint.tiers import Tiers
+
+        root = Path(self.settings.local).expanduser() / processes.told("run id", self._id)
+        return Tiers(persistent, LocalCheckpoints(root, self.settings.local_copies, self.warn))
+
+    def _id(self) -> str:
+        """What tells this run from any other, and from its own copies: local checkpoints of another run must not be resumed from."""
+        if not self.store.exists(ID):
+            self.store.write_text(ID, uuid4().hex[:12] + "\n")
+        where = str(self.path.resolve()) if self.store.is_local else self.store.root
+        return f"{self.store.read_text(ID).strip()}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
 
     @property
     def has_run(self) -> bool:
@@ -174,7 +194,7 @@ class RunDirectory:
                 written.
         """
         if self.has_run:
-            return self._admit_resume(reading.value)
+            return self.admit_resume(self.stored()[0], reading.value)
         self.check_place()
         if self.steps():
             raise BadInput(f"{self} holds checkpoints but no {SETTINGS}", hint="dir=NEW starts a run elsewhere")
@@ -191,8 +211,13 @@ class RunDirectory:
         if self.store.is_local:
             _check_place(self.path)
 
-    def _admit_resume(self, settings: Settings) -> None:
-        changed = differences(self.stored()[0], settings)
+    def admit_resume(self, stored: Mapping[str, Any], settings: Settings) -> None:
+        """Checks that a run with the stored settings may go on with these.
+
+        Raises:
+            BadInput: it may not; each difference is named.
+        """
+        changed = differences(stored, settings)
         if not changed:
             return
         listed = "; ".join(f"{key}: {_shown(was)} there, {_shown(now)} now" for key, was, now in changed)

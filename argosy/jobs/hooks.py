@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from argosy.checkpoint.store import Checkpoints
+from argosy.checkpoint.tiers import Tiers
 from argosy.core.settings import Reading, dump
 from argosy.jobs.assemble import Assembly
 from argosy.jobs.run import Run
@@ -31,6 +32,14 @@ class Every:
         self.do(now)
 
 
+@dataclass(frozen=True)
+class Between(Every):
+    """As `Every`, but not at the last step."""
+
+    def due(self, step: int, last: bool) -> bool:
+        return not last and step % self.every == 0
+
+
 def is_stopping(now: Any, steps: int) -> bool:
     """Whether a signal asked the run to stop; then it only saves."""
     return now.last and now.step < steps
@@ -50,7 +59,7 @@ class Saver:
         self,
         assembly: Assembly,
         reading: Reading[Run],
-        checkpoints: Checkpoints,
+        checkpoints: Checkpoints | Tiers,
         hub: dict[str, Any],
         base: dict[str, Any] | None = None,
         saved: Callable[[int], None] = lambda step: None,
@@ -62,6 +71,13 @@ class Saver:
         self.newest: int | None = None
 
     def __call__(self, now: Any) -> None:
+        self._save(now)
+
+    def local(self, now: Any) -> None:
+        """Saves to the local tier, unless this step is in the persistent one already."""
+        self._save(now, local=True)
+
+    def _save(self, now: Any, local: bool = False) -> None:
         if now.step == self.newest:
             return
         self.newest = now.step
@@ -77,7 +93,11 @@ class Saver:
             "origin": self.reading.origin,
         } | self.base
         weights, state = self.assembly.packed(now.state)
-        self.checkpoints.save(now.step, weights, state, meta, now.batches.arrays())
+        save = self.checkpoints.save
+        if local:
+            assert isinstance(self.checkpoints, Tiers)
+            save = self.checkpoints.save_local
+        save(now.step, weights, state, meta, now.batches.arrays())
         self.saved(now.step)
 
     def evaluated(self, now: Any, loss: float) -> None:

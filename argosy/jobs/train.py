@@ -144,8 +144,11 @@ def _locked(
     settings, log = reading.value, Logged(view, directory.log)
     clock = Clock()
     with clock("start"):
-        good = processes.told("latest good", directory.checkpoints.latest_good)
+        good = directory.checkpoints.agreed_good()
         meta = directory.checkpoints.meta(good) if good is not None else None
+        if meta is not None:
+            # A local checkpoint may be newer than the one that was compared.
+            processes.together("admit", lambda: directory.admit_resume(meta["settings"], settings))
         if good is not None and good >= settings.steps:
             fewer = f", and steps={settings.steps} asks for fewer" if good > settings.steps else f" of {settings.steps}"
             log.say(f"{directory} is done: {plural(good, 'step')}{fewer}; steps=N trains longer, for N above {good}")
@@ -269,7 +272,7 @@ class Training:
 
     def restored(self, step: int) -> Any:
         """The state of a checkpoint, on this run's devices."""
-        from argosy.checkpoint.store import STATE, load_data, load_item, load_weights
+        from argosy.checkpoint.store import STATE, WEIGHTS, load_data, load_item, load_weights
 
         folder, meta = self.directory.checkpoints.path(step), self.directory.checkpoints.meta(step)
         frozen: dict[str, Any] = {}
@@ -280,6 +283,7 @@ class Training:
             frozen = base_of(self.assembly, self.base, self.view.say)
         self.assembly.batches.restore(meta["data"], load_data(folder))
         weights, state = self.assembly.state_places()
+        self.directory.checkpoints.prepare(step, {WEIGHTS: {n: p for n, p in weights.items() if n not in frozen}, STATE: state})
         restored = self.assembly.restored(load_weights(folder, weights) | frozen, load_item(folder, STATE, state))
         self.resumed = step
         self.view.say(f"resuming from step {step} of {self.settings.steps} in {self.directory}")
@@ -329,7 +333,7 @@ class Training:
 
     def run(self, state: Any, life: Life) -> Outcome:
         """Trains until the last step, the end of the data, or a signal."""
-        from argosy.jobs.hooks import Evaluation, Every, Sampling, Saver
+        from argosy.jobs.hooks import Between, Evaluation, Every, Sampling, Saver
         from argosy.jobs.memory import compiled_need
         from argosy.jobs.several import watched
         from argosy.train.loop import Meter, fit
@@ -368,6 +372,8 @@ class Training:
                     evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock, watch.between)
                     hooks.append(Every("evaluation", settings.eval.every, evaluation))
                 hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
+                if settings.checkpoint.local is not None:
+                    hooks.append(Between("checkpoint", settings.checkpoint.between, saver.local))
                 if settings.eval.before and self.resumed is None:
                     self.evaluate_first(hooks, state)
                 if settings.sample.every:
