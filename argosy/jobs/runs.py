@@ -28,8 +28,8 @@ FINAL = ("loss", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "tokens",
 
 @dataclass(frozen=True)
 class Summary:
-    """A run at a glance. step: of the newest checkpoint. numbers: the last value of each. problem: what is damaged. life: where its time
-    went."""
+    """A run at a glance. step: of the newest checkpoint. numbers: the last value of each. problem: what is damaged. life: where its
+    time went."""
 
     path: Path
     state: str

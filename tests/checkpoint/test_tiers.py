@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import argosy
+import campaign_flips
 import jax
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from helpers import Heard
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import argosy
 from argosy.checkpoint import manifest, peers, shards
 from argosy.checkpoint.local import LocalCheckpoints, sources
 from argosy.checkpoint.settings import CheckpointSettings
@@ -215,3 +216,10 @@ def test_a_run_that_is_killed_goes_on_from_its_local_step(tmp_path: Path, monkey
     other = Heard()
     argosy.fit("tiny", *words, f"dir={tmp_path / 'other'}", view=other)
     assert "resuming from step 4 of 8" in other.words
+
+
+def test_damage_in_every_tier_is_found(tmp_path: Path):
+    """A share of `campaign_flips`, drawn over tiers, kinds of file and damages."""
+    blows = campaign_flips.campaign(tmp_path, 20)
+    assert len({blow.tier for blow in blows}) == 4
+    assert all(blow.good for blow in blows), blows

@@ -121,7 +121,8 @@ def test_another_number_of_processes_reads_them(tmp_path: Path):
     first = results(gang(shared + "save(tier(), 7)\nout['said'] = said", TEST_FOLDER=str(tmp_path), JAX_NUM_CPU_DEVICES="2"))
     assert [one["said"] for one in first] == [[], []]
     script = "import json, os\nfrom argosy.parallel import processes\nrank, out = 0, {}\n" + shared
-    script += "again = tier()\nout['back'] = [again.agreed_good(), restored(again, 7)]\nagain.retire(7)\nprint('OUT ' + json.dumps(out))"
+    script += "again = tier()\nout['back'] = [again.agreed_good(), restored(again, 7)]\nagain.retire(7)\n"
+    script += "print('OUT ' + json.dumps(out))"
     own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     own |= {"JAX_PLATFORMS": "cpu", "TEST_FOLDER": str(tmp_path), "JAX_NUM_CPU_DEVICES": "4"}
     done = subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True, timeout=90, check=False)
