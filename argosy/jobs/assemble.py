@@ -46,7 +46,7 @@ from argosy.ops.attention import IMPLEMENTATIONS as ATTENTION
 from argosy.ops.choice import implementations
 from argosy.ops.grouped import IMPLEMENTATIONS as EXPERTS
 from argosy.parallel.place import batch_sharding, like_weights, on_devices, place_batch, row_shares, rows_here
-from argosy.parallel.rules import DEFAULT, shardings
+from argosy.parallel.rules import shardings
 from argosy.parallel.scope import scope
 from argosy.rl.critic import PREFIX, attach
 from argosy.train import projection
@@ -71,7 +71,7 @@ class Decided:
         cpu = backend() == "cpu"
         layers = run.execution.run
         if layers == "auto":
-            layers = "unroll" if cpu and run.model.layers <= 32 and run.mesh.stage == 1 else "scan"
+            layers = "unroll" if cpu and run.model.layers <= 32 and not run.mesh.splits("stage") else "scan"
         precision = run.precision
         if precision == "auto":
             precision = "float32" if cpu else "bfloat16"
@@ -235,7 +235,7 @@ class Assembly:
     def tracing(self) -> Iterator[None]:
         """Programs of this run are traced inside: under its mesh, with the implementations its settings name."""
         chosen = implementations(attention=self.run.execution.attention, experts=self.run.execution.experts)
-        with scope(self.mesh), chosen:
+        with scope(self.mesh, self.run.mesh.table()), chosen:
             yield
 
     def batch_shapes(self, batches: Batches | None = None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -304,7 +304,7 @@ def mesh_of(run: Run) -> Mesh:
     if run.rollout is not None:
         from argosy.jobs.rollout_engine import trainer_devices
 
-        if run.mesh.context != 1:
+        if run.mesh.splits("context"):
             raise Unsupported("mesh.context with rollouts is not built", hint="mesh.fsdp and mesh.tensor split their work")
         mesh = run.mesh.build(trainer_devices(run.rollout))
         check_experts(run.model, mesh.shape["expert"])
@@ -398,7 +398,7 @@ def check_processes(run: Run) -> None:
     frozen = reference.kind_of(run.objective) or taught(run.objective)
     asked = {"rollouts": run.rollout is not None, "sample.every": run.sample.every, "a reference or a teacher": frozen}
     # Sums that are scattered over CPUs of several processes are wrong now and then (jax-ml/jax#40830).
-    asked["mesh.stage on CPUs"] = run.mesh.stage != 1 and backend() == "cpu"
+    asked["mesh.stage on CPUs"] = run.mesh.splits("stage") and backend() == "cpu"
     if found := [name for name, is_asked in asked.items() if is_asked]:
         what = f"{' and '.join(found)}: not built over several processes yet"
         raise Unsupported(what, hint="use the devices of one process")
@@ -491,7 +491,7 @@ def _assembled(
     if critic is not None:
         optimizer = scaled(optimizer, PREFIX, critic.rate)
     shapes = abstract(model)
-    weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)
+    weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, run.mesh.table(), mesh)
 
     def described(leaf: Any, place: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)

@@ -39,6 +39,7 @@ from argosy.core.settings import (
 )
 from argosy.core.words import SELF
 from argosy.data.sources import is_prepared
+from argosy.jobs.mesh_presets import with_mesh
 
 T = TypeVar("T", bound=Settings)
 
@@ -76,6 +77,8 @@ def compose(
     layers += recipe_layers(recipe, configs) if recipe is not None else []
     layers.append(words_layer(words, origin))
     layers, needs = with_conditions(schema, layers)
+    if "mesh" in schema.model_fields:
+        layers = with_mesh(layers, configs)
     if "model" not in schema.model_fields:
         return read_settings(schema, *layers)
     layers = with_folders(layers)

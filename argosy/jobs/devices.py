@@ -86,13 +86,13 @@ def config_of(name: str, **sizes: Any) -> Any:
     return FAMILIES[sizes.pop("family")](**sizes)
 
 
-def staged_cost(config: Any, sizes: dict[str, int]) -> Cost:
+def staged_cost(config: Any, sizes: dict[str, Any]) -> Cost:
     """The cost of a step whose layers are scanned, and split over the stages of the mesh if it has some."""
     stages = sizes.get("stage", 1)
     return step_cost(config, sizes, run=Scan() if stages == 1 else Pipeline(stages, MICROBATCHES))
 
 
-def step_cost(config: Any, sizes: dict[str, int], rows: int = ROWS, run: Execution | None = None) -> Cost:
+def step_cost(config: Any, sizes: dict[str, Any], rows: int = ROWS, run: Execution | None = None) -> Cost:
     """The cost of a model's training step over a mesh, per device. run: how the layers run; default: unrolled."""
     count = 1
     for n in sizes.values():

@@ -114,8 +114,6 @@ ELSEWHERE: dict[str, str] = {
     "per_device_eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches sets how many",
     "eval_batch_size": "evaluation takes batches of data.batch sequences; eval.batches sets how many",
     "core_metric_every": "benchmarks during training are not built yet; eval.every evaluates the loss on held-out text",
-    "dcn_data_parallelism": "mesh.data is over the devices of all hosts; there is no size of its own for those between hosts yet",
-    "dcn_fsdp_parallelism": "mesh.fsdp is over the devices of all hosts; there is no size of its own for those between hosts yet",
     "unembedding_lr": "optimizer=muon trains matrices at optimizer.learning_rate and everything else at optimizer.adam_learning_rate",
     "ema": "averaging weights is not built yet",
     "loss_chunk": "objective.chunk is the number of rows of logits that exist at once, under objective.head=chunks",

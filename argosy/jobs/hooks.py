@@ -93,11 +93,11 @@ class Saver:
             "origin": self.reading.origin,
         } | self.base
         weights, state = self.assembly.packed(now.state)
-        save = self.checkpoints.save
         if local:
             assert isinstance(self.checkpoints, Tiers)
-            save = self.checkpoints.save_local
-        save(now.step, weights, state, meta, now.batches.arrays())
+            self.checkpoints.save_local(now.step, weights, state, meta, now.batches.arrays())
+        else:
+            self.checkpoints.save(now.step, weights, state, meta, now.batches.arrays())
         self.saved(now.step)
 
     def evaluated(self, now: Any, loss: float) -> None:

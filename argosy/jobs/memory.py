@@ -237,6 +237,6 @@ def _need(sizes: dict[str, int], activations: int, run: Any, mesh: Any) -> Need:
             changes.append("execution.remat=full: layers computed twice instead of kept")
     else:
         changes.append("a smaller model")
-        if mesh.size > 1 and run.mesh.fsdp == 1:
+        if mesh.size > 1 and not run.mesh.splits("fsdp"):
             changes.append("mesh.fsdp=-1: weights split over the devices")
     return Need(sizes, limit, where, "; ".join(changes))

@@ -81,7 +81,7 @@ def inputs(values: Mapping[str, Any]) -> Checks:
         if isinstance(mesh, MeshSettings):
             yield lambda: check_rows(data.batch, values.get("accumulate", 1), mesh)
     if isinstance(mesh, MeshSettings) and "model" in values:
-        yield lambda: check_experts(values["model"], mesh.expert)
+        yield lambda: check_experts(values["model"], mesh.shares("expert"))
     if isinstance(init, Init):
         yield lambda: check_start(init.weights, init.state)
     objective = values.get("objective")
@@ -111,13 +111,13 @@ def check_rows(batch: int, accumulate: int, mesh: MeshSettings) -> None:
     Raises:
         BadInput: it does not, however many devices there are.
     """
-    sizes = {name: getattr(mesh, name) for name in ("data", "fsdp", "expert") if getattr(mesh, name) > 1}
+    sizes = mesh.rows()
     parts = accumulate
     for size in sizes.values():
         parts *= size
     # Without a mesh, `Run` itself compares the two.
     if sizes and batch % parts:
-        shown = " x ".join(f"mesh.{name} = {size}" for name, size in sizes.items())
+        shown = " x ".join(f"{name} = {size}" for name, size in sizes.items())
         shown += f" x accumulate = {accumulate}" if accumulate > 1 else ""
         raise BadInput(f"data.batch = {batch} does not divide over {shown}", hint=f"make it a multiple of {parts}")
 

@@ -33,7 +33,7 @@ from argosy.jobs.related import check_relations
 from argosy.jobs.served import Served
 from argosy.jobs.served import same as same_served
 from argosy.models.parts.weight import Leaves, abstract, logical, split
-from argosy.parallel.rules import DEFAULT, shardings
+from argosy.parallel.rules import shardings
 from argosy.train.beside import parted
 from argosy.train.objectives.distill import ROLE
 
@@ -66,7 +66,7 @@ class Teacher:
     @cached_property
     def role(self) -> Role:
         shapes, model = abstract(self.model), self.model
-        places = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, self.mesh)
+        places = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, self.run.mesh.table(), self.mesh)
         dtype = kept_as(self.stored, self.decided.precision)
 
         def described(address: str, shape: Any) -> jax.ShapeDtypeStruct:

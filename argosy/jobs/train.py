@@ -449,7 +449,7 @@ class Training:
 
     def header(self) -> dict[str, Any]:
         """What the run is about to do, for its header."""
-        from argosy.jobs import stages
+        from argosy.jobs import grid, stages
         from argosy.observe.environment import versions
 
         a, settings = self.assembly, self.settings
@@ -472,6 +472,7 @@ class Training:
             "device": a.mesh.devices.flat[0].device_kind,
             "precision": a.decided.precision,
             "layers": a.decided.layers,
+            **grid.told(a.mesh, a.shapes.params | a.shapes.rest),
             **stages.told(a.model.layers.run),
             "weights": self.weights(),
             "tokenizer": self.tokenizer(),

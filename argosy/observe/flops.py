@@ -1,7 +1,7 @@
 """FLOPs of a traced program: 2 for each multiply-add of every contraction, scans multiplied by their length.
 
-Elementwise work is not counted. Dense attention counts in full, although half of it is masked. A triangular solve counts as a
-product with a full matrix; like every contraction, its gradient then costs twice as much.
+Elementwise work is not counted. Dense attention counts in full, although half of it is masked. The inverse of a triangular system
+(`ops.delta`) is not counted, so that the gradient of every part costs twice as much as the part.
 """
 
 import math
@@ -20,8 +20,8 @@ def contraction_flops(jaxpr: Any) -> int:
             total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
         if eqn.primitive.name == "ragged_dot_general":
             total += _ragged_flops(eqn)
-        if eqn.primitive.name == "triangular_solve":
-            total += 2 * math.prod(eqn.outvars[0].aval.shape) * eqn.invars[0].aval.shape[-1]
+        if eqn.params.get("name") == "unit_inverse":
+            continue
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += times * sum(contraction_flops(inner) for inner in jaxprs_in_params(eqn.params))
     return total

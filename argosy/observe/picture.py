@@ -156,6 +156,10 @@ class Picture:
 # ---------------------------------------------------------------- words
 
 
+# Entries of a header that take whole lines.
+WIDE = ("command", "versions", "weights", "adapter", "tokenizer", "corpus", "rollout", "environment", "rewards", "whole", "memory")
+
+
 def headed(facts: Mapping[str, Any]) -> list[str]:
     """A run's header: long entries on lines of their own, short ones in two columns."""
     facts = dict(facts)
@@ -164,7 +168,7 @@ def headed(facts: Mapping[str, Any]) -> list[str]:
     facts.pop("vocab", None)
     wide = {
         name: text
-        for name in ("command", "versions", "weights", "adapter", "tokenizer", "corpus", "rollout", "environment", "rewards", "memory")
+        for name in WIDE
         if (text := _wide(name, facts.pop(name, None)))
     }
     short: dict[str, str] = {}

@@ -8,17 +8,22 @@ context   each part has its share of every sequence; keys and values go round (a
 expert    each part has its own rows, and its share of the experts of every layer; rows are sent to the devices of their experts
           and back (arXiv:2006.16668)
 stage     each part has its share of the layers; microbatches of the same rows go from part to part (arXiv:1811.06965)
+
+Groups of devices may be joined by a slower network: TPU slices, or hosts. Along each axis there are so many parts within a group,
+times so many between groups, which are the outer ones.
 """
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.schema import Also
 from argosy.core.settings import Settings
+from argosy.parallel.rules import DEFAULT, Rules, edited
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -27,6 +32,51 @@ if TYPE_CHECKING:
 ORDER = ("stage", "data", "fsdp", "context", "expert", "tensor")
 # Not shown where they are 1.
 SPECIAL = ("context", "expert", "stage")
+
+
+def _check(sizes: dict[str, int]) -> None:
+    """Raises:
+    BadInput: two sizes are -1, or one is 0.
+    """
+    if list(sizes.values()).count(-1) > 1 or 0 in sizes.values():
+        shown = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size in (-1, 0))
+        raise BadInput(f"{shown}: at most one axis of a mesh may be -1, and none 0", hint="-1 takes all remaining devices")
+
+
+class BetweenSettings(Settings):
+    """The number of groups of devices along each axis: TPU slices, or elsewhere processes. At most one may be -1, which takes all
+    remaining groups. Default: copies of the weights between TPU slices, and no groups elsewhere."""
+
+    data: Annotated[int | None, Also("dcn_data_parallelism")] = Field(None, ge=-1)
+    """Number of groups with copies of the weights. None: all TPU slices."""
+    fsdp: Annotated[int, Also("dcn_fsdp_parallelism")] = Field(1, ge=-1)
+    """Number of groups with shares of weights, gradients and optimizer state, which are then gathered over the slower network."""
+    tensor: Annotated[int, Also("dcn_tensor_parallelism")] = Field(1, ge=-1)
+    """Number of groups with shares of the heads and features."""
+    context: Annotated[int, Also("dcn_context_parallelism")] = Field(1, ge=-1)
+    """Number of groups with shares of each sequence."""
+    expert: Annotated[int, Also("dcn_expert_parallelism")] = Field(1, ge=-1)
+    """Number of groups with shares of the experts."""
+    stage: Annotated[int, Also("dcn_pipeline_parallelism")] = Field(1, ge=-1)
+    """Number of groups with shares of the layers: what communicates least between groups, beside copies of the weights."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> "BetweenSettings":
+        _check({name: getattr(self, name) for name in ORDER if getattr(self, name) is not None})
+        return self
+
+    def over(self, groups: int, slices: bool) -> dict[str, int]:
+        """The number of groups along each axis. groups: of the devices at hand; slices: whether they are TPU slices.
+
+        Raises:
+            BadInput: the sizes do not multiply to the groups.
+        """
+        sizes = {name: getattr(self, name) for name in ORDER}
+        others = math.prod(size for size in sizes.values() if size not in (None, -1))
+        if sizes["data"] is None:
+            sizes["data"] = groups // others if slices and -1 not in sizes.values() and groups % others == 0 else 1
+        counted = plural(groups, "slice") if slices else "1 process" if groups == 1 else f"{groups} processes"
+        return _filled(sizes, groups, "mesh.between", counted)
 
 
 class MeshSettings(Settings):
@@ -80,13 +130,44 @@ class MeshSettings(Settings):
     """Number of shares of the layers, with their gradients and optimizer state. Rows go through them in `execution.microbatches`. It
     communicates least, so it may run between machines."""
 
+    between: BetweenSettings = BetweenSettings()
+    """The same axes between groups of devices that a slower network joins."""
+    rules: list[str] = Field([])
+    """Which mesh axis splits which axis of weights, tried in order before the built-in rules: `vocab:fsdp`. `vocab:none` leaves the
+    vocabulary whole. An axis of a weight that is named here follows no built-in rule."""
+
     @model_validator(mode="after")
     def _possible(self) -> "MeshSettings":
-        sizes = {name: getattr(self, name) for name in ORDER}
-        if list(sizes.values()).count(-1) > 1 or 0 in sizes.values():
-            shown = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size in (-1, 0))
-            raise BadInput(f"{shown}: at most one axis of a mesh may be -1, and none 0", hint="-1 takes all remaining devices")
+        _check({name: getattr(self, name) for name in ORDER})
         return self
+
+    @field_validator("rules")
+    @classmethod
+    def _known(cls, rules: list[str]) -> list[str]:
+        try:
+            edited(DEFAULT, rules, ORDER)
+        except BadInput as error:
+            # The reader then names this setting, and not those that the rule mentions.
+            raise ValueError(f"{error.what}; {error.hint}") from None
+        return rules
+
+    def table(self) -> Rules:
+        """The built-in rules, changed as `rules` says."""
+        return edited(DEFAULT, self.rules, ORDER)
+
+    def splits(self, axis: str) -> bool:
+        """Whether several parts along an axis are asked for, or all remaining ones."""
+        return getattr(self, axis) != 1 or getattr(self.between, axis) not in (None, 1)
+
+    def shares(self, axis: str) -> int:
+        """The parts along an axis that are asked for in numbers."""
+        return max(getattr(self, axis), 1) * max(getattr(self.between, axis) or 1, 1)
+
+    def rows(self) -> dict[str, int]:
+        """The sizes that are set of the axes that split rows, with their names."""
+        inside = {f"mesh.{name}": getattr(self, name) for name in DEFAULT.activations["batch"] if name != "stage"}
+        outside = {f"mesh.between.{name}": getattr(self.between, name) for name in DEFAULT.activations["batch"] if name != "stage"}
+        return {name: size for name, size in (inside | outside).items() if size is not None and size > 1}
 
     def build(self, devices: Any = None) -> "Mesh":
         """The mesh over these devices, or over all devices of the process.
@@ -96,21 +177,62 @@ class MeshSettings(Settings):
         """
         # Imported here, because settings are read without jax.
         import jax
-        import numpy as np
         from jax.sharding import AxisType, Mesh
 
-        devices = jax.devices() if devices is None else devices
-        sizes = {name: getattr(self, name) for name in ORDER}
-        open_axes = [name for name, size in sizes.items() if size == -1]
-        fixed = math.prod(size for size in sizes.values() if size != -1)
-        if open_axes and len(devices) % fixed == 0:
-            sizes[open_axes[0]] = len(devices) // fixed
-        if math.prod(sizes.values()) != len(devices):
-            raise BadInput(
-                f"mesh {_shown(sizes)} does not make {plural(len(devices), 'device')}", hint="set one of its axes to -1"
-            )
-        grid = np.asarray(devices).reshape(tuple(sizes.values()))
-        return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+        devices = list(jax.devices() if devices is None else devices)
+        groups, slices = grouped(devices, self.between)
+        between = self.between.over(len(groups), slices)
+        counted = plural(len(groups[0]), "device") + ((" of each slice" if slices else " of each process") if len(groups) > 1 else "")
+        sizes = _filled({name: getattr(self, name) for name in ORDER}, len(groups[0]), "mesh", counted)
+        grid = _arranged(groups, tuple(sizes.values()), tuple(between.values()))
+        return Mesh(grid, ORDER, axis_types=(AxisType.Auto,) * len(ORDER))
+
+
+def grouped(devices: Sequence[Any], between: BetweenSettings) -> tuple[list[list[Any]], bool]:
+    """The groups that a slower network joins, and whether they are TPU slices: where sizes between groups are set, slices if there
+    are several, else processes; where none is, only slices.
+
+    Raises:
+        BadInput: they are of different sizes.
+    """
+    slices, processes = ({getattr(d, name, 0) or 0 for d in devices} for name in ("slice_index", "process_index"))
+    asked = any(getattr(between, name) not in (None, 1) for name in ORDER)
+    # GPUs call every host a slice.
+    several = len(slices) > 1 and devices[0].platform == "tpu"
+    if not several and not asked:
+        return [list(devices)], False
+    name = "slice_index" if several else "process_index"
+    groups = [[d for d in devices if (getattr(d, name, 0) or 0) == key] for key in sorted(slices if several else processes)]
+    if len({len(group) for group in groups}) > 1:
+        what = f"{'slices' if several else 'processes'} have different numbers of devices: {', '.join(str(len(g)) for g in groups)}"
+        raise BadInput(what, hint="leave mesh.between out" if not several else "give each slice as many devices")
+    return groups, several
+
+
+def _arranged(groups: Sequence[Sequence[Any]], inside: tuple[int, ...], between: tuple[int, ...]) -> Any:
+    """The grid: neighbors of a TPU's physical torus are neighbors along the last axes, and groups are the outer parts of each axis."""
+    import numpy as np
+    from jax.experimental import mesh_utils
+
+    blocks = np.empty(len(groups), dtype=object)
+    for i, group in enumerate(groups):
+        blocks[i] = mesh_utils.create_device_mesh(inside, list(group), allow_split_physical_axes=True)
+    return np.block(blocks.reshape(between).tolist())
+
+
+def _filled(sizes: dict[str, int], count: int, name: str, counted: str) -> dict[str, int]:
+    """The sizes with what is left in place of -1. counted: the count with its noun.
+
+    Raises:
+        BadInput: they do not multiply to `count`.
+    """
+    sizes, fixed = dict(sizes), math.prod(size for size in sizes.values() if size != -1)
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    if open_axes and count % fixed == 0:
+        sizes[open_axes[0]] = count // fixed
+    if math.prod(sizes.values()) != count:
+        raise BadInput(f"{name} {_shown(sizes)} does not make {counted}", hint="set one of its axes to -1")
+    return sizes
 
 
 def _shown(sizes: dict[str, int]) -> str:

@@ -31,11 +31,12 @@ _failed_together = threading.Event()
 
 
 def count() -> int:
-    return jax.process_count()
+    # jax's own count would start its devices, whose errors are said elsewhere.
+    return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def rank() -> int:
-    return jax.process_index()
+    return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
 def leads() -> bool:

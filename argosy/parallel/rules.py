@@ -7,12 +7,16 @@ do not exist are ignored.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
 
 from argosy.core.dims import LEGEND
+from argosy.core.errors import BadInput
+
+# Settings hold rules, and are read without jax.
+if TYPE_CHECKING:
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,10 @@ class Rules:
     weights: tuple[tuple[str, str], ...]
     activations: Mapping[str, tuple[str, ...]]
 
-    def weight(self, axes: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    def weight(self, axes: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]) -> "PartitionSpec":
         """How a weight with these logical axes is split over mesh axes of these sizes."""
+        from jax.sharding import PartitionSpec
+
         out: list[str | None] = [None] * len(axes)
         for logical, physical in self.weights:
             if logical not in axes or physical in out or sizes.get(physical, 1) == 1:
@@ -33,8 +39,10 @@ class Rules:
                 out[i] = physical
         return PartitionSpec(*out)
 
-    def activation(self, letters: str, shape: Sequence[Any], sizes: Mapping[str, int]) -> PartitionSpec:
+    def activation(self, letters: str, shape: Sequence[Any], sizes: Mapping[str, int]) -> "PartitionSpec":
         """How an activation with these letters ("B T D") is split over mesh axes of these sizes."""
+        from jax.sharding import PartitionSpec
+
         out: list[tuple[str, ...] | None] = []
         taken: set[str] = set()
         for letter, size in zip(letters.split(), shape, strict=True):
@@ -81,9 +89,41 @@ DEFAULT = Rules(
 )
 
 
+# Their splits are not a matter of choice: each part computes its own layers and experts.
+FIXED = ("layers", "experts")
+
+
+def edited(rules: Rules, own: Sequence[str], mesh_axes: Sequence[str]) -> Rules:
+    """Rules for weights with a user's own before them, each as "LOGICAL:MESH". A logical axis that is named there follows no rule of
+    the table; "LOGICAL:none" leaves it whole.
+
+    Raises:
+        BadInput: a rule is none, or names an axis that is not there or whose split is not a matter of choice.
+    """
+    pairs: list[tuple[str, str]] = []
+    known = sorted(set(LEGEND.values()) - set(FIXED))
+    for text in own:
+        logical, _, physical = (part.strip() for part in text.partition(":"))
+        if logical in FIXED:
+            axis = dict(rules.weights)[logical]
+            raise BadInput(f"`{text}`: mesh.{axis} alone splits `{logical}`", hint=f"leave it out; mesh.{axis}=N splits them")
+        if logical not in known:
+            near = get_close_matches(logical, known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"axes of weights: {', '.join(known)}"
+            raise BadInput(f"`{text}`: no axis of weights is called `{logical}`", hint=hint)
+        if physical not in (*mesh_axes, "none"):
+            raise BadInput(f"`{text}`: the mesh has no axis `{physical}`", hint=f"{', '.join(mesh_axes)}, or none")
+        pairs.append((logical, physical))
+    named = {logical for logical, _ in pairs}
+    kept = tuple((logical, physical) for logical, physical in rules.weights if logical not in named)
+    return replace(rules, weights=(*((a, b) for a, b in pairs if b != "none"), *kept))
+
+
 def shardings(
-    axes: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]], rules: Rules, mesh: Mesh
-) -> dict[str, NamedSharding]:
+    axes: Mapping[str, Sequence[str]], shapes: Mapping[str, Sequence[int]], rules: Rules, mesh: "Mesh"
+) -> "dict[str, NamedSharding]":
     """The sharding of every weight, by address."""
+    from jax.sharding import NamedSharding
+
     sizes = dict(mesh.shape)
     return {a: NamedSharding(mesh, rules.weight(names, shapes[a], sizes)) for a, names in axes.items()}

@@ -380,7 +380,7 @@ def test_a_choice_that_is_near_none_is_one_mistake():
 
 def test_an_axis_of_no_devices_is_a_wrong_setting():
     found = _problems("mesh.stage=0", "stpes=3")
-    assert "`mesh`: stage = 0: at most one axis of a mesh may be -1, and none 0" in found
+    assert "`mesh`: stage = 0, fsdp = -1: at most one axis of a mesh may be -1, and none 0" in found
     assert len(found) == 2
 
 

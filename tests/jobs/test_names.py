@@ -171,7 +171,7 @@ MAXTEXT = {
     "load_full_state_path": "init.state",
     "ici_fsdp_parallelism": "mesh.fsdp",
     "ici_data_parallelism": "mesh.data",
-    "dcn_data_parallelism": SENTENCE,
+    "dcn_data_parallelism": "mesh.between.data",
     "remat_policy": "execution.remat",
     "scan_layers": "execution.run",
     "weight_dtype": SENTENCE,

@@ -15,7 +15,7 @@ from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, logical
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding, like_weights
-from argosy.parallel.rules import DEFAULT, shardings
+from argosy.parallel.rules import shardings
 from argosy.parallel.scope import activation_spec, constrain, platform, scope
 from argosy.train.objectives.next_token import NextToken
 from argosy.train.optim import SGD
@@ -49,7 +49,7 @@ def test_a_tensor_axis_splits_the_work(name):
     assert rows.temporary_bytes > 2 * split.temporary_bytes
 
 
-def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits"):
+def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", rules=()):
     """Loss and weights after a step on so many devices."""
     model = built(config, run)
     _, params, rest = trained(model)
@@ -69,11 +69,12 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits"):
     if sizes is None:
         after, metrics = jax.jit(step)(state, batch)
     else:
-        mesh = MeshSettings(**sizes).build(jax.devices()[: math.prod(sizes.values())])
+        settings = MeshSettings(**sizes, rules=list(rules))
+        mesh = settings.build(jax.devices()[: math.prod(sizes.values())])
         shapes = abstract(model)
-        weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)
+        weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, settings.table(), mesh)
         places = like_weights(state, weights, shapes, mesh)
-        with scope(mesh):
+        with scope(mesh, settings.table()):
             after, metrics = jax.jit(step, out_shardings=(places, None))(
                 jax.device_put(state, places), jax.device_put(batch, batch_sharding(mesh))
             )
@@ -116,6 +117,21 @@ def test_a_mesh_changes_no_number(name, run):
     config = changed(name)
     metrics = ("loss", "grad_norm", *(("experts_dropped",) if name == "a capacity" else ()))
     same(updated(config, run, None), updated(config, run, GRID), metrics)
+
+
+@pytest.mark.parametrize("name", [n if n == "dense" else pytest.param(n, marks=pytest.mark.slow) for n in CHANGES])
+def test_other_rules_change_no_number(name):
+    """Weights laid out otherwise than activations expect."""
+    config, rules = changed(name), ["embed:tensor", "heads:fsdp", "vocab:none", "ffn:none"]
+    same(updated(config, Scan(), {"fsdp": 2, "tensor": 2}, rules=rules), updated(config, Scan(), None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts", "a capacity", "latent attention", "delta nets"])
+def test_experts_and_sequences_over_devices_change_no_number(name):
+    config, run = changed(name), Unroll()
+    metrics = ("loss", "grad_norm", *(("experts_dropped",) if name == "a capacity" else ()))
+    same(updated(config, run, None), updated(config, run, {"fsdp": 2, "context": 2, "expert": 2}), metrics)
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "context": 4}, {"fsdp": 2, "context": 2, "tensor": 2}], ids=["context 4", "all"])

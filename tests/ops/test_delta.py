@@ -7,7 +7,7 @@ import pytest
 from helpers import relative
 
 from argosy.observe.flops import contraction_flops
-from argosy.ops.delta import delta_rule, flops
+from argosy.ops.delta import delta_rule, flops, unit_solve
 
 B, K, G, H, U = 2, 2, 3, 5, 7
 RULE = jax.jit(delta_rule, static_argnames="chunk")
@@ -112,6 +112,19 @@ def test_what_a_former_owner_left_is_forgotten(T: int):
 def test_dead_tokens_leave_the_state_as_it_is(T: int):
     *arrays, state, starts, _ = map(jnp.asarray, (*inputs(T), *borders(T)))
     assert (RULE(*arrays, state, starts, jnp.zeros_like(starts))[1] == state).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 40, 64])
+def test_a_triangular_system_is_solved_as_numpy_solves_it(size: int):
+    """The hardest case is that of equal keys, whose powers grow to 1e17 at 64."""
+    rng = np.random.default_rng(size)
+    sides = rng.normal(size=(2, 3, size, 5))
+    for system in (np.ones((2, 3, size, size)), rng.normal(size=(2, 3, size, size)) / np.sqrt(size)):
+        expected = np.linalg.solve(np.tril(system, -1) + np.eye(size), sides)
+        solved, back = jax.vjp(unit_solve, jnp.asarray(system, jnp.float32), jnp.asarray(sides, jnp.float32))
+        assert relative(solved, expected) < 1e-5
+        _, dsides = back(jnp.asarray(sides, jnp.float32))
+        assert relative(dsides, np.linalg.solve((np.tril(system, -1) + np.eye(size)).swapaxes(-1, -2), sides)) < 1e-5
 
 
 @pytest.mark.parametrize(("T", "chunk"), [(1, 64), (23, 64), (23, 1), (64, 64), (65, 64), (150, 32)])
