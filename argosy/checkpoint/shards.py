@@ -122,13 +122,18 @@ def needed(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return list(found)
 
 
+def is_packed(folder: Path, item: str) -> bool:
+    """Whether the arrays of an item are in files that they share, as Orbax writes them by default."""
+    return json.loads((folder / item / "_METADATA").read_text())["use_ocdbt"]
+
+
 def opened(folder: Path, name: str, item: str) -> Any:
     """One array of a checkpoint in TensorStore, from which parts are read."""
     import tensorstore
 
     # TensorStore refuses paths with `..`.
     item_folder = (folder / item).resolve()
-    packed = json.loads((item_folder / "_METADATA").read_text())["use_ocdbt"]
+    packed = is_packed(folder, item)
     files = {"driver": "file", "path": f"{item_folder}/" if packed else f"{item_folder}/{name}/"}
     store = {"driver": "ocdbt", "base": files, "path": f"{name}/"} if packed else files
     return tensorstore.open({"driver": "zarr3", "kvstore": store}, open=True, read=True).result()
