@@ -42,6 +42,7 @@ DOORS = {
     "sentencepiece": {"data"},
     "jinja2": {"data"},
     "llguidance": {"infer"},
+    "ray": {"launch"},
 }
 WITHOUT_JAX = {"core"}                      # not even inside a function
 WITHOUT_JAX_AT_TOP = {"core", "data", "cli"}

@@ -19,10 +19,12 @@ FOLDER = ROOT / "docs" / "reference"
 
 
 def settings_page() -> str:
-    from argosy.core.explain import reference
+    """The settings of a run, then those of `argosy launch`."""
+    from argosy.core.explain import reference, tables
     from argosy.jobs.run import Run
+    from argosy.launch.settings import ENGINES
 
-    return reference(Run)
+    return reference(Run) + "\n" + tables(ENGINES, "`argosy launch engine=NAME`")
 
 
 def verbs_page() -> str:

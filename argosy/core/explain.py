@@ -9,6 +9,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from argosy.core import mistakes
+from argosy.core.registry import Registry
 from argosy.core.scalars import written
 from argosy.core.schema import Choice, Settings, Shape, documented, members, shape, shape_of
 from argosy.core.settings import DEFAULT, Reading, dump, flatten
@@ -25,17 +26,23 @@ def reference(schema: type[Settings]) -> str:
     return "\n".join(["# Settings", "", *_section(schema, "", "The run itself")]).rstrip() + "\n"
 
 
+def tables(registry: Registry, title: str) -> str:
+    """The settings of each class of a registry as sections of such a page. title: of a section, with NAME for the class's name."""
+    sections = (_section(registry[name], "", title.replace("NAME", name), summary(registry[name])) for name in registry)
+    return "\n".join(line for section in sections for line in section).rstrip() + "\n"
+
+
 def _section(cls: type[Settings], prefix: str, title: str, about: str = "") -> list[str]:
     lines = [f"## {title}", "", *([about, ""] if about else [])]
     rows, below = [], []
     for name, info in documented(cls).items():
         key, kind = f"{prefix}{name}", shape_of(info)
         if kind.kind in ("leaf", "list", "dict"):
-            cells = [f"`{key}`", type_text(info), _default_text(info), info.description]
+            cells = [f"`{key}`", type_text(info), default_text(info), info.description]
             rows.append(f"| {' | '.join(map(_cell, cells))} |")
             below += _item_sections(kind, key, info)
         elif kind.kind == "group":
-            about = _cell(info.description) or _summary(kind.of)
+            about = _cell(info.description) or summary(kind.of)
             below.append(_section(kind.of, f"{key}.", f"`{key}`", about))
         elif kind.kind == "choice":
             below += _choice_sections(kind.of, key, info)
@@ -51,7 +58,7 @@ def _choice_sections(choice: Choice, key: str, info: FieldInfo) -> Iterator[list
     yield [f"## `{key}`", "", *about, line, ""]
     for name in choice.registry:
         cls = choice.pick(name)
-        yield _section(cls, f"{key}.", f"`{key}.{choice.tag}={name}`", _summary(cls))
+        yield _section(cls, f"{key}.", f"`{key}.{choice.tag}={name}`", summary(cls))
 
 
 def _item_sections(kind: Shape, key: str, info: FieldInfo) -> Iterator[list[str]]:
@@ -59,15 +66,16 @@ def _item_sections(kind: Shape, key: str, info: FieldInfo) -> Iterator[list[str]
     if item.kind == "choice":
         yield from _choice_sections(item.of, f"{key}.*", info)
     elif item.kind == "group":
-        yield _section(item.of, f"{key}.*.", f"`{key}.*`", _summary(item.of))
+        yield _section(item.of, f"{key}.*.", f"`{key}.*`", summary(item.of))
 
 
 def _started(info: FieldInfo) -> str:
-    default = _default_text(info)
+    default = default_text(info)
     return default if default == "required" else f"default {default}"
 
 
-def _summary(cls: type[Settings]) -> str:
+def summary(cls: type[Settings]) -> str:
+    """The first paragraph of what a class says of itself."""
     own = cls.__dict__.get("__doc__") or ""
     return " ".join(own.strip().split("\n\n")[0].split())
 
@@ -100,7 +108,8 @@ def _type(hint: Any) -> str:
     return f"{name}[{', '.join(args)}]" if args else name
 
 
-def _default_text(info: FieldInfo) -> str:
+def default_text(info: FieldInfo) -> str:
+    """A key's default as users write it; `required` where there is none."""
     if info.is_required():
         return "required"
     default = info.get_default(call_default_factory=True)

@@ -75,3 +75,26 @@ def written(value: Any) -> str:
 
 def _flow(value: Any, **style: Any) -> str:
     return yaml.safe_dump([value], default_flow_style=True, width=float("inf"), **style).strip()[1:-1]
+
+
+def document(value: Any) -> str:
+    """A plain value as a YAML document of blocks, in the order of its keys, which readers of YAML 1.1 and 1.2 read alike."""
+    return yaml.dump(value, Dumper=_Blocks, sort_keys=False, width=10**6, allow_unicode=True)
+
+
+class _Blocks(yaml.SafeDumper):
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        return super().increase_indent(flow, False)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Text that may be a number, a switch or a date to anybody is quoted: `1e5` is a number to Kubernetes.
+    is_plain = re.fullmatch(r"[A-Za-z/][\w./:@-]*(?<!:)", text) and len(text) > 1
+    style = "|" if "\n" in text else None if is_plain else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Blocks.add_representer(str, _text)

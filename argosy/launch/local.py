@@ -157,9 +157,13 @@ class Gang:
             time.sleep(DUMP_S)
 
     def _stacks(self) -> str:
-        texts = {m.rank: self._stacks_of(m.rank).read_text() for m in self.members if self._stacks_of(m.rank).exists()}
+        texts = {member.rank: self._said_in_stacks(member) for member in self.members}
         shutil.rmtree(self.folder, ignore_errors=True)
         return folded({rank: text for rank, text in texts.items() if text})
+
+    def _said_in_stacks(self, member: Member) -> str:
+        path = self._stacks_of(member.rank)
+        return path.read_text() if path.exists() else ""
 
     def signal(self, number: int) -> None:
         for member in self.members:
@@ -170,6 +174,9 @@ class Gang:
         for member in self.members:
             if member.code is None:
                 member.process.kill()
+
+    def close(self) -> None:
+        """Gives back what the gang had; its processes have ended."""
 
     def _settle(self) -> None:
         for member in self.members:
@@ -185,15 +192,21 @@ def run(words: Sequence[str], settings: Local, say: Say, progress: Callable[[], 
         words: of the command, the program first.
         progress: something that changes when the run makes progress: its newest checkpoint.
     """
+    return supervise(lambda attempt: Gang(words, settings, attempt, os.environ), settings, say, progress)
+
+
+def supervise(start: Callable[[int], Gang], settings: Local, say: Say, progress: Callable[[], object]) -> int:
+    """`run` with gangs of any kind. start: makes the gang of an attempt, which counts from 0."""
     attempt = failures = 0
     with asked_to_stop("stopping all processes; once more kills them") as stop:
         while True:
             begun, before = time.monotonic(), progress()
-            gang = Gang(words, settings, attempt, os.environ)
+            gang = start(attempt)
             try:
                 ending = gang.wait(stop)
             finally:
                 gang.kill()
+                gang.close()
             if ending.first is None or ending.code in (2, *STOPPED):
                 _show(ending, say, only_others=True)
                 return stop.code or ending.code if ending.first is not None else 0

@@ -1,6 +1,8 @@
 """The settings of `argosy launch`, by engine."""
 
-from pydantic import Field
+import re
+
+from pydantic import Field, field_validator, model_validator
 
 from argosy.core.registry import Registry
 from argosy.core.settings import Settings
@@ -26,4 +28,217 @@ class Local(Settings):
     """Folder for what each process prints. None: that of rank 0 is shown, and that of a process that fails."""
 
 
+class Ray(Local):
+    """Processes on the machines of a Ray cluster, one actor each. They end and start again as under `local`. Needs `argosy[ray]`."""
+
+    address: str | None = None
+    """Address of the cluster: `auto` (the one of this machine), HOST:PORT, or ray://HOST:PORT. None: what RAY_ADDRESS names, or else a
+    Ray of its own on this machine, for as long as the command runs."""
+    cpus: int = Field(1, gt=0)
+    """CPU cores that Ray sets aside for each process."""
+    gpus: int = Field(0, ge=0)
+    """GPUs of each process. 0: it computes on CPUs."""
+    spread: bool = False
+    """Whether every process must be on a machine of its own. Otherwise as many as fit share one."""
+    wait: float = Field(600, gt=0)
+    """Seconds until so many cores and GPUs must be free, at every start."""
+
+
+class Rendered(Settings):
+    """What the engines have in common that write a file for a scheduler."""
+
+    name: str = "argosy"
+    """Name of the job: lower-case letters, digits and dashes."""
+    nodes: int = Field(1, gt=0)
+    """Number of machines."""
+    restarts: int = Field(10, ge=0)
+    """Most restarts after failures."""
+    program: str | None = None
+    """What starts Argosy there, as a shell would read it."""
+    write: str | None = None
+    """File to write. None: it is printed. A file that holds something else is never overwritten."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        # Kubernetes adds -workers-0-0-xxxxx to it, and a host name has 63 characters at most.
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
+            raise ValueError("a name has at most 40 lower-case letters, digits and dashes, and begins with a letter")
+        return name
+
+
+class Slurm(Rendered):
+    """A job script for `sbatch`. Before the time limit the run saves and stops, and the job is queued again, until the run is done."""
+
+    restarts: int = Field(10, ge=0)
+    """Most restarts in a row without a new checkpoint, within a job."""
+    program: str | None = None
+    """What starts Argosy there, as a shell would read it. None: this Python, which all machines must see."""
+    per_node: int = Field(1, gt=0)
+    """Processes on each machine. GPUs are shared out evenly among them."""
+    gpus: int = Field(0, ge=0)
+    """GPUs of each machine. 0: none is asked for."""
+    cpus: int | None = Field(None, gt=0)
+    """CPU cores of each process. None: what the cluster gives."""
+    time: str | None = None
+    """Time limit as `sbatch` reads it: MINUTES, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. None: that of the partition."""
+    save: int = Field(300, gt=0)
+    """Seconds before the time limit at which the run is told to save and stop."""
+    grace: int = Field(60, gt=0)
+    """Seconds that processes have to end by themselves after the first of them ended, before they are killed."""
+    partition: str | None = None
+    """Partition."""
+    account: str | None = None
+    """Account that pays."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that the machines must have."""
+    options: tuple[str, ...] = ()
+    """Further options of `sbatch`, such as `--mem=0`."""
+    setup: str | None = None
+    """Shell commands before the run, such as `module load cuda`."""
+    output: str = "%x-%j.log"
+    """File for what the job prints, in which %x is its name and %j its number."""
+    submit: bool = False
+    """Whether to hand the job over to `sbatch`. Otherwise the script is printed or written."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Slurm":
+        if self.time is not None:
+            seconds = seconds_of(self.time)
+            if seconds <= self.save:
+                raise ValueError(f"save = {self.save} s leaves nothing of time = {self.time}, which is {seconds} s")
+        if self.gpus % self.per_node:
+            raise ValueError(f"gpus = {self.gpus} of a machine do not divide among per_node = {self.per_node} processes")
+        if bad := [word for word in self.options if not re.fullmatch(r"--?[^\s\"'\\]+", word)]:
+            raise ValueError(f"options holds {bad[0]!r}, which is no option of sbatch such as --mem=0")
+        for key in ("partition", "account", "qos", "constraint", "output"):
+            if re.search(r"[\s\"'\\]", getattr(self, key) or ""):
+                raise ValueError(f"{key} = {getattr(self, key)!r} holds blanks, quotes or backslashes")
+        return self
+
+
+class JobSet(Rendered):
+    """A manifest for `kubectl apply`: a JobSet whose pods are one process each. All start again when one fails."""
+
+    nodes: int = Field(2, gt=0)
+    """Number of pods, one on a machine."""
+    restarts: int = Field(10, ge=0)
+    """Most restarts of the pods. JobSet counts all of them, those after a new checkpoint too."""
+    program: str = "argosy"
+    """What starts Argosy in the image, as a shell would read it."""
+    image: str
+    """Image of the container, which has Argosy installed."""
+    namespace: str | None = None
+    """Namespace. None: that of kubectl's context."""
+    volume: str
+    """PersistentVolumeClaim for the run directory, which all pods can write (ReadWriteMany)."""
+    mount: str = "/runs"
+    """Where the volume is in the pods; dir= must be in it."""
+    tpu: str | None = None
+    """TPU as GKE's label `cloud.google.com/gke-tpu-accelerator` names it, such as tpu-v5p-slice."""
+    topology: str | None = None
+    """Topology of the TPU slice, such as 2x2x4: as many chips as nodes times chips."""
+    chips: int = Field(4, gt=0)
+    """TPU chips of each pod."""
+    gpu: str | None = None
+    """GPU as GKE's label `cloud.google.com/gke-accelerator` names it, such as nvidia-h100-80gb. None: any."""
+    gpus: int = Field(0, ge=0)
+    """GPUs of each pod."""
+    cpu: str | None = None
+    """CPU cores that each pod asks for, as Kubernetes writes them, such as 8 or 500m."""
+    memory: str | None = None
+    """Memory that each pod asks for, such as 64Gi."""
+    spot: bool = False
+    """Whether pods run on spot machines of GKE."""
+    grace: int = Field(300, gt=0)
+    """Seconds that a pod has to save and end when Kubernetes stops it."""
+    queue: str | None = None
+    """Local queue of Kueue. None: no queue."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "JobSet":
+        if (self.tpu is None) != (self.topology is None):
+            raise ValueError("tpu and topology go together: tpu=tpu-v5p-slice topology=2x2x2")
+        if self.tpu is not None and (self.gpus or self.gpu):
+            raise ValueError("a pod has TPUs or GPUs, not both")
+        if self.gpu is not None and not self.gpus:
+            raise ValueError("gpu names a kind of GPU, and gpus = 0")
+        if self.topology is not None:
+            if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", self.topology):
+                raise ValueError(f"topology = {self.topology!r} is none such as 2x4 or 2x2x4")
+            chips = 1
+            for size in self.topology.split("x"):
+                chips *= int(size)
+            if chips != self.nodes * self.chips:
+                raise ValueError(f"topology = {self.topology} has {chips} chips; nodes x chips = {self.nodes} x {self.chips}")
+        if not self.mount.startswith("/"):
+            raise ValueError(f"mount = {self.mount!r} is no absolute path")
+        return self
+
+
+class SkyPilot(Rendered):
+    """A task for `sky jobs launch` (or `sky launch`), which finds machines in any cloud, and others when they are taken away."""
+
+    nodes: int = Field(1, gt=0)
+    """Number of machines, with one process each."""
+    restarts: int = Field(10, ge=0)
+    """Most restarts after failures, counted by SkyPilot: every exit code other than 0 is one. Machines taken away are not counted."""
+    program: str = "argosy"
+    """What starts Argosy there, as a shell would read it."""
+    accelerators: str | None = None
+    """Accelerators of each machine, as `sky show-gpus` lists them, such as H100:8. None: CPUs."""
+    cpus: str | None = None
+    """CPU cores of each machine: 8 is exactly 8, 8+ at least 8."""
+    memory: str | None = None
+    """Memory of each machine in GB: 64 is exactly 64, 64+ at least 64."""
+    infra: str | None = None
+    """Where to run: CLOUD, CLOUD/REGION, CLOUD/REGION/ZONE, or kubernetes/CONTEXT. None: where it is cheapest."""
+    image: str | None = None
+    """Image of the machines, such as docker:NAME."""
+    spot: bool = False
+    """Whether to take spot machines."""
+    workdir: str | None = None
+    """Folder of this machine that is copied to all machines; setup and the run start in it."""
+    setup: str | None = None
+    """Shell commands on each new machine, such as `pip install .`, which installs Argosy from workdir."""
+    bucket: str | None = None
+    """Bucket (gs://NAME, s3://NAME) that is mounted on all machines for the run directory."""
+    volume: str | None = None
+    """Volume of SkyPilot that is mounted on all machines for the run directory, which all can write."""
+    mount: str = "/runs"
+    """Where the bucket or the volume is; dir= must be in it."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "SkyPilot":
+        if self.bucket is not None and self.volume is not None:
+            raise ValueError("bucket and volume are both mounted at mount: choose one")
+        if self.setup is None and self.image is None:
+            raise ValueError("the machines need Argosy: setup='pip install .' workdir=. installs it, image=docker:NAME has it")
+        if not self.mount.startswith("/"):
+            raise ValueError(f"mount = {self.mount!r} is no absolute path")
+        return self
+
+
+def seconds_of(time: str) -> int:
+    """Seconds of a time limit as `sbatch` reads it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time.strip())
+    if match is None:
+        raise ValueError(f"time = {time!r} is no time limit such as 90, 1:30:00 or 2-12:00:00")
+    days, *rest = match.groups()
+    numbers = [int(one) for one in rest if one is not None]
+    # After days come hours; otherwise one or two numbers begin with minutes.
+    units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units))
+
+
 ENGINES.add("local", Local)
+ENGINES.add("slurm", Slurm)
+ENGINES.add("jobset", JobSet)
+ENGINES.add("skypilot", SkyPilot)
+ENGINES.add("ray", Ray)

@@ -1,0 +1,120 @@
+"""A manifest of a JobSet (jobset.x-k8s.io/v1alpha2): one Job whose indexed pods are one process each.
+
+    a container ends with    what follows
+    0                        when all have: the JobSet is complete
+    2                        a mistake of the user's: the Job fails by its podFailurePolicy, and the JobSet at once
+    anything else            the Job fails (backoffLimit 0), and the JobSet makes all pods anew, at most `restarts` times
+
+Pods find each other by the headless service of the JobSet, which names the first one NAME-workers-0-0.NAME (`launch.cluster`). TPUs
+are asked for as GKE does, by node labels and `google.com/tpu`; all pods of a slice are kept in one node pool.
+"""
+
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.core.scalars import document
+from argosy.launch.cluster import PORT
+from argosy.launch.rendered import Command, as_argument, check_inside, deliver
+from argosy.launch.settings import JobSet
+
+# The Job's name in the JobSet, and the container's in a pod.
+WORKERS, CONTAINER = "workers", "argosy"
+
+
+def launch(command: Command, settings: JobSet, say: Say) -> int:
+    """Prints or writes the manifest.
+
+    Raises:
+        BadInput: pods would not see the recipe or keep the run directory, or the file to write holds something else.
+    """
+    deliver(document(render(command, settings)), settings.write, say, "kubectl apply -f FILE")
+    return 0
+
+
+def render(command: Command, settings: JobSet) -> dict[str, Any]:
+    """The manifest.
+
+    Raises:
+        BadInput: pods would not see the recipe, or not keep the run directory.
+    """
+    if command.recipe is not None:
+        hint = "name a recipe of the package, and give its settings as words: train tiny steps=100"
+        raise BadInput(f"pods do not see {command.recipe}, a file of this machine", hint=hint)
+    check_inside(command, settings.mount, "where pods have the volume")
+    job: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "parallelism": settings.nodes,
+        "completions": settings.nodes,
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [2]}},
+            ]
+        },
+        "template": {"spec": pod(command, settings)},
+    }
+    metadata: dict[str, Any] = {"name": settings.name}
+    metadata |= {"namespace": settings.namespace} if settings.namespace else {}
+    metadata |= {"labels": {"kueue.x-k8s.io/queue-name": settings.queue}} if settings.queue else {}
+    if settings.tpu:
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    rule = {"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": settings.restarts, "rules": [rule]},
+            "replicatedJobs": [{"name": WORKERS, "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def pod(command: Command, settings: JobSet) -> dict[str, Any]:
+    """The specification of each pod."""
+    container = {
+        "name": CONTAINER,
+        "image": settings.image,
+        # Without a shell, so that SIGTERM reaches it. Kubernetes would put variables for $(NAME).
+        "command": [word.replace("$(", "$$(") for word in (*as_argument(settings.program), *command.words)],
+        "env": environment(settings),
+        "ports": [{"containerPort": PORT}],
+        "volumeMounts": [{"name": "runs", "mountPath": settings.mount}],
+    }
+    volumes: list[dict[str, Any]] = [{"name": "runs", "persistentVolumeClaim": {"claimName": settings.volume}}]
+    limits: dict[str, Any] = {"google.com/tpu": settings.chips} if settings.tpu else {}
+    if settings.gpus:
+        limits["nvidia.com/gpu"] = settings.gpus
+        # NCCL shares memory between processes in it; containers have 64 MB by default.
+        container["volumeMounts"].append({"name": "shared-memory", "mountPath": "/dev/shm"})
+        volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+    requests = {name: value for name, value in (("cpu", settings.cpu), ("memory", settings.memory)) if value}
+    resources = {name: value for name, value in (("requests", requests), ("limits", limits)) if value}
+    container |= {"resources": resources} if resources else {}
+    where = {
+        "cloud.google.com/gke-tpu-accelerator": settings.tpu,
+        "cloud.google.com/gke-tpu-topology": settings.topology,
+        "cloud.google.com/gke-accelerator": settings.gpu,
+        "cloud.google.com/gke-spot": "true" if settings.spot else None,
+    }
+    labels = {name: value for name, value in where.items() if value is not None}
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": settings.grace,
+        **({"nodeSelector": labels} if labels else {}),
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def environment(settings: JobSet) -> list[dict[str, Any]]:
+    """What a process reads to find its place; Kubernetes itself sets JOB_COMPLETION_INDEX."""
+    attempt = {"fieldRef": {"fieldPath": "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"}}
+    return [
+        {"name": "JOBSET_NAME", "value": settings.name},
+        {"name": "REPLICATED_JOB_NAME", "value": WORKERS},
+        {"name": "ARGOSY_PROCESSES", "value": str(settings.nodes)},
+        {"name": "ARGOSY_ATTEMPT", "valueFrom": attempt},
+    ]

@@ -1,0 +1,265 @@
+"""Runs a command as processes on a Ray cluster, and starts all of them again when one ends, by the rules of `launch.local`.
+
+Each process is the child of an actor, and all actors are in one placement group, so that either all find room or none starts. An
+actor passes on signals and what its process prints. An actor that dies, or whose machine is lost, counts as a process that was
+killed; its process sees that its parent is gone, saves and ends. With the driver, that is this command, all actors end.
+
+Ray Train's JaxTrainer is not used: it starts a worker again whatever its exit code was, and ends workers without time to save
+(docs/decisions/0021-on-ray-actors-start-processes.md). This is the only module that imports ray.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from argosy.core import signals
+from argosy.core.errors import ArgosyError, BadInput, Unsupported
+from argosy.core.progress import Say
+from argosy.launch.cluster import PARENT, STACKS, STUCK, with_port
+from argosy.launch.local import Gang, Member, free_port, supervise
+from argosy.launch.settings import Ray
+
+# Variables of this process that those of the run get too, beside what the actors have.
+PASSED_ON = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "ARGOSY_")
+# How long an actor waits for something to tell.
+LOOK_S = 0.5
+# How long it waits for what an ended process printed last.
+LAST_S = 2.0
+
+
+def ray() -> Any:
+    """The library."""
+    return import_module("ray")
+
+
+class Host:
+    """The actor: starts one process, and tells what it prints and how it ended. Its methods run in threads."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lines: list[bytes] = []
+        self._news = threading.Condition()
+        self._read = False
+        self._stacks = Path(tempfile.mkdtemp(prefix="argosy-"), "stacks")
+
+    def address(self) -> tuple[str, int]:
+        """Of this machine, and a port that is free."""
+        return ray().util.get_node_ip_address(), free_port()
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
+        """Starts the process, in `folder` where this machine has it."""
+        own = {**os.environ, **environment, PARENT: str(os.getpid()), STACKS: str(self._stacks)}
+        self._process = subprocess.Popen(
+            words, env=own, cwd=folder if Path(folder).is_dir() else None, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        threading.Thread(target=self._follow, args=(self._process,), daemon=True).start()
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout as stream:
+            for line in stream:
+                with self._news:
+                    self._lines.append(line)
+                    self._news.notify_all()
+        with self._news:
+            self._read = True
+            self._news.notify_all()
+
+    def news(self) -> tuple[list[bytes], int | None, str]:
+        """New lines, the exit code with the last ones, and then the stacks that were asked for. Waits for news a moment."""
+        assert self._process is not None
+        with self._news:
+            self._news.wait_for(lambda: self._lines or self._read, LOOK_S)
+            code = self._process.poll()
+            if code is not None:
+                # A process that it left behind may keep the pipe open.
+                self._news.wait_for(lambda: self._read, LAST_S)
+            lines, self._lines = self._lines, []
+        if code is None:
+            return lines, None, ""
+        stacks = self._stacks.read_text() if self._stacks.exists() else ""
+        shutil.rmtree(self._stacks.parent, ignore_errors=True)
+        return lines, code, stacks
+
+    def signal(self, number: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+class Remote:
+    """The process of an actor, with the methods of a Popen that a gang needs. Its lines are read by iterating over `stdout`."""
+
+    def __init__(self, actor: Any):
+        self.actor, self.stacks = actor, ""
+        self._code: int | None = None
+        self._over = threading.Event()
+        self.stdout = self
+
+    def __enter__(self) -> "Remote":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def __iter__(self) -> Iterator[bytes]:
+        while self._code is None:
+            try:
+                lines, code, self.stacks = ray().get(self.actor.news.remote())
+            except Exception as error:
+                # The actor, or its machine, is gone.
+                yield f"{(str(error).splitlines() or [type(error).__name__])[0][:200]}\n".encode()
+                lines, code = [], -signal.SIGKILL
+            yield from lines
+            self._code = code if self._code is None else self._code
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def wait(self) -> int | None:
+        self._over.wait(10)
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        with suppress(Exception):
+            self.actor.signal.remote(int(number))
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class RayGang(Gang):
+    """The processes of one start, on a Ray cluster."""
+
+    def __init__(self, words: Sequence[str], settings: Ray, attempt: int):
+        self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
+        self.members: list[Member] = []
+        self._actors, self._group = placed(settings)
+        try:
+            hosts = ray().get([actor.address.remote() for actor in self._actors])
+            alone = len({host for host, _ in hosts}) == 1
+            host, port = hosts[0]
+            own = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+            own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{port}" if alone else with_port(f"{host}:{port}")}
+            own |= {"ARGOSY_PROCESSES": str(settings.processes), "ARGOSY_ATTEMPT": str(attempt), STUCK: str(settings.stuck)}
+            if not settings.gpus:
+                own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(settings.devices or 1)}
+            starts = [
+                actor.start.remote(list(words), own | {"ARGOSY_RANK": str(rank)}, os.getcwd())
+                for rank, actor in enumerate(self._actors)
+            ]
+            ray().get(starts)
+            for rank, actor in enumerate(self._actors):
+                process: Any = Remote(actor)
+                member = Member(rank, process)
+                member.reader = threading.Thread(target=self._read, args=(member,), daemon=True)
+                self.members.append(member)
+                member.reader.start()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, Exception) and not isinstance(error, ArgosyError):
+                what = f"Ray could not start the processes: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
+                raise ArgosyError(what) from None
+            raise
+
+    def _said_in_stacks(self, member: Member) -> str:
+        process: Any = member.process
+        return process.stacks
+
+    def close(self) -> None:
+        with suppress(Exception):
+            for actor in self._actors:
+                ray().kill(actor)
+        with suppress(Exception):
+            ray().util.remove_placement_group(self._group)
+
+
+def placed(settings: Ray) -> tuple[list[Any], Any]:
+    """An actor for each process, in the order of ranks, and their placement group.
+
+    Raises:
+        ArgosyError: the cluster has no room for all of them in time.
+    """
+    need = {"CPU": settings.cpus} | ({"GPU": settings.gpus} if settings.gpus else {})
+    strategy = "STRICT_SPREAD" if settings.spread else "PACK"
+    group = ray().util.placement_group([need] * settings.processes, strategy=strategy)
+    try:
+        ray().get(group.ready(), timeout=settings.wait)
+    except Exception as error:
+        ray().util.remove_placement_group(group)
+        if type(error).__name__ != "GetTimeoutError":
+            raise
+        what = f"Ray has no room for {settings.processes} processes with {need} each after {settings.wait:.0f} s"
+        has = {name: count for name, count in ray().cluster_resources().items() if name in ("CPU", "GPU")}
+        raise ArgosyError(what, where=f"the cluster has {has}", hint="ask for less, or wait=SECONDS for longer") from None
+    made, strategies = ray().remote(Host), import_module("ray.util.scheduling_strategies")
+    actors = [
+        made.options(
+            num_cpus=settings.cpus, num_gpus=settings.gpus, max_concurrency=4, max_restarts=0,
+            scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+        ).remote()
+        for rank in range(settings.processes)
+    ]  # fmt: skip
+    return actors, group
+
+
+@contextmanager
+def connected(settings: Ray) -> Iterator[None]:
+    """In here there is a Ray.
+
+    Raises:
+        Unsupported: ray is not installed.
+        BadInput: no cluster answers at the address.
+    """
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    # A Ray of our own tells nobody about it.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray()
+    except ImportError:
+        hint = "install it beside Argosy: pip install 'argosy[ray]'"
+        raise Unsupported("engine=ray needs Ray, which is not installed", hint=hint) from None
+    address = settings.address or os.environ.get("RAY_ADDRESS")
+    # As many slots as are asked for: on a machine of few cores they share them.
+    own: dict[str, Any] = {} if address else {"include_dashboard": False}
+    if not address and settings.processes * settings.cpus > (os.cpu_count() or 1):
+        own["num_cpus"] = settings.processes * settings.cpus
+    try:
+        ray().init(address=address or "local", log_to_driver=False, logging_level="ERROR", **own)
+    except Exception as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise BadInput(f"no Ray cluster at {address or 'this machine'}: {said}", hint="address=HOST:PORT names it") from None
+    finally:
+        # Ray's own handler would end this process before the run has saved.
+        for number, handler in before.items():
+            with suppress(ValueError):
+                signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        ray().shutdown()
+
+
+def run(words: Sequence[str], settings: Ray, say: Say, progress: Callable[[], object]) -> int:
+    """Runs a command on a Ray cluster as `local.run` does on this machine; returns its exit code.
+
+    Args:
+        words: of the command, the program first, which all machines must have.
+        progress: something that changes when the run makes progress.
+
+    Raises:
+        ArgosyError: there is no Ray, or no room in it.
+    """
+    begun = time.monotonic()
+    with connected(settings):
+        say(f"connected to Ray after {time.monotonic() - begun:.0f} s; starting {settings.processes} processes")
+        return supervise(lambda attempt: RayGang(words, settings, attempt), settings, say, progress)

@@ -1,0 +1,72 @@
+"""What the engines share that write a file for a scheduler instead of starting processes."""
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+
+
+@dataclass(frozen=True)
+class Command:
+    """What runs: a verb with its words, its run directory, and the recipe's file, where it is one of the user's."""
+
+    words: tuple[str, ...]
+    folder: str
+    recipe: Path | None = None
+
+    @property
+    def shell(self) -> str:
+        """The words as a shell reads them back."""
+        return shlex.join(self.words)
+
+
+def as_argument(program: str) -> list[str]:
+    """The words of `program`.
+
+    Raises:
+        BadInput: a quote is left open, or it is empty.
+    """
+    try:
+        words = shlex.split(program)
+    except ValueError as error:
+        raise BadInput(f"program={program!r} is no command: {error}") from None
+    if not words:
+        raise BadInput("`program` is empty", hint="name what starts Argosy, such as program=argosy")
+    return words
+
+
+def check_inside(command: Command, mount: str, what: str) -> None:
+    """Checks that a run directory lies where all machines see it.
+
+    Raises:
+        BadInput: it does not.
+    """
+    folder = PurePosixPath(command.folder)
+    if ".." in folder.parts or not folder.is_relative_to(mount):
+        raise BadInput(f"the run directory {command.folder} is not in {mount}, {what}", hint=f"add dir={mount}/NAME to the command")
+
+
+def deliver(text: str, path: str | None, say: Say, then: str | None = None) -> None:
+    """Prints a file, or writes it. then: the command that takes it, with FILE for its name, where the user is to give it.
+
+    Raises:
+        BadInput: the file holds something else, or cannot be written.
+    """
+    if path is None:
+        sys.stdout.write(text)
+        return
+    file = Path(path)
+    try:
+        before = file.read_text(encoding="utf-8") if file.exists() else None
+        if before is not None and before != text:
+            raise BadInput(f"{path} holds something else", hint="name another file, or remove this one")
+        if before is None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"cannot write {path}: {error}") from None
+    start = f"; `{then.replace('FILE', shlex.quote(path))}` starts it" if then else ""
+    say(f"{path} is {'as it was' if before is not None else 'written'}{start}")

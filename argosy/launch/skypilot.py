@@ -1,0 +1,84 @@
+"""A task of SkyPilot, with one process on each machine. They find each other by what SkyPilot sets (`launch.cluster`).
+
+    sky jobs launch FILE     a managed job: machines that are taken away are replaced, and the run goes on from its last checkpoint
+    sky launch FILE          one try, on machines that stay until they are stopped
+
+SkyPilot counts every exit code other than 0 as a failure of the program, and starts it again `restarts` times. A user's mistake (2)
+is tried again as often: codes that are to end a job at once cannot be named. Its `recover_on_exit_codes` would start again without
+counting.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.core.scalars import document
+from argosy.launch.rendered import Command, as_argument, check_inside, deliver
+from argosy.launch.settings import SkyPilot
+
+
+def launch(command: Command, settings: SkyPilot, say: Say) -> int:
+    """Prints or writes the task.
+
+    Raises:
+        BadInput: the machines would not see the recipe or keep the run directory, or the file to write holds something else.
+    """
+    deliver(document(render(command, settings)), settings.write, say, "sky jobs launch FILE")
+    return 0
+
+
+def render(command: Command, settings: SkyPilot) -> dict[str, Any]:
+    """The task.
+
+    Raises:
+        BadInput: the machines would not see the recipe, or not keep the run directory.
+    """
+    check_recipe(command, settings)
+    mounted = settings.bucket is not None or settings.volume is not None
+    if mounted:
+        check_inside(command, settings.mount, "where the machines have the bucket or volume")
+    elif "://" not in command.folder:
+        hint = "give bucket=gs://NAME or volume=NAME, and dir= in mount=; with one machine, dir= may be in a bucket: dir=gs://NAME/runs"
+        raise BadInput(f"the run directory {command.folder} would be lost with its machine", hint=hint)
+    elif settings.nodes > 1:
+        hint = "give bucket=gs://NAME or volume=NAME, and dir= in mount="
+        raise BadInput("several processes write no remote run directory yet", where=f"dir={command.folder}", hint=hint)
+    as_argument(settings.program)
+    resources: dict[str, Any] = {
+        "infra": settings.infra,
+        "accelerators": settings.accelerators,
+        "cpus": settings.cpus,
+        "memory": settings.memory,
+        "image_id": settings.image,
+        "use_spot": settings.spot or None,
+        "job_recovery": {"max_restarts_on_errors": settings.restarts},
+    }
+    task: dict[str, Any] = {
+        "name": settings.name,
+        "num_nodes": settings.nodes,
+        "resources": {name: value for name, value in resources.items() if value is not None},
+        "workdir": settings.workdir,
+        "file_mounts": {settings.mount: {"source": settings.bucket, "mode": "MOUNT"}} if settings.bucket else None,
+        "volumes": {settings.mount: settings.volume} if settings.volume else None,
+        "setup": settings.setup,
+        # Signals reach it, and its exit code is that of the task.
+        "run": f"exec {settings.program} {command.shell}\n",
+    }
+    return {name: value for name, value in task.items() if value is not None}
+
+
+def check_recipe(command: Command, settings: SkyPilot) -> None:
+    """Checks that a recipe's file is copied to the machines.
+
+    Raises:
+        BadInput: it is not.
+    """
+    recipe, folder = command.recipe, settings.workdir
+    if recipe is None:
+        return
+    # Commands start in the copy, so that only a path relative to it names the same file here and there.
+    starts_here = folder is not None and Path(folder).resolve() == Path.cwd()
+    if not starts_here or recipe.is_absolute() or ".." in recipe.parts:
+        hint = "give workdir=. and a path in this folder, or name a recipe of the package"
+        raise BadInput(f"the machines do not see {recipe}, a file of this one", hint=hint)

@@ -1,0 +1,142 @@
+"""A job script for `sbatch`, which runs a command by `srun` as one process or several on each machine.
+
+The time limit does not kill the run. `save` seconds before it Slurm tells the script (SIGUSR1), which has Slurm send SIGTERM to
+the processes; they save and end with 143, and the job is queued again under its number. SIGTERM to `srun` itself would kill them at
+once, so the script never passes one on.
+
+    exit code of srun       what follows
+    0, 2                    the job ends with it
+    129, 130, 143           the job ends with it; before the time limit, it is queued again
+    anything else           all start again within the job, at most `restarts` times in a row without a new checkpoint
+
+`srun` tells the highest code of its processes. A job without any new checkpoint is not queued again. Slurm itself queues it again
+when a machine fails or the job is preempted (`--requeue`). The processes find each other by what srun sets (`launch.cluster`).
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from argosy.core.errors import BadInput
+from argosy.core.progress import Say
+from argosy.launch.rendered import Command, as_argument, deliver
+from argosy.launch.settings import Slurm
+
+# Gives each process of a machine its share of the GPUs, then becomes the command.
+SHARE = """
+IFS=, read -ra cards <<< "${CUDA_VISIBLE_DEVICES:?is not set by Slurm}"
+each=$(( ${#cards[@]} / PER_NODE ))
+mine=("${cards[@]:SLURM_LOCALID * each:each}")
+export CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${mine[*]}")
+exec "$@"
+"""
+
+LOOP = """
+# The checkpoints that are complete: another text when there is a new one.
+saved() { printf '%s\\n' FOLDER/checkpoints/*/manifest.json; }
+say() { echo "argosy: $*" >&2; }
+
+at_limit=0 stopped=0 signaled=0 failures=0 attempt=0 begun=$(saved)
+trap 'at_limit=1 signaled=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'stopped=1 signaled=1' TERM
+
+while true; do
+    before=$(saved)
+    export ARGOSY_ATTEMPT=$(( ${SLURM_RESTART_COUNT:-0} + attempt ))
+    SRUN &
+    step=$! signaled=1
+    # A signal ends `wait` too.
+    while (( signaled )); do
+        signaled=0
+        wait "$step"
+        got=$?
+        (( got == 127 )) || code=$got
+    done
+    case $code in 0 | 2) exit "$code" ;; esac
+    if (( at_limit && ! stopped )); then
+        if [[ $(saved) == "$begun" ]]; then
+            say "the time limit came before a checkpoint; not queued again"
+            exit "$code"
+        fi
+        say "stopped at the time limit; queued again"
+        exec scontrol requeue "$SLURM_JOB_ID"
+    fi
+    case $code in 129 | 130 | 143) exit "$code" ;; esac
+    (( stopped )) && exit "$code"
+    if [[ $(saved) == "$before" ]]; then failures=$(( failures + 1 )); else failures=1; fi
+    if (( failures > RESTARTS )); then
+        say "it failed $failures times without a new checkpoint, and restarts=RESTARTS; what is saved stays"
+        exit "$code"
+    fi
+    attempt=$(( attempt + 1 ))
+    say "srun ended with exit code $code; all processes start again (restart $attempt)"
+done
+"""
+
+
+def launch(command: Command, settings: Slurm, say: Say) -> int:
+    """Prints, writes or submits the job script; returns an exit code.
+
+    Raises:
+        BadInput: there is no `sbatch` to submit it, or the file to write holds something else.
+    """
+    sbatch = shutil.which("sbatch")
+    if settings.submit and sbatch is None:
+        hint = "leave submit out and give write=FILE; on a machine of the cluster, `sbatch FILE` submits it"
+        raise BadInput("this machine has no `sbatch` to submit the job with", hint=hint)
+    text = render(command, settings, Path.cwd())
+    if settings.write is not None or not settings.submit:
+        deliver(text, settings.write, say, None if settings.submit else "sbatch FILE")
+    if settings.submit:
+        return subprocess.run([str(sbatch)], input=text, text=True, check=False).returncode
+    return 0
+
+
+def render(command: Command, settings: Slurm, folder: Path) -> str:
+    """The job script. folder: where the command would run, and so the job runs.
+
+    Raises:
+        BadInput: `program` is no command, or the run directory is no folder.
+    """
+    program = settings.program or shlex.join([sys.executable, "-m", "argosy"])
+    as_argument(program)
+    directory = command.folder.removeprefix("file://")
+    if "://" in directory:
+        what = f"a job script does not see the checkpoints in {directory}, which tell whether the run goes on"
+        raise BadInput(what, hint="dir=FOLDER on a file system of the cluster")
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options(settings)), ""]
+    lines += ["# Written by `argosy launch engine=slurm`.", f"cd -- {shlex.quote(str(folder))} || exit 1"]
+    lines += [settings.setup] if settings.setup else []
+    lines += [f"command=({program} {command.shell})"]
+    # No --kill-on-bad-exit: it would kill a process that still saves when another has stopped.
+    srun = ["srun", "--kill-on-bad-exit=0", f"--wait={settings.grace}"]
+    srun += [f"--cpus-per-task={settings.cpus}"] if settings.cpus is not None else []
+    if settings.gpus and settings.per_node > 1:
+        lines += [f"share={shlex.quote(SHARE.replace('PER_NODE', str(settings.per_node)))}"]
+        srun += ["bash", "-c", '"$share"', "argosy"]
+    run = " ".join([*srun, '"${command[@]}"'])
+    place = shlex.quote(os.path.join(folder, Path(directory).expanduser()))
+    return "\n".join(lines) + LOOP.replace("RESTARTS", str(settings.restarts)).replace("SRUN", run).replace("FOLDER", place)
+
+
+def options(settings: Slurm) -> list[str]:
+    """The options of `sbatch`."""
+    named = {
+        "job-name": settings.name,
+        "nodes": settings.nodes,
+        "ntasks-per-node": settings.per_node,
+        "gpus-per-node": settings.gpus or None,
+        "cpus-per-task": settings.cpus,
+        "time": settings.time,
+        "signal": f"B:USR1@{settings.save}",
+        "partition": settings.partition,
+        "account": settings.account,
+        "qos": settings.qos,
+        "constraint": settings.constraint,
+        "output": settings.output,
+        "open-mode": "append",
+    }
+    return [*(f"--{name}={value}" for name, value in named.items() if value is not None), "--requeue", *settings.options]

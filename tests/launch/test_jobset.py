@@ -1,0 +1,127 @@
+"""The manifest of a JobSet, beside the schema of its custom resource, and what its pods find in their environment."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from argosy.core.errors import BadInput, SettingsError
+from argosy.core.scalars import document
+from argosy.core.settings import read_settings, words_layer
+from argosy.launch import jobset
+from argosy.launch.cluster import Place, found
+from argosy.launch.rendered import Command
+from argosy.launch.settings import JobSet
+
+SCHEMA = json.loads(Path(__file__).with_name("jobset_schema.json").read_text())
+COMMAND = Command(("train", "tiny", "dir=/runs/x"), "/runs/x")
+TPU: dict[str, Any] = {"tpu": "tpu-v5p-slice", "topology": "2x2x4", "nodes": 4, "spot": True, "queue": "q"}
+GPU: dict[str, Any] = {"gpus": 8, "gpu": "nvidia-h100-80gb", "cpu": "64", "memory": "512Gi", "namespace": "team"}
+
+
+def manifest(command: Command = COMMAND, **settings) -> dict[str, Any]:
+    """As kubectl reads it."""
+    return yaml.safe_load(document(jobset.render(command, JobSet(image="a/b:1", volume="claim", **settings))))
+
+
+def pod_of(made: dict[str, Any]) -> dict[str, Any]:
+    return made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("settings", [{}, TPU, GPU], ids=["cpu", "tpu", "gpu"])
+def test_the_schema_of_the_resource_takes_it(settings: dict[str, Any]):
+    jsonschema.validate(manifest(**settings), SCHEMA)
+
+
+def test_the_schema_finds_wrong_fields_and_types():
+    made = manifest(**TPU)
+    made["spec"]["failurePolicy"]["maxRestart"] = 3
+    made["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] = "4"
+    pod_of(made)["containers"][0]["env"][0]["value"] = 4
+    assert len(list(jsonschema.Draft7Validator(SCHEMA).iter_errors(made))) == 3
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_pods_find_each_other(nodes: int):
+    made = manifest(nodes=nodes, name="my-run")
+    job = made["spec"]["replicatedJobs"][0]
+    assert job["template"]["spec"]["completionMode"] == "Indexed"
+    assert job["template"]["spec"]["completions"] == job["template"]["spec"]["parallelism"] == nodes
+    # JobSet's controller sets this annotation on pods, and Kubernetes the index of an indexed Job's.
+    annotations = {"jobset.sigs.k8s.io/restart-attempt": "2"}
+    for index in range(nodes):
+        variables = {"JOB_COMPLETION_INDEX": str(index)}
+        for one in pod_of(made)["containers"][0]["env"]:
+            path = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+            variables[one["name"]] = one["value"] if "value" in one else annotations[path.split("'")[1]]
+        # Pods are named JOBSET-REPLICATEDJOB-JOBINDEX-PODINDEX, in the service named as the JobSet.
+        assert found(variables) == Place("jobset", f"my-run-{job['name']}-0-0.my-run:8476", nodes, index, 2)
+    assert made["spec"]["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+
+
+def test_a_users_mistake_ends_it_and_anything_else_starts_all_again():
+    made = manifest(restarts=4)
+    job = made["spec"]["replicatedJobs"][0]["template"]["spec"]
+    # A pod that fails must not be started again alone.
+    assert (job["backoffLimit"], pod_of(made)["restartPolicy"]) == (0, "Never")
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule == {"action": "FailJob", "onExitCodes": {"containerName": "argosy", "operator": "In", "values": [2]}}
+    assert rule["onExitCodes"]["containerName"] == pod_of(made)["containers"][0]["name"]
+    policy = made["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 4
+    assert policy["rules"] == [{"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+
+
+def test_tpus_and_gpus_as_gke_asks_for_them():
+    pod = pod_of(manifest(**TPU))
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "2x2x4",
+        "cloud.google.com/gke-spot": "true",
+    }
+    assert pod["containers"][0]["resources"] == {"limits": {"google.com/tpu": 4}}
+    pod = pod_of(manifest(**GPU))
+    resources = {"requests": {"cpu": "64", "memory": "512Gi"}, "limits": {"nvidia.com/gpu": 8}}
+    assert pod["containers"][0]["resources"] == resources
+    assert {"name": "shared-memory", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+
+
+def test_words_arrive_as_they_were_typed():
+    """Also numbers, switches and what Kubernetes would replace in a command."""
+    odd = ("train", "tiny", "dir=/runs/x", "data.source=/d/it's a \"b\" #: {x}", "1e5", "yes", "a: b", "~", "a\nb", "x=\u0085 é")
+    made = manifest(Command(odd, "/runs/x"), program="env 'A=1 2' argosy")
+    assert pod_of(made)["containers"][0]["command"] == ["env", "A=1 2", "argosy", *odd]
+    made = manifest(Command(("train", "tiny", "a=$(HOME) $HOME"), "/runs/x"))
+    assert pod_of(made)["containers"][0]["command"][-1] == "a=$$(HOME) $HOME"
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        (Command(("train", "tiny"), "runs/tiny"), "runs/tiny is not in /runs"),
+        (Command(("train", "tiny"), "/runs/../x"), "is not in /runs"),
+        (Command(("train", "a.yml"), "/runs/x", Path("a.yml")), "pods do not see a.yml"),
+    ],
+)
+def test_what_pods_would_not_see(command: Command, what: str):
+    with pytest.raises(BadInput, match=what):
+        manifest(command)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["tpu=tpu-v5p-slice"], "tpu and topology go together"),
+        (["tpu=tpu-v5p-slice", "topology=2x2x2", "nodes=4"], "has 8 chips; nodes x chips = 4 x 4"),
+        (["tpu=tpu-v5p-slice", "topology=2x", "nodes=4"], "is none such as 2x4"),
+        (["tpu=t", "topology=2x4", "gpus=1"], "not both"),
+        (["gpu=nvidia-h100-80gb"], "gpus = 0"),
+        (["mount=runs"], "no absolute path"),
+    ],
+)
+def test_wrong_settings(words: list[str], what: str):
+    with pytest.raises(SettingsError, match=what):
+        read_settings(JobSet, words_layer(["image=a", "volume=v", *words]))
