@@ -29,9 +29,11 @@ GO_ON = "guard.nonfinite=skip or rollback goes on without the batch; or lower op
 
 
 class Guarded:
-    """What a run does about bad steps. Its meter calls `watch` with the numbers of each."""
+    """What a run does about bad steps. Its meter calls `watch` with the numbers of each. went_back: called with the step restored by a
+    rollback."""
 
-    def __init__(self, training: "Training", saver: Saver, metrics: Metrics):
+    def __init__(self, training: "Training", saver: Saver, metrics: Metrics, went_back: Callable[[int], None] = lambda step: None):
+        self.went_back = went_back
         self.training, self.saver, self.metrics, self.how = training, saver, metrics, training.settings.guard
         self.directory, self.view = training.directory, training.view
         self.rolled: list[dict[str, Any]] = processes.told("rollbacks", self.directory.rollbacks)
@@ -145,7 +147,8 @@ class Guarded:
             return self.stop(bad, f"the run was rolled back {plural(len(self.rolled), 'time')}, guard.rollbacks at most")
         checkpoints = self.directory.checkpoints
         checkpoints.settle(bad.step)
-        good = processes.told("latest good", checkpoints.latest_good)
+        # Of any tier; local ones that are newer are removed.
+        good = checkpoints.agreed_good()
         if good is None or good >= bad.step:
             return self.stop(bad, "no checkpoint before it can be restored")
         self.state = None
@@ -160,6 +163,7 @@ class Guarded:
             f"without the batches {first} to {last}"
         )
         self.saver.newest = None
+        self.went_back(good)
         return self.training.restored(good)
 
     def _write(self, bad: Bad, action: str, **more: int) -> None:
