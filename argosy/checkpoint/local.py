@@ -81,9 +81,9 @@ class LocalCheckpoints(Saving):
         offered = {(int(one.split()[0]), one.split()[1]) for its in told for one in its}
         for step, digest in sorted(offered, reverse=True):
             if self._is_complete(step, here.get((step, digest), []), digest):
-                self._drop_newer(step)
+                self.drop_newer(step)
                 return step
-        self._drop_newer(-1)
+        self.drop_newer(-1)
         return None
 
     def _here(self) -> dict[tuple[int, str], list[Path]]:
@@ -280,7 +280,8 @@ class LocalCheckpoints(Saving):
         with suppress(OSError):
             self.root.rmdir()
 
-    def _drop_newer(self, step: int) -> None:
+    def drop_newer(self, step: int) -> None:
+        """Removes the steps of this process after that one."""
         for one in list(self.folder.iterdir()):
             if one.name.isdecimal() and int(one.name) > step:
                 _remove(one)

@@ -109,11 +109,14 @@ def read(folder: Path, item: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) ->
 
 
 def needed(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The files of the shards that `read` opens in this process. wanted: {item: {name: sharding}}, of arrays that `files_of` wrote."""
+    """The files of the shards that `read` opens in this process. wanted: {item: {name: sharding}}; arrays that `files_of` did not write
+    have none."""
     found: dict[str, None] = {}
     for item, places in wanted.items():
         for name, sharding in places.items():
-            stored = json.loads((folder / item / name / "zarr.json").read_text())
+            if not (described := folder / item / name / "zarr.json").exists():
+                continue
+            stored = json.loads(described.read_text())
             shape, each = stored["shape"], stored["chunk_grid"]["configuration"]["chunk_shape"]
             for index in sharding.addressable_devices_indices_map(tuple(shape)).values():
                 spans = [part.indices(length)[:2] for part, length in zip(index, shape, strict=True)]

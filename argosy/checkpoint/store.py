@@ -120,6 +120,10 @@ class Checkpoints(Saving):
         """`latest_good`, looked for by the leader of several processes and known to all."""
         return processes.told("latest good", lambda: self.latest_good(above))
 
+    def go_back(self) -> int | None:
+        """`agreed_good`, for a run that makes other steps after it than before."""
+        return self.agreed_good()
+
     def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
         """Every process reads what it needs where it is."""
 

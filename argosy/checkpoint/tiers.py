@@ -67,6 +67,13 @@ class Tiers:
             self.warn(f"the newest good checkpoint is a local one, of step {found}")
         return newer if newer is not None else found
 
+    def go_back(self) -> int | None:
+        """The newest good persistent step. Local ones after it are removed: a run that goes back makes other steps than they are."""
+        good = self.persistent.agreed_good()
+        self.local.drop_newer(-1 if good is None else good)
+        self._resumes = None
+        return good
+
     def _tier(self, step: int) -> Any:
         return self.local if step == self._resumes else self.persistent
 

@@ -147,8 +147,7 @@ class Guarded:
             return self.stop(bad, f"the run was rolled back {plural(len(self.rolled), 'time')}, guard.rollbacks at most")
         checkpoints = self.directory.checkpoints
         checkpoints.settle(bad.step)
-        # Of any tier; local ones that are newer are removed.
-        good = checkpoints.agreed_good()
+        good = checkpoints.go_back()
         if good is None or good >= bad.step:
             return self.stop(bad, "no checkpoint before it can be restored")
         self.state = None

@@ -160,6 +160,19 @@ def test_a_rollback_is_a_run_whose_data_lacked_the_window(poison: Any, lacking: 
     assert "1 rollback" in report(tmp_path / "run").read_text()
 
 
+@pytest.mark.parametrize("at", [None, pytest.param(5, marks=pytest.mark.slow), pytest.param("going back", marks=pytest.mark.slow)])
+def test_a_rollback_makes_the_same_steps_whatever_local_checkpoints_there_are(poison: Any, tmp_path: Path, at: Any):
+    """Killed after it or not: local checkpoints of steps that were made before it are not resumed from."""
+    poison({7})
+    fit(tmp_path / "whole", *ROLL)
+    words = [*ROLL, f"checkpoint.local={tmp_path / 'fast'}", "checkpoint.local_every=1"]
+    if at is not None:
+        with pytest.raises(Killed):
+            fit(tmp_path / "run", *words, view=Kills(at, 2) if isinstance(at, int) else Kills(at))
+    fit(tmp_path / "run", *words)
+    assert digest(tmp_path / "run", 12) == digest(tmp_path / "whole", 12)
+
+
 def test_a_rollback_to_the_first_weights(poison: Any, lacking: Any, tmp_path: Path):
     poison({2})
     fit(tmp_path / "run", *ROLL)
