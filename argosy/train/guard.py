@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from argosy.core.errors import ArgosyError
+from argosy.core.errors import Final
 from argosy.train.guard_settings import GuardSettings
 from argosy.train.state import TrainState
 
@@ -31,7 +31,7 @@ NORMAL = 1.4826
 LEAST = 1e-3
 
 
-class Diverged(ArgosyError):
+class Diverged(Final):
     """The loss is no longer finite, or jumped."""
 
 
