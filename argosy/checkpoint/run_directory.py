@@ -114,7 +114,12 @@ class RunDirectory:
         from argosy.checkpoint.tiers import Tiers
 
         root = Path(self.settings.local).expanduser() / processes.told("run id", self._id)
-        return Tiers(persistent, LocalCheckpoints(root, self.settings.local_copies, self.warn))
+        return Tiers(persistent, LocalCheckpoints(root, self.settings.local_copies, self.warn, belongs=self._belongs))
+
+    def _belongs(self, step: int, meta: Mapping[str, Any]) -> bool:
+        """Whether a step was made after the rollbacks that went back to before it."""
+        made_after = meta.get("rollbacks", [])
+        return all(one in made_after for one in self.rollbacks() if one["restored"] < step)
 
     def _id(self) -> str:
         """What tells this run from any other, and from its own copies: local checkpoints of another run must not be resumed from."""

@@ -37,6 +37,7 @@ class Guarded:
         self.training, self.saver, self.metrics, self.how = training, saver, metrics, training.settings.guard
         self.directory, self.view = training.directory, training.view
         self.rolled: list[dict[str, Any]] = processes.told("rollbacks", self.directory.rollbacks)
+        saver.rollbacks = self.rolled
         self.batches = Numbered(training.assembly.batches, [(one["first"], one["last"]) for one in self.rolled])
         a = training.assembly
         replay = Replay(self.how.replay, a.places, a.shapes, a.mesh, a.base) if self.how.replay else None
@@ -63,7 +64,7 @@ class Guarded:
             self.state, metrics = self.replay(update, state, batch, self.batches.steps)
             return self.state, metrics
 
-        if "rollback" in self.how.actions and self.training.resumed is None:
+        if "rollback" in self.how.actions and not processes.told("any checkpoint", lambda: bool(self.directory.checkpoints.steps())):
             # There must be something to go back to.
             with self.training.clock("checkpoint"):
                 self.saver(Now(int(state.step), state, self.batches, False))
@@ -161,7 +162,7 @@ class Guarded:
             f"{bad.what} at step {bad.step} (grad_norm {bad.numbers['grad_norm']:.4g}, batch {number}): going back to step {good}, "
             f"without the batches {first} to {last}"
         )
-        self.saver.newest = None
+        self.saver.newest.clear()
         self.went_back(good)
         return self.training.restored(good)
 
