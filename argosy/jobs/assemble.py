@@ -410,7 +410,7 @@ def check_processes(run: Run) -> None:
     """Checks that a run of several processes asks for nothing that only one process can do.
 
     Raises:
-        Unsupported: it does.
+        BadInput: it does.
     """
     if jax.process_count() == 1:
         return
@@ -420,7 +420,7 @@ def check_processes(run: Run) -> None:
     asked["mesh.stage on CPUs"] = run.mesh.splits("stage") and backend() == "cpu"
     if found := [name for name, is_asked in asked.items() if is_asked]:
         what = f"{' and '.join(found)}: not built over several processes yet"
-        raise Unsupported(what, hint="use the devices of one process")
+        raise BadInput(what, hint="use the devices of one process")
 
 
 def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:

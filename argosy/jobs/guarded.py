@@ -25,7 +25,8 @@ from argosy.train.loop import Now
 if TYPE_CHECKING:
     from argosy.jobs.train import Training
 
-GO_ON = "guard.nonfinite=skip or rollback goes on without the batch; or lower optimizer.learning_rate or raise schedule.warmup"
+GO_ON = "guard.nonfinite=skip or rollback goes on without the batch; init.state=RUN dir=NEW starts from here at another learning rate"
+START_LOWER = "start again in dir=NEW with a lower optimizer.learning_rate or a longer schedule.warmup"
 
 
 class Guarded:
@@ -133,9 +134,8 @@ class Guarded:
         place = "" if before is None else f" at {before.position()}"
 
         def fail() -> None:
-            raise Diverged(
-                f"{bad.what} at step {bad.step}" + (f": {why}" if why else ""), where=f"{seen}{place}; {kept}", hint=GO_ON
-            )
+            what = f"{bad.what} at step {bad.step}" + (f": {why}" if why else "")
+            raise Diverged(what, where=f"{seen}{place}; {kept}", hint=START_LOWER if why else GO_ON)
 
         return processes.together("bad step", fail)
 
