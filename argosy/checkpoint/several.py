@@ -64,7 +64,7 @@ class CheckpointsOfSeveral(Checkpoints):
         described = [file._replace(name=f"{item}/{file.name}") for item, own in items.items() for file in shards.described(own)]
         described += [*catalog(items), of_text(META, meta)]
         manifest.commit(folder, dict(sorted((found | shards.write(folder, described)).items())))
-        self._retire(step)
+        self.retire(step)
 
 
 def check_shared(folder: Path) -> None:

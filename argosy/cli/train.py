@@ -42,7 +42,9 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
     from argosy.jobs.preflight import directory_of, settled
+    from argosy.observe.life import counts_from_process_start
 
+    counts_from_process_start()
     place = found(os.environ)
     # A mistake is answered before jax is imported, which takes seconds.
     reading = settled(recipe, words or [])

@@ -52,10 +52,16 @@ from argosy.parallel.scope import scope
 from argosy.rl.critic import PREFIX, attach
 from argosy.train import projection
 from argosy.train.beside import parted
+from argosy.train.guard import FLAG, begin, guarded
+from argosy.train.guard_settings import GuardSettings
 from argosy.train.optim import scaled
 from argosy.train.settings import OBJECTIVES
 from argosy.train.state import TrainState, flattened, meanings_of, trained, training_graph, unflattened
 from argosy.train.step import Precision, make_evaluation, make_step
+
+# Arrays of a checkpoint that a guard keeps begin so; these there are.
+GUARD = "guard."
+KEPT = tuple(begin(GuardSettings(nonfinite="skip", spike="skip")))
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,8 @@ class Assembly:
         """A state with these weights, and a fresh optimizer unless one is given."""
         if optimizer is None:
             optimizer = jax.jit(self.optimizer.init, out_shardings=self.places.optimizer)(params)
-        return TrainState(self._here(step), params, rest, optimizer, jax.random.key(self.run.seed))
+        key = jax.random.key(self.run.seed)
+        return TrainState(self._here(step), params, rest, optimizer, key, self._guard({}))
 
     def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state as a checkpoint stores it: weights except those of a base, and the rest, both {name: array}. The weights of parts
@@ -167,7 +174,8 @@ class Assembly:
         key = jax.random.key_data(state.key)
         weights = {address: leaf for address, leaf in (state.params | state.rest).items() if address not in self.base}
         weights, beside = parted(weights)
-        return weights, {"step": state.step, "key": key} | beside | {
+        kept = {f"{GUARD}{name}": a for name, a in state.guard.items() if name != FLAG}
+        return weights, {"step": state.step, "key": key} | kept | beside | {
             f"optimizer.{name}": leaf for name, leaf in flattened(state.optimizer).items()
         }
 
@@ -178,18 +186,28 @@ class Assembly:
         optimizer = unflattened(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
         params = {a: weights[a] for a in self.shapes.params}
         rest = {a: weights[a] for a in self.shapes.rest}
-        return TrainState(arrays["step"], params, rest, optimizer, jax.random.wrap_key_data(arrays["key"]))
+        key = jax.random.wrap_key_data(arrays["key"])
+        return TrainState(arrays["step"], params, rest, optimizer, key, self._guard(arrays))
 
     def state_places(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shardings of the arrays that `packed` returns."""
         everywhere = self.places.step
-        state = {"step": everywhere, "key": everywhere}
+        # What a guard keeps may be there or not: its settings may change.
+        state = {"step": everywhere, "key": everywhere} | {f"{GUARD}{name}": everywhere for name in KEPT}
         state |= {f"optimizer.{name}": place for name, place in flattened(self.places.optimizer).items()}
         weights, beside = parted(self.places.params | self.places.rest)
         return weights, state | beside
 
-    def _here(self, step: int) -> Any:
-        return on_devices(np.int32(step), self.places.step)
+    def _here(self, number: Any) -> Any:
+        return on_devices(np.asarray(number, np.int32), self.places.step)
+
+    def _guard(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """What the guard keeps, from a checkpoint where it fits these settings, or from its beginning."""
+        found = {name: (arrays.get(f"{GUARD}{name}"), first) for name, first in begin(self.run.guard).items()}
+        fits = {name: a is not None and a.shape == first.shape for name, (a, first) in found.items()}
+        # Losses and how many there are go together.
+        fits = {name: fits[name] and fits.get("losses", True) for name in fits}
+        return {name: a if fits[name] else on_devices(first, self.places.step) for name, (a, first) in found.items()}
 
     # ---------------------------------------------------------------- programs
 
@@ -204,6 +222,7 @@ class Assembly:
             accumulate=self.run.accumulate,
             roles=self.graphs,
         )
+        step = guarded(step, self.run.guard)
         if self.base:
             moving = replace(self.places, rest={a: p for a, p in self.places.rest.items() if a not in self.base})
             jitted = jax.jit(beside_base(step), donate_argnums=0, out_shardings=(moving, None))
@@ -499,7 +518,7 @@ def _assembled(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
     state = jax.eval_shape(
-        lambda params, rest: TrainState.start(params, rest, optimizer.init(params), 0),
+        lambda params, rest: TrainState.start(params, rest, optimizer.init(params), 0, begin(run.guard)),
         {a: shapes[a] for a in params},
         {a: shapes[a] for a in rest},
     )

@@ -20,7 +20,7 @@ from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, Over
 from argosy.core.settings import diff, dump
 from argosy.data.tokenize import Tokenizer
-from argosy.jobs.assemble import Assembly
+from argosy.jobs.assemble import GUARD, Assembly
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses
 from argosy.models.parts.weight import Leaves, fill, put, split
@@ -147,10 +147,11 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
             StepReader(path, config, meta["decided"]["layers"]),
             place=(assembly.places.params | assembly.places.rest).__getitem__,
         )
-    arrays = load_item(path, STATE)
-    wanted = assembly.state_places()[1]
+    # What a guard keeps is of the other run's losses.
+    arrays = {name: a for name, a in load_item(path, STATE).items() if not name.startswith(GUARD)}
+    wanted = {name for name in assembly.state_places()[1] if not name.startswith(GUARD)}
     arrays = relaid(arrays, config.build(_run_of(meta)), assembly.model)
-    if set(arrays) != set(wanted):
+    if set(arrays) != wanted:
         raise BadInput(f"{run} was trained with another optimizer", hint="init.weights takes only its weights")
     if int(arrays["step"]) >= assembly.run.steps:
         raise BadInput(

@@ -39,6 +39,7 @@ from argosy.rl.policy import ROWS, gathered, logps_of, values_of
 from argosy.rl.reward_functions import open_rewards
 from argosy.rl.rolled import NoRewards, Told, Trainer
 from argosy.rl.rollouts import Rollouts
+from argosy.train.guard import guarded
 from argosy.train.state import TrainState, training_graph
 from argosy.train.step import make_parts, model_for
 
@@ -102,6 +103,7 @@ class Reinforced(Assembly):
         graph, read = training_graph(self.model), {name: self.roles[name] for name in self.in_update}
         how: Any = {"precision": self.decided.precision, "roles": {name: role.graph for name, role in read.items()}}
         add, finish = make_parts(graph, self.run.objective, self.optimizer, self.rate, **how)
+        finish = guarded(finish, self.run.guard)
         shapes, part, key = self.shapes, self.part_shapes(), jax.eval_shape(lambda: jax.random.key(0))
         frozen = {name: role.shapes for name, role in read.items()}
         with self.tracing():

@@ -15,6 +15,7 @@ from argosy.parallel.mesh import MeshSettings
 from argosy.rl.environment_settings import ENVIRONMENTS
 from argosy.rl.policies import Rollout
 from argosy.rl.settings import Reward
+from argosy.train.guard_settings import GuardSettings
 from argosy.train.optim import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES
 from argosy.train.settings import OBJECTIVES
@@ -262,6 +263,8 @@ class Run(Settings):
     """When to save, and what to keep."""
     eval: Annotated[Evaluate, MayChange()] = Evaluate()
     """When to evaluate."""
+    guard: Annotated[GuardSettings, MayChange()] = GuardSettings()
+    """What happens when numbers go wrong."""
     log: Annotated[Log, MayChange()] = Log()
     """When to write numbers."""
     sample: Annotated[Sample, MayChange()] = Sample()
@@ -306,6 +309,8 @@ class Run(Settings):
             if self.environment.played:
                 raise ValueError("environment is for objectives that learn from rewards, such as objective=grpo")
             return
+        if "rollback" in self.guard.actions:
+            raise ValueError("guard: rollback is not built for rollouts, which depend on the weights: skip or stop")
         if rewarded and not self.reward and not (self.environment.played and self.environment.gives):
             raise ValueError("reward is missing: reward=FILE.py:FUNCTION names what answers are rewarded for")
         if not rewarded and self.reward:

@@ -17,10 +17,12 @@ from argosy.core.errors import Unsupported
 from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.signals import asked_to_stop
+from argosy.core.storage import Store
 from argosy.jobs.preflight import directory_of, settled
 from argosy.jobs.run import Run
 from argosy.jobs.view import Quiet, View
 from argosy.observe.goodput import Clock
+from argosy.observe.life import Life
 from argosy.observe.log import Logged
 from argosy.observe.metrics import Metrics, read
 from argosy.observe.picture import memory_words
@@ -142,8 +144,11 @@ def _locked(
     settings, log = reading.value, Logged(view, directory.log)
     clock = Clock()
     with clock("start"):
-        good = processes.told("latest good", directory.checkpoints.latest_good)
+        good = directory.checkpoints.agreed_good()
         meta = directory.checkpoints.meta(good) if good is not None else None
+        if meta is not None:
+            # A local checkpoint may be newer than the one that was compared.
+            processes.together("admit", lambda: directory.admit_resume(meta["settings"], settings))
         if good is not None and good >= settings.steps:
             fewer = f", and steps={settings.steps} asks for fewer" if good > settings.steps else f" of {settings.steps}"
             log.say(f"{directory} is done: {plural(good, 'step')}{fewer}; steps=N trains longer, for N above {good}")
@@ -151,13 +156,18 @@ def _locked(
             keep_adapter(directory, log.say)
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
         kept = directory.with_provenance(reading)
+        life = Life(Store(directory.store.root), clock, processes.rank())
         training = Training.begin(kept, directory, meta, log, clock, command, assembly)
         state = training.fresh() if good is None else training.restored(good)
         directory.write_settings(training.reading)
         training.keep_tokenizer()
         training.settle_reference(state, fresh=good is None)
         training.settle_teacher()
-    outcome = training.run(state)
+    life.begins(int(state.step))
+    try:
+        outcome = training.run(state, life)
+    finally:
+        life.sign(ended=True)
     keep_adapter(directory, log.say)
     return outcome
 
@@ -262,7 +272,7 @@ class Training:
 
     def restored(self, step: int) -> Any:
         """The state of a checkpoint, on this run's devices."""
-        from argosy.checkpoint.store import STATE, load_data, load_item, load_weights
+        from argosy.checkpoint.store import STATE, WEIGHTS, load_data, load_item, load_weights
 
         folder, meta = self.directory.checkpoints.path(step), self.directory.checkpoints.meta(step)
         frozen: dict[str, Any] = {}
@@ -273,6 +283,7 @@ class Training:
             frozen = base_of(self.assembly, self.base, self.view.say)
         self.assembly.batches.restore(meta["data"], load_data(folder))
         weights, state = self.assembly.state_places()
+        self.directory.checkpoints.prepare(step, {WEIGHTS: {n: p for n, p in weights.items() if n not in frozen}, STATE: state})
         restored = self.assembly.restored(load_weights(folder, weights) | frozen, load_item(folder, STATE, state))
         self.resumed = step
         self.view.say(f"resuming from step {step} of {self.settings.steps} in {self.directory}")
@@ -320,9 +331,10 @@ class Training:
 
     # ---------------------------------------------------------------- the loop and its hooks
 
-    def run(self, state: Any) -> Outcome:
+    def run(self, state: Any, life: Life) -> Outcome:
         """Trains until the last step, the end of the data, or a signal."""
-        from argosy.jobs.hooks import Evaluation, Every, Sampling, Saver
+        from argosy.jobs.guarded import Guarded
+        from argosy.jobs.hooks import Between, Evaluation, Every, Sampling, Saver
         from argosy.jobs.memory import compiled_need
         from argosy.jobs.several import watched
         from argosy.train.loop import Meter, fit
@@ -350,8 +362,10 @@ class Training:
                 need.check()
             self.view.say(f"memory      {memory_words(need.document())}")
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
-            saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base)
-            meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace)
+            life.sign()
+            saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base, life.saved)
+            guard = Guarded(self, saver, metrics, life.saved)
+            meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace, guard.watch)
             with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch:
                 hooks: list[Any] = []
                 if settings.rollout is not None:
@@ -360,15 +374,22 @@ class Training:
                     evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock, watch.between)
                     hooks.append(Every("evaluation", settings.eval.every, evaluation))
                 hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
+                if settings.checkpoint.local is not None:
+                    hooks.append(Between("checkpoint", settings.checkpoint.between, saver.local))
                 if settings.eval.before and self.resumed is None:
                     self.evaluate_first(hooks, state)
                 if settings.sample.every:
                     sampling = Sampling(a, settings, metrics, self.view, watch.between)
                     hooks.append(Every("samples", settings.sample.every, sampling))
                 hooks = [replace(hook, do=watch.patiently(hook.do)) for hook in hooks]
-                state = fit(
-                    state, a.batches, a.with_frozen(update), settings.steps, hooks, place=a.place, meter=meter, interrupted=watch.stop
-                )
+
+                def stop() -> bool:
+                    life.steps()
+                    return watch.stop()
+
+                more: Any = {"place": a.place, "meter": meter, "interrupted": stop}
+                loop = lambda state, batches, update: fit(state, batches, update, settings.steps, hooks, **more)  # noqa: E731
+                state = guard.fit(state, a.with_frozen(update), loop, watch.patiently)
                 with self.clock("checkpoint"):
                     self.directory.checkpoints.wait()
         finally:

@@ -3,6 +3,7 @@
     exit code of a process     what follows
     0                          the others end too
     2                          a mistake of the user's: all end, none is started again
+    65                         it would fail again (`core.errors.Final`): the same, and the exit code is 1
     129, 130, 143              it was asked to stop, and so were all
     anything else              all are killed, and start again from the last checkpoint
 
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from argosy.core.errors import BadInput
+from argosy.core.errors import FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
 from argosy.core.signals import Stop, asked_to_stop
 from argosy.launch.cluster import LOST, PARENT, STACKS, STUCK
@@ -33,6 +34,8 @@ from argosy.launch.settings import Local
 from argosy.observe.stacks import folded
 
 STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+# After these, nothing is started again.
+FOR_GOOD = (2, FINAL, *STOPPED)
 LOOK_S = 0.05
 # Lines that are kept of what a process prints.
 KEPT = 200
@@ -75,7 +78,7 @@ class Gang:
         self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
         port, own = free_port(), dict(environment)
         own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{port}", "ARGOSY_PROCESSES": str(settings.processes)}
-        own |= {"ARGOSY_ATTEMPT": str(attempt), PARENT: str(os.getpid()), STUCK: str(settings.stuck)}
+        own |= {"ARGOSY_ATTEMPT": str(attempt), PARENT: str(os.getpid()), STUCK: str(settings.stuck), SUPERVISED: "1"}
         self.members: list[Member] = []
         try:
             for rank in range(settings.processes):
@@ -132,7 +135,7 @@ class Gang:
                 if first is not None:
                     self._ask_for_stacks(first)
                     # Those that lost a peer end by themselves; what is stuck or stopped does not.
-                    until = time.monotonic() + (self.settings.grace if first.code in (2, *STOPPED) else 0)
+                    until = time.monotonic() + (self.settings.grace if first.code in FOR_GOOD else 0)
             if time.monotonic() > until:
                 self.kill()
             time.sleep(LOOK_S)
@@ -146,7 +149,7 @@ class Gang:
         return sorted(over, key=lambda member: (member.code == LOST, member.ended))
 
     def _ask_for_stacks(self, first: Member) -> None:
-        if first.code in (2, *STOPPED):
+        if first.code in FOR_GOOD:
             return
         # A moment, in which those that notice by themselves end.
         time.sleep(DUMP_S)
@@ -207,9 +210,10 @@ def supervise(start: Callable[[int], Gang], settings: Local, say: Say, progress:
             finally:
                 gang.kill()
                 gang.close()
-            if ending.first is None or ending.code in (2, *STOPPED):
+            if ending.first is None or ending.code in FOR_GOOD:
                 _show(ending, say, only_others=True)
-                return stop.code or ending.code if ending.first is not None else 0
+                code = 1 if ending.code == FINAL else ending.code
+                return stop.code or code if ending.first is not None else 0
             _show(ending, say)
             attempt, failures = attempt + 1, 1 if progress() != before else failures + 1
             if stop.code or failures > settings.restarts:

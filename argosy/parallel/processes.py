@@ -9,6 +9,7 @@ A process that died is noticed by that service: within its heartbeat time-out it
 """
 
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -96,6 +97,8 @@ def together(name: str, work: Callable[[], T]) -> T:
         if other == rank() and error is not None:
             raise error
         raise Elsewhere(f"{found['what']} (in process {other})", found["failed"])
+    # After a failure that did not end the run, such as a full disk: a process that fails later ends at once again.
+    _failed_together.clear()
     return done  # pyright: ignore[reportReturnType]
 
 
@@ -132,6 +135,22 @@ def check_alike(facts: dict[str, str], hints: dict[str, str]) -> None:
     if other != rank():
         raise Elsewhere(f"process {other} has another {name}", UserError.exit_code)
     raise BadInput(f"process {other} has another {name} than process 0", hint=hints.get(name))
+
+
+def address() -> str:
+    """Where the other processes reach this one: the host by which they find the leader, or the address of the way to it."""
+    if count() == 1:
+        return "127.0.0.1"
+    from jax._src import distributed
+
+    host = str(distributed.global_state.coordinator_address).rpartition(":")[0].strip("[]")
+    if leads():
+        return host
+    # No packet is sent: the system only looks up the way.
+    (family, kind, _, _, target), *_ = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
 
 
 class Stopping:

@@ -56,6 +56,12 @@ def test_a_mistake_of_the_users_starts_nothing_again(tmp_path: Path):
     assert not any("restart" in line for line in said)
 
 
+def test_a_failure_that_would_come_again_starts_nothing_again(tmp_path: Path):
+    code, said = launched("from argosy.train.guard import Diverged; sys.exit(Diverged('x').exit_code)", tmp_path)
+    assert code == 1
+    assert not any("restart" in line for line in said)
+
+
 def test_restarts_without_progress_end(tmp_path: Path):
     code, said = launched("sys.exit(1 if rank == 1 else 75)", tmp_path, restarts=2)
     assert code == 1, "of the process that failed, not of one that lost it"
