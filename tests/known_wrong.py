@@ -93,8 +93,8 @@ EDITS = [
     Edit(
         "a mistake of the user's tried again",
         "argosy/launch/local.py",
-        "if ending.first is None or ending.code in (2, *STOPPED):",
-        "if ending.first is None or ending.code in STOPPED:",
+        "FOR_GOOD = (2, FINAL, *STOPPED)",
+        "FOR_GOOD = (FINAL, *STOPPED)",
         ("tests/launch/test_local.py::test_a_mistake_of_the_users_starts_nothing_again",),
     ),
     # ---------------------------------------------------------------- batches, benchmarks, chat
@@ -1017,6 +1017,55 @@ EDITS = [
         "if found is None or not found.is_relative_to(self.root):",
         "if found is None:",
         ("tests/serve/test_admin.py::test_what_may_not_be_loaded_is_refused_without_a_path",),
+    ),
+    Edit(
+        "DoRA on split experts takes norms over a device's share",
+        "argosy/adapt/lora.py",
+        "        own.settle()\n        return own",
+        "        return self",
+        (EXCHANGE + "adapters_on_split_experts",),
+    ),
+    Edit(
+        "a rollback leaves local checkpoints of other steps",
+        "argosy/checkpoint/tiers.py",
+        "self.local.drop_newer(-1 if good is None else good)",
+        "pass",
+        ("tests/jobs/test_guard_runs.py::test_a_rollback_makes_the_same_steps_whatever_local_checkpoints_there_are",),
+    ),
+    Edit(
+        "a bad step changes the optimizer's state",
+        "argosy/train/guard.py",
+        "chosen(state.optimizer, new.optimizer)",
+        "new.optimizer",
+        ("tests/train/test_guard.py",),
+    ),
+    Edit(
+        "groups of devices are the inner parts of an axis",
+        "argosy/parallel/mesh.py",
+        "return np.block(blocks.reshape(between).tolist())",
+        "return np.stack([np.asarray(b) for b in blocks], -1).reshape([a * b for a, b in zip(inside, between)])",
+        ("tests/parallel/test_mesh.py::test_groups_are_the_outer_parts_of_each_axis",),
+    ),
+    Edit(
+        "an own rule leaves the built-in ones of its axis",
+        "argosy/parallel/rules.py",
+        "for logical, physical in rules.weights if logical not in named)",
+        "for logical, physical in rules.weights)",
+        ("tests/parallel/test_mesh.py::test_own_rules_come_first_and_replace_those_of_their_axis",),
+    ),
+    Edit(
+        "a Slurm job that was stopped at its limit ends",
+        "argosy/launch/slurm.py",
+        'exec scontrol requeue "$SLURM_JOB_ID"',
+        "exit 0",
+        ("tests/launch/test_slurm.py::test_at_the_time_limit_the_run_saves_and_is_queued_again",),
+    ),
+    Edit(
+        "pairs of inverted blocks are joined without their sign",
+        "argosy/ops/delta.py",
+        'corner = -_product(',
+        'corner = _product(',
+        ("tests/ops/test_delta.py::test_a_triangular_system_is_solved_as_numpy_solves_it",),
     ),
 ]
 
