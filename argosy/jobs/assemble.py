@@ -40,6 +40,7 @@ from argosy.jobs.stages import check_groups, execution
 from argosy.jobs.teacher import ROLE as TEACHER
 from argosy.jobs.teacher import Teacher
 from argosy.jobs.teacher import kind_of as taught
+from argosy.models.parts.remat import check_kept
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import Choosing, abstract, count, fill, logical, variables
 from argosy.ops.attention import IMPLEMENTATIONS as ATTENTION
@@ -478,6 +479,7 @@ def _assembled(
     how = execution(run, decided, mesh)
     model = run.model.build(how)
     check_groups(model, mesh.shape["stage"])
+    check_kept(model, run.execution.keep)
     if not (run.init.weights or run.init.state) and (
         drawn := [a for a, v in variables(model).items() if isinstance(v, Choosing)]
     ):
