@@ -64,6 +64,8 @@ def train(
     stopped = "stopped; the same command continues from the last checkpoint, or starts anew if there is none"
     with before_leaving(lambda: say(stopped)), Terminal() as view, lost_peers():
         outcome = run(reading, where, view, command_of(recipe, words or []))
+    if skipped := int(outcome.last.get("skipped", 0)):
+        say(f"{skipped:,} of {plural(outcome.step, 'step')} were skipped: docs/guides/faults.md")
     if outcome.done and outcome.seconds:
         shown = f", or open {outcome.dir}/report.html" if isinstance(outcome.dir, Path) else ""
         # A reward model generates nothing.

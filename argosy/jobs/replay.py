@@ -6,6 +6,7 @@ costs is an extra step, a copy of the state and two passes over it, each `guard.
 one to all: then all of them differ, and it is known that there is one, not where.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from argosy.core.counts import plural
-from argosy.core.errors import ArgosyError, some
+from argosy.core.errors import ArgosyError, BadInput, some
 from argosy.parallel.checksum import by_device, copies, odd_ones
 
 # The metric that holds both checksums.
 SUMS = "replay"
+# A flag of XLA: no atomic additions.
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
 class Corrupted(ArgosyError):
@@ -32,9 +35,15 @@ class Replay:
     Args:
         places, shapes: of the state.
         base: addresses of weights that no step changes and none takes.
+
+    Raises:
+        BadInput: programs of these devices do not give the same twice.
     """
 
     def __init__(self, every: int, places: Any, shapes: Any, mesh: Any, base: frozenset[str] = frozenset()):
+        if mesh.devices.flat[0].platform == "gpu" and DETERMINISTIC not in os.environ.get("XLA_FLAGS", ""):
+            what = f"guard.replay = {every}: on GPUs a program may sum in another order each time, which this would take for corruption"
+            raise BadInput(what, hint=f"XLA_FLAGS={DETERMINISTIC} makes it deterministic")
         self.every, self.mesh, self.base = every, mesh, base
         at, _ = jax.tree_util.tree_flatten_with_path(self._moving(places))
         own = jax.tree.leaves(self._moving(shapes))
