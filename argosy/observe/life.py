@@ -150,12 +150,13 @@ def account(store: Store) -> Account | None:
 
 
 def _read(store: Store, name: str) -> list[list[dict[str, Any]]]:
-    """The lines of each start, in the order of their starts. Lines that a kill tore are left out."""
+    """The lines of each start, in the order of the file, which is that of the starts whatever their clocks say. Lines that a kill tore
+    are left out."""
     starts: dict[str, list[dict[str, Any]]] = {}
     for line in read(store, f"{FOLDER}/{name}"):
         if isinstance(line, dict) and {"start", "began", "elapsed", "seconds"} <= set(line):
             starts.setdefault(str(line["start"]), []).append(line)
-    return sorted(starts.values(), key=lambda lines: lines[0]["began"])
+    return list(starts.values())
 
 
 def _added(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Account:
@@ -163,7 +164,7 @@ def _added(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Account:
     down, again, until = 0.0, 0, None
     for i, lines in enumerate(starts):
         last = lines[-1]
-        # A clock that was set back between two starts is no time.
+        # Where the clock was set back between two starts, nobody knows how long the run was down: no time is counted.
         down += max(0.0, last["began"] - until) if until is not None else 0.0
         until = last["began"] + last["elapsed"]
         resumed = [other[-1]["from"] for other in starts[i + 1 :] if other[-1].get("from") is not None]

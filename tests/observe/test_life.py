@@ -68,6 +68,16 @@ def test_a_start_that_never_trained_loses_nothing_and_a_clock_that_was_set_back_
     assert "down" not in found.seconds
 
 
+def test_a_clock_that_was_set_back_an_hour_loses_no_work(tmp_path: Path):
+    """The second start goes on from the last step of the first, and by its clock began before it."""
+    first = line("a", 5000.0, 100, {"start": 1.0, "step": 50.0, "other": 0.0}, **{"from": 0})
+    second = line("b", 1400.0, 150, {"start": 1.0, "step": 25.0, "other": 0.0}, **{"from": 100})
+    found = account(written(tmp_path, [first, second]))
+    assert found is not None
+    assert found.seconds == {"start": 2.0, "step": 75.0, "other": 0.0}
+    assert (found.lost_steps, found.wall) == (0, 77.0)
+
+
 def test_what_a_process_waits_for_another_in_a_step_is_told_apart(tmp_path: Path):
     """The first reads its data for 30 s while the other is in its step."""
     slow = line("a", 1000.0, 10, {"step": 50.0, "data": 30.0, "other": 0.0}, **{"from": 0})
