@@ -163,7 +163,7 @@ def _locked(
         training.keep_tokenizer()
         training.settle_reference(state, fresh=good is None)
         training.settle_teacher()
-    life.begins(int(state.step))
+    life.begins(int(state.step), processes.told("life", lambda: life.about["start"]))
     try:
         outcome = training.run(state, life)
     finally:
@@ -364,7 +364,7 @@ class Training:
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
             life.sign()
             saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base, life.saved)
-            guard = Guarded(self, saver, metrics, life.saved)
+            guard = Guarded(self, saver, metrics, life.went_back)
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace, guard.watch)
             with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch:
                 hooks: list[Any] = []

@@ -15,6 +15,7 @@ from argosy.data.pipeline import RowBatches
 from argosy.jobs.proof import digest
 from argosy.jobs.report import report
 from argosy.jobs.train import train
+from argosy.observe.life import account
 from argosy.observe.metrics import read
 from argosy.train.guard import Diverged
 from argosy.train.objectives import next_token
@@ -158,6 +159,12 @@ def test_a_rollback_is_a_run_whose_data_lacked_the_window(poison: Any, lacking: 
     assert digest(tmp_path / "run", 12) == digest(tmp_path / "without", 12)
     assert numbers(tmp_path / "run", "loss") == numbers(tmp_path / "without", "loss")
     assert "1 rollback" in report(tmp_path / "run").read_text()
+    # Another step may be under way when the numbers of a bad one are read.
+    spent, without = (account(Store(tmp_path / name)) for name in ("run", "without"))
+    assert spent is not None and without is not None
+    assert spent.lost_steps in (3, 4)
+    assert 0 < spent.seconds["lost"] < spent.wall
+    assert without.lost_steps == 0 and "lost" not in without.seconds
 
 
 @pytest.mark.parametrize("at", [None, pytest.param(5, marks=pytest.mark.slow), pytest.param("going back", marks=pytest.mark.slow)])
