@@ -270,17 +270,18 @@ class Training:
         with telling(self.view.say, "drawing the weights ..."):
             return self.assembly.start()
 
-    def restored(self, step: int) -> Any:
-        """The state of a checkpoint, on this run's devices."""
+    def restored(self, step: int, frozen: Mapping[str, Any] | None = None) -> Any:
+        """The state of a checkpoint, on this run's devices. frozen: the weights of a base, where they are there already; without them
+        they are read."""
         from argosy.checkpoint.store import STATE, WEIGHTS, load_data, load_item, load_weights
 
         folder, meta = self.directory.checkpoints.path(step), self.directory.checkpoints.meta(step)
-        frozen: dict[str, Any] = {}
-        if self.assembly.base:
+        if frozen is None and self.assembly.base:
             from argosy.jobs.initial import base_of
 
             self.base = dict(meta["base"])
             frozen = base_of(self.assembly, self.base, self.view.say)
+        frozen = dict(frozen or {})
         self.assembly.batches.restore(meta["data"], load_data(folder))
         weights, state = self.assembly.state_places()
         self.directory.checkpoints.prepare(step, {WEIGHTS: {n: p for n, p in weights.items() if n not in frozen}, STATE: state})

@@ -106,7 +106,7 @@ def test_processes_that_came_or_went_between_starts_are_not_waited_for(tmp_path:
     written(tmp_path, first)
     found = account(written(tmp_path, second, process=1))
     assert found is not None
-    assert {process: (seconds["step"], seconds["waiting"]) for process, seconds in found.by_process.items()} == {0: (110, 2), 1: (20, 3)}
+    assert {process: (s["step"], s["waiting"]) for process, s in found.by_process.items()} == {0: (110, 2), 1: (20, 3)}
     assert found.seconds["step"] == 112
 
 
