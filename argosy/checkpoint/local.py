@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,10 +49,19 @@ class LocalCheckpoints(Saving):
         root: of the run, on this host.
         copies: on how many hosts each shard is kept at least.
         place: the host and its disk, as others tell it apart.
+        belongs: (step, its meta) -> whether the run made it on its way to where it is now.
     """
 
-    def __init__(self, root: Path, copies: int = 1, warn: Any = lambda _: None, place: str | None = None):
+    def __init__(
+        self,
+        root: Path,
+        copies: int = 1,
+        warn: Any = lambda _: None,
+        place: str | None = None,
+        belongs: Callable[[int, Mapping[str, Any]], bool] = lambda step, meta: True,
+    ):
         super().__init__(warn, "a local checkpoint")
+        self.belongs = belongs
         self.root, self.copies = root, copies
         self.folder = root / str(processes.rank())
         self.places = processes.collected("local places", place or f"{socket.gethostname()}:{root.absolute()}")
@@ -96,6 +105,10 @@ class LocalCheckpoints(Saving):
             except ArgosyError:
                 # Cut off by a kill, or damaged: others may have it.
                 continue
+            # Where it cannot be read, the comparison with the manifest says so.
+            with suppress(ArgosyError):
+                if not self.belongs(int(folder.name), read_meta(folder)):
+                    continue
             found.setdefault((int(folder.name), manifest.digest(files)), []).append(folder)
         return found
 
@@ -125,7 +138,7 @@ class LocalCheckpoints(Saving):
         if any(mask != whole for mask in masks):
             first = next(iter(own.values()), None)
             manifest_of = {manifest.NAME: _step_of(first, own) / manifest.NAME} if first else {}
-            offer = peers.Offer(processes.address(), own | manifest_of)
+            offer = _offer("local offer", own | manifest_of)
             offers = processes.collected("local offers", offer.address)
             reached = all(peers.is_there(tuple(address)) for address in offers)
             if not all(processes.collected("local offers reached", reached)):
@@ -226,10 +239,7 @@ class LocalCheckpoints(Saving):
         try:
             meta = processes.told("local meta", lambda: meta)
             processes.together("local clean", lambda: self._begin(folder))
-            described = [f._replace(name=f"{item}/{f.name}") for item, own in items.items() for f in shards.described(own)]
-            own_shards = [f for item, own in items.items() for f in shards.files_of(item, own)]
-            files = [*own_shards, *described, *catalog(items), of_text(META, meta)]
-            written = processes.together("local shards", lambda: shards.write(folder, files))
+            written = processes.together("local shards", lambda: shards.write(folder, _files(items, meta)))
             every = processes.collected("local hashes", written)
             found = processes.together("local equal", lambda: _merged(every))
             if self.copies > 1:
@@ -247,7 +257,7 @@ class LocalCheckpoints(Saving):
 
     def _copy(self, folder: Path, every: list[shards.Described], found: shards.Described) -> None:
         """Fetches what processes of other hosts wrote, so that each shard is on `copies` hosts."""
-        offer = peers.Offer(processes.address(), {name: folder / name for name in every[processes.rank()]})
+        offer = _offer("local offer of copies", {name: folder / name for name in every[processes.rank()]})
         try:
             offers = processes.collected("local copies", offer.address)
             processes.together("local copied", lambda: self._fetch_copies(folder, every, found, offers))
@@ -286,6 +296,25 @@ class LocalCheckpoints(Saving):
             if one.name.isdecimal() and int(one.name) > step:
                 _remove(one)
         processes.together("local dropped", lambda: None)
+
+
+def _files(items: dict[str, dict[str, shards.Split]], meta: str) -> list[Any]:
+    """The files of a step that this process writes."""
+    described = [f._replace(name=f"{item}/{f.name}") for item, own in items.items() for f in shards.described(own)]
+    own_shards = [f for item, own in items.items() for f in shards.files_of(item, own)]
+    return [*own_shards, *described, *catalog(items), of_text(META, meta)]
+
+
+def _offer(name: str, files: Mapping[str, Path]) -> peers.Offer:
+    """An offer in every process, or in none."""
+    made: list[peers.Offer] = []
+    try:
+        processes.together(name, lambda: made.append(peers.Offer(processes.address(), files)))
+    except BaseException:
+        for one in made:
+            one.close()
+        raise
+    return made[0]
 
 
 def sources(places: list[str], rank: int, copies: int) -> list[int]:

@@ -113,10 +113,16 @@ class RunDirectory:
         from argosy.checkpoint.local import LocalCheckpoints
         from argosy.checkpoint.tiers import Tiers
 
-        root = Path(self.settings.local).expanduser() / processes.told("run id", self._id)
-        return Tiers(persistent, LocalCheckpoints(root, self.settings.local_copies, self.warn))
+        root = Path(self.settings.local).expanduser() / processes.told("run id", lambda: self.id)
+        return Tiers(persistent, LocalCheckpoints(root, self.settings.local_copies, self.warn, belongs=self._belongs))
 
-    def _id(self) -> str:
+    def _belongs(self, step: int, meta: Mapping[str, Any]) -> bool:
+        """Whether a step was made after the rollbacks that went back to before it."""
+        made_after = meta.get("rollbacks", [])
+        return all(one in made_after for one in self.rollbacks() if one["restored"] < step)
+
+    @property
+    def id(self) -> str:
         """What tells this run from any other, and from its own copies: local checkpoints of another run must not be resumed from."""
         if not self.store.exists(ID):
             self.store.write_text(ID, uuid4().hex[:12] + "\n")

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 
 from argosy.core.errors import ArgosyError
+from argosy.parallel import processes
 
 
 class Saving:
@@ -48,6 +49,8 @@ class Saving:
         self.join()
         if self._failure is not None:
             failure, self._failure = self._failure, None
+            # A save fails in all processes.
+            processes.fail_together()
             raise ArgosyError(
                 f"{self._what} could not be written: {root_of(failure)}",
                 where=where,

@@ -70,7 +70,8 @@ class Tiers:
     def go_back(self) -> int | None:
         """The newest good persistent step. Local ones after it are removed: a run that goes back makes other steps than they are."""
         good = self.persistent.agreed_good()
-        self.local.drop_newer(-1 if good is None else good)
+        if good is not None:
+            self.local.drop_newer(good)
         self._resumes = None
         return good
 
@@ -106,11 +107,12 @@ class Tiers:
         self.persistent.join()
 
     def wait(self) -> None:
-        """Waits for both, and empties the local tier: the persistent one has a newer step.
+        """Waits for both, and empties the local tier if the persistent one has its newest step or a newer one.
 
         Raises:
             ArgosyError: the persistent save failed. What is local stays, and is resumed from.
         """
         self.local.settle_last()
         self.persistent.wait()
-        self.local.clear()
+        if max(self.persistent.steps(), default=-1) >= max(self.local.steps(), default=-1):
+            self.local.clear()

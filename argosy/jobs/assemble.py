@@ -40,6 +40,7 @@ from argosy.jobs.stages import check_groups, execution
 from argosy.jobs.teacher import ROLE as TEACHER
 from argosy.jobs.teacher import Teacher
 from argosy.jobs.teacher import kind_of as taught
+from argosy.models.parts.remat import check_kept
 from argosy.models.parts.stack import Execution, Scan, Unroll, layer_addresses
 from argosy.models.parts.weight import Choosing, abstract, count, fill, logical, variables
 from argosy.ops.attention import IMPLEMENTATIONS as ATTENTION
@@ -410,7 +411,7 @@ def check_processes(run: Run) -> None:
     """Checks that a run of several processes asks for nothing that only one process can do.
 
     Raises:
-        Unsupported: it does.
+        BadInput: it does.
     """
     if jax.process_count() == 1:
         return
@@ -420,7 +421,7 @@ def check_processes(run: Run) -> None:
     asked["mesh.stage on CPUs"] = run.mesh.splits("stage") and backend() == "cpu"
     if found := [name for name, is_asked in asked.items() if is_asked]:
         what = f"{' and '.join(found)}: not built over several processes yet"
-        raise Unsupported(what, hint="use the devices of one process")
+        raise BadInput(what, hint="use the devices of one process")
 
 
 def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
@@ -478,6 +479,7 @@ def _assembled(
     how = execution(run, decided, mesh)
     model = run.model.build(how)
     check_groups(model, mesh.shape["stage"])
+    check_kept(model, run.execution.keep)
     if not (run.init.weights or run.init.state) and (
         drawn := [a for a, v in variables(model).items() if isinstance(v, Choosing)]
     ):

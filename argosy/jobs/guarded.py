@@ -25,7 +25,8 @@ from argosy.train.loop import Now
 if TYPE_CHECKING:
     from argosy.jobs.train import Training
 
-GO_ON = "guard.nonfinite=skip or rollback goes on without the batch; or lower optimizer.learning_rate or raise schedule.warmup"
+GO_ON = "guard.nonfinite=skip or rollback goes on without the batch; init.state=RUN dir=NEW starts from here at another learning rate"
+START_LOWER = "start again in dir=NEW with a lower optimizer.learning_rate or a longer schedule.warmup"
 
 
 class Guarded:
@@ -37,6 +38,7 @@ class Guarded:
         self.training, self.saver, self.metrics, self.how = training, saver, metrics, training.settings.guard
         self.directory, self.view = training.directory, training.view
         self.rolled: list[dict[str, Any]] = processes.told("rollbacks", self.directory.rollbacks)
+        saver.rollbacks = self.rolled
         self.batches = Numbered(training.assembly.batches, [(one["first"], one["last"]) for one in self.rolled])
         a = training.assembly
         replay = Replay(self.how.replay, a.places, a.shapes, a.mesh, a.base) if self.how.replay else None
@@ -63,7 +65,7 @@ class Guarded:
             self.state, metrics = self.replay(update, state, batch, self.batches.steps)
             return self.state, metrics
 
-        if "rollback" in self.how.actions and self.training.resumed is None:
+        if "rollback" in self.how.actions and not processes.told("any checkpoint", lambda: bool(self.directory.checkpoints.steps())):
             # There must be something to go back to.
             with self.training.clock("checkpoint"):
                 self.saver(Now(int(state.step), state, self.batches, False))
@@ -132,9 +134,8 @@ class Guarded:
         place = "" if before is None else f" at {before.position()}"
 
         def fail() -> None:
-            raise Diverged(
-                f"{bad.what} at step {bad.step}" + (f": {why}" if why else ""), where=f"{seen}{place}; {kept}", hint=GO_ON
-            )
+            what = f"{bad.what} at step {bad.step}" + (f": {why}" if why else "")
+            raise Diverged(what, where=f"{seen}{place}; {kept}", hint=START_LOWER if why else GO_ON)
 
         return processes.together("bad step", fail)
 
@@ -163,7 +164,7 @@ class Guarded:
             f"{bad.what} at step {bad.step} (grad_norm {bad.numbers['grad_norm']:.4g}, batch {number}): going back to step {good}, "
             f"without the batches {first} to {last}"
         )
-        self.saver.newest = None
+        self.saver.newest.clear()
         self.went_back(good)
         return self.training.restored(good, base)
 

@@ -68,7 +68,10 @@ class Saver:
         self.assembly, self.reading, self.checkpoints, self.hub = assembly, reading, checkpoints, hub
         self.base = {"base": base} if base else {}
         self.eval_losses = checkpoints.eval_losses()
-        self.newest: int | None = None
+        # The step that went last to each tier.
+        self.newest: dict[bool, int] = {}
+        # Those that led to the state.
+        self.rollbacks: list[dict[str, Any]] = []
 
     def __call__(self, now: Any) -> None:
         self._save(now)
@@ -78,9 +81,9 @@ class Saver:
         self._save(now, local=True)
 
     def _save(self, now: Any, local: bool = False) -> None:
-        if now.step == self.newest:
+        if now.step == self.newest.get(False) or (local and now.step == self.newest.get(True)):
             return
-        self.newest = now.step
+        self.newest[local] = now.step
         settings = dump(self.reading.value)
         meta = {
             "step": now.step,
@@ -92,6 +95,7 @@ class Saver:
             "settings": settings,
             "origin": self.reading.origin,
         } | self.base
+        meta |= {"rollbacks": self.rollbacks} if self.rollbacks else {}
         weights, state = self.assembly.packed(now.state)
         if local:
             assert isinstance(self.checkpoints, Tiers)

@@ -82,7 +82,7 @@ def estimated_need(
     traced = 0
     if _limit(mesh)[0] is not None:
         rows = run.data.batch // run.accumulate if run.rollout is None else run.rollout.rows_over(row_shares(mesh))
-        how = (run.objective, decided.precision, run.execution.remat)
+        how = (run.objective, decided.precision, run.execution.recompute)
         whole = activation_bytes(run.model, rows, run.data.sequence, *how, adapter=run.adapter, roles=roles)
         traced = whole // (1 if _shared(mesh) else mesh.size)
     state = _state_bytes(shapes, places, mesh, roles)
@@ -238,7 +238,7 @@ def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh:
     changes = []
     if activations > sizes["parameters"]:
         changes.append("a smaller data.batch, or accumulate=N: the same update in N parts")
-        if run.execution.remat != "full":
+        if run.execution.recompute != "full":
             changes.append("execution.remat=full: layers computed twice instead of kept")
     else:
         changes.append("a smaller model")

@@ -10,6 +10,7 @@ from argosy.core.settings import Also, Choice, MayChange, Repeats, Settings
 from argosy.data.settings import DataSettings
 from argosy.jobs.elsewhere import ELSEWHERE
 from argosy.models import FAMILIES
+from argosy.models.settings import Kept
 from argosy.parallel.mesh import MeshSettings
 from argosy.rl.environment_settings import ENVIRONMENTS
 from argosy.rl.policies import Rollout
@@ -70,12 +71,29 @@ class Execution(Settings):
     ] = "none"
     """Activations to recompute in the backward pass to save memory. none: nothing; dots: everything but the results of matrix
     products; full: whole layers, for a third more FLOPs. What attention kernels of TPUs and GPUs leave is kept by all three."""
+    keep: Annotated[list[Kept], Also("save_names", "remat_save_names")] = Field([])
+    """What `remat` keeps beside: qkv: queries, keys and values as attention reads them; attention: its output before the projection;
+    attention_out: after it; ffn: the wide products of feed-forward layers (gate and up); experts: those of experts. It is an error if
+    no layer of the model has one of them."""
     attention: Annotated[str | None, Also("attn_implementation", "attn_impl", "attention_kernel")] = None
     """Implementation of attention: `reference`, `blocked` (CPUs), `splash` (TPUs) or `cudnn` (NVIDIA GPUs, bfloat16). None: the best
     known for the device, docs/reference/kernels.md. It is an error if the implementation cannot do what the model needs."""
     experts: str | None = None
     """Implementation of the experts' matrix products: `ragged_dot`, `blocked`, `megablox` or `tokamax`. None: the fastest known
     for the device."""
+
+    @model_validator(mode="after")
+    def _keeps_of_some(self) -> "Execution":
+        if self.keep and self.remat == "none":
+            raise ValueError("keep names what remat=full or remat=dots keeps beside, and remat=none keeps everything")
+        if len(set(self.keep)) < len(self.keep):
+            raise ValueError(f"keep names {', '.join(sorted({n for n in self.keep if self.keep.count(n) > 1}))} twice")
+        return self
+
+    @property
+    def recompute(self) -> Any:
+        """What layers recompute (`models.parts.remat`)."""
+        return (self.remat, *self.keep) if self.keep else self.remat
 
 
 class Evaluate(Settings):

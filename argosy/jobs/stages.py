@@ -28,7 +28,7 @@ def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
         if run.execution.microbatches is not None:
             hint = "leave it out, or write execution.microbatches=none; accumulate=N computes a batch in parts"
             raise BadInput("execution.microbatches is of a pipeline, and mesh.stage is 1", hint=hint)
-        return decided.run(run.execution.remat)
+        return decided.run(run.execution.recompute)
     if decided.layers == "unroll":
         hint = "execution.run=scan; a run that began with a list of layers keeps it"
         raise BadInput(f"mesh.stage = {stages} splits stacked layers, and these are a list (execution.run=unroll)", hint=hint)
@@ -45,7 +45,7 @@ def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
     if found := [name for name, is_asked in asked.items() if is_asked]:
         what = f"{' and '.join(found)}: not built over several stages yet"
         raise Unsupported(what, where=f"mesh.stage={stages}", hint="mesh.fsdp and mesh.tensor split the weights of every run")
-    return Pipeline(stages, microbatches(run, mesh), run.execution.remat)
+    return Pipeline(stages, microbatches(run, mesh), run.execution.recompute)
 
 
 def microbatches(run: Any, mesh: Mesh) -> int:

@@ -82,6 +82,10 @@ def _number(environment: Environment, name: str) -> int:
 
 def _from_argosy(environment: Environment) -> tuple[str, int, int] | None:
     if "ARGOSY_COORDINATOR" not in environment:
+        # Indexed pods have the number of processes alone.
+        if "ARGOSY_RANK" in environment or ("ARGOSY_PROCESSES" in environment and "JOBSET_NAME" not in environment):
+            hint = "every process of a run needs ARGOSY_COORDINATOR=HOST:PORT, ARGOSY_PROCESSES and ARGOSY_RANK"
+            raise BadInput("ARGOSY_COORDINATOR is not set", where="environment of this process", hint=hint)
         return None
     address = with_port(environment["ARGOSY_COORDINATOR"])
     return address, _number(environment, "ARGOSY_PROCESSES"), _number(environment, "ARGOSY_RANK")

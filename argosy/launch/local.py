@@ -105,8 +105,6 @@ class Gang:
     def _read(self, member: Member) -> None:
         stream, logs = member.process.stdout, self.settings.logs
         assert stream is not None
-        if logs is not None:
-            Path(logs).mkdir(parents=True, exist_ok=True)
         log = Path(logs, f"rank-{member.rank}.log") if logs is not None else Path(os.devnull)
         with stream, log.open("ab", buffering=0) as file:
             for line in stream:
@@ -200,6 +198,8 @@ def run(words: Sequence[str], settings: Local, say: Say, progress: Callable[[], 
 
 def supervise(start: Callable[[int], Gang], settings: Local, say: Say, progress: Callable[[], object]) -> int:
     """`run` with gangs of any kind. start: makes the gang of an attempt, which counts from 0."""
+    if settings.logs is not None:
+        check_logs(Path(settings.logs))
     attempt = failures = 0
     with asked_to_stop("stopping all processes; once more kills them") as stop:
         while True:
@@ -221,6 +221,20 @@ def supervise(start: Callable[[int], Gang], settings: Local, say: Say, progress:
                     say(f"it failed {failures} times without a new checkpoint, and restarts={settings.restarts}; what is saved stays")
                 return stop.code or ending.code
             say(f"starting all {settings.processes} processes again after {time.monotonic() - begun:.0f} s (restart {attempt})")
+
+
+def check_logs(folder: Path) -> None:
+    """Makes the folder of logs.
+
+    Raises:
+        BadInput: it cannot be made, or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadInput(f"logs={folder}: {(error.strerror or str(error)).lower()}", hint="name a folder") from None
 
 
 def _show(ending: Ending, say: Say, only_others: bool = False) -> None:

@@ -12,6 +12,8 @@ from argosy.core.registry import Registry
 from argosy.core.settings import Also, Choice, Settings
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# What layers mark by name, so that rematerialization can keep it (`parts.remat`).
+Kept = Literal["qkv", "attention", "attention_out", "ffn", "experts"]
 
 
 class Linear(Settings):

@@ -26,7 +26,7 @@ UNSEEN = -1e30
 NOWHERE = np.int32(2**30)
 # What a kernel's forward pass leaves for its backward pass has this name, or comes from one of these operations of JAX.
 # Rematerialization keeps it, so the kernel runs once.
-KEPT = "attention"
+KEPT = "attention kernel"
 KEPT_PRIMITIVES = ("dot_product_attention_fwd_wrapper",)
 
 

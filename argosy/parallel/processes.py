@@ -28,6 +28,8 @@ LOOK_S = 0.25
 
 _calls: Counter[str] = Counter()
 _failed_together = threading.Event()
+# Calls of one name after which nobody reads what one gave in a call any more.
+READ_BY_ALL = 2
 
 
 def count() -> int:
@@ -44,9 +46,14 @@ def leads() -> bool:
     return rank() == 0
 
 
+def fail_together() -> None:
+    """All processes know that one failed, and this one ends now."""
+    _failed_together.set()
+
+
 def failed_together() -> bool:
-    """Whether all processes know that one failed. Then they end as after a success, each waiting until the others end too: what is left
-    at once is taken for dead, and its peers are aborted."""
+    """Whether all processes know that one failed, and end. Then they end as after a success, each waiting until the others end too:
+    what is left at once is taken for dead, and its peers are aborted."""
     return _failed_together.is_set()
 
 
@@ -62,14 +69,14 @@ def told(name: str, make: Callable[[], T]) -> T:
     if not leads():
         found = json.loads(_wait_for(key))
         if "failed" in found:
-            _failed_together.set()
+            _ends()
             raise Elsewhere(found["what"], found["failed"])
         return found["value"]
     try:
         value = make()
     except Exception as error:
         _set(key, json.dumps(_failure(error)))
-        _failed_together.set()
+        _ends()
         raise
     _set(key, json.dumps({"value": value}))
     return value
@@ -88,17 +95,16 @@ def together(name: str, work: Callable[[], T]) -> T:
         done = work()
     except Exception as failure:
         error, mine = failure, _failure(failure)
+    _drop(name)
     _set(f"{key}/{rank()}", json.dumps(mine))
     for other in range(count()):
         found = json.loads(_wait_for(f"{key}/{other}")) if other != rank() else mine
         if not found:
             continue
-        _failed_together.set()
+        _ends()
         if other == rank() and error is not None:
             raise error
         raise Elsewhere(f"{found['what']} (in process {other})", found["failed"])
-    # After a failure that did not end the run, such as a full disk: a process that fails later ends at once again.
-    _failed_together.clear()
     return done  # pyright: ignore[reportReturnType]
 
 
@@ -116,6 +122,7 @@ def collected(name: str, value: Any) -> list[Any]:
     if count() == 1:
         return [value]
     key = _next(name)
+    _drop(name)
     _set(f"{key}/{rank()}", json.dumps(value))
     return [value if other == rank() else json.loads(_wait_for(f"{key}/{other}")) for other in range(count())]
 
@@ -214,6 +221,18 @@ def _next(name: str) -> str:
     """A key that no earlier call used. Every process makes the same calls, so it is the same in all."""
     _calls[name] += 1
     return f"argosy/{name}/{_calls[name]}"
+
+
+def _ends() -> None:
+    # A failure in another thread, such as that of a save on a full disk, does not end the process by itself.
+    if threading.current_thread() is threading.main_thread():
+        fail_together()
+
+
+def _drop(name: str) -> None:
+    """Removes what this process gave in an earlier call: all have read it, because they answered the next one."""
+    if (earlier := _calls[name] - READ_BY_ALL) > 0:
+        _client().key_value_delete(f"argosy/{name}/{earlier}/{rank()}")
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from campaign_kill import ASKING, SMALL
 from helpers import Heard, default, numbers
 
+from argosy.checkpoint.local import LocalCheckpoints
 from argosy.checkpoint.store import stored_shapes
 from argosy.core.errors import ArgosyError
 from argosy.core.storage import Store
@@ -229,6 +231,58 @@ class Weighs(Heard):
     def step(self, step: int, numbers: object) -> None:
         gc.collect()
         self.bytes.append(sum(a.nbytes for a in jax.live_arrays()))
+
+
+def persistent(run: Path) -> list[int]:
+    return sorted(int(step.name) for step in (run / "checkpoints").iterdir() if step.name.isdecimal())
+
+
+def test_a_stop_saves_a_step_that_only_the_local_tier_has(poison: Any, tmp_path: Path):
+    poison({8})
+    local = [f"checkpoint.local={tmp_path / 'fast'}", "checkpoint.local_every=1"]
+    with pytest.raises(Diverged):
+        fit(tmp_path / "run", "checkpoint.every=6", *local)
+    assert persistent(tmp_path / "run") == [6, 7]
+
+
+def killed_at(step: int, monkeypatch: pytest.MonkeyPatch, run: Path, *words: str) -> None:
+    """A run that is killed instead of its local save of a step."""
+    save = LocalCheckpoints.save
+
+    def killed(self: LocalCheckpoints, at: int, *rest: Any) -> None:
+        if at == step:
+            self.join()
+            raise Killed
+        save(self, at, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalCheckpoints, "save", killed)
+        with pytest.raises(Killed):
+            fit(run, *words)
+
+
+def test_a_run_that_goes_on_from_a_local_step_has_something_to_go_back_to(poison: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    poison()
+    local = [f"checkpoint.local={tmp_path / 'fast'}", "checkpoint.local_every=1", "checkpoint.every=100"]
+    killed_at(6, monkeypatch, tmp_path / "run", *local)
+    assert not (tmp_path / "run" / "checkpoints").exists() or persistent(tmp_path / "run") == []
+    poison({8})
+    heard = Heard()
+    fit(tmp_path / "run", *local, *ROLL, view=heard)
+    assert "going back to step 5, without the batches 6 to 8" in heard.words
+
+
+def test_a_local_step_of_before_a_rollback_is_not_resumed_from(poison: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Killed with a local step, rolled back without the local tier, and started with it again."""
+    poison()
+    local = [f"checkpoint.local={tmp_path / 'fast'}", "checkpoint.local_every=1"]
+    killed_at(8, monkeypatch, tmp_path / "run", *ROLL, *local, "checkpoint.every=100")
+    poison({3})
+    fit(tmp_path / "run", *ROLL, "steps=6")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    fit(tmp_path / "run", *ROLL, *local)
+    fit(tmp_path / "copy", *ROLL)
+    assert digest(tmp_path / "run", 12) == digest(tmp_path / "copy", 12)
 
 
 def test_a_rollback_to_the_first_weights(poison: Any, lacking: Any, tmp_path: Path):

@@ -98,6 +98,12 @@ def test_what_processes_print_goes_to_files_where_asked(tmp_path: Path):
     assert (tmp_path / "logs" / "rank-0.log").read_text() == "rank 0\n"
 
 
+def test_a_folder_of_logs_that_is_a_file_is_a_mistake(tmp_path: Path):
+    (tmp_path / "logs").write_text("")
+    with pytest.raises(BadInput, match=r"logs=.*exists"):
+        launched("pass", tmp_path, logs=str(tmp_path / "logs"))
+
+
 COMMAND = """
 import sys
 from argosy.core import signals

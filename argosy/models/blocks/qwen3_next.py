@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from argosy.models.parts.attend import HEADS, Attend, Carry
@@ -33,8 +34,10 @@ class GatedAttention(Attention):
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         q = turned(self.q_norm(self.q(x)), each, attend)
         k = turned(self.k_norm(self.k(x)), each, attend)
-        y, cache = attend(q, {"k": k, "v": self.v(x)}, cache, HEADS, score=Score(self.scale))
-        return self.o(y * jax.nn.sigmoid(self.gate(x))), cache
+        q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, self.v(x)))
+        y, cache = attend(q, {"k": k, "v": v}, cache, HEADS, score=Score(self.scale))
+        y = checkpoint_name(y, "attention") * jax.nn.sigmoid(self.gate(x))
+        return checkpoint_name(self.o(y), "attention_out"), cache
 
 
 class DeltaNet(nnx.Module):
@@ -49,6 +52,7 @@ class DeltaNet(nnx.Module):
     """
 
     called = "delta net"
+    marks = ("qkv", "attention", "attention_out")
 
     def __init__(self, heads: Any, width: int, layers: int, eps: float):
         d = heads.dims | {"D": width}
@@ -75,10 +79,11 @@ class DeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         a, b = (wide(project(x)) for project in (self.a, self.b))
         decay = -jnp.exp(self.a_log[...].astype(a.dtype)) * jax.nn.softplus(a + self.dt[...].astype(a.dtype))
-        inputs = (self.q(x), self.k(x), self.v(x), decay, jax.nn.sigmoid(b))
+        q, k, v = (checkpoint_name(project(x), "qkv") for project in (self.q, self.k, self.v))
+        inputs = (q, k, v, decay, jax.nn.sigmoid(b))
         y, cache = attend.recur(partial(self.recurrence, each), inputs, cache)
-        y = self.norm(y) * jax.nn.silu(wide(self.z(x)))
-        return self.o(y.astype(x.dtype)), cache
+        y = self.norm(checkpoint_name(y, "attention")) * jax.nn.silu(wide(self.z(x)))
+        return checkpoint_name(self.o(y.astype(x.dtype)), "attention_out"), cache
 
     def recurrence(self, each: Any, inputs: tuple[Array, ...], carry: Carry) -> tuple[Float[Array, "B T K G U"], Cache]:
         """Short convolutions, then the delta rule, over rows."""

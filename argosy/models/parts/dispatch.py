@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from argosy.models.parts.einsum import Contraction, Route
@@ -46,7 +47,8 @@ class Local(NamedTuple):
     together: bool = False
 
     def __call__(self, rows: Float[Array, "A D"], route: Route) -> Float[Array, "A D"]:
-        y = self.down.product(self.acted(self.gate(rows, route), self.up(rows, route)), route)
+        gate, up = (checkpoint_name(project(rows, route), "experts") for project in (self.gate, self.up))
+        y = self.down.product(self.acted(gate, up), route)
         if self.features is None or self.down.bias is None:
             return self.down.biased(y, route)
         return jnp.where(jax.lax.axis_index(self.features) == 0, self.down.biased(y, route), y)

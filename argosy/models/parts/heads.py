@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from argosy.models.parts.attend import HEADS, Attend
@@ -36,6 +37,8 @@ class Attention(nnx.Module):
         norms: builds the norm of queries and that of keys, from the number of their heads.
         cap, sinks: as in `Score`; sinks are learned, one per head.
     """
+
+    marks = ("qkv", "attention", "attention_out")
 
     def __init__(
         self,
@@ -74,8 +77,9 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = tempered(turned(q, each, attend), each, attend), turned(k, each, attend)
         score = Score(self.scale, each.window, self.cap, None if self.sinks is None else self.sinks[...], each.chunked)
-        y, cache = attend(q, {"k": k, "v": self.v(x)}, cache, HEADS, score=score)
-        return self.o(y), cache
+        q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, self.v(x)))
+        y, cache = attend(q, {"k": k, "v": v}, cache, HEADS, score=score)
+        return checkpoint_name(self.o(checkpoint_name(y, "attention")), "attention_out"), cache
 
 
 def turned(x: Float[Array, "B T N H"], each: Reach, attend: Attend) -> Float[Array, "B T N H"]:

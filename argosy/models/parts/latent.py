@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from argosy.models.parts.attend import Attend
@@ -43,6 +44,8 @@ class LatentAttention(nnx.Module):
         bias: adds biases to the projections to latents and to the output.
         index: selects the tokens to attend to; its queries are projected from the latent of queries.
     """
+
+    marks = ("qkv", "attention", "attention_out")
 
     def __init__(
         self, dims: dict[str, int], layers: int, *, scale: float, bias: bool = False, index: Index | None = None
@@ -87,12 +90,14 @@ class LatentAttention(nnx.Module):
         q, source = self.queries(x)
         q = jnp.concatenate([q[..., : self.plain], turned(q[..., self.plain :], each, attend)], -1)
         rope = turned(self.k_rope(x)[:, :, None], each, attend)[:, :, 0]
-        held = {"latent": jnp.concatenate([self.kv_norm(self.kv_down(x)), rope], -1)}
+        # Keys and values of the heads are made of the latent, which is shorter.
+        q = checkpoint_name(q, "qkv")
+        held = {"latent": checkpoint_name(jnp.concatenate([self.kv_norm(self.kv_down(x)), rope], -1), "qkv")}
         asked = None
         if self.index is not None:
             asked, held["index"] = self.index(x, source, each, attend)
         y, cache = attend(q, held, cache, Latent(self, asked), score=Score(self.scale, each.window))
-        return self.o(y), cache
+        return checkpoint_name(self.o(checkpoint_name(y, "attention")), "attention_out"), cache
 
 
 class Latent:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from argosy.models.parts.einsum import Einsum
@@ -20,6 +21,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class GLU(nnx.Module):
     """down(act(gate(x)) * up(x)): D to F, gated, and back."""
 
+    marks = ("ffn",)
+
     def __init__(self, dims: dict[str, int], activation: Activation = "silu", *, bias: bool = False):
         self.activation = activation
         self.gate = Einsum("BTD,DF->BTF", dims, bias=bias)
@@ -27,11 +30,14 @@ class GLU(nnx.Module):
         self.down = Einsum("BTF,FD->BTD", dims, bias=bias)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+        gate, up = checkpoint_name(self.gate(x), "ffn"), checkpoint_name(self.up(x), "ffn")
+        return self.down(ACTIVATIONS[self.activation](gate) * up)
 
 
 class MLP(nnx.Module):
     """down(act(up(x))): D to F and back."""
+
+    marks = ("ffn",)
 
     def __init__(self, dims: dict[str, int], activation: Activation = "gelu", *, bias: bool = True):
         self.activation = activation
@@ -39,4 +45,4 @@ class MLP(nnx.Module):
         self.down = Einsum("BTF,FD->BTD", dims, bias=bias)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(ACTIVATIONS[self.activation](self.up(x)))
+        return self.down(ACTIVATIONS[self.activation](checkpoint_name(self.up(x), "ffn")))

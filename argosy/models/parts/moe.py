@@ -76,6 +76,7 @@ class MoE(nnx.Module):
     """
 
     called = "experts"
+    marks = ("experts",)
 
     def __init__(
         self,

@@ -10,18 +10,23 @@ What an attention kernel leaves for its own backward pass is always kept (`ops.a
 query and head. Otherwise the kernel would run twice, for the memory of one more activation of each layer.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array
 
+from argosy.core.errors import BadInput
 from argosy.models.parts.einsum import PRODUCT
+from argosy.models.settings import Kept
 from argosy.ops.attention import KEPT, KEPT_PRIMITIVES
 from argosy.parallel.scope import platform
 
-Remat = Literal["none", "dots", "full"]
+# How a layer recomputes; with names behind it, what carries them is kept too: ("full", "attention").
+Remat = Literal["none", "dots", "full"] | tuple[str, ...]
+NAMES: tuple[str, ...] = get_args(Kept)
 
 
 def rematerialised(function: Callable[..., Any], remat: Remat, unrolled: bool = False) -> Callable[..., Any]:
@@ -29,18 +34,31 @@ def rematerialised(function: Callable[..., Any], remat: Remat, unrolled: bool = 
 
     Args:
         remat: none keeps everything the backward pass needs; dots keeps the products with weights, including those of experts;
-            full keeps only the input. Both keep what attention kernels leave.
+            full keeps only the input. Both keep what attention kernels leave, and what carries the names behind them.
         unrolled: whether the layer is in a program with other layers, not in a loop's body.
     """
     if remat == "none":
         return function
-    names = jax.checkpoint_policies.save_only_these_names(KEPT, *([PRODUCT] if remat == "dots" else []))
+    kind, *kept = (remat,) if isinstance(remat, str) else remat
+    names = jax.checkpoint_policies.save_only_these_names(KEPT, *kept, *([PRODUCT] if kind == "dots" else []))
 
     def keeps(primitive: Any, *given: Any, **params: Any) -> Any:
         return primitive.name in KEPT_PRIMITIVES or names(primitive, *given, **params)
 
-    kept = jax.checkpoint(function, policy=keeps)
-    return _apart(kept) if unrolled and platform() == "cpu" else kept
+    again = jax.checkpoint(function, policy=keeps)
+    return _apart(again) if unrolled and platform() == "cpu" else again
+
+
+def check_kept(model: nnx.Module, kept: Iterable[str]) -> None:
+    """Checks that a layer of the model marks each name. What marks names lists them in its class, as `marks`.
+
+    Raises:
+        BadInput: none does, so keeping it would change nothing.
+    """
+    there = {name for _, module in nnx.iter_modules(model) for name in getattr(module, "marks", ())}
+    if missing := [name for name in kept if name not in there]:
+        what = f"execution.keep: no layer of this model has {' or '.join(missing)}"
+        raise BadInput(what, hint=f"it has {', '.join(name for name in NAMES if name in there) or 'none of the names'}")
 
 
 def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
