@@ -151,6 +151,8 @@ class Guarded:
         good = checkpoints.go_back()
         if good is None or good >= bad.step:
             return self.stop(bad, "no checkpoint before it can be restored")
+        # No step changes the base, or gives up its arrays.
+        base = {address: self.state.rest[address] for address in self.training.assembly.base}
         self.state = None
         self.batches.begin(good)
         first, last = self.batches.number + 1, number + self.how.beyond
@@ -164,7 +166,7 @@ class Guarded:
         )
         self.saver.newest.clear()
         self.went_back(good)
-        return self.training.restored(good)
+        return self.training.restored(good, base)
 
     def _write(self, bad: Bad, action: str, **more: int) -> None:
         numbers = {name: value if math.isfinite(value) else str(value) for name, value in bad.numbers.items()}

@@ -163,7 +163,7 @@ def _locked(
         training.keep_tokenizer()
         training.settle_reference(state, fresh=good is None)
         training.settle_teacher()
-    life.begins(int(state.step))
+    life.begins(int(state.step), processes.told("life", lambda: life.about["start"]))
     try:
         outcome = training.run(state, life)
     finally:
@@ -270,17 +270,18 @@ class Training:
         with telling(self.view.say, "drawing the weights ..."):
             return self.assembly.start()
 
-    def restored(self, step: int) -> Any:
-        """The state of a checkpoint, on this run's devices."""
+    def restored(self, step: int, frozen: Mapping[str, Any] | None = None) -> Any:
+        """The state of a checkpoint, on this run's devices. frozen: the weights of a base, where they are there already; without them
+        they are read."""
         from argosy.checkpoint.store import STATE, WEIGHTS, load_data, load_item, load_weights
 
         folder, meta = self.directory.checkpoints.path(step), self.directory.checkpoints.meta(step)
-        frozen: dict[str, Any] = {}
-        if self.assembly.base:
+        if frozen is None and self.assembly.base:
             from argosy.jobs.initial import base_of
 
             self.base = dict(meta["base"])
             frozen = base_of(self.assembly, self.base, self.view.say)
+        frozen = dict(frozen or {})
         self.assembly.batches.restore(meta["data"], load_data(folder))
         weights, state = self.assembly.state_places()
         self.directory.checkpoints.prepare(step, {WEIGHTS: {n: p for n, p in weights.items() if n not in frozen}, STATE: state})
@@ -364,7 +365,7 @@ class Training:
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
             life.sign()
             saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base, life.saved)
-            guard = Guarded(self, saver, metrics, life.saved)
+            guard = Guarded(self, saver, metrics, life.went_back)
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace, guard.watch)
             with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch:
                 hooks: list[Any] = []

@@ -9,7 +9,7 @@ ends. Each line holds all seconds of the start up to then, so the last complete 
 
 `account` adds them up. Beside the causes of `Clock` there are
 
-    lost    what came after the checkpoint that a later start resumed from: those steps were made again
+    lost    what came after the checkpoint that a later start resumed from, or that a rollback went back to: those steps were made again
     down    from the last sign of life of a start to the next start
 
 and together they are the time from the first start to the last sign of life. No part of a start is counted twice.
@@ -69,9 +69,11 @@ class Life:
         self.step: int | None = None
         self._written = 0.0
 
-    def begins(self, step: int) -> None:
-        """The state is there. step: updates made so far."""
+    def begins(self, step: int, gang: str | None = None) -> None:
+        """The state is there. step: updates made so far. gang: one name for this start in all processes that make it together."""
         self.about["from"] = self.step = step
+        if gang is not None:
+            self.about["gang"] = gang
         self.sign()
 
     def steps(self) -> None:
@@ -85,6 +87,11 @@ class Life:
         """A checkpoint of this step is being written: a later start may resume from it."""
         self.step = step
         self.sign()
+
+    def went_back(self, step: int) -> None:
+        """The run was rolled back to the checkpoint of this step: the steps since then are lost."""
+        self.sign()
+        self.saved(step)
 
     def sign(self, **more: Any) -> None:
         """Writes all seconds up to now. A disk that is full costs the line, not the run."""
@@ -132,7 +139,7 @@ def account(store: Store) -> Account | None:
     """The life of the run in a directory, by its first process; None if nothing is written.
 
     Of several processes, a step takes as long in all of them. One that waited for another in it shows a longer `step`, and the other a
-    longer cause of its own: what exceeds the shortest `step` of all is `waiting` in `by_process`.
+    longer cause of its own: what exceeds the shortest `step` of those that made a start together is `waiting` in `by_process`.
     """
     every = {int(name.partition(".")[0]): _read(store, name) for name in store.list(FOLDER) if name.partition(".")[0].isdecimal()}
     own = every.get(0) or []
@@ -141,34 +148,46 @@ def account(store: Store) -> Account | None:
     whole = _added(own)
     if len(every) == 1:
         return whole
-    found = {process: dict(_added(lines).seconds) for process, lines in sorted(every.items()) if lines}
-    least = min(seconds.get("step", 0.0) for seconds in found.values())
-    for seconds in found.values():
-        if "step" in seconds:
-            seconds[WAITING], seconds["step"] = seconds["step"] - least, least
+    found = {process: dict(_added(starts).seconds) for process, starts in sorted(every.items()) if starts}
+    for process, waited in _waited(every).items():
+        found[process] |= {WAITING: waited, "step": found[process]["step"] - waited}
     return Account(whole.starts, whole.wall, whole.seconds, whole.lost_steps, found)
 
 
+def _waited(every: Mapping[int, Sequence[Sequence[Mapping[str, Any]]]]) -> dict[int, float]:
+    """Seconds that each process waited for others in steps. Processes may come and go between starts: only those of a start are
+    compared, and a start that tells no gang is left out."""
+    gangs: dict[str, dict[int, float]] = {}
+    for process, starts in every.items():
+        for lines, (seconds, _) in zip(starts, _kept_of(starts), strict=True):
+            if "gang" in lines[-1] and "step" in seconds:
+                gangs.setdefault(str(lines[-1]["gang"]), {})[process] = seconds["step"]
+    waited: dict[int, float] = {}
+    for steps in gangs.values():
+        least = min(steps.values())
+        for process, own in steps.items():
+            waited[process] = waited.get(process, 0.0) + own - least
+    return waited
+
+
 def _read(store: Store, name: str) -> list[list[dict[str, Any]]]:
-    """The lines of each start, in the order of their starts. Lines that a kill tore are left out."""
+    """The lines of each start, in the order of the file, which is that of the starts whatever their clocks say. Lines that a kill tore
+    are left out."""
     starts: dict[str, list[dict[str, Any]]] = {}
     for line in read(store, f"{FOLDER}/{name}"):
         if isinstance(line, dict) and {"start", "began", "elapsed", "seconds"} <= set(line):
             starts.setdefault(str(line["start"]), []).append(line)
-    return sorted(starts.values(), key=lambda lines: lines[0]["began"])
+    return list(starts.values())
 
 
 def _added(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Account:
     total: dict[str, float] = {}
     down, again, until = 0.0, 0, None
-    for i, lines in enumerate(starts):
+    for lines, (seconds, steps) in zip(starts, _kept_of(starts), strict=True):
         last = lines[-1]
-        # A clock that was set back between two starts is no time.
+        # Where the clock was set back between two starts, nobody knows how long the run was down: no time is counted.
         down += max(0.0, last["began"] - until) if until is not None else 0.0
         until = last["began"] + last["elapsed"]
-        resumed = [other[-1]["from"] for other in starts[i + 1 :] if other[-1].get("from") is not None]
-        kept = min(resumed, default=None)
-        seconds, steps = _kept(lines, kept)
         again += steps
         for cause, s in seconds.items():
             total[cause] = total.get(cause, 0.0) + s
@@ -177,16 +196,46 @@ def _added(starts: Sequence[Sequence[Mapping[str, Any]]]) -> Account:
     return Account(len(starts), sum(total.values()), total, again)
 
 
+def _kept_of(starts: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[dict[str, float], int]]:
+    """Of each start: seconds by cause, and the steps of it that were made again."""
+    begun = [[min(line["from"], line["step"]) for line in _begun(lines)] for lines in starts]
+    # The earliest step that a later start resumed from, or went back to.
+    return [_kept(lines, min((s for steps in begun[i + 1 :] for s in steps), default=None)) for i, lines in enumerate(starts)]
+
+
+def _begun(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Before it begins with a step, a start has nothing to lose."""
+    return [line for line in lines if line.get("from") is not None and line.get("step") is not None]
+
+
 def _kept(lines: Sequence[Mapping[str, Any]], until: int | None) -> tuple[dict[str, float], int]:
     """Seconds of one start by cause, and the steps of it that were made again. until: the earliest step that a later start resumed
     from."""
-    last = lines[-1]
-    seconds = dict(last["seconds"])
-    # Before it begins with a step, a start has nothing to lose.
-    begun = [line for line in lines if line.get("from") is not None and line.get("step") is not None]
-    if until is None or not begun or begun[-1]["step"] <= until:
-        return seconds, 0
-    good = [line for line in begun if line["step"] <= until] or begun[:1]
-    before = good[-1]
-    seconds = dict(before["seconds"]) | {LOST: last["elapsed"] - before["elapsed"]}
-    return seconds, last["step"] - max(until, before["step"])
+    last, begun = lines[-1], _begun(lines)
+    if not begun:
+        return dict(last["seconds"]), 0
+    told, again = _with_rollbacks(begun)
+    if until is None or last["step"] <= until:
+        return told[-1], again
+    good = max((i for i, line in enumerate(begun) if line["step"] <= until), default=0)
+    before = begun[good]
+    seconds = told[good] | {LOST: told[good].get(LOST, 0.0) + last["elapsed"] - before["elapsed"]}
+    return seconds, again + last["step"] - max(until, before["step"])
+
+
+def _with_rollbacks(begun: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]], int]:
+    """Seconds by cause of each line of a start, and the steps that it made again itself. Where the step falls, the start went back to a
+    checkpoint: what it did since then is lost, except compiling and restoring."""
+    told: list[dict[str, float]] = []
+    lost: dict[str, float] = {}
+    again = 0
+    for i, line in enumerate(begun):
+        now = {cause: s - lost.get(cause, 0.0) for cause, s in line["seconds"].items()}
+        if i and line["step"] < begun[i - 1]["step"]:
+            good = max((j for j in range(i) if begun[j]["step"] <= line["step"]), default=0)
+            again += begun[i - 1]["step"] - max(line["step"], begun[good]["step"])
+            for cause in set(now) - {"start", "compile"}:
+                since = now[cause] - told[good].get(cause, 0.0)
+                lost[cause], now[cause] = lost.get(cause, 0.0) + since, now[cause] - since
+        told.append(now | ({LOST: sum(lost.values())} if lost else {}))
+    return told, again

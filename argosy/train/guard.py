@@ -27,8 +27,8 @@ HALTED = 4
 FLAG = "halted"
 # The standard deviation of a normal distribution as a multiple of its median distance from the median.
 NORMAL = 1.4826
-# The least deviation, as a share of the median.
-LEAST = 1e-3
+# The least deviation, as a share of the median; and in nats, for losses around 0.
+LEAST, LEAST_NATS = 1e-3, 1e-6
 
 
 class Diverged(Final):
@@ -97,7 +97,7 @@ def limit(losses: Array, seen: Array, how: GuardSettings) -> Array:
         return (ranked[jnp.maximum(count - 1, 0) // 2] + ranked[count // 2]) / 2
 
     middle = median(losses)
-    deviation = jnp.maximum(NORMAL * median(jnp.abs(losses - middle)), LEAST * jnp.abs(middle))
+    deviation = jnp.maximum(NORMAL * median(jnp.abs(losses - middle)), jnp.maximum(LEAST * jnp.abs(middle), LEAST_NATS))
     return jnp.where(count >= how.window // 2, middle + how.deviations * deviation, jnp.inf)
 
 

@@ -20,8 +20,8 @@ class GuardSettings(Settings):
     """What follows a loss that is far above those before it, in the same words. off: nothing."""
     deviations: Annotated[float, Also("skip_step_scaling_factor", "sigma_factor")] = Field(6.0, gt=0)
     """How far above their median a spike is, in deviations: 1.4826 times the median distance from the median, which is the standard
-    deviation of a normal distribution, and at least a thousandth of the median. Six of them over 128 losses, with mean and standard
-    deviation, are the defaults of OLMo-core and MaxText."""
+    deviation of a normal distribution, and at least a thousandth of the median and 1e-6 nats (losses may be exactly 0). Six of them
+    over 128 losses, with mean and standard deviation, are the defaults of OLMo-core and MaxText."""
     window: Annotated[int, Also("skip_step_interval", "rolling_interval_length")] = Field(128, ge=4)
     """The number of losses that one is compared with. Until half as many are known, nothing is a spike."""
     in_row: int = Field(10, gt=0)

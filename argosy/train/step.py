@@ -46,7 +46,8 @@ def make_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Makes the update `(state, batch, frozen={}) -> state, metrics`, to be jitted with its state donated.
 
-    Metrics: `loss` and those of the objective, as means; `grad_norm` before clipping; `lr`; `targets`, the weight of the batch.
+    Metrics: `loss` and those of the objective, as means; `grad_norm` before clipping; `lr`, as applied; `targets`, the weight of the
+    batch.
 
     Args:
         graph: of the trained model.
@@ -128,11 +129,22 @@ def updated(
     metrics = {"loss": loss.loss.value()} | {name: mean.value() for name, mean in loss.metrics.items()}
     metrics |= {
         "grad_norm": optax.tree.norm(grads),
-        "lr": jnp.asarray(rate(state.step)),
+        "lr": jnp.asarray(rate(steps_of(state.optimizer, state.step))),
         "targets": loss.loss.weight,
     }
     moved = {a: own.rule(state.rest[a], own.statistic) for a, own in loss.updates.items()}
     return TrainState(state.step + 1, params, state.rest | moved, new, state.key), metrics
+
+
+def steps_of(optimizer: Any, step: Array) -> Array:
+    """The updates that an optimizer counts, from which it takes its learning rate: fewer than the steps where some were skipped.
+
+    Args:
+        optimizer: its state.
+        step: given back for an optimizer without a schedule, which counts none.
+    """
+    scheduled = lambda part: isinstance(part, optax.ScaleByScheduleState)  # noqa: E731
+    return next((part.count for part in jax.tree.leaves(optimizer, is_leaf=scheduled) if scheduled(part)), step)
 
 
 def _models(graph: Any, precision: Precision, roles: Mapping[str, Any]) -> Callable[..., Models]:

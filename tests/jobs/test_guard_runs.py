@@ -1,22 +1,27 @@
 """Runs of which one batch is bad: what is saved, what is left out, and that a resume makes the same steps."""
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from campaign_kill import ASKING, SMALL
 from helpers import Heard, default, numbers
 
 from argosy.checkpoint.local import LocalCheckpoints
+from argosy.checkpoint.store import stored_shapes
 from argosy.core.errors import ArgosyError
 from argosy.core.storage import Store
 from argosy.data.pipeline import RowBatches
+from argosy.jobs import initial
 from argosy.jobs.proof import digest
 from argosy.jobs.report import report
 from argosy.jobs.train import train
+from argosy.observe.life import account
 from argosy.observe.metrics import read
 from argosy.train.guard import Diverged
 from argosy.train.objectives import next_token
@@ -134,6 +139,19 @@ def test_a_step_that_is_skipped_is_counted_and_resumes_bit_for_bit(poison: Any, 
     assert "2 steps were skipped" in page
 
 
+def test_the_logged_learning_rate_is_that_which_is_applied(poison: Any, tmp_path: Path):
+    """A skipped step delays the schedule by one step, also in a run that no longer skips."""
+    words = ["guard.nonfinite=skip", "schedule=linear", "schedule.warmup=10", "optimizer.learning_rate=0.01"]
+    poison({6, 7})
+    fit(tmp_path / "run", *words, "steps=10")
+    rates = numbers(tmp_path / "run", "lr")
+    expected = [1, 2, 3, 4, 5, 6, 6, 6, 7, 8]
+    assert [rates[step] for step in range(1, 11)] == pytest.approx([0.001 * n for n in expected])
+    poison()
+    fit(tmp_path / "run", *words, "guard.nonfinite=stop", "steps=40")
+    assert numbers(tmp_path / "run", "lr")[11] == pytest.approx(0.009)
+
+
 def test_too_many_skips_stop_the_run(poison: Any, tmp_path: Path):
     poison({5, 6, 7, 8})
     with pytest.raises(Diverged, match=r"more than guard\.in_row = 3 steps in a row") as raised:
@@ -160,6 +178,14 @@ def test_a_rollback_is_a_run_whose_data_lacked_the_window(poison: Any, lacking: 
     assert digest(tmp_path / "run", 12) == digest(tmp_path / "without", 12)
     assert numbers(tmp_path / "run", "loss") == numbers(tmp_path / "without", "loss")
     assert "1 rollback" in report(tmp_path / "run").read_text()
+    # Another step may be under way when the numbers of a bad one are read.
+    spent, without = (account(Store(tmp_path / name)) for name in ("run", "without"))
+    assert spent is not None
+    assert spent.lost_steps in (3, 4)
+    assert 0 < spent.seconds["lost"] < spent.wall
+    assert without is not None
+    assert without.lost_steps == 0
+    assert "lost" not in without.seconds
 
 
 @pytest.mark.parametrize("at", [None, pytest.param(5, marks=pytest.mark.slow), pytest.param("going back", marks=pytest.mark.slow)])
@@ -173,6 +199,38 @@ def test_a_rollback_makes_the_same_steps_whatever_local_checkpoints_there_are(po
             fit(tmp_path / "run", *words, view=Kills(at, 2) if isinstance(at, int) else Kills(at))
     fit(tmp_path / "run", *words)
     assert digest(tmp_path / "run", 12) == digest(tmp_path / "whole", 12)
+
+
+def test_a_rollback_of_adapters_leaves_the_base_where_it_is(poison: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its weights are neither read nor put onto the devices again: as many bytes live there after the rollback as before it."""
+    words = ["dir=" + str(tmp_path / "base"), "steps=1", "model.width=64", "model.ffn=128"]
+    train("tiny", [*WORDS, *words], Heard())
+    adapting = [word for word in WORDS if not word.startswith("model.")]
+    words = [f"init.weights={tmp_path / 'base'}", "adapter=lora", "adapter.rank=2", f"dir={tmp_path / 'run'}", *ROLL]
+    opened: list[Any] = []
+    read_base = initial.base_of
+    monkeypatch.setattr(initial, "base_of", lambda *args: (opened.append(args), read_base(*args))[1])
+    poison({7})
+    view = Weighs()
+    train("tiny", [*adapting, *words], view)
+    assert "going back to step 4" in view.words
+    assert not opened
+    before, after = view.bytes[:6], view.bytes[6:]
+    assert len(after) == 8
+    assert sum(4 * a.size for a in stored_shapes(tmp_path / "base" / "checkpoints" / "1").values()) > 100_000
+    assert abs(max(after) - max(before)) < 4_000, (before, after)
+
+
+class Weighs(Heard):
+    """Counts the bytes on devices whenever a step is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def step(self, step: int, numbers: object) -> None:
+        gc.collect()
+        self.bytes.append(sum(a.nbytes for a in jax.live_arrays()))
 
 
 def persistent(run: Path) -> list[int]:

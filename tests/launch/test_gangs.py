@@ -14,7 +14,9 @@ import pytest
 from argosy.checkpoint import manifest
 from argosy.checkpoint.step_reader import read_array
 from argosy.checkpoint.store import load_data, load_weights
+from argosy.core.storage import Store
 from argosy.launch.local import free_port
+from argosy.observe.life import account
 
 JOIN = """
 import json, os, sys, time
@@ -249,6 +251,14 @@ def test_two_processes_train_as_one_with_two_devices(text: Path, tmp_path: Path,
     assert "resuming from step 6 of 8" in longer.stderr
     for left in ("loss", "eval_loss"):
         assert (8, left) in logged(run)
+    # The last steps were made by one process alone: nobody waited for the other in them.
+    spent = account(Store(run))
+    assert spent is not None
+    first, second = (spent.by_process[process] for process in (0, 1))
+    assert first["step"] > second["step"] > 0
+    assert min(first["waiting"], second["waiting"]) >= 0
+    names = [{json.loads(line).get("gang") for line in (run / "life" / f"{n}.jsonl").read_text().splitlines()} for n in (0, 1)]
+    assert names[1] < names[0]
 
 
 @pytest.mark.slow

@@ -68,10 +68,20 @@ def test_a_start_that_never_trained_loses_nothing_and_a_clock_that_was_set_back_
     assert "down" not in found.seconds
 
 
+def test_a_clock_that_was_set_back_an_hour_loses_no_work(tmp_path: Path):
+    """The second start goes on from the last step of the first, and by its clock began before it."""
+    first = line("a", 5000.0, 100, {"start": 1.0, "step": 50.0, "other": 0.0}, **{"from": 0})
+    second = line("b", 1400.0, 150, {"start": 1.0, "step": 25.0, "other": 0.0}, **{"from": 100})
+    found = account(written(tmp_path, [first, second]))
+    assert found is not None
+    assert found.seconds == {"start": 2.0, "step": 75.0, "other": 0.0}
+    assert (found.lost_steps, found.wall) == (0, 77.0)
+
+
 def test_what_a_process_waits_for_another_in_a_step_is_told_apart(tmp_path: Path):
     """The first reads its data for 30 s while the other is in its step."""
-    slow = line("a", 1000.0, 10, {"step": 50.0, "data": 30.0, "other": 0.0}, **{"from": 0})
-    fast = line("a", 1000.0, 10, {"step": 79.0, "data": 1.0, "other": 0.0}, **{"from": 0})
+    slow = line("a", 1000.0, 10, {"step": 50.0, "data": 30.0, "other": 0.0}, **{"from": 0}, gang="a")
+    fast = line("b", 1000.0, 10, {"step": 79.0, "data": 1.0, "other": 0.0}, **{"from": 0}, gang="a")
     written(tmp_path, [slow])
     found = account(written(tmp_path, [fast], process=1))
     assert found is not None
@@ -80,6 +90,72 @@ def test_what_a_process_waits_for_another_in_a_step_is_told_apart(tmp_path: Path
     }  # fmt: skip
     assert found.seconds["step"] == 50
     assert "by process" in render(Record("two", "done", life=found))
+
+
+def test_processes_that_came_or_went_between_starts_are_not_waited_for(tmp_path: Path):
+    """Two processes make ten steps, one alone makes ninety more, and two make the last ten, in which the first waits for the second."""
+    first = [
+        line("a", 1000.0, 10, {"step": 10.0, "other": 0.0}, **{"from": 0}, gang="a"),
+        line("b", 1020.0, 100, {"step": 90.0, "other": 0.0}, **{"from": 10}, gang="b"),
+        line("c", 1200.0, 110, {"step": 12.0, "other": 0.0}, **{"from": 100}, gang="c"),
+    ]
+    second = [
+        line("d", 1000.0, 10, {"step": 13.0, "other": 0.0}, **{"from": 0}, gang="a"),
+        line("e", 1200.0, 110, {"step": 10.0, "data": 2.0, "other": 0.0}, **{"from": 100}, gang="c"),
+    ]
+    written(tmp_path, first)
+    found = account(written(tmp_path, second, process=1))
+    assert found is not None
+    assert {process: (s["step"], s["waiting"]) for process, s in found.by_process.items()} == {0: (110, 2), 1: (20, 3)}
+    assert found.seconds["step"] == 112
+
+
+def test_starts_that_tell_no_gang_show_no_waiting(tmp_path: Path):
+    written(tmp_path, [line("a", 1000.0, 10, {"step": 10.0, "other": 0.0}, **{"from": 0})])
+    found = account(written(tmp_path, [line("b", 1000.0, 5, {"step": 5.0, "other": 0.0}, **{"from": 0})], process=1))
+    assert found is not None
+    assert found.by_process == {0: {"step": 10.0, "other": 0.0}, 1: {"step": 5.0, "other": 0.0}}
+
+
+# 150 steps of a second, of which 100 were saved, back to them, and on to 200; restoring took 3 s, compiling 20 s.
+BACK = [
+    line("a", 1000.0, 0, {"start": 1.0, "other": 0.0}, **{"from": 0}),
+    line("a", 1000.0, 100, {"start": 1.0, "compile": 20.0, "step": 100.0, "data": 10.0, "other": 0.0}, **{"from": 0}),
+    line("a", 1000.0, 150, {"start": 1.0, "compile": 20.0, "step": 150.0, "data": 15.0, "other": 0.0}, **{"from": 0}),
+    line("a", 1000.0, 100, {"start": 1.0, "compile": 20.0, "step": 150.0, "data": 15.0, "other": 0.0}, **{"from": 0}),
+    line("a", 1000.0, 200, {"start": 4.0, "compile": 20.0, "step": 250.0, "data": 25.0, "other": 0.0}, **{"from": 0}),
+]
+
+
+def test_a_rollback_loses_the_steps_since_its_checkpoint(tmp_path: Path):
+    found = account(written(tmp_path, BACK))
+    assert found is not None
+    assert found.seconds == {"start": 4.0, "compile": 20.0, "step": 200.0, "data": 20.0, "lost": 55.0, "other": 0.0}
+    assert (found.lost_steps, found.wall, found.goodput) == (50, 299.0, 200 / 299)
+
+
+@pytest.mark.parametrize(("resumed", "kept", "made_again"), [(200, 200, 50), (100, 100, 150), (0, 0, 250)])
+def test_a_later_start_loses_more_of_one_that_was_rolled_back(tmp_path: Path, resumed: int, kept: int, made_again: int):
+    later = line("b", 1299.0, resumed, {"start": 1.0, "other": 0.0}, **{"from": resumed})
+    found = account(written(tmp_path, [*BACK, later]))
+    assert found is not None
+    assert (found.seconds.get("step", 0), found.lost_steps, found.wall) == (kept, made_again, 300.0)
+
+
+def test_a_rollback_to_before_a_start_loses_steps_of_the_start_before(tmp_path: Path):
+    """The second start resumes from 100, compiles, makes 20 steps, and goes back to 50: a checkpoint between is damaged."""
+    lines = [
+        line("a", 1000.0, 50, {"step": 50.0, "other": 0.0}, **{"from": 0}),
+        line("a", 1000.0, 100, {"step": 100.0, "other": 0.0}, **{"from": 0}),
+        line("b", 1100.0, 100, {"start": 2.0, "other": 0.0}, **{"from": 100}),
+        line("b", 1100.0, 120, {"start": 2.0, "compile": 5.0, "step": 20.0, "other": 0.0}, **{"from": 100}),
+        line("b", 1100.0, 50, {"start": 2.0, "compile": 5.0, "step": 20.0, "other": 0.0}, **{"from": 100}),
+        line("b", 1100.0, 110, {"start": 4.0, "compile": 5.0, "step": 80.0, "other": 0.0}, **{"from": 100}),
+    ]
+    found = account(written(tmp_path, lines))
+    assert found is not None
+    assert found.seconds == {"start": 4.0, "compile": 5.0, "step": 110.0, "lost": 70.0, "other": 0.0}
+    assert found.lost_steps == 70
 
 
 def test_no_account_is_none(tmp_path: Path):
@@ -111,11 +187,14 @@ def test_a_start_writes_what_account_reads(tmp_path: Path, monkeypatch: pytest.M
     with clock("step"):
         one.steps()
     one.saved(8)
+    one.step = 12
+    one.went_back(8)
     one.sign(ended=True)
     lines = [json.loads(text) for text in (tmp_path / "life" / "0.jsonl").read_text().splitlines()]
-    assert [(one["step"], one["from"]) for one in lines] == [(7, 7), (8, 7), (8, 7), (8, 7)]
+    assert [(one["step"], one["from"]) for one in lines] == [(7, 7), (8, 7), (8, 7), (12, 7), (8, 7), (8, 7)]
     found = account(Store(tmp_path))
     assert found is not None
+    assert found.lost_steps == 4
     assert found.wall == sum(found.seconds.values()) == pytest.approx(clock.elapsed, abs=0.1)
 
 

@@ -99,6 +99,15 @@ def test_losses_that_are_all_alike_have_a_deviation_of_a_thousandth():
     np.testing.assert_allclose(found, 2.0 + 6 * 0.002, rtol=1e-6)
 
 
+def test_losses_of_exactly_zero_have_a_deviation_of_a_millionth():
+    """Policy losses are exactly 0 where every answer of a group has the same reward."""
+    zeros = jnp.asarray([0.0] * 6 + [0.1, -0.1])
+    found = limit(zeros, jnp.int32(8), GuardSettings(window=8))
+    np.testing.assert_allclose(found, 6e-6, rtol=1e-6)
+    _, verdicts = after([0.0] * 4 + [1e-7, 0.5], spike="skip", window=4)
+    assert verdicts == [0, 0, 0, 0, 0, SPIKE]
+
+
 def test_words_that_are_none():
     with pytest.raises(ValidationError):
         GuardSettings(nonfinite="ignore")  # pyright: ignore[reportArgumentType]
