@@ -151,7 +151,8 @@ def account(store: Store) -> Account | None:
     found = {process: dict(_added(starts).seconds) for process, starts in sorted(every.items()) if starts}
     for process, waited in _waited(every).items():
         found[process] |= {WAITING: waited, "step": found[process]["step"] - waited}
-    return Account(whole.starts, whole.wall, whole.seconds, whole.lost_steps, found)
+    # What the first process waited in steps is no work of its own.
+    return Account(whole.starts, whole.wall, found[0], whole.lost_steps, found)
 
 
 def _waited(every: Mapping[int, Sequence[Sequence[Mapping[str, Any]]]]) -> dict[int, float]:

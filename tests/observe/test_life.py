@@ -107,7 +107,9 @@ def test_processes_that_came_or_went_between_starts_are_not_waited_for(tmp_path:
     found = account(written(tmp_path, second, process=1))
     assert found is not None
     assert {process: (s["step"], s["waiting"]) for process, s in found.by_process.items()} == {0: (110, 2), 1: (20, 3)}
-    assert found.seconds["step"] == 112
+    # Waiting is no work: of the run, as of its first process.
+    assert (found.seconds["step"], found.seconds["waiting"]) == (110, 2)
+    assert sum(found.seconds.values()) == pytest.approx(found.wall)
 
 
 def test_starts_that_tell_no_gang_show_no_waiting(tmp_path: Path):
