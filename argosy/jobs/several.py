@@ -19,6 +19,9 @@ from argosy.observe.environment import versions
 from argosy.observe.stacks import Watchdog
 from argosy.parallel import processes
 
+# The others end at once with their leader. So it counts as stuck later than they do: they say where they are before.
+LEADER_LATER_S = 5.0
+
 
 def check_same_run(reading: Reading[Run]) -> None:
     """Checks that all processes run the same version with the same settings on a folder that all of them see.
@@ -67,7 +70,8 @@ def watched(signaled: Stop) -> Iterator[Watched]:
             yield Watched(stop, between)
             return
         folder = os.environ.get(STACKS)
-        dog = stack.enter_context(closing(Watchdog(float(os.environ[STUCK]), Path(folder) if folder else None)))
+        later = LEADER_LATER_S if several and processes.leads() else 0.0
+        dog = stack.enter_context(closing(Watchdog(float(os.environ[STUCK]), Path(folder) if folder else None, later)))
 
         def step() -> bool:
             dog.alive()
