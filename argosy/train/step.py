@@ -24,7 +24,8 @@ Batch = dict[str, Array]
 Metrics = dict[str, Array]
 # {role: weights}
 Frozen = Mapping[str, Leaves]
-Precision = Literal["float32", "bfloat16"]
+# float64 is for proofs, under `jax.enable_x64`: no setting asks for it.
+Precision = Literal["float32", "bfloat16", "float64"]
 
 
 def model_for(graph: Any, precision: Precision, *leaves: Leaves) -> Any:

@@ -49,10 +49,12 @@ def test_a_tensor_axis_splits_the_work(name):
     assert rows.temporary_bytes > 2 * split.temporary_bytes
 
 
-def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", rules=()):
+def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", rules=(), precision="float32"):
     """Loss and weights after a step on so many devices."""
     model = built(config, run)
     _, params, rest = trained(model)
+    if precision != "float32":
+        params, rest = ({a: w.astype(precision) for a, w in part.items()} for part in (params, rest))
     rate = Constant(warmup=0).build(10)
     optimizer = SGD(learning_rate=0.1).build(rate, meanings_of(model))
     rng = np.random.default_rng(0)
@@ -65,7 +67,7 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", ru
         "mask": jnp.asarray((segments > 0) * rng.random(segments.shape), jnp.float32),
     }
     state = TrainState.start(params, rest, optimizer.init(params), 0)
-    step = make_step(training_graph(model), NextToken(head=head, chunk=16), optimizer, rate, accumulate=accumulate)
+    step = make_step(training_graph(model), NextToken(head=head, chunk=16), optimizer, rate, accumulate=accumulate, precision=precision)
     if sizes is None:
         after, metrics = jax.jit(step)(state, batch)
     else:
@@ -81,11 +83,11 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", ru
     return {n: float(m) for n, m in metrics.items()}, {a: np.asarray(w) for a, w in (after.params | after.rest).items()}
 
 
-def same(one, other, metrics=("loss", "grad_norm")):
+def same(one, other, metrics=("loss", "grad_norm"), near=1e-5):
     for name in metrics:
-        assert other[0][name] == pytest.approx(one[0][name], rel=1e-5), name
+        assert other[0][name] == pytest.approx(one[0][name], rel=near), name
     for address, w in one[1].items():
-        assert relative(other[1][address], w) < 1e-4, address
+        assert relative(other[1][address], w) < 10 * near, address
 
 
 GRID = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -213,7 +215,14 @@ DEEP = {"dense": 4, "experts": 4, "latent attention": 5, "delta nets": 8}
 )
 def test_stages_change_no_number(name, sizes, how):
     config, run = changed(name, layers=DEEP[name]), Pipeline(sizes["stage"], 4, how)
-    same(updated(config, Scan(), None), updated(config, run, sizes), ("loss", "grad_norm"))
+    if name != "delta nets":
+        same(updated(config, Scan(), None), updated(config, run, sizes))
+        return
+    # In float32, eight random layers of them magnify the rounding of rows computed apart: `accumulate=4` alone changes the norm of the
+    # gradient by 3e-5. In float64 nothing hides a mistake.
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        one, other = (updated(config, *how, precision="float64") for how in ((Scan(), None), (run, sizes)))
+        same(one, other, near=1e-10)
 
 
 @pytest.mark.slow
