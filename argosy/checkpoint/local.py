@@ -83,6 +83,10 @@ class LocalCheckpoints(Saving):
         """Steps of which this host has files, oldest first."""
         return sorted({step for step, _ in self._here()})
 
+    def own_steps(self) -> list[int]:
+        """Steps of this process, oldest first. Folders of other processes of the host may vanish at any time when a run ends."""
+        return sorted(int(one.name) for one in self.folder.iterdir() if one.name.isdecimal()) if self.folder.is_dir() else []
+
     def agreed_good(self) -> int | None:
         """The newest step of which all files are found and good, over all processes. Newer ones lack some, and are removed."""
         here = self._here()
@@ -274,7 +278,7 @@ class LocalCheckpoints(Saving):
 
     def retire(self, newest: int) -> None:
         """Keeps the newest steps of this process; removes those of ranks that the run no longer has."""
-        steps = sorted(int(one.name) for one in self.folder.iterdir() if one.name.isdecimal())
+        steps = self.own_steps()
         for step in set(steps) - set(steps[-KEEP:]) - {newest}:
             _remove(self.folder / str(step))
         here = [rank for rank, place in enumerate(self.places) if place == self.places[processes.rank()]]

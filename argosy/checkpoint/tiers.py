@@ -114,5 +114,5 @@ class Tiers:
         """
         self.local.settle_last()
         self.persistent.wait()
-        if max(self.persistent.steps(), default=-1) >= max(self.local.steps(), default=-1):
+        if max(self.persistent.steps(), default=-1) >= max(self.local.own_steps(), default=-1):
             self.local.clear()
