@@ -11,6 +11,12 @@ from test_gangs import SMALL, environment, logged
 from argosy.launch.local import free_port
 
 # Batch 5 is bad in the second half of its rows, which rank 1 reads.
+# As the command does before it imports jax, so that its own exit function runs after those of jax.
+FIRST = """
+from argosy.core import signals
+signals.take_over()
+"""
+
 POISON = """
 import os, runpy, sys
 from argosy.data.pipeline import RowBatches
@@ -39,7 +45,7 @@ def gang(folder: Path, words: list[str], count: int) -> tuple[list[int], list[st
     started = []
     for file, place in zip(files, places, strict=True):
         with file.open("wb") as said:
-            started.append(subprocess.Popen([sys.executable, "-c", POISON, *words], env=place, stdout=said, stderr=said))
+            started.append(subprocess.Popen([sys.executable, "-c", FIRST + POISON, *words], env=place, stdout=said, stderr=said))
     return [one.wait(150) for one in started], [file.read_text() for file in files]
 
 
