@@ -250,8 +250,8 @@ def _wait(place: Place, host: str, wait: int, joined: threading.Event) -> None:
     print(f"{who} waits for the others at {place.coordinator}, {wait} s at most{known}", file=sys.stderr, flush=True)
     if joined.wait(wait - min(QUIET_S, wait)):
         return
-    what = f"{who} waited {wait} s for the others at {place.coordinator}{known}"
-    print(ArgosyError(what, hint="start all of them with the same coordinator; ARGOSY_JOIN_S waits longer"), file=sys.stderr, flush=True)
+    what, hint = f"{who} waited {wait} s for the others at {place.coordinator}{known}", "ARGOSY_JOIN_S waits longer"
+    print(ArgosyError(what, hint=f"start all of them with the same coordinator; {hint}"), file=sys.stderr, flush=True)
     os._exit(ArgosyError.exit_code)
 
 

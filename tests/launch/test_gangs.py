@@ -206,7 +206,7 @@ def test_a_port_that_is_taken_is_an_error_before_jaxlib_crashes(address: str):
         other.bind((address, 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ArgosyError, match="cannot listen on some-host:.*in use"):
+        with pytest.raises(ArgosyError, match=r"cannot listen on some-host:.*in use"):
             check_free(Place("jax", f"some-host:{port}", 2, 0, 0), "" if address != "127.0.0.1" else address)
     check_free(Place("jax", f"some-host:{port}", 2, 0, 0), "")
 
