@@ -46,6 +46,7 @@ from argosy.models.parts.weight import Choosing, abstract, count, fill, logical,
 from argosy.ops.attention import IMPLEMENTATIONS as ATTENTION
 from argosy.ops.choice import implementations
 from argosy.ops.grouped import IMPLEMENTATIONS as EXPERTS
+from argosy.parallel.gather import Once
 from argosy.parallel.place import batch_sharding, like_weights, on_devices, place_batch, row_shares, rows_here
 from argosy.parallel.rules import shardings
 from argosy.parallel.scope import scope
@@ -221,6 +222,7 @@ class Assembly:
             precision=self.decided.precision,
             accumulate=self.run.accumulate,
             roles=self.graphs,
+            once=Once(self.places.params | self.places.rest) if self.run.execution.gather == "once" else None,
         )
         step = guarded(step, self.run.guard)
         if self.base:

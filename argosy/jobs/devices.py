@@ -13,6 +13,7 @@ from argosy.models.parts.pipeline import Pipeline
 from argosy.models.parts.stack import Execution, Scan, Unroll
 from argosy.models.parts.weight import abstract, logical
 from argosy.observe.hlo import Cost, cost
+from argosy.parallel.gather import Once
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding, like_weights
 from argosy.parallel.rules import DEFAULT, shardings
@@ -101,7 +102,7 @@ def step_cost(config: Any, sizes: dict[str, Any], rows: int = ROWS, run: Executi
 
 
 def lowered_step(
-    model: Any, mesh: Mesh, rows: int, length: int, precision: Precision = "float32"
+    model: Any, mesh: Mesh, rows: int, length: int, precision: Precision = "float32", accumulate: int = 1, gather: str = "each"
 ) -> jax.stages.Lowered:
     """A training step of a model over a mesh, whose devices may be described. Nothing is stored on them."""
     _, params, rest = trained(model)
@@ -121,7 +122,8 @@ def lowered_step(
         name: jax.ShapeDtypeStruct((rows, length), jnp.dtype(f.dtype), sharding=batch_sharding(mesh))
         for name, f in goal.reads().items()
     }
-    step = make_step(training_graph(model), goal, optimizer, rate, precision=precision)
+    how: dict[str, Any] = {"accumulate": accumulate, "once": Once(weights) if gather == "once" else None}
+    step = make_step(training_graph(model), goal, optimizer, rate, precision=precision, **how)
     with scope(mesh):
         return jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(described, batch)
 

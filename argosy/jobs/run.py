@@ -75,6 +75,10 @@ class Execution(Settings):
     """What `remat` keeps beside: qkv: queries, keys and values as attention reads them; attention: its output before the projection;
     attention_out: after it; ffn: the wide products of feed-forward layers (gate and up); experts: those of experts. It is an error if
     no layer of the model has one of them."""
+    gather: Annotated[Literal["each", "once"], MayChange()] = "each"
+    """When weights that FSDP splits are gathered in a step of several parts (`accumulate`). each: by each layer in each part; once: before
+    the first part, and they stay whole on every device through all parts. That saves all gathers but the first, and takes the
+    memory of all weights."""
     attention: Annotated[str | None, Also("attn_implementation", "attn_impl", "attention_kernel")] = None
     """Implementation of attention: `reference`, `blocked` (CPUs), `splash` (TPUs) or `cudnn` (NVIDIA GPUs, bfloat16). None: the best
     known for the device, docs/reference/kernels.md. It is an error if the implementation cannot do what the model needs."""
@@ -297,6 +301,8 @@ class Run(Settings):
             raise ValueError(f"{what}: model=FOLDER or init.weights=FOLDER names the trained model to put it on")
         if self.data.batch % self.accumulate:
             raise ValueError(f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}")
+        if self.execution.gather == "once" and self.accumulate == 1:
+            raise ValueError("execution.gather=once gathers weights once for all parts of a batch, and accumulate=1 makes one part")
         return self
 
     def _check_rewards(self) -> None:

@@ -7,6 +7,7 @@ reference, a teacher) are arguments: as constants they would be compiled into th
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Array
 
 from argosy.adapt.lora import dropping
 from argosy.models.parts.weight import Leaves, merge
+from argosy.parallel.gather import Once
 from argosy.train.objectives import Loss, Mean, Models, Objective
 from argosy.train.schedule import Factor
 from argosy.train.state import TrainState
@@ -44,6 +46,7 @@ def make_step(
     precision: Precision = "float32",
     accumulate: int = 1,
     roles: Mapping[str, Any] | None = None,
+    once: Once | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Makes the update `(state, batch, frozen={}) -> state, metrics`, to be jitted with its state donated.
 
@@ -54,6 +57,7 @@ def make_step(
         graph: of the trained model.
         accumulate: number of parts of a batch, computed one after the other; groups of rows are not split.
         roles: graphs of the frozen models that the objective reads, by role; their weights are in `frozen`.
+        once: gathers the weights once for all parts. None: each part gathers them.
     """
     models_for = _models(graph, precision, roles or {})
 
@@ -79,9 +83,16 @@ def make_step(
         if accumulate == 1:
             grads, loss = gradients(state, frozen or {}, batch, key)
         else:
-            parts = in_parts(batch, accumulate, objective)
-            known = shared(state, frozen or {}, parts, key)
-            grads, loss = _summed(lambda part, key: gradients(state, frozen or {}, part | known, key), parts, key)
+            parts, held = in_parts(batch, accumulate, objective), state
+            if once is not None:
+                held = replace(state, params=once.whole(state.params), rest=once.whole(state.rest))
+            known = shared(held, frozen or {}, parts, key)
+
+            def of_part(part: Batch, key: Array) -> tuple[Leaves, Loss]:
+                grads, loss = gradients(held, frozen or {}, part | known, key)
+                return grads if once is None else once.shares(grads), loss
+
+            grads, loss = _summed(of_part, parts, key)
         return updated(state, grads, loss, optimizer, rate)
 
     return step

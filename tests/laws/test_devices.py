@@ -1,6 +1,7 @@
 """What devices share: each one's work, memory and traffic as their number grows, and the same numbers whatever it is."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from argosy.jobs.devices import LENGTH, MESHES, MICROBATCHES, MODELS, ROWS, STAG
 from argosy.models.parts.pipeline import Pipeline
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, logical
+from argosy.parallel.gather import Once
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding, like_weights
 from argosy.parallel.rules import shardings
@@ -49,7 +51,7 @@ def test_a_tensor_axis_splits_the_work(name):
     assert rows.temporary_bytes > 2 * split.temporary_bytes
 
 
-def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", rules=(), precision="float32"):
+def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", rules=(), precision="float32", gather="each"):
     """Loss and weights after a step on so many devices."""
     model = built(config, run)
     _, params, rest = trained(model)
@@ -67,9 +69,10 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", ru
         "mask": jnp.asarray((segments > 0) * rng.random(segments.shape), jnp.float32),
     }
     state = TrainState.start(params, rest, optimizer.init(params), 0)
-    step = make_step(training_graph(model), NextToken(head=head, chunk=16), optimizer, rate, accumulate=accumulate, precision=precision)
+    how = {"accumulate": accumulate, "precision": precision}
+    step = partial(make_step, training_graph(model), NextToken(head=head, chunk=16), optimizer, rate, **how)
     if sizes is None:
-        after, metrics = jax.jit(step)(state, batch)
+        after, metrics = jax.jit(step())(state, batch)
     else:
         settings = MeshSettings(**sizes, rules=list(rules))
         mesh = settings.build(jax.devices()[: math.prod(sizes.values())])
@@ -77,7 +80,7 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", ru
         weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, settings.table(), mesh)
         places = like_weights(state, weights, shapes, mesh)
         with scope(mesh, settings.table()):
-            after, metrics = jax.jit(step, out_shardings=(places, None))(
+            after, metrics = jax.jit(step(once=Once(weights) if gather == "once" else None), out_shardings=(places, None))(
                 jax.device_put(state, places), jax.device_put(batch, batch_sharding(mesh))
             )
     return {n: float(m) for n, m in metrics.items()}, {a: np.asarray(w) for a, w in (after.params | after.rest).items()}
@@ -134,6 +137,20 @@ def test_experts_and_sequences_over_devices_change_no_number(name):
     config, run = changed(name), Unroll()
     metrics = ("loss", "grad_norm", *(("experts_dropped",) if name == "a capacity" else ()))
     same(updated(config, run, None), updated(config, run, {"fsdp": 2, "context": 2, "expert": 2}), metrics)
+
+
+@pytest.mark.parametrize("name", [n if n == "dense" else pytest.param(n, marks=pytest.mark.slow) for n in CHANGES])
+def test_weights_gathered_once_for_all_parts_change_no_number(name):
+    config, run, sizes = changed(name), Scan(), {"fsdp": 2, "tensor": 2}
+    # A capacity is that of a part.
+    same(updated(config, run, None, accumulate=2), updated(config, run, sizes, accumulate=2, gather="once"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts", "latent attention"])
+def test_weights_of_split_experts_gathered_once_change_no_number(name):
+    config, run, sizes = changed(name), Unroll(), {"fsdp": 2, "context": 2, "expert": 2}
+    same(updated(config, run, None, accumulate=2), updated(config, run, sizes, accumulate=2, gather="once"))
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "context": 4}, {"fsdp": 2, "context": 2, "tensor": 2}], ids=["context 4", "all"])
