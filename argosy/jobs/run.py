@@ -15,6 +15,7 @@ from argosy.parallel.mesh import MeshSettings
 from argosy.rl.environment_settings import ENVIRONMENTS
 from argosy.rl.policies import Rollout
 from argosy.rl.settings import Reward
+from argosy.train.diloco_settings import DilocoSettings
 from argosy.train.guard_settings import GuardSettings
 from argosy.train.optim import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES
@@ -257,6 +258,8 @@ class Run(Settings):
     """How the layers run."""
     mesh: Annotated[MeshSettings, MayChange()] = MeshSettings()
     """How devices share the work."""
+    diloco: DilocoSettings = DilocoSettings()
+    """Replicas of the weights that train alone between outer steps."""
     init: Init = Init()
     """Weights at the start."""
     checkpoint: Annotated[CheckpointSettings, MayChange()] = CheckpointSettings()
