@@ -1,11 +1,11 @@
 """How replicas that train alone learn (`diloco.every`), beside a run that sums gradients in every step.
 
-    ./run python bench/diloco_cpu.py [steps=600] [replicas=4] [seeds=2] [every=10,30,100] [dir=FOLDER]
+    ./run python bench/diloco_cpu.py [steps=600] [replicas=4] [seeds=2] [every=10,30,100] [dir=FOLDER] [SETTING=VALUE ...]
 
 `tiny` on the standard library's source, with the same batches for every row of the table; a replica has its share of their rows. Prints
 the held-out loss of the outer weights after the last step, by seed, its mean, what was sent between replicas for each step (an
 all-reduce of so many numbers as the model has, and how often), and how far apart the replicas were at the last outer step, against how
-far they had gone. One replica alone is a run on its share of the rows, without the others.
+far they had gone. One replica alone is a run on its share of the rows, without the others. Names with a dot are settings of all runs.
 """
 
 import os
@@ -27,7 +27,8 @@ def main() -> None:
     from argosy.observe.metrics import read
 
     steps, replicas, seeds = (int(GIVEN[name]) for name in ("steps", "replicas", "seeds"))
-    common = [f"steps={steps}", f"eval.every={steps}", "eval.batches=20", "checkpoint.every=100000", "log.every=10"]
+    settings = [f"{name}={value}" for name, value in GIVEN.items() if "." in name]
+    common = [f"steps={steps}", f"eval.every={steps}", "eval.batches=20", "checkpoint.every=100000", "log.every=10", *settings]
     over = [f"data.batch={ROWS}", f"mesh.data={replicas}", "mesh.fsdp=1"]
     variants = {
         "summed in every step": (over, 1.0),

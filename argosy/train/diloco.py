@@ -10,10 +10,9 @@ summed over replicas but what is written here: its metrics. The other axes split
 `TrainState.params` are the outer weights θ: evaluation, samples and whoever reads a checkpoint get these, and only outer steps move
 them. The rest is in the state of the optimizer: a checkpoint between two outer steps holds every replica.
 
-What differs from the paper: replicas share one order of the data, of which each takes its rows of every batch, so they are no shards of
-different kinds; and the norm to which a gradient is clipped is that of the replica. As there, the inner optimizer's state stays with its
-replica over an outer step. Outer steps are not overlapped with inner ones, and everything moves at once (Streaming DiLoCo,
-arXiv:2501.18512, does otherwise).
+As in the paper, the inner optimizer's state stays with its replica over an outer step, and each replica clips its own gradient. What
+differs: replicas take their rows of one order of the data, so what they see is never of different kinds. Inner steps wait for an outer
+one, in which all weights move at once (Streaming DiLoCo, arXiv:2501.18512, does otherwise).
 """
 
 from collections.abc import Callable, Mapping
@@ -88,15 +87,15 @@ def alone(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def together(step: Callable[..., Any], how: DilocoSettings) -> Callable[..., Any]:
-    """The inner step of all replicas, and after every `how.every` of them an outer step. A step that a guard skipped counts; at one where
-    it halted the state is that of a step before, which had its outer step. Metrics: also what is known of the last outer step."""
+    """The inner step of all replicas, and after every `how.every` of them an outer step. A step that a guard skipped counts; one at
+    which the state halted does not. Metrics: also what is known of the last outer step."""
 
     def update(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Array]]:
         new, metrics = step(state, *args)
         inner = {INNER: new.optimizer[INNER]}
         moving = {name: part for name, part in new.optimizer.items() if name != INNER}
         due = (new.step != state.step) & (new.step % how.every == 0)
-        params, moving = jax.lax.cond(due, lambda *of: outer_step(*of, how), lambda *of: of, new.params, moving)
+        params, moving = jax.lax.cond(due, lambda params, moving: outer_step(params, moving, how), lambda *of: of, new.params, moving)
         return replace(new, params=params, optimizer=inner | moving), metrics | {name: moving[name] for name in (APART, MOVED)}
 
     return update
