@@ -12,6 +12,8 @@ from argosy.train.diloco import AXIS, REPLICAS
 from argosy.train.settings import NextToken
 
 WHERE = "diloco.every={}"
+# Of these mesh axes, one may split a replica.
+WITHIN = ("fsdp", "tensor", "context")
 
 
 def check(run: Any, mesh: Mesh) -> None:
@@ -39,6 +41,10 @@ def check(run: Any, mesh: Mesh) -> None:
     if found := [name for name, is_asked in asked.items() if is_asked]:
         hint = "diloco.every=0 sums gradients over mesh.data in every step"
         raise Unsupported(f"{' and '.join(found)}: not built over replicas yet", where=where, hint=hint)
+    if len(split := [f"mesh.{axis} = {mesh.shape[axis]}" for axis in WITHIN if mesh.shape[axis] > 1]) > 1:
+        # jax 0.10.2: "Check failed" in spmd_partitioner_util.cc, for dense layers as for others.
+        what = f"{' and '.join(split)} within a replica: XLA aborts where it splits a replica over two axes"
+        raise Unsupported(what, where=where, hint="let one of them be 1")
 
 
 def check_model(run: Any, model: Any, steps: int) -> None:

@@ -149,6 +149,9 @@ def test_layers_that_replicas_cannot_have_are_refused(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     with pytest.raises(ArgosyError, match=r"mesh\.stage: not built over replicas yet"):
         assemble.assemble(settings("mesh.stage=2", "model.layers=2", "mesh.fsdp=-1"), Decided("scan", "float32"))
+    two = settings("mesh.fsdp=2", "mesh.tensor=2")
+    with pytest.raises(ArgosyError, match=r"mesh\.fsdp = 2 and mesh\.tensor = 2 within a replica: XLA aborts"):
+        diloco.check(two, two.mesh.build())
     config = config_of("experts")
     run = settings("mesh.expert=2", "mesh.fsdp=-1")
     with pytest.raises(ArgosyError, match=r"mesh\.expert: not built over replicas yet"):

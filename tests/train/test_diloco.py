@@ -48,7 +48,8 @@ def batches(config: Any, steps: int) -> list[dict[str, np.ndarray]]:
                 "tokens": tokens[:, :-1].astype(np.int32),
                 "targets": tokens[:, 1:].astype(np.int32),
                 "segments": live.astype(np.int32),
-                "mask": (live * rng.random((ROWS, LENGTH))).astype(np.float32),
+                # Eighths, so that their sums have no rounding.
+                "mask": (live * rng.integers(1, 9, (ROWS, LENGTH)) / 8).astype(np.float32),
             }
         )
     return out
@@ -161,7 +162,8 @@ def test_replicas_are_runs_of_their_own_between_outer_steps(float64: None, sizes
             assert found[name] == pytest.approx(np.mean([one[name] for one in both]), rel=1e-7 if name == "lr" else 1e-10), name
         assert found["targets"] == pytest.approx(sum(one["targets"] for one in both), rel=1e-6)
     assert told[-1]["lr"] > told[0]["lr"], "the schedule goes on"
-    assert by_hand[0][0]["targets"] < 0.7 * by_hand[0][1]["targets"], "the same number of targets would prove less"
+    targets = [one["targets"] for one in by_hand[0]]
+    assert min(targets) < 0.7 * max(targets), "the same number of targets would prove less"
     # Outer weights stay between outer steps, and replicas come apart.
     first = {a: np.asarray(w) for a, w in made.params.items()}
     near(states[1].params, first, 1e-12)
@@ -176,12 +178,12 @@ def test_replicas_are_runs_of_their_own_between_outer_steps(float64: None, sizes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "experts", "latent attention", "delta nets"])
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "fsdp": 2}], ids=str)
-def test_other_axes_split_the_work_within_a_replica(float64: None, kind: str, sizes: dict[str, int]):
+@pytest.mark.parametrize("axis", ["fsdp", "tensor", "context"])
+def test_another_axis_splits_the_work_within_a_replica(float64: None, kind: str, axis: str):
     """All kinds of layers, with accumulation."""
     made, how = Made(kind, ADAMW, accumulate=2, precision="float64"), DilocoSettings(every=2, lr=0.5, momentum=0.8)
     some = batches(made.model.config, 5)
-    states, told = made.over(sizes, how).run(some)
+    states, told = made.over({"data": 2, axis: 2}, how).run(some)
     outer, by_hand, _ = oracle(made, some, 2, how)
     near(states[-1].params, outer, 1e-9)
     assert told[-1]["loss"] == pytest.approx(np.mean([one["loss"] for one in by_hand[-1]]), rel=1e-10)
