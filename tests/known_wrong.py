@@ -60,7 +60,7 @@ EDITS = [
     ),
     # ---------------------------------------------------------------- replicas
     Edit(
-        "replicas whose gradients, and so whose weights, are summed in every step",
+        "replicas whose weights are averaged in every step",
         "argosy/train/diloco.py",
         "return *jax.tree.map(lambda a: a[None], (new.params, new.optimizer)), metrics",
         "return *jax.tree.map(lambda a: (jax.lax.pmean(a, AXIS) if a.ndim else a)[None], (new.params, new.optimizer)), metrics",
