@@ -41,6 +41,7 @@ CACHE = "tests/infer/test_cache_dtype.py::test_"
 RESUME, RUNS, SURGERY = "tests/jobs/test_resume.py::test_", "tests/jobs/test_train.py::test_", "tests/adapt/test_surgery.py::test_"
 PLAYS = "tests/rl/test_trajectories.py::test_"
 GANGS = "tests/launch/test_gangs.py::test_"
+DILOCO = "tests/train/test_diloco.py::test_"
 EDITS = [
     # ---------------------------------------------------------------- sequences over devices
     Edit(
@@ -56,6 +57,36 @@ EDITS = [
         '(inner := _tail(eq)) is None or ("T" in eq and splits("time"))',
         "(inner := _tail(eq)) is None",
         ("tests/laws/test_devices.py::test_a_context_axis_splits_the_work[dense]",),
+    ),
+    # ---------------------------------------------------------------- replicas
+    Edit(
+        "replicas whose weights are averaged in every step",
+        "argosy/train/diloco.py",
+        "return *jax.tree.map(lambda a: a[None], (new.params, new.optimizer)), metrics",
+        "return *jax.tree.map(lambda a: (jax.lax.pmean(a, AXIS) if a.ndim else a)[None], (new.params, new.optimizer)), metrics",
+        (f"{DILOCO}an_inner_step_sends_a_few_numbers_and_an_outer_step_the_weights_once",),
+    ),
+    Edit(
+        "an outer step with momentum that does not look ahead",
+        "argosy/train/diloco.py",
+        "how.lr * (mean[a] + how.momentum * momentum[a])",
+        "how.lr * momentum[a]",
+        (f"{DILOCO}the_outer_step_is_optax_sgd_with_nesterov_momentum",),
+    ),
+    Edit(
+        "replicas that keep their own weights after an outer step",
+        "argosy/train/diloco.py",
+        "REPLICAS: {a: jnp.broadcast_to(params[a], way.shape) for a, way in ways.items()},",
+        "REPLICAS: moving[REPLICAS],",
+        (f"{DILOCO}replicas_are_runs_of_their_own_between_outer_steps",),
+    ),
+    Edit(
+        "a bad step at which an outer one is left out",
+        "argosy/jobs/assemble.py",
+        "        step = guarded(diloco.alone(step), self.run.guard) if how.every else guarded(step, self.run.guard)\n"
+        "        step = diloco.together(step, how) if how.every else step\n",
+        "        step = guarded(diloco.together(diloco.alone(step), how) if how.every else step, self.run.guard)\n",
+        ("tests/jobs/test_diloco_runs.py::test_a_bad_step_of_one_replica_is_skipped_by_all_and_outer_steps_are_not",),
     ),
     # ---------------------------------------------------------------- several processes
     Edit(

@@ -28,6 +28,7 @@ from argosy.data.across import FIELDS as OF_BOTH
 from argosy.data.batch import Batches
 from argosy.data.sources import RowSource
 from argosy.data.tokenize import Tokenizer
+from argosy.jobs import diloco as replicas
 from argosy.jobs import reference, teacher_cache
 from argosy.jobs.across import Both, is_across
 from argosy.jobs.address import is_endpoint
@@ -51,7 +52,7 @@ from argosy.parallel.place import batch_sharding, like_weights, on_devices, plac
 from argosy.parallel.rules import shardings
 from argosy.parallel.scope import scope
 from argosy.rl.critic import PREFIX, attach
-from argosy.train import projection
+from argosy.train import diloco, projection
 from argosy.train.beside import parted
 from argosy.train.guard import FLAG, begin, guarded
 from argosy.train.guard_settings import GuardSettings
@@ -224,7 +225,9 @@ class Assembly:
             roles=self.graphs,
             once=Once(self.places.params | self.places.rest) if self.run.execution.gather == "once" else None,
         )
-        step = guarded(step, self.run.guard)
+        how = self.run.diloco
+        step = guarded(diloco.alone(step), self.run.guard) if how.every else guarded(step, self.run.guard)
+        step = diloco.together(step, how) if how.every else step
         if self.base:
             moving = replace(self.places, rest={a: p for a, p in self.places.rest.items() if a not in self.base})
             jitted = jax.jit(beside_base(step), donate_argnums=0, out_shardings=(moving, None))
@@ -443,6 +446,7 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         )
     )
     mesh, (source, tokenizer) = parts["mesh"], parts["data"]
+    replicas.check(run, mesh)
     if run.rollout is not None and taught(run.objective):
         from argosy.jobs.lessons import Tutored, lessons_of
 
@@ -482,6 +486,7 @@ def _assembled(
     model = run.model.build(how)
     check_groups(model, mesh.shape["stage"])
     check_kept(model, run.execution.keep)
+    replicas.check_model(run, model, scheduled(run.steps, batches))
     if not (run.init.weights or run.init.state) and (
         drawn := [a for a, v in variables(model).items() if isinstance(v, Choosing)]
     ):
@@ -513,6 +518,8 @@ def _assembled(
     optimizer = run.optimizer.build(rate, meanings_of(model))
     if critic is not None:
         optimizer = scaled(optimizer, PREFIX, critic.rate)
+    if run.diloco.every:
+        optimizer = diloco.around(optimizer, mesh.shape[diloco.AXIS])
     shapes = abstract(model)
     weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, run.mesh.table(), mesh)
 
@@ -525,6 +532,8 @@ def _assembled(
         {a: shapes[a] for a in rest},
     )
     places = like_weights(state, weights, shapes, mesh)
+    if run.diloco.every:
+        places = replace(places, optimizer=diloco.places(state.optimizer, weights, shapes, mesh))
     stated = jax.tree.map(described, state, places)
     if reference.kind_of(run.objective) in ("online", "rollout"):
         beside = frozenset(a for a in shapes if a.startswith(PREFIX)) if critic is not None else frozenset()

@@ -200,6 +200,9 @@ def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenize
         if "base" in meta:
             what = f"{run.init.state} trained adapters, and init.state does not take the state of those"
             raise BadInput(what, where="set by init.state", hint=f"init.weights={run.init.state} takes its weights")
+        if meta["settings"].get("diloco", {}).get("every"):
+            what = f"{run.init.state} trained replicas (diloco.every), and init.state does not take the state of those"
+            raise BadInput(what, where="set by init.state", hint=f"init.weights={run.init.state} takes its outer weights")
         _check_same(run.model, config_of(meta["model"]), run.init.state)
         theirs = tokenizer_of(open_model(path, say)) if tokenizer is not None else None
         if tokenizer is not None and theirs is not None and theirs.fingerprint != tokenizer.fingerprint:

@@ -15,6 +15,7 @@ from argosy.parallel.mesh import MeshSettings
 from argosy.rl.environment_settings import ENVIRONMENTS
 from argosy.rl.policies import Rollout
 from argosy.rl.settings import Reward
+from argosy.train.diloco_settings import DilocoSettings
 from argosy.train.guard_settings import GuardSettings
 from argosy.train.optim import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES
@@ -76,9 +77,9 @@ class Execution(Settings):
     attention_out: after it; ffn: the wide products of feed-forward layers (gate and up); experts: those of experts. It is an error if
     no layer of the model has one of them."""
     gather: Annotated[Literal["each", "once"], MayChange()] = "each"
-    """When weights that FSDP splits are gathered in a step of several parts (`accumulate`). each: by each layer in each part; once: before
-    the first part, and they stay whole on every device through all parts. That saves all gathers but the first, and takes the
-    memory of all weights."""
+    """When weights that FSDP splits are gathered in a step of several parts (`accumulate`). each: by each layer in each part; once:
+    before the first part, and they stay whole on every device through all parts. That saves all gathers but the first, and takes
+    the memory of all weights."""
     attention: Annotated[str | None, Also("attn_implementation", "attn_impl", "attention_kernel")] = None
     """Implementation of attention: `reference`, `blocked` (CPUs), `splash` (TPUs) or `cudnn` (NVIDIA GPUs, bfloat16). None: the best
     known for the device, docs/reference/kernels.md. It is an error if the implementation cannot do what the model needs."""
@@ -261,6 +262,8 @@ class Run(Settings):
     """How the layers run."""
     mesh: Annotated[MeshSettings, MayChange()] = MeshSettings()
     """How devices share the work."""
+    diloco: DilocoSettings = DilocoSettings()
+    """Replicas of the weights that train alone between outer steps."""
     init: Init = Init()
     """Weights at the start."""
     checkpoint: Annotated[CheckpointSettings, MayChange()] = CheckpointSettings()

@@ -274,6 +274,7 @@ class Training:
         """The state of a checkpoint, on this run's devices. frozen: the weights of a base, where they are there already; without them
         they are read."""
         from argosy.checkpoint.store import STATE, WEIGHTS, load_data, load_item, load_weights
+        from argosy.jobs.diloco import check_replicas
 
         folder, meta = self.directory.checkpoints.path(step), self.directory.checkpoints.meta(step)
         if frozen is None and self.assembly.base:
@@ -281,6 +282,7 @@ class Training:
 
             self.base = dict(meta["base"])
             frozen = base_of(self.assembly, self.base, self.view.say)
+        check_replicas(self.settings, self.assembly.mesh, folder)
         frozen = dict(frozen or {})
         self.assembly.batches.restore(meta["data"], load_data(folder))
         weights, state = self.assembly.state_places()
@@ -452,7 +454,7 @@ class Training:
 
     def header(self) -> dict[str, Any]:
         """What the run is about to do, for its header."""
-        from argosy.jobs import grid, stages
+        from argosy.jobs import diloco, grid, stages
         from argosy.observe.environment import versions
 
         a, settings = self.assembly, self.settings
@@ -477,6 +479,7 @@ class Training:
             "layers": a.decided.layers,
             **grid.told(a.mesh, a.shapes.params | a.shapes.rest),
             **stages.told(a.model.layers.run),
+            **diloco.told(settings, a.mesh),
             "weights": self.weights(),
             "tokenizer": self.tokenizer(),
             "corpus": a.batches.summary(settings.steps).text,

@@ -31,9 +31,10 @@ class Once:
 
     def place(self, address: str) -> NamedSharding:
         own = self.places[address]
-        rows = set(row_axes(own.mesh)) - {"expert"}
+        mesh: Any = own.mesh
+        rows = set(row_axes(mesh)) - {"expert"}
         kept = (tuple(axis for axis in _axes(entry) if axis not in rows) for entry in own.spec)
-        return NamedSharding(own.mesh, PartitionSpec(*(axes or None for axes in kept)))
+        return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in kept)))
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

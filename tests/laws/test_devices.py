@@ -243,6 +243,14 @@ def test_stages_change_no_number(name, sizes, how):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_weights_gathered_once_over_stages_change_no_number(name):
+    config = changed(name, layers=4)
+    one, staged = updated(config, Scan(), None, accumulate=2), updated(config, Pipeline(2, 2), THREE, accumulate=2, gather="once")
+    same(one, staged)
+
+
+@pytest.mark.slow
 def test_stages_count_experts_as_one_device_does():
     """Loads are sums over microbatches, aux losses and dropped tokens are of each row: all as without stages, by layer."""
     config = changed("experts", layers=4)
