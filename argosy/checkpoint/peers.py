@@ -52,6 +52,8 @@ class Listener:
 
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
+            # Many peers come at the same moment; those that find no place would try again after a second.
+            request_queue_size = 128
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:

@@ -182,7 +182,8 @@ def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any)
     """Where each array goes.
 
     Raises:
-        BadInput: the sharding is no prefix of the value, names an axis that the mesh lacks, or does not divide an array.
+        BadInput: the sharding is no prefix of the value, names an axis that the mesh lacks, or does not divide an array; or jax would
+            hold fewer digits.
     """
     def is_spec(one: Any) -> bool:
         return one is None or isinstance(one, PartitionSpec)
@@ -200,6 +201,9 @@ def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any)
         raise BadInput(f"sharding= does not fit what is moved: {said}", hint="a PartitionSpec, or a tree of them") from None
     out = []
     for leaf, spec in zip(leaves, specs):
+        if (narrow := jax.dtypes.canonicalize_dtype(jax.numpy.dtype(leaf.dtype))) != jax.numpy.dtype(leaf.dtype):
+            what = f"{leaf.path} is {leaf.dtype}, which would become {narrow} in a jax array"
+            raise BadInput(what, hint="make it that before, or set JAX_ENABLE_X64=1 in the group's environment")
         if not is_spec(spec):
             raise BadInput(f"sharding= has a {type(spec).__name__} for {leaf.path}", hint="a PartitionSpec, or a tree of them")
         try:

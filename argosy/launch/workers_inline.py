@@ -115,7 +115,7 @@ class Inline:
         _, leaves = described(source, several=False)
         skeleton, _, arrays = apart(source, "the result", "")
         places = placements(skeleton, leaves, self.mesh, pickle.loads(pickle.dumps(sharding)))
-        moved = [jax.device_put(one, place, may_alias=False) for one, place in zip(arrays, places)]
+        moved = [jax.device_put(_apart_from(one, self.mesh), place) for one, place in zip(arrays, places)]
         self.objects[number] = jax.block_until_ready(together(skeleton, moved))
         return sum(_bytes_of(one) for one in moved)
 
@@ -129,6 +129,12 @@ class Inline:
     def free(self, numbers: Sequence[int]) -> None:
         for one in numbers:
             self.objects.pop(one, None)
+
+
+def _apart_from(array: Any, mesh: jax.sharding.Mesh) -> Any:
+    """A copy, where the array is on devices of the mesh: `device_put` may keep its buffers, which a call that donates the original
+    deletes."""
+    return jax.numpy.copy(array) if isinstance(array, jax.Array) and array.devices() & set(mesh.devices.flat) else array
 
 
 def _bytes_of(array: jax.Array) -> int:
