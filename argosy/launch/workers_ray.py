@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -132,21 +133,24 @@ class RayWorkers:
         gpus = group.devices if group.gpus else 0
         settings = Ray(processes=group.processes, cpus=group.cpus, gpus=gpus, wait=self.wait)
         actors, _ = self._placed[name] = engine.placed(settings, Keeper)
-        passed_on = {name: value for name, value in os.environ.items() if name.startswith(engine.PASSED_ON)}
+        # Ray pickles what it passes on; the modules of functions are the workers' to import.
+        plain = replace(group, start=None, mesh=dict(group.mesh), environment=dict(group.environment))
+        passed_on = {key: value for key, value in os.environ.items() if key.startswith(engine.PASSED_ON)}
         try:
             hosts = engine.ray().get([actor.address.remote() for actor in actors])
             host, port = hosts[0]
             coordinator = f"127.0.0.1:{port}" if self._alone else with_port(f"{host}:{port}")
             starts = [
                 actor.start.remote(
-                    name, group, rank, coordinator, "127.0.0.1" if self._alone else hosts[rank][0], passed_on, os.getcwd(), sys.path
+                    name, plain, rank, coordinator, "127.0.0.1" if self._alone else hosts[rank][0], passed_on, os.getcwd(), sys.path
                 )
                 for rank, actor in enumerate(actors)
             ]
             pids = engine.ray().get(starts)
         except Exception as error:
             self._give_back(name)
-            said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            # The last line of a traceback.
+            said = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
             raise ArgosyError(f"Ray could not start the group `{name}`: {said}") from None
         return [Remote(actor, member, pid) for actor, member, pid in zip(actors, members, pids)]
 
