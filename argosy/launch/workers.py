@@ -81,7 +81,7 @@ def open_workers(
         engine: `local`, `ray` or `inline`.
         logs: folder for what each process prints, a file `GROUP-RANK.log` each; None: it is printed on stderr, with its origin.
         address: of the Ray cluster; None: RAY_ADDRESS, or a Ray of its own on this machine.
-        wait: seconds to wait for room on the Ray cluster.
+        wait: seconds to wait for room on the Ray cluster, where there is one.
 
     Raises:
         BadInput: a group cannot be. Unsupported: what an engine needs is not installed.
@@ -93,6 +93,10 @@ def open_workers(
         raise BadInput("there are no groups")
     for name, group in groups.items():
         group.check(name)
+    given = {"address": (address, engine == "ray"), "logs": (logs, engine != "inline")}
+    for name, (value, takes) in given.items():
+        if value is not None and not takes:
+            raise BadInput(f"engine={engine} takes no {name}=")
     if logs is not None:
         check_logs(Path(logs))
     with ExitStack() as stack:

@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 from launch import worker_functions as functions
 
 from argosy.core.errors import BadInput, UnknownName, Unsupported
+from argosy.launch.worker_gang import Gang
 from argosy.launch.workers import Group, Ref, WorkerError, WorkerLost, Workers, here, open_workers
+from argosy.launch.workers_inline import Inline
 
 HERE = "launch.worker_functions"
 GROUPS = {
@@ -117,7 +119,15 @@ def test_any_sharding_to_any_other(workers: Workers, seed: int):
         same(moved.value(), functions.numbers(shape, dtype, seed))
 
 
-def test_a_later_call_may_reuse_the_memory_of_what_is_moved(workers: Workers):
+def test_a_later_call_may_reuse_the_memory_of_what_is_moved(workers: Workers, monkeypatch: pytest.MonkeyPatch):
+    """Also where the move has not begun when it is asked for."""
+    for kind in (Gang, Inline):
+
+        def slowly(self: Any, *arguments: Any, pull: Any = kind.pull) -> int:
+            time.sleep(0.3)
+            return pull(self, *arguments)
+
+        monkeypatch.setattr(kind, "pull", slowly)
     state = workers["pair"].run(functions.spread, (512, 1024), ("x",))
     moved = workers.move(state, to="one")
     new = workers["pair"].run(functions.donated, state)
@@ -210,6 +220,13 @@ def test_what_a_function_raises_comes_with_its_traceback(workers: Workers):
     assert workers["pair"].run(functions.rank).values()[0] == 0
 
 
+def test_an_error_that_nobody_waits_for_is_said(workers: Workers, capsys: pytest.CaptureFixture[str]):
+    workers["one"].run(functions.fails)
+    assert workers["one"].run(functions.rank).value() == 0
+    said = capsys.readouterr().err
+    assert "launch.worker_functions:fails failed in the group `one`, and nothing waits for it: error: ValueError: no" in said
+
+
 def test_processes_that_differ(local: Workers):
     ranks = local["pair"].run(functions.rank)
     assert ranks.values() == [0, 1]
@@ -279,6 +296,10 @@ def test_groups_that_cannot_be(groups: dict[str, Group], engine: str, message: s
 
 
 def test_inline_refuses_what_needs_processes():
+    with pytest.raises(BadInput, match="engine=inline takes no logs="), open_workers({"a": Group()}, engine="inline", logs="x"):
+        pass
+    with pytest.raises(BadInput, match="engine=local takes no address="), open_workers({"a": Group()}, address="auto"):
+        pass
     for group in (Group(stuck=3), Group(restarts=1), Group(environment={"A": "b"})):
         with pytest.raises(Unsupported, match="engine=inline has no"), open_workers({"a": group}, engine="inline"):
             pass

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from launch import worker_functions as functions
 from launch.test_workers import GROUPS, expected, is_alive, same
@@ -28,13 +29,16 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch):
     assert "argosy[ray]" in str(caught.value)
     monkeypatch.setitem(sys.modules, "pathwaysutils", None)
     assert not workers_inline.pathways()
-    program = "from argosy.launch.workers import Group, open_workers\nopen_workers({'a': Group()}, engine='inline').__enter__()"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.modules['pathwaysutils'] = None\n{program}"],
-        env=os.environ | {"JAX_PLATFORMS": "proxy"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert "JAX_PLATFORMS=proxy needs pathwaysutils, which is not installed" in done.stderr
-    assert "argosy[pathways]" in done.stderr
+    # The devices are there already: this asks for none.
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", "proxy")
+    try:
+        message = "JAX_PLATFORMS=proxy needs pathwaysutils, which is not installed"
+        with pytest.raises(Unsupported, match=message) as caught, open_workers({"a": Group()}, engine="inline"):
+            pass
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert "argosy[pathways]" in str(caught.value)
 
 
 @needs_ray

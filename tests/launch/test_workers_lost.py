@@ -19,6 +19,7 @@ from argosy.launch.workers import Group, WorkerError, WorkerLost, open_workers
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_last_words_exit_code_and_restarts_by_itself(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     with open_workers({"one": Group(restarts=1, start=(functions.start, 3), environment={"A": "b"})}, logs=tmp_path) as workers:
         assert workers["one"].run(os.getenv, "A").value() == "b"
