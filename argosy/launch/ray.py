@@ -184,8 +184,8 @@ class RayGang(Gang):
             ray().util.remove_placement_group(self._group)
 
 
-def placed(settings: Ray) -> tuple[list[Any], Any]:
-    """An actor for each process, in the order of ranks, and their placement group.
+def placed(settings: Ray, kind: type = Host) -> tuple[list[Any], Any]:
+    """An actor of this kind for each process, in the order of ranks, and their placement group.
 
     Raises:
         ArgosyError: the cluster has no room for all of them in time.
@@ -202,7 +202,7 @@ def placed(settings: Ray) -> tuple[list[Any], Any]:
         what = f"Ray has no room for {settings.processes} processes with {need} each after {settings.wait:.0f} s"
         has = {name: count for name, count in ray().cluster_resources().items() if name in ("CPU", "GPU")}
         raise ArgosyError(what, where=f"the cluster has {has}", hint="ask for less, or wait=SECONDS for longer") from None
-    made, strategies = ray().remote(Host), import_module("ray.util.scheduling_strategies")
+    made, strategies = ray().remote(kind), import_module("ray.util.scheduling_strategies")
     actors = [
         made.options(
             num_cpus=settings.cpus, num_gpus=settings.gpus, max_concurrency=4, max_restarts=0,
