@@ -19,6 +19,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +181,10 @@ class Checkpoints(Saving):
             self.retire(step)
         except BaseException as failure:
             self._failure = failure
-            # It takes space that the next save may need.
-            if not self._is_committed(str(step)):
-                self.store.remove(str(step))
+            # It takes space that the next save may need. Where it cannot be removed either, it stays, without a manifest.
+            with suppress(ArgosyError):
+                if not self._is_committed(str(step)):
+                    self.store.remove(str(step))
 
     def _sweep(self) -> None:
         """Removes what a kill left: Orbax's temporary folders, and checkpoints that were being removed."""
