@@ -60,6 +60,8 @@ class Damaged(ArgosyError):
 
 # Set by whoever starts failed processes again; the exit code by which they are told not to (EX_DATAERR).
 SUPERVISED, FINAL = "ARGOSY_SUPERVISED", 65
+# How often this process was started before.
+ATTEMPT = "ARGOSY_ATTEMPT"
 
 
 class Final(ArgosyError):
@@ -75,7 +77,14 @@ class Unsupported(ArgosyError):
 
 
 class Busy(ArgosyError):
-    """Another process holds a file or directory that this one needs."""
+    """Another process holds a file or directory that this one needs.
+
+    Those that were started again keep trying: the process that holds it may be one of their own, which is about to end.
+    """
+
+    @property
+    def exit_code(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return FINAL if os.environ.get(SUPERVISED) and os.environ.get(ATTEMPT, "0") == "0" else 1
 
 
 class Elsewhere(ArgosyError):

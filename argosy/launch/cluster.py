@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from argosy.core import signals
-from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.errors import FINAL, ArgosyError, BadInput
 
 # A process that cannot be reached for this long counts as dead, and the others end (6 to 10 s after it was last heard).
 HEARTBEAT_S = 10
@@ -228,7 +228,7 @@ def _leave_at_once() -> None:
     """Runs before jax's own exit function, in which a process that failed would wait for the others, who wait for it in a step."""
     from argosy.parallel import processes
 
-    if signals.ended_with() in (1, 2, LOST) and not processes.failed_together():
+    if signals.ended_with() in (1, 2, FINAL, LOST) and not processes.failed_together():
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
