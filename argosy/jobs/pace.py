@@ -25,7 +25,7 @@ from argosy.train.straggler_settings import StragglerSettings
 # The most of the time that goes into timing devices.
 SHARE = 0.003
 # The thread sleeps this long, and was stopped where it slept this much longer.
-TICK_S, LATE_S = 0.02, 0.02
+TICK_S, LATE_S = 0.05, 0.02
 # Seconds between two messages of a process; of many processes each says less, so that the leader hears 500 a second.
 SAY_S, MOST_A_SECOND = 0.5, 500
 CLOSE_S = 2.0

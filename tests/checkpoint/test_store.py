@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from argosy.checkpoint import manifest, objects, store
+from argosy.checkpoint.saving import root_of
 from argosy.checkpoint.store import STATE, Checkpoints, CheckpointSettings, load_item, load_weights, read_meta
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.storage import Store
@@ -368,3 +369,12 @@ def test_a_step_that_cannot_be_reached_is_not_set_aside(
     assert not isinstance(told.value, Damaged)
     assert Store(str(copy)).exists(newest) if where == "folder" else remote.exists(newest)
     assert Checkpoints(place, CheckpointSettings()).latest_good() == int(newest[0])
+
+
+def test_the_reason_of_a_failed_save_is_the_systems():
+    """TensorStore says it after paths and before its settings."""
+    told = f"RESOURCE_EXHAUSTED: Error writing {'a/b ' * 90}: No space left on device [os_error_code='28'] [tensorstore_spec='{{}}']"
+    outer = RuntimeError("outer")
+    outer.__cause__ = ValueError(told)
+    assert root_of(outer) == "[Errno 28] No space left on device"
+    assert root_of(ValueError("first\nsecond")) == "first"
