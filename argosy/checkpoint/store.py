@@ -151,8 +151,6 @@ class Checkpoints(Saving):
         self.settle(step)
         if self._is_committed(str(step)):
             return
-        # What a kill left between the files and their manifest.
-        self.store.remove(str(step))
         arrays = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
         _start_copies(arrays)
         on_host = {item: _off_device(own) for item, own in arrays.items()}
@@ -171,6 +169,8 @@ class Checkpoints(Saving):
     def _write(self, step: int, arrays: dict[str, Arrays], meta: str) -> None:
         try:
             self._sweep()
+            # What a kill left between the files and their manifest.
+            self.store.remove(str(step))
             if self.store.is_local:
                 self.store.local_path().mkdir(parents=True, exist_ok=True)
                 _write_step(self.path(step), arrays, meta)
