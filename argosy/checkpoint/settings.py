@@ -52,6 +52,8 @@ class CheckpointSettings(Settings):
             raise ValueError("local_every and local_copies need checkpoint.local=FOLDER")
         if self.local is not None and "://" in self.local:
             raise ValueError("local is a folder on each host; dir= may be an object store")
+        if self.local_every is not None and self.local_every >= self.every:
+            raise ValueError(f"local_every = {self.local_every} is no shorter than every = {self.every}: none would be local")
         return self
 
     @property

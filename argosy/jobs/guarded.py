@@ -101,7 +101,7 @@ class Guarded:
         """Tells of a step that was skipped."""
         number, _ = self.batches.of_step(bad.step)
         self._write(bad, "skip", batch=number)
-        self.view.say(f"step {bad.step} is skipped: {bad.what} (grad_norm {bad.numbers['grad_norm']:.4g}, batch {number})")
+        self.view.say(f"step {bad.step} is skipped: {bad.what} ({bad.other}, batch {number})")
 
     def after(self, bad: Bad) -> Any:
         """The state to go on with after a step at which all halted.
@@ -161,7 +161,7 @@ class Guarded:
         self.batches.leave_out(first, last)
         self._write(bad, "rollback", batch=number, restored=good, first=first, last=last)
         self.view.say(
-            f"{bad.what} at step {bad.step} (grad_norm {bad.numbers['grad_norm']:.4g}, batch {number}): going back to step {good}, "
+            f"{bad.what} at step {bad.step} ({bad.other}, batch {number}): going back to step {good}, "
             f"without the batches {first} to {last}"
         )
         self.saver.newest.clear()

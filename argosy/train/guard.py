@@ -122,6 +122,12 @@ class Bad:
         name = next(n for n in ("loss", "grad_norm") if not np.isfinite(self.numbers[n]))
         return f"{name} is {self.numbers[name]}"
 
+    @property
+    def other(self) -> str:
+        """The number that `what` does not name: "grad_norm 3.1"."""
+        name = "loss" if self.what.startswith("grad_norm") else "grad_norm"
+        return f"{name} {self.numbers[name]:.4g}"
+
 
 class Halted(Exception):
     """The state halted at a bad step. Caught by whoever runs the loop."""

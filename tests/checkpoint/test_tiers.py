@@ -146,6 +146,8 @@ def test_settings_that_do_nothing_are_refused():
     assert CheckpointSettings(local="/x").between == 10
     assert CheckpointSettings(local="/x", every=5).between == 1
     assert CheckpointSettings(local="/x", local_every=7).between == 7
+    with pytest.raises(ValueError, match="local_every = 50 is no shorter than every = 50"):
+        CheckpointSettings(local="/x", local_every=50, every=50)
 
 
 def test_copies_need_hosts(tmp_path: Path):

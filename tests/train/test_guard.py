@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from argosy.train.guard import GOOD, HALTED, NONFINITE, SPIKE, begin, guarded, limit, unhalted
+from argosy.train.guard import GOOD, HALTED, NONFINITE, SPIKE, Bad, begin, guarded, limit, unhalted
 from argosy.train.guard_settings import GuardSettings
 from argosy.train.state import TrainState
 
@@ -111,3 +111,11 @@ def test_losses_of_exactly_zero_have_a_deviation_of_a_millionth():
 def test_words_that_are_none():
     with pytest.raises(ValidationError):
         GuardSettings(nonfinite="ignore")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_bad_step_is_told_with_the_number_that_is_not_named():
+    of_norm = Bad(5, NONFINITE, {"loss": 3.125, "grad_norm": NAN})
+    assert (of_norm.what, of_norm.other) == ("grad_norm is nan", "loss 3.125")
+    of_loss = Bad(5, NONFINITE, {"loss": INF, "grad_norm": NAN})
+    assert (of_loss.what, of_loss.other) == ("loss is inf", "grad_norm nan")
+    assert Bad(5, SPIKE, {"loss": 9.1, "grad_norm": 2.0}).other == "grad_norm 2"
