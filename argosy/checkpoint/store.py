@@ -250,7 +250,7 @@ def _write_step(folder: Path, arrays: dict[str, Arrays], meta: str) -> None:
 
 def save_arrays(folder: Path, items: dict[str, Arrays]) -> None:
     """Writes the arrays of a step. Without a manifest it is not a checkpoint yet."""
-    # Where Orbax can make no folder, it leaves threads that wait 10 minutes for one, and so would the end of the process.
+    # Where Orbax can make no folder, it leaves threads that wait for one for minutes, and the end of the process waits for them.
     if folder.parent.is_dir():
         probe = folder.with_name(f".{folder.name}.probe")
         probe.mkdir(exist_ok=True)

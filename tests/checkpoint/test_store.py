@@ -378,3 +378,15 @@ def test_the_reason_of_a_failed_save_is_the_systems():
     outer.__cause__ = ValueError(told)
     assert root_of(outer) == "[Errno 28] No space left on device"
     assert root_of(ValueError("first\nsecond")) == "first"
+
+
+def test_where_no_folder_can_be_made_orbax_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It would leave threads that wait for the folder."""
+
+    def refused(self: Path, *_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(store, "_orbax", lambda: pytest.fail("Orbax was asked"))
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(OSError, match="Read-only"):
+        store.save_arrays(tmp_path / "2", {"weights": {}})
