@@ -33,6 +33,7 @@ from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.explain import annotated
 from argosy.core.settings import Reading, Settings, dump, flatten, yaml_layer, yaml_text_layer
 from argosy.core.storage import LOCK, ReadOnly, Store
+from argosy.observe.backlog import Backlog
 from argosy.observe.life import FOLDER as LIFE
 
 if TYPE_CHECKING:
@@ -338,8 +339,12 @@ class RunDirectory:
         with self.store.open(name) as file:
             return complete.read_bytes().startswith(file.read())
 
+    @cached_property
+    def log_lines(self) -> Backlog:
+        return Backlog(self.store, LOG, self.warn)
+
     def log(self, line: str) -> None:
-        self.store.append_line(LOG, line)
+        self.log_lines.append(line)
 
 
 def is_run(path: str | Path) -> bool:

@@ -1,5 +1,7 @@
 """A save that runs in a thread beside training: one at a time, and a failure is reported by the next one or by `wait`."""
 
+import os
+import re
 import threading
 from collections.abc import Callable
 
@@ -59,7 +61,9 @@ class Saving:
 
 
 def root_of(failure: BaseException) -> str:
-    """The first line of the innermost cause."""
+    """The first line of the innermost cause. TensorStore tells the system's reason after hundreds of characters: then that alone."""
     while failure.__cause__ is not None:
         failure = failure.__cause__
+    if reason := re.search(r"os_error_code='(\d+)'", str(failure)):
+        return f"[Errno {reason[1]}] {os.strerror(int(reason[1]))}"
     return (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]

@@ -19,6 +19,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,6 @@ class Checkpoints(Saving):
         self.settle(step)
         if self._is_committed(str(step)):
             return
-        # What a kill left between the files and their manifest.
-        self.store.remove(str(step))
         arrays = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
         _start_copies(arrays)
         on_host = {item: _off_device(own) for item, own in arrays.items()}
@@ -170,6 +169,8 @@ class Checkpoints(Saving):
     def _write(self, step: int, arrays: dict[str, Arrays], meta: str) -> None:
         try:
             self._sweep()
+            # What a kill left between the files and their manifest.
+            self.store.remove(str(step))
             if self.store.is_local:
                 self.store.local_path().mkdir(parents=True, exist_ok=True)
                 _write_step(self.path(step), arrays, meta)
@@ -180,9 +181,10 @@ class Checkpoints(Saving):
             self.retire(step)
         except BaseException as failure:
             self._failure = failure
-            # It takes space that the next save may need.
-            if not self._is_committed(str(step)):
-                self.store.remove(str(step))
+            # It takes space that the next save may need. Where it cannot be removed either, it stays, without a manifest.
+            with suppress(ArgosyError):
+                if not self._is_committed(str(step)):
+                    self.store.remove(str(step))
 
     def _sweep(self) -> None:
         """Removes what a kill left: Orbax's temporary folders, and checkpoints that were being removed."""
@@ -248,6 +250,11 @@ def _write_step(folder: Path, arrays: dict[str, Arrays], meta: str) -> None:
 
 def save_arrays(folder: Path, items: dict[str, Arrays]) -> None:
     """Writes the arrays of a step. Without a manifest it is not a checkpoint yet."""
+    # Where Orbax can make no folder, it leaves threads that wait for one for minutes, and the end of the process waits for them.
+    if folder.parent.is_dir():
+        probe = folder.with_name(f".{folder.name}.probe")
+        probe.mkdir(exist_ok=True)
+        probe.rmdir()
     _orbax().save_checkpointables(folder.absolute(), items)
 
 

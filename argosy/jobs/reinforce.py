@@ -321,7 +321,7 @@ class AnswersEvaluation:
 
 def keeper(store: Any, view: View) -> Callable[[Sequence[Told]], None]:
     """Writes some answers of each rollout into the run directory, a line each, and shows the best of those now and then."""
-    lines = Metrics(store, ANSWERS)
+    lines = Metrics(store, ANSWERS, view.say)
 
     def keep(told: Sequence[Told]) -> None:
         for one in told[:KEPT]:

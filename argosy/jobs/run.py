@@ -20,6 +20,7 @@ from argosy.train.guard_settings import GuardSettings
 from argosy.train.optim import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES
 from argosy.train.settings import OBJECTIVES
+from argosy.train.straggler_settings import StragglerSettings
 
 for _name, _settings in {
     "ppo": "PPO", "grpo": "GRPO", "dr_grpo": "DrGRPO", "dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO", "rloo": "RLOO",
@@ -272,6 +273,8 @@ class Run(Settings):
     """When to evaluate."""
     guard: Annotated[GuardSettings, MayChange()] = GuardSettings()
     """What happens when numbers go wrong."""
+    stragglers: Annotated[StragglerSettings, MayChange()] = StragglerSettings()
+    """How the processes of a run are compared, to name the slow one."""
     log: Annotated[Log, MayChange()] = Log()
     """When to write numbers."""
     sample: Annotated[Sample, MayChange()] = Sample()

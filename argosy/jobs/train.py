@@ -339,10 +339,11 @@ class Training:
         from argosy.jobs.guarded import Guarded
         from argosy.jobs.hooks import Between, Evaluation, Every, Sampling, Saver
         from argosy.jobs.memory import compiled_need
+        from argosy.jobs.pace import paced
         from argosy.jobs.several import watched
         from argosy.train.loop import Meter, fit
 
-        a, settings, metrics = self.assembly, self.settings, Metrics(self.directory.store)
+        a, settings, metrics = self.assembly, self.settings, Metrics(self.directory.store, say=self.view.say)
         last: dict[str, float] = {}
         began = int(state.step)
 
@@ -369,7 +370,8 @@ class Training:
             saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base, life.saved)
             guard = Guarded(self, saver, metrics, life.went_back)
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace, guard.watch)
-            with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch:
+            comparing: Any = settings.stragglers, self.clock, lambda: life.step or 0, self.view.say, metrics.write
+            with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch, paced(*comparing) as measured:
                 hooks: list[Any] = []
                 if settings.rollout is not None:
                     hooks += self.begin_rollouts(saver, metrics, watch.between)
@@ -392,7 +394,7 @@ class Training:
 
                 more: Any = {"place": a.place, "meter": meter, "interrupted": stop}
                 loop = lambda state, batches, update: fit(state, batches, update, settings.steps, hooks, **more)  # noqa: E731
-                state = guard.fit(state, a.with_frozen(update), loop, watch.patiently)
+                state = guard.fit(state, measured(a.with_frozen(update)), loop, watch.patiently)
                 with self.clock("checkpoint"):
                     self.directory.checkpoints.wait()
         finally:
@@ -406,6 +408,8 @@ class Training:
         metrics.write({"step": step, "seconds": self.clock.shares()})
         outcome = Outcome(self.directory.place, step, settings.steps, signaled.code, last, self.clock.shares(), saved)
         self.view.end(ending(outcome))
+        metrics.close()
+        self.directory.log_lines.close()
         return outcome
 
     def evaluate_first(self, hooks: Sequence[Any], state: Any) -> None:

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from argosy.core import signals
 from argosy.core.errors import FINAL, ArgosyError, BadInput
 
-# A process that cannot be reached for this long counts as dead, and the others end (6 to 10 s after it was last heard).
-HEARTBEAT_S = 10
+# A process that cannot be reached for this long counts as dead, and the others end, within 10 s where it is cut off.
+HEARTBEAT_S = 8
 # How long processes wait for each other at the start, and at a good end.
 JOIN_S, LEAVE_S = 300, 20
 # After how long a process says that it waits.

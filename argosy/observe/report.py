@@ -18,6 +18,7 @@ from argosy.observe.life import DOWN, LOST, WAITING, Account
 from argosy.observe.metrics import by_step, conversation
 from argosy.observe.page import page
 from argosy.observe.readable import change, counted, decimals, flops, harmless, lasted, sized
+from argosy.observe.stragglers import stragglers
 from argosy.observe.svg import Series, bar, chart
 
 # In the order of their colors.
@@ -84,8 +85,8 @@ class Record:
 def render(record: Record) -> str:
     """The report as an HTML page."""
     parts: list[Callable[[Record], str]] = [
-        _head, _samples, _rewards, _answers, _preferences, _losses, _bad, _evaluations, _speed, _optimizer, _experts, _time,
-        _checkpoints, _settings, _environment, _command,
+        _head, _samples, _rewards, _answers, _preferences, _losses, _bad, _evaluations, _speed, _slow, _optimizer, _experts,
+        _time, _checkpoints, _settings, _environment, _command,
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
     made = f" on {_text(record.made)}" if record.made else ""
@@ -240,6 +241,12 @@ def _bad(record: Record) -> str:
         return ""
     rows = [tuple(map(_text, row(one))) for one in found]
     return _section("Bad steps", f"<p>{_text(told(found))}</p>" + _table(("step", "batch", "found", "then"), rows, numeric=0))
+
+
+def _slow(record: Record) -> str:
+    """The processes that the others waited for."""
+    rows = [tuple(map(_text, one)) for one in stragglers(record.lines)]
+    return _section("Slow processes", _table(("steps", "process", "what"), rows, numeric=0)) if rows else ""
 
 
 def _rewards(record: Record) -> str:

@@ -205,6 +205,31 @@ class Stopping:
             return
 
 
+class Board:
+    """What each process said last, which the leader reads, and what the leader said last, which all read. Nobody waits for another, so
+    a thread may use it, whether the others still live or not."""
+
+    def __init__(self, name: str):
+        self._key = _next(name)
+
+    def say(self, value: Any) -> None:
+        """JSON; it replaces what this process said before."""
+        _set(f"{self._key}/{rank()}", json.dumps(value))
+
+    def all(self) -> dict[int, Any]:
+        """By rank, of those that said something."""
+        try:
+            found = _client().key_value_dir_get(f"{self._key}/")
+        except jax.errors.JaxRuntimeError:
+            return {}
+        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
+
+    def leaders(self) -> Any:
+        """None, where it said nothing yet."""
+        found = _look_for(f"{self._key}/0")
+        return None if found is None else json.loads(found)
+
+
 # ---------------------------------------------------------------- the coordination service
 
 
