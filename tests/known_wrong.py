@@ -287,10 +287,17 @@ EDITS = [
     ),
     # ---------------------------------------------------------------- preferences
     Edit(
+        "weights gathered again for each part",
+        "argosy/train/step.py",
+        "params=once.whole(state.params)",
+        "params=state.params",
+        ("tests/jobs/test_gather.py::test_each_weight_is_gathered_once_a_step",),
+    ),
+    Edit(
         "KTO's divergence that of each part of a batch",
         "argosy/train/step.py",
-        "gradients(state, frozen or {}, part | known, key)",
-        "gradients(state, frozen or {}, part, key)",
+        "gradients(held, frozen or {}, part | known, key)",
+        "gradients(held, frozen or {}, part, key)",
         ("tests/train/test_preference_losses.py::test_accumulation_and_order_change_no_loss_and_no_gradient",),
     ),
     Edit(
