@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,6 +29,7 @@ from argosy.core.errors import FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
 from argosy.core.signals import Stop, asked_to_stop
 from argosy.launch.cluster import LOST, PARENT, STACKS, STUCK
+from argosy.launch.logs import Log, show
 from argosy.launch.settings import Local
 from argosy.observe.stacks import folded
 
@@ -105,14 +105,14 @@ class Gang:
     def _read(self, member: Member) -> None:
         stream, logs = member.process.stdout, self.settings.logs
         assert stream is not None
-        log = Path(logs, f"rank-{member.rank}.log") if logs is not None else Path(os.devnull)
-        with stream, log.open("ab", buffering=0) as file:
+        log = Log(Path(logs, f"rank-{member.rank}.log")) if logs is not None else None
+        with stream:
             for line in stream:
                 member.printed.append(line.decode("utf-8", "replace").rstrip("\n"))
-                file.write(line)
+                if log is not None:
+                    log.write(line)
                 if member.rank == 0:
-                    sys.stderr.buffer.write(line)
-                    sys.stderr.flush()
+                    show(line)
 
     def _stacks_of(self, rank: int) -> Path:
         return self.folder / f"stacks-{rank}"

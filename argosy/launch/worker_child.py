@@ -137,8 +137,8 @@ class Worker:
         from argosy.launch.worker_here import Here, mesh_over, settle
         from argosy.launch.worker_moves import answer
 
-        place = found(os.environ)
-        if place is not None:
+        # A process that is alone may stand in its controller's cluster, whose variables it has.
+        if self.hello["processes"] > 1 and (place := found(os.environ)) is not None:
             join(place)
         count = len(jax.local_devices())
         if count != self.hello["devices"]:

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,7 @@ class Process:
         self._heard, self._printed, self._ended = heard, printed, ended
         ours, theirs = socket.socketpair()
         self._connection = ours
+        self._killing, self._over = threading.Lock(), False
         self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         words = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), json.dumps(paths)]
         try:
@@ -74,8 +76,10 @@ class Process:
         self._out.put(data)
 
     def kill(self) -> None:
-        with suppress(OSError):
-            self.process.kill()
+        """Ends it, and what its functions have started: it has a session of its own."""
+        with self._killing, suppress(OSError):
+            if not self._over:
+                os.killpg(self.pid, signal.SIGKILL)
 
     def leave(self) -> None:
         """Asks it to end, by closing its socket."""
@@ -104,6 +108,10 @@ class Process:
 
     def _watch(self) -> None:
         code = self.process.wait()
+        self.kill()
+        with self._killing:
+            # The number may be another's from now on.
+            self._over = True
         for one in self._threads:
             one.join(LAST_S)
         self._out.put(None)

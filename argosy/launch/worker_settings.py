@@ -25,7 +25,8 @@ class Group:
         mesh: names and sizes of the mesh over the devices of all processes; at most one size is -1, the rest.
         start: `module:function` or a function, called first in every process in every life of the group, with its arguments:
             `("mine:build", 3)`. What it returns is `workers[NAME].started`.
-        stuck: seconds after which a call counts as stuck, and the group is ended; None: calls may take as long as they take.
+        stuck: seconds after which a call counts as stuck, and the group is ended; None: calls may take as long as they take. Moves and
+            values that are brought never count.
         restarts: how often the group is started again by itself after a death. Calls that were pending still raise.
         environment: variables of its processes.
         cpus: CPUs that Ray reserves for each process.
@@ -76,6 +77,8 @@ class Group:
         own = {name: value for name, value in environment.items() if name not in OWN}
         # The number of devices is the group's.
         own["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", own.get("XLA_FLAGS", "")).strip()
+        # Into a pipe Python would print by blocks.
+        own.setdefault("PYTHONUNBUFFERED", "1")
         if not self.gpus:
             own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self.devices)}
         if self.processes > 1:

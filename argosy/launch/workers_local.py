@@ -7,6 +7,7 @@ from pathlib import Path
 
 from argosy.core.errors import BadInput
 from argosy.launch.local import free_port, gpus
+from argosy.launch.logs import Log, show
 from argosy.launch.worker_member import Member, Transport
 from argosy.launch.worker_process import Process
 from argosy.launch.worker_settings import Group
@@ -53,12 +54,15 @@ class Printer:
 
     def __init__(self, name: str, logs: str | Path | None):
         self.name, self.logs = name, logs
+        self._files: dict[int, Log] = {}
 
     def line(self, rank: int, line: str) -> None:
+        """Raises nothing: the thread that reads a process's pipe has to go on."""
         if self.logs is None:
-            print(f"[{self.name} {rank}] {line}", file=sys.stderr, flush=True)
+            show(f"[{self.name} {rank}] {line}\n".encode(errors="replace"))
             return
-        with Path(self.logs, f"{self.name}-{rank}.log").open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        if rank not in self._files:
+            self._files[rank] = Log(Path(self.logs, f"{self.name}-{rank}.log"))
+        self._files[rank].write(f"{line}\n".encode(errors="replace"))
 
 

@@ -1,6 +1,7 @@
 """What tests call in workers."""
 
 import os
+import subprocess
 import sys
 import time
 import weakref
@@ -78,6 +79,16 @@ def meet(mine: str, other: str, seconds: float = 20.0) -> bool:
 
 def sleep(seconds: float) -> None:
     time.sleep(seconds)
+
+
+def says(text: str) -> int:
+    print(text)
+    return os.getpid()
+
+
+def starts_another() -> int:
+    """A process that outlives this call."""
+    return subprocess.Popen(["sleep", "1000"]).pid
 
 
 def fails(ranks: tuple[int, ...] = (0, 1, 2)) -> int:
