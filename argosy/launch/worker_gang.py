@@ -32,7 +32,7 @@ class Gang:
 
     Args:
         start: starts them, one for each member.
-        stuck: seconds after which a process that has not answered is taken for stuck; None: never.
+        stuck: seconds after which a process that has not answered a call is taken for stuck; None: never.
         died: called once, by a thread, when the group is lost.
     """
 
@@ -61,7 +61,7 @@ class Gang:
             WorkerLost, ArgosyError: they have not.
         """
         try:
-            for member, ready in zip(self.members, self._all(dict(enumerate(member.joined for member in self.members)), None)):
+            for member, ready in zip(self.members, self._all(dict(enumerate(member.joined for member in self.members)), meet=True)):
                 member.address = ready["address"]
         except BaseException:
             self.close()
@@ -108,8 +108,8 @@ class Gang:
 
     # ---------------------------------------------------------------- questions
 
-    def _all(self, asked: Mapping[int, Future[Any]], stuck: float | None) -> list[Any]:
-        """The answers of processes, by rank.
+    def _all(self, asked: Mapping[int, Future[Any]], stuck: float | None = None, meet: bool = False) -> list[Any]:
+        """The answers of processes, by rank. meet: they may wait for each other, so that one that fails holds the others up.
 
         Raises:
             WorkerLost: one ended, or took too long. WorkerError: a function raised.
@@ -119,7 +119,7 @@ class Gang:
         left, rank_of = set(asked.values()), {one: rank for rank, one in asked.items()}
         while left:
             until = begun + stuck if stuck is not None else float("inf")
-            if failed is not None:
+            if failed is not None and meet:
                 until = min(until, failed[0] + ALONE_S)
             wait_s = None if until == float("inf") else max(0.0, until - time.monotonic())
             done, left = wait(left, timeout=wait_s, return_when=FIRST_COMPLETED)
@@ -156,14 +156,14 @@ class Gang:
         where = said.get("where") or f"in process {rank} of the group `{self.name}`"
         return kind(said["what"], where=where, hint=said.get("hint"))
 
-    def _ask(self, kind: str, said: Any) -> list[Any]:
+    def _ask(self, kind: str, said: Any, stuck: float | None = None, meet: bool = False) -> list[Any]:
         self.check()
-        return self._all({member.rank: member.ask(kind, said) for member in self.members}, self.stuck)
+        return self._all({member.rank: member.ask(kind, said) for member in self.members}, stuck, meet)
 
     # ---------------------------------------------------------------- commands
 
     def call(self, number: int, function: str, arguments: bytes) -> None:
-        self._ask("call", {"number": number, "function": function, "arguments": arguments})
+        self._ask("call", {"number": number, "function": function, "arguments": arguments}, self.stuck, meet=True)
 
     def source(self, number: int) -> Source:
         """Where a value is that all processes have alike.
@@ -220,7 +220,7 @@ class Gang:
 
         arrays = [np.empty(leaf.shape, jax.numpy.dtype(leaf.dtype)) for leaf in leaves]
         asked = {rank: self.members[rank].ask("value", {"number": number, "wanted": some}) for rank, some in wanted.items()}
-        for shards in self._all(asked, self.stuck):
+        for shards in self._all(asked):
             for index, box, data in shards:
                 arrays[index][tuple(slice(*one) for one in box)] = data
         return together(pickle.loads(skeleton), arrays)

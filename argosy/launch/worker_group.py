@@ -8,8 +8,9 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any
 
 from argosy.core.errors import BadInput, complaint
@@ -21,10 +22,13 @@ from argosy.launch.worker_trees import packed
 
 # How long the death of a process that closed a connection is waited for.
 NOTICE_S = 5.0
+# How often a group that waits for another looks whether it is there itself.
+LOOK_S = 0.1
 
 
 class WorkerGroup:
-    """A group of `Workers`. started: what its `start` function returned, in the present life.
+    """A group of `Workers`. started: what its `start` function returned; while the group starts again, what it returned in the life
+    before, which raises WorkerLost.
 
     Args:
         begin: starts it; is called with what to do when it is lost.
@@ -44,7 +48,7 @@ class WorkerGroup:
         self.started: Ref | None = None
         self._begin, self._start, self._left, self._say = begin, start, restarts, say
         self._life: Life | None = None
-        self._numbers, self._counting, self._closed = 0, threading.Lock(), False
+        self._numbers, self._counting, self._closing, self._closed = 0, threading.Lock(), threading.Lock(), False
         # It may be filled while the garbage collector runs: a SimpleQueue is made for that.
         self._queue: queue.SimpleQueue[Callable[[], None] | int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"workers {name}", daemon=True)
@@ -60,7 +64,7 @@ class WorkerGroup:
             arguments: pytrees of arrays, which come as numpy arrays, plain values, and references to what this group has.
 
         Raises:
-            BadInput: a worker could not import the function, or an argument is of no such kind.
+            BadInput: a worker could not import the function, an argument is of no such kind or was freed, or the group is closed.
         """
         name = name_of(function)
         refs: list[Ref] = []
@@ -69,6 +73,7 @@ class WorkerGroup:
             if ref.group is not self:
                 what = f"{ref!r} is an argument in the group `{self.name}`"
                 raise BadInput(what, hint=f'workers.move(ref, to="{self.name}") brings it there')
+            ref._check()
             refs.append(ref)
             return ref.number
 
@@ -76,7 +81,7 @@ class WorkerGroup:
 
         def call(life: Life, new: int) -> int:
             for ref in refs:
-                ref.wait()._there()
+                ref.wait()._where()
             life.call(new, name, data)
             return 0
 
@@ -86,12 +91,13 @@ class WorkerGroup:
         """Ends the processes of the group, starts them again, and calls `start`; what they held is gone.
 
         Raises:
-            ArgosyError: it cannot be started, or `start` raised.
+            BadInput: the group is closed. ArgosyError: it cannot be started, or `start` raised.
         """
+        self._check_open()
         if self._life is not None:
             self._life.lose(WorkerLost("was ended by restart()", self.name, 0, meant=True))
         again: Future[None] = Future()
-        self._queue.put(lambda: self._again(again))
+        self._put(lambda: self._again(again))
         again.result()
 
     @property
@@ -111,6 +117,18 @@ class WorkerGroup:
             self._numbers += 1
             return self._numbers
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BadInput(f"the group `{self.name}` is closed")
+
+    def _put(self, do: Callable[[], None]) -> None:
+        """Raises:
+        BadInput: the group is closed, so that its thread would not do it.
+        """
+        with self._closing:
+            self._check_open()
+            self._queue.put(do)
+
     def forget(self, number: int) -> None:
         self._queue.put(number)
 
@@ -122,8 +140,8 @@ class WorkerGroup:
 
         def work() -> None:
             try:
-                if self._closed or self._life is None:
-                    raise BadInput(f"the group `{self.name}` is closed")
+                self._check_open()
+                assert self._life is not None
                 self._life.check()
                 if (alive := kept()) is not None:
                     alive.life = self._life
@@ -138,7 +156,7 @@ class WorkerGroup:
                 future.set_result(done)
                 after(None)
 
-        self._queue.put(work)
+        self._put(work)
         return ref
 
     def _work(self) -> None:
@@ -159,9 +177,7 @@ class WorkerGroup:
         try:
             if self._life is not None:
                 self._life.close()
-            if self._closed:
-                raise BadInput(f"the group `{self.name}` is closed")
-            self.started = None
+            self._check_open()
             self._life = life = self._begin(self._died)
             if self._closed:
                 life.close()
@@ -201,15 +217,37 @@ class WorkerGroup:
         else:
             self._say(f"the group `{self.name}` could not be started again: {error}")
 
+    def shut(self) -> None:
+        """Takes no more calls."""
+        with self._closing:
+            self._closed = True
+
     def close(self) -> None:
         """Ends the group. What is pending raises."""
-        self._closed = True
+        self.shut()
         if self._life is not None:
             self._life.close()
         self._queue.put(None)
         self._thread.join(10)
         if self._life is not None:
             self._life.close()
+        # A thread that did not end in time leaves calls behind: whoever waits for one is told.
+        with suppress(queue.Empty):
+            while True:
+                if callable(one := self._queue.get_nowait()):
+                    one()
+
+
+def close_all(groups: Iterable[WorkerGroup]) -> None:
+    """Ends groups, all at the same time: one that is slow to end holds up no other."""
+    groups = list(groups)
+    for group in groups:
+        group.shut()
+    threads = [threading.Thread(target=group.close, name=f"closes {group.name}", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def moved(ref: Ref, group: WorkerGroup, sharding: Any, lock: threading.Lock) -> Ref:
@@ -217,8 +255,9 @@ def moved(ref: Ref, group: WorkerGroup, sharding: Any, lock: threading.Lock) -> 
     new, here, over = Ref(group, f"a copy of {ref.what}"), Future(), threading.Event()
 
     def give(life: Life, _: int) -> int:
-        here.set_result(ref.wait()._there().source(ref.number))
-        over.wait()
+        here.set_result(ref.wait()._where().source(ref.number))
+        while not over.wait(LOOK_S):
+            life.check()
         return 0
 
     def given(error: BaseException | None) -> None:
@@ -226,19 +265,29 @@ def moved(ref: Ref, group: WorkerGroup, sharding: Any, lock: threading.Lock) -> 
             here.set_exception(error)
 
     def take(life: Life, number: int) -> int:
+        while not here.done():
+            life.check()
+            wait((here,), LOOK_S)
+        source = here.result()
+        ref._where()
         try:
-            return life.pull(number, here.result(), sharding)
+            return life.pull(number, source, sharding)
         except PeerGone:
             # Its death is noticed a moment after its connections end.
             until = time.monotonic() + NOTICE_S
             while time.monotonic() < until:
-                ref._there()
+                ref._where()
                 time.sleep(0.05)
             raise
 
+    ref._check()
     if ref.group is group:
-        return group.enqueue(new, lambda life, number: life.pull(number, ref.wait()._there().source(ref.number), sharding))
+        return group.enqueue(new, lambda life, number: life.pull(number, ref.wait()._where().source(ref.number), sharding))
     # In the same order for all moves, or two groups could wait for each other.
     with lock:
         ref.group.enqueue(Ref(ref.group, f"moving {ref.what}"), give, given)
-        return group.enqueue(new, take, lambda _: over.set())
+        try:
+            return group.enqueue(new, take, lambda _: over.set())
+        except BaseException:
+            over.set()
+            raise

@@ -93,14 +93,28 @@ class Ref:
         self.freed = True
         self._end()
 
+    def _check(self) -> None:
+        """Raises:
+        BadInput: it was freed.
+        """
+        if self.freed:
+            raise BadInput(f"{self.what} of the group `{self.group.name}` was freed")
+
     def _there(self) -> Life:
-        """Where it is.
+        """Where it is, for what is asked now.
 
         Raises:
             BadInput: it was freed. WorkerLost: its group ended since.
         """
-        if self.freed:
-            raise BadInput(f"{self.what} of the group `{self.group.name}` was freed")
+        self._check()
+        return self._where()
+
+    def _where(self) -> Life:
+        """Where it is, or was before it was freed: what was asked before may still use it.
+
+        Raises:
+            WorkerLost: its group ended since.
+        """
         assert self.life is not None
         self.life.check()
         return self.life

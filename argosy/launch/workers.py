@@ -29,7 +29,7 @@ from argosy.core.errors import BadInput, UnknownName, nearest
 from argosy.launch.local import check_logs
 from argosy.launch.worker_errors import WorkerError, WorkerLost
 from argosy.launch.worker_gang import Gang
-from argosy.launch.worker_group import WorkerGroup, moved
+from argosy.launch.worker_group import WorkerGroup, close_all, moved
 from argosy.launch.worker_here import Here, here
 from argosy.launch.worker_refs import Life, Ref
 from argosy.launch.worker_settings import Group
@@ -111,8 +111,7 @@ def open_workers(
                 opened.result()
             yield Workers(made)
         finally:
-            for group in made.values():
-                group.close()
+            close_all(made.values())
 
 
 def _engine(
