@@ -41,6 +41,7 @@ def supervise(count: int, words: list[str]) -> None:
 
 
 def measure(steps: int, seconds: float) -> None:
+    import jax
     import jax.numpy as jnp
 
     from argosy.jobs.pace import Pace
@@ -59,7 +60,7 @@ def measure(steps: int, seconds: float) -> None:
         update(None, None)
     before = (time.process_time() - before) / 10
     said: list[str] = []
-    pace = Pace(StragglerSettings(), clock, lambda: 0, said.append, lambda line: None)
+    pace = Pace(StragglerSettings(), clock, lambda: 0, said.append, lambda line: None, jax.local_devices())
     pace.host = f"rank-{processes.rank()}"
     measured = pace(update)
     walls: dict[str, list[float]] = {"without": [], "with": []}

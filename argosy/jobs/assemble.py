@@ -532,6 +532,8 @@ def _assembled(
         {a: shapes[a] for a in rest},
     )
     places = like_weights(state, weights, shapes, mesh)
+    if run.execution.gather == "once" and not Once(weights).gathers:
+        raise BadInput("no weight is split over mesh.fsdp, so there is nothing to gather once", where="set by execution.gather")
     if run.diloco.every:
         places = replace(places, optimizer=diloco.places(state.optimizer, weights, shapes, mesh))
     stated = jax.tree.map(described, state, places)

@@ -89,6 +89,13 @@ def check_replicas(run: Any, mesh: Mesh, folder: Path) -> None:
         raise BadInput(what, where=str(folder), hint=hint)
 
 
+def left_over(run: Any, step: int) -> str:
+    """What is to be said of a run whose data ended in the middle of a phase, as a rollback may make it."""
+    if not run.diloco.every or not (left := step % run.diloco.every):
+        return ""
+    return f"; its last {plural(left, 'step')} moved no outer weights, which are those of step {step - left} (diloco.every)"
+
+
 def told(run: Any, mesh: Mesh) -> dict[str, str]:
     """The header's line."""
     how = run.diloco

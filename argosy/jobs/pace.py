@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,7 @@ class Pace:
 
     Args:
         clock: of the run. step: () -> the step under way. say, write: a message, and a line of metrics.jsonl.
+        devices: of this process that train.
     """
 
     def __init__(
@@ -47,9 +48,12 @@ class Pace:
         step: Callable[[], int],
         say: Callable[[str], None],
         write: Callable[[dict[str, Any]], None],
+        devices: Sequence[Any],
     ):
         self.how, self.clock, self.step, self.say, self.write = how, clock, step, say, write
-        self.probe, self.compare = Probe(), Comparison(how.every, how.ratio, how.windows)
+        # CPU devices share their processors, so one stands for all.
+        self.probe = Probe(devices[:1] if devices[0].platform == "cpu" else devices)
+        self.compare = Comparison(how.every, how.ratio, how.windows)
         self.several = processes.count() > 1
         self.pause = max(SAY_S, processes.count() / MOST_A_SECOND)
         self.host = socket.gethostname()
@@ -76,7 +80,8 @@ class Pace:
         def measured(state: Any, batch: Any) -> tuple[Any, Any]:
             self._begins()
             made = update(state, batch)
-            self._last = jax.tree.leaves(made[1])[:1]
+            # Some metrics are numbers of the host.
+            self._last = [one for one in jax.tree.leaves(made[1]) if hasattr(one, "is_ready")][:1]
             return made
 
         return measured
@@ -182,15 +187,20 @@ def told(document: dict[str, Any]) -> Told:
 
 @contextmanager
 def paced(
-    how: StragglerSettings, clock: Clock, step: Callable[[], int], say: Callable[[str], None], write: Callable[[dict[str, Any]], None]
+    how: StragglerSettings,
+    clock: Clock,
+    step: Callable[[], int],
+    say: Callable[[str], None],
+    write: Callable[[dict[str, Any]], None],
+    devices: Sequence[Any],
 ) -> Iterator[Callable[[Update], Update]]:
-    """Measures steps where there is something to compare: several processes, or several devices that do not share processors."""
-    local = jax.local_devices()
-    if not how.every or (processes.count() == 1 and (len(local) == 1 or local[0].platform == "cpu")):
+    """Measures steps where there is something to compare: several processes, or several devices that do not share processors. devices:
+    of this process that train; others may be busy between two steps."""
+    if not how.every or (processes.count() == 1 and (len(devices) == 1 or devices[0].platform == "cpu")):
         yield lambda update: update
         return
     with clock("compile"):
-        pace = Pace(how, clock, step, say, write)
+        pace = Pace(how, clock, step, say, write, devices)
     try:
         yield pace
     finally:

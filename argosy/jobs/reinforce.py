@@ -29,7 +29,7 @@ from argosy.jobs.rollout_engine import RolloutEngine
 from argosy.jobs.run import Run
 from argosy.jobs.view import View
 from argosy.observe.goodput import Clock
-from argosy.observe.metrics import ANSWERS, Metrics, conversation
+from argosy.observe.metrics import Metrics, conversation
 from argosy.observe.readable import one_line
 from argosy.parallel.place import batch_sharding, row_shares
 from argosy.rl.environment_settings import described, open_table
@@ -319,9 +319,8 @@ class AnswersEvaluation:
                 self.saver.evaluated(now, badness)
 
 
-def keeper(store: Any, view: View) -> Callable[[Sequence[Told]], None]:
-    """Writes some answers of each rollout into the run directory, a line each, and shows the best of those now and then."""
-    lines = Metrics(store, ANSWERS, view.say)
+def keeper(lines: Metrics, view: View) -> Callable[[Sequence[Told]], None]:
+    """Writes some answers of each rollout into a file of the run directory, a line each, and shows the best of those now and then."""
 
     def keep(told: Sequence[Told]) -> None:
         for one in told[:KEPT]:

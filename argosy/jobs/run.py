@@ -79,8 +79,8 @@ class Execution(Settings):
     no layer of the model has one of them."""
     gather: Annotated[Literal["each", "once"], MayChange()] = "each"
     """When weights that FSDP splits are gathered in a step of several parts (`accumulate`). each: by each layer in each part; once:
-    before the first part, and they stay whole on every device through all parts. That saves all gathers but the first, and takes
-    the memory of all weights."""
+    before the first part, and they stay whole over `mesh.fsdp` through all parts. That saves all gathers but the first, and takes
+    the memory of what is gathered."""
     attention: Annotated[str | None, Also("attn_implementation", "attn_impl", "attention_kernel")] = None
     """Implementation of attention: `reference`, `blocked` (CPUs), `splash` (TPUs) or `cudnn` (NVIDIA GPUs, bfloat16). None: the best
     known for the device, docs/reference/kernels.md. It is an error if the implementation cannot do what the model needs."""

@@ -24,7 +24,7 @@ from argosy.jobs.view import Quiet, View
 from argosy.observe.goodput import Clock
 from argosy.observe.life import Life
 from argosy.observe.log import Logged
-from argosy.observe.metrics import Metrics, read
+from argosy.observe.metrics import ANSWERS, Metrics, read
 from argosy.observe.picture import memory_words
 from argosy.observe.readable import decimals, lasted
 
@@ -336,6 +336,9 @@ class Training:
 
     def run(self, state: Any, life: Life) -> Outcome:
         """Trains until the last step, the end of the data, or a signal."""
+        import jax
+
+        from argosy.jobs import diloco
         from argosy.jobs.guarded import Guarded
         from argosy.jobs.hooks import Between, Evaluation, Every, Sampling, Saver
         from argosy.jobs.memory import compiled_need
@@ -343,7 +346,8 @@ class Training:
         from argosy.jobs.several import watched
         from argosy.train.loop import Meter, fit
 
-        a, settings, metrics = self.assembly, self.settings, Metrics(self.directory.store, say=self.view.say)
+        a, settings, store = self.assembly, self.settings, self.directory.store
+        metrics, answers = Metrics(store, say=self.view.say), Metrics(store, ANSWERS, self.view.say)
         last: dict[str, float] = {}
         began = int(state.step)
 
@@ -370,11 +374,12 @@ class Training:
             saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base, life.saved)
             guard = Guarded(self, saver, metrics, life.went_back)
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace, guard.watch)
-            comparing: Any = settings.stragglers, self.clock, lambda: life.step or 0, self.view.say, metrics.write
+            here = [one for one in a.mesh.devices.flat if one.process_index == jax.process_index()]
+            comparing: Any = settings.stragglers, self.clock, lambda: life.step or 0, self.view.say, metrics.write, here
             with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch, paced(*comparing) as measured:
                 hooks: list[Any] = []
                 if settings.rollout is not None:
-                    hooks += self.begin_rollouts(saver, metrics, watch.between)
+                    hooks += self.begin_rollouts(saver, metrics, answers, watch.between)
                 if a.evals is not None:
                     evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock, watch.between)
                     hooks.append(Every("evaluation", settings.eval.every, evaluation))
@@ -401,10 +406,12 @@ class Training:
             # Before the lock on the directory is released.
             self.directory.checkpoints.join()
             a.close()
+            for lines in (metrics, answers, self.directory.log_lines):
+                lines.close()
             self.view.close()
         step, saved = int(state.step), max(self.directory.checkpoints.steps(), default=None)
         if step < settings.steps and not signaled.code:
-            self.view.say(f"the data ended at step {step} of {settings.steps} (data.epochs)")
+            self.view.say(f"the data ended at step {step} of {settings.steps} (data.epochs){diloco.left_over(settings, step)}")
         metrics.write({"step": step, "seconds": self.clock.shares()})
         outcome = Outcome(self.directory.place, step, settings.steps, signaled.code, last, self.clock.shares(), saved)
         self.view.end(ending(outcome))
@@ -421,15 +428,15 @@ class Training:
                 with self.clock("evaluation"):
                     hook(Now(int(state.step), state, self.assembly.batches, False))
 
-    def begin_rollouts(self, saver: Any, metrics: Metrics, stop: Callable[[], bool]) -> list[Any]:
-        """Lends the rollouts what they need of the run; returns their hooks."""
+    def begin_rollouts(self, saver: Any, metrics: Metrics, answers: Metrics, stop: Callable[[], bool]) -> list[Any]:
+        """Lends the rollouts what they need of the run; returns their hooks. answers: where some of theirs go."""
         from argosy.jobs.hooks import Every
         from argosy.jobs.reinforce import AnswersEvaluation, Reinforced, keeper
 
         a = self.assembly
         assert isinstance(a, Reinforced)
         a.hub, a.generation = self.hub, self.directory.generation()
-        a.begin_rollouts(self.view.say, keeper(self.directory.store, self.view), stop)
+        a.begin_rollouts(self.view.say, keeper(answers, self.view), stop)
         if not self.settings.eval.batches or a.rollouts.held_out is None:
             return []
         evaluation = AnswersEvaluation(a, self.settings, saver, metrics, self.view, self.clock)

@@ -43,13 +43,14 @@ class Backlog:
                 self.say(f"{self.file} can be written again; {plural(waiting, 'line', 'was', 'were')} waiting")
 
     def close(self) -> None:
-        """Writes what waits.
-
-        Raises:
-            ArgosyError: it cannot be.
-        """
+        """Writes what waits, or says how much of it is lost."""
         with self._lock:
-            self._put()
+            try:
+                self._put()
+            except ArgosyError as error:
+                left = len(self._left)
+                self._left.clear()
+                self.say(f"{plural(left, 'line')} of {self.file} could not be written, and are lost: {error.what}")
 
     def _put(self) -> None:
         while self._left:

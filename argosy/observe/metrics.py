@@ -45,11 +45,7 @@ class Metrics:
         self._lines.append(json.dumps({k: _plain(v) for k, v in line.items()}))
 
     def close(self) -> None:
-        """Writes what waits.
-
-        Raises:
-            ArgosyError: it cannot be.
-        """
+        """Writes what waits, or says how much of it is lost."""
         self._lines.close()
 
 

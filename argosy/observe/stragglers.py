@@ -140,8 +140,9 @@ class Comparison:
             since = {p: (one.seconds[cause] - self._before[p].seconds[cause]) / steps[p] for p, one in told.items()}
             exposed = {p: (one.exposed[cause] - self._before[p].exposed[cause]) / steps[p] for p, one in told.items()}
             spent = _measured(since)
+            others = median_of_others(spent)
             for p, its in spent.items():
-                theirs = statistics.median([*(s for q, s in spent.items() if q != p)] or [its])
+                theirs = others[p]
                 above = min(its - theirs, exposed[p]) if math.isfinite(exposed[p]) else 0.0
                 slow = its > self.ratio * theirs and above > SHARE * step_s
                 found[p, cause, None] = _Seen(slow, its / theirs if theirs else None, above, above / step_s)
@@ -158,9 +159,10 @@ class Comparison:
             each |= {(p, DEVICE, i): (now - then) / (one.probes - before.probes) for i, (now, then) in enumerate(sums)}
         self._timed = dict(told)
         each = _measured(each)
+        others = median_of_others(each)
         found: dict[Unit, _Seen] = {}
         for unit, its in each.items():
-            theirs = statistics.median([*(s for other, s in each.items() if other != unit)] or [its])
+            theirs = others[unit]
             if theirs > 0:
                 found[unit] = _Seen(its > self.ratio * theirs, its / theirs, None, its / theirs - 1)
         return found
@@ -188,6 +190,19 @@ class Comparison:
 def _measured(numbers: Mapping[Any, float]) -> dict[Any, float]:
     """Those that are times: a clock that was set back, or a number that is none, says nothing of its process."""
     return {unit: s for unit, s in numbers.items() if math.isfinite(s) and s >= 0}
+
+
+def median_of_others(numbers: Mapping[Any, float]) -> dict[Any, float]:
+    """For each, the median of all others; of a single one, itself. Sorted once: there may be thousands."""
+    ranked = sorted(numbers, key=lambda unit: numbers[unit])
+    values, left = [numbers[unit] for unit in ranked], len(ranked) - 1
+    if not left:
+        return dict(numbers)
+
+    def without(rank: int, at: int) -> float:
+        return values[at if at < rank else at + 1]
+
+    return {unit: (without(i, (left - 1) // 2) + without(i, left // 2)) / 2 for i, unit in enumerate(ranked)}
 
 
 def _of_several(unit: Unit, told: Mapping[int, Told]) -> int | None:

@@ -29,12 +29,21 @@ class Once:
         """Their gradients, split as the weights are in the state."""
         return {a: jax.lax.with_sharding_constraint(leaf, self.places[a]) for a, leaf in leaves.items()}
 
+    @property
+    def gathers(self) -> bool:
+        """Whether any weight is split over more than one device by the axes that split rows."""
+        axes = [(place.mesh, axis) for place in self.places.values() for entry in place.spec for axis in _axes(entry)]
+        return any(axis in _rows(mesh) and mesh.shape[axis] > 1 for mesh, axis in axes)
+
     def place(self, address: str) -> NamedSharding:
         own = self.places[address]
         mesh: Any = own.mesh
-        rows = set(row_axes(mesh)) - {"expert"}
-        kept = (tuple(axis for axis in _axes(entry) if axis not in rows) for entry in own.spec)
+        kept = (tuple(axis for axis in _axes(entry) if axis not in _rows(mesh)) for entry in own.spec)
         return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in kept)))
+
+
+def _rows(mesh: Any) -> set[str]:
+    return set(row_axes(mesh)) - {"expert"}
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

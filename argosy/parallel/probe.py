@@ -27,16 +27,13 @@ class Probe:
     """Times devices.
 
     Args:
-        devices: of this process; by default those that have processors of their own. CPU devices share theirs, so one stands for all.
+        devices: of this process, alike.
 
     All processes make one at the same time: the first says how many products make `LEAST_S`.
     """
 
-    def __init__(self, devices: Sequence[Any] | None = None):
-        local = jax.local_devices()
-        own = local[:1] if local[0].platform == "cpu" else local
-        self.devices = list(own if devices is None else devices)
-        platform = self.devices[0].platform
+    def __init__(self, devices: Sequence[Any]):
+        self.devices, platform = list(devices), devices[0].platform
         side, dtype = SIDE.get(platform, OTHER_SIDE), jnp.float32 if platform == "cpu" else jnp.bfloat16
         # Of norm 1, so that the values stay as large as they are.
         values = np.random.default_rng(0).normal(size=(side, side)).astype(np.float32) / np.float32(np.sqrt(side))

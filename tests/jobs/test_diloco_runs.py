@@ -145,6 +145,17 @@ def test_what_replicas_cannot_do_is_refused(words: list[str], what: str):
         assemble.assemble(run, Decided("unroll", "float32"))
 
 
+def test_steps_that_no_outer_step_followed_are_said():
+    """A rollback may make the data end in the middle of a phase."""
+    run = settings()
+    every = run.diloco.every
+    assert every > 1
+    assert diloco.left_over(run, 4 * every) == ""
+    said = diloco.left_over(run, 4 * every + 1)
+    assert said == f"; its last 1 step moved no outer weights, which are those of step {4 * every} (diloco.every)"
+    assert diloco.left_over(settings("diloco.every=0"), 7) == ""
+
+
 def test_layers_that_replicas_cannot_have_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     with pytest.raises(ArgosyError, match=r"mesh\.stage: not built over replicas yet"):

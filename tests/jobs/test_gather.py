@@ -62,6 +62,11 @@ def test_on_tpus_each_weight_is_gathered_once_a_step(monkeypatch: pytest.MonkeyP
     assert moved["each"]["all-reduce"] == moved["once"]["all-reduce"]
 
 
+def test_weights_that_are_whole_have_nothing_to_gather():
+    with pytest.raises(UserError, match="nothing to gather once"):
+        compiled("mesh.data=-1", "mesh.fsdp=1", "execution.gather=once")
+
+
 def test_one_part_has_nothing_to_gather_once():
     with pytest.raises(UserError, match="accumulate=1 makes one part"):
         compose(Run, "tiny", ["execution.gather=once"])

@@ -22,8 +22,6 @@ def test_lines_wait_and_come_in_their_order(tmp_path: Path, monkeypatch: pytest.
         patch.setattr(lines.store, "append_line", full)
         lines.append("b")
         lines.append("c")
-        with pytest.raises(ArgosyError, match="no space left"):
-            lines.close()
     assert (tmp_path / "file").read_text() == "a\n"
     assert said == ["file cannot be written: `file`: no space left on device; the run goes on, and its lines wait in memory"]
     lines.append("d")
@@ -32,6 +30,19 @@ def test_lines_wait_and_come_in_their_order(tmp_path: Path, monkeypatch: pytest.
     lines.append("e")
     lines.close()
     assert (tmp_path / "file").read_text() == "a\nb\nc\nd\ne\n"
+    assert len(said) == 2
+
+
+def test_what_cannot_be_written_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    lines = Backlog(Store(tmp_path), "file", said.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(lines.store, "append_line", full)
+        lines.append("a")
+        lines.append("b")
+        lines.close()
+    assert said[1:] == ["2 lines of file could not be written, and are lost: `file`: no space left on device"]
+    lines.close()
     assert len(said) == 2
 
 

@@ -1,13 +1,25 @@
 """Slow processes, told from numbers made by hand and from noise."""
 
 import math
+import statistics
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from argosy.observe.report import Record, render
-from argosy.observe.stragglers import DATA, DEVICE, HOST, KEY, STALLS, Comparison, Told, Verdict, stragglers
+from argosy.observe.stragglers import (
+    DATA,
+    DEVICE,
+    HOST,
+    KEY,
+    STALLS,
+    Comparison,
+    Told,
+    Verdict,
+    median_of_others,
+    stragglers,
+)
 from argosy.train.straggler_settings import StragglerSettings
 
 
@@ -185,3 +197,15 @@ def test_the_report_pairs_beginnings_with_ends():
     assert "Slow processes" in page
     assert "20 to 40" in page
     assert "Slow processes" not in render(Record("name", "done", [{"step": 1, "loss": 2.0}]))
+
+
+def test_each_is_compared_with_the_median_of_all_others():
+    rng = np.random.default_rng(0)
+    for count in range(1, 9):
+        for _ in range(20):
+            # Equal ones too.
+            numbers = dict(enumerate(rng.integers(0, 5, count) / 4))
+            found = median_of_others(numbers)
+            for one, its in numbers.items():
+                others = [number for other, number in numbers.items() if other != one]
+                assert found[one] == (statistics.median(others) if others else its)
