@@ -126,7 +126,8 @@ def test_what_start_returned_is_lost_until_it_has_returned_again(workers: Worker
 def test_workers_apart_from_where_their_controller_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """It has variables of a Slurm job, wrong ones, which a group of one does not read. What a worker prints is there at once, and may go nowhere."""
+    """It has variables of a Slurm job, wrong ones, which a group of one does not read. What a worker prints is there at once,
+    and may go nowhere."""
     for name, value in {"STEP_NODELIST": "nowhere", "JOB_ID": "7", "STEP_NUM_TASKS": "2", "PROCID": "2"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
