@@ -60,7 +60,7 @@ def measure(steps: int, seconds: float) -> None:
         update(None, None)
     before = (time.process_time() - before) / 10
     said: list[str] = []
-    pace = Pace(StragglerSettings(), clock, lambda: 0, said.append, lambda line: None, jax.local_devices())
+    pace = Pace(StragglerSettings(), jax.local_devices(), clock, lambda: 0, said.append, lambda line: None)
     pace.host = f"rank-{processes.rank()}"
     measured = pace(update)
     walls: dict[str, list[float]] = {"without": [], "with": []}

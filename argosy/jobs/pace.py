@@ -37,18 +37,18 @@ class Pace:
     """Measures one process.
 
     Args:
+        devices: of this process that train; others may be busy between two steps.
         clock: of the run. step: () -> the step under way. say, write: a message, and a line of metrics.jsonl.
-        devices: of this process that train.
     """
 
     def __init__(
         self,
         how: StragglerSettings,
+        devices: Sequence[Any],
         clock: Clock,
         step: Callable[[], int],
         say: Callable[[str], None],
         write: Callable[[dict[str, Any]], None],
-        devices: Sequence[Any],
     ):
         self.how, self.clock, self.step, self.say, self.write = how, clock, step, say, write
         # CPU devices share their processors, so one stands for all.
@@ -186,21 +186,14 @@ def told(document: dict[str, Any]) -> Told:
 
 
 @contextmanager
-def paced(
-    how: StragglerSettings,
-    clock: Clock,
-    step: Callable[[], int],
-    say: Callable[[str], None],
-    write: Callable[[dict[str, Any]], None],
-    devices: Sequence[Any],
-) -> Iterator[Callable[[Update], Update]]:
-    """Measures steps where there is something to compare: several processes, or several devices that do not share processors. devices:
-    of this process that train; others may be busy between two steps."""
+def paced(how: StragglerSettings, devices: Sequence[Any], clock: Clock, *more: Any) -> Iterator[Callable[[Update], Update]]:
+    """Measures steps where there is something to compare: several processes, or several devices that do not share processors. more:
+    what else `Pace` takes."""
     if not how.every or (processes.count() == 1 and (len(devices) == 1 or devices[0].platform == "cpu")):
         yield lambda update: update
         return
     with clock("compile"):
-        pace = Pace(how, clock, step, say, write, devices)
+        pace = Pace(how, devices, clock, *more)
     try:
         yield pace
     finally:

@@ -375,7 +375,7 @@ class Training:
             guard = Guarded(self, saver, metrics, life.went_back)
             meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace, guard.watch)
             here = [one for one in a.mesh.devices.flat if one.process_index == jax.process_index()]
-            comparing: Any = settings.stragglers, self.clock, lambda: life.step or 0, self.view.say, metrics.write, here
+            comparing: Any = settings.stragglers, here, self.clock, lambda: life.step or 0, self.view.say, metrics.write
             with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch, paced(*comparing) as measured:
                 hooks: list[Any] = []
                 if settings.rollout is not None:

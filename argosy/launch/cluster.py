@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from argosy.core import signals
-from argosy.core.errors import FINAL, ArgosyError, BadInput
+from argosy.core.errors import ATTEMPT, FINAL, ArgosyError, BadInput
 
 # A process that cannot be reached for this long counts as dead, and the others end, within 10 s where it is cut off.
 HEARTBEAT_S = 8
@@ -66,7 +66,7 @@ def found(environment: Environment) -> Place | None:
         coordinator, processes, rank = place
         if not 0 <= rank < processes:
             raise BadInput(f"process {rank} of {processes}", where=f"in the variables of {engine}", hint="ranks count from 0")
-        attempt = _number(environment, "ARGOSY_ATTEMPT") if "ARGOSY_ATTEMPT" in environment else 0
+        attempt = _number(environment, ATTEMPT) if ATTEMPT in environment else 0
         return Place(engine, coordinator, processes, rank, attempt) if processes > 1 else None
     return None
 

@@ -12,7 +12,7 @@ are asked for as GKE does, by node labels and `google.com/tpu`; all pods of a sl
 
 from typing import Any
 
-from argosy.core.errors import FINAL, SUPERVISED, BadInput
+from argosy.core.errors import ATTEMPT, FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
 from argosy.core.scalars import document
 from argosy.launch.cluster import PORT
@@ -117,6 +117,6 @@ def environment(settings: JobSet) -> list[dict[str, Any]]:
         {"name": "JOBSET_NAME", "value": settings.name},
         {"name": "REPLICATED_JOB_NAME", "value": WORKERS},
         {"name": "ARGOSY_PROCESSES", "value": str(settings.nodes)},
-        {"name": "ARGOSY_ATTEMPT", "valueFrom": attempt},
+        {"name": ATTEMPT, "valueFrom": attempt},
         {"name": SUPERVISED, "value": "1"},
     ]

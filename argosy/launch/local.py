@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from argosy.core.errors import FINAL, SUPERVISED, BadInput
+from argosy.core.errors import ATTEMPT, FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
 from argosy.core.signals import Stop, asked_to_stop
 from argosy.launch.cluster import LOST, PARENT, STACKS, STUCK
@@ -78,7 +78,7 @@ class Gang:
         self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
         port, own = free_port(), dict(environment)
         own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{port}", "ARGOSY_PROCESSES": str(settings.processes)}
-        own |= {"ARGOSY_ATTEMPT": str(attempt), PARENT: str(os.getpid()), STUCK: str(settings.stuck), SUPERVISED: "1"}
+        own |= {ATTEMPT: str(attempt), PARENT: str(os.getpid()), STUCK: str(settings.stuck), SUPERVISED: "1"}
         self.members: list[Member] = []
         try:
             for rank in range(settings.processes):
@@ -243,14 +243,15 @@ def _show(ending: Ending, say: Say, only_others: bool = False) -> None:
     if first is None:
         return
     if not only_others:
-        say(f"process {first.rank} ended {_how(first.code or 0)}")
+        say(f"process {first.rank} ended {how(first.code or 0)}")
     if first.rank and (lines := [line for line in first.printed if line.strip()][-12:]):
         say("\n".join(f"  [{first.rank}] {line}" for line in lines))
     if ending.stacks:
         say(f"where the processes were:\n{ending.stacks}")
 
 
-def _how(code: int) -> str:
+def how(code: int) -> str:
+    """ "with exit code 3", "by SIGKILL"."""
     if code >= 0:
         return f"with exit code {code}"
     try:

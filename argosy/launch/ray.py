@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core import signals
-from argosy.core.errors import SUPERVISED, ArgosyError, BadInput, Unsupported
+from argosy.core.errors import ATTEMPT, SUPERVISED, ArgosyError, BadInput, Unsupported
 from argosy.core.progress import Say
 from argosy.launch.cluster import PARENT, STACKS, STUCK, with_port
 from argosy.launch.local import Gang, Member, free_port, supervise
@@ -150,7 +150,7 @@ class RayGang(Gang):
             host, port = hosts[0]
             own = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
             own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{port}" if alone else with_port(f"{host}:{port}")}
-            own |= {"ARGOSY_PROCESSES": str(settings.processes), "ARGOSY_ATTEMPT": str(attempt)}
+            own |= {"ARGOSY_PROCESSES": str(settings.processes), ATTEMPT: str(attempt)}
             own |= {STUCK: str(settings.stuck), SUPERVISED: "1"}
             if not settings.gpus:
                 own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(settings.devices or 1)}

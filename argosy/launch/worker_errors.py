@@ -1,6 +1,5 @@
 """What goes wrong in workers, as the controller raises it."""
 
-import signal
 from collections.abc import Sequence
 
 from argosy.core.errors import ArgosyError
@@ -36,13 +35,3 @@ class WorkerLost(ArgosyError):
     def again(self) -> "WorkerLost":
         """A new exception that says the same: one that is raised twice gets a longer and longer traceback."""
         return WorkerLost(self.why, self.group, self.rank, self.code, self.printed, self.meant)
-
-
-def how(code: int) -> str:
-    """How a process ended, in words."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"

@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 from argosy.core.errors import ArgosyError, BadInput, Damaged
-from argosy.launch.worker_errors import WorkerError, WorkerLost, how
+from argosy.launch.local import how
+from argosy.launch.worker_errors import WorkerError, WorkerLost
 from argosy.launch.worker_member import Ended, Member, Transport
 from argosy.launch.worker_moves import PeerGone, Source, check_alike
 from argosy.launch.worker_trees import Box, Leaf, together, whole
@@ -74,7 +75,7 @@ class Gang:
     # ---------------------------------------------------------------- deaths
 
     def _ended(self, member: Member) -> None:
-        self.lose(WorkerLost(how(member.code or 0), self.name, member.rank, member.code, list(member.printed)))
+        self.lose(WorkerLost(f"ended {how(member.code or 0)}", self.name, member.rank, member.code, list(member.printed)))
 
     def lose(self, error: WorkerLost) -> None:
         """Ends all processes of the group, for this reason unless there is an earlier one."""

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from argosy.core.errors import SUPERVISED, BadInput
+from argosy.core.errors import ATTEMPT, SUPERVISED, BadInput
 from argosy.launch.cluster import PARENT, STACKS, STUCK
 from argosy.launch.worker_here import sizes_of
 from argosy.launch.worker_refs import name_of
 
 # Of the controller's own variables, those by which it may belong to a gang itself.
-OWN = ("ARGOSY_COORDINATOR", "ARGOSY_PROCESSES", "ARGOSY_RANK", "ARGOSY_ATTEMPT", SUPERVISED, PARENT, STACKS, STUCK)
+OWN = ("ARGOSY_COORDINATOR", "ARGOSY_PROCESSES", "ARGOSY_RANK", ATTEMPT, SUPERVISED, PARENT, STACKS, STUCK)
 
 
 @dataclass(frozen=True)

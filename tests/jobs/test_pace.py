@@ -26,7 +26,7 @@ def test_one_process_on_a_cpu_compares_nothing():
         return state, batch
 
     for how in (StragglerSettings(), StragglerSettings(every=0)):
-        with paced(how, Clock(), lambda: 0, print, print, jax.local_devices()) as measured:
+        with paced(how, jax.local_devices(), Clock(), lambda: 0, print, print) as measured:
             assert measured(update) is update
 
 
@@ -34,7 +34,7 @@ def test_the_host_counts_where_devices_waited():
     clock, ready = Clock(), [True]
     # Rollouts add numbers of the host.
     metrics = {"answers/cut": 0.25, "loss": SimpleNamespace(is_ready=lambda: ready[0])}
-    pace = Pace(StragglerSettings(), clock, lambda: 0, print, print, jax.local_devices())
+    pace = Pace(StragglerSettings(), jax.local_devices(), clock, lambda: 0, print, print)
     assert len(pace.probe.devices) == 1, "CPU devices share their processors"
     try:
         step = pace(lambda state, batch: (state, metrics))
@@ -74,7 +74,7 @@ def test_the_host_counts_where_devices_waited():
     (None, 0.006, None, None),
 ])  # fmt: skip
 def test_devices_are_timed_seldom_enough(before: int | None, probe_s: float, step_s: float | None, spacing: int | None):
-    pace = Pace(StragglerSettings(), Clock(), lambda: 0, print, print, jax.local_devices())
+    pace = Pace(StragglerSettings(), jax.local_devices(), Clock(), lambda: 0, print, print)
     pace.close()
     pace.spacing, pace.probe_s, pace.compare.step_s = before, probe_s, step_s
     assert pace.spaced() == spacing

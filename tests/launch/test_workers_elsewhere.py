@@ -55,7 +55,7 @@ def test_workers_on_ray():
         pids = pair.pids
         pending = pair.run(functions.sleep, 100.0)
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(WorkerLost, match="process 1 of the group `pair` was ended by SIGKILL"):
+        with pytest.raises(WorkerLost, match="process 1 of the group `pair` ended by SIGKILL"):
             pending.wait(60)
         same(there.value(), expected())
         pair.restart()
