@@ -230,10 +230,7 @@ class LocalCheckpoints(Saving):
         """Starts a save and returns when the shards are copied off the devices."""
         self.settle(step)
         items = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
-        for own in items.values():
-            for array in own.values():
-                shards.start_copies(array, copies=True)
-        mine = {item: {name: shards.split(a, True, copies=True) for name, a in own.items()} for item, own in items.items()}
+        mine = shards.split_all(items, True, copies=True)
         job = (step, mine, json.dumps(dict(meta), indent=1))
         self._writing = threading.Thread(target=self._write, args=job, name=f"local-checkpoint-{step}")
         self._writing.start()
