@@ -95,7 +95,8 @@ def _pieces(array: Laid, spans: Spans, out: np.ndarray) -> Iterator[tuple[Laid, 
         begins = [i * size for i, size in zip(at, array.each, strict=True)]
         both = [(max(start, b), min(stop, b + n)) for (start, stop), b, n in zip(spans, begins, array.each, strict=True)]
         inside = tuple((start - b, stop - b) for (start, stop), b in zip(both, begins, strict=True))
-        into = out[tuple(slice(start - s, stop - s) for (start, stop), (s, _) in zip(both, spans, strict=True))]
+        # With the dots an array without axes stays a view.
+        into = out[(*(slice(start - s, stop - s) for (start, stop), (s, _) in zip(both, spans, strict=True)), ...)]
         rows = max(1, PIECE_BYTES * len(into) // into.nbytes) if into.ndim else 1
         for row in range(0, len(into) if into.ndim else 1, rows):
             part = inside if not into.ndim else ((inside[0][0] + row, min(inside[0][0] + row + rows, inside[0][1])), *inside[1:])
