@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from argosy.checkpoint import manifest
 from argosy.core.formats import Entry, Shape
-from argosy.core.formats.files import File, write_all
+from argosy.core.formats.files import File, sync, write_all
 from argosy.core.formats.zarr import array_files, described_shards, shard_file
 from argosy.core.formats.zarr_parts import Laid, Spans, aligned, laid, read_parts
 
@@ -29,6 +30,8 @@ T = TypeVar("T")
 COPIES_AT_ONCE = 4
 # Arrays are read in groups of this size, each put on the devices before the next: the host needs no room for a whole state.
 GROUP_BYTES = 1 << 30
+# Files below this are forced to disk together, after the last.
+SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -110,19 +113,26 @@ def described(arrays: Mapping[str, Split]) -> list[File]:
 
 
 def write(folder: Path, files: Iterable[File]) -> Described:
-    """Writes files and returns the size and hash of each, {name: ...}. They are on disk on return."""
-    out: Described = {}
-    for file in files:
-        path = folder / file.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256()
-        with path.open("wb", buffering=0) as stream:
-            for slab in file.slabs(np.ascontiguousarray):
-                digest.update(slab.data)
-                write_all(stream, slab)
+    """Writes files, some at once, and returns the size and hash of each, {name: ...}. They are on disk on return."""
+    files = list(files)
+    for parent in {(folder / file.name).parent for file in files}:
+        parent.mkdir(parents=True, exist_ok=True)
+    found = {file.name: _write(folder / file.name, file) for file in files}
+    # Most of a small file's time is waiting for the disk, which takes in one go what was written before and is waited for together.
+    with ThreadPoolExecutor(manifest.THREADS, "sync") as pool:
+        list(pool.map(sync, (folder / file.name for file in files if file.bytes < SMALL_BYTES)))
+    return found
+
+
+def _write(path: Path, file: File) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as stream:
+        for slab in file.slabs(np.ascontiguousarray):
+            digest.update(slab.data)
+            write_all(stream, slab)
+        if file.bytes >= SMALL_BYTES:
             os.fsync(stream.fileno())
-        out[file.name] = {"bytes": file.bytes, "sha256": digest.hexdigest()}
-    return out
+    return {"bytes": file.bytes, "sha256": digest.hexdigest()}
 
 
 def read(folder: Path, item: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
