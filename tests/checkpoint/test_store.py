@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from argosy.checkpoint import manifest, objects, store
+from argosy.checkpoint.run_directory import RunDirectory
 from argosy.checkpoint.saving import root_of
 from argosy.checkpoint.store import STATE, Checkpoints, CheckpointSettings, load_item, load_weights, read_meta
 from argosy.core.errors import ArgosyError, BadInput, Damaged
@@ -66,6 +67,18 @@ def test_the_newest_good_one_is_found_and_damage_is_set_aside(copy: Path):
     assert sorted(d.name for d in copy.iterdir()) == ["2", "4", "6.damaged"]
     assert len(said) == 1
     assert all(word in said[0] for word in ("checkpoint 6", "6.damaged", "meta.json", "SHA-256", "using step 4"))
+
+
+def test_settings_with_a_flipped_bit_are_not_those_of_the_run(tmp_path: Path):
+    """They would be valid JSON, with a key that no run has, and the run would be refused as another."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for step in (2, 4):
+        checkpoints.save(step, WEIGHTS, {"step": np.int32(step)}, {"settings": {"seed": step}})
+        checkpoints.wait()
+    assert RunDirectory(tmp_path).stored()[0] == {"seed": 4}
+    meta = tmp_path / "checkpoints" / "4" / "meta.json"
+    meta.write_text(meta.read_text().replace("seed", "sefd"))
+    assert RunDirectory(tmp_path).stored()[0] == {"seed": 2}
 
 
 def test_whoever_only_reads_moves_nothing(copy: Path):
