@@ -33,6 +33,7 @@ from argosy.jobs.across import Both, is_across
 from argosy.jobs.address import is_endpoint
 from argosy.jobs.frozen import Role
 from argosy.jobs.memory import batch_shapes, estimated_need
+from argosy.jobs.offload import check_offload
 from argosy.jobs.preflight import check_experts
 from argosy.jobs.run import Run
 from argosy.jobs.served import Served
@@ -52,6 +53,7 @@ from argosy.parallel.scope import scope
 from argosy.rl.critic import PREFIX, attach
 from argosy.train import projection
 from argosy.train.beside import parted
+from argosy.train.offload import places_on_host
 from argosy.train.optim import scaled
 from argosy.train.settings import OBJECTIVES
 from argosy.train.state import TrainState, flattened, meanings_of, trained, training_graph, unflattened
@@ -489,7 +491,8 @@ def _assembled(
         projection.attach(model, run.objective, roles)
     graph, params, rest = trained(model)
     rate = run.schedule.build(scheduled(run.steps, batches))
-    optimizer = run.optimizer.build(rate, meanings_of(model))
+    on_host = check_offload(run, decided, mesh)
+    optimizer = run.optimizer.build(rate, meanings_of(model), on_host)
     if critic is not None:
         optimizer = scaled(optimizer, PREFIX, critic.rate)
     shapes = abstract(model)
@@ -504,6 +507,8 @@ def _assembled(
         {a: shapes[a] for a in rest},
     )
     places = like_weights(state, weights, shapes, mesh)
+    if on_host:
+        places = replace(places, optimizer=places_on_host(places.optimizer, state.optimizer, state.params))
     stated = jax.tree.map(described, state, places)
     if reference.kind_of(run.objective) in ("online", "rollout"):
         beside = frozenset(a for a in shapes if a.startswith(PREFIX)) if critic is not None else frozenset()

@@ -2,6 +2,7 @@
 and the figures that the laws assert. Programs are compiled, not run.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from argosy.parallel.place import batch_sharding, like_weights
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
 from argosy.train.objectives.next_token import NextToken
+from argosy.train.offload import places_on_host
 from argosy.train.optim import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
@@ -101,12 +103,16 @@ def step_cost(config: Any, sizes: dict[str, Any], rows: int = ROWS, run: Executi
 
 
 def lowered_step(
-    model: Any, mesh: Mesh, rows: int, length: int, precision: Precision = "float32"
+    model: Any, mesh: Mesh, rows: int, length: int, precision: Precision = "float32", optimizer: Any = None, on_host: bool = False
 ) -> jax.stages.Lowered:
-    """A training step of a model over a mesh, whose devices may be described. Nothing is stored on them."""
+    """A training step of a model over a mesh, whose devices may be described. Nothing is stored on them.
+
+    Args:
+        optimizer: its settings; default: SGD. on_host: its state is in the host's memory.
+    """
     _, params, rest = trained(model)
     rate = Constant(warmup=0).build(10)
-    optimizer = SGD(learning_rate=1e-2).build(rate, meanings_of(model))
+    optimizer = (optimizer or SGD(learning_rate=1e-2)).build(rate, meanings_of(model), on_host)
     shapes = abstract(model)
     state = jax.eval_shape(
         lambda params, rest: TrainState.start(params, rest, optimizer.init(params), 0),
@@ -115,6 +121,8 @@ def lowered_step(
     )
     weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)
     places = like_weights(state, weights, shapes, mesh)
+    if on_host:
+        places = replace(places, optimizer=places_on_host(places.optimizer, state.optimizer, state.params))
     described = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, places)
     goal = NextToken(head="logits")
     batch = {

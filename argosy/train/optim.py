@@ -50,14 +50,20 @@ class Optimizer(Settings):
     ] = Field(1.0, gt=0)
     """Largest global norm of the gradient; larger gradients are scaled down to it. None: no clipping."""
 
-    def build(self, factor: Factor, meanings: Meanings) -> Transformation:
-        """The Optax transformation, including learning rate and clipping."""
+    def build(self, factor: Factor, meanings: Meanings, on_host: bool = False) -> Transformation:
+        """The Optax transformation, including learning rate and clipping. on_host: its state is in the host's memory
+        (`train.offload`)."""
         import optax
 
         if not meanings:
             raise BadInput("nothing to train: every weight is frozen")
         clip = optax.identity() if self.clip is None else optax.clip_by_global_norm(self.clip)
-        return _lenient(optax.chain(clip, self.rule(lambda step: self.learning_rate * factor(step), meanings)))
+        rule = self.rule(lambda step: self.learning_rate * factor(step), meanings)
+        if on_host:
+            from argosy.train.offload import hosted
+
+            rule = hosted(rule, frozenset(a for a, (m, stored) in meanings.items() if stored > len(m.letters)))
+        return _lenient(optax.chain(clip, rule))
 
     def rule(self, rate: Factor, meanings: Meanings) -> Transformation:
         raise NotImplementedError
