@@ -94,3 +94,13 @@ def numbers(run: Path, name: str) -> dict[int, float]:
     from argosy.observe.metrics import by_step, read
 
     return by_step(read(Store(run)), name)
+
+
+def flipped(a: Any, device: int, bit: int) -> Any:
+    """The array with one bit of one device's copy flipped."""
+    import jax
+
+    parts = [np.array(shard.data) for shard in a.addressable_shards]
+    parts[device].view(np.uint32).reshape(-1)[0] ^= np.uint32(1 << bit)
+    placed = [jax.device_put(part, shard.device) for part, shard in zip(parts, a.addressable_shards, strict=True)]
+    return jax.make_array_from_single_device_arrays(a.shape, a.sharding, placed)

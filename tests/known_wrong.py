@@ -41,6 +41,7 @@ CACHE = "tests/infer/test_cache_dtype.py::test_"
 RESUME, RUNS, SURGERY = "tests/jobs/test_resume.py::test_", "tests/jobs/test_train.py::test_", "tests/adapt/test_surgery.py::test_"
 PLAYS = "tests/rl/test_trajectories.py::test_"
 GANGS = "tests/launch/test_gangs.py::test_"
+DILOCO = "tests/train/test_diloco.py::test_"
 EDITS = [
     # ---------------------------------------------------------------- sequences over devices
     Edit(
@@ -56,6 +57,36 @@ EDITS = [
         '(inner := _tail(eq)) is None or ("T" in eq and splits("time"))',
         "(inner := _tail(eq)) is None",
         ("tests/laws/test_devices.py::test_a_context_axis_splits_the_work[dense]",),
+    ),
+    # ---------------------------------------------------------------- replicas
+    Edit(
+        "replicas whose weights are averaged in every step",
+        "argosy/train/diloco.py",
+        "return *jax.tree.map(lambda a: a[None], (new.params, new.optimizer)), metrics",
+        "return *jax.tree.map(lambda a: (jax.lax.pmean(a, AXIS) if a.ndim else a)[None], (new.params, new.optimizer)), metrics",
+        (f"{DILOCO}an_inner_step_sends_a_few_numbers_and_an_outer_step_the_weights_once",),
+    ),
+    Edit(
+        "an outer step with momentum that does not look ahead",
+        "argosy/train/diloco.py",
+        "how.lr * (mean[a] + how.momentum * momentum[a])",
+        "how.lr * momentum[a]",
+        (f"{DILOCO}the_outer_step_is_optax_sgd_with_nesterov_momentum",),
+    ),
+    Edit(
+        "replicas that keep their own weights after an outer step",
+        "argosy/train/diloco.py",
+        "REPLICAS: {a: jnp.broadcast_to(params[a], way.shape) for a, way in ways.items()},",
+        "REPLICAS: moving[REPLICAS],",
+        (f"{DILOCO}replicas_are_runs_of_their_own_between_outer_steps",),
+    ),
+    Edit(
+        "a bad step at which an outer one is left out",
+        "argosy/jobs/assemble.py",
+        "        step = guarded(diloco.alone(step), self.run.guard) if how.every else guarded(step, self.run.guard)\n"
+        "        step = diloco.together(step, how) if how.every else step\n",
+        "        step = guarded(diloco.together(diloco.alone(step), how) if how.every else step, self.run.guard)\n",
+        ("tests/jobs/test_diloco_runs.py::test_a_bad_step_of_one_replica_is_skipped_by_all_and_outer_steps_are_not",),
     ),
     # ---------------------------------------------------------------- several processes
     Edit(
@@ -93,8 +124,8 @@ EDITS = [
     Edit(
         "a mistake of the user's tried again",
         "argosy/launch/local.py",
-        "if ending.first is None or ending.code in (2, *STOPPED):",
-        "if ending.first is None or ending.code in STOPPED:",
+        "FOR_GOOD = (2, FINAL, *STOPPED)",
+        "FOR_GOOD = (FINAL, *STOPPED)",
         ("tests/launch/test_local.py::test_a_mistake_of_the_users_starts_nothing_again",),
     ),
     # ---------------------------------------------------------------- batches, benchmarks, chat
@@ -256,10 +287,17 @@ EDITS = [
     ),
     # ---------------------------------------------------------------- preferences
     Edit(
+        "weights gathered again for each part",
+        "argosy/train/step.py",
+        "params=once.whole(state.params)",
+        "params=state.params",
+        ("tests/jobs/test_gather.py::test_each_weight_is_gathered_once_a_step",),
+    ),
+    Edit(
         "KTO's divergence that of each part of a batch",
         "argosy/train/step.py",
-        "gradients(state, frozen or {}, part | known, key)",
-        "gradients(state, frozen or {}, part, key)",
+        "gradients(held, frozen or {}, part | known, key)",
+        "gradients(held, frozen or {}, part, key)",
         ("tests/train/test_preference_losses.py::test_accumulation_and_order_change_no_loss_and_no_gradient",),
     ),
     Edit(
@@ -1017,6 +1055,69 @@ EDITS = [
         "if found is None or not found.is_relative_to(self.root):",
         "if found is None:",
         ("tests/serve/test_admin.py::test_what_may_not_be_loaded_is_refused_without_a_path",),
+    ),
+    Edit(
+        "DoRA on split experts takes norms over a device's share",
+        "argosy/adapt/lora.py",
+        "        own.settle()\n        return own",
+        "        return self",
+        (EXCHANGE + "adapters_on_split_experts",),
+    ),
+    Edit(
+        "a rollback leaves local checkpoints of other steps",
+        "argosy/checkpoint/tiers.py",
+        "self.local.drop_newer(good)",
+        "pass",
+        ("tests/jobs/test_guard_runs.py::test_a_rollback_makes_the_same_steps_whatever_local_checkpoints_there_are",),
+    ),
+    Edit(
+        "a bad step changes the optimizer's state",
+        "argosy/train/guard.py",
+        "chosen(state.optimizer, new.optimizer)",
+        "new.optimizer",
+        ("tests/train/test_guard.py",),
+    ),
+    Edit(
+        "groups of devices are the inner parts of an axis",
+        "argosy/parallel/mesh.py",
+        "return np.block(blocks.reshape(between).tolist())",
+        "return np.stack([np.asarray(b) for b in blocks], -1).reshape([a * b for a, b in zip(inside, between)])",
+        ("tests/parallel/test_mesh.py::test_groups_are_the_outer_parts_of_each_axis",),
+    ),
+    Edit(
+        "an own rule leaves the built-in ones of its axis",
+        "argosy/parallel/rules.py",
+        "for logical, physical in rules.weights if logical not in named)",
+        "for logical, physical in rules.weights)",
+        ("tests/parallel/test_mesh.py::test_own_rules_come_first_and_replace_those_of_their_axis",),
+    ),
+    Edit(
+        "a Slurm job that was stopped at its limit ends",
+        "argosy/launch/slurm.py",
+        'exec scontrol requeue "$SLURM_JOB_ID"',
+        "exit 0",
+        ("tests/launch/test_slurm.py::test_at_the_time_limit_the_run_saves_and_is_queued_again",),
+    ),
+    Edit(
+        "a bad step reaches the optimizer's state on the host",
+        "argosy/train/offload.py",
+        "jnp.where(self.stays, before[path], leaf)",
+        "leaf",
+        ("tests/train/test_offload.py::test_a_bad_step_leaves_the_state_as_it_was",),
+    ),
+    Edit(
+        "only the first layer's state on the host is updated",
+        "argosy/train/offload.py",
+        "(gradient, arrays), jnp.arange(count",
+        "(gradient, arrays), jnp.zeros(count",
+        ("tests/train/test_offload.py::test_updates_and_state_are_those_of_the_device",),
+    ),
+    Edit(
+        "pairs of inverted blocks are joined without their sign",
+        "argosy/ops/delta.py",
+        'corner = -_product(',
+        'corner = _product(',
+        ("tests/ops/test_delta.py::test_a_triangular_system_is_solved_as_numpy_solves_it",),
     ),
 ]
 

@@ -43,6 +43,7 @@ DOORS = {
     "jinja2": {"data"},
     "llguidance": {"infer"},
     "ray": {"launch"},
+    "pathwaysutils": {"launch"},
 }
 WITHOUT_JAX = {"core"}                      # not even inside a function
 WITHOUT_JAX_AT_TOP = {"core", "data", "cli"}

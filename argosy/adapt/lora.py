@@ -246,6 +246,14 @@ class DoRA(LoRA):
         """Computes the ratio once, for a model that is not trained further: it costs 2 rank + 3 FLOPs a weight in every call."""
         self.ratio = Frozen(self._ratio(), meaning=self.m.get_metadata()["meaning"], draw=Draw())
 
+    def before_split(self) -> "DoRA":
+        """A copy whose norms are those of all features."""
+        if getattr(self, "ratio", None) is not None:
+            return self
+        own = nnx.merge(*nnx.split(self))
+        own.settle()
+        return own
+
     def start_from(self, w: np.ndarray, iterations: int | None = None) -> dict[str, np.ndarray]:
         return {"m": np.sqrt(np.sum(np.square(w, dtype=np.float32), self._inner_axes()))}
 

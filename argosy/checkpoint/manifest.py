@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from argosy.core.counts import plural
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 
 NAME = "manifest.json"
-CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 20
+# At most so many files are hashed at once.
+THREADS = 8
 
 
 def write(folder: Path) -> None:
@@ -44,23 +47,38 @@ def commit(folder: Path, files: dict[str, Any]) -> None:
 
 def text(files: dict[str, Any]) -> str:
     """A manifest of {file: size and hash}."""
-    return json.dumps({"files": files, "sha256": _digest(files)}, indent=1)
+    return json.dumps({"files": files, "sha256": digest(files)}, indent=1)
 
 
 def verify(folder: Path) -> None:
-    """Reads every file and compares it with the manifest.
+    """Reads every file, several at a time, and compares it with the manifest.
 
     Raises:
         Damaged: names the first file that is missing, has another size or other bytes, or that the disk cannot read (EIO).
         BadInput: a file cannot be reached, which says nothing about its bytes: no permission, no network.
     """
-    files = read(folder)
-    for name, expected in files.items():
+    for error in compared(folder, read(folder)).values():
+        if error is not None:
+            raise error
+
+
+def compared(folder: Path, files: dict[str, Any]) -> dict[str, ArgosyError | None]:
+    """What is wrong with each file, None where nothing is. Hashing lets other threads run, so each core takes a file."""
+    def one(name: str) -> ArgosyError | None:
         path = folder / name
         try:
-            _compare(path, expected)
+            _compare(path, files[name])
         except OSError as error:
-            raise _unread(path, error) from None
+            return _unread(path, error)
+        except Damaged as damage:
+            return damage
+        return None
+
+    # The largest first, so that no core is left with one at the end.
+    order = sorted(files, key=lambda name: -files[name]["bytes"])
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "verify") as pool:
+        found = dict(zip(order, pool.map(one, order)))
+    return {name: found[name] for name in files}
 
 
 def _unread(path: Path, error: OSError) -> ArgosyError:
@@ -89,7 +107,7 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         stored = json.loads(path.read_bytes())
         files = stored["files"]
-        good = stored["sha256"] == _digest(files) and all({"bytes", "sha256"} == set(f) for f in files.values())
+        good = stored["sha256"] == digest(files) and all({"bytes", "sha256"} == set(f) for f in files.values())
     except FileNotFoundError:
         raise Damaged("it was never committed: it has no manifest", where=str(folder)) from None
     except OSError as error:
@@ -138,10 +156,12 @@ def is_held(folder: Path) -> bool:
 
 def describe(path: Path, sync: bool = False) -> dict[str, Any]:
     digest, size = hashlib.sha256(), 0
-    with path.open("rb+" if sync else "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
+    # Read into one buffer: new memory for each chunk costs as much as reading it.
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb+" if sync else "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
         if sync:
             os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
@@ -151,5 +171,6 @@ def _files(folder: Path) -> list[Path]:
     return sorted(f for f in folder.rglob("*") if f.is_file() and not f.name.startswith(NAME))
 
 
-def _digest(files: dict[str, Any]) -> str:
+def digest(files: dict[str, Any]) -> str:
+    """What tells this manifest from any other."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

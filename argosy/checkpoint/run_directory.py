@@ -7,12 +7,15 @@
     adapter/         what a run of adapters trained, for the PEFT library
     reference.json   sha256 of the weights that the run compares with; reference/  their log-probabilities of each sequence
     teacher.json     the model that the run learns from: where it is, and sha256 of the files of its weights
+    rollbacks.json   the batches that rollbacks left out
     evaluations.jsonl  one line per `argosy eval` of the run
+    life/            where its time went, over all starts; a file for each process (`observe.life`)
     log.txt  report.html  quickstart.json
 
 It may be a local folder or any address that `core.storage` knows. Importing this module imports no jax.
 """
 
+import hashlib
 import io
 import json
 import shutil
@@ -22,6 +25,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint.resume import Difference, differences
@@ -29,12 +33,15 @@ from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.explain import annotated
 from argosy.core.settings import Reading, Settings, dump, flatten, yaml_layer, yaml_text_layer
 from argosy.core.storage import LOCK, ReadOnly, Store
+from argosy.observe.backlog import Backlog
+from argosy.observe.life import FOLDER as LIFE
 
 if TYPE_CHECKING:
     import numpy as np
 
     from argosy.checkpoint.settings import CheckpointSettings
     from argosy.checkpoint.store import Checkpoints
+    from argosy.checkpoint.tiers import Tiers
 
 SETTINGS, LOG, REPORT, TOKENIZER, CHECKPOINTS = "settings.yml", "log.txt", "report.html", "tokenizer", "checkpoints"
 # A PEFT folder, where the run trains adapters.
@@ -46,8 +53,13 @@ GENERATION = "generation_config.json"
 REFERENCE, LOGPS = "reference.json", "reference/{split}.npy"
 # The model that a run of distillation learns from.
 TEACHER = "teacher.json"
+# What a run went back from: step, the checkpoint restored, and the first and last batch left out.
+ROLLBACKS = "rollbacks.json"
 # One line per `argosy eval`: time, step, the settings that were given, and the numbers of each task.
 EVALUATIONS = "evaluations.jsonl"
+
+# Of a run with local checkpoints; hidden, since it is written before anything else.
+ID = ".run"
 
 T = TypeVar("T", bound=Settings)
 
@@ -90,13 +102,33 @@ class RunDirectory:
         return self.store.local_path()
 
     @cached_property
-    def checkpoints(self) -> "Checkpoints":
+    def checkpoints(self) -> "Checkpoints | Tiers":
         from argosy.checkpoint.several import CheckpointsOfSeveral
         from argosy.checkpoint.store import Checkpoints
         from argosy.parallel import processes
 
         several = self.settings is not None and processes.count() > 1
-        return (CheckpointsOfSeveral if several else Checkpoints)(self.store.child(CHECKPOINTS), self.settings, self.warn)
+        persistent = (CheckpointsOfSeveral if several else Checkpoints)(self.store.child(CHECKPOINTS), self.settings, self.warn)
+        if self.settings is None or self.settings.local is None:
+            return persistent
+        from argosy.checkpoint.local import LocalCheckpoints
+        from argosy.checkpoint.tiers import Tiers
+
+        root = Path(self.settings.local).expanduser() / processes.told("run id", lambda: self.id)
+        return Tiers(persistent, LocalCheckpoints(root, self.settings.local_copies, self.warn, belongs=self._belongs))
+
+    def _belongs(self, step: int, meta: Mapping[str, Any]) -> bool:
+        """Whether a step was made after the rollbacks that went back to before it."""
+        made_after = meta.get("rollbacks", [])
+        return all(one in made_after for one in self.rollbacks() if one["restored"] < step)
+
+    @property
+    def id(self) -> str:
+        """What tells this run from any other, and from its own copies: local checkpoints of another run must not be resumed from."""
+        if not self.store.exists(ID):
+            self.store.write_text(ID, uuid4().hex[:12] + "\n")
+        where = str(self.path.resolve()) if self.store.is_local else self.store.root
+        return f"{self.store.read_text(ID).strip()}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
 
     @property
     def has_run(self) -> bool:
@@ -139,6 +171,13 @@ class RunDirectory:
     def write_teacher(self, described: Mapping[str, Any]) -> None:
         self.store.write_text(TEACHER, json.dumps(described) + "\n")
 
+    def rollbacks(self) -> list[dict[str, Any]]:
+        """The rollbacks of the run, oldest first."""
+        return json.loads(self.store.read_text(ROLLBACKS)) if self.store.exists(ROLLBACKS) else []
+
+    def write_rollbacks(self, rollbacks: list[dict[str, Any]]) -> None:
+        self.store.write_text(ROLLBACKS, json.dumps(rollbacks, indent=1) + "\n")
+
     def read_reference(self, split: str, documents: int) -> "np.ndarray | None":
         """The reference's log-probabilities of a split's documents; None if they are not there, or of other data."""
         import numpy as np
@@ -172,12 +211,12 @@ class RunDirectory:
                 written.
         """
         if self.has_run:
-            return self._admit_resume(reading.value)
+            return self.admit_resume(self.stored()[0], reading.value)
         self.check_place()
         if self.steps():
             raise BadInput(f"{self} holds checkpoints but no {SETTINGS}", hint="dir=NEW starts a run elsewhere")
         # A run killed before its settings were written leaves a log, and may have made a tokenizer.
-        if set(self.store.list()) - {TOKENIZER, LOG, LOCK}:
+        if set(self.store.list()) - {TOKENIZER, LOG, LOCK, LIFE}:
             raise BadInput(f"{self} is not empty and holds no run", hint="dir=NEW names another directory")
 
     def check_place(self) -> None:
@@ -189,8 +228,13 @@ class RunDirectory:
         if self.store.is_local:
             _check_place(self.path)
 
-    def _admit_resume(self, settings: Settings) -> None:
-        changed = differences(self.stored()[0], settings)
+    def admit_resume(self, stored: Mapping[str, Any], settings: Settings) -> None:
+        """Checks that a run with the stored settings may go on with these.
+
+        Raises:
+            BadInput: it may not; each difference is named.
+        """
+        changed = differences(stored, settings)
         if not changed:
             return
         listed = "; ".join(f"{key}: {_shown(was)} there, {_shown(now)} now" for key, was, now in changed)
@@ -295,8 +339,12 @@ class RunDirectory:
         with self.store.open(name) as file:
             return complete.read_bytes().startswith(file.read())
 
+    @cached_property
+    def log_lines(self) -> Backlog:
+        return Backlog(self.store, LOG, self.warn)
+
     def log(self, line: str) -> None:
-        self.store.append_line(LOG, line)
+        self.log_lines.append(line)
 
 
 def is_run(path: str | Path) -> bool:

@@ -1,8 +1,8 @@
 """When a run saves and what it keeps."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from argosy.core.settings import Also, MayChange, Settings
 
@@ -37,3 +37,26 @@ class CheckpointSettings(Settings):
     keep_best: Annotated[int, MayChange(), Also("load_best_model_at_end", "save_best")] = Field(1, ge=0)
     """Number of checkpoints with the lowest evaluation loss to keep. A step whose evaluation is among the best is saved at once,
     whatever `checkpoint.every` is; 0 keeps none for their loss."""
+    local: Annotated[str | None, MayChange()] = None
+    """A folder on a fast disk of each host, such as /dev/shm/argosy, for checkpoints between the others: a run that was killed resumes
+    from the newest one that is complete in any place. It is emptied when the run ends."""
+    local_every: Annotated[int | None, MayChange()] = Field(None, gt=0)
+    """Steps between local checkpoints. By default a tenth of `checkpoint.every`, at least 1. The newest two are kept."""
+    local_copies: Annotated[int, MayChange()] = Field(1, ge=1)
+    """On how many hosts each shard of a local checkpoint is kept; with 2, any one host may lose its disk. Copies that data parallelism
+    makes count."""
+
+    @model_validator(mode="after")
+    def _local(self) -> Self:
+        if self.local is None and (self.local_every is not None or self.local_copies > 1):
+            raise ValueError("local_every and local_copies need checkpoint.local=FOLDER")
+        if self.local is not None and "://" in self.local:
+            raise ValueError("local is a folder on each host; dir= may be an object store")
+        if self.local_every is not None and self.local_every >= self.every:
+            raise ValueError(f"local_every = {self.local_every} is no shorter than every = {self.every}: none would be local")
+        return self
+
+    @property
+    def between(self) -> int:
+        """Steps between local checkpoints."""
+        return self.local_every or max(1, self.every // 10)

@@ -11,11 +11,13 @@ save is tried again. The folder must be one that every process sees.
 import json
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import manifest, shards
 from argosy.checkpoint.store import DATA, META, STATE, WEIGHTS, Arrays, Checkpoints, catalog
+from argosy.core.errors import ArgosyError, BadInput
 from argosy.core.formats.files import of_text
 from argosy.parallel import processes
 
@@ -50,9 +52,10 @@ class CheckpointsOfSeveral(Checkpoints):
             processes.told("checkpoint committed", lambda: self._commit(step, items, meta, every))
         except BaseException as failure:
             self._failure = failure
-            if processes.leads() and not self._is_committed(str(step)):
-                # It takes space that the next save may need.
-                self.store.remove(str(step))
+            # It takes space that the next save may need. Where it cannot be removed either, it stays, without a manifest.
+            with suppress(ArgosyError):
+                if processes.leads() and not self._is_committed(str(step)):
+                    self.store.remove(str(step))
 
     def _begin(self, step: int) -> None:
         self._sweep()
@@ -64,7 +67,7 @@ class CheckpointsOfSeveral(Checkpoints):
         described = [file._replace(name=f"{item}/{file.name}") for item, own in items.items() for file in shards.described(own)]
         described += [*catalog(items), of_text(META, meta)]
         manifest.commit(folder, dict(sorted((found | shards.write(folder, described)).items())))
-        self._retire(step)
+        self.retire(step)
 
 
 def check_shared(folder: Path) -> None:
@@ -73,8 +76,6 @@ def check_shared(folder: Path) -> None:
     Raises:
         BadInput: one does not; in that process. Elsewhere: in the others.
     """
-    from argosy.core.errors import BadInput
-
     probe = folder / ".shared"
     token = processes.told("shared folder", lambda: _written(probe))
 

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +35,28 @@ class Split:
     own: dict[tuple[int, ...], np.ndarray]
 
 
-def split(array: Any, leads: bool) -> Split:
+def split(array: Any, leads: bool, copies: bool = False) -> Split:
     """Copies the shards that this process writes off its devices. Of copies of a shard, one process writes the first; an array of the
-    host, which all processes have, the leader."""
+    host, which all processes have, the leader. copies: every process writes each shard that its devices hold."""
     if not isinstance(array, jax.Array):
         return Split(array.shape, array.dtype, array.shape, {(0,) * array.ndim: array} if leads else {})
     each = tuple(array.sharding.shard_shape(array.shape))
     own = {}
     for shard in array.addressable_shards:
-        if shard.replica_id == 0:
-            at = tuple((part.start or 0) // size if size else 0 for part, size in zip(shard.index, each, strict=True))
+        at = tuple((part.start or 0) // size if size else 0 for part, size in zip(shard.index, each, strict=True))
+        if at not in own and (copies or shard.replica_id == 0):
             # A copy: the loop donates the array to the next step.
             own[at] = np.array(shard.data)
     return Split(tuple(array.shape), np.dtype(array.dtype), each, own)
 
 
-def start_copies(array: Any) -> None:
+def start_copies(array: Any, copies: bool = False) -> None:
     """Starts the copies of `split` without waiting for them."""
+    seen = set()
     for shard in array.addressable_shards if isinstance(array, jax.Array) else ():
-        if shard.replica_id == 0:
+        at = tuple((part.start, part.stop) for part in shard.index)
+        if at not in seen and (copies or shard.replica_id == 0):
+            seen.add(at)
             shard.data.copy_to_host_async()
 
 
@@ -104,13 +108,35 @@ def read(folder: Path, item: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) ->
     return {name: array(name, like) for name, like in wanted.items()}
 
 
+def needed(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The files of the shards that `read` opens in this process. wanted: {item: {name: sharding}}; arrays that `files_of` did not write
+    have none."""
+    found: dict[str, None] = {}
+    for item, places in wanted.items():
+        for name, sharding in places.items():
+            if not (described := folder / item / name / "zarr.json").exists():
+                continue
+            stored = json.loads(described.read_text())
+            shape, each = stored["shape"], stored["chunk_grid"]["configuration"]["chunk_shape"]
+            for index in sharding.addressable_devices_indices_map(tuple(shape)).values():
+                spans = [part.indices(length)[:2] for part, length in zip(index, shape, strict=True)]
+                cells = [range(start // size, -(-stop // size)) for (start, stop), size in zip(spans, each, strict=True)]
+                found |= {"/".join([item, name, "c", *map(str, at)]): None for at in product(*cells)}
+    return list(found)
+
+
+def is_packed(folder: Path, item: str) -> bool:
+    """Whether the arrays of an item are in files that they share, as Orbax writes them by default."""
+    return json.loads((folder / item / "_METADATA").read_text())["use_ocdbt"]
+
+
 def opened(folder: Path, name: str, item: str) -> Any:
     """One array of a checkpoint in TensorStore, from which parts are read."""
     import tensorstore
 
     # TensorStore refuses paths with `..`.
     item_folder = (folder / item).resolve()
-    packed = json.loads((item_folder / "_METADATA").read_text())["use_ocdbt"]
+    packed = is_packed(folder, item)
     files = {"driver": "file", "path": f"{item_folder}/" if packed else f"{item_folder}/{name}/"}
     store = {"driver": "ocdbt", "base": files, "path": f"{name}/"} if packed else files
     return tensorstore.open({"driver": "zarr3", "kvstore": store}, open=True, read=True).result()

@@ -19,6 +19,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from argosy.checkpoint import manifest, objects, shards
+from argosy.checkpoint.saving import Saving, root_of
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats import Entry
 from argosy.core.formats.files import File, of_text
 from argosy.core.formats.zarr import array_files
 from argosy.core.storage import Store
+from argosy.parallel import processes
 
 __all__ = ["CheckpointSettings", "Checkpoints"]
 
@@ -42,7 +45,7 @@ WEIGHTS, STATE, DATA, META = "weights", "state", "data", "meta.json"
 REMOVED = ".removed"
 
 
-class Checkpoints:
+class Checkpoints(Saving):
     """The checkpoints under a folder.
 
     Args:
@@ -57,10 +60,9 @@ class Checkpoints:
         settings: CheckpointSettings | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ):
+        super().__init__(warn)
         self.store = place if isinstance(place, Store) else Store(place)
-        self.settings, self.warn = settings, warn
-        self._writing: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self.settings = settings
         self._fetched = objects.Fetched(self.store)
 
     # ---------------------------------------------------------------- reading
@@ -74,8 +76,8 @@ class Checkpoints:
         """A step's folder on this machine; a remote step is first copied to a scratch folder."""
         return self.store.local_path(str(step)) if self.store.is_local else self._fetched.path(str(step))
 
-    def latest_good(self) -> int | None:
-        """The newest step whose files match their manifest.
+    def latest_good(self, above: int | None = None) -> int | None:
+        """The newest step whose files match their manifest. above: a step that is good elsewhere; older ones are not looked at.
 
         With settings (the run's own process), damaged steps found on the way are renamed; a reader changes nothing. If a step is
         removed by retention while it is being read, the search starts again.
@@ -84,24 +86,24 @@ class Checkpoints:
             ArgosyError: a step cannot be reached (permission, network); nothing is renamed for that.
             Damaged: there are checkpoints, but none is good. They are left as they are, so the next call raises the same error.
         """
-        steps = self.steps()
+        steps = [step for step in self.steps() if above is None or step > above]
         damaged: dict[int, Damaged] = {}
         for step in reversed(steps):
             try:
                 manifest.verify(self.path(step))
             except (Damaged, BadInput) as error:
                 if not self._is_committed(str(step)):
-                    return self.latest_good()
+                    return self.latest_good(above)
                 # A step that cannot be reached (no permission, no network) may be good.
                 if not isinstance(error, Damaged):
                     raise
                 damaged[step] = error
                 continue
-            for bad, damage in damaged.items():
-                aside = f" and was set aside as {self._set_aside(bad)}" if self.settings is not None else ""
-                self.warn(f"checkpoint {bad} is damaged{aside}: {damage.what} ({damage.where}); using step {step}")
+            self._pass_by(damaged, step)
             return step
-        if damaged:
+        if above is not None:
+            self._pass_by(damaged, above)
+        elif damaged:
             newest = damaged[steps[-1]]
             raise Damaged(
                 f"all {len(steps)} checkpoints are damaged; the newest: {newest.what}",
@@ -109,6 +111,22 @@ class Checkpoints:
                 hint="nothing was changed; restore a copy, or start again in another directory with dir=NEW",
             )
         return None
+
+    def _pass_by(self, damaged: Mapping[int, Damaged], used: int) -> None:
+        for bad, damage in damaged.items():
+            aside = f" and was set aside as {self._set_aside(bad)}" if self.settings is not None else ""
+            self.warn(f"checkpoint {bad} is damaged{aside}: {damage.what} ({damage.where}); using step {used}")
+
+    def agreed_good(self, above: int | None = None) -> int | None:
+        """`latest_good`, looked for by the leader of several processes and known to all."""
+        return processes.told("latest good", lambda: self.latest_good(above))
+
+    def go_back(self) -> int | None:
+        """`agreed_good`, for a run that makes other steps after it than before."""
+        return self.agreed_good()
+
+    def prepare(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> None:
+        """Every process reads what it needs where it is."""
 
     def meta(self, step: int) -> dict[str, Any]:
         return read_meta(self.path(step))
@@ -133,8 +151,6 @@ class Checkpoints:
         self.settle(step)
         if self._is_committed(str(step)):
             return
-        # What a kill left between the files and their manifest.
-        self.store.remove(str(step))
         arrays = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
         _start_copies(arrays)
         on_host = {item: _off_device(own) for item, own in arrays.items()}
@@ -142,37 +158,19 @@ class Checkpoints:
         self._writing = threading.Thread(target=self._write, args=job, name=f"checkpoint-{step}")
         self._writing.start()
 
-    def settle(self, step: int) -> None:
-        """Waits for the previous save, and reports it if it failed. step: of the save that follows."""
-        self.join()
-        if self._failure is not None:
-            self.warn(f"a checkpoint could not be written: {root_of(self._failure)}; trying again with step {step}")
-            self._failure = None
-
-    def join(self) -> None:
-        """Waits until nothing is being written. A failure is raised by `wait`, not here."""
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
-
     def wait(self) -> None:
         """Waits until the save under way is committed.
 
         Raises:
             ArgosyError: the save failed; earlier checkpoints are intact.
         """
-        self.join()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise ArgosyError(
-                f"a checkpoint could not be written: {root_of(failure)}",
-                where=self.store.root,
-                hint="earlier checkpoints are intact; free some space or fix the permissions, and run the same command again",
-            ) from failure
+        self.wait_for(self.store.root)
 
     def _write(self, step: int, arrays: dict[str, Arrays], meta: str) -> None:
         try:
             self._sweep()
+            # What a kill left between the files and their manifest.
+            self.store.remove(str(step))
             if self.store.is_local:
                 self.store.local_path().mkdir(parents=True, exist_ok=True)
                 _write_step(self.path(step), arrays, meta)
@@ -180,12 +178,13 @@ class Checkpoints:
                 with tempfile.TemporaryDirectory() as scratch:
                     _write_step(Path(scratch, str(step)), arrays, meta)
                     objects.upload(Path(scratch, str(step)), self.store, str(step))
-            self._retire(step)
+            self.retire(step)
         except BaseException as failure:
             self._failure = failure
-            # It takes space that the next save may need.
-            if not self._is_committed(str(step)):
-                self.store.remove(str(step))
+            # It takes space that the next save may need. Where it cannot be removed either, it stays, without a manifest.
+            with suppress(ArgosyError):
+                if not self._is_committed(str(step)):
+                    self.store.remove(str(step))
 
     def _sweep(self) -> None:
         """Removes what a kill left: Orbax's temporary folders, and checkpoints that were being removed."""
@@ -196,7 +195,7 @@ class Checkpoints:
         else:
             objects.sweep(self.store)
 
-    def _retire(self, newest: int) -> None:
+    def retire(self, newest: int) -> None:
         """Removes checkpoints that the settings do not keep, except one that is being read: that one is removed next time.
 
         What makes it a checkpoint is removed first (its name, or its manifest where nothing can be renamed), so a kill on the way
@@ -251,6 +250,11 @@ def _write_step(folder: Path, arrays: dict[str, Arrays], meta: str) -> None:
 
 def save_arrays(folder: Path, items: dict[str, Arrays]) -> None:
     """Writes the arrays of a step. Without a manifest it is not a checkpoint yet."""
+    # Where Orbax can make no folder, it leaves threads that wait for one for minutes, and the end of the process waits for them.
+    if folder.parent.is_dir():
+        probe = folder.with_name(f".{folder.name}.probe")
+        probe.mkdir(exist_ok=True)
+        probe.rmdir()
     _orbax().save_checkpointables(folder.absolute(), items)
 
 
@@ -315,8 +319,8 @@ def load_item(folder: Path, item: str, shardings: Mapping[str, Any] | None = Non
         name: jax.ShapeDtypeStruct(a.shape, dtype or a.dtype, sharding=shardings[name] if shardings else here)
         for name, a in stored_shapes(folder, item).items()
     }
-    if jax.process_count() > 1:
-        # Orbax would wait for all processes at each call.
+    if jax.process_count() > 1 or not shards.is_packed(folder, item):
+        # Orbax would wait for all processes at each call, and takes twice as long where each array is a folder of its own.
         return _guarded(folder, lambda: shards.read(folder, item, wanted))
     return _guarded(folder, lambda: _orbax().load_checkpointables(folder.absolute(), {item: wanted})[item])
 
@@ -355,13 +359,6 @@ def _guarded(folder: Path, read: Callable[[], Any]) -> Any:
         return read()
     except Exception as failure:
         raise Damaged(f"cannot be read: {root_of(failure)}", where=str(folder)) from failure
-
-
-def root_of(failure: BaseException) -> str:
-    """The first line of the innermost cause."""
-    while failure.__cause__ is not None:
-        failure = failure.__cause__
-    return (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]
 
 
 def _start_copies(items: Mapping[str, Arrays]) -> None:

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from argosy.cli.output import answer
-from argosy.observe.readable import ago, columns, counted, sized
+from argosy.observe.readable import ago, columns, counted, lasted, sized
 
 JSON = typer.Option("--json", help="one JSON document on stdout")
 VERIFY = typer.Option("--verify", help="read every byte of every checkpoint")
@@ -54,6 +54,7 @@ def show(
     document = found.document() | {"settings": {key: {"value": value, "set_by": who} for key, value, who in settings}}
     facts = {"state": found.state, "step": _steps(found), "last write": _ago(found.written_s)}
     facts |= {"problem": found.problem} if found.problem else {}
+    facts |= {"time": f"{lasted(found.life.wall)}: {found.life.words()}"} if found.life else {}
     kept = [f"{step} ({_size(found.path, step)})" for step in found.checkpoints]
     facts |= {"checkpoints": ", ".join(kept) or "none"} | {k: runs.shown(v) for k, v in found.numbers.items()}
     lines = [str(found.path), *(f"  {name:<20}{value}" for name, value in facts.items()), ""]

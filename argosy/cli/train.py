@@ -42,7 +42,9 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> int:
     from argosy.jobs.preflight import directory_of, settled
+    from argosy.observe.life import counts_from_process_start
 
+    counts_from_process_start()
     place = found(os.environ)
     # A mistake is answered before jax is imported, which takes seconds.
     reading = settled(recipe, words or [])
@@ -62,6 +64,8 @@ def train(
     stopped = "stopped; the same command continues from the last checkpoint, or starts anew if there is none"
     with before_leaving(lambda: say(stopped)), Terminal() as view, lost_peers():
         outcome = run(reading, where, view, command_of(recipe, words or []))
+    if skipped := int(outcome.last.get("skipped", 0)):
+        say(f"{skipped:,} of {plural(outcome.step, 'step')} were skipped: docs/guides/faults.md")
     if outcome.done and outcome.seconds:
         shown = f", or open {outcome.dir}/report.html" if isinstance(outcome.dir, Path) else ""
         # A reward model generates nothing.

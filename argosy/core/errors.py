@@ -8,11 +8,13 @@
     ├── Damaged                 bytes that differ from what was written: truncated, flipped, hostile
     ├── Unsupported             well-formed input that Argosy cannot handle
     ├── Busy                    another process holds the run
+    ├── Final                   it failed, and would fail again from the same checkpoint
     └── Elsewhere               it failed in another process of the same run, which reports it
 
 Printed as `error: WHAT`, the place on an indented line, a blank line, then `hint: FIX`: at most five lines each.
 """
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -56,12 +58,33 @@ class Damaged(ArgosyError):
     """Bytes that differ from what was written."""
 
 
+# Set by whoever starts failed processes again; the exit code by which they are told not to (EX_DATAERR).
+SUPERVISED, FINAL = "ARGOSY_SUPERVISED", 65
+# How often this process was started before.
+ATTEMPT = "ARGOSY_ATTEMPT"
+
+
+class Final(ArgosyError):
+    """It failed, and would fail again from the same checkpoint."""
+
+    @property
+    def exit_code(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return FINAL if os.environ.get(SUPERVISED) else 1
+
+
 class Unsupported(ArgosyError):
     """Well-formed input that Argosy cannot handle."""
 
 
 class Busy(ArgosyError):
-    """Another process holds a file or directory that this one needs."""
+    """Another process holds a file or directory that this one needs.
+
+    Those that were started again keep trying: the process that holds it may be one of their own, which is about to end.
+    """
+
+    @property
+    def exit_code(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return FINAL if os.environ.get(SUPERVISED) and os.environ.get(ATTEMPT, "0") == "0" else 1
 
 
 class Elsewhere(ArgosyError):

@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from argosy.core.errors import BadInput, UserError, nearest
+from argosy.core.errors import BadInput, UserError, nearest, some
 from argosy.core.plain import dotted
 from argosy.core.scalars import written
-from argosy.core.schema import Also, Choice, Refused, marks, members
+from argosy.core.schema import Also, Choice, Refused, Settings, marks, members
 from argosy.core.words import SELF, SettingsLayer
 
 Setter = Callable[[str], SettingsLayer | None]
@@ -156,9 +156,22 @@ def unnamed(key: str, choice: Choice, layer: SettingsLayer | None) -> UserError:
     return BadInput(what, where=_by(layer, key), hint=f"write `{key}=NAME`, one of {names}")
 
 
-def not_that(what: str, value: Any, layer: SettingsLayer, key: str) -> UserError:
+def not_that(what: str, value: Any, layer: SettingsLayer, key: str, hint: str | None = None) -> UserError:
     """The error for a value of the wrong kind, such as a number where a group belongs."""
-    return BadInput(f"{what}, not {shown(value)}", where=_by(layer, key))
+    return BadInput(f"{what}, not {shown(value)}", where=_by(layer, key), hint=hint)
+
+
+def in_group(cls: type[Settings], key: str, value: Any) -> str:
+    """The hint for a value given to a group: the settings that take it, or its first ones."""
+    fields = cls.model_fields
+    takes = [name for name, info in fields.items() if isinstance(value, str) and value in _choices(info.annotation)]
+    if takes:
+        return " or ".join(f"`{key}.{name}={value}`" for name in takes)
+    return f"it has {some((f'`{key}.{name}`' for name in fields), 4)}"
+
+
+def _choices(annotation: Any) -> list[Any]:
+    return [choice for member in members(annotation) if get_origin(member) is Literal for choice in get_args(member)]
 
 
 def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[UserError]:

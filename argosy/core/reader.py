@@ -4,7 +4,7 @@ Pydantic builds each group after its children, so one pass finds every mistake a
 are checked only if each key is valid by itself; otherwise they would blame the wrong key.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -66,7 +66,8 @@ class Reader:
 
     def group(self, cls: type[Settings], key: str, given: list[Given], tag: str | None = None) -> Any:
         """Reads one group of settings. Returns `_FAILED` if it has mistakes."""
-        given, all_good = self._mappings(f"`{key}` is a group of settings", key, given)
+        hint = lambda value: mistakes.in_group(cls, key, value)  # noqa: E731
+        given, all_good = self._mappings(f"`{key}` is a group of settings", key, given, hint)
         for one in given:
             for name in [name for name in one.value if name not in cls.model_fields and name != tag]:
                 self._unknown(dotted(key, name), one, one.value[name])
@@ -229,7 +230,9 @@ class Reader:
         groups = {path.rpartition(".")[0] for path in self.known}
         return [path for path in self.known if path not in groups]
 
-    def _mappings(self, what: str, key: str, given: list[Given]) -> tuple[list[Given], bool]:
+    def _mappings(
+        self, what: str, key: str, given: list[Given], hint: Callable[[Any], str | None] = lambda value: None
+    ) -> tuple[list[Given], bool]:
         """The mappings among `given`, and whether all are mappings; the others are recorded as mistakes."""
         good: list[Given] = []
         all_good = True
@@ -242,7 +245,7 @@ class Reader:
                 good.append(Given(one.layer, value))
             else:
                 all_good = False
-                self.problems.append(mistakes.not_that(what, value, one.layer, key))
+                self.problems.append(mistakes.not_that(what, value, one.layer, key, hint(value)))
         return good, all_good
 
     def _unknown(self, key: str, one: Given, value: Any) -> None:

@@ -28,6 +28,7 @@ from argosy.data.across import FIELDS as OF_BOTH
 from argosy.data.batch import Batches
 from argosy.data.sources import RowSource
 from argosy.data.tokenize import Tokenizer
+from argosy.jobs import diloco as replicas
 from argosy.jobs import reference, teacher_cache
 from argosy.jobs.across import Both, is_across
 from argosy.jobs.address import is_endpoint
@@ -47,17 +48,24 @@ from argosy.models.parts.weight import Choosing, abstract, count, fill, logical,
 from argosy.ops.attention import IMPLEMENTATIONS as ATTENTION
 from argosy.ops.choice import implementations
 from argosy.ops.grouped import IMPLEMENTATIONS as EXPERTS
+from argosy.parallel.gather import Once
 from argosy.parallel.place import batch_sharding, like_weights, on_devices, place_batch, row_shares, rows_here
 from argosy.parallel.rules import shardings
 from argosy.parallel.scope import scope
 from argosy.rl.critic import PREFIX, attach
-from argosy.train import projection
+from argosy.train import diloco, projection
 from argosy.train.beside import parted
-from argosy.train.offload import places_on_host
+from argosy.train.guard import FLAG, begin, guarded, judged
+from argosy.train.guard_settings import GuardSettings
+from argosy.train.offload import pieces_for, places_on_host
 from argosy.train.optim import scaled
 from argosy.train.settings import OBJECTIVES
 from argosy.train.state import TrainState, flattened, meanings_of, trained, training_graph, unflattened
 from argosy.train.step import Precision, make_evaluation, make_step
+
+# Arrays of a checkpoint that a guard keeps begin so; these there are.
+GUARD = "guard."
+KEPT = tuple(begin(GuardSettings(nonfinite="skip", spike="skip")))
 
 
 @dataclass(frozen=True)
@@ -161,7 +169,8 @@ class Assembly:
         """A state with these weights, and a fresh optimizer unless one is given."""
         if optimizer is None:
             optimizer = jax.jit(self.optimizer.init, out_shardings=self.places.optimizer)(params)
-        return TrainState(self._here(step), params, rest, optimizer, jax.random.key(self.run.seed))
+        key = jax.random.key(self.run.seed)
+        return TrainState(self._here(step), params, rest, optimizer, key, self._guard({}))
 
     def packed(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state as a checkpoint stores it: weights except those of a base, and the rest, both {name: array}. The weights of parts
@@ -169,7 +178,8 @@ class Assembly:
         key = jax.random.key_data(state.key)
         weights = {address: leaf for address, leaf in (state.params | state.rest).items() if address not in self.base}
         weights, beside = parted(weights)
-        return weights, {"step": state.step, "key": key} | beside | {
+        kept = {f"{GUARD}{name}": a for name, a in state.guard.items() if name != FLAG}
+        return weights, {"step": state.step, "key": key} | kept | beside | {
             f"optimizer.{name}": leaf for name, leaf in flattened(state.optimizer).items()
         }
 
@@ -180,18 +190,28 @@ class Assembly:
         optimizer = unflattened(self.shapes.optimizer, {k.removeprefix("optimizer."): v for k, v in arrays.items()})
         params = {a: weights[a] for a in self.shapes.params}
         rest = {a: weights[a] for a in self.shapes.rest}
-        return TrainState(arrays["step"], params, rest, optimizer, jax.random.wrap_key_data(arrays["key"]))
+        key = jax.random.wrap_key_data(arrays["key"])
+        return TrainState(arrays["step"], params, rest, optimizer, key, self._guard(arrays))
 
     def state_places(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shardings of the arrays that `packed` returns."""
         everywhere = self.places.step
-        state = {"step": everywhere, "key": everywhere}
+        # What a guard keeps may be there or not: its settings may change.
+        state = {"step": everywhere, "key": everywhere} | {f"{GUARD}{name}": everywhere for name in KEPT}
         state |= {f"optimizer.{name}": place for name, place in flattened(self.places.optimizer).items()}
         weights, beside = parted(self.places.params | self.places.rest)
         return weights, state | beside
 
-    def _here(self, step: int) -> Any:
-        return on_devices(np.int32(step), self.places.step)
+    def _here(self, number: Any) -> Any:
+        return on_devices(np.asarray(number, np.int32), self.places.step)
+
+    def _guard(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """What the guard keeps, from a checkpoint where it fits these settings, or from its beginning."""
+        found = {name: (arrays.get(f"{GUARD}{name}"), first) for name, first in begin(self.run.guard).items()}
+        fits = {name: a is not None and a.shape == first.shape for name, (a, first) in found.items()}
+        # Losses and how many there are go together.
+        fits = {name: fits[name] and fits.get("losses", True) for name in fits}
+        return {name: a if fits[name] else on_devices(first, self.places.step) for name, (a, first) in found.items()}
 
     # ---------------------------------------------------------------- programs
 
@@ -205,7 +225,12 @@ class Assembly:
             precision=self.decided.precision,
             accumulate=self.run.accumulate,
             roles=self.graphs,
+            once=Once(self.places.params | self.places.rest) if self.run.execution.gather == "once" else None,
+            stays=self._stays if self.run.execution.offload != "none" else None,
         )
+        how = self.run.diloco
+        step = guarded(diloco.alone(step), self.run.guard) if how.every else guarded(step, self.run.guard)
+        step = diloco.together(step, how) if how.every else step
         if self.base:
             moving = replace(self.places, rest={a: p for a, p in self.places.rest.items() if a not in self.base})
             jitted = jax.jit(beside_base(step), donate_argnums=0, out_shardings=(moving, None))
@@ -215,6 +240,9 @@ class Assembly:
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.places, None))
         with self.tracing():
             return jitted.lower(self.shapes, self.batch_shapes(), self.frozen_shapes).compile()
+
+    def _stays(self, kept: Any, loss: Any, norm: Any) -> Any:
+        return judged(kept, loss, norm, self.run.guard).stays
 
     def compile_evaluation(self) -> Any:
         evaluate = make_evaluation(self.graph, self.run.objective, precision=self.decided.precision, roles=self.graphs)
@@ -394,7 +422,7 @@ def check_processes(run: Run) -> None:
     """Checks that a run of several processes asks for nothing that only one process can do.
 
     Raises:
-        Unsupported: it does.
+        BadInput: it does.
     """
     if jax.process_count() == 1:
         return
@@ -404,7 +432,7 @@ def check_processes(run: Run) -> None:
     asked["mesh.stage on CPUs"] = run.mesh.splits("stage") and backend() == "cpu"
     if found := [name for name, is_asked in asked.items() if is_asked]:
         what = f"{' and '.join(found)}: not built over several processes yet"
-        raise Unsupported(what, hint="use the devices of one process")
+        raise BadInput(what, hint="use the devices of one process")
 
 
 def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
@@ -424,6 +452,7 @@ def assemble(run: Run, decided: Decided, progress: Any = None) -> Assembly:
         )
     )
     mesh, (source, tokenizer) = parts["mesh"], parts["data"]
+    replicas.check(run, mesh)
     if run.rollout is not None and taught(run.objective):
         from argosy.jobs.lessons import Tutored, lessons_of
 
@@ -463,6 +492,7 @@ def _assembled(
     model = run.model.build(how)
     check_groups(model, mesh.shape["stage"])
     check_kept(model, run.execution.keep)
+    replicas.check_model(run, model, scheduled(run.steps, batches))
     if not (run.init.weights or run.init.state) and (
         drawn := [a for a, v in variables(model).items() if isinstance(v, Choosing)]
     ):
@@ -491,24 +521,33 @@ def _assembled(
         projection.attach(model, run.objective, roles)
     graph, params, rest = trained(model)
     rate = run.schedule.build(scheduled(run.steps, batches))
-    on_host = check_offload(run, decided, mesh)
-    optimizer = run.optimizer.build(rate, meanings_of(model), on_host)
-    if critic is not None:
-        optimizer = scaled(optimizer, PREFIX, critic.rate)
     shapes = abstract(model)
     weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, run.mesh.table(), mesh)
+    offloads = run.execution.offload != "none"
+    if offloads:
+        check_offload(run, decided, mesh)
+    pieces = pieces_for(run.optimizer, meanings_of(model), shapes, weights) if offloads else None
+    optimizer = run.optimizer.build(rate, meanings_of(model), pieces)
+    if critic is not None:
+        optimizer = scaled(optimizer, PREFIX, critic.rate)
+    if run.diloco.every:
+        optimizer = diloco.around(optimizer, mesh.shape[diloco.AXIS])
 
     def described(leaf: Any, place: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
     state = jax.eval_shape(
-        lambda params, rest: TrainState.start(params, rest, optimizer.init(params), 0),
+        lambda params, rest: TrainState.start(params, rest, optimizer.init(params), 0, begin(run.guard)),
         {a: shapes[a] for a in params},
         {a: shapes[a] for a in rest},
     )
     places = like_weights(state, weights, shapes, mesh)
-    if on_host:
+    if offloads:
         places = replace(places, optimizer=places_on_host(places.optimizer, state.optimizer, state.params))
+    if run.execution.gather == "once" and not Once(weights).gathers:
+        raise BadInput("no weight is split over mesh.fsdp, so there is nothing to gather once", where="set by execution.gather")
+    if run.diloco.every:
+        places = replace(places, optimizer=diloco.places(state.optimizer, weights, shapes, mesh))
     stated = jax.tree.map(described, state, places)
     if reference.kind_of(run.objective) in ("online", "rollout"):
         beside = frozenset(a for a in shapes if a.startswith(PREFIX)) if critic is not None else frozenset()

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from argosy.checkpoint.store import Checkpoints
+from argosy.checkpoint.tiers import Tiers
 from argosy.core.settings import Reading, dump
 from argosy.jobs.assemble import Assembly
 from argosy.jobs.run import Run
@@ -31,6 +32,14 @@ class Every:
         self.do(now)
 
 
+@dataclass(frozen=True)
+class Between(Every):
+    """As `Every`, but not at the last step."""
+
+    def due(self, step: int, last: bool) -> bool:
+        return not last and step % self.every == 0
+
+
 def is_stopping(now: Any, steps: int) -> bool:
     """Whether a signal asked the run to stop; then it only saves."""
     return now.last and now.step < steps
@@ -43,25 +52,38 @@ class Saver:
         reading: the run's settings and who set each.
         hub: the config.json of the model that the weights came from.
         base: what identifies the base model under adapters (`checkpoint.adapted`); empty without any.
+        saved: called with a step when its checkpoint is under way.
     """
 
     def __init__(
         self,
         assembly: Assembly,
         reading: Reading[Run],
-        checkpoints: Checkpoints,
+        checkpoints: Checkpoints | Tiers,
         hub: dict[str, Any],
         base: dict[str, Any] | None = None,
+        saved: Callable[[int], None] = lambda step: None,
     ):
+        self.saved = saved
         self.assembly, self.reading, self.checkpoints, self.hub = assembly, reading, checkpoints, hub
         self.base = {"base": base} if base else {}
         self.eval_losses = checkpoints.eval_losses()
-        self.newest: int | None = None
+        # The step that went last to each tier.
+        self.newest: dict[bool, int] = {}
+        # Those that led to the state.
+        self.rollbacks: list[dict[str, Any]] = []
 
     def __call__(self, now: Any) -> None:
-        if now.step == self.newest:
+        self._save(now)
+
+    def local(self, now: Any) -> None:
+        """Saves to the local tier, unless this step is in the persistent one already."""
+        self._save(now, local=True)
+
+    def _save(self, now: Any, local: bool = False) -> None:
+        if now.step == self.newest.get(False) or (local and now.step == self.newest.get(True)):
             return
-        self.newest = now.step
+        self.newest[local] = now.step
         settings = dump(self.reading.value)
         meta = {
             "step": now.step,
@@ -73,8 +95,14 @@ class Saver:
             "settings": settings,
             "origin": self.reading.origin,
         } | self.base
+        meta |= {"rollbacks": self.rollbacks} if self.rollbacks else {}
         weights, state = self.assembly.packed(now.state)
-        self.checkpoints.save(now.step, weights, state, meta, now.batches.arrays())
+        if local:
+            assert isinstance(self.checkpoints, Tiers)
+            self.checkpoints.save_local(now.step, weights, state, meta, now.batches.arrays())
+        else:
+            self.checkpoints.save(now.step, weights, state, meta, now.batches.arrays())
+        self.saved(now.step)
 
     def evaluated(self, now: Any, loss: float) -> None:
         """Records an evaluation, and saves at once if it is among the best that are kept; not the first weights, which came from

@@ -20,7 +20,7 @@ from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, Over
 from argosy.core.settings import diff, dump
 from argosy.data.tokenize import Tokenizer
-from argosy.jobs.assemble import Assembly
+from argosy.jobs.assemble import GUARD, Assembly
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses
 from argosy.models.parts.weight import Leaves, fill, put, split
@@ -147,10 +147,11 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
             StepReader(path, config, meta["decided"]["layers"]),
             place=(assembly.places.params | assembly.places.rest).__getitem__,
         )
-    arrays = load_item(path, STATE)
-    wanted = assembly.state_places()[1]
+    # What a guard keeps is of the other run's losses.
+    arrays = {name: a for name, a in load_item(path, STATE).items() if not name.startswith(GUARD)}
+    wanted = {name for name in assembly.state_places()[1] if not name.startswith(GUARD)}
     arrays = relaid(arrays, config.build(_run_of(meta)), assembly.model)
-    if set(arrays) != set(wanted):
+    if set(arrays) != wanted:
         raise BadInput(f"{run} was trained with another optimizer", hint="init.weights takes only its weights")
     if int(arrays["step"]) >= assembly.run.steps:
         raise BadInput(
@@ -199,6 +200,9 @@ def check_source(run: Run, say: Callable[[str], None] = lambda _: None, tokenize
         if "base" in meta:
             what = f"{run.init.state} trained adapters, and init.state does not take the state of those"
             raise BadInput(what, where="set by init.state", hint=f"init.weights={run.init.state} takes its weights")
+        if meta["settings"].get("diloco", {}).get("every"):
+            what = f"{run.init.state} trained replicas (diloco.every), and init.state does not take the state of those"
+            raise BadInput(what, where="set by init.state", hint=f"init.weights={run.init.state} takes its outer weights")
         _check_same(run.model, config_of(meta["model"]), run.init.state)
         theirs = tokenizer_of(open_model(path, say)) if tokenizer is not None else None
         if tokenizer is not None and theirs is not None and theirs.fingerprint != tokenizer.fingerprint:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from argosy.checkpoint.run_directory import RunDirectory
+from argosy.checkpoint.run_directory import ID, RunDirectory
 from argosy.core.errors import BadInput, UserError
 from argosy.jobs.compose import compose, recipes
 from argosy.jobs.preflight import directory_of, settled
@@ -40,12 +40,16 @@ def command_of(words: Sequence[str], same_files: bool) -> Command:
 
 
 def progress_of(words: Sequence[str]) -> Callable[[], object]:
-    """The newest checkpoint of the run."""
+    """The newest checkpoints of the run, in its directory and on the local disk of this host."""
 
     def progress() -> object:
         try:
-            directory = RunDirectory(directory_of(settled(words[1], list(words[2:])), words[1]))
-            return max(directory.steps(), default=None)
+            reading = settled(words[1], list(words[2:]))
+            directory = RunDirectory(directory_of(reading, words[1]))
+            local, found = reading.value.checkpoint.local, []
+            if local is not None and directory.store.exists(ID):
+                found = [int(p.parent.name) for p in Path(local).expanduser().glob(f"{directory.id}/*/*/manifest.json")]
+            return max(directory.steps(), default=None), max(found, default=None)
         except (UserError, IndexError):
             return None
 

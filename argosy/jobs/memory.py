@@ -2,6 +2,7 @@
 
     parameters, gradients, optimizer   exact, from shapes
     activations    what the backward pass keeps: estimated by tracing the loss (0.1 s), then what XLA reserves
+    replay         the copy from which a step is made again (`guard.replay`)
     checkpoint     the copy that is written during the next steps; it is in the machine's memory, so it counts on CPUs only
     process        Python, the libraries and the compiler; counts on CPUs only
 
@@ -26,12 +27,12 @@ from argosy.observe.readable import sized
 from argosy.parallel.place import row_shares
 from argosy.rl.critic import attach
 from argosy.train import projection
-from argosy.train.offload import HOST
 from argosy.train.objectives.distill import ROLE
+from argosy.train.offload import HOST
 from argosy.train.state import trained, training_graph
 from argosy.train.step import model_for
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "checkpoint", "process")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "replay", "checkpoint", "process")
 # Tokens of the traced sequence.
 TRACED = 1024
 # The smallest share of the traced activations that XLA keeps; measured 0.74 to 4.3, docs/log.md.
@@ -85,7 +86,8 @@ def estimated_need(
         how = (run.objective, decided.precision, run.execution.recompute)
         whole = activation_bytes(run.model, rows, run.data.sequence, *how, adapter=run.adapter, roles=roles)
         traced = whole // (1 if _shared(mesh) else mesh.size)
-    return _need(_state_bytes(shapes, places, mesh, roles), int(TRUST * traced), run, mesh)
+    state = _state_bytes(shapes, places, mesh, roles)
+    return _need(state, state["gradients"], int(TRUST * traced), run, mesh)
 
 
 def compiled_need(assembly: Any, program: Any) -> Need:
@@ -96,8 +98,9 @@ def compiled_need(assembly: Any, program: Any) -> Need:
     sizes = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
     argument, output, temp, alias = (int(getattr(analysis, name, 0) or 0) * times for name in sizes)
     rest = argument + output + temp - alias - state["parameters"] - state["optimizer"]
-    state["gradients"] = min(state["gradients"], max(rest, 0))
-    return _need(state, max(rest - state["gradients"], 0), assembly.run, assembly.mesh)
+    trained = state["gradients"]
+    state["gradients"] = min(trained, max(rest, 0))
+    return _need(state, trained, max(rest - state["gradients"], 0), assembly.run, assembly.mesh)
 
 
 def activation_bytes(
@@ -226,9 +229,11 @@ def _limit(mesh: Any) -> tuple[int | None, str]:
     return (device.memory_stats() or {}).get("bytes_limit"), f"each {device.device_kind}"
 
 
-def _need(sizes: dict[str, int], activations: int, run: Any, mesh: Any) -> Need:
+def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh: Any) -> Need:
     limit, where = _limit(mesh)
     sizes = sizes | {"activations": activations}
+    if run.guard.replay:
+        sizes["replay"] = trained + sizes["optimizer"]
     if _shared(mesh):
         # Gradients are as large as what is trained, which is what is saved.
         saved = sizes["parameters"] if run.adapter.trains_base else sizes["gradients"]

@@ -29,7 +29,7 @@ from argosy.jobs.rollout_engine import RolloutEngine
 from argosy.jobs.run import Run
 from argosy.jobs.view import View
 from argosy.observe.goodput import Clock
-from argosy.observe.metrics import ANSWERS, Metrics, conversation
+from argosy.observe.metrics import Metrics, conversation
 from argosy.observe.readable import one_line
 from argosy.parallel.place import batch_sharding, row_shares
 from argosy.rl.environment_settings import described, open_table
@@ -39,6 +39,7 @@ from argosy.rl.policy import ROWS, gathered, logps_of, values_of
 from argosy.rl.reward_functions import open_rewards
 from argosy.rl.rolled import NoRewards, Told, Trainer
 from argosy.rl.rollouts import Rollouts
+from argosy.train.guard import guarded
 from argosy.train.state import TrainState, training_graph
 from argosy.train.step import make_parts, model_for
 
@@ -102,6 +103,7 @@ class Reinforced(Assembly):
         graph, read = training_graph(self.model), {name: self.roles[name] for name in self.in_update}
         how: Any = {"precision": self.decided.precision, "roles": {name: role.graph for name, role in read.items()}}
         add, finish = make_parts(graph, self.run.objective, self.optimizer, self.rate, **how)
+        finish = guarded(finish, self.run.guard)
         shapes, part, key = self.shapes, self.part_shapes(), jax.eval_shape(lambda: jax.random.key(0))
         frozen = {name: role.shapes for name, role in read.items()}
         with self.tracing():
@@ -317,9 +319,8 @@ class AnswersEvaluation:
                 self.saver.evaluated(now, badness)
 
 
-def keeper(store: Any, view: View) -> Callable[[Sequence[Told]], None]:
-    """Writes some answers of each rollout into the run directory, a line each, and shows the best of those now and then."""
-    lines = Metrics(store, ANSWERS)
+def keeper(lines: Metrics, view: View) -> Callable[[Sequence[Told]], None]:
+    """Writes some answers of each rollout into a file of the run directory, a line each, and shows the best of those now and then."""
 
     def keep(told: Sequence[Told]) -> None:
         for one in told[:KEPT]:

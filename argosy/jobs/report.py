@@ -21,6 +21,7 @@ from argosy.core.words import CALL
 from argosy.jobs import runs
 from argosy.models import FAMILIES
 from argosy.observe import environment, metrics
+from argosy.observe.life import account
 from argosy.observe.readable import sized
 from argosy.observe.report import Evaluated, Record, Saved, render
 
@@ -60,6 +61,7 @@ def record(path: Path) -> Record:
         story=_story(path),
         evaluations=_evaluations(path),
         answers=metrics.read(Store(path), metrics.ANSWERS),
+        life=account(Store(path)),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
 

@@ -23,6 +23,7 @@ from argosy.data.tokenize import Tokenizer
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.models.parts.weight import Leaves, merge, put
+from argosy.parallel.checksum import checksum
 from argosy.rl.critic import PREFIX
 from argosy.rl.policies import Rollout
 from argosy.train.state import TrainState
@@ -127,12 +128,3 @@ class RolloutEngine:
 def checksums(arrays: list[jax.Array]) -> jax.Array:
     """For each array the sum of its bits as words, modulo 2**32."""
     return jnp.stack([checksum(a) for a in arrays])
-
-
-def checksum(a: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(a, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize])
-    # Weighed by place, so that two weights that were exchanged are noticed.
-    place = jnp.ones(bits.shape, jnp.uint32)
-    for axis in range(bits.ndim):
-        place = place * jnp.uint32(bits.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-    return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)

@@ -15,9 +15,12 @@ from argosy.parallel.mesh import MeshSettings
 from argosy.rl.environment_settings import ENVIRONMENTS
 from argosy.rl.policies import Rollout
 from argosy.rl.settings import Reward
+from argosy.train.diloco_settings import DilocoSettings
+from argosy.train.guard_settings import GuardSettings
 from argosy.train.optim import OPTIMIZERS
 from argosy.train.schedule import SCHEDULES
 from argosy.train.settings import OBJECTIVES
+from argosy.train.straggler_settings import StragglerSettings
 
 for _name, _settings in {
     "ppo": "PPO", "grpo": "GRPO", "dr_grpo": "DrGRPO", "dapo": "DAPO", "gspo": "GSPO", "cispo": "CISPO", "rloo": "RLOO",
@@ -76,11 +79,15 @@ class Execution(Settings):
         Also("optimizer_memory_host_offload", "optimizer_offload", "offload_optimizer", note="true is `optimizer`"),
     ] = "none"
     """What lies in the host's memory. optimizer: the optimizer's state, which comes to the device for the update, layer by layer, and
-    goes back. Layers must be scanned on accelerators."""
+    goes back. Layers must be scanned."""
     keep: Annotated[list[Kept], Also("save_names", "remat_save_names")] = Field([])
     """What `remat` keeps beside: qkv: queries, keys and values as attention reads them; attention: its output before the projection;
     attention_out: after it; ffn: the wide products of feed-forward layers (gate and up); experts: those of experts. It is an error if
     no layer of the model has one of them."""
+    gather: Annotated[Literal["each", "once"], MayChange()] = "each"
+    """When weights that FSDP splits are gathered in a step of several parts (`accumulate`). each: by each layer in each part; once:
+    before the first part, and they stay whole over `mesh.fsdp` through all parts. That saves all gathers but the first, and takes
+    the memory of what is gathered."""
     attention: Annotated[str | None, Also("attn_implementation", "attn_impl", "attention_kernel")] = None
     """Implementation of attention: `reference`, `blocked` (CPUs), `splash` (TPUs) or `cudnn` (NVIDIA GPUs, bfloat16). None: the best
     known for the device, docs/reference/kernels.md. It is an error if the implementation cannot do what the model needs."""
@@ -263,12 +270,18 @@ class Run(Settings):
     """How the layers run."""
     mesh: Annotated[MeshSettings, MayChange()] = MeshSettings()
     """How devices share the work."""
+    diloco: DilocoSettings = DilocoSettings()
+    """Replicas of the weights that train alone between outer steps."""
     init: Init = Init()
     """Weights at the start."""
     checkpoint: Annotated[CheckpointSettings, MayChange()] = CheckpointSettings()
     """When to save, and what to keep."""
     eval: Annotated[Evaluate, MayChange()] = Evaluate()
     """When to evaluate."""
+    guard: Annotated[GuardSettings, MayChange()] = GuardSettings()
+    """What happens when numbers go wrong."""
+    stragglers: Annotated[StragglerSettings, MayChange()] = StragglerSettings()
+    """How the processes of a run are compared, to name the slow one."""
     log: Annotated[Log, MayChange()] = Log()
     """When to write numbers."""
     sample: Annotated[Sample, MayChange()] = Sample()
@@ -301,6 +314,8 @@ class Run(Settings):
             raise ValueError(f"{what}: model=FOLDER or init.weights=FOLDER names the trained model to put it on")
         if self.data.batch % self.accumulate:
             raise ValueError(f"data.batch = {self.data.batch} is not a multiple of accumulate = {self.accumulate}")
+        if self.execution.gather == "once" and self.accumulate == 1:
+            raise ValueError("execution.gather=once gathers weights once for all parts of a batch, and accumulate=1 makes one part")
         return self
 
     def _check_rewards(self) -> None:
@@ -313,6 +328,8 @@ class Run(Settings):
             if self.environment.played:
                 raise ValueError("environment is for objectives that learn from rewards, such as objective=grpo")
             return
+        if "rollback" in self.guard.actions:
+            raise ValueError("guard: rollback is not built for rollouts, which depend on the weights: skip or stop")
         if rewarded and not self.reward and not (self.environment.played and self.environment.gives):
             raise ValueError("reward is missing: reward=FILE.py:FUNCTION names what answers are rewarded for")
         if not rewarded and self.reward:

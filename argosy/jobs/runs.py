@@ -20,6 +20,7 @@ from argosy.core.explain import value_text
 from argosy.core.settings import diff, flatten, yaml_layer
 from argosy.core.storage import LOCK, Store
 from argosy.observe import metrics
+from argosy.observe.life import Account, account
 
 DONE, CAN_RESUME, RUNNING, DAMAGED = "done", "can resume", "running", "damaged"
 FINAL = ("loss", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "tokens", "tokens_per_s", "lr", "grad_norm")
@@ -27,7 +28,8 @@ FINAL = ("loss", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "tokens",
 
 @dataclass(frozen=True)
 class Summary:
-    """A run at a glance. step: of the newest checkpoint. numbers: the last value of each. problem: what is damaged."""
+    """A run at a glance. step: of the newest checkpoint. numbers: the last value of each. problem: what is damaged. life: where its
+    time went."""
 
     path: Path
     state: str
@@ -37,10 +39,12 @@ class Summary:
     written_s: float | None = None
     checkpoints: tuple[int, ...] = ()
     problem: str | None = None
+    life: Account | None = None
 
     def document(self) -> dict[str, Any]:
         """The summary as JSON."""
-        return vars(self) | {"path": str(self.path), "numbers": dict(self.numbers)}
+        life = {"life": self.life.document() if self.life else None}
+        return vars(self) | {"path": str(self.path), "numbers": dict(self.numbers)} | life
 
 
 def find(root: str | Path = "runs") -> list[Path]:
@@ -78,7 +82,7 @@ def summary(path: str | Path, *, verify: bool = False) -> Summary:
     step = kept[-1] if kept else None
     state = DAMAGED if problem else DONE if step is not None and steps and step >= steps else CAN_RESUME
     state = RUNNING if state == CAN_RESUME and is_held(path) else state
-    return Summary(path, state, step, steps, last_numbers(path), written_s(path), tuple(kept), problem)
+    return Summary(path, state, step, steps, last_numbers(path), written_s(path), tuple(kept), problem, account(Store(path)))
 
 
 def settings(path: Path) -> list[tuple[str, Any, str]]:

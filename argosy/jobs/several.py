@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.several import check_shared
-from argosy.core.errors import Unsupported
+from argosy.core.errors import BadInput
 from argosy.core.settings import Reading, dump
 from argosy.core.signals import Stop
 from argosy.core.storage import Store
@@ -18,6 +18,9 @@ from argosy.launch.cluster import STACKS, STUCK
 from argosy.observe.environment import versions
 from argosy.observe.stacks import Watchdog
 from argosy.parallel import processes
+
+# The others end at once with their leader. So it counts as stuck later than they do: they say where they are before.
+LEADER_LATER_S = 5.0
 
 
 def check_same_run(reading: Reading[Run]) -> None:
@@ -33,7 +36,7 @@ def check_same_run(reading: Reading[Run]) -> None:
     processes.check_alike({"version": json.dumps(own), "settings": json.dumps(dump(reading.value), sort_keys=True)}, hints)
     where = Store(str(reading.value.dir))
     if not where.is_local:
-        raise Unsupported("several processes write no remote run directory yet", hint="dir=FOLDER on a file system they all see")
+        raise BadInput("several processes write no remote run directory yet", hint="dir=FOLDER on a file system they all see")
     check_shared(where.local_path())
 
 
@@ -67,7 +70,8 @@ def watched(signaled: Stop) -> Iterator[Watched]:
             yield Watched(stop, between)
             return
         folder = os.environ.get(STACKS)
-        dog = stack.enter_context(closing(Watchdog(float(os.environ[STUCK]), Path(folder) if folder else None)))
+        later = LEADER_LATER_S if several and processes.leads() else 0.0
+        dog = stack.enter_context(closing(Watchdog(float(os.environ[STUCK]), Path(folder) if folder else None, later)))
 
         def step() -> bool:
             dog.alive()

@@ -17,12 +17,14 @@ from argosy.core.errors import Unsupported
 from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.signals import asked_to_stop
+from argosy.core.storage import Store
 from argosy.jobs.preflight import directory_of, settled
 from argosy.jobs.run import Run
 from argosy.jobs.view import Quiet, View
 from argosy.observe.goodput import Clock
+from argosy.observe.life import Life
 from argosy.observe.log import Logged
-from argosy.observe.metrics import Metrics, read
+from argosy.observe.metrics import ANSWERS, Metrics, read
 from argosy.observe.picture import memory_words
 from argosy.observe.readable import decimals, lasted
 
@@ -142,8 +144,11 @@ def _locked(
     settings, log = reading.value, Logged(view, directory.log)
     clock = Clock()
     with clock("start"):
-        good = processes.told("latest good", directory.checkpoints.latest_good)
+        good = directory.checkpoints.agreed_good()
         meta = directory.checkpoints.meta(good) if good is not None else None
+        if meta is not None:
+            # A local checkpoint may be newer than the one that was compared.
+            processes.together("admit", lambda: directory.admit_resume(meta["settings"], settings))
         if good is not None and good >= settings.steps:
             fewer = f", and steps={settings.steps} asks for fewer" if good > settings.steps else f" of {settings.steps}"
             log.say(f"{directory} is done: {plural(good, 'step')}{fewer}; steps=N trains longer, for N above {good}")
@@ -151,13 +156,18 @@ def _locked(
             keep_adapter(directory, log.say)
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
         kept = directory.with_provenance(reading)
+        life = Life(Store(directory.store.root), clock, processes.rank())
         training = Training.begin(kept, directory, meta, log, clock, command, assembly)
         state = training.fresh() if good is None else training.restored(good)
         directory.write_settings(training.reading)
         training.keep_tokenizer()
         training.settle_reference(state, fresh=good is None)
         training.settle_teacher()
-    outcome = training.run(state)
+    life.begins(int(state.step), processes.told("life", lambda: life.about["start"]))
+    try:
+        outcome = training.run(state, life)
+    finally:
+        life.sign(ended=True)
     keep_adapter(directory, log.say)
     return outcome
 
@@ -260,19 +270,23 @@ class Training:
         with telling(self.view.say, "drawing the weights ..."):
             return self.assembly.start()
 
-    def restored(self, step: int) -> Any:
-        """The state of a checkpoint, on this run's devices."""
-        from argosy.checkpoint.store import STATE, load_data, load_item, load_weights
+    def restored(self, step: int, frozen: Mapping[str, Any] | None = None) -> Any:
+        """The state of a checkpoint, on this run's devices. frozen: the weights of a base, where they are there already; without them
+        they are read."""
+        from argosy.checkpoint.store import STATE, WEIGHTS, load_data, load_item, load_weights
+        from argosy.jobs.diloco import check_replicas
 
         folder, meta = self.directory.checkpoints.path(step), self.directory.checkpoints.meta(step)
-        frozen: dict[str, Any] = {}
-        if self.assembly.base:
+        if frozen is None and self.assembly.base:
             from argosy.jobs.initial import base_of
 
             self.base = dict(meta["base"])
             frozen = base_of(self.assembly, self.base, self.view.say)
+        check_replicas(self.settings, self.assembly.mesh, folder)
+        frozen = dict(frozen or {})
         self.assembly.batches.restore(meta["data"], load_data(folder))
         weights, state = self.assembly.state_places()
+        self.directory.checkpoints.prepare(step, {WEIGHTS: {n: p for n, p in weights.items() if n not in frozen}, STATE: state})
         restored = self.assembly.restored(load_weights(folder, weights) | frozen, load_item(folder, STATE, state))
         self.resumed = step
         self.view.say(f"resuming from step {step} of {self.settings.steps} in {self.directory}")
@@ -320,14 +334,20 @@ class Training:
 
     # ---------------------------------------------------------------- the loop and its hooks
 
-    def run(self, state: Any) -> Outcome:
+    def run(self, state: Any, life: Life) -> Outcome:
         """Trains until the last step, the end of the data, or a signal."""
-        from argosy.jobs.hooks import Evaluation, Every, Sampling, Saver
+        import jax
+
+        from argosy.jobs import diloco
+        from argosy.jobs.guarded import Guarded
+        from argosy.jobs.hooks import Between, Evaluation, Every, Sampling, Saver
         from argosy.jobs.memory import compiled_need
+        from argosy.jobs.pace import paced
         from argosy.jobs.several import watched
         from argosy.train.loop import Meter, fit
 
-        a, settings, metrics = self.assembly, self.settings, Metrics(self.directory.store)
+        a, settings, store = self.assembly, self.settings, self.directory.store
+        metrics, answers = Metrics(store, say=self.view.say), Metrics(store, ANSWERS, self.view.say)
         last: dict[str, float] = {}
         began = int(state.step)
 
@@ -350,38 +370,53 @@ class Training:
                 need.check()
             self.view.say(f"memory      {memory_words(need.document())}")
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
-            saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base)
-            meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace)
-            with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch:
+            life.sign()
+            saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base, life.saved)
+            guard = Guarded(self, saver, metrics, life.went_back)
+            meter = Meter(self.clock, a.batches.tokens_per_batch, log_step, settings.log.every, pace, guard.watch)
+            here = [one for one in a.mesh.devices.flat if one.process_index == jax.process_index()]
+            comparing: Any = settings.stragglers, here, self.clock, lambda: life.step or 0, self.view.say, metrics.write
+            with asked_to_stop(STOPPING) as signaled, watched(signaled) as watch, paced(*comparing) as measured:
                 hooks: list[Any] = []
                 if settings.rollout is not None:
-                    hooks += self.begin_rollouts(saver, metrics, watch.between)
+                    hooks += self.begin_rollouts(saver, metrics, answers, watch.between)
                 if a.evals is not None:
                     evaluation = Evaluation(a, settings.steps, saver, metrics, self.view, self.clock, watch.between)
                     hooks.append(Every("evaluation", settings.eval.every, evaluation))
                 hooks.append(Every("checkpoint", settings.checkpoint.every, saver))
+                if settings.checkpoint.local is not None:
+                    hooks.append(Between("checkpoint", settings.checkpoint.between, saver.local))
                 if settings.eval.before and self.resumed is None:
                     self.evaluate_first(hooks, state)
                 if settings.sample.every:
                     sampling = Sampling(a, settings, metrics, self.view, watch.between)
                     hooks.append(Every("samples", settings.sample.every, sampling))
                 hooks = [replace(hook, do=watch.patiently(hook.do)) for hook in hooks]
-                state = fit(
-                    state, a.batches, a.with_frozen(update), settings.steps, hooks, place=a.place, meter=meter, interrupted=watch.stop
-                )
+
+                def stop() -> bool:
+                    life.steps()
+                    return watch.stop()
+
+                more: Any = {"place": a.place, "meter": meter, "interrupted": stop}
+                loop = lambda state, batches, update: fit(state, batches, update, settings.steps, hooks, **more)  # noqa: E731
+                state = guard.fit(state, measured(a.with_frozen(update)), loop, watch.patiently)
                 with self.clock("checkpoint"):
                     self.directory.checkpoints.wait()
         finally:
             # Before the lock on the directory is released.
             self.directory.checkpoints.join()
             a.close()
+            for lines in (metrics, answers, self.directory.log_lines):
+                lines.close()
             self.view.close()
         step, saved = int(state.step), max(self.directory.checkpoints.steps(), default=None)
         if step < settings.steps and not signaled.code:
-            self.view.say(f"the data ended at step {step} of {settings.steps} (data.epochs)")
+            self.view.say(f"the data ended at step {step} of {settings.steps} (data.epochs){diloco.left_over(settings, step)}")
         metrics.write({"step": step, "seconds": self.clock.shares()})
         outcome = Outcome(self.directory.place, step, settings.steps, signaled.code, last, self.clock.shares(), saved)
         self.view.end(ending(outcome))
+        metrics.close()
+        self.directory.log_lines.close()
         return outcome
 
     def evaluate_first(self, hooks: Sequence[Any], state: Any) -> None:
@@ -393,15 +428,15 @@ class Training:
                 with self.clock("evaluation"):
                     hook(Now(int(state.step), state, self.assembly.batches, False))
 
-    def begin_rollouts(self, saver: Any, metrics: Metrics, stop: Callable[[], bool]) -> list[Any]:
-        """Lends the rollouts what they need of the run; returns their hooks."""
+    def begin_rollouts(self, saver: Any, metrics: Metrics, answers: Metrics, stop: Callable[[], bool]) -> list[Any]:
+        """Lends the rollouts what they need of the run; returns their hooks. answers: where some of theirs go."""
         from argosy.jobs.hooks import Every
         from argosy.jobs.reinforce import AnswersEvaluation, Reinforced, keeper
 
         a = self.assembly
         assert isinstance(a, Reinforced)
         a.hub, a.generation = self.hub, self.directory.generation()
-        a.begin_rollouts(self.view.say, keeper(self.directory.store, self.view), stop)
+        a.begin_rollouts(self.view.say, keeper(answers, self.view), stop)
         if not self.settings.eval.batches or a.rollouts.held_out is None:
             return []
         evaluation = AnswersEvaluation(a, self.settings, saver, metrics, self.view, self.clock)
@@ -430,7 +465,7 @@ class Training:
 
     def header(self) -> dict[str, Any]:
         """What the run is about to do, for its header."""
-        from argosy.jobs import grid, stages
+        from argosy.jobs import diloco, grid, stages
         from argosy.observe.environment import versions
 
         a, settings = self.assembly, self.settings
@@ -455,6 +490,7 @@ class Training:
             "layers": a.decided.layers,
             **grid.told(a.mesh, a.shapes.params | a.shapes.rest),
             **stages.told(a.model.layers.run),
+            **diloco.told(settings, a.mesh),
             "weights": self.weights(),
             "tokenizer": self.tokenizer(),
             "corpus": a.batches.summary(settings.steps).text,

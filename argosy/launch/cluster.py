@@ -13,9 +13,11 @@ The first row whose variables are there decides. Reading the environment imports
 """
 
 import atexit
+import errno
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,12 +26,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from argosy.core import signals
-from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.errors import ATTEMPT, FINAL, ArgosyError, BadInput
 
-# A process that cannot be reached for this long counts as dead, and the others end (6 to 10 s after it was last heard).
-HEARTBEAT_S = 10
+# A process that cannot be reached for this long counts as dead, and the others end, within 10 s where it is cut off.
+HEARTBEAT_S = 8
 # How long processes wait for each other at the start, and at a good end.
 JOIN_S, LEAVE_S = 300, 20
+# After how long a process says that it waits.
+QUIET_S = 10
 PORT = 8476
 # Set by a supervisor: its process, where stacks go (a file for each process), seconds until a process counts as stuck.
 PARENT, STACKS, STUCK = "ARGOSY_PARENT", "ARGOSY_STACKS", "ARGOSY_STUCK_S"
@@ -62,7 +66,7 @@ def found(environment: Environment) -> Place | None:
         coordinator, processes, rank = place
         if not 0 <= rank < processes:
             raise BadInput(f"process {rank} of {processes}", where=f"in the variables of {engine}", hint="ranks count from 0")
-        attempt = _number(environment, "ARGOSY_ATTEMPT") if "ARGOSY_ATTEMPT" in environment else 0
+        attempt = _number(environment, ATTEMPT) if ATTEMPT in environment else 0
         return Place(engine, coordinator, processes, rank, attempt) if processes > 1 else None
     return None
 
@@ -82,6 +86,10 @@ def _number(environment: Environment, name: str) -> int:
 
 def _from_argosy(environment: Environment) -> tuple[str, int, int] | None:
     if "ARGOSY_COORDINATOR" not in environment:
+        # Indexed pods have the number of processes alone.
+        if "ARGOSY_RANK" in environment or ("ARGOSY_PROCESSES" in environment and "JOBSET_NAME" not in environment):
+            hint = "every process of a run needs ARGOSY_COORDINATOR=HOST:PORT, ARGOSY_PROCESSES and ARGOSY_RANK"
+            raise BadInput("ARGOSY_COORDINATOR is not set", where="environment of this process", hint=hint)
         return None
     address = with_port(environment["ARGOSY_COORDINATOR"])
     return address, _number(environment, "ARGOSY_PROCESSES"), _number(environment, "ARGOSY_RANK")
@@ -188,18 +196,63 @@ def join(place: Place) -> None:
     wait = int(os.environ.get("ARGOSY_JOIN_S", JOIN_S))
     host = place.coordinator.rpartition(":")[0]
     bind = place.coordinator if host in ("127.0.0.1", "localhost") else None
+    if place.rank == 0:
+        check_free(place, host if bind else "")
+    joined = threading.Event()
+    threading.Thread(target=_wait, args=(place, host, wait, joined), name="join", daemon=True).start()
     try:
         jax.distributed.initialize(
             place.coordinator,
             place.processes,
             place.rank,
-            initialization_timeout=wait,
+            # After it XLA aborts the process; `_wait` ends it before.
+            initialization_timeout=wait + 60,
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=LEAVE_S,
             coordinator_bind_address=bind,
         )
     except Exception as error:
-        raise _not_joined(place, error, wait) from None
+        raise _not_joined(place, error) from None
+    finally:
+        joined.set()
+
+
+def check_free(place: Place, host: str) -> None:
+    """jaxlib 0.10.2 crashes where another program listens on the port.
+
+    Args:
+        host: to listen on; empty: on every address.
+
+    Raises:
+        ArgosyError: the port is taken.
+    """
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError), socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind((host, int(place.coordinator.rpartition(":")[2])))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise _not_joined(place, error) from None
+
+
+def _wait(place: Place, host: str, wait: int, joined: threading.Event) -> None:
+    """Says that this process waits, and ends it with an error where the others do not come."""
+    if joined.wait(min(QUIET_S, wait)):
+        return
+    who, known = f"process {place.rank} of {place.processes}", ""
+    try:
+        socket.getaddrinfo(host.strip("[]"), None)
+    except OSError as error:
+        known = f"; no address of {host} is known ({error.strerror})"
+    print(f"{who} waits for the others at {place.coordinator}, {wait} s at most{known}", file=sys.stderr, flush=True)
+    if joined.wait(wait - min(QUIET_S, wait)):
+        return
+    what, hint = f"{who} waited {wait} s for the others at {place.coordinator}{known}", "ARGOSY_JOIN_S waits longer"
+    print(ArgosyError(what, hint=f"start all of them with the same coordinator; {hint}"), file=sys.stderr, flush=True)
+    os._exit(ArgosyError.exit_code)
 
 
 def _end_with(parent: int) -> None:
@@ -209,14 +262,11 @@ def _end_with(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _not_joined(place: Place, error: Exception, wait: int) -> ArgosyError:
+def _not_joined(place: Place, error: Exception) -> ArgosyError:
     said = (str(error).splitlines() or [type(error).__name__])[0][:200]
     who = f"process {place.rank} of {place.processes}"
     if "in use" in said or "bind" in said.lower():
         return ArgosyError(f"{who} cannot listen on {place.coordinator}: {said}", hint="another program uses the port")
-    if "DEADLINE" in said or "timed out" in said.lower() or "UNAVAILABLE" in said:
-        what = f"{who} waited {wait} s for the others at {place.coordinator}"
-        return ArgosyError(what, where=said, hint="start all of them with the same coordinator; ARGOSY_JOIN_S waits longer")
     return ArgosyError(f"{who} could not join at {place.coordinator}", where=said)
 
 
@@ -224,7 +274,7 @@ def _leave_at_once() -> None:
     """Runs before jax's own exit function, in which a process that failed would wait for the others, who wait for it in a step."""
     from argosy.parallel import processes
 
-    if signals.ended_with() in (1, 2, LOST) and not processes.failed_together():
+    if signals.ended_with() in (1, 2, FINAL, LOST) and not processes.failed_together():
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()

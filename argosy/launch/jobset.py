@@ -2,7 +2,8 @@
 
     a container ends with    what follows
     0                        when all have: the JobSet is complete
-    2                        a mistake of the user's: the Job fails by its podFailurePolicy, and the JobSet at once
+    2, 65                    a mistake of the user's, or a failure that would come again (`core.errors.Final`): the Job fails by its
+                             podFailurePolicy, and the JobSet at once
     anything else            the Job fails (backoffLimit 0), and the JobSet makes all pods anew, at most `restarts` times
 
 Pods find each other by the headless service of the JobSet, which names the first one NAME-workers-0-0.NAME (`launch.cluster`). TPUs
@@ -11,7 +12,7 @@ are asked for as GKE does, by node labels and `google.com/tpu`; all pods of a sl
 
 from typing import Any
 
-from argosy.core.errors import BadInput
+from argosy.core.errors import ATTEMPT, FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
 from argosy.core.scalars import document
 from argosy.launch.cluster import PORT
@@ -49,7 +50,7 @@ def render(command: Command, settings: JobSet) -> dict[str, Any]:
         "backoffLimit": 0,
         "podFailurePolicy": {
             "rules": [
-                {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [2]}},
+                {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [2, FINAL]}},
             ]
         },
         "template": {"spec": pod(command, settings)},
@@ -116,5 +117,6 @@ def environment(settings: JobSet) -> list[dict[str, Any]]:
         {"name": "JOBSET_NAME", "value": settings.name},
         {"name": "REPLICATED_JOB_NAME", "value": WORKERS},
         {"name": "ARGOSY_PROCESSES", "value": str(settings.nodes)},
-        {"name": "ARGOSY_ATTEMPT", "valueFrom": attempt},
+        {"name": ATTEMPT, "valueFrom": attempt},
+        {"name": SUPERVISED, "value": "1"},
     ]

@@ -3,6 +3,7 @@
     exit code of a process     what follows
     0                          the others end too
     2                          a mistake of the user's: all end, none is started again
+    65                         it would fail again (`core.errors.Final`): the same, and the exit code is 1
     129, 130, 143              it was asked to stop, and so were all
     anything else              all are killed, and start again from the last checkpoint
 
@@ -15,7 +16,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,14 +25,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from argosy.core.errors import BadInput
+from argosy.core.errors import ATTEMPT, FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
 from argosy.core.signals import Stop, asked_to_stop
 from argosy.launch.cluster import LOST, PARENT, STACKS, STUCK
+from argosy.launch.logs import Log, show
 from argosy.launch.settings import Local
 from argosy.observe.stacks import folded
 
 STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+# After these, nothing is started again.
+FOR_GOOD = (2, FINAL, *STOPPED)
 LOOK_S = 0.05
 # Lines that are kept of what a process prints.
 KEPT = 200
@@ -75,7 +78,7 @@ class Gang:
         self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
         port, own = free_port(), dict(environment)
         own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{port}", "ARGOSY_PROCESSES": str(settings.processes)}
-        own |= {"ARGOSY_ATTEMPT": str(attempt), PARENT: str(os.getpid()), STUCK: str(settings.stuck)}
+        own |= {ATTEMPT: str(attempt), PARENT: str(os.getpid()), STUCK: str(settings.stuck), SUPERVISED: "1"}
         self.members: list[Member] = []
         try:
             for rank in range(settings.processes):
@@ -102,16 +105,14 @@ class Gang:
     def _read(self, member: Member) -> None:
         stream, logs = member.process.stdout, self.settings.logs
         assert stream is not None
-        if logs is not None:
-            Path(logs).mkdir(parents=True, exist_ok=True)
-        log = Path(logs, f"rank-{member.rank}.log") if logs is not None else Path(os.devnull)
-        with stream, log.open("ab", buffering=0) as file:
+        log = Log(Path(logs, f"rank-{member.rank}.log")) if logs is not None else None
+        with stream:
             for line in stream:
                 member.printed.append(line.decode("utf-8", "replace").rstrip("\n"))
-                file.write(line)
+                if log is not None:
+                    log.write(line)
                 if member.rank == 0:
-                    sys.stderr.buffer.write(line)
-                    sys.stderr.flush()
+                    show(line)
 
     def _stacks_of(self, rank: int) -> Path:
         return self.folder / f"stacks-{rank}"
@@ -132,7 +133,7 @@ class Gang:
                 if first is not None:
                     self._ask_for_stacks(first)
                     # Those that lost a peer end by themselves; what is stuck or stopped does not.
-                    until = time.monotonic() + (self.settings.grace if first.code in (2, *STOPPED) else 0)
+                    until = time.monotonic() + (self.settings.grace if first.code in FOR_GOOD else 0)
             if time.monotonic() > until:
                 self.kill()
             time.sleep(LOOK_S)
@@ -146,7 +147,7 @@ class Gang:
         return sorted(over, key=lambda member: (member.code == LOST, member.ended))
 
     def _ask_for_stacks(self, first: Member) -> None:
-        if first.code in (2, *STOPPED):
+        if first.code in FOR_GOOD:
             return
         # A moment, in which those that notice by themselves end.
         time.sleep(DUMP_S)
@@ -197,6 +198,8 @@ def run(words: Sequence[str], settings: Local, say: Say, progress: Callable[[], 
 
 def supervise(start: Callable[[int], Gang], settings: Local, say: Say, progress: Callable[[], object]) -> int:
     """`run` with gangs of any kind. start: makes the gang of an attempt, which counts from 0."""
+    if settings.logs is not None:
+        check_logs(Path(settings.logs))
     attempt = failures = 0
     with asked_to_stop("stopping all processes; once more kills them") as stop:
         while True:
@@ -207,9 +210,10 @@ def supervise(start: Callable[[int], Gang], settings: Local, say: Say, progress:
             finally:
                 gang.kill()
                 gang.close()
-            if ending.first is None or ending.code in (2, *STOPPED):
+            if ending.first is None or ending.code in FOR_GOOD:
                 _show(ending, say, only_others=True)
-                return stop.code or ending.code if ending.first is not None else 0
+                code = 1 if ending.code == FINAL else ending.code
+                return stop.code or code if ending.first is not None else 0
             _show(ending, say)
             attempt, failures = attempt + 1, 1 if progress() != before else failures + 1
             if stop.code or failures > settings.restarts:
@@ -219,20 +223,35 @@ def supervise(start: Callable[[int], Gang], settings: Local, say: Say, progress:
             say(f"starting all {settings.processes} processes again after {time.monotonic() - begun:.0f} s (restart {attempt})")
 
 
+def check_logs(folder: Path) -> None:
+    """Makes the folder of logs.
+
+    Raises:
+        BadInput: it cannot be made, or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadInput(f"logs={folder}: {(error.strerror or str(error)).lower()}", hint="name a folder") from None
+
+
 def _show(ending: Ending, say: Say, only_others: bool = False) -> None:
     """Says which process ended first and why, with the last lines that it printed, unless they are on the terminal already."""
     first = ending.first
     if first is None:
         return
     if not only_others:
-        say(f"process {first.rank} ended {_how(first.code or 0)}")
+        say(f"process {first.rank} ended {how(first.code or 0)}")
     if first.rank and (lines := [line for line in first.printed if line.strip()][-12:]):
         say("\n".join(f"  [{first.rank}] {line}" for line in lines))
     if ending.stacks:
         say(f"where the processes were:\n{ending.stacks}")
 
 
-def _how(code: int) -> str:
+def how(code: int) -> str:
+    """ "with exit code 3", "by SIGKILL"."""
     if code >= 0:
         return f"with exit code {code}"
     try:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core import signals
-from argosy.core.errors import ArgosyError, BadInput, Unsupported
+from argosy.core.errors import ATTEMPT, SUPERVISED, ArgosyError, BadInput, Unsupported
 from argosy.core.progress import Say
 from argosy.launch.cluster import PARENT, STACKS, STUCK, with_port
 from argosy.launch.local import Gang, Member, free_port, supervise
@@ -150,7 +150,8 @@ class RayGang(Gang):
             host, port = hosts[0]
             own = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
             own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{port}" if alone else with_port(f"{host}:{port}")}
-            own |= {"ARGOSY_PROCESSES": str(settings.processes), "ARGOSY_ATTEMPT": str(attempt), STUCK: str(settings.stuck)}
+            own |= {"ARGOSY_PROCESSES": str(settings.processes), ATTEMPT: str(attempt)}
+            own |= {STUCK: str(settings.stuck), SUPERVISED: "1"}
             if not settings.gpus:
                 own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(settings.devices or 1)}
             starts = [
@@ -183,8 +184,8 @@ class RayGang(Gang):
             ray().util.remove_placement_group(self._group)
 
 
-def placed(settings: Ray) -> tuple[list[Any], Any]:
-    """An actor for each process, in the order of ranks, and their placement group.
+def placed(settings: Ray, kind: type = Host) -> tuple[list[Any], Any]:
+    """An actor of this kind for each process, in the order of ranks, and their placement group.
 
     Raises:
         ArgosyError: the cluster has no room for all of them in time.
@@ -201,7 +202,7 @@ def placed(settings: Ray) -> tuple[list[Any], Any]:
         what = f"Ray has no room for {settings.processes} processes with {need} each after {settings.wait:.0f} s"
         has = {name: count for name, count in ray().cluster_resources().items() if name in ("CPU", "GPU")}
         raise ArgosyError(what, where=f"the cluster has {has}", hint="ask for less, or wait=SECONDS for longer") from None
-    made, strategies = ray().remote(Host), import_module("ray.util.scheduling_strategies")
+    made, strategies = ray().remote(kind), import_module("ray.util.scheduling_strategies")
     actors = [
         made.options(
             num_cpus=settings.cpus, num_gpus=settings.gpus, max_concurrency=4, max_restarts=0,

@@ -6,6 +6,7 @@ once, so the script never passes one on.
 
     exit code of srun       what follows
     0, 2                    the job ends with it
+    65                      it would fail again (`core.errors.Final`): the job ends with 1
     129, 130, 143           the job ends with it; before the time limit, it is queued again
     anything else           all start again within the job, at most `restarts` times in a row without a new checkpoint
 
@@ -20,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from argosy.core.errors import BadInput
+from argosy.core.errors import FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
 from argosy.launch.rendered import Command, as_argument, deliver
 from argosy.launch.settings import Slurm
@@ -45,7 +46,7 @@ trap 'stopped=1 signaled=1' TERM
 
 while true; do
     before=$(saved)
-    export ARGOSY_ATTEMPT=$(( ${SLURM_RESTART_COUNT:-0} + attempt ))
+    export SUPERVISED=1 ARGOSY_ATTEMPT=$(( ${SLURM_RESTART_COUNT:-0} + attempt ))
     SRUN &
     step=$! signaled=1
     # A signal ends `wait` too.
@@ -55,7 +56,7 @@ while true; do
         got=$?
         (( got == 127 )) || code=$got
     done
-    case $code in 0 | 2) exit "$code" ;; esac
+    case $code in 0 | 2) exit "$code" ;; FINAL) exit 1 ;; esac
     if (( at_limit && ! stopped )); then
         if [[ $(saved) == "$begun" ]]; then
             say "the time limit came before a checkpoint; not queued again"
@@ -118,8 +119,9 @@ def render(command: Command, settings: Slurm, folder: Path) -> str:
         lines += [f"share={shlex.quote(SHARE.replace('PER_NODE', str(settings.per_node)))}"]
         srun += ["bash", "-c", '"$share"', "argosy"]
     run = " ".join([*srun, '"${command[@]}"'])
+    loop = LOOP.replace("SUPERVISED", SUPERVISED).replace("FINAL", str(FINAL))
     place = shlex.quote(os.path.join(folder, Path(directory).expanduser()))
-    return "\n".join(lines) + LOOP.replace("RESTARTS", str(settings.restarts)).replace("SRUN", run).replace("FOLDER", place)
+    return "\n".join(lines) + loop.replace("RESTARTS", str(settings.restarts)).replace("SRUN", run).replace("FOLDER", place)
 
 
 def options(settings: Slurm) -> list[str]:

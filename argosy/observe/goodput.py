@@ -1,11 +1,21 @@
 """Measures where wall time goes, by cause: compile, step, data, rollouts, checkpoint, evaluation, samples, and the rest.
 
-Causes nest: time inside an inner one does not count for the outer one.
+Causes nest: time inside an inner one does not count for the outer one. `observe.life` adds this up over the starts of a run.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class _Running:
+    """A cause that is not over. inner: seconds of the causes inside it that are over."""
+
+    cause: str
+    start: float
+    inner: float = 0.0
 
 
 class Clock:
@@ -19,20 +29,19 @@ class Clock:
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self.seconds: dict[str, float] = {}
-        self._inner: list[float] = []
+        self._running: list[_Running] = []
 
     @contextmanager
     def __call__(self, cause: str) -> Iterator[None]:
-        start = time.perf_counter()
-        self._inner.append(0.0)
+        self._running.append(_Running(cause, time.perf_counter()))
         try:
             yield
         finally:
-            spent = time.perf_counter() - start
-            inner = self._inner.pop()
-            self.seconds[cause] = self.seconds.get(cause, 0.0) + spent - inner
-            if self._inner:
-                self._inner[-1] += spent
+            over = self._running.pop()
+            spent = time.perf_counter() - over.start
+            self.seconds[cause] = self.seconds.get(cause, 0.0) + spent - over.inner
+            if self._running:
+                self._running[-1].inner += spent
 
     @property
     def elapsed(self) -> float:
@@ -40,5 +49,11 @@ class Clock:
         return time.perf_counter() - self.started
 
     def shares(self) -> dict[str, float]:
-        """Seconds by cause; time outside all causes is `other`."""
-        return self.seconds | {"other": max(0.0, self.elapsed - sum(self.seconds.values()))}
+        """Seconds by cause, of causes that are not over too; time outside all causes is `other`."""
+        now, found = time.perf_counter(), dict(self.seconds)
+        within = 0.0
+        for one in reversed(self._running):
+            spent = now - one.start
+            found[one.cause] = found.get(one.cause, 0.0) + spent - one.inner - within
+            within = spent
+        return found | {"other": max(0.0, now - self.started - sum(found.values()))}

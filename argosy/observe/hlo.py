@@ -15,6 +15,8 @@ SIZES |= {"f64": 8, "s64": 8, "u64": 8}
 SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 # Groups of one device each: nothing moves, and XLA on CPUs leaves such a call in the program.
 ALONE = re.compile(r"replica_groups=(\{(\{\d+\},?)+\}|\[\d+,1\]<=)")
+# The same by axes of a mesh: mesh['a'=1,'b'=4] {'a'}, with the order of its devices before the last part where that is another.
+BY_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\S*\))? \{([^}]*)\}")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 CALLED = re.compile(r"(\w+)=(%[\w.-]+|\{%[^}]*\})")
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
@@ -63,11 +65,19 @@ def collective_bytes(text: str, repeated: bool = False) -> dict[str, int]:
     moved: Counter[str] = Counter()
     for lines, times in computations(text):
         for line in lines:
-            if (found := CALL.search(line)) and not ALONE.search(line):
+            if (found := CALL.search(line)) and not _is_alone(line):
                 shapes, kind = found.groups()
                 size = sum(SIZES.get(t, 4) * _elements(dims) for t, dims in SHAPE.findall(shapes))
                 moved[kind] += size * (times if repeated else 1)
     return dict(moved)
+
+
+def _is_alone(line: str) -> bool:
+    """Whether the groups of a collective have one device each."""
+    if found := BY_AXES.search(line):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
+        return all(sizes.get(axis.strip("'")) == "1" for axis in found[2].split(","))
+    return ALONE.search(line) is not None
 
 
 def product_flops(text: str) -> int:

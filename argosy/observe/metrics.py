@@ -6,10 +6,11 @@ last checkpoint are then written again with the same values: readers take the la
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from argosy.core.storage import Store
+from argosy.observe.backlog import Backlog
 
 FILE = "metrics.jsonl"
 # Answers of the rollouts of a run that learns from rewards.
@@ -30,17 +31,22 @@ def said(message: Mapping[str, Any]) -> str:
 
 
 class Metrics:
-    """The metrics file of a run directory, or another file of such lines, for appending."""
+    """The metrics file of a run directory, or another file of such lines, for appending. Lines that cannot be written wait, and `say`
+    is told."""
 
-    def __init__(self, store: Store, file: str = FILE):
-        self.store, self.file = store, file
+    def __init__(self, store: Store, file: str = FILE, say: Callable[[str], None] = lambda _: None):
+        self._lines = Backlog(store, file, say)
         if store.exists(file):
             text = store.read_text(file)
             if text and not text.endswith("\n"):
                 store.write_text(file, text[: text.rfind("\n") + 1])
 
     def write(self, line: dict[str, Any]) -> None:
-        self.store.append_line(self.file, json.dumps({k: _plain(v) for k, v in line.items()}))
+        self._lines.append(json.dumps({k: _plain(v) for k, v in line.items()}))
+
+    def close(self) -> None:
+        """Writes what waits, or says how much of it is lost."""
+        self._lines.close()
 
 
 def read(store: Store, file: str = FILE) -> list[dict[str, Any]]:

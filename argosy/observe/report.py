@@ -13,13 +13,18 @@ from typing import Any
 
 from argosy.core.counts import plural
 from argosy.observe.curve import Point
+from argosy.observe.faults import bad_steps, row, told
+from argosy.observe.life import DOWN, LOST, WAITING, Account
 from argosy.observe.metrics import by_step, conversation
 from argosy.observe.page import page
 from argosy.observe.readable import change, counted, decimals, flops, harmless, lasted, sized
+from argosy.observe.stragglers import stragglers
 from argosy.observe.svg import Series, bar, chart
 
 # In the order of their colors.
 CAUSES = ("step", "data", "compile", "evaluation", "samples", "checkpoint", "start", "rollouts", "other")
+# These stand out in their colors, and the rare ones share one.
+COLORS = {LOST: 4, DOWN: 8, WAITING: 5}
 DEFAULT, TYPED = "default", ("command line", "fit(...)")
 # Of the numbers of an evaluated task, those that are no metrics.
 NO_METRICS = ("stderr", "n", "tokens", "truncated", "shots", "seconds", "against")
@@ -73,13 +78,15 @@ class Record:
     evaluations: Sequence[Evaluated] = ()
     # Lines of answers.jsonl, of a run that learns from rewards.
     answers: Sequence[Mapping[str, Any]] = ()
+    # None of runs that kept no account of their starts.
+    life: Account | None = None
 
 
 def render(record: Record) -> str:
     """The report as an HTML page."""
     parts: list[Callable[[Record], str]] = [
-        _head, _samples, _rewards, _answers, _preferences, _losses, _evaluations, _speed, _optimizer, _experts, _time, _checkpoints,
-        _settings, _environment, _command,
+        _head, _samples, _rewards, _answers, _preferences, _losses, _bad, _evaluations, _speed, _slow, _optimizer, _experts,
+        _time, _checkpoints, _settings, _environment, _command,
     ]  # fmt: skip
     body = "\n".join(filter(None, (part(record) for part in parts)))
     made = f" on {_text(record.made)}" if record.made else ""
@@ -227,6 +234,21 @@ def _losses(record: Record) -> str:
     return _section("Loss", _key(series) + picture)
 
 
+def _bad(record: Record) -> str:
+    """The steps that were skipped, and the rollbacks."""
+    found = bad_steps(record.lines)
+    if not found:
+        return ""
+    rows = [tuple(map(_text, row(one))) for one in found]
+    return _section("Bad steps", f"<p>{_text(told(found))}</p>" + _table(("step", "batch", "found", "then"), rows, numeric=0))
+
+
+def _slow(record: Record) -> str:
+    """The processes that the others waited for."""
+    rows = [tuple(map(_text, one)) for one in stragglers(record.lines)]
+    return _section("Slow processes", _table(("steps", "process", "what"), rows, numeric=0)) if rows else ""
+
+
 def _rewards(record: Record) -> str:
     """The mean reward of the answers of each rollout, and of greedy answers to held-out prompts."""
     found, evals = numbers(record.lines, "reward"), numbers(record.lines, "eval_reward")
@@ -360,17 +382,36 @@ def _pairs(record: Record, heading: str, curves: Sequence[tuple[str, str, int]])
 
 
 def _time(record: Record) -> str:
-    spent = {cause: s for cause, s in seconds_by_cause(record.lines).items() if s > 0}
+    life = record.life
+    spent = {cause: s for cause, s in (life.seconds if life else seconds_by_cause(record.lines)).items() if s > 0}
     if not spent:
         return ""
     names = [*(c for c in CAUSES if c in spent), *(c for c in spent if c not in CAUSES)]
-    parts = [(name, spent[name], CAUSES.index(name) if name in CAUSES else len(CAUSES) - 1) for name in names]
+    parts = [(name, spent[name], _color(name)) for name in names]
     total = sum(spent.values())
     rows = [(_swatch(color) + _text(name), f"{s:,.1f}", f"{s / total:.1%}") for name, s, color in parts]
     rows.append(("all", f"{total:,.1f}", ""))
     sessions = sum(isinstance(line.get("seconds"), Mapping) for line in record.lines)
     title = "Time by cause" + (f", {plural(sessions, 'session')}" if sessions > 1 else "")
-    return _section(title, bar(parts, "share of time by cause") + _table(("cause", "seconds", "share"), rows, "few"))
+    if life is None:
+        return _section(title, bar(parts, "share of time by cause") + _table(("cause", "seconds", "share"), rows, "few"))
+    title = "Time by cause" + (f", {plural(life.starts, 'start')}" if life.starts > 1 else "")
+    said = f"<p>{_text(life.words())}</p>"
+    table = _table(("cause", "seconds", "share"), rows, "few")
+    return _section(title, bar(parts, "share of time by cause") + said + table + _by_process(life))
+
+
+def _color(cause: str) -> int:
+    return COLORS.get(cause, CAUSES.index(cause) if cause in CAUSES else len(CAUSES) - 1)
+
+
+def _by_process(life: Account) -> str:
+    """Seconds by cause of each process, where a run has several."""
+    if not life.by_process:
+        return ""
+    found = [cause for cause in (*CAUSES, WAITING, LOST, DOWN) if any(s.get(cause) for s in life.by_process.values())]
+    rows = [(str(process), *(f"{s.get(c, 0.0):,.1f}" for c in found)) for process, s in life.by_process.items()]
+    return f"<h3>by process, seconds</h3>{_table(('process', *found), rows)}"
 
 
 def _samples(record: Record) -> str:

@@ -32,10 +32,11 @@ class Watchdog:
 
     Args:
         stacks: the file to write them to; by default stderr.
+        later_s: added to every limit.
     """
 
-    def __init__(self, limit_s: float, stacks: Path | None = None):
-        self.limit_s = limit_s
+    def __init__(self, limit_s: float, stacks: Path | None = None, later_s: float = 0.0):
+        self.limit_s, self.later_s = limit_s, later_s
         self.file: IO[Any] = stacks.open("a") if stacks is not None else sys.stderr
         self._slowest: float | None = None
         self._last = self._armed = time.monotonic()
@@ -74,7 +75,7 @@ class Watchdog:
 
     def _arm(self, seconds: float) -> None:
         self._armed = time.monotonic()
-        faulthandler.dump_traceback_later(seconds, exit=True, file=self.file)
+        faulthandler.dump_traceback_later(seconds + self.later_s, exit=True, file=self.file)
 
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+( \[[^\]]*\])? \(most recent call first\):$")

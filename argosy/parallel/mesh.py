@@ -14,7 +14,7 @@ times so many between groups, which are the outer ones.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
@@ -44,8 +44,8 @@ def _check(sizes: dict[str, int]) -> None:
 
 
 class BetweenSettings(Settings):
-    """The number of groups of devices along each axis: TPU slices, or elsewhere processes. At most one may be -1, which takes all
-    remaining groups. Default: copies of the weights between TPU slices, and no groups elsewhere."""
+    """The number of groups of devices along each axis: TPU slices, hosts of GPUs, or processes of CPUs. At most one may be -1, which
+    takes all remaining groups. Default: copies of the weights between TPU slices, and no groups elsewhere."""
 
     data: Annotated[int | None, Also("dcn_data_parallelism")] = Field(None, ge=-1)
     """Number of groups with copies of the weights. None: all TPU slices."""
@@ -189,17 +189,16 @@ class MeshSettings(Settings):
 
 
 def grouped(devices: Sequence[Any], between: BetweenSettings) -> tuple[list[list[Any]], bool]:
-    """The groups that a slower network joins, and whether they are TPU slices: where sizes between groups are set, slices if there
-    are several, else processes; where none is, only slices.
+    """The groups that a slower network joins, and whether they are slices, as jax calls them: of TPUs, and every host of GPUs. Where
+    sizes between groups are set, slices if there are several, else processes; where none is, only those of TPUs.
 
     Raises:
         BadInput: they are of different sizes.
     """
     slices, processes = ({getattr(d, name, 0) or 0 for d in devices} for name in ("slice_index", "process_index"))
     asked = any(getattr(between, name) not in (None, 1) for name in ORDER)
-    # GPUs call every host a slice.
-    several = len(slices) > 1 and devices[0].platform == "tpu"
-    if not several and not asked:
+    several = len(slices) > 1
+    if not asked and not (several and devices[0].platform == "tpu"):
         return [list(devices)], False
     name = "slice_index" if several else "process_index"
     groups = [[d for d in devices if (getattr(d, name, 0) or 0) == key] for key in sorted(slices if several else processes)]
@@ -210,14 +209,33 @@ def grouped(devices: Sequence[Any], between: BetweenSettings) -> tuple[list[list
 
 
 def _arranged(groups: Sequence[Sequence[Any]], inside: tuple[int, ...], between: tuple[int, ...]) -> Any:
-    """The grid: neighbors of a TPU's physical torus are neighbors along the last axes, and groups are the outer parts of each axis."""
+    """The grid: groups are the outer parts of each axis. Neighbors of a TPU's physical torus are neighbors along the last axes,
+    unless a process would then read rows of the batch that do not follow each other; then devices are in jax's order."""
     import numpy as np
     from jax.experimental import mesh_utils
 
-    blocks = np.empty(len(groups), dtype=object)
-    for i, group in enumerate(groups):
-        blocks[i] = mesh_utils.create_device_mesh(inside, list(group), allow_split_physical_axes=True)
-    return np.block(blocks.reshape(between).tolist())
+    def grid(of_group: Callable[[Sequence[Any]], Any]) -> Any:
+        blocks = np.empty(len(groups), dtype=object)
+        for i, group in enumerate(groups):
+            blocks[i] = of_group(group)
+        return np.block(blocks.reshape(between).tolist())
+
+    torus = grid(lambda group: mesh_utils.create_device_mesh(inside, list(group), allow_split_physical_axes=True))
+    return torus if rows_follow(torus) else grid(lambda group: np.asarray(group, dtype=object).reshape(inside))
+
+
+def rows_follow(grid: Any) -> bool:
+    """Whether the rows that the devices of each process read are one share of the batch (`place.rows_here`)."""
+    import numpy as np
+
+    rows = [ORDER.index(axis) for axis in DEFAULT.activations["batch"] if axis != "stage"]
+    others = [i for i in range(len(ORDER)) if i not in rows]
+    shares = np.transpose(grid, rows + others).reshape(math.prod(grid.shape[i] for i in rows), -1)
+    read: dict[int, set[int]] = {}
+    for number, devices in enumerate(shares):
+        for device in devices:
+            read.setdefault(device.process_index, set()).add(number)
+    return all(max(own) - min(own) + 1 == len(own) and min(own) % len(own) == 0 for own in read.values())
 
 
 def _filled(sizes: dict[str, int], count: int, name: str, counted: str) -> dict[str, int]:

@@ -58,7 +58,7 @@ def rows_here(mesh: Mesh, rows: int, rules: Rules = DEFAULT) -> tuple[int, int]:
     joined = all(a[1] == b[0] for a, b in pairwise(spans))
     if not joined or rows % (end - begin) or begin % (end - begin):
         what = "the devices of a process read rows of the batch that do not follow each other"
-        raise Unsupported(what, hint="let mesh.data x mesh.fsdp x mesh.expert be a multiple of the processes, or divide their number")
+        raise Unsupported(what, hint="of mesh.data, mesh.fsdp and mesh.expert, let the first above 1 be a multiple of the processes")
     return begin // (end - begin), rows // (end - begin)
 
 

@@ -9,6 +9,7 @@ A process that died is noticed by that service: within its heartbeat time-out it
 """
 
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,8 @@ LOOK_S = 0.25
 
 _calls: Counter[str] = Counter()
 _failed_together = threading.Event()
+# Calls of one name after which nobody reads what one gave in a call any more.
+READ_BY_ALL = 2
 
 
 def count() -> int:
@@ -43,9 +46,14 @@ def leads() -> bool:
     return rank() == 0
 
 
+def fail_together() -> None:
+    """All processes know that one failed, and this one ends now."""
+    _failed_together.set()
+
+
 def failed_together() -> bool:
-    """Whether all processes know that one failed. Then they end as after a success, each waiting until the others end too: what is left
-    at once is taken for dead, and its peers are aborted."""
+    """Whether all processes know that one failed, and end. Then they end as after a success, each waiting until the others end too:
+    what is left at once is taken for dead, and its peers are aborted."""
     return _failed_together.is_set()
 
 
@@ -61,14 +69,14 @@ def told(name: str, make: Callable[[], T]) -> T:
     if not leads():
         found = json.loads(_wait_for(key))
         if "failed" in found:
-            _failed_together.set()
+            _ends()
             raise Elsewhere(found["what"], found["failed"])
         return found["value"]
     try:
         value = make()
     except Exception as error:
         _set(key, json.dumps(_failure(error)))
-        _failed_together.set()
+        _ends()
         raise
     _set(key, json.dumps({"value": value}))
     return value
@@ -87,12 +95,13 @@ def together(name: str, work: Callable[[], T]) -> T:
         done = work()
     except Exception as failure:
         error, mine = failure, _failure(failure)
+    _drop(name)
     _set(f"{key}/{rank()}", json.dumps(mine))
     for other in range(count()):
         found = json.loads(_wait_for(f"{key}/{other}")) if other != rank() else mine
         if not found:
             continue
-        _failed_together.set()
+        _ends()
         if other == rank() and error is not None:
             raise error
         raise Elsewhere(f"{found['what']} (in process {other})", found["failed"])
@@ -113,6 +122,7 @@ def collected(name: str, value: Any) -> list[Any]:
     if count() == 1:
         return [value]
     key = _next(name)
+    _drop(name)
     _set(f"{key}/{rank()}", json.dumps(value))
     return [value if other == rank() else json.loads(_wait_for(f"{key}/{other}")) for other in range(count())]
 
@@ -132,6 +142,22 @@ def check_alike(facts: dict[str, str], hints: dict[str, str]) -> None:
     if other != rank():
         raise Elsewhere(f"process {other} has another {name}", UserError.exit_code)
     raise BadInput(f"process {other} has another {name} than process 0", hint=hints.get(name))
+
+
+def address() -> str:
+    """Where the other processes reach this one: the host by which they find the leader, or the address of the way to it."""
+    if count() == 1:
+        return "127.0.0.1"
+    from jax._src import distributed
+
+    host = str(distributed.global_state.coordinator_address).rpartition(":")[0].strip("[]")
+    if leads():
+        return host
+    # No packet is sent: the system only looks up the way.
+    (family, kind, _, _, target), *_ = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
 
 
 class Stopping:
@@ -179,6 +205,31 @@ class Stopping:
             return
 
 
+class Board:
+    """What each process said last, which the leader reads, and what the leader said last, which all read. Nobody waits for another, so
+    a thread may use it, whether the others still live or not."""
+
+    def __init__(self, name: str):
+        self._key = _next(name)
+
+    def say(self, value: Any) -> None:
+        """JSON; it replaces what this process said before."""
+        _set(f"{self._key}/{rank()}", json.dumps(value))
+
+    def all(self) -> dict[int, Any]:
+        """By rank, of those that said something."""
+        try:
+            found = _client().key_value_dir_get(f"{self._key}/")
+        except jax.errors.JaxRuntimeError:
+            return {}
+        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
+
+    def leaders(self) -> Any:
+        """None, where it said nothing yet."""
+        found = _look_for(f"{self._key}/0")
+        return None if found is None else json.loads(found)
+
+
 # ---------------------------------------------------------------- the coordination service
 
 
@@ -195,6 +246,18 @@ def _next(name: str) -> str:
     """A key that no earlier call used. Every process makes the same calls, so it is the same in all."""
     _calls[name] += 1
     return f"argosy/{name}/{_calls[name]}"
+
+
+def _ends() -> None:
+    # A failure in another thread, such as that of a save on a full disk, does not end the process by itself.
+    if threading.current_thread() is threading.main_thread():
+        fail_together()
+
+
+def _drop(name: str) -> None:
+    """Removes what this process gave in an earlier call: all have read it, because they answered the next one."""
+    if (earlier := _calls[name] - READ_BY_ALL) > 0:
+        _client().key_value_delete(f"argosy/{name}/{earlier}/{rank()}")
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

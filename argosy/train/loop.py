@@ -12,9 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from argosy.core.errors import ArgosyError
 from argosy.data.batch import Batches
 from argosy.observe.goodput import Clock
+from argosy.train.guard import Diverged
 from argosy.train.state import TrainState
 
 Update = Callable[[TrainState, Any], tuple[TrainState, Mapping[str, Any]]]
@@ -54,16 +54,14 @@ class StepLog(Protocol):
     def __call__(self, step: int, numbers: dict[str, float]) -> None: ...
 
 
-class Diverged(ArgosyError):
-    """The loss is no longer finite."""
-
-
 @dataclass
 class Meter:
     """Turns a step's metrics into the logged numbers: reads and checks them, and adds rates since the last logged step.
 
     tokens_per_step: of each step; where a step's metrics have `tokens`, those since the first step count instead.
     pace: called once with the seconds of a step, when the first one was timed, unless a logged one comes earlier.
+    watch: called with the metrics of every step, logged or not; returns those to log. With it, numbers that are not finite are its
+        business (`train.guard.Watch`).
     """
 
     clock: Clock
@@ -71,6 +69,7 @@ class Meter:
     tell: StepLog
     every: int = 1
     pace: Callable[[float], None] | None = None
+    watch: Callable[[int, Mapping[str, Any]], Mapping[str, Any]] | None = None
     _since: dict[str, float] = field(default_factory=dict)
     _logged_step: int | None = None
     _logged_tokens: float | None = None
@@ -83,8 +82,11 @@ class Meter:
         """Waits for the metrics of `step` if it is one to log; with `certain`, also if it is not, to check it.
 
         Raises:
-            Diverged: the loss or the norm of the gradient is not finite.
+            Diverged: the loss or the norm of the gradient is not finite, and nobody watches.
         """
+        if self.watch is not None:
+            with self.clock("step"):
+                metrics = self.watch(step, metrics)
         telling = last or step % self.every == 0
         # `certain` reads a step that was not waited for.
         if self.pace is not None and not (telling or certain):
@@ -94,7 +96,7 @@ class Meter:
             return
         with self.clock("step"):
             numbers = {name: float(np.asarray(value)) for name, value in metrics.items()}
-        for name in ("loss", "grad_norm"):
+        for name in ("loss", "grad_norm") if self.watch is None else ():
             if np.isfinite(numbers.get(name, 0.0)):
                 continue
             raise Diverged(

@@ -15,7 +15,8 @@ from argosy.train.optim import Meanings
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """step: updates made. params: trained weights; rest: frozen weights. key: random key, folded with the step."""
+    """step: updates made. params: trained weights; rest: frozen weights. key: random key, folded with the step. guard: what
+    `train.guard` keeps; None without one."""
 
     # Integer and key arrays; or, in a tree of the same structure, their shapes or shardings.
     step: Any
@@ -23,10 +24,11 @@ class TrainState:
     rest: Leaves
     optimizer: Any
     key: Any
+    guard: Any = None
 
     @classmethod
-    def start(cls, params: Leaves, rest: Leaves, optimizer: Any, seed: int) -> "TrainState":
-        return cls(jnp.zeros((), jnp.int32), params, rest, optimizer, jax.random.key(seed))
+    def start(cls, params: Leaves, rest: Leaves, optimizer: Any, seed: int, guard: Any = None) -> "TrainState":
+        return cls(jnp.zeros((), jnp.int32), params, rest, optimizer, jax.random.key(seed), guard)
 
 
 def trained(model: nnx.Module) -> tuple[Any, Leaves, Leaves]:

@@ -7,6 +7,7 @@ reference, a teacher) are arguments: as constants they would be compiled into th
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Array
 
 from argosy.adapt.lora import dropping
 from argosy.models.parts.weight import Leaves, merge
+from argosy.parallel.gather import Once
 from argosy.train.objectives import Loss, Mean, Models, Objective
 from argosy.train.schedule import Factor
 from argosy.train.state import TrainState
@@ -24,7 +26,10 @@ Batch = dict[str, Array]
 Metrics = dict[str, Array]
 # {role: weights}
 Frozen = Mapping[str, Leaves]
-Precision = Literal["float32", "bfloat16"]
+# (what the guard keeps, loss, norm of the gradient) -> whether the step is bad, so that the state stays as it is.
+Stays = Callable[[Any, Array, Array], Array]
+# float64 is for proofs, under `jax.enable_x64`: no setting asks for it.
+Precision = Literal["float32", "bfloat16", "float64"]
 
 
 def model_for(graph: Any, precision: Precision, *leaves: Leaves) -> Any:
@@ -43,15 +48,20 @@ def make_step(
     precision: Precision = "float32",
     accumulate: int = 1,
     roles: Mapping[str, Any] | None = None,
+    once: Once | None = None,
+    stays: Stays | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Makes the update `(state, batch, frozen={}) -> state, metrics`, to be jitted with its state donated.
 
-    Metrics: `loss` and those of the objective, as means; `grad_norm` before clipping; `lr`; `targets`, the weight of the batch.
+    Metrics: `loss` and those of the objective, as means; `grad_norm` before clipping; `lr`, as applied; `targets`, the weight of the
+    batch.
 
     Args:
         graph: of the trained model.
         accumulate: number of parts of a batch, computed one after the other; groups of rows are not split.
         roles: graphs of the frozen models that the objective reads, by role; their weights are in `frozen`.
+        once: gathers the weights once for all parts. None: each part gathers them.
+        stays: for an optimizer whose state is in the host's memory: whether it stays as it is.
     """
     models_for = _models(graph, precision, roles or {})
 
@@ -77,10 +87,17 @@ def make_step(
         if accumulate == 1:
             grads, loss = gradients(state, frozen or {}, batch, key)
         else:
-            parts = in_parts(batch, accumulate, objective)
-            known = shared(state, frozen or {}, parts, key)
-            grads, loss = _summed(lambda part, key: gradients(state, frozen or {}, part | known, key), parts, key)
-        return updated(state, grads, loss, optimizer, rate)
+            parts, held = in_parts(batch, accumulate, objective), state
+            if once is not None:
+                held = replace(state, params=once.whole(state.params), rest=once.whole(state.rest))
+            known = shared(held, frozen or {}, parts, key)
+
+            def of_part(part: Batch, key: Array) -> tuple[Leaves, Loss]:
+                grads, loss = gradients(held, frozen or {}, part | known, key)
+                return grads if once is None else once.shares(grads), loss
+
+            grads, loss = _summed(of_part, parts, key)
+        return updated(state, grads, loss, optimizer, rate, stays)
 
     return step
 
@@ -119,20 +136,38 @@ def make_parts(
 
 
 def updated(
-    state: TrainState, grads: Leaves, loss: Loss, optimizer: optax.GradientTransformation, rate: Factor
+    state: TrainState,
+    grads: Leaves,
+    loss: Loss,
+    optimizer: Any,
+    rate: Factor,
+    stays: Stays | None = None,
 ) -> tuple[TrainState, Metrics]:
     """The next state from gradients that are sums over targets, and the metrics."""
     grads = jax.tree.map(lambda g: g / jnp.maximum(loss.loss.weight, 1e-30), grads)
-    updates, new = optimizer.update(grads, state.optimizer, state.params)
+    norm, mean_loss = optax.tree.norm(grads), loss.loss.value()
+    told = {} if stays is None else {"stays": stays(state.guard, mean_loss, norm)}
+    updates, new = optimizer.update(grads, state.optimizer, state.params, **told)
     params: Any = optax.apply_updates(state.params, updates)
-    metrics = {"loss": loss.loss.value()} | {name: mean.value() for name, mean in loss.metrics.items()}
+    metrics = {"loss": mean_loss} | {name: mean.value() for name, mean in loss.metrics.items()}
     metrics |= {
-        "grad_norm": optax.tree.norm(grads),
-        "lr": jnp.asarray(rate(state.step)),
+        "grad_norm": norm,
+        "lr": jnp.asarray(rate(steps_of(state.optimizer, state.step))),
         "targets": loss.loss.weight,
     }
     moved = {a: own.rule(state.rest[a], own.statistic) for a, own in loss.updates.items()}
     return TrainState(state.step + 1, params, state.rest | moved, new, state.key), metrics
+
+
+def steps_of(optimizer: Any, step: Array) -> Array:
+    """The updates that an optimizer counts, from which it takes its learning rate: fewer than the steps where some were skipped.
+
+    Args:
+        optimizer: its state.
+        step: given back for an optimizer without a schedule, which counts none.
+    """
+    scheduled = lambda part: isinstance(part, optax.ScaleByScheduleState)  # noqa: E731
+    return next((part.count for part in jax.tree.leaves(optimizer, is_leaf=scheduled) if scheduled(part)), step)
 
 
 def _models(graph: Any, precision: Precision, roles: Mapping[str, Any]) -> Callable[..., Models]:

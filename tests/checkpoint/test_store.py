@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from argosy.checkpoint import manifest, objects, store
+from argosy.checkpoint.saving import root_of
 from argosy.checkpoint.store import STATE, Checkpoints, CheckpointSettings, load_item, load_weights, read_meta
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.storage import Store
@@ -368,3 +369,24 @@ def test_a_step_that_cannot_be_reached_is_not_set_aside(
     assert not isinstance(told.value, Damaged)
     assert Store(str(copy)).exists(newest) if where == "folder" else remote.exists(newest)
     assert Checkpoints(place, CheckpointSettings()).latest_good() == int(newest[0])
+
+
+def test_the_reason_of_a_failed_save_is_the_systems():
+    """TensorStore says it after paths and before its settings."""
+    told = f"RESOURCE_EXHAUSTED: Error writing {'a/b ' * 90}: No space left on device [os_error_code='28'] [tensorstore_spec='{{}}']"
+    outer = RuntimeError("outer")
+    outer.__cause__ = ValueError(told)
+    assert root_of(outer) == "[Errno 28] No space left on device"
+    assert root_of(ValueError("first\nsecond")) == "first"
+
+
+def test_where_no_folder_can_be_made_orbax_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It would leave threads that wait for the folder."""
+
+    def refused(self: Path, *_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(store, "_orbax", lambda: pytest.fail("Orbax was asked"))
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(OSError, match="Read-only"):
+        store.save_arrays(tmp_path / "2", {"weights": {}})

@@ -22,7 +22,7 @@ from argosy.infer import settings as how
 from argosy.infer.drafts import Drafter, found
 from argosy.infer.drafts import NGram as NGrams
 from argosy.infer.engine import Engine
-from argosy.infer.forward import Whole
+from argosy.infer.forward import Whole, forward_of
 from argosy.infer.lm import LM
 from argosy.infer.request import Event, Request
 from argosy.infer.sample import Sampling
@@ -490,11 +490,9 @@ def test_one_program_over_stacked_layers_speculates_too(
     stacked = lm.config.build(Scan())
     put(stacked, from_layers(stacked, split(lm.module)[1]))
 
-    def as_one(model: Any, weights: Any, adapters: Any, *, hidden: bool, whole: bool) -> Whole:
-        return Whole(model, adapters, hidden=hidden)
-
-    monkeypatch.setattr(engine_module, "forward_of", as_one)
+    monkeypatch.setattr(engine_module, "forward_of", lambda *parts, **how: forward_of(*parts, **{**how, "whole": True}))
     engine = Engine(stacked, with_(method))
+    assert isinstance(engine.forward, Whole)
     if isinstance(method, how.NGram):
         scripted(engine, requests, expected)
     assert_same(engine.generate(requests), expected)

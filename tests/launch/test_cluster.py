@@ -64,6 +64,8 @@ def test_what_argosy_launch_sets_goes_before_what_is_around_it():
     ("environment", "what"),
     [
         ({"ARGOSY_COORDINATOR": "h:1", "ARGOSY_PROCESSES": "2"}, "ARGOSY_RANK is not set"),
+        ({"ARGOSY_PROCESSES": "2", "ARGOSY_RANK": "0"}, "ARGOSY_COORDINATOR is not set"),
+        ({"ARGOSY_PROCESSES": "2"}, "ARGOSY_COORDINATOR is not set"),
         ({"ARGOSY_COORDINATOR": "h:1", "ARGOSY_PROCESSES": "two", "ARGOSY_RANK": "0"}, "ARGOSY_PROCESSES is 'two'"),
         ({"ARGOSY_COORDINATOR": "h:1", "ARGOSY_PROCESSES": "2", "ARGOSY_RANK": "2"}, "process 2 of 2"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "does not say where rank 0 is"),

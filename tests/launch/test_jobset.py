@@ -68,7 +68,7 @@ def test_a_users_mistake_ends_it_and_anything_else_starts_all_again():
     # A pod that fails must not be started again alone.
     assert (job["backoffLimit"], pod_of(made)["restartPolicy"]) == (0, "Never")
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule == {"action": "FailJob", "onExitCodes": {"containerName": "argosy", "operator": "In", "values": [2]}}
+    assert rule == {"action": "FailJob", "onExitCodes": {"containerName": "argosy", "operator": "In", "values": [2, 65]}}
     assert rule["onExitCodes"]["containerName"] == pod_of(made)["containers"][0]["name"]
     policy = made["spec"]["failurePolicy"]
     assert policy["maxRestarts"] == 4

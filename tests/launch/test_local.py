@@ -56,6 +56,24 @@ def test_a_mistake_of_the_users_starts_nothing_again(tmp_path: Path):
     assert not any("restart" in line for line in said)
 
 
+def test_a_failure_that_would_come_again_starts_nothing_again(tmp_path: Path):
+    code, said = launched("from argosy.train.guard import Diverged; sys.exit(Diverged('x').exit_code)", tmp_path)
+    assert code == 1
+    assert not any("restart" in line for line in said)
+
+
+def test_a_directory_in_use_starts_nothing_again_and_is_waited_for_after_a_restart(tmp_path: Path):
+    busy = "from argosy.core.errors import Busy; sys.exit(Busy('x').exit_code)"
+    code, said = launched(busy, tmp_path)
+    assert code == 1
+    assert not any("restart" in line for line in said)
+    # The process that holds it may be one that was killed and has not ended.
+    killed = f"attempt or os.kill(os.getpid(), 9)\nif attempt < 3:\n    {busy}"
+    code, said = launched(killed, tmp_path)
+    assert code == 0
+    assert sum("restart" in line for line in said) == 3
+
+
 def test_restarts_without_progress_end(tmp_path: Path):
     code, said = launched("sys.exit(1 if rank == 1 else 75)", tmp_path, restarts=2)
     assert code == 1, "of the process that failed, not of one that lost it"
@@ -90,6 +108,12 @@ def test_what_processes_print_goes_to_files_where_asked(tmp_path: Path):
     launched("print('rank', rank)", tmp_path, logs=str(tmp_path / "logs"))
     assert (tmp_path / "logs" / "rank-1.log").read_text() == "rank 1\n"
     assert (tmp_path / "logs" / "rank-0.log").read_text() == "rank 0\n"
+
+
+def test_a_folder_of_logs_that_is_a_file_is_a_mistake(tmp_path: Path):
+    (tmp_path / "logs").write_text("")
+    with pytest.raises(BadInput, match=r"logs=.*exists"):
+        launched("pass", tmp_path, logs=str(tmp_path / "logs"))
 
 
 COMMAND = """

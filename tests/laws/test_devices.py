@@ -1,6 +1,7 @@
 """What devices share: each one's work, memory and traffic as their number grows, and the same numbers whatever it is."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from argosy.jobs.devices import LENGTH, MESHES, MICROBATCHES, MODELS, ROWS, STAG
 from argosy.models.parts.pipeline import Pipeline
 from argosy.models.parts.stack import Scan, Unroll
 from argosy.models.parts.weight import abstract, logical
+from argosy.parallel.gather import Once
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding, like_weights
 from argosy.parallel.rules import shardings
@@ -49,10 +51,12 @@ def test_a_tensor_axis_splits_the_work(name):
     assert rows.temporary_bytes > 2 * split.temporary_bytes
 
 
-def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", rules=()):
+def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", rules=(), precision="float32", gather="each"):
     """Loss and weights after a step on so many devices."""
     model = built(config, run)
     _, params, rest = trained(model)
+    if precision != "float32":
+        params, rest = ({a: w.astype(precision) for a, w in part.items()} for part in (params, rest))
     rate = Constant(warmup=0).build(10)
     optimizer = SGD(learning_rate=0.1).build(rate, meanings_of(model))
     rng = np.random.default_rng(0)
@@ -65,9 +69,10 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", ru
         "mask": jnp.asarray((segments > 0) * rng.random(segments.shape), jnp.float32),
     }
     state = TrainState.start(params, rest, optimizer.init(params), 0)
-    step = make_step(training_graph(model), NextToken(head=head, chunk=16), optimizer, rate, accumulate=accumulate)
+    how = {"accumulate": accumulate, "precision": precision}
+    step = partial(make_step, training_graph(model), NextToken(head=head, chunk=16), optimizer, rate, **how)
     if sizes is None:
-        after, metrics = jax.jit(step)(state, batch)
+        after, metrics = jax.jit(step())(state, batch)
     else:
         settings = MeshSettings(**sizes, rules=list(rules))
         mesh = settings.build(jax.devices()[: math.prod(sizes.values())])
@@ -75,17 +80,17 @@ def updated(config, run, sizes, accumulate=1, dtype=jnp.int32, head="logits", ru
         weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, settings.table(), mesh)
         places = like_weights(state, weights, shapes, mesh)
         with scope(mesh, settings.table()):
-            after, metrics = jax.jit(step, out_shardings=(places, None))(
+            after, metrics = jax.jit(step(once=Once(weights) if gather == "once" else None), out_shardings=(places, None))(
                 jax.device_put(state, places), jax.device_put(batch, batch_sharding(mesh))
             )
     return {n: float(m) for n, m in metrics.items()}, {a: np.asarray(w) for a, w in (after.params | after.rest).items()}
 
 
-def same(one, other, metrics=("loss", "grad_norm")):
+def same(one, other, metrics=("loss", "grad_norm"), near=1e-5):
     for name in metrics:
-        assert other[0][name] == pytest.approx(one[0][name], rel=1e-5), name
+        assert other[0][name] == pytest.approx(one[0][name], rel=near), name
     for address, w in one[1].items():
-        assert relative(other[1][address], w) < 1e-4, address
+        assert relative(other[1][address], w) < 10 * near, address
 
 
 GRID = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -132,6 +137,20 @@ def test_experts_and_sequences_over_devices_change_no_number(name):
     config, run = changed(name), Unroll()
     metrics = ("loss", "grad_norm", *(("experts_dropped",) if name == "a capacity" else ()))
     same(updated(config, run, None), updated(config, run, {"fsdp": 2, "context": 2, "expert": 2}), metrics)
+
+
+@pytest.mark.parametrize("name", [n if n == "dense" else pytest.param(n, marks=pytest.mark.slow) for n in CHANGES])
+def test_weights_gathered_once_for_all_parts_change_no_number(name):
+    config, run, sizes = changed(name), Scan(), {"fsdp": 2, "tensor": 2}
+    # A capacity is that of a part.
+    same(updated(config, run, None, accumulate=2), updated(config, run, sizes, accumulate=2, gather="once"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts", "latent attention"])
+def test_weights_of_split_experts_gathered_once_change_no_number(name):
+    config, run, sizes = changed(name), Unroll(), {"fsdp": 2, "context": 2, "expert": 2}
+    same(updated(config, run, None, accumulate=2), updated(config, run, sizes, accumulate=2, gather="once"))
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "context": 4}, {"fsdp": 2, "context": 2, "tensor": 2}], ids=["context 4", "all"])
@@ -213,7 +232,22 @@ DEEP = {"dense": 4, "experts": 4, "latent attention": 5, "delta nets": 8}
 )
 def test_stages_change_no_number(name, sizes, how):
     config, run = changed(name, layers=DEEP[name]), Pipeline(sizes["stage"], 4, how)
-    same(updated(config, Scan(), None), updated(config, run, sizes), ("loss", "grad_norm"))
+    if name != "delta nets":
+        same(updated(config, Scan(), None), updated(config, run, sizes))
+        return
+    # In float32, eight random layers of them magnify the rounding of rows computed apart: `accumulate=4` alone changes the norm of the
+    # gradient by 3e-5. In float64 nothing hides a mistake.
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        one, other = (updated(config, *how, precision="float64") for how in ((Scan(), None), (run, sizes)))
+        same(one, other, near=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_weights_gathered_once_over_stages_change_no_number(name):
+    config = changed(name, layers=4)
+    one, staged = updated(config, Scan(), None, accumulate=2), updated(config, Pipeline(2, 2), THREE, accumulate=2, gather="once")
+    same(one, staged)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from helpers import default, relative
 from models.test_moe import HOWS, WIDTH, inputs, made
 
-from argosy.adapt.lora import LoRA
+from argosy.adapt.lora import DoRA, LoRA
 from argosy.adapt.quant import int8
 from argosy.adapt.surgery import swap
 from argosy.models.parts import exchange
@@ -92,13 +92,23 @@ def test_rows_that_do_not_divide_are_computed_where_their_experts_are(capacity):
     same(made(EIGHT.model_copy(update={"capacity": capacity}), bias=True), *inputs(B=1), {"expert": 2, "tensor": 2})
 
 
-@pytest.mark.parametrize("base", ["float32", "int8"])
-def test_adapters_on_split_experts(base):
+@pytest.mark.parametrize(
+    ("base", "kind", "sizes"),
+    [
+        ("float32", LoRA, {"expert": 4}),
+        ("int8", LoRA, {"expert": 4}),
+        ("float32", LoRA, {"expert": 2, "tensor": 2}),
+        ("float32", DoRA, {"expert": 2, "tensor": 2}),
+        ("float32", DoRA, {"tensor": 2}),
+    ],
+)
+def test_adapters_on_split_experts(base, kind, sizes):
+    """The norms of DoRA are over all features, of which `tensor` gives a device a share."""
     moe = made(EIGHT)
     if base == "int8":
         swap(moe, "gate|up|down", int8)
-    swap(moe, "gate|up|down", lambda of: LoRA(of, 3, 6.0))
+    swap(moe, "gate|up|down", lambda of: kind(of, 3, 6.0))
     fill(moe, jax.random.key(0), addresses=lambda address: [address])
     rng = np.random.default_rng(3)
-    put(moe, {a: jnp.asarray(rng.standard_normal(v.shape), jnp.float32) for a, v in variables(moe).items() if a.endswith(".b")})
-    same(moe, *rows_with_a_lead(), {"expert": 4})
+    put(moe, {a: jnp.asarray(0.3 * rng.standard_normal(v.shape), jnp.float32) for a, v in variables(moe).items() if a.endswith(".b")})
+    same(moe, *rows_with_a_lead(), sizes)

@@ -30,7 +30,7 @@ OTHERS = {
 
 def gradient(run: Any, kind: str = "dense") -> tuple[Any, Any]:
     """The compiled gradient of a scalar of a model, and its weights."""
-    model = config_of(kind, layers=4).build(run)
+    model = config_of(kind, layers=2 if kind == "experts" else 4).build(run)
     fill(model, jax.random.key(0), addresses=layer_addresses(model))
     graph, weights = split(model)
     tokens = jnp.tile(jnp.arange(T, dtype=jnp.int32) % 32, (B, 1))

@@ -16,7 +16,7 @@ from argosy.jobs.compose import CONFIGS, compose
 from argosy.jobs.grid import told
 from argosy.jobs.mesh_presets import mesh_presets
 from argosy.jobs.run import Run
-from argosy.parallel.mesh import BetweenSettings, MeshSettings
+from argosy.parallel.mesh import BetweenSettings, MeshSettings, rows_follow
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Described:
 
 
 def processes(count: int, each: int) -> list[Described]:
-    return [Described(i, i // each, i // each) for i in range(count * each)]
+    return [Described(i, i // each) for i in range(count * each)]
 
 
 def slices(monkeypatch: pytest.MonkeyPatch, count: int, topology: str) -> list[Described]:
-    """So many slices, each like the devices of a described TPU."""
+    """So many slices, each like the devices of a described TPU, and of one process."""
 
     @dataclass(frozen=True)
     class Chip:
@@ -48,8 +48,8 @@ def slices(monkeypatch: pytest.MonkeyPatch, count: int, topology: str) -> list[D
         process_index: int
 
     own = described_tpus(monkeypatch, topology)
-    one = [(d.coords, d.core_on_chip, d.platform, d.device_kind, d.process_index) for d in own]
-    return [Chip(i + s * len(one), s, *facts) for s in range(count) for i, facts in enumerate(one)]
+    one = [(d.coords, d.core_on_chip, d.platform, d.device_kind) for d in own]
+    return [Chip(i + s * len(one), s, *facts, s) for s in range(count) for i, facts in enumerate(one)]
 
 
 def grid(settings: MeshSettings, devices, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], np.ndarray]:
@@ -73,7 +73,23 @@ def test_groups_are_the_outer_parts_of_each_axis(monkeypatch):
 
 
 def test_hosts_of_gpus_are_one_group_unless_asked(monkeypatch):
-    assert grid(MeshSettings(), processes(2, 4), monkeypatch)[0] == {"fsdp": 8}
+    """With a process for each GPU, too."""
+    for each in (4, 1):
+        gpus = [Described(i, i // each, i // 4) for i in range(8)]
+        assert grid(MeshSettings(), gpus, monkeypatch)[0] == {"fsdp": 8}
+        assert grid(MeshSettings(between=BetweenSettings(data=-1)), gpus, monkeypatch)[0] == {"data": 2, "fsdp": 4}
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5e:4x8", "v5p:2x2x4", "v5p:4x4x4"])
+@pytest.mark.parametrize("sizes", [{}, {"data": -1, "fsdp": 4}, {"tensor": 4}], ids=str)
+def test_each_process_of_a_slice_reads_one_share_of_the_rows(monkeypatch, topology, sizes):
+    built = {}
+    monkeypatch.setattr("jax.sharding.Mesh", lambda grid, names, axis_types: built.update(grid=grid))
+    devices = described_tpus(monkeypatch, topology)
+    assert len({d.process_index for d in devices}) > 1
+    MeshSettings(**sizes).build(devices)
+    assert rows_follow(built["grid"])
 
 
 @pytest.mark.tpu

@@ -196,6 +196,10 @@ class Contraction(nnx.Module):
         self.check(route)
         return contract(self.eq, x, self.weight, route, dtype=dtype)
 
+    def before_split(self) -> "Contraction":
+        """This contraction, with what it needs of the whole weight computed: inside a `shard_map` a device has its share."""
+        return self
+
     def biased(self, y: Float[Array, "..."], route: Route | None = None) -> Float[Array, "..."]:
         """A product with the bias added; with a route, that of each row's expert."""
         if (bias := self.bias) is None:

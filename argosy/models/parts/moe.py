@@ -137,13 +137,15 @@ class MoE(nnx.Module):
         over = frozenset(axis for axis, size in axis_sizes().items() if size > 1)
         if not over:
             return self.dispatch(Local(self.gate, self.up, self.down, self.how, self.acted), x, weights, chosen)
-        apart = {name: split(getattr(self, name)) for name in ("gate", "up", "down")}
-        leaves = {name: own for name, (_, own) in apart.items()}
-        specs = {name: expert_specs(getattr(self, name), over, mine) for name in apart}
+        apart = {name: getattr(self, name).before_split() for name in ("gate", "up", "down")}
+        specs = {name: expert_specs(part, over, mine) for name, part in apart.items()}
+        graphs, leaves = {}, {}
+        for name, part in apart.items():
+            graphs[name], leaves[name] = split(part)
         axis, features, _ = specs["down"][next(a for a in ("w", "values", "of.w", "of.values") if a in specs["down"])]
 
         def local(leaves: Any, x: Array, weights: Array, chosen: Array) -> Any:
-            gate, up, down = (merge(apart[name][0], leaves[name]) for name in ("gate", "up", "down"))
+            gate, up, down = (merge(graphs[name], leaves[name]) for name in ("gate", "up", "down"))
             part = Local(gate, up, down, self.how, self.acted, features, axis, axis is not None and axis not in mine)
             y, passed = self.dispatch(part, x, weights, chosen)
             return (y if features is None else jax.lax.psum(y, features)), passed

@@ -1,0 +1,69 @@
+"""A save that runs in a thread beside training: one at a time, and a failure is reported by the next one or by `wait`."""
+
+import os
+import re
+import threading
+from collections.abc import Callable
+
+from argosy.core.errors import ArgosyError
+from argosy.parallel import processes
+
+
+class Saving:
+    """What the tiers of checkpoints share. Subclasses put a started thread into `_writing`, which puts its error into `_failure`.
+
+    Args:
+        warn: called with a sentence.
+        what: is saved, with an article.
+    """
+
+    def __init__(self, warn: Callable[[str], None], what: str = "a checkpoint"):
+        self.warn, self._what = warn, what
+        self._writing: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def settle(self, step: int) -> None:
+        """Waits for the previous save, and reports it if it failed. step: of the save that follows."""
+        self.join()
+        if self._failure is not None:
+            self.warn(f"{self._what} could not be written: {root_of(self._failure)}; trying again with step {step}")
+            self._failure = None
+
+    def join(self) -> None:
+        """Waits until nothing is being written. A failure is raised by `wait`, not here."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+
+    def settle_last(self) -> None:
+        """Waits for the previous save, and reports it if it failed; no other follows."""
+        self.join()
+        if self._failure is not None:
+            self.warn(f"{self._what} could not be written: {root_of(self._failure)}")
+            self._failure = None
+
+    def wait_for(self, where: str) -> None:
+        """Waits until the save under way is committed.
+
+        Raises:
+            ArgosyError: the save failed; earlier checkpoints are intact.
+        """
+        self.join()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            # A save fails in all processes.
+            processes.fail_together()
+            raise ArgosyError(
+                f"{self._what} could not be written: {root_of(failure)}",
+                where=where,
+                hint="earlier checkpoints are intact; free some space or fix the permissions, and run the same command again",
+            ) from failure
+
+
+def root_of(failure: BaseException) -> str:
+    """The first line of the innermost cause. TensorStore tells the system's reason after hundreds of characters: then that alone."""
+    while failure.__cause__ is not None:
+        failure = failure.__cause__
+    if reason := re.search(r"os_error_code='(\d+)'", str(failure)):
+        return f"[Errno {reason[1]}] {os.strerror(int(reason[1]))}"
+    return (str(failure).strip().splitlines() or [type(failure).__name__])[0][:200]

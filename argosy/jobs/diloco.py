@@ -1,0 +1,105 @@
+"""Whether a run can be one of replicas that train alone (`train.diloco`), and what its header says of them."""
+
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from argosy.core.counts import plural
+from argosy.core.errors import BadInput, Unsupported, some
+from argosy.models.parts.weight import Moved, variables
+from argosy.train.diloco import AXIS, REPLICAS
+from argosy.train.settings import NextToken
+
+WHERE = "diloco.every={}"
+# Of these mesh axes, one may split a replica.
+WITHIN = ("fsdp", "tensor", "context")
+
+
+def check(run: Any, mesh: Mesh) -> None:
+    """Checks that such a run is one whose replicas can train alone.
+
+    Raises:
+        BadInput: there is one replica.
+        Unsupported: the run does what replicas cannot do.
+    """
+    if not run.diloco.every:
+        return
+    where = WHERE.format(run.diloco.every)
+    if mesh.shape[AXIS] == 1:
+        hint = "mesh.data=2, or mesh.between.data=2 with a replica on each group of devices; mesh.fsdp is then within a replica"
+        raise BadInput("the mesh has one replica: mesh.data is 1", where=where, hint=hint)
+    asked = {
+        "rollouts": run.rollout is not None,
+        "another objective than next_token": not isinstance(run.objective, NextToken),
+        "adapters": not run.adapter.trains_base,
+        "init.state": run.init.state is not None,
+        "mesh.stage": mesh.shape["stage"] > 1,
+        # The number of rounds in which rows are exchanged is agreed on by all devices, in every layer.
+        "mesh.expert": mesh.shape["expert"] > 1,
+        "execution.gather=once": run.execution.gather == "once",
+    }
+    if found := [name for name, is_asked in asked.items() if is_asked]:
+        hint = "diloco.every=0 sums gradients over mesh.data in every step"
+        raise Unsupported(f"{' and '.join(found)}: not built over replicas yet", where=where, hint=hint)
+    if len(split := [f"mesh.{axis} = {mesh.shape[axis]}" for axis in WITHIN if mesh.shape[axis] > 1]) > 1:
+        # jax 0.10.2: "Check failed" in spmd_partitioner_util.cc, for dense layers as for others.
+        what = f"{' and '.join(split)} within a replica: XLA aborts where it splits a replica over two axes"
+        raise Unsupported(what, where=where, hint="let one of them be 1")
+
+
+def check_model(run: Any, model: Any, steps: int) -> None:
+    """Checks what is known once the model and the data are.
+
+    Args:
+        steps: that the run makes, or fewer if its epochs end before.
+
+    Raises:
+        BadInput: steps would be left that no outer step follows.
+        Unsupported: some weights move by a rule.
+    """
+    every = run.diloco.every
+    if not every:
+        return
+    if steps % every:
+        left = f"the last {plural(steps % every, 'step')} would move no outer weights"
+        ends = f"steps = {steps}" if steps == run.steps else f"the data ends after {plural(steps, 'step')}, which"
+        hint = f"steps={steps - steps % every}" if steps > every else f"diloco.every={steps} or less"
+        raise BadInput(f"{ends} is no multiple of diloco.every = {every}: {left}", hint=hint)
+    if moved := [address for address, v in variables(model).items() if isinstance(v, Moved)]:
+        what = f"router biases that move by load ({some(moved, 2)}): not built over replicas yet"
+        raise Unsupported(what, where=WHERE.format(every), hint="model.moe.bias=false with model.moe.balance=0.01 balances by a loss")
+
+
+def check_replicas(run: Any, mesh: Mesh, folder: Path) -> None:
+    """Checks that a checkpoint of the run has as many replicas as the mesh.
+
+    Raises:
+        BadInput: it has others.
+    """
+    if not run.diloco.every:
+        return
+    from argosy.checkpoint.store import STATE, stored_shapes
+
+    prefix = f"optimizer.{REPLICAS}."
+    stored = next(a.shape[0] for name, a in stored_shapes(folder, STATE).items() if name.startswith(prefix))
+    if stored != mesh.shape[AXIS]:
+        what = f"the run has {plural(stored, 'replica')}, and the mesh {mesh.shape[AXIS]}"
+        hint = f"resume with mesh.data x mesh.between.data = {stored}; init.weights=RUN dir=NEW starts others from its outer weights"
+        raise BadInput(what, where=str(folder), hint=hint)
+
+
+def left_over(run: Any, step: int) -> str:
+    """What is to be said of a run whose data ended in the middle of a phase, as a rollback may make it."""
+    if not run.diloco.every or not (left := step % run.diloco.every):
+        return ""
+    return f"; its last {plural(left, 'step')} moved no outer weights, which are those of step {step - left} (diloco.every)"
+
+
+def told(run: Any, mesh: Mesh) -> dict[str, str]:
+    """The header's line."""
+    how = run.diloco
+    if not how.every:
+        return {}
+    rows = run.data.batch // mesh.shape[AXIS]
+    return {"diloco": f"{mesh.shape[AXIS]} replicas of {plural(rows, 'row')} a step, an outer step every {plural(how.every, 'step')}"}

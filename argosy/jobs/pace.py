@@ -1,0 +1,200 @@
+"""Measures what a process of a run does by itself, so that the one which the others wait for is named (`observe.stragglers`).
+
+Around each step it adds up the seconds of the host, and every so many steps it times the devices. A thread tells the leader, which
+compares; nobody waits for another, so a stop, a rollback or the end of a process finds nothing to unlock. The leader says how often
+devices are timed, from what a timing and a step take there: `SHARE` of the time at most.
+"""
+
+import math
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from argosy.observe.goodput import Clock
+from argosy.observe.stragglers import DATA, HOST, KEY, ON_HOST, STALLS, Comparison, Told, Verdict
+from argosy.parallel import processes
+from argosy.parallel.probe import Probe
+from argosy.train.straggler_settings import StragglerSettings
+
+# The most of the time that goes into timing devices.
+SHARE = 0.003
+# The thread sleeps this long, and was stopped where it slept this much longer.
+TICK_S, LATE_S = 0.05, 0.02
+# Seconds between two messages of a process; of many processes each says less, so that the leader hears 500 a second.
+SAY_S, MOST_A_SECOND = 0.5, 500
+CLOSE_S = 2.0
+
+Update = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class Pace:
+    """Measures one process.
+
+    Args:
+        devices: of this process that train; others may be busy between two steps.
+        clock: of the run. step: () -> the step under way. say, write: a message, and a line of metrics.jsonl.
+    """
+
+    def __init__(
+        self,
+        how: StragglerSettings,
+        devices: Sequence[Any],
+        clock: Clock,
+        step: Callable[[], int],
+        say: Callable[[str], None],
+        write: Callable[[dict[str, Any]], None],
+    ):
+        self.how, self.clock, self.step, self.say, self.write = how, clock, step, say, write
+        # CPU devices share their processors, so one stands for all.
+        self.probe = Probe(devices[:1] if devices[0].platform == "cpu" else devices)
+        self.compare = Comparison(how.every, how.ratio, how.windows)
+        self.several = processes.count() > 1
+        self.pause = max(SAY_S, processes.count() / MOST_A_SECOND)
+        self.host = socket.gethostname()
+        # A CPU that stands still computes nothing; other devices have a step queued.
+        self.computes_itself = self.probe.devices[0].platform == "cpu"
+        self.steps, self.stalled = 0, 0.0
+        self.seconds: dict[str, float] = dict.fromkeys(ON_HOST, 0.0)
+        self.exposed: dict[str, float] = dict.fromkeys(ON_HOST, 0.0)
+        self.probes, self.devices, self.probe_s = 0, [0.0] * len(self.probe.devices), self.probe.took_s
+        # Steps between two timings, as the leader said.
+        self.spacing: int | None = None
+        self._before: tuple[float, dict[str, float], float] | None = None
+        self._last: Any = None
+        self._now: Told | None = None
+        self._new: deque[Verdict] = deque()
+        self._board = processes.Board("pace") if self.several else None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="pace", daemon=True)
+        self._thread.start()
+
+    def __call__(self, update: Update) -> Update:
+        """The same step, measured."""
+
+        def measured(state: Any, batch: Any) -> tuple[Any, Any]:
+            self._begins()
+            made = update(state, batch)
+            # Some metrics are numbers of the host.
+            self._last = [one for one in jax.tree.leaves(made[1]) if hasattr(one, "is_ready")][:1]
+            return made
+
+        return measured
+
+    def close(self) -> None:
+        self._over.set()
+        # Where the leader does not answer any more, its message never ends.
+        self._thread.join(CLOSE_S)
+        self.probe.close()
+        self._tell()
+
+    # ---------------------------------------------------------------- between two steps
+
+    def _begins(self) -> None:
+        """The next step is about to be dispatched."""
+        elapsed, spent, stalled = self.clock.elapsed, dict(self.clock.seconds), self.stalled
+        if self._before is not None:
+            then, before, stood = self._before
+            new = {
+                DATA: spent.get("data", 0.0) - before.get("data", 0.0),
+                HOST: max(0.0, elapsed - then - sum(spent.values()) + sum(before.values())),
+                STALLS: stalled - stood,
+            }
+            # Done before this one is dispatched: the devices had nothing to do.
+            waited = all(one.is_ready() for one in self._last or ())
+            for cause, s in new.items():
+                self.seconds[cause] += s
+                if waited or (cause == STALLS and self.computes_itself):
+                    self.exposed[cause] += s
+        self._before = elapsed, spent, stalled
+        self.steps += 1
+        if self.spacing and self.steps % self.spacing == 0:
+            self._time_devices()
+        self._now = Told(
+            self.steps, elapsed, dict(self.seconds), dict(self.exposed), self.host, self.probes, list(self.devices)
+        )
+        self._tell()
+
+    def _time_devices(self) -> None:
+        jax.block_until_ready(self._last)
+        began = time.perf_counter()
+        for i, s in enumerate(self.probe()):
+            self.devices[i] += s
+        self.probe_s = time.perf_counter() - began
+        self.probes += 1
+
+    def _tell(self) -> None:
+        """Says what the thread found."""
+        while self._new:
+            one, step = self._new.popleft(), self.step()
+            self.say(one.words())
+            self.write({"step": step, KEY: one.document()})
+
+    # ---------------------------------------------------------------- the thread
+
+    def _watch(self) -> None:
+        due = 0.0
+        while True:
+            began = time.perf_counter()
+            if self._over.wait(TICK_S):
+                return
+            now = time.perf_counter()
+            late = now - began - TICK_S
+            if late > LATE_S:
+                self.stalled += late
+            if now < due or self._now is None:
+                continue
+            due = now + self.pause
+            try:
+                self._exchange(self._now)
+            except jax.errors.JaxRuntimeError:
+                # The leader is gone, which ends the others by other ways.
+                return
+
+    def _exchange(self, now: Told) -> None:
+        """One message, and in the leader what follows from those of all."""
+        if self._board is None:
+            self._new += self.compare({0: now})
+            self.spacing = self.spaced()
+        elif processes.leads():
+            self._board.say(vars(now) | {"spacing": self.spacing})
+            every = self._board.all()
+            if len(every) == processes.count():
+                self._new += self.compare({p: told(one) for p, one in sorted(every.items())})
+                self.spacing = self.spaced()
+        else:
+            self._board.say(vars(now))
+            self.spacing = (self._board.leaders() or {}).get("spacing")
+
+    def spaced(self) -> int | None:
+        """Steps between two timings of devices; None until a window was closed."""
+        if self.compare.step_s is None:
+            return None
+        least = math.ceil(self.probe_s / (SHARE * self.compare.step_s) / self.how.every) * self.how.every
+        # All processes time at the same steps, so it is said again only where it changed much.
+        return self.spacing if self.spacing and least <= self.spacing <= 4 * least else least
+
+
+def told(document: dict[str, Any]) -> Told:
+    """Of what a process said."""
+    return Told(**{name: value for name, value in document.items() if name in Told.__dataclass_fields__})
+
+
+@contextmanager
+def paced(how: StragglerSettings, devices: Sequence[Any], clock: Clock, *more: Any) -> Iterator[Callable[[Update], Update]]:
+    """Measures steps where there is something to compare: several processes, or several devices that do not share processors. more:
+    what else `Pace` takes."""
+    if not how.every or (processes.count() == 1 and (len(devices) == 1 or devices[0].platform == "cpu")):
+        yield lambda update: update
+        return
+    with clock("compile"):
+        pace = Pace(how, devices, clock, *more)
+    try:
+        yield pace
+    finally:
+        pace.close()

@@ -1,0 +1,117 @@
+"""Looks for silent corruption: a step is made twice from the same state, and the copies of the state on different devices are compared.
+
+The same program with the same inputs gives the same bits; where it does not, a device computes wrong or its memory changed. The state
+is copied, since a step takes its buffers. Both results are compared by checksums that every device makes of what it holds, so what it
+costs is an extra step, a copy of the state and two passes over it, each `guard.replay` steps. Sums over devices spread the error of
+one to all: then all of them differ, and it is known that there is one, not where.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from argosy.core.counts import plural
+from argosy.core.errors import ArgosyError, BadInput, some
+from argosy.parallel.checksum import by_device, copies, odd_ones
+
+# The metric that holds both checksums.
+SUMS = "replay"
+# A flag of XLA: no atomic additions.
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+
+
+class Corrupted(ArgosyError):
+    """A computation or a memory is not what it should be."""
+
+
+class Replay:
+    """Makes every `every`-th step twice.
+
+    Args:
+        places, shapes: of the state.
+        base: addresses of weights that no step changes and none takes.
+
+    Raises:
+        BadInput: programs of these devices do not give the same twice.
+    """
+
+    def __init__(self, every: int, places: Any, shapes: Any, mesh: Any, base: frozenset[str] = frozenset()):
+        if mesh.devices.flat[0].platform == "gpu" and DETERMINISTIC not in os.environ.get("XLA_FLAGS", ""):
+            what = f"guard.replay = {every}: on GPUs a program may sum in another order each time, which this would take for corruption"
+            raise BadInput(what, hint=f"XLA_FLAGS={DETERMINISTIC} makes it deterministic")
+        self.every, self.mesh, self.base = every, mesh, base
+        at, _ = jax.tree_util.tree_flatten_with_path(self._moving(places))
+        own = jax.tree.leaves(self._moving(shapes))
+        self.names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in at]
+        self._sums = by_device([place for _, place in at], mesh)
+        self._groups = [copies(place, tuple(a.shape), mesh) for (_, place), a in zip(at, own, strict=True)]
+        # A step takes the buffer of the random key too.
+        taken = (self._moving(places), places.key)
+        self._copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=taken)
+
+    def __call__(self, update: Callable[[Any, Any], Any], state: Any, batch: Any, step: int) -> Any:
+        """The state and the metrics after this step."""
+        if step % self.every:
+            return update(state, batch)
+        moving, key = self._copied((self._moving(state), state.key))
+        copy = replace(state, **(moving | {"rest": state.rest | moving["rest"], "key": key}))
+        del moving
+        again, _ = update(copy, batch)
+        del copy
+        # Programs with sums over devices that do not wait for each other may begin in another order on each CPU device, and hang.
+        first = jax.block_until_ready(self.sums(again))
+        del again
+        new, metrics = update(state, batch)
+        return new, dict(metrics) | {SUMS: (first, jax.block_until_ready(self.sums(new)))}
+
+    def sums(self, state: Any) -> Any:
+        """The checksum of each array of the state on each device, [devices, arrays]."""
+        return self._sums(jax.tree.leaves(self._moving(state)))
+
+    def check(self, step: int, sums: tuple[Any, Any]) -> None:
+        """Compares both results of a step, and the copies of the state.
+
+        Raises:
+            Corrupted: they differ.
+        """
+        first, second = (np.asarray(one) for one in sums)
+        if (first != second).any():
+            devices, arrays = np.unique(np.nonzero(first != second)[0]), np.unique(np.nonzero(first != second)[1])
+            raise Corrupted(
+                f"step {step} was computed twice from the same state and batch, and the results differ",
+                where=f"on {self._devices(devices)}; {self._arrays(arrays)}",
+                hint=self._hint(step),
+            )
+        odd = {i: found for i, groups in enumerate(self._groups) if (found := odd_ones(second[:, i], groups))}
+        if odd:
+            raise Corrupted(
+                f"copies of the state differ between devices after step {step}",
+                where=f"on {self._devices(sorted({one for found in odd.values() for one in found}))}; {self._arrays(list(odd))}",
+                hint=self._hint(step),
+            )
+
+    def _hint(self, step: int) -> str:
+        before = step - self.every
+        good = "this was the first comparison"
+        if before > 0:
+            good = f"checkpoints up to step {before}, where both were compared last, are good"
+        return f"nothing was saved of this; {good}. Take the machine out and resume from one before it"
+
+    def _devices(self, numbers: Sequence[int] | np.ndarray) -> str:
+        if len(numbers) == self.mesh.size > 1:
+            return f"all of {plural(self.mesh.size, 'device')}, since sums over devices spread an error"
+        devices = [self.mesh.devices.flat[number] for number in numbers]
+        return some((f"{device} of process {device.process_index}" for device in devices), 8)
+
+    def _arrays(self, numbers: Sequence[int] | np.ndarray) -> str:
+        return some((self.names[number] for number in numbers), 3)
+
+    def _moving(self, state: Any) -> dict[str, Any]:
+        """What a step changes. The random key does not."""
+        rest = {a: leaf for a, leaf in state.rest.items() if a not in self.base}
+        return {"step": state.step, "params": state.params, "rest": rest, "optimizer": state.optimizer, "guard": state.guard}

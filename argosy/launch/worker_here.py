@@ -1,0 +1,72 @@
+"""Where a function runs: the group of this process, its rank, and its mesh."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from argosy.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+
+@dataclass(frozen=True)
+class Here:
+    """This process among those of its group. mesh: over all devices of the group, which all its processes have alike."""
+
+    group: str
+    rank: int
+    processes: int
+    mesh: "Mesh"
+
+
+class _Process:
+    here: Here | None = None
+
+
+# Groups that share a process (engine inline) have a thread each.
+thread: ContextVar[Here | None] = ContextVar("here", default=None)
+
+
+def here() -> Here:
+    """Where this function runs.
+
+    Raises:
+        BadInput: not in a worker.
+    """
+    found = thread.get() or _Process.here
+    if found is None:
+        raise BadInput("this process is no worker", hint='call the function by workers["NAME"].run')
+    return found
+
+
+def settle(place: Here) -> None:
+    """Says where this process is, once."""
+    _Process.here = place
+
+
+def mesh_over(devices: Sequence[Any], sizes: Mapping[str, int]) -> "Mesh":
+    """A mesh of these devices, in their order. sizes: of `sizes_of`."""
+    import numpy as np
+    from jax.sharding import Mesh
+
+    return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def sizes_of(mesh: Mapping[str, int], devices: int, where: str) -> dict[str, int]:
+    """The sizes of a mesh of so many devices, -1 filled in.
+
+    Raises:
+        BadInput: they do not multiply to the devices.
+    """
+    sizes = dict(mesh)
+    known = math.prod(size for size in sizes.values() if size != -1)
+    wrong = [size for size in sizes.values() if not isinstance(size, int) or size < -1 or size == 0]
+    shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    if wrong or not sizes or list(sizes.values()).count(-1) > 1:
+        raise BadInput(f"a mesh of {shown or 'no axes'}", where=where, hint="sizes are 1 or more, and at most one is -1: the rest")
+    if (-1 in sizes.values() and devices % known) or (-1 not in sizes.values() and known != devices):
+        raise BadInput(f"a mesh of {shown} over {devices} devices", where=where, hint="the sizes multiply to the devices")
+    return {name: devices // known if size == -1 else size for name, size in sizes.items()}

@@ -1,0 +1,79 @@
+"""One process of a group, as the controller has it: what it was asked, what it printed, and whether it has ended."""
+
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+# Lines that are kept of what a process prints.
+KEPT = 200
+
+
+class Transport(Protocol):
+    """A process, here or elsewhere."""
+
+    pid: int
+
+    def send(self, data: bytes) -> None: ...
+    def kill(self) -> None: ...
+    def leave(self) -> None: ...
+
+
+class Ended(Exception):
+    """The process ended before it answered."""
+
+
+class Member:
+    """A process of a group. died: called, by a thread, when it has ended."""
+
+    def __init__(self, rank: int, told: Callable[[str], None], died: Callable[["Member"], None]):
+        self.rank, self.told, self.died = rank, told, died
+        self.printed: deque[str] = deque(maxlen=KEPT)
+        self.code: int | None = None
+        self.over = threading.Event()
+        self.transport: Transport | None = None
+        self.address: Any = None
+        self._lock, self._next = threading.Lock(), 1
+        # The process answers 0 when it has joined the others.
+        self.joined: Future[Any] = Future()
+        self._asked: dict[int, Future[Any]] = {0: self.joined}
+
+    def ask(self, kind: str, said: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self.code is not None:
+                future.set_exception(Ended())
+                return future
+            number, self._next = self._next, self._next + 1
+            self._asked[number] = future
+        self._send(number, kind, said)
+        return future
+
+    def tell(self, kind: str, said: Any) -> None:
+        """Asks for nothing in return."""
+        self._send(-1, kind, said)
+
+    def _send(self, number: int, kind: str, said: Any) -> None:
+        if self.transport is not None:
+            self.transport.send(pickle.dumps((number, kind, said), protocol=5))
+
+    def heard(self, data: bytes) -> None:
+        number, outcome = pickle.loads(data)
+        with self._lock:
+            future = self._asked.pop(number, None)
+        if future is not None:
+            future.set_result(outcome)
+
+    def prints(self, line: str) -> None:
+        self.printed.append(line)
+        self.told(line)
+
+    def ended(self, code: int) -> None:
+        with self._lock:
+            self.code, asked, self._asked = code, self._asked, {}
+        self.died(self)
+        self.over.set()
+        for future in asked.values():
+            future.set_exception(Ended())

@@ -1,0 +1,58 @@
+"""A file of lines that outlives a full disk: lines that cannot be written wait in memory, and come in their order once it can be.
+
+A run writes a few hundred bytes a step beside its checkpoints. A disk that is full for an hour, or a directory that became read-only,
+costs no run that would go on training; what waits is lost only if the process ends before. Object stores have lines that wait already.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from argosy.core.counts import plural
+from argosy.core.errors import ArgosyError
+from argosy.core.storage import Store
+
+
+class Backlog:
+    """Appends lines to a file.
+
+    Args:
+        say: called with a sentence when lines begin to wait, and when they are written.
+    """
+
+    def __init__(self, store: Store, file: str, say: Callable[[str], None]):
+        self.store, self.file, self.say = store, file, say
+        self._left: deque[str] = deque()
+        self._lock = threading.RLock()
+
+    def append(self, line: str) -> None:
+        if not self.store.is_local:
+            self.store.append_line(self.file, line)
+            return
+        with self._lock:
+            waiting = len(self._left)
+            self._left.append(line)
+            try:
+                self._put()
+            except ArgosyError as error:
+                # Said once, not with each line.
+                if not waiting:
+                    self.say(f"{self.file} cannot be written: {error.what}; the run goes on, and its lines wait in memory")
+                return
+            if waiting:
+                self.say(f"{self.file} can be written again; {plural(waiting, 'line', 'was', 'were')} waiting")
+
+    def close(self) -> None:
+        """Writes what waits, or says how much of it is lost."""
+        with self._lock:
+            try:
+                self._put()
+            except ArgosyError as error:
+                left = len(self._left)
+                self._left.clear()
+                self.say(f"{plural(left, 'line')} of {self.file} could not be written, and are lost: {error.what}")
+
+    def _put(self) -> None:
+        while self._left:
+            self.store.append_line(self.file, self._left[0])
+            self._left.popleft()

@@ -1,0 +1,236 @@
+"""Which process of a run the others wait for.
+
+In synchronous training a step takes as long in all processes, because those that are fast wait for the slowest inside the step. So what
+is compared is what each spends by itself:
+
+    data       seconds until its next batch is there
+    host       seconds in Python beside: callbacks, logging, garbage collection
+    stalls     seconds in which it did not run at all: stopped, or kept from a processor
+    device     seconds of a program without collectives, the same on every device
+
+Time of the host counts only where the devices were idle when it ended (`exposed`): what is done while they compute holds nobody up.
+This module knows no processes and no devices, only the numbers that each process told.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DATA: str = "data"
+HOST: str = "host"
+STALLS: str = "stalls"
+DEVICE: str = "device"
+ON_HOST = (DATA, HOST, STALLS)
+# A window takes at least this long, however fast steps are.
+LEAST_S = 1.0
+# The smallest share of a step by which a host is slow.
+SHARE = 0.1
+# The metrics line of a process that is slow, or is no longer.
+KEY = "straggler"
+
+TAKES = {DATA: "its data takes", HOST: "its Python between steps takes"}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a process told of itself, since it began.
+
+    steps: that it made. wall: seconds. seconds: by cause of the host. exposed: of these, where devices waited. probes: how often its
+    devices were timed. devices: the seconds of these timings, summed, of each of its devices.
+    """
+
+    steps: int
+    wall: float
+    seconds: Mapping[str, float]
+    exposed: Mapping[str, float]
+    host: str = ""
+    probes: int = 0
+    devices: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A process is slow, or (`over`) no longer. times: its time over the median of the others'; None if theirs is 0. seconds: above
+    the others', each step; None of a device. device: which of its own."""
+
+    process: int
+    host: str
+    cause: str
+    times: float | None = None
+    seconds: float | None = None
+    device: int | None = None
+    over: bool = False
+
+    def words(self) -> str:
+        """ "process 3 on host a is slow: its data takes 4.1 times the others', 0.8 s a step" """
+        whose = f" (its device {self.device})" if self.device is not None else ""
+        who = f"process {self.process} on host {self.host}{whose}"
+        return f"{who} is as fast as the others again" if self.over else f"{who} is slow: {self.what()}"
+
+    def what(self) -> str:
+        """ "its data takes 4.1 times the others', 0.8 s a step more" """
+        if self.cause == DEVICE:
+            return f"the same program takes it {self.times:.1f} times as long as the others"
+        if self.cause == STALLS:
+            return f"it stands still for {self.seconds:.2g} s of each step, longer than the others"
+        if self.times is None:
+            return f"{TAKES[self.cause]} {self.seconds:.2g} s a step, and the others' none"
+        return f"{TAKES[self.cause]} {self.times:.1f} times the others', {self.seconds:.2g} s a step more"
+
+    def document(self) -> dict[str, Any]:
+        """As a line of metrics.jsonl holds it."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+# A process, a cause, and a device of it where that is the cause.
+Unit = tuple[int, str, int | None]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One unit in one window. share: of a step, that the others wait for it. slow: whether that is a straggler."""
+
+    slow: bool
+    times: float | None
+    seconds: float | None
+    share: float
+
+
+class Comparison:
+    """Compares what processes told, window by window.
+
+    A window is closed when every process has made `every` steps since the last one, and a second has passed. The windows of different
+    processes may be some steps apart, since only rates are compared.
+
+    Args:
+        every: steps of a window, at least. ratio: of slow time to the median of the others. windows: in a row until one is named.
+    """
+
+    def __init__(self, every: int, ratio: float, windows: int):
+        self.every, self.ratio, self.windows = every, ratio, windows
+        self._before: dict[int, Told] = {}
+        # Of devices, which are timed less often.
+        self._timed: dict[int, Told] = {}
+        # Windows in a row in which a unit was slow, or was not.
+        self._slow: dict[Unit, int] = {}
+        self._fine: dict[Unit, int] = {}
+        self.named: dict[int, Unit] = {}
+        # Seconds of a step in the last window.
+        self.step_s: float | None = None
+
+    def __call__(self, told: Mapping[int, Told]) -> list[Verdict]:
+        """What is new after these numbers. Every process must be there, in every call."""
+        if set(self._before) != set(told):
+            self._before = dict(told)
+            self._timed = dict(told)
+            return []
+        if any(one.steps - self._before[p].steps < self.every or one.wall - self._before[p].wall < LEAST_S for p, one in told.items()):
+            return []
+        seen = self._hosts(told) | self._devices(told)
+        self._before = dict(told)
+        return self._judged(seen, told)
+
+    def _hosts(self, told: Mapping[int, Told]) -> dict[Unit, _Seen]:
+        steps = {p: one.steps - self._before[p].steps for p, one in told.items()}
+        self.step_s = step_s = statistics.median((one.wall - self._before[p].wall) / steps[p] for p, one in told.items())
+        found: dict[Unit, _Seen] = {}
+        for cause in ON_HOST:
+            since = {p: (one.seconds[cause] - self._before[p].seconds[cause]) / steps[p] for p, one in told.items()}
+            exposed = {p: (one.exposed[cause] - self._before[p].exposed[cause]) / steps[p] for p, one in told.items()}
+            spent = _measured(since)
+            others = median_of_others(spent)
+            for p, its in spent.items():
+                theirs = others[p]
+                above = min(its - theirs, exposed[p]) if math.isfinite(exposed[p]) else 0.0
+                slow = its > self.ratio * theirs and above > SHARE * step_s
+                found[p, cause, None] = _Seen(slow, its / theirs if theirs else None, above, above / step_s)
+        return found
+
+    def _devices(self, told: Mapping[int, Told]) -> dict[Unit, _Seen]:
+        """Nothing, until every process has timed its devices again."""
+        if any(one.probes <= self._timed[p].probes for p, one in told.items()):
+            return {}
+        each: dict[Unit, float] = {}
+        for p, one in told.items():
+            before = self._timed[p]
+            sums = zip(one.devices, before.devices or [0.0] * len(one.devices), strict=True)
+            each |= {(p, DEVICE, i): (now - then) / (one.probes - before.probes) for i, (now, then) in enumerate(sums)}
+        self._timed = dict(told)
+        each = _measured(each)
+        others = median_of_others(each)
+        found: dict[Unit, _Seen] = {}
+        for unit, its in each.items():
+            theirs = others[unit]
+            if theirs > 0:
+                found[unit] = _Seen(its > self.ratio * theirs, its / theirs, None, its / theirs - 1)
+        return found
+
+    def _judged(self, seen: Mapping[Unit, _Seen], told: Mapping[int, Told]) -> list[Verdict]:
+        for unit, one in seen.items():
+            self._slow[unit] = self._slow.get(unit, 0) + 1 if one.slow else 0
+            self._fine[unit] = 0 if one.slow else self._fine.get(unit, 0) + 1
+        new: list[Verdict] = []
+        for p, unit in list(self.named.items()):
+            if self._fine[unit] >= self.windows:
+                del self.named[p]
+                new.append(Verdict(p, told[p].host, unit[1], device=_of_several(unit, told), over=True))
+        for p in sorted(told):
+            # Of several causes, the one for which the others wait longest.
+            slow = [(one.share, unit, one) for unit, one in seen.items() if unit[0] == p and self._slow[unit] >= self.windows]
+            if p in self.named or not slow:
+                continue
+            _, unit, one = max(slow, key=lambda its: its[0])
+            self.named[p] = unit
+            new.append(Verdict(p, told[p].host, unit[1], one.times, one.seconds, _of_several(unit, told)))
+        return new
+
+
+def _measured(numbers: Mapping[Any, float]) -> dict[Any, float]:
+    """Those that are times: a clock that was set back, or a number that is none, says nothing of its process."""
+    return {unit: s for unit, s in numbers.items() if math.isfinite(s) and s >= 0}
+
+
+def median_of_others(numbers: Mapping[Any, float]) -> dict[Any, float]:
+    """For each, the median of all others; of a single one, itself. Sorted once: there may be thousands."""
+    ranked = sorted(numbers, key=lambda unit: numbers[unit])
+    values, left = [numbers[unit] for unit in ranked], len(ranked) - 1
+    if not left:
+        return dict(numbers)
+
+    def without(rank: int, at: int) -> float:
+        return values[at if at < rank else at + 1]
+
+    return {unit: (without(i, (left - 1) // 2) + without(i, left // 2)) / 2 for i, unit in enumerate(ranked)}
+
+
+def _of_several(unit: Unit, told: Mapping[int, Told]) -> int | None:
+    return unit[2] if len(told[unit[0]].devices) > 1 else None
+
+
+# ---------------------------------------------------------------- the report
+
+
+def stragglers(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Of a run's metrics: from which step to which a process was slow, which process, and what of it was."""
+    found: list[list[Any]] = []
+    for line in lines:
+        if "header" in line:
+            # Another start: what was slow then is not known to be.
+            for one in found:
+                one[1] = one[1] if one[1] is not None else max(one[0], line["step"])
+        its = line.get(KEY)
+        if not isinstance(its, Mapping):
+            continue
+        if not its.get("over"):
+            verdict = Verdict(**its)
+            found.append([line["step"], None, verdict.process, verdict])
+            continue
+        for one in found:
+            if one[2] == its["process"] and one[1] is None:
+                one[1] = line["step"]
+    return [
+        (f"{first:,} to {last:,}" if last is not None else f"{first:,} to the end", f"{process} on {verdict.host}", verdict.what())
+        for first, last, process, verdict in found
+    ]

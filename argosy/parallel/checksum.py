@@ -1,0 +1,57 @@
+"""Checksums of arrays by device: of the bits that each device holds itself, so that copies of one array can be compared."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def checksum(a: jax.Array) -> jax.Array:
+    """The sum of an array's bits as words, modulo 2**32, weighed by place: an exchange of two values is noticed, and every flip of a
+    single bit."""
+    if a.dtype == jnp.bool_:
+        a = a.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(a, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize])
+    place = jnp.ones(bits.shape, jnp.uint32)
+    for axis in range(bits.ndim):
+        place = place * jnp.uint32(bits.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    # An odd factor: no bit of the difference is lost.
+    return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)
+
+
+def by_device(places: Sequence[NamedSharding], mesh: Mesh) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """A function of arrays with these shardings: the checksum of each device's own part of each, [devices, arrays], on all devices. The
+    devices are in the order of the mesh."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def own(*arrays: jax.Array) -> jax.Array:
+        return jnp.stack([checksum(a) for a in arrays])[None]
+
+    rows = PartitionSpec(tuple(mesh.axis_names))
+    found = jax.shard_map(own, mesh=mesh, in_specs=tuple(place.spec for place in places), out_specs=rows, check_vma=False)
+    compiled = jax.jit(found, out_shardings=everywhere)
+    return lambda arrays: compiled(*arrays)
+
+
+def copies(place: Any, shape: tuple[int, ...], mesh: Mesh) -> list[list[int]]:
+    """The devices, by their number in the mesh, that hold the same part of an array; each part that more than one device holds."""
+    held: dict[Any, list[int]] = {}
+    parts = place.devices_indices_map(shape)
+    for number, device in enumerate(mesh.devices.flat):
+        held.setdefault(tuple((one.start, one.stop) for one in parts[device]), []).append(number)
+    return [numbers for numbers in held.values() if len(numbers) > 1]
+
+
+def odd_ones(sums: np.ndarray, groups: Sequence[Sequence[int]]) -> list[int]:
+    """The devices whose checksum is not that of most others with the same part. sums: [devices]. Of two that differ, both."""
+    odd = []
+    for group in groups:
+        values, counts = np.unique(sums[list(group)], return_counts=True)
+        if len(values) == 1:
+            continue
+        most = values[counts == counts.max()]
+        odd += [one for one in group if len(most) > 1 or sums[one] != most[0]]
+    return odd

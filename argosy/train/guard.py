@@ -1,0 +1,184 @@
+"""Keeps the effect of a bad step out of the state, inside the compiled step.
+
+The host reads the numbers of a step after the next one was dispatched. So the step itself decides: it compares its loss, and where it
+is bad, weights, optimizer state and the other weights that moved stay as they were, bit for bit. What was skipped counts as a step: the
+random key and the data go on. Before a stop or a rollback the state halts: it stays that of the last good step, whatever steps were
+dispatched after the bad one, until the host has read why.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from argosy.core.errors import Final
+from argosy.train.guard_settings import GuardSettings
+from argosy.train.state import TrainState
+
+# The metric in which a step says what it found: one of these, plus HALTED if the state stays as it is from then on.
+VERDICT, SKIPPED = "guard", "skipped"
+GOOD, NONFINITE, SPIKE = 0, 1, 2
+HALTED = 4
+# Of what `begin` gives, that which no checkpoint holds.
+FLAG = "halted"
+# The standard deviation of a normal distribution as a multiple of its median distance from the median.
+NORMAL = 1.4826
+# The least deviation, as a share of the median; and in nats, for losses around 0.
+LEAST, LEAST_NATS = 1e-3, 1e-6
+
+
+class Diverged(Final):
+    """The loss is no longer finite, or jumped."""
+
+
+def begin(how: GuardSettings) -> dict[str, np.ndarray]:
+    """What the guard keeps in the state: whether it halted; of skipped steps, how many in a row and in all; the last losses."""
+    kept = {FLAG: np.zeros((), np.int32)}
+    if "skip" in how.actions:
+        kept |= {"in_row": np.zeros((), np.int32), SKIPPED: np.zeros((), np.int32)}
+    if how.spike != "off":
+        kept |= {"losses": np.zeros((how.window,), np.float32), "seen": np.zeros((), np.int32)}
+    return kept
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the guard finds of a step, as scalar arrays, and what it keeps."""
+
+    kind: Array
+    stays: Array
+    halted: Array
+    kept: dict[str, Array]
+
+
+def judged(before: Mapping[str, Array], loss: Array, norm: Array, how: GuardSettings) -> Verdict:
+    """Whether a step with this loss and gradient norm is good. before: what the guard kept."""
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    spike = finite & (loss > limit(before["losses"], before["seen"], how)) if how.spike != "off" else jnp.zeros((), bool)
+    kind = jnp.where(finite, jnp.where(spike, SPIKE, GOOD), NONFINITE).astype(jnp.int32)
+    bad = kind != GOOD
+    halts = (kind == NONFINITE) & (how.nonfinite != "skip") | (kind == SPIKE) & (how.spike != "skip")
+    kept: dict[str, Array] = {}
+    if "skip" in how.actions:
+        kept["in_row"] = jnp.where(bad, before["in_row"] + 1, 0)
+        kept[SKIPPED] = before[SKIPPED] + bad.astype(jnp.int32)
+        halts = halts | bad & (kept["in_row"] > how.in_row)
+    if how.spike != "off":
+        pushed = before["losses"].at[before["seen"] % how.window].set(loss.astype(jnp.float32))
+        kept["losses"] = jnp.where(finite, pushed, before["losses"])
+        kept["seen"] = before["seen"] + finite.astype(jnp.int32)
+    halted = (before[FLAG] != 0) | halts
+    kept = {name: jnp.where(halted, before[name], value) for name, value in kept.items()} | {FLAG: halted.astype(jnp.int32)}
+    return Verdict(kind, bad | (before[FLAG] != 0), halted, kept)
+
+
+def guarded(step: Callable[..., Any], how: GuardSettings) -> Callable[..., Any]:
+    """The step `(state, ...) -> state, metrics` with this guard. Metrics: also `guard`, what it found, and `skipped` so far.
+
+    State in the host's memory is taken from the step as it is: the optimizer was told whether it stays (`make_step(stays=)`).
+    """
+
+    def update(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Array]]:
+        new, metrics = step(state, *args)
+        found = judged(state.guard, metrics["loss"], metrics["grad_norm"], how)
+
+        def one(old: Array, now: Array) -> Array:
+            on_host = jax.typeof(now).memory_space == jax.memory.Space.Host
+            return now if old is now or on_host else jnp.where(found.stays, old, now)
+
+        def chosen(old: Any, now: Any) -> Any:
+            return jax.tree.map(one, old, now)
+
+        out = TrainState(
+            jnp.where(found.halted, state.step, new.step),
+            chosen(state.params, new.params),
+            chosen(state.rest, new.rest),
+            chosen(state.optimizer, new.optimizer),
+            state.key,
+            found.kept,
+        )
+        told = {VERDICT: found.kind + HALTED * found.halted.astype(jnp.int32)}
+        return out, metrics | told | ({SKIPPED: found.kept[SKIPPED]} if SKIPPED in found.kept else {})
+
+    return update
+
+
+def limit(losses: Array, seen: Array, how: GuardSettings) -> Array:
+    """The loss above which there is a spike; infinite until half a window is known. losses: [window], of which `seen` were written."""
+    count = jnp.minimum(seen, how.window)
+    there = jnp.arange(how.window) < count
+
+    def median(values: Array) -> Array:
+        ranked = jnp.sort(jnp.where(there, values, jnp.inf))
+        return (ranked[jnp.maximum(count - 1, 0) // 2] + ranked[count // 2]) / 2
+
+    middle = median(losses)
+    deviation = jnp.maximum(NORMAL * median(jnp.abs(losses - middle)), jnp.maximum(LEAST * jnp.abs(middle), LEAST_NATS))
+    return jnp.where(count >= how.window // 2, middle + how.deviations * deviation, jnp.inf)
+
+
+def unhalted(state: TrainState) -> TrainState:
+    """The state of the last good step, which may go on."""
+    return replace(state, guard=state.guard | {FLAG: jnp.zeros_like(state.guard[FLAG])})
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A bad step: its number, what was found (`NONFINITE` or `SPIKE`), and its metrics."""
+
+    step: int
+    kind: int
+    numbers: Mapping[str, float]
+
+    @property
+    def what(self) -> str:
+        """ "loss is nan", "loss jumped to 9.1"."""
+        if self.kind == SPIKE:
+            return f"loss jumped to {self.numbers['loss']:.6g}"
+        name = next(n for n in ("loss", "grad_norm") if not np.isfinite(self.numbers[n]))
+        return f"{name} is {self.numbers[name]}"
+
+    @property
+    def other(self) -> str:
+        """The number that `what` does not name: "grad_norm 3.1"."""
+        name = "loss" if self.what.startswith("grad_norm") else "grad_norm"
+        return f"{name} {self.numbers[name]:.4g}"
+
+
+class Halted(Exception):
+    """The state halted at a bad step. Caught by whoever runs the loop."""
+
+    def __init__(self, bad: Bad):
+        super().__init__(bad.what)
+        self.bad = bad
+
+
+class Watch:
+    """Reads what each step found.
+
+    Args:
+        skipped: called with each step that was skipped.
+    """
+
+    def __init__(self, skipped: Callable[[Bad], None]):
+        self.skipped = skipped
+
+    def __call__(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The metrics without what the guard says.
+
+        Raises:
+            Halted: the state halted at this step.
+        """
+        left = dict(metrics)
+        verdict = int(np.asarray(left.pop(VERDICT)))
+        if verdict == GOOD:
+            return left
+        bad = Bad(step, verdict % HALTED, {name: float(np.asarray(left[name])) for name in ("loss", "grad_norm")})
+        if verdict >= HALTED:
+            raise Halted(bad)
+        self.skipped(bad)
+        return left

@@ -1,0 +1,227 @@
+"""Local checkpoints of one process: which step a run resumes from, what is kept, and what damage costs."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import campaign_flips
+import jax
+import numpy as np
+import pytest
+from campaign_kill import SMALL
+from helpers import Heard
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import argosy
+from argosy.checkpoint import manifest, peers, shards
+from argosy.checkpoint.local import LocalCheckpoints, sources
+from argosy.checkpoint.settings import CheckpointSettings
+from argosy.checkpoint.store import STATE, WEIGHTS, Checkpoints, load_data, load_item, load_weights
+from argosy.checkpoint.tiers import Tiers
+from argosy.core.errors import ArgosyError, BadInput, Damaged
+from argosy.jobs.proof import digest
+
+ROWS = np.arange(48, dtype=np.float32).reshape(6, 8)
+
+
+def placed(values: np.ndarray, *axes: Any) -> tuple[jax.Array, NamedSharding]:
+    place = NamedSharding(Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("a", "b")), P(*axes))
+    return jax.device_put(values, place), place
+
+
+def arrays(step: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    weights = {"split": placed(ROWS + step, "b", "a"), "whole": placed(ROWS - step)}
+    own = {name: array for name, (array, _) in weights.items()}
+    return own, {"step": placed(np.int32(step))[0]}, {name: place for name, (_, place) in weights.items()}
+
+
+def saved(tiers: Tiers, step: int, local: bool) -> None:
+    weights, state, _ = arrays(step)
+    save = tiers.save_local if local else tiers.save
+    save(step, weights, state, {"step": step}, {"seen": np.arange(step)})
+    tiers.local.join()
+    tiers.persistent.wait()
+
+
+def two(folder: Path, said: list[str] | None = None) -> Tiers:
+    warn = said.append if said is not None else lambda _: None
+    local = LocalCheckpoints(folder / "local" / "run", warn=warn)
+    return Tiers(Checkpoints(folder / "run" / "checkpoints", CheckpointSettings(keep=2), warn), local)
+
+
+def check(tiers: Tiers, step: int) -> None:
+    """The arrays of the step, read as a run reads them."""
+    _, _, places = arrays(step)
+    everywhere = {"step": placed(np.int32(0))[1]}
+    tiers.prepare(step, {WEIGHTS: places, STATE: everywhere})
+    back, state = load_weights(tiers.path(step), places), load_item(tiers.path(step), STATE, everywhere)
+    np.testing.assert_array_equal(back["split"], ROWS + step)
+    np.testing.assert_array_equal(back["whole"], ROWS - step)
+    assert back["split"].sharding == places["split"]
+    assert int(state["step"]) == step == tiers.meta(step)["step"]
+    np.testing.assert_array_equal(load_data(tiers.path(step))["seen"], np.arange(step))
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def test_the_newest_good_step_of_any_tier_is_resumed_from(tmp_path: Path):
+    tiers = two(tmp_path)
+    assert two(tmp_path).agreed_good() is None
+    saved(tiers, 4, local=False)
+    for step in (5, 6, 7):
+        saved(tiers, step, local=True)
+    own = tmp_path / "local" / "run" / "0"
+    assert sorted(step.name for step in own.iterdir()) == ["6", "7"]
+    assert tiers.local.steps() == [6, 7]
+    assert tiers.steps() == [4]
+    again = two(tmp_path)
+    assert again.agreed_good() == 7
+    check(again, 7)
+    saved(tiers, 8, local=False)
+    again = two(tmp_path)
+    assert again.agreed_good() == 8
+    check(again, 8)
+    again.wait()
+    assert not (tmp_path / "local" / "run").exists()
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "meta.json", "weights/split/c/1/0", "weights/split/zarr.json", "data/seen/c/0"])
+@pytest.mark.parametrize("how", ["flipped", "gone"])
+def test_damage_to_a_local_step_costs_that_step(tmp_path: Path, file: str, how: str):
+    said: list[str] = []
+    tiers = two(tmp_path, said)
+    saved(tiers, 4, local=False)
+    saved(tiers, 5, local=True)
+    saved(tiers, 6, local=True)
+    path = tmp_path / "local" / "run" / "0" / "6" / file
+    flip(path) if how == "flipped" else path.unlink()
+    again = two(tmp_path, said)
+    assert again.agreed_good() == 5
+    check(again, 5)
+    # It would be retained in the place of a newer one.
+    assert not path.parent.exists()
+    assert file == "manifest.json" or "local checkpoint 6 lacks 1 of its" in said[0]
+    shutil.rmtree(tmp_path / "local")
+    assert two(tmp_path).agreed_good() == 4
+
+
+def test_a_damaged_persistent_step_is_set_aside_for_a_local_one(tmp_path: Path):
+    tiers = two(tmp_path)
+    saved(tiers, 5, local=True)
+    saved(tiers, 6, local=False)
+    flip(tmp_path / "run" / "checkpoints" / "6" / "meta.json")
+    again = two(tmp_path)
+    assert again.agreed_good() == 5
+    check(again, 5)
+    assert (tmp_path / "run" / "checkpoints" / "6.damaged").is_dir()
+
+
+def test_a_full_local_disk_is_reported_and_persistent_saves_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    tiers, write = two(tmp_path, said), shards.write
+
+    def full(folder: Path, files: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards, "write", full)
+    saved(tiers, 5, local=True)
+    assert not (tmp_path / "local" / "run" / "0" / "5").exists()
+    saved(tiers, 6, local=False)
+    monkeypatch.setattr(shards, "write", write)
+    saved(tiers, 7, local=True)
+    assert said == ["a local checkpoint could not be written: [Errno 28] No space left on device; trying again with step 7"]
+    assert two(tmp_path).agreed_good() == 7
+
+
+def test_settings_that_do_nothing_are_refused():
+    for words in ({"local_every": 5}, {"local_copies": 2}, {"local": "gs://a/b"}):
+        with pytest.raises(ValueError, match="local"):
+            CheckpointSettings(**words)
+    assert CheckpointSettings(local="/x").between == 10
+    assert CheckpointSettings(local="/x", every=5).between == 1
+    assert CheckpointSettings(local="/x", local_every=7).between == 7
+    with pytest.raises(ValueError, match="local_every = 50 is no shorter than every = 50"):
+        CheckpointSettings(local="/x", local_every=50, every=50)
+
+
+def test_copies_need_hosts(tmp_path: Path):
+    with pytest.raises(BadInput, match="local_copies=2 needs as many hosts; this run has 1 host"):
+        LocalCheckpoints(tmp_path / "run", copies=2)
+
+
+def test_copies_are_on_other_hosts():
+    """Two hosts of two processes and one of three, by hand."""
+    places = ["a", "a", "b", "b", "c", "c", "c"]
+    assert [sources(places, rank, 1) for rank in range(7)] == [[]] * 7
+    assert [sources(places, rank, 2) for rank in range(7)] == [[4, 6], [5], [0], [1], [2], [3], []]
+    held = [sources(places, rank, 3) for rank in range(7)]
+    for source in range(7):
+        assert {places[rank] for rank in range(7) if source in held[rank]} == {"a", "b", "c"} - {places[source]}
+
+
+def test_a_file_goes_to_who_knows_the_token_and_only_one_that_is_offered(tmp_path: Path):
+    (tmp_path / "a").write_bytes(os.urandom(3_000_000))
+    (tmp_path / "secret").write_text("not offered")
+    offer = peers.Offer("127.0.0.1", {"a": tmp_path / "a"})
+    try:
+        about = manifest.describe(tmp_path / "a")
+        assert peers.is_there(offer.address)
+        peers.fetch(offer.address, "a", tmp_path / "to" / "a", about)
+        assert (tmp_path / "to" / "a").read_bytes() == (tmp_path / "a").read_bytes()
+        host, port, _ = offer.address
+        for address, name in (((host, port, "0" * 32), "a"), (offer.address, "secret"), (offer.address, "../secret")):
+            with pytest.raises(ArgosyError):
+                peers.fetch(address, name, tmp_path / "to" / "b")
+        with pytest.raises(Damaged):
+            peers.fetch(offer.address, "a", tmp_path / "to" / "b", about | {"sha256": "0" * 64})
+        assert [file.name for file in (tmp_path / "to").iterdir()] == ["a"]
+    finally:
+        offer.close()
+    assert not peers.is_there(offer.address)
+
+
+class Killed(BaseException):
+    """Ends a run as a kill does: nothing is saved after it."""
+
+
+def test_a_run_that_is_killed_goes_on_from_its_local_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Bit for bit; a run of the same name that starts anew does not."""
+    words = [*SMALL, "checkpoint.every=4", f"checkpoint.local={tmp_path / 'fast'}", "checkpoint.local_every=1", "steps=8"]
+    argosy.fit("tiny", *words, f"dir={tmp_path / 'alone'}")
+    assert not list((tmp_path / "fast").iterdir())
+    run, heard = tmp_path / "run", Heard()
+    save = LocalCheckpoints.save
+
+    def killed(self: LocalCheckpoints, step: int, *rest: Any) -> None:
+        if step == 7:
+            self.join()
+            raise Killed
+        save(self, step, *rest)
+
+    monkeypatch.setattr(LocalCheckpoints, "save", killed)
+    with pytest.raises(Killed):
+        argosy.fit("tiny", *words, f"dir={run}")
+    monkeypatch.undo()
+    (key,) = (tmp_path / "fast").iterdir()
+    assert sorted(step.name for step in (key / "0").iterdir()) == ["5", "6"]
+    shutil.copytree(run, tmp_path / "other")
+    argosy.fit("tiny", *words, f"dir={run}", view=heard)
+    assert "resuming from step 6 of 8" in heard.words
+    assert digest(run, 8) == digest(tmp_path / "alone", 8)
+    # A copy of the run is another run.
+    other = Heard()
+    argosy.fit("tiny", *words, f"dir={tmp_path / 'other'}", view=other)
+    assert "resuming from step 4 of 8" in other.words
+
+
+def test_damage_in_every_tier_is_found(tmp_path: Path):
+    """A share of `campaign_flips`, drawn over tiers, kinds of file and damages."""
+    blows = campaign_flips.campaign(tmp_path, 20)
+    assert len({blow.tier for blow in blows}) == 4
+    assert all(blow.good for blow in blows), blows

@@ -1,0 +1,237 @@
+"""Faults of one host, made with the kernel's own means: a network that is cut, a directory that becomes read-only, disks that are full.
+
+They need root and namespaces (`ip netns`, `unshare`, `mount`), and are left out where those are not.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from test_gangs import SMALL, environment
+
+from argosy.launch.local import free_port
+
+LONG = ["steps=100000", "eval.batches=0", "checkpoint.every=10"]
+
+
+def ran(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+def works(*words: str) -> bool:
+    try:
+        return subprocess.run(words, check=False, capture_output=True, timeout=30).returncode == 0
+    except OSError:
+        return False
+
+
+MOUNTS = pytest.mark.skipif(not works("unshare", "-m", "true"), reason="no mount namespaces here")
+
+
+class Started:
+    """Processes of one run, and what they said."""
+
+    def __init__(self, folder: Path, run: Path, words: list[str], count: int = 1, **more: str):
+        self.folder, self.run, self.count, self.more = folder, run, count, more
+        self.words = ["train", "tiny", "data.source=synthetic", f"dir={run}", *SMALL, *LONG, *words]
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, inside: Callable[[int], list[str]] = lambda rank: [], address: str = "127.0.0.1") -> None:
+        """inside: the words before a process's own."""
+        gang = {"ARGOSY_COORDINATOR": f"{address}:{free_port()}", "ARGOSY_PROCESSES": str(self.count)} if self.count > 1 else {}
+        self.processes = []
+        for rank in range(self.count):
+            own = environment(**gang, **self.more, **({"ARGOSY_RANK": str(rank)} if gang else {}))
+            words = [*inside(rank), sys.executable, "-m", "argosy", *self.words]
+            with self._file(rank).open("wb") as said:
+                self.processes.append(subprocess.Popen(words, env=own, stdout=said, stderr=said))
+
+    def _file(self, rank: int) -> Path:
+        return self.folder / f"said-{rank}"
+
+    def said(self, rank: int = 0) -> str:
+        return self._file(rank).read_text(errors="replace")
+
+    def steps(self) -> list[int]:
+        path = self.run / "metrics.jsonl"
+        lines = [line for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        return [one["step"] for one in map(json.loads, lines) if "loss" in one]
+
+    def saved(self) -> list[int]:
+        return sorted(int(one.parent.name) for one in self.run.glob("checkpoints/*/manifest.json") if one.parent.name.isdecimal())
+
+    def until(self, what: Callable[[], bool], seconds: float = 60, alive: bool = True) -> float:
+        begun = time.monotonic()
+        while not what():
+            assert time.monotonic() - begun < seconds, [self.said(rank)[-3000:] for rank in range(self.count)]
+            assert not alive or all(one.poll() is None for one in self.processes), self.said()[-3000:]
+            time.sleep(0.05)
+        return time.monotonic() - begun
+
+    def stop(self) -> list[int]:
+        self.processes[0].send_signal(signal.SIGTERM)
+        return [one.wait(60) for one in self.processes]
+
+    def kill(self) -> None:
+        for one in self.processes:
+            one.kill()
+            one.wait()
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[list[str], Callable[[str], str]]]:
+    """Two network namespaces with a cable between them: their names, and a function that sets the cable up or down."""
+    tag = uuid4().hex[:6]
+    names, ends = [f"argosy-{tag}-{i}" for i in range(2)], [f"v{tag}{i}" for i in range(2)]
+    if not works("ip", "netns", "add", names[0]):
+        pytest.skip("no network namespaces here")
+    try:
+        ran("ip", "netns", "add", names[1])
+        ran("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+        for i, (name, end) in enumerate(zip(names, ends, strict=True)):
+            ran("ip", "-n", name, "addr", "add", f"10.99.0.{i + 1}/24", "dev", end)
+            for link in ("lo", end):
+                ran("ip", "-n", name, "link", "set", link, "up")
+        yield names, lambda state: ran("ip", "-n", names[0], "link", "set", ends[0], state)
+    finally:
+        for name in names:
+            works("ip", "netns", "del", name)
+
+
+@pytest.mark.slow
+def test_a_network_that_is_cut_ends_both_sides_and_the_run_goes_on_afterwards(tmp_path: Path, two_hosts: tuple):
+    names, cable = two_hosts
+    for i in range(2):
+        # The host's own name leads to its address on the cable, as it does between real hosts.
+        (tmp_path / f"hosts-{i}").write_text(f"10.99.0.{i + 1} {os.uname().nodename}\n127.0.0.1 localhost\n")
+
+    def inside(rank: int) -> list[str]:
+        hosts = f'mount --bind {tmp_path}/hosts-{rank} /etc/hosts && exec "$@"'
+        return ["ip", "netns", "exec", names[rank], "sh", "-c", hosts, "sh"]
+
+    gang = Started(tmp_path, tmp_path / "run", [], count=2)
+    try:
+        gang.start(inside, "10.99.0.1")
+        gang.until(lambda: len(gang.saved()) > 1)
+        cable("down")
+        took = gang.until(lambda: all(one.poll() is not None for one in gang.processes), alive=False)
+        assert took < 10
+        assert 0 not in [one.returncode for one in gang.processes]
+        left = max(gang.saved())
+        cable("up")
+        gang.start(inside, "10.99.0.1")
+        gang.until(lambda: bool(gang.saved()) and max(gang.saved()) > left)
+        assert f"resuming from step {left} of" in gang.said()
+        assert gang.stop() == [143, 143], gang.said()
+    finally:
+        gang.kill()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not works("mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)):
+        pytest.skip("no mounts here")
+    try:
+        yield disk
+    finally:
+        works("umount", "-l", str(disk))
+
+
+def fill(file: Path) -> None:
+    """Writes until the disk is full."""
+    assert not works("dd", "if=/dev/zero", f"of={file}", "bs=4096")
+
+
+@pytest.mark.slow
+def test_a_full_disk_loses_no_line_and_no_later_checkpoint(tmp_path: Path, small_disk: Path):
+    """All of the run directory is on it: its numbers and its log are refused before a checkpoint is."""
+    one = Started(tmp_path, small_disk / "run", ["checkpoint.keep=2"])
+    try:
+        one.start()
+        one.until(lambda: bool(one.saved()))
+        fill(small_disk / "fill")
+        one.until(lambda: "a checkpoint could not be written: [Errno 28] No space left on device; trying" in one.said())
+        # Once the pages that they have are full too.
+        one.until(lambda: "metrics.jsonl cannot be written: `metrics.jsonl`: no space left on device; the run goes on" in one.said())
+        one.until(lambda: "log.txt cannot be written" in one.said())
+        before = one.saved()
+        (small_disk / "fill").unlink()
+        one.until(lambda: bool(one.saved()) and max(one.saved()) > max(before))
+        one.until(lambda: "metrics.jsonl can be written again" in one.said())
+        assert one.stop() == [143], one.said()[-2000:]
+        steps = one.steps()
+        assert steps == list(range(1, max(steps) + 1))
+        assert max(one.saved()) == max(steps)
+    finally:
+        one.kill()
+
+
+@MOUNTS
+@pytest.mark.slow
+def test_a_directory_that_becomes_read_only(tmp_path: Path):
+    folder = tmp_path / "run" / "checkpoints"
+    one = Started(tmp_path, tmp_path / "run", ["checkpoint.every=2"], count=2)
+    try:
+        one.start()
+        one.until(lambda: bool(one.saved()))
+        if not works("mount", "--bind", str(folder), str(folder)):
+            pytest.skip("no mounts here")
+        # Refused while a file is open for writing: the first that succeeds falls between two files, or between two saves.
+        one.until(lambda: works("mount", "-o", "remount,ro,bind", str(folder)))
+        before = one.saved()
+        one.until(lambda: "a checkpoint could not be written: " in one.said())
+        logged = len(one.steps())
+        one.until(lambda: len(one.steps()) > logged + 3)
+        ran("mount", "-o", "remount,rw,bind", str(folder))
+        one.until(lambda: bool(one.saved()) and max(one.saved()) > max(before))
+        assert one.stop() == [143, 143], one.said()[-2000:]
+        assert "Read-only file system" in one.said()
+        assert "Traceback" not in one.said(0) + one.said(1)
+        assert max(one.saved()) == max(one.steps())
+    finally:
+        one.kill()
+        works("umount", "-l", str(folder))
+
+
+@MOUNTS
+@pytest.mark.slow
+def test_a_disk_that_is_full_on_one_host_only(tmp_path: Path):
+    """Each process has a disk of its own under one path; that of rank 1 is full for some steps."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    local = [f"checkpoint.local={disk}", "checkpoint.local_every=2"]
+    gang = Started(tmp_path, tmp_path / "run", local, count=2)
+    own = f'mount -t tmpfs -o size=24m tmpfs {disk} && exec "$@"'
+
+    def there(*words: str) -> str:
+        return ran("nsenter", "-t", str(gang.processes[1].pid), "-m", *words)
+
+    def steps() -> list[int]:
+        found = there("sh", "-c", f"ls -d {disk}/*/1/*/manifest.json 2>/dev/null || true").split()
+        return sorted(int(Path(one).parent.name) for one in found)
+
+    try:
+        gang.start(lambda rank: ["unshare", "-m", "sh", "-c", own, "sh"])
+        gang.until(lambda: bool(gang.saved()) and bool(steps()))
+        there("sh", "-c", f"cat /dev/zero > {disk}/fill 2>/dev/null || true")
+        gang.until(lambda: "a local checkpoint could not be written: " in gang.said())
+        assert "No space left on device (in process 1)" in gang.said()
+        saved = max(gang.saved())
+        # The persistent ones go on meanwhile.
+        gang.until(lambda: max(gang.saved()) > saved)
+        full = max(steps(), default=0)
+        there("rm", f"{disk}/fill")
+        gang.until(lambda: max(steps(), default=0) > full)
+        assert gang.stop() == [143, 143], gang.said()[-2000:]
+        assert "Traceback" not in gang.said() + gang.said(1)
+    finally:
+        gang.kill()

@@ -1,0 +1,57 @@
+"""Lines that a full disk refuses: none is lost, none is doubled, their order stays."""
+
+from pathlib import Path
+
+import pytest
+
+from argosy.core.errors import ArgosyError
+from argosy.core.storage import Store
+from argosy.observe.backlog import Backlog
+from argosy.observe.metrics import Metrics, read
+
+
+def full(name: str, line: str) -> None:
+    raise ArgosyError(f"`{name}`: no space left on device")
+
+
+def test_lines_wait_and_come_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    lines = Backlog(Store(tmp_path), "file", said.append)
+    lines.append("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(lines.store, "append_line", full)
+        lines.append("b")
+        lines.append("c")
+    assert (tmp_path / "file").read_text() == "a\n"
+    assert said == ["file cannot be written: `file`: no space left on device; the run goes on, and its lines wait in memory"]
+    lines.append("d")
+    assert (tmp_path / "file").read_text() == "a\nb\nc\nd\n"
+    assert said[1:] == ["file can be written again; 2 lines were waiting"]
+    lines.append("e")
+    lines.close()
+    assert (tmp_path / "file").read_text() == "a\nb\nc\nd\ne\n"
+    assert len(said) == 2
+
+
+def test_what_cannot_be_written_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    lines = Backlog(Store(tmp_path), "file", said.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(lines.store, "append_line", full)
+        lines.append("a")
+        lines.append("b")
+        lines.close()
+    assert said[1:] == ["2 lines of file could not be written, and are lost: `file`: no space left on device"]
+    lines.close()
+    assert len(said) == 2
+
+
+def test_metrics_go_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    metrics = Metrics(Store(tmp_path), say=said.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "append_line", lambda self, name, line: full(name, line))
+        metrics.write({"step": 1})
+    metrics.close()
+    assert read(Store(tmp_path)) == [{"step": 1}]
+    assert len(said) == 1

@@ -1,0 +1,305 @@
+"""Replicas that train alone: against runs of one device and outer steps by hand, and what the compiled steps send."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import default, relative
+from jax.sharding import NamedSharding
+from laws.families import built
+
+from argosy.jobs.devices import config_of
+from argosy.models.parts.stack import Unroll
+from argosy.models.parts.weight import abstract, logical
+from argosy.observe.hlo import CALL, SHAPE, computations
+from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.place import batch_sharding, like_weights
+from argosy.parallel.rules import shardings
+from argosy.parallel.scope import scope
+from argosy.train import diloco
+from argosy.train.diloco_settings import DilocoSettings
+from argosy.train.objectives.next_token import NextToken
+from argosy.train.optim import SGD, AdamW, Muon
+from argosy.train.schedule import Constant
+from argosy.train.state import TrainState, meanings_of, trained, training_graph
+from argosy.train.step import make_step
+
+ROWS, LENGTH = 8, 24
+ADAMW = AdamW(learning_rate=1e-2, clip=0.5)
+PLAIN = SGD(learning_rate=0.1, weight_decay=0.0, clip=None)
+
+
+def batches(config: Any, steps: int) -> list[dict[str, np.ndarray]]:
+    """Rows of different lengths, so that replicas have different numbers of targets."""
+    rng, out = np.random.default_rng(1), []
+    for _ in range(steps):
+        tokens = rng.integers(3, config.vocab, (ROWS, LENGTH + 1))
+        lengths = rng.integers(5, LENGTH, ROWS)
+        lengths[: ROWS // 2] //= 2
+        live = np.arange(LENGTH) < lengths[:, None]
+        out.append(
+            {
+                "tokens": tokens[:, :-1].astype(np.int32),
+                "targets": tokens[:, 1:].astype(np.int32),
+                "segments": live.astype(np.int32),
+                # Eighths, so that their sums have no rounding.
+                "mask": (live * rng.integers(1, 9, (ROWS, LENGTH)) / 8).astype(np.float32),
+            }
+        )
+    return out
+
+
+class Made:
+    """A step of a model, its first state, and the numbers of its weights."""
+
+    def __init__(self, kind: str, optimizer: Any, accumulate: int = 1, precision: Any = "float32"):
+        small = {"width": 32, "vocab": 64, "layers": 1, "ffn": 48} if kind == "dense" else {}
+        self.model = built(config_of(kind, **small), Unroll())
+        _, self.params, self.rest = trained(self.model)
+        if precision == "float64":
+            self.params, self.rest = ({a: w.astype(precision) for a, w in of.items()} for of in (self.params, self.rest))
+        self.rate = Constant(warmup=4).build(100)
+        self.optimizer = optimizer.build(self.rate, meanings_of(self.model))
+        how: Any = {"accumulate": accumulate, "precision": precision}
+        self.step = make_step(training_graph(self.model), NextToken(head="logits"), self.optimizer, self.rate, **how)
+
+    def state(self, optimizer: Any) -> TrainState:
+        return TrainState.start(self.params, self.rest, optimizer.init(self.params), 0)
+
+    def over(self, sizes: dict[str, int], how: DilocoSettings) -> "Over":
+        return Over(self, MeshSettings(**({"fsdp": 1} | sizes)), how)
+
+
+class Over:
+    """The steps of replicas on a mesh."""
+
+    def __init__(self, made: Made, settings: MeshSettings, how: DilocoSettings):
+        sizes = [getattr(settings, axis) for axis in ("data", "fsdp", "tensor", "context")]
+        self.made, self.settings = made, settings
+        self.mesh = settings.build(jax.devices()[: math.prod(sizes)])
+        shapes = abstract(made.model)
+        weights = shardings(logical(made.model), {a: s.shape for a, s in shapes.items()}, settings.table(), self.mesh)
+        self.state = made.state(diloco.around(made.optimizer, self.mesh.shape["data"]))
+        self.places = like_weights(self.state, weights, shapes, self.mesh)
+        own = diloco.places(self.state.optimizer, weights, shapes, self.mesh)
+        self.places = TrainState(
+            self.places.step, self.places.params, self.places.rest, own, self.places.key, self.places.guard
+        )
+        self.inner = diloco.alone(made.step)
+        self.whole = diloco.together(self.inner, how)
+
+    def compiled(self, step: Any, batch: Any) -> Any:
+        batch = jax.device_put(batch, batch_sharding(self.mesh))
+        with scope(self.mesh, self.settings.table()):
+            jitted = jax.jit(step, out_shardings=(self.places, None))
+            return jitted.lower(jax.device_put(self.state, self.places), batch).compile()
+
+    def run(self, some: list[Any]) -> tuple[list[TrainState], list[dict[str, float]]]:
+        program, state = self.compiled(self.whole, some[0]), jax.device_put(self.state, self.places)
+        states, told = [], []
+        for batch in some:
+            state, metrics = program(state, jax.device_put(batch, batch_sharding(self.mesh)))
+            states.append(jax.device_get(state))
+            told.append({name: float(m) for name, m in metrics.items()})
+        return states, told
+
+
+def oracle(made: Made, some: list[Any], replicas: int, how: DilocoSettings) -> tuple[dict, list[dict], list[list[dict]]]:
+    """Runs of one device, each on its share of the rows, and outer steps as torch.optim.SGD(nesterov=True) makes them, in NumPy."""
+    step, share = jax.jit(made.step), ROWS // replicas
+    outer = {a: np.asarray(w) for a, w in made.params.items()}
+    buffer: dict[str, Any] = {}
+    states = [made.state(made.optimizer) for _ in range(replicas)]
+    told, seen = [], []
+    for number, batch in enumerate(some, 1):
+        both = []
+        for r in range(replicas):
+            states[r], metrics = step(states[r], {name: a[r * share : (r + 1) * share] for name, a in batch.items()})
+            both.append({name: float(m) for name, m in metrics.items()})
+        told.append(both)
+        seen.append([{a: np.asarray(w) for a, w in state.params.items()} for state in states])
+        if number % how.every:
+            continue
+        for a in outer:
+            grad = sum(outer[a] - one[a] for one in seen[-1]) / replicas
+            buffer[a] = grad.copy() if a not in buffer else how.momentum * buffer[a] + grad
+            outer[a] = outer[a] - how.lr * (grad + how.momentum * buffer[a])
+        new = {a: jnp.asarray(w) for a, w in outer.items()}
+        states = [TrainState(s.step, new, s.rest, s.optimizer, s.key) for s in states]
+    return outer, told, seen
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """AdamW divides by the size of gradients, which magnifies the rounding of the smallest ones."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def near(found: Any, expected: Any, most: float) -> None:
+    for a in expected:
+        assert relative(found[a], expected[a]) < most, a
+
+
+@pytest.mark.parametrize("sizes", default({"data": 2}, of=[{"data": 2}, {"data": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}]))
+def test_replicas_are_runs_of_their_own_between_outer_steps(float64: None, sizes: dict[str, int]):
+    """AdamW with clipping, three inner steps, two outer ones, and one step more; each loss is over the replica's own targets."""
+    made, how = Made("dense", ADAMW, precision="float64"), DilocoSettings(every=3)
+    some = batches(made.model.config, 7)
+    states, told = made.over(sizes, how).run(some)
+    outer, by_hand, seen = oracle(made, some, sizes["data"], how)
+    near(states[-1].params, outer, 1e-9)
+    for r in range(sizes["data"]):
+        near({a: w[r] for a, w in states[-1].optimizer["replicas"].items()}, seen[-1][r], 1e-9)
+    for found, both in zip(told, by_hand, strict=True):
+        for name in ("loss", "grad_norm", "lr"):
+            assert found[name] == pytest.approx(np.mean([one[name] for one in both]), rel=1e-7 if name == "lr" else 1e-10), name
+        assert found["targets"] == pytest.approx(sum(one["targets"] for one in both), rel=1e-6)
+    assert told[-1]["lr"] > told[0]["lr"], "the schedule goes on"
+    targets = [one["targets"] for one in by_hand[0]]
+    assert min(targets) < 0.7 * max(targets), "the same number of targets would prove less"
+    # Outer weights stay between outer steps, and replicas come apart.
+    first = {a: np.asarray(w) for a, w in made.params.items()}
+    near(states[1].params, first, 1e-12)
+    assert all(relative(w[0], w[1]) > 1e-4 for w in states[1].optimizer["replicas"].values())
+    assert all((w == w[:1]).all() for w in states[2].optimizer["replicas"].values()), "they go on from the same"
+    ways = [np.concatenate([(first[a] - one[a]).ravel() for a in first]) for one in seen[2]]
+    mean = np.mean(ways, 0)
+    assert told[2]["outer_grad_norm"] == pytest.approx(np.linalg.norm(mean), rel=1e-6)
+    assert told[2]["replicas_apart"] == pytest.approx(np.sqrt(np.mean([np.sum((way - mean) ** 2) for way in ways])), rel=1e-6)
+    assert told[1]["replicas_apart"] == 0 != told[2]["replicas_apart"] == told[3]["replicas_apart"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent attention", "delta nets"])
+@pytest.mark.parametrize("axis", ["fsdp", "tensor", "context"])
+def test_another_axis_splits_the_work_within_a_replica(float64: None, kind: str, axis: str):
+    """All kinds of layers, with accumulation."""
+    made, how = Made(kind, ADAMW, accumulate=2, precision="float64"), DilocoSettings(every=2, lr=0.5, momentum=0.8)
+    some = batches(made.model.config, 5)
+    states, told = made.over({"data": 2, axis: 2}, how).run(some)
+    outer, by_hand, _ = oracle(made, some, 2, how)
+    near(states[-1].params, outer, 1e-9)
+    assert told[-1]["loss"] == pytest.approx(np.mean([one["loss"] for one in by_hand[-1]]), rel=1e-10)
+
+
+def test_an_outer_step_after_every_step_of_sgd_is_data_parallel_training():
+    """With replicas of as many targets, learning rate 1 and no momentum, the mean of the weights is the step of the mean gradient."""
+    made = Made("dense", PLAIN)
+    some = [batch | {"mask": np.ones((ROWS, LENGTH), np.float32), "segments": np.ones((ROWS, LENGTH), np.int32)}
+            for batch in batches(made.model.config, 3)]  # fmt: skip
+    states, told = made.over({"data": 2}, DilocoSettings(every=1, lr=1.0, momentum=0.0)).run(some)
+    state, step = made.state(made.optimizer), jax.jit(made.step)
+    for batch, found in zip(some, told, strict=True):
+        state, metrics = step(state, batch)
+        assert found["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-6)
+    near(states[-1].params, jax.device_get(state.params), 1e-5)
+    assert all((np.asarray(w) != np.asarray(made.params[a])).any() for a, w in states[-1].params.items())
+
+
+def test_the_outer_step_is_optax_sgd_with_nesterov_momentum():
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(3, 4)), jnp.float32), "b": jnp.asarray(rng.normal(size=4), jnp.float32)}
+    reference = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    found, expected = params, params
+    moving: Any = {"momentum": jax.tree.map(jnp.zeros_like, params)}
+    state = reference.init(params)
+    for _ in range(4):
+        replicas = {a: found[a] + jnp.asarray(rng.normal(size=(3, *w.shape)), jnp.float32) for a, w in params.items()}
+        ways = {a: jnp.mean(expected[a] - own, 0) for a, own in replicas.items()}
+        updates, state = reference.update(ways, state)
+        expected = optax.apply_updates(expected, updates)
+        found, moving = diloco.outer_step(found, moving | {"replicas": replicas}, DilocoSettings(every=1))
+        near(found, expected, 1e-6)
+
+
+@pytest.mark.slow
+def test_muon_has_a_state_of_each_replica():
+    """Its state is a tree of other shapes and names."""
+    made, how = Made("dense", Muon()), DilocoSettings(every=2)
+    some = batches(made.model.config, 4)
+    states, _ = made.over({"data": 2, "fsdp": 2}, how).run(some)
+    near(states[-1].params, oracle(made, some, 2, how)[0], 1e-4)
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+COUNTED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+NAMED = re.compile(r"replica_groups=mesh\[([^\]]+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
+SIZES = {"f32": 4, "s32": 4, "pred": 1, "u32": 4, "bf16": 2}
+
+
+def groups(line: str) -> np.ndarray:
+    """The devices of each group, [groups, devices], in the three forms in which XLA writes them."""
+    if found := LISTED.search(line):
+        return np.asarray([[int(d) for d in one.split(",")] for one in re.findall(r"\{([\d,]+)\}", found[1])])
+    if found := COUNTED.search(line):
+        shape, count, order = ([int(n) for n in (part or "").split(",") if n] for part in found.groups())
+        ids = np.arange(math.prod(count)).reshape(count)
+        return (ids.transpose(order) if order else ids).reshape(shape)
+    found = NAMED.search(line)
+    assert found, line
+    axes = {name.strip(" '"): int(size) for name, size in (one.split("=") for one in found[1].split(","))}
+    count, order = ([int(n) for n in (part or "").split(",") if n] for part in found.groups()[1:3])
+    ids = np.arange(math.prod(axes.values())).reshape(count or -1)
+    ids = (ids.transpose(order) if order else ids).reshape(list(axes.values()))
+    over = [list(axes).index(name.strip(" '")) for name in found[4].split(",")]
+    ids = np.moveaxis(ids, over, range(-len(over), 0))
+    return ids.reshape(-1, math.prod(ids.shape[-len(over) :]))
+
+
+def sent(program: Any, mesh: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of collectives by kind: those between replicas, and those within one."""
+    replica = np.indices(mesh.devices.shape)[mesh.axis_names.index("data")].ravel()
+    between, within = {}, {}
+    for lines, times in computations(program.as_text()):
+        for line in lines:
+            if not (found := CALL.search(line)):
+                continue
+            size = sum(SIZES[t] * math.prod(int(d) for d in dims.split(",") if d) for t, dims in SHAPE.findall(found[1]))
+            crosses = any(len(set(replica[one])) > 1 for one in groups(line))
+            kinds = between if crosses else within
+            kinds[found[2]] = kinds.get(found[2], 0) + size * times
+    return between, within
+
+
+@pytest.mark.parametrize("sizes", default({"data": 2, "fsdp": 2}, of=[{"data": 2, "fsdp": 2}, {"data": 4}, {"data": 2, "tensor": 2}]))
+def test_an_inner_step_sends_a_few_numbers_and_an_outer_step_the_weights_once(sizes: dict[str, int]):
+    made = Made("dense", ADAMW)
+    over, (batch,) = made.over(sizes, DilocoSettings(every=3)), batches(made.model.config, 1)
+    of_inner, inside = sent(over.compiled(over.inner, batch), over.mesh)
+    assert set(of_inner) == {"all-reduce"}, "of loss, cross_entropy, grad_norm, lr and targets"
+    assert of_inner["all-reduce"] <= 6 * 4
+    assert (sum(inside.values()) > 10_000) == (sizes != {"data": 4}), "or nothing would be told from anything"
+    of_whole, _ = sent(over.compiled(over.whole, batch), over.mesh)
+    assert set(of_whole) == {"all-reduce"}
+    held = sum(math.prod(over.places.params[a].shard_shape(w.shape)) * 4 for a, w in made.params.items())
+    # And the norms of the metrics.
+    assert 0 <= of_whole["all-reduce"] - held - of_inner["all-reduce"] <= 4 * 4
+    # Without replicas every step sends that.
+    plain = jax.jit(made.step)
+    with scope(over.mesh, over.settings.table()):
+        everywhere = NamedSharding(over.mesh, jax.sharding.PartitionSpec())
+        state = jax.device_put(made.state(made.optimizer), everywhere)
+        program = plain.lower(state, jax.device_put(batch, batch_sharding(over.mesh))).compile()
+    assert sum(sent(program, over.mesh)[0].values()) >= held
+
+
+def test_what_a_replica_has_is_split_as_weights_are_within_it():
+    over = Made("dense", ADAMW).over({"data": 2, "fsdp": 2}, DilocoSettings(every=3))
+    own = over.places.optimizer
+    for address, place in over.places.params.items():
+        assert own["momentum"][address].spec == place.spec, address
+        assert own["replicas"][address].spec == jax.sharding.PartitionSpec("data", *place.spec), address
+    (adam,) = [part for part in jax.tree.leaves(own["inner"], is_leaf=lambda p: hasattr(p, "mu")) if hasattr(part, "mu")]
+    assert adam.mu == own["replicas"]
+    assert adam.count.spec == jax.sharding.PartitionSpec("data")
+    assert any("fsdp" in place.spec for place in over.places.params.values())
