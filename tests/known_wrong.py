@@ -1099,6 +1099,20 @@ EDITS = [
         ("tests/launch/test_slurm.py::test_at_the_time_limit_the_run_saves_and_is_queued_again",),
     ),
     Edit(
+        "a bad step reaches the optimizer's state on the host",
+        "argosy/train/offload.py",
+        "jnp.where(self.stays, before[path], leaf)",
+        "leaf",
+        ("tests/train/test_offload.py::test_a_bad_step_leaves_the_state_as_it_was",),
+    ),
+    Edit(
+        "only the first layer's state on the host is updated",
+        "argosy/train/offload.py",
+        "(gradient, arrays), jnp.arange(count",
+        "(gradient, arrays), jnp.zeros(count",
+        ("tests/train/test_offload.py::test_updates_and_state_are_those_of_the_device",),
+    ),
+    Edit(
         "pairs of inverted blocks are joined without their sign",
         "argosy/ops/delta.py",
         'corner = -_product(',
