@@ -34,7 +34,7 @@ class RolloutWorker:
 
     def take(self, moved: Mapping[str, jax.Array]) -> np.ndarray:
         """Takes the weights that moved. Returns the checksum of each of all weights, in the order of their addresses."""
-        (device,) = jax.local_devices()
+        device = jax.local_devices()[0]
         self.weights |= {a: jax.device_put(leaf, device) for a, leaf in moved.items()}
         self.lm = self.engine(self.weights)
         return np.asarray(checksums([self.weights[a] for a in sorted(self.weights)]))

@@ -308,7 +308,7 @@ class Rollout(Settings):
         int | None,
         MayChange(),
         Also("vllm_mode", note="rollout.processes=N is server mode, with processes of its own"),
-        Also("num_rollout_workers", "rollout_workers", "num_engines"),
+        Also("vllm_num_engines", "num_rollout_workers"),
     ] = Field(None, gt=0)
     """Processes of this machine that sample and do not train, each on a CPU device of its own, with a copy of the weights; prompts are
     shared out over them. What moved of the weights is sent for each rollout and compared with a checksum. One that ends is started
