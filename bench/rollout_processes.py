@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 WORDS = ["model.family=llama", "model.width=192", "model.layers=6", "model.ffn=512", "model.heads=6", "model.kv_heads=2"]
@@ -59,7 +60,7 @@ def main(steps: int = 12, turns: int = 2) -> None:
     losses = {name: [numbers["loss"] for _, numbers in runs[-1]] for name, runs in found.items()}
     first = losses[next(iter(WAYS))]
     for name, runs in found.items():
-        spent = [b[0] - a[0] for run in runs for a, b in zip(run[3:], run[4:])]
+        spent = [b[0] - a[0] for run in runs for a, b in pairwise(run[3:])]
         cells = [statistics.median(spent)]
         for metric in ("generate_s", "weights_s"):
             cells.append(statistics.median(one[1].get(metric, 0.0) for run in runs for one in run[3:]))
