@@ -771,8 +771,8 @@ EDITS = [
     Edit(
         "the end of an answer not learned",
         "argosy/rl/answers.py",
-        "answer.tokens.append(event.token)\n                answer.live.append(True)",
-        "answer.tokens.append(event.token)\n                answer.live.append(event.reason != \"stop\")",
+        "[True] * len(one.tokens)",
+        "[True] * (len(one.tokens) - one.ended) + [False] * one.ended",
         ("tests/rl/test_rollouts.py::test_an_answer_keeps_its_end_and_its_log_probabilities",),
     ),
     Edit(

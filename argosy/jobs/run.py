@@ -350,5 +350,7 @@ class Run(Settings):
             object.__setattr__(self, "rollout", rollout)
         if self.rollout is None:
             object.__setattr__(self, "rollout", Rollout())
+        elif self.rollout.processes is not None and self.environment.played:
+            raise ValueError("rollout.processes with an environment is not built: answers of several turns are sampled in this process")
         elif self.rollout.weights != "same" and not self.adapter.trains_base:
             raise ValueError("rollout.weights=int8 is for runs that train all weights: adapter=qlora rounds the base to fewer bits")
