@@ -5,6 +5,10 @@ their layer axis: of a group with R repeats, each of S stages runs R/S that foll
 microbatch t - s, and sends the result to stage s + 1. The M microbatches take M + S - 1 steps, so each stage computes nothing of use
 in (S - 1) / (M + S - 1) of the time.
 
+In R rounds (Narayanan et al. 2021, arXiv:2104.04473), a group is stored as R groups that follow each other, and each stage runs its part
+of every one. A microbatch goes through the stages R times: S of them make all their rounds, then the next S. So the last stage
+sends to the first what that runs next, and the steps are M R + S - 1, each R times shorter.
+
 Only `stage` is manual in here: XLA splits rows, weights and features over the other axes of the mesh as elsewhere. Groups whose repeats
 do not divide by the stages run on all devices, before or after.
 """
@@ -35,6 +39,9 @@ SUMMED = ("load",)
 class Pipeline:
     """Layers over `stages` parts of the devices, `microbatches` at a time. With caches, or outside a mesh with such stages, the layers
     run as `Scan` runs them: one token of one row leaves all stages but one without work.
+
+    Args:
+        rounds: how often a microbatch goes through all stages; the layers of a repeating group are stored in so many arrays.
 
     Raises:
         ValueError: when called with rows that do not divide into the microbatches.
