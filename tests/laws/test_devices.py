@@ -11,7 +11,17 @@ from helpers import default, described_tpus, relative
 from laws.families import built
 
 from argosy.jobs.devices import (
-    COMMON, LENGTH, MESHES, MICROBATCHES, MODELS, ROWS, STAGED, config_of, lowered_step, staged_cost, step_cost,
+    COMMON,
+    LENGTH,
+    MESHES,
+    MICROBATCHES,
+    MODELS,
+    ROWS,
+    STAGED,
+    config_of,
+    lowered_step,
+    staged_cost,
+    step_cost,
 )  # fmt: skip
 from argosy.models import FAMILIES
 from argosy.models.parts.pipeline import Pipeline
@@ -255,14 +265,15 @@ BESIDE = {
     "expert, tensor": {"data": 1, "fsdp": 1, "expert": 2, "tensor": 2, "stage": 2},
     "context, expert": {"data": 1, "fsdp": 1, "expert": 2, "context": 2, "stage": 2},
 }
-NESTED = [("dense", "context"), ("dense", "context, fsdp"), ("dense", "context, tensor"), ("experts", "expert"), ("experts", "expert, tensor")]
+NESTED = [("dense", beside) for beside in ("context", "context, fsdp", "context, tensor")]
+NESTED += [("experts", beside) for beside in ("expert", "expert, tensor")]
 NESTED += [(name, "context, expert") for name in ("experts", "a capacity", "latent attention")]
 
 
 @pytest.mark.parametrize("rounds", default(1, of=(1, 2)))
 @pytest.mark.parametrize(("name", "beside"), default(("dense", "context"), of=NESTED))
 def test_sequences_and_experts_split_within_stages_change_no_number(name, beside, rounds):
-    """The ring and the exchange of rows are `shard_map`s within that of the stages. With a capacity, too, a stage tells what it drops."""
+    """The ring and the exchange of rows are `shard_map`s within that of the stages."""
     config, run = changed(name, layers=DEEP.get(name, 4)), Pipeline(2, 4, "none", rounds)
     if name == "a capacity":
         config = config.model_copy(update={"moe": config.moe.model_copy(update={"balance_over": "sequence", "bias": True})})

@@ -5,8 +5,8 @@ their layer axis: of a group with R repeats, each of S stages runs R/S that foll
 microbatch t - s, and sends the result to stage s + 1. The M microbatches take M + S - 1 steps, so each stage computes nothing of use
 in (S - 1) / (M + S - 1) of the time.
 
-In R rounds (Narayanan et al. 2021, arXiv:2104.04473), a group is stored as R groups that follow each other, and each stage runs its part
-of every one. A microbatch goes through the stages R times: S of them make all their rounds, then the next S. So the last stage
+In R rounds (Narayanan et al. 2021, arXiv:2104.04473), a group is stored as R groups that follow each other, and each stage runs its
+part of every one. A microbatch goes through the stages R times: S of them make all their rounds, then the next S. So the last stage
 sends to the first what that runs next, and the steps are M R + S - 1, each R times shorter.
 
 Only `stage` is manual in here: XLA splits rows, weights and features over the other axes of the mesh as elsewhere. Groups whose repeats
