@@ -50,6 +50,7 @@ def test_sequences_of_a_row_are_found_in_the_mask():
     np.testing.assert_array_equal(segments_of(mask), segments)
 
 
+@pytest.mark.slow
 def test_adapters_alone_get_gradients_by_their_type():
     """As Tunix takes them: with respect to `nnx.LoRAParam` where there is one."""
     model = built(CONFIG, Unroll())

@@ -190,6 +190,7 @@ class Killed(BaseException):
     """Ends a run as a kill does: nothing is saved after it."""
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_from_its_local_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Bit for bit; a run of the same name that starts anew does not."""
     words = [*SMALL, "checkpoint.every=4", f"checkpoint.local={tmp_path / 'fast'}", "checkpoint.local_every=1", "steps=8"]

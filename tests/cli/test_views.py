@@ -279,6 +279,7 @@ def test_presets_equal_the_released_config(name, folder):
     assert preset_config(name).model_copy(update=same) == released.model_copy(update=same | {"head_size": released.H})
 
 
+@pytest.mark.slow
 def test_a_model_is_described(capsys):
     found = ask(capsys, "models", "show", "llama3-8b", "context=4k")
     assert found["cache_bytes_per_token"] == {"float32": 262_144, "bfloat16": 131_072}  # 2 x 32 layers x 8 heads x 128

@@ -126,6 +126,7 @@ def three(plain: Any, engine: Engine) -> Any:
         engine.unload_adapter(name)
 
 
+@pytest.mark.slow
 def test_each_request_of_a_mixed_batch_is_as_with_its_adapter_alone(plain: Any, engine: Engine, three: Any):
     given = prompts(plain.config.vocab, 5, 40, 17, 3, 9, 21)
     requests = [Request(p, 6, top=20, adapter=name) for p, name in zip(given, ("a", None, "b", "c", "b", None))]

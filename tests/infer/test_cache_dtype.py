@@ -154,6 +154,7 @@ def whole(module: Any, change: Change) -> Callable[[list[int]], np.ndarray]:
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "example", "form"), STRUCTURES)
 def test_the_engine_answers_as_the_whole_sequence_with_rounded_keys_and_values(family: str, example: str, form: str):
     """Though prompts are cut in pieces, several sequences share a step, beginnings are found in the prefix cache, and pages run out."""
@@ -185,6 +186,7 @@ def test_the_engine_answers_as_the_whole_sequence_with_rounded_keys_and_values(f
 SMOOTH = [("llama", "plain"), slow("gemma", "3"), slow("deepseek", "2-lite"), slow("qwen3_next", "mixed")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "example"), SMOOTH)
 def test_logits_are_off_by_what_uniform_rounding_makes_of_them(family: str, example: str):
     """To first order, the error of a sum of logits is that of its inputs times its gradient in them. Errors of rounding to the next of

@@ -39,6 +39,7 @@ def test_draws_follow_the_distribution_within_and_between_blocks(logits):
     assert abs(rare - DRAWS * chance) < 5 * np.sqrt(DRAWS * chance)
 
 
+@pytest.mark.slow
 def test_a_block_and_a_token_of_the_same_number_share_no_randomness():
     left = np.full(2 * BLOCK, -np.inf, np.float32)
     left[[0, 1, BLOCK]] = 0.0
@@ -46,6 +47,7 @@ def test_a_block_and_a_token_of_the_same_number_share_no_randomness():
     assert all(abs(count - 1000) < 5 * np.sqrt(2000 / 3) for count in np.bincount(tokens)[[0, 1, BLOCK]])
 
 
+@pytest.mark.slow
 def test_the_log_probability_of_a_draw(logits):
     tokens, logprobs = one_of(jnp.asarray(np.stack([logits] * 9)), streams(0, range(9)))
     assert np.abs(np.asarray(logprobs) - np.log(probabilities(logits))[np.asarray(tokens)]).max() < 1e-5
@@ -60,6 +62,7 @@ def test_what_is_excluded_is_never_drawn(logits):
     assert np.abs(np.asarray(logprobs) + np.log(3)).max() < 1e-6
 
 
+@pytest.mark.slow
 def test_a_row_draws_the_same_bit_for_bit_in_any_batch():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((32, 3000)), jnp.float32)
     keys, one = streams(0, range(32)), jax.jit(one_of)

@@ -108,6 +108,7 @@ STEPPED = [("llama", "plain"), ("gemma", "3"), ("qwen3_next", "mixed")]
 WINDOWED = [("gemma", "3", 6), ("gpt_oss", "plain", 7), ("llama4", "interleaved", 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, example, window", default(WINDOWED[0], of=WINDOWED))
 def test_layers_with_windows_give_pages_back_and_answers_stay(family: str, example: str, window: int):
     """With prompts computed in pieces, preemption, and beginnings found in the prefix cache."""

@@ -369,6 +369,7 @@ def plain(events: list[Event]) -> list[tuple[int | None, str | None]]:
     return [(event.token, event.reason) for event in events]
 
 
+@pytest.mark.slow
 def test_a_grammar_that_allows_everything_changes_no_token(lm: LM, engine: Engine):
     """Tokens by their ids, special ones too: the mask is applied, and takes nothing away."""
     every = lm.grammar({"grammar": "start: " + " ".join("<[0-257]>" for _ in range(9))})
@@ -391,6 +392,7 @@ def test_an_answer_in_a_grammar_is_the_same_in_any_company(lm: LM, engine: Engin
     assert [plain(events) for events in found[:3]] == [plain(events) for events in expected], "a mask is its own row's"
 
 
+@pytest.mark.slow
 def test_a_mask_survives_preemption_and_new_weights_and_leaves_with_its_owner(lm: LM):
     engine = Engine(lm.module, EngineSettings(slots=4, page=8, context=64, pages=11, budget=64, beside=32))
     wanted = ["(ab|cd){20}", "[ab]{40}"]  # another mask for each token, and the same for all

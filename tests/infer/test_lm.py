@@ -114,6 +114,7 @@ def test_more_prompts_than_run_at_a_time_wait(lm):
     assert other._held._engine.settings.slots == 2
 
 
+@pytest.mark.slow
 def test_longrope_is_decided_once_for_a_model():
     """Its two tables differ from the original context on, 16 tokens here. Which one a model has depends neither on how long a
     sequence is nor on how long it may become: a rollout agrees with the training step that sees how long it became."""

@@ -63,6 +63,7 @@ def test_packed_weights_are_tied_to_a_device_only_if_the_weights_were():
     assert packed(tied, 1, True).values.devices() == {jax.devices()[1]}
 
 
+@pytest.mark.slow
 def test_int8_weights_are_packed_with_their_scales_beside_them():
     lm = lm_of("llama", "tied-biased")
     swap(lm.module, ".*", int8)

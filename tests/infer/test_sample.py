@@ -144,6 +144,7 @@ def test_a_row_draws_the_same_whatever_the_rows_beside_it_ask_for(large):
     assert len(set(alone.tolist())) > 1
 
 
+@pytest.mark.slow
 def test_tokens_tied_beyond_the_candidates_are_all_drawn_from():
     """1,000 equal logits at the threshold of top-k 5: the draw is among all of them."""
     logits = np.zeros((64, 1000), np.float32)

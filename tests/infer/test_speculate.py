@@ -112,6 +112,7 @@ def accepted(engine: Engine) -> int:
     return sum(engine.speculation.accepted)
 
 
+@pytest.mark.slow
 def test_answers_are_those_without_speculation_though_pages_run_out(lm: LM, plain: Engine, speculative: Engine):
     requests = asked(lm.config.vocab)
     expected = plain.generate(requests)

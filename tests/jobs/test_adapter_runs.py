@@ -89,6 +89,7 @@ def plain(base: Path, tmp_path_factory) -> float:
     return fit(base, tmp_path_factory.mktemp("adapters") / "plain", "steps=1")[1]
 
 
+@pytest.mark.slow
 def test_a_resume_is_bit_for_bit(trained, base: Path, tmp_path: Path):
     run, losses, words = trained
     half = tmp_path / "run"
@@ -197,6 +198,7 @@ def test_other_layouts_and_meshes_train_the_same(base: Path, lora, tmp_path: Pat
         assert relative(adapters[1][name].a, one.a) < 1e-2
 
 
+@pytest.mark.slow
 def test_the_peft_folder_tells_the_dropout(base: Path, tmp_path: Path):
     """Of the run, of its conversion, and of what is loaded from either and saved again."""
     run = tmp_path / "run"
@@ -245,6 +247,7 @@ def moved(base: Path) -> Any:
     away.rename(base)
 
 
+@pytest.mark.slow
 def test_a_resume_wants_the_same_base(base: Path, moved: Path, lora):
     run, _ = lora
     lines = (run / "metrics.jsonl").read_text()

@@ -58,6 +58,7 @@ class Kills(Heard):
             raise Killed
 
 
+@pytest.mark.slow
 def test_a_resume_between_outer_steps_is_bit_for_bit(tmp_path: Path):
     """Checkpoint 6 is in the middle of the second inner phase, whose replicas it holds."""
     fit(tmp_path / "whole")
@@ -83,6 +84,7 @@ def test_a_resume_between_outer_steps_is_bit_for_bit(tmp_path: Path):
     assert 0 < apart[4] == apart[7] != apart[8] > 0
 
 
+@pytest.mark.slow
 def test_outer_weights_are_what_is_evaluated_and_stored(tmp_path: Path):
     """They stay until the first outer step, whatever the replicas have learned."""
     source = tmp_path / "text.txt"
@@ -99,6 +101,7 @@ def test_outer_weights_are_what_is_evaluated_and_stored(tmp_path: Path):
         assert (np.asarray(w) != np.asarray(weights[4][address])).any(), address
 
 
+@pytest.mark.slow
 def test_sums_after_every_step_are_data_parallel_training(tmp_path: Path):
     """The whole run, whose rows are of the same length."""
     plain = ["optimizer=sgd", "optimizer.weight_decay=0", "optimizer.clip=none", "optimizer.learning_rate=0.1", "steps=4"]
@@ -175,6 +178,7 @@ def test_layers_that_replicas_cannot_have_are_refused(monkeypatch: pytest.Monkey
         diloco.check_model(run, config.build(Unroll()), 12)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_as_many_replicas_and_the_same_outer_steps(tmp_path: Path):
     fit(tmp_path / "run", "steps=4")
     with pytest.raises(ArgosyError, match="the run has 2 replicas, and the mesh 4") as raised:
@@ -191,6 +195,7 @@ def test_a_run_resumes_with_as_many_replicas_and_the_same_outer_steps(tmp_path: 
     fit(tmp_path / "run", "mesh.fsdp=2", "steps=8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", default(["guard.replay=2"], of=[["guard.replay=2"], ["guard.nonfinite=rollback", "guard.replay=3"]]))
 def test_a_step_of_replicas_is_made_twice_with_the_same_bits(tmp_path: Path, words: list[str]):
     fit(tmp_path / "twice", *words)
@@ -218,6 +223,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return bad.add
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", default(8, of=(6, 8)))
 def test_a_bad_step_of_one_replica_is_skipped_by_all_and_outer_steps_are_not(poison: Any, tmp_path: Path, step: int):
     poison(step)

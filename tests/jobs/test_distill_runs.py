@@ -76,6 +76,7 @@ def test_a_student_comes_near_its_teacher(whole: Path):
     assert header["memory"]["parameters"] > 2 * 4 * header["parameters"]
 
 
+@pytest.mark.slow
 def test_a_resume_is_bit_for_bit_from_the_same_teacher_although_its_run_went_on(
     whole: Path, data: Path, teacher: Path, tmp_path: Path
 ):
@@ -102,6 +103,7 @@ def cached(data: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run
 
 
+@pytest.mark.slow
 def test_a_cached_teacher_gives_nearly_the_numbers_of_an_online_one(whole: Path, cached: Path):
     """40 of 258 tokens, in 16 bits, and no teacher in memory."""
     for name in ("cross_entropy", "kl", "agreement"):
@@ -156,6 +158,7 @@ def test_eight_devices_give_the_same_run(whole: Path, data: Path, teacher: Path,
         assert losses(tmp_path / "run")[step] == pytest.approx(losses(whole)[step], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_are_brought_together(data: Path, teacher: Path, tmp_path: Path):
     """The student's only layer and the teacher's first; a resume is bit for bit."""
     run, how = tmp_path / "run", [f"objective.teacher={teacher}", "objective.hidden=mse", "objective.layers.0=0", "eval.batches=0"]
@@ -169,6 +172,7 @@ def test_layers_are_brought_together(data: Path, teacher: Path, tmp_path: Path):
 WIDER = ["model.width=24", "objective.hidden=mse", "objective.layers.0=1"]
 
 
+@pytest.mark.slow
 def test_hidden_states_of_another_width_are_projected(data: Path, teacher: Path, tmp_path: Path):
     """The projection is trained and resumed bit for bit, and is no part of the model that is loaded, saved or started from."""
     run, how = tmp_path / "run", [f"objective.teacher={teacher}", *WIDER]
@@ -190,6 +194,7 @@ def test_hidden_states_of_another_width_are_projected(data: Path, teacher: Path,
     assert "projected" not in fit(data, tmp_path / "equal", f"objective.teacher={teacher}", "objective.hidden=mse", steps=1)
 
 
+@pytest.mark.slow
 def test_projections_of_scanned_layers_over_devices_and_of_adapters(data: Path, teacher: Path, tmp_path: Path):
     how = [f"objective.teacher={teacher}", *WIDER]
     fit(data, tmp_path / "one", *how, steps=2)
@@ -205,6 +210,7 @@ def test_projections_of_scanned_layers_over_devices_and_of_adapters(data: Path, 
     assert not hasattr(argosy.load(str(run)).module, "projection")
 
 
+@pytest.mark.slow
 def test_relations_are_brought_together_between_widths(data: Path, teacher: Path, tmp_path: Path):
     """Of another width and other heads; a resume is bit for bit, over devices too."""
     run, how = tmp_path / "run", [f"objective.teacher={teacher}", "model.width=24", "model.heads=4", "model.kv_heads=2"]
@@ -221,6 +227,7 @@ def test_relations_are_brought_together_between_widths(data: Path, teacher: Path
         assert losses(tmp_path / "many")[step] == pytest.approx(losses(run)[step], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_learn_from_a_teacher(data: Path, whole: Path, teacher: Path, tmp_path: Path):
     run, how = tmp_path / "run", [f"init.weights={whole}", "adapter=lora", "adapter.rank=2", f"objective.teacher={teacher}"]
     fit(data, run, *how, steps=EVERY)
@@ -232,6 +239,7 @@ def test_adapters_learn_from_a_teacher(data: Path, whole: Path, teacher: Path, t
     assert (run / "adapter" / "adapter_config.json").exists()
 
 
+@pytest.mark.slow
 def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
     """stories260K as both: the first loss is that of the same distributions."""
     folder, text = shared("models/stories260k"), tmp_path / "text.txt"

@@ -164,6 +164,7 @@ def test_a_run_with_an_environment(data: Path, base: Path, tmp_path: Path):
     assert "user: " in page, "who said what"
 
 
+@pytest.mark.slow
 def test_messages_and_a_tool(data: Path, base: Path, tmp_path: Path):
     """Functions get the whole list of messages."""
     run = tmp_path / "run"
@@ -197,6 +198,7 @@ def test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit(name: str, data: Pat
         assert all(np.isfinite(value) for value in line.values() if isinstance(value, float)), line
 
 
+@pytest.mark.slow
 def test_environments_that_fail(data: Path, base: Path, tmp_path: Path):
     run = tmp_path / "run"
     half = [f"environment={data / 'own.py'}:Half", f"init.weights={base}", "data.batch=40", TURNS]

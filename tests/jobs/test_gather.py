@@ -33,6 +33,7 @@ def compiled(*words: str) -> tuple[Any, Cost]:
         made.close()
 
 
+@pytest.mark.slow
 def test_each_weight_is_gathered_once_a_step():
     made, once = compiled("execution.gather=once")
     places = made.places.params

@@ -48,6 +48,7 @@ def teacher(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_a_student_comes_near_its_teacher_at_its_own_answers(data: Path, teacher: Path, tmp_path: Path):
     run = tmp_path / "run"
     how = [f"objective.teacher={teacher}", "objective.own=1", "objective.divergence=forward", "eval.every=12"]
@@ -96,6 +97,7 @@ def test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit(name: str, data: Pat
         assert set(numbers(tmp_path / "whole", "own").values()) == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_batches_of_the_data_are_those_of_offline_distillation(data: Path, teacher: Path, base: Path, tmp_path: Path):
     """All records are in the first batch of both; the student's own answers are in none."""
     path = tmp_path / "even.jsonl"
@@ -148,6 +150,7 @@ def test_mistakes_are_found_before_a_file_is_written(words: list[str], said: str
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_prompts_alone_are_for_own_answers_alone(data: Path, teacher: Path, tmp_path: Path):
     (tmp_path / "bare.jsonl").write_text("".join(f'{{"prompt": "{i} 3:"}}\n' for i in range(10)))
     how = [f"objective.teacher={teacher}", f"data.source={tmp_path / 'bare.jsonl'}"]

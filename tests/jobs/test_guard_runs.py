@@ -117,6 +117,7 @@ def test_a_first_step_that_is_bad(poison: Any, tmp_path: Path):
     assert not any(map(str.isdecimal, numbers(tmp_path / "run", "loss")))
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_is_counted_and_resumes_bit_for_bit(poison: Any, tmp_path: Path):
     poison({6, 7})
     heard = Heard()
@@ -139,6 +140,7 @@ def test_a_step_that_is_skipped_is_counted_and_resumes_bit_for_bit(poison: Any, 
     assert "2 steps were skipped" in page
 
 
+@pytest.mark.slow
 def test_the_logged_learning_rate_is_that_which_is_applied(poison: Any, tmp_path: Path):
     """A skipped step delays the schedule by one step, also in a run that no longer skips."""
     words = ["guard.nonfinite=skip", "schedule=linear", "schedule.warmup=10", "optimizer.learning_rate=0.01"]
@@ -152,6 +154,7 @@ def test_the_logged_learning_rate_is_that_which_is_applied(poison: Any, tmp_path
     assert numbers(tmp_path / "run", "lr")[11] == pytest.approx(0.009)
 
 
+@pytest.mark.slow
 def test_too_many_skips_stop_the_run(poison: Any, tmp_path: Path):
     poison({5, 6, 7, 8})
     with pytest.raises(Diverged, match=r"more than guard\.in_row = 3 steps in a row") as raised:
@@ -164,6 +167,7 @@ def test_too_many_skips_stop_the_run(poison: Any, tmp_path: Path):
 ROLL = ["guard.nonfinite=rollback", "guard.spike=rollback", "guard.window=4", "guard.deviations=20"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "beyond"), [("nan", 0), ("jump", 1)])
 def test_a_rollback_is_a_run_whose_data_lacked_the_window(poison: Any, lacking: Any, tmp_path: Path, kind: str, beyond: int):
     poison(**{kind: {7}})
@@ -201,6 +205,7 @@ def test_a_rollback_makes_the_same_steps_whatever_local_checkpoints_there_are(po
     assert digest(tmp_path / "run", 12) == digest(tmp_path / "whole", 12)
 
 
+@pytest.mark.slow
 def test_a_rollback_of_adapters_leaves_the_base_where_it_is(poison: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its weights are neither read nor put onto the devices again: as many bytes live there after the rollback as before it."""
     words = ["dir=" + str(tmp_path / "base"), "steps=1", "model.width=64", "model.ffn=128"]
@@ -237,6 +242,7 @@ def persistent(run: Path) -> list[int]:
     return sorted(int(step.name) for step in (run / "checkpoints").iterdir() if step.name.isdecimal())
 
 
+@pytest.mark.slow
 def test_a_stop_saves_a_step_that_only_the_local_tier_has(poison: Any, tmp_path: Path):
     poison({8})
     local = [f"checkpoint.local={tmp_path / 'fast'}", "checkpoint.local_every=1"]
@@ -261,6 +267,7 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch, run: Path, *words: str
             fit(run, *words)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_from_a_local_step_has_something_to_go_back_to(poison: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     poison()
     local = [f"checkpoint.local={tmp_path / 'fast'}", "checkpoint.local_every=1", "checkpoint.every=100"]
@@ -272,6 +279,7 @@ def test_a_run_that_goes_on_from_a_local_step_has_something_to_go_back_to(poison
     assert "going back to step 5, without the batches 6 to 8" in heard.words
 
 
+@pytest.mark.slow
 def test_a_local_step_of_before_a_rollback_is_not_resumed_from(poison: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Killed with a local step, rolled back without the local tier, and started with it again."""
     poison()
@@ -285,6 +293,7 @@ def test_a_local_step_of_before_a_rollback_is_not_resumed_from(poison: Any, tmp_
     assert digest(tmp_path / "run", 12) == digest(tmp_path / "copy", 12)
 
 
+@pytest.mark.slow
 def test_a_rollback_to_the_first_weights(poison: Any, lacking: Any, tmp_path: Path):
     poison({2})
     fit(tmp_path / "run", *ROLL)
@@ -342,6 +351,7 @@ def test_a_second_failure_at_the_step_stops(poison: Any, tmp_path: Path):
     assert len(json.loads((tmp_path / "run" / "rollbacks.json").read_text())) == 1
 
 
+@pytest.mark.slow
 def test_the_rollbacks_of_a_run_are_limited(poison: Any, tmp_path: Path):
     poison({2, 10, 17})
     with pytest.raises(Diverged, match=r"rolled back 2 times, guard\.rollbacks at most"):

@@ -224,6 +224,7 @@ def test_a_state_brings_its_model_and_tokenizer(begun: Path, chats: Path):
     assert (both.model.preset, both.data.tokenizer) == ("argosy-1m", str(begun))
 
 
+@pytest.mark.slow
 def test_a_recipe_without_a_model_goes_on_from_a_state(begun: Path, chats: Path, tmp_path: Path):
     run = tmp_path / "run"
     assert list(tuned(run, chats, f"init.state={begun}", "steps=4")) == [3, 4]
@@ -255,6 +256,7 @@ def test_a_state_that_is_not_there_is_the_mistake():
     assert [one.what for one in told.value.problems] == ["no such run: `gone`", "`sft` needs `data.source`"]
 
 
+@pytest.mark.slow
 def test_the_state_of_adapters_is_refused(begun: Path, chats: Path, tmp_path: Path):
     lora, how = tmp_path / "lora", [f"model={begun}", "steps=1", "adapter=lora", "adapter.rank=2"]
     tuned(lora, chats, *how)

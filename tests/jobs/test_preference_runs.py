@@ -65,6 +65,7 @@ def whole(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_the_reference_itself_and_preferences_are_learned(whole: Path):
     assert losses(whole)[1] == pytest.approx(np.log(2), rel=1e-6)
     assert losses(whole, "rewards/margin")[1] == pytest.approx(0, abs=1e-5)
@@ -89,6 +90,7 @@ def test_a_run_by_a_recipe_and_two_words_shows_its_first_pair(data: dict[str, Pa
         argosy.fit("dpo", *words, "data.sequence=65", "dir=other", view=heard, steps=1)
 
 
+@pytest.mark.slow
 def test_an_online_reference_on_eight_devices_gives_the_same_run(whole: Path, data: dict[str, Path], tmp_path: Path):
     """Each device has one pair, and its share of the model and of the reference."""
     how = ["model.layers=1", "objective.reference=online", "mesh.data=-1", "mesh.fsdp=4"]
@@ -98,6 +100,7 @@ def test_an_online_reference_on_eight_devices_gives_the_same_run(whole: Path, da
     assert not (tmp_path / "run" / "reference").exists()
 
 
+@pytest.mark.slow
 def test_adapters_learn_preferences_over_their_frozen_base(data: dict[str, Path], whole: Path, tmp_path: Path):
     """The reference is the base, whose output adapters leave as it is at first; also after a resume without the cached table."""
     run = tmp_path / "run"
@@ -221,6 +224,7 @@ def test_recipes_run_and_report(data: dict[str, Path], tmp_path: Path, recipe: s
         assert losses(tmp_path / "run", "kl")[1] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_reward_model_keeps_its_backbone_and_scores_from_every_form(data: dict[str, Path], whole: Path, tmp_path: Path):
     """From a language model's weights; as a run, and as a Hub folder of ForSequenceClassification."""
     run = tmp_path / "run"

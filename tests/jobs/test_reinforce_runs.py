@@ -172,6 +172,7 @@ def test_devices_that_only_sample_change_nothing_but_rounding(data: Path, base: 
         fit("grpo", data, tmp_path / "none", f"init.weights={base}", "rollout.devices=8", steps=1)
 
 
+@pytest.mark.slow
 def test_a_weight_that_arrives_changed_ends_the_run(data: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     put = jax.device_put
 
@@ -199,6 +200,7 @@ def test_a_resume_with_rollouts_ahead_is_bit_for_bit(depth: int, data: Path, bas
     assert numbers(tmp_path / "whole", "sampler/difference_max")[5] > 1e-3, "they are of older weights"
 
 
+@pytest.mark.slow
 def test_weights_of_the_engine_in_int8_are_another_policy(data: Path, base: Path, tmp_path: Path):
     """Rounded anew for each rollout; the difference is logged and weighed."""
     run = tmp_path / "run"
@@ -227,6 +229,7 @@ def test_prompts_that_are_too_long_are_counted_before_the_first_step(data: Path,
     assert line in said.splitlines()
 
 
+@pytest.mark.slow
 def test_missing_rewards_are_left_out_and_told(data: Path, base: Path, tmp_path: Path):
     run = tmp_path / "run"
     where = f"{data / 'functions.py'}:odd"

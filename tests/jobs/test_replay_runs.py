@@ -54,6 +54,7 @@ def bit(state: Any, device: int) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", default(COPIES, of=[COPIES, ["mesh.data=4", "mesh.fsdp=2"]]))
 def test_steps_that_are_made_twice_change_nothing(tmp_path: Path, mesh: list[str]):
     fit(tmp_path / "plain", *mesh)

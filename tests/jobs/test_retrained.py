@@ -64,6 +64,7 @@ def tied(bases: dict[str, Path], tmp_path_factory) -> tuple[Path, dict[int, floa
     return run, fit(bases["tied"], run, "steps=4", *LORA, "adapter.train=embed", "adapter.train=.*norm")
 
 
+@pytest.mark.slow
 def test_a_resume_is_bit_for_bit(tied, bases: dict[str, Path], tmp_path: Path):
     run, losses = tied
     half = tmp_path / "run"
@@ -140,6 +141,7 @@ def rewritten(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     save_file(arrays, folder / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 def test_one_step_moves_them_as_it_does_where_all_weights_are_trained(bases: dict[str, Path], tmp_path: Path):
     """Adapters begin at nothing, so the first gradient is that of the base."""
     plain = ["steps=1", "optimizer=sgd", "optimizer.learning_rate=0.5", "optimizer.clip=null", "optimizer.weight_decay=0"]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from laws.families import CASES, built
 
 from argosy.adapt.quant import QuantizedEinsum
@@ -35,6 +36,7 @@ def test_on_the_same_devices_nothing_is_copied():
         assert all(v.get_value() is now.params[address] for address, v in variables(module).items())
 
 
+@pytest.mark.slow
 def test_on_other_devices_answers_are_the_same():
     made, state = engine()
     apart, _ = engine(devices=2)
@@ -46,6 +48,7 @@ def test_on_other_devices_answers_are_the_same():
         assert [one.tokens for one in mine] == [one.tokens for one in theirs]
 
 
+@pytest.mark.slow
 def test_rounded_weights_of_scanned_layers_answer_as_those_of_unrolled_ones():
     found = []
     for layout in (Unroll(), Scan()):

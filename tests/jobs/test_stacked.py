@@ -62,6 +62,7 @@ def second(onto: str) -> list[str]:
     return [*LORA, r"adapter.where=layers\..*\.mlp\..*|layers\..*\.attn\.q", f"adapter.onto={onto}"]
 
 
+@pytest.mark.slow
 def test_the_choice_is_the_users(base: Path, first: Path, tmp_path: Path):
     with pytest.raises(BadInput, match="has adapters already") as error:
         fit(first, tmp_path / "run", "steps=1", *LORA)
@@ -76,6 +77,7 @@ def test_the_choice_is_the_users(base: Path, first: Path, tmp_path: Path):
         fit(first, tmp_path / "run", "steps=1", "adapter=dora", "adapter.rank=2", "adapter.onto=stack")
 
 
+@pytest.mark.slow
 def test_both_begin_where_the_first_ones_ended_and_learn_the_same(first: Path, runs: Any, tmp_path: Path):
     """As functions they are one model: so are the losses of all four steps."""
     whole = fit(first, tmp_path / "run", "steps=1", "adapter=none")
@@ -114,6 +116,7 @@ def test_stacked_ones_keep_those_below(base: Path, first: Path, runs: Any):
     assert set(held.adapters) == set(both.adapters)
 
 
+@pytest.mark.slow
 def test_a_resume_is_bit_for_bit(first: Path, runs: Any, tmp_path: Path):
     run, losses = runs["stack"]
     half = tmp_path / "run"
@@ -123,6 +126,7 @@ def test_a_resume_is_bit_for_bit(first: Path, runs: Any, tmp_path: Path):
     assert digest(half, 4) == digest(run, 4)
 
 
+@pytest.mark.slow
 def test_scanned_layers_and_a_peft_folder_as_the_base(base: Path, first: Path, runs: Any, tmp_path: Path):
     """In a scan, layers without an adapter have one of zeros."""
     losses = fit(first / "adapter", tmp_path / "run", "steps=4", *second("stack"), "execution.run=scan")

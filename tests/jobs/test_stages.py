@@ -37,6 +37,7 @@ def fit(run: Path, *words: str) -> dict:
     return view.facts or {}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_stages(tmp_path: Path):
     """With 2 stages, without, with 4: as the run that was scanned all along."""
     fit(tmp_path / "scan", "steps=6", "execution.run=scan")

@@ -42,6 +42,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_a_student_of_other_tokens_comes_near_its_teacher(whole: Path):
     """Every answer is aligned with its end; two bytes or more are a token of the teacher."""
     assert set(numbers(whole, "aligned").values()) == {1.0}
@@ -55,6 +56,7 @@ def test_a_student_of_other_tokens_comes_near_its_teacher(whole: Path):
     assert evaluated["eval_perplexity"] > 1
 
 
+@pytest.mark.slow
 def test_a_resume_is_bit_for_bit(whole: Path, data: Path, tmp_path: Path):
     fit(data, tmp_path / "run", steps=3)
     fit(data, tmp_path / "run", steps=6)
@@ -72,12 +74,14 @@ def test_parts_and_devices_give_the_same_run(data: Path, tmp_path: Path):
             assert numbers(tmp_path / run, name)[2] == pytest.approx(numbers(tmp_path / "one", name)[2], rel=1e-4), (run, name)
 
 
+@pytest.mark.slow
 def test_the_same_tokenizer_works_and_is_told(data: Path, tmp_path: Path):
     said = fit(data, tmp_path / "run", f"data.tokenizer={shared('models/stories260k')}", "model.vocab=512", steps=1)
     assert "objective=distill compares token by token" in said
     assert numbers(tmp_path / "run", "aligned")[1] == 1
 
 
+@pytest.mark.slow
 def test_rows_that_are_longer_for_the_teacher_are_told(data: Path, tmp_path: Path):
     said = fit(data, tmp_path / "run", "objective.teacher_sequence=16", steps=1)
     assert "are more than 16" in said

@@ -113,6 +113,7 @@ stop.close()
     assert first["followed"] == second["followed"] == [143]
 
 
+@pytest.mark.slow
 def test_checkpoints_that_each_process_writes_its_share_of(tmp_path: Path):
     """A save that fails in one process is not committed, all know why, and the next one is."""
     code = """

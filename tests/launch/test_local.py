@@ -88,6 +88,7 @@ def test_restarts_with_progress_go_on(tmp_path: Path):
     assert len([line for line in said if "restart " in line]) == 5
 
 
+@pytest.mark.slow
 def test_processes_say_where_they_are_when_another_dies(tmp_path: Path):
     code = """
 import faulthandler

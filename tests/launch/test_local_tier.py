@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from test_gangs import gang, results
 
 SETUP = """
@@ -46,6 +47,7 @@ def ran(code: str, folder: Path) -> list[dict]:
     return results(gang(SETUP + code, TEST_FOLDER=str(folder), JAX_NUM_CPU_DEVICES="2"))
 
 
+@pytest.mark.slow
 def test_a_host_that_lost_its_disk_reads_from_the_others(tmp_path: Path):
     """With copies, or with replicas; without either the step is not used, and no part of it is left to hinder a newer one."""
     code = """
@@ -77,6 +79,7 @@ out["said"] = said
         assert any("of local checkpoint 3 came from other hosts" in text for text in one["said"])
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_a_flipped_bit_of_one_host(tmp_path: Path):
     """The save fails in all, is said in all, and the next one is good; a damaged copy is read from the other host."""
     code = """
@@ -115,6 +118,7 @@ out["apart"] = said[-1]
         assert "process 1 holds another copy of weights/whole/c/0/0 than a process before it" in one["apart"]
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_reads_them(tmp_path: Path):
     """Of one host: two processes wrote, each a part; one goes on alone."""
     shared = SETUP.replace('folder / f"disk-{rank}"', 'folder / "disk"')

@@ -123,6 +123,7 @@ def test_a_signal_saves_and_ends_all(text: Path, tmp_path: Path, number: signal.
     assert process_of(0, run) is process_of(1, run) is None
 
 
+@pytest.mark.slow
 def test_what_a_process_prints_last_is_told_and_one_left_behind_holds_nothing_up(tmp_path: Path):
     host = engine.Host()
     left = "import subprocess, sys; one = subprocess.Popen(['sleep', '60']); print(one.pid, flush=True); print('last'); sys.exit(7)"

@@ -214,6 +214,7 @@ def test_experts_split_over_devices_change_no_number(name, mesh, run):
     same(one, other, tuple(m for m in metrics if m in one[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", default(1.25, of=(1.25, None)))
 def test_what_a_device_does_does_not_grow_with_the_devices_that_share_the_experts(capacity):
     """At four rows for each device. Its weights fall; what it computes, keeps and sends stays as it is."""
@@ -382,6 +383,7 @@ def test_stages_count_experts_as_one_device_does():
     same(one, staged, metrics)
 
 
+@pytest.mark.slow
 def test_microbatches_are_rows_that_divide():
     model = built(config_of("dense", layers=2), Pipeline(2, 4))
     mesh = MeshSettings(**STAGED["stage 2"]).build(jax.devices()[:2])

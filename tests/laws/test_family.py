@@ -104,6 +104,7 @@ def test_every_family_has_an_example():
     assert {type(c) for c in CASES.values()} == set(FAMILIES.values())
 
 
+@pytest.mark.slow
 @each_layout(scan=["llama"], unroll=[])
 def test_export_equals_eager(case, run, full):
     """As portable StableHLO, both lengths left open, run on another shape than it was made for."""
@@ -173,6 +174,7 @@ def test_hub_folder_gives_the_model_again(case):
         np.testing.assert_array_equal(table.read(theirs, name), weight, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", marked(CASES, ["llama"]))
 def test_scan_equals_unroll_gradients_too(case, full):
     config, tokens, expected = full(case)
@@ -282,6 +284,7 @@ def test_paged_decode_equals_full(case, run, full):
             assert np.isnan(kept).all(), "a page or slot of nobody was written"
 
 
+@pytest.mark.slow
 @each_layout(scan=["deepseek"], unroll=["qwen3_next"], names=CAUSAL)
 def test_ragged_rows_equal_full(case, run, full, monkeypatch):
     """One sequence decodes while the other's prompt is computed in rows; rows that are nobody's fill both groups. Where all that a
@@ -390,6 +393,7 @@ def weight_bytes(model) -> int:
     return sum(v.get_value().nbytes for v in variables(model).values())
 
 
+@pytest.mark.slow
 @each_layout(scan=["llama"], unroll=[])
 def test_adapters_start_at_the_base_train_and_leave_it_untouched(case, run, full):
     """DoRA on attention, LoRA elsewhere, on int8 weights in part."""

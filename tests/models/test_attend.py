@@ -350,6 +350,7 @@ def test_indexes_out_of_range_belong_to_no_row():
     assert all((np.asarray(a) == 5).all() for own in after.values() for n, a in own.items() if not n.startswith(ROW))
 
 
+@pytest.mark.slow
 def test_attention_over_parts_of_the_keys_merges_by_log_sum_exp():
     q, k, v = heads(4)
     at = jnp.broadcast_to(jnp.arange(LONG, dtype=jnp.int32), (B, LONG))

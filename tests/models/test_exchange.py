@@ -77,6 +77,7 @@ def test_no_row_is_dropped_however_uneven_the_load(weigh):
 GRIDS = [{"expert": 2, "tensor": 2}, {"expert": 8}, {"data": 2, "fsdp": 2, "expert": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", default(GRIDS[0], of=GRIDS), ids=str)
 @pytest.mark.parametrize("capacity", [None, 0.7])
 def test_split_experts_equal_those_of_one_device(sizes, capacity):
@@ -92,6 +93,7 @@ def test_rows_that_do_not_divide_are_computed_where_their_experts_are(capacity):
     same(made(EIGHT.model_copy(update={"capacity": capacity}), bias=True), *inputs(B=1), {"expert": 2, "tensor": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "kind", "sizes"),
     [

@@ -25,6 +25,7 @@ def told_by(config, run):
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_scanned_and_rematerialized_layers_tell_what_unrolled_ones_tell(name):
     config = CASES[name]
@@ -58,6 +59,7 @@ def test_queries_keys_and_values_by_hand():
             assert relative(found[i][kind], y) < 1e-4, (i, kind)
 
 
+@pytest.mark.slow
 def test_a_layer_that_attends_twice_is_refused():
     q = jnp.ones((2, 11, 2, 4))
     listening = Listening(Watched(Packed(SEGMENTS), heads=True))

@@ -289,6 +289,7 @@ def test_normalized_advantages_leave_the_returns_alone():
     assert made.returns.tolist() == raw.returns.tolist()
 
 
+@pytest.mark.slow
 def test_a_row_with_a_missing_reward_takes_no_part():
     rewards = array([[0, 1], [0, NAN]])
     values, mask = array([[0.5, 0.2], [0.5, 0.2]]), jnp.ones((2, 2))

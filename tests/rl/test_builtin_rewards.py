@@ -76,6 +76,7 @@ def test_code_that_ends_early_passes_nothing(program):
     assert code([f"```python\n{program}\n```"], [["assert double(1) == 2"]]) == [0]
 
 
+@pytest.mark.slow
 @linux
 def test_code_that_does_not_end_costs_its_tests_and_not_the_reward():
     loop = "```python\ndef double(x):\n    while x: pass\n    return x\n```"

@@ -69,6 +69,7 @@ def rollouts(lm: LM, tmp_path, how: Policy, judge: Any, asked: Prompts, n: int =
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", default("grpo", "reinforce_pp", of=NAMES))
 def test_no_number_of_an_environment_becomes_part_of_an_update(name: str, lm: LM, tmp_path):
     """Of every policy: advantages and returns are finite where the policy spoke, 0 elsewhere; only log-probabilities may be NaN."""
@@ -125,6 +126,7 @@ def computed(how: Policy, parts: Any) -> tuple[float, dict[str, Any]]:
     return float(value), {a: np.asarray(leaf) for a, leaf in found.items()}
 
 
+@pytest.mark.slow
 def test_an_environments_reward_is_one_of_several_and_a_failed_answer_has_none(lm: LM, tmp_path):
     judge, kept = Judge(), []
     made = rollouts(lm, tmp_path, OBJECTIVES["grpo"](), judge, prompts(lm, ["1:", "2:", "3:", "4:"]))

@@ -99,6 +99,7 @@ def test_log_probabilities_are_those_of_each_answer_alone(head, temperature):
     assert found.shape == (Shape(4, 24, LONGEST).answers, LONGEST)
 
 
+@pytest.mark.slow
 def test_the_entropy_is_that_of_the_whole_distribution():
     """Its value over the tokens of the policy, by hand from the logits; without a bonus it is estimated from the tokens drawn."""
     of, model = answers(), built(CASE, Unroll())
@@ -113,6 +114,7 @@ def test_the_entropy_is_that_of_the_whole_distribution():
     assert float(estimated["entropy"]) != pytest.approx(expected, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_with_one_update_a_rollout_the_gradient_is_that_of_reinforce():
     """`old` is NaN: the ratio is exactly 1, nothing is clipped, and the importance weights are those of the present policy."""
     of, model = answers(), built(CASE, Unroll())
@@ -147,6 +149,7 @@ def with_critic():
     return model
 
 
+@pytest.mark.slow
 def test_a_critic_learns_beside_the_policy_whatever_the_parts():
     objective = PPO(kl=0.0, critic=Critic(clip=None, weight=0.5))
     moved, told, _ = stepped(objective, Shape(4, 24, LONGEST), model=with_critic())

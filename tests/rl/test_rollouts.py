@@ -78,6 +78,7 @@ def by_length(prompt: str, completion: str, answer: str) -> float:
     return len(completion) + ord(completion[:1] or " ") / 256
 
 
+@pytest.mark.slow
 def test_an_answer_keeps_its_end_and_its_log_probabilities(lm: LM):
     one = prompts(lm)(0, 1)
     plain = LM(CASE, lm.module, lm.tokenizer)

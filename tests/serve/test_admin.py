@@ -148,6 +148,7 @@ def greedy(module: Any, ids: list[int], most: int) -> list[int]:
 # ---------------------------------------------------------------- adapters
 
 
+@pytest.mark.slow
 def test_an_adapter_is_loaded_named_and_unloaded(lm: LM, service: Service, ask: Callable):
     loaded = ask("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "sql"})
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
@@ -534,6 +535,7 @@ def update(ask: Callable, path: str, version: str | None = None) -> httpx.Respon
     return ask("/finish_weight_update", {} if version is None else {"weight_version": version})
 
 
+@pytest.mark.slow
 def test_new_weights_answer_after_an_update_and_adapters_stay(lm: LM, other: LM, ask: Callable):
     ask("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "sql"})
     assert ask("/weight_info").json() == {"weight_version": "default"}
@@ -622,6 +624,7 @@ def test_a_prompt_that_is_half_scored_begins_again_with_the_new_weights(service:
     np.testing.assert_allclose(found[0].logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_update_begins_before_it_is_filled_and_other_transports_are_refused(ask: Callable):
     for path, body in (("/update_weights", {"update_info": {"path": "next"}}), ("/finish_weight_update", {})):
         assert ask(path, body).status_code == 409

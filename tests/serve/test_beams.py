@@ -275,6 +275,7 @@ def test_a_search_that_takes_too_long_ends_with_an_error(lm: LM):
         asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_a_search_stays_on_one_copy_and_searches_are_spread(lm: LM, expected: dict[tuple[str, float], list[Completion]]):
     with serving_copies(lm, 2) as service:
         front: Any = service.front

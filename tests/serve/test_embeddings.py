@@ -92,6 +92,7 @@ def held(service: EncoderService) -> Iterator[threading.Event]:
 # ---------------------------------------------------------------- embeddings
 
 
+@pytest.mark.slow
 def test_the_official_client_gets_the_vectors_of_the_model(encoder: LM):
     with (
         encoding(encoder) as service,

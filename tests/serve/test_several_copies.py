@@ -98,6 +98,7 @@ async def rested(front: Copies) -> None:
 # ---------------------------------------------------------------- answers
 
 
+@pytest.mark.slow
 def test_an_answer_does_not_depend_on_the_copy(lm: LM, front: Copies):
     how = Sampling(temperature=0.9, top_k=50)
 

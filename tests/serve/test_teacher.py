@@ -62,6 +62,7 @@ def numbers(run: Path, name: str) -> dict[int, float]:
     return by_step(read(Store(run)), name)
 
 
+@pytest.mark.slow
 def test_our_own_server_teaches_as_its_weights_do(lm: LM, url: str, data: Path, tmp_path: Path):
     lm.save(tmp_path / "teacher")
     fit(data, tmp_path / "local" / "run", f"objective.teacher={tmp_path / 'teacher'}")
@@ -74,6 +75,7 @@ def test_our_own_server_teaches_as_its_weights_do(lm: LM, url: str, data: Path, 
     assert numbers(tmp_path / "served" / "run", "eval_kl").keys() == numbers(tmp_path / "local" / "run", "eval_kl").keys()
 
 
+@pytest.mark.slow
 def test_a_resume_is_bit_for_bit_and_asks_nothing_again(url: str, data: Path, tmp_path: Path):
     served = [f"objective.teacher={url}", "objective.teacher_model=tiny"]
     fit(data, tmp_path / "whole", *served)

@@ -147,6 +147,7 @@ def near(found: Any, expected: Any, most: float) -> None:
         assert relative(found[a], expected[a]) < most, a
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", default({"data": 2}, of=[{"data": 2}, {"data": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}]))
 def test_replicas_are_runs_of_their_own_between_outer_steps(float64: None, sizes: dict[str, int]):
     """AdamW with clipping, three inner steps, two outer ones, and one step more; each loss is over the replica's own targets."""
@@ -189,6 +190,7 @@ def test_another_axis_splits_the_work_within_a_replica(float64: None, kind: str,
     assert told[-1]["loss"] == pytest.approx(np.mean([one["loss"] for one in by_hand[-1]]), rel=1e-10)
 
 
+@pytest.mark.slow
 def test_an_outer_step_after_every_step_of_sgd_is_data_parallel_training():
     """With replicas of as many targets, learning rate 1 and no momentum, the mean of the weights is the step of the mean gradient."""
     made = Made("dense", PLAIN)
@@ -271,6 +273,7 @@ def sent(program: Any, mesh: Any) -> tuple[dict[str, int], dict[str, int]]:
     return between, within
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", default({"data": 2, "fsdp": 2}, of=[{"data": 2, "fsdp": 2}, {"data": 4}, {"data": 2, "tensor": 2}]))
 def test_an_inner_step_sends_a_few_numbers_and_an_outer_step_the_weights_once(sizes: dict[str, int]):
     made = Made("dense", ADAMW)

@@ -137,6 +137,7 @@ def by_hand(objective, batch):
     return total / count, kl / count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["logits", "chunks"])
 def test_the_loss_and_its_metrics_are_those_of_the_formula_where_the_mask_is_1(head):
     """The teacher is of another family, size and layout. What the mask leaves out may be anything."""
@@ -179,6 +180,7 @@ def test_chunks_give_the_gradient_of_whole_logits_in_float64(divergence):
             assert relative(parts[address], grad) < 1e-10, address
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cosine", "mse"])
 def test_hidden_states_by_hand(kind):
     """Added with its weight, over the targets that count; the teacher as wide as the student."""
@@ -268,6 +270,7 @@ def test_only_layers_up_to_the_compared_one_learn_from_it():
     assert max(v for a, v in slope.items() if a.startswith("layers.1.")) == 0
 
 
+@pytest.mark.slow
 def test_the_teacher_has_no_gradient():
     batch, student = batch_of(4), models()["model"]
     graph, leaves = split(models()["teacher"])
@@ -278,6 +281,7 @@ def test_the_teacher_has_no_gradient():
     assert all(float(jnp.max(jnp.abs(g))) == 0 for g in jax.grad(loss)(leaves).values())
 
 
+@pytest.mark.slow
 def test_all_cached_tokens_are_the_whole_distribution_and_fewer_are_less():
     batch = batch_of()
     whole = how(temperature=2.0)(models(), batch, KEY)
@@ -310,6 +314,7 @@ def stepped(objective, batch, accumulate):
     return {a: np.asarray(after.params[a] - params[a]) for a in params}, told
 
 
+@pytest.mark.slow
 def test_accumulation_changes_no_loss_and_no_gradient():
     objective, batch = how(), batch_of()
     (moved, told), (again, told_again) = stepped(objective, batch, 1), stepped(objective, batch, 4)

@@ -71,6 +71,7 @@ def by_hand(name, pairs, heads, batch):
     return np.mean(each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [{}, {0: 2, 2: 1}], ids=["last", "pairs"])
 def test_relations_of_models_of_other_widths_and_heads_by_hand(layers):
     """14 heads cut through those of both models; sequences of a row see themselves alone; the mean is over targets that count."""

@@ -237,6 +237,7 @@ def stepped(objective, batch, accumulate):
     return {a: np.asarray(after.params[a] - params[a]) for a in params}, told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_accumulation_and_order_change_no_loss_and_no_gradient(name):
     """KTO's divergence is that of the whole batch: a part's own would give another loss."""
@@ -252,6 +253,7 @@ def test_accumulation_and_order_change_no_loss_and_no_gradient(name):
         assert relative(again[address], change) < 2e-4, address
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_an_empty_group_changes_nothing(name):
     """Evaluation fills its last batch up with blank rows."""
@@ -265,6 +267,7 @@ def test_an_empty_group_changes_nothing(name):
         assert float(filled.metrics[metric].value()) == pytest.approx(float(mean.value()), rel=1e-4, abs=1e-6), metric
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_packed_sequences_are_those_of_each_alone():
     model, batch = built(CASE, Unroll()), batch_of(4, 12)
     alone, _ = sequences(DPO(), model, batch)

@@ -80,6 +80,7 @@ def test_sorted_distances_by_hand():
     np.testing.assert_allclose(sorted_distance(other, one), [0.4, 0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_merged_group_by_hand():
     """Student: two tokens for what the teacher says in one. p = p1(token) p2, against q."""
     p1, p2, q = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.6])

@@ -380,6 +380,7 @@ def test_smollm2_has_its_golden_loss_on_wikitext():
 # ---------------------------------------------------------------- generation
 
 
+@pytest.mark.slow
 def test_answers_are_what_the_engine_generates_and_stop_where_the_task_says(lm: LM):
     rows = [{"context": f"{a} + {a} =", "continuation": " 4"} for a in range(5)]
     texts, cut = generation.answers(lm, planned("simple_arithmetic", rows), EvalSettings(), quiet)
