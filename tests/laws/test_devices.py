@@ -324,11 +324,13 @@ def test_encoders_run_over_stages():
         with scope(mesh):
             (_, y), gradient = jax.jit(jax.value_and_grad(vectors, has_aux=True))(weights)
         found.append((np.asarray(y), to_layers(merge(graph, weights), {a: np.asarray(g) for a, g in gradient.items()})))
+    largest = max(np.abs(g).max() for g in found[0][1].values())
     for y, gradient in found[1:]:
         assert relative(y, found[0][0]) < 1e-5
         assert gradient.keys() == found[0][1].keys()
         for name, g in found[0][1].items():
-            assert np.abs(gradient[name] - g).max() <= 1e-4 * max(np.abs(g).max(), 1e-9), name
+            # That of the keys' biases is 0 but for rounding.
+            assert np.abs(gradient[name] - g).max() <= 1e-4 * max(np.abs(g).max(), 0.01 * largest), name
 
 
 @pytest.mark.slow
