@@ -600,9 +600,16 @@ EDITS = [
     Edit(
         "loads of experts from steps in which a stage waits",
         "argosy/models/parts/pipeline.py",
-        "lax.dynamic_slice_in_dim(a, s, M)",
-        "a[:M]",
+        "lax.dynamic_slice_in_dim(a, s, M * R)",
+        "a[: M * R]",
         (f"{DEVICES}stages_count_experts_as_one_device_does",),
+    ),
+    Edit(
+        "a stage runs the layers of another round",
+        "argosy/models/parts/pipeline.py",
+        "r, m = i // S % R,",
+        "r, m = i // M % R,",
+        (f"{DEVICES}rounds_change_no_number[dense-stage 2-full]",),
     ),
     # ---------------------------------------------------------------- int8 and adapters
     Edit(

@@ -76,24 +76,26 @@ class Decided:
     precision: Precision
     # The type of frozen weights under an adapter.
     base_dtype: Precision = "float32"
+    # In how many arrays scanned layers are stored.
+    rounds: int = 1
 
     @classmethod
     def here(cls, run: Run) -> "Decided":
         cpu = backend() == "cpu"
-        layers = run.execution.run
+        layers, rounds = run.execution.run, run.execution.rounds
         if layers == "auto":
-            layers = "unroll" if cpu and run.model.layers <= 32 and not run.mesh.splits("stage") else "scan"
+            layers = "unroll" if cpu and run.model.layers <= 32 and not run.mesh.splits("stage") and rounds == 1 else "scan"
         precision = run.precision
         if precision == "auto":
             precision = "float32" if cpu else "bfloat16"
-        return cls(layers, precision, base_dtype(run) if precision == "bfloat16" else "float32")
+        return cls(layers, precision, base_dtype(run) if precision == "bfloat16" else "float32", rounds)
 
     @property
     def dtype(self) -> Any:
         return jnp.dtype(self.precision)
 
     def run(self, remat: Any) -> Execution:
-        return Unroll(remat) if self.layers == "unroll" else Scan(remat)
+        return Unroll(remat) if self.layers == "unroll" else Scan(remat, self.rounds)
 
 
 def base_dtype(run: Run) -> Precision:
@@ -490,7 +492,7 @@ def _assembled(
     """What does not depend on where batches come from: the model, the optimizer, and whether they fit."""
     how = execution(run, decided, mesh)
     model = run.model.build(how)
-    check_groups(model, mesh.shape["stage"])
+    check_groups(model, mesh.shape["stage"], run.execution.rounds)
     check_kept(model, run.execution.keep)
     replicas.check_model(run, model, scheduled(run.steps, batches))
     if not (run.init.weights or run.init.state) and (

@@ -63,7 +63,12 @@ class Execution(Settings):
     Stored with the run. Layers that are split over devices (`mesh.stage`) are stored as scanned ones."""
     microbatches: Annotated[int | None, MayChange(), Also("num_pipeline_microbatches", "n_microbatches")] = Field(None, gt=0)
     """Into how many parts the rows of a pass are split to go through the stages of `mesh.stage`: a multiple of the stages S. With M of
-    them, stages are idle for (S - 1) / (M + S - 1) of the time. None: 4 S, or the next smaller multiple that divides the rows."""
+    them, stages are idle for (S - 1) / (M R + S - 1) of the time, where R is `execution.rounds`. None: 4 S, or the next smaller
+    multiple that divides the rows."""
+    rounds: Annotated[int, Also("num_pipeline_repeats", "virtual_pipeline_model_parallel_size")] = Field(1, gt=0)
+    """How often a microbatch goes through all stages of `mesh.stage` (a circular, or interleaved, schedule): each stage has so many
+    runs of neighboring layers, which are as many times shorter. More rounds leave stages idle for less of the time, and send more
+    between them. Layers are stored in so many arrays, one for each round, so a run keeps its rounds."""
     remat: Annotated[
         Literal["none", "dots", "full"],
         Also(
