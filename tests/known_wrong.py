@@ -600,9 +600,16 @@ EDITS = [
     Edit(
         "loads of experts from steps in which a stage waits",
         "argosy/models/parts/pipeline.py",
-        "lax.dynamic_slice_in_dim(a, s, M)",
-        "a[:M]",
+        "lax.dynamic_slice_in_dim(a, s, M * R)",
+        "a[: M * R]",
         (f"{DEVICES}stages_count_experts_as_one_device_does",),
+    ),
+    Edit(
+        "a stage runs the layers of another round",
+        "argosy/models/parts/pipeline.py",
+        "r, m = i // S % R,",
+        "r, m = i // M % R,",
+        (f"{DEVICES}rounds_change_no_number[dense-stage 2-full]",),
     ),
     # ---------------------------------------------------------------- int8 and adapters
     Edit(
@@ -771,8 +778,8 @@ EDITS = [
     Edit(
         "the end of an answer not learned",
         "argosy/rl/answers.py",
-        "answer.tokens.append(event.token)\n                answer.live.append(True)",
-        "answer.tokens.append(event.token)\n                answer.live.append(event.reason != \"stop\")",
+        "[True] * len(one.tokens)",
+        "[True] * (len(one.tokens) - one.ended) + [False] * one.ended",
         ("tests/rl/test_rollouts.py::test_an_answer_keeps_its_end_and_its_log_probabilities",),
     ),
     Edit(
@@ -1097,6 +1104,20 @@ EDITS = [
         'exec scontrol requeue "$SLURM_JOB_ID"',
         "exit 0",
         ("tests/launch/test_slurm.py::test_at_the_time_limit_the_run_saves_and_is_queued_again",),
+    ),
+    Edit(
+        "a bad step reaches the optimizer's state on the host",
+        "argosy/train/offload.py",
+        "jnp.where(self.stays, before[path], leaf)",
+        "leaf",
+        ("tests/train/test_offload.py::test_a_bad_step_leaves_the_state_as_it_was",),
+    ),
+    Edit(
+        "only the first layer's state on the host is updated",
+        "argosy/train/offload.py",
+        "(gradient, arrays), jnp.arange(count",
+        "(gradient, arrays), jnp.zeros(count",
+        ("tests/train/test_offload.py::test_updates_and_state_are_those_of_the_device",),
     ),
     Edit(
         "pairs of inverted blocks are joined without their sign",

@@ -39,7 +39,7 @@ from argosy.core.formats import Arrays, Over, Reader, View
 from argosy.core.schema import Choice
 from argosy.data.tokenize import matching
 from argosy.models.parts.einsum import Contraction
-from argosy.models.parts.stack import Scan, Unroll
+from argosy.models.parts.stack import Unroll, stored_as
 from argosy.models.parts.weight import put, variables
 
 MISSING = "put the base model back, or leave a link to it there"
@@ -124,7 +124,7 @@ def open_adapted(
     """
     try:
         settings: Any = Choice(ADAPTERS).build(meta["settings"]["adapter"])
-        base, layers = meta["base"], meta["decided"]["layers"]
+        base, layers = meta["base"], stored_as(meta["decided"])
     except KeyError as missing:
         raise Damaged(f"meta.json has no {missing}", where=str(folder)) from None
     try:
@@ -132,7 +132,7 @@ def open_adapted(
     except FileNotFoundError:
         raise BadInput(f"no checkpoint at {folder}") from None
     def read() -> Contents:
-        model = config.build(Scan() if layers == "scan" else Unroll())
+        model = config.build(layers)
         settings.put_on(model)
         addresses = [f"{name}.{factor}" for name in find(model, ".*", LoRA) for factor in FACTORS]
         for address in {*addresses, *retrained(model)} & set(variables(model)):

@@ -20,7 +20,7 @@ from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats import Shape
 from argosy.core.formats.zarr import map_array
 from argosy.models.family import FamilyConfig
-from argosy.models.parts.stack import Scan, Unroll, stored_addresses
+from argosy.models.parts.stack import Execution, stored_addresses
 
 # Linux 5.14. Reads a range at once and in order: 2.4 GB/s from a cold disk, where page faults give 1.5.
 POPULATE_READ = 22
@@ -33,20 +33,20 @@ class StepReader:
 
     Args:
         folder: of the checkpoint.
-        layers: the layout it was written in, "scan" or "unroll".
+        layers: the layout it was written in (`models.parts.stack.stored_as`).
 
     Raises:
         BadInput: the checkpoint is gone, or lacks weights of its model.
         Damaged: it cannot be read.
     """
 
-    def __init__(self, folder: Path, config: FamilyConfig, layers: str):
+    def __init__(self, folder: Path, config: FamilyConfig, layers: Execution):
         try:
             self._held = manifest.Held(folder)
         except FileNotFoundError:
             raise BadInput(f"no checkpoint at {folder}") from None
         self.folder, self._pages = folder, Pages()
-        self._where = stored_addresses(config.build(Scan() if layers == "scan" else Unroll()))
+        self._where = stored_addresses(config.build(layers))
         self._shapes = stored_shapes(folder)
         self._last: tuple[str, np.ndarray] | None = None
         absent = {address for address, _ in self._where.values()} - set(self._shapes)

@@ -22,7 +22,7 @@ from argosy.core.settings import dump
 from argosy.data.tokenize import BESIDE, VOCABULARIES, matching
 from argosy.models import FAMILIES
 from argosy.models.family import FamilyConfig
-from argosy.models.parts.stack import layer_addresses, stored_addresses
+from argosy.models.parts.stack import layer_addresses, stored_addresses, stored_as
 from argosy.models.parts.weight import kept_in, put, variables
 from argosy.parallel.place import on_devices
 
@@ -153,7 +153,7 @@ def _open_step(folder: Path, warn: Callable[[str], None] = lambda _: None) -> St
         adapted = open_adapted(folder, config, meta, warn)
         return Stored(folder, "argosy", config, adapted.weights, companions, meta.get("hub", {}), adapted)
     return Stored(
-        folder, "argosy", config, StepReader(folder, config, meta["decided"]["layers"]), companions, meta.get("hub", {})
+        folder, "argosy", config, StepReader(folder, config, stored_as(meta["decided"])), companions, meta.get("hub", {})
     )
 
 

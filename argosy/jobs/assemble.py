@@ -34,6 +34,7 @@ from argosy.jobs.across import Both, is_across
 from argosy.jobs.address import is_endpoint
 from argosy.jobs.frozen import Role
 from argosy.jobs.memory import batch_shapes, estimated_need
+from argosy.jobs.offload import check_offload
 from argosy.jobs.preflight import check_experts
 from argosy.jobs.run import Run
 from argosy.jobs.served import Served
@@ -54,8 +55,9 @@ from argosy.parallel.scope import scope
 from argosy.rl.critic import PREFIX, attach
 from argosy.train import diloco, projection
 from argosy.train.beside import parted
-from argosy.train.guard import FLAG, begin, guarded
+from argosy.train.guard import FLAG, begin, guarded, judged
 from argosy.train.guard_settings import GuardSettings
+from argosy.train.offload import pieces_for, places_on_host
 from argosy.train.optim import scaled
 from argosy.train.settings import OBJECTIVES
 from argosy.train.state import TrainState, flattened, meanings_of, trained, training_graph, unflattened
@@ -74,24 +76,26 @@ class Decided:
     precision: Precision
     # The type of frozen weights under an adapter.
     base_dtype: Precision = "float32"
+    # In how many arrays scanned layers are stored.
+    rounds: int = 1
 
     @classmethod
     def here(cls, run: Run) -> "Decided":
         cpu = backend() == "cpu"
-        layers = run.execution.run
+        layers, rounds = run.execution.run, run.execution.rounds
         if layers == "auto":
-            layers = "unroll" if cpu and run.model.layers <= 32 and not run.mesh.splits("stage") else "scan"
+            layers = "unroll" if cpu and run.model.layers <= 32 and not run.mesh.splits("stage") and rounds == 1 else "scan"
         precision = run.precision
         if precision == "auto":
             precision = "float32" if cpu else "bfloat16"
-        return cls(layers, precision, base_dtype(run) if precision == "bfloat16" else "float32")
+        return cls(layers, precision, base_dtype(run) if precision == "bfloat16" else "float32", rounds)
 
     @property
     def dtype(self) -> Any:
         return jnp.dtype(self.precision)
 
     def run(self, remat: Any) -> Execution:
-        return Unroll(remat) if self.layers == "unroll" else Scan(remat)
+        return Unroll(remat) if self.layers == "unroll" else Scan(remat, self.rounds)
 
 
 def base_dtype(run: Run) -> Precision:
@@ -224,6 +228,7 @@ class Assembly:
             accumulate=self.run.accumulate,
             roles=self.graphs,
             once=Once(self.places.params | self.places.rest) if self.run.execution.gather == "once" else None,
+            stays=self._stays if self.run.execution.offload != "none" else None,
         )
         how = self.run.diloco
         step = guarded(diloco.alone(step), self.run.guard) if how.every else guarded(step, self.run.guard)
@@ -237,6 +242,9 @@ class Assembly:
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.places, None))
         with self.tracing():
             return jitted.lower(self.shapes, self.batch_shapes(), self.frozen_shapes).compile()
+
+    def _stays(self, kept: Any, loss: Any, norm: Any) -> Any:
+        return judged(kept, loss, norm, self.run.guard).stays
 
     def compile_evaluation(self) -> Any:
         evaluate = make_evaluation(self.graph, self.run.objective, precision=self.decided.precision, roles=self.graphs)
@@ -484,7 +492,7 @@ def _assembled(
     """What does not depend on where batches come from: the model, the optimizer, and whether they fit."""
     how = execution(run, decided, mesh)
     model = run.model.build(how)
-    check_groups(model, mesh.shape["stage"])
+    check_groups(model, mesh.shape["stage"], run.execution.rounds)
     check_kept(model, run.execution.keep)
     replicas.check_model(run, model, scheduled(run.steps, batches))
     if not (run.init.weights or run.init.state) and (
@@ -515,13 +523,17 @@ def _assembled(
         projection.attach(model, run.objective, roles)
     graph, params, rest = trained(model)
     rate = run.schedule.build(scheduled(run.steps, batches))
-    optimizer = run.optimizer.build(rate, meanings_of(model))
+    shapes = abstract(model)
+    weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, run.mesh.table(), mesh)
+    offloads = run.execution.offload != "none"
+    if offloads:
+        check_offload(run, decided, mesh)
+    pieces = pieces_for(run.optimizer, meanings_of(model), shapes, weights) if offloads else None
+    optimizer = run.optimizer.build(rate, meanings_of(model), pieces)
     if critic is not None:
         optimizer = scaled(optimizer, PREFIX, critic.rate)
     if run.diloco.every:
         optimizer = diloco.around(optimizer, mesh.shape[diloco.AXIS])
-    shapes = abstract(model)
-    weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, run.mesh.table(), mesh)
 
     def described(leaf: Any, place: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
@@ -532,6 +544,8 @@ def _assembled(
         {a: shapes[a] for a in rest},
     )
     places = like_weights(state, weights, shapes, mesh)
+    if offloads:
+        places = replace(places, optimizer=places_on_host(places.optimizer, state.optimizer, state.params))
     if run.execution.gather == "once" and not Once(weights).gathers:
         raise BadInput("no weight is split over mesh.fsdp, so there is nothing to gather once", where="set by execution.gather")
     if run.diloco.every:

@@ -2,6 +2,7 @@
 and the figures that the laws assert. Programs are compiled, not run.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from argosy.parallel.place import batch_sharding, like_weights
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
 from argosy.train.objectives.next_token import NextToken
+from argosy.train.offload import pieces_for, places_on_host
 from argosy.train.optim import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
@@ -102,20 +104,38 @@ def step_cost(config: Any, sizes: dict[str, Any], rows: int = ROWS, run: Executi
 
 
 def lowered_step(
-    model: Any, mesh: Mesh, rows: int, length: int, precision: Precision = "float32", accumulate: int = 1, gather: str = "each"
+    model: Any,
+    mesh: Mesh,
+    rows: int,
+    length: int,
+    precision: Precision = "float32",
+    accumulate: int = 1,
+    gather: str = "each",
+    optimizer: Any = None,
+    offload: str = "none",
 ) -> jax.stages.Lowered:
-    """A training step of a model over a mesh, whose devices may be described. Nothing is stored on them."""
+    """A training step of a model over a mesh, whose devices may be described. Nothing is stored on them.
+
+    Args:
+        optimizer: its settings; default: SGD.
+        offload: what is in the host's memory (`Execution.offload`).
+    """
     _, params, rest = trained(model)
     rate = Constant(warmup=0).build(10)
-    optimizer = SGD(learning_rate=1e-2).build(rate, meanings_of(model))
     shapes = abstract(model)
+    weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)
+    settings = optimizer or SGD(learning_rate=1e-2)
+    offloads = offload != "none"
+    pieces = pieces_for(settings, meanings_of(model), shapes, weights) if offloads else None
+    optimizer = settings.build(rate, meanings_of(model), pieces)
     state = jax.eval_shape(
         lambda params, rest: TrainState.start(params, rest, optimizer.init(params), 0),
         {a: shapes[a] for a in params},
         {a: shapes[a] for a in rest},
     )
-    weights = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)
     places = like_weights(state, weights, shapes, mesh)
+    if offloads:
+        places = replace(places, optimizer=places_on_host(places.optimizer, state.optimizer, state.params))
     described = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, places)
     goal = NextToken(head="logits")
     batch = {
@@ -123,6 +143,8 @@ def lowered_step(
         for name, f in goal.reads().items()
     }
     how: dict[str, Any] = {"accumulate": accumulate, "once": Once(weights) if gather == "once" else None}
+    if offloads:
+        how["stays"] = lambda *_: jnp.zeros((), bool)
     step = make_step(training_graph(model), goal, optimizer, rate, precision=precision, **how)
     with scope(mesh):
         return jax.jit(step, donate_argnums=0, out_shardings=(places, None)).lower(described, batch)

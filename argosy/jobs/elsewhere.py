@@ -13,7 +13,7 @@ _LOADERS = "data is read ahead by threads: data.prefetch is how many batches"
 _COMPILED = "every step is compiled, and compiled programs are kept between runs"
 _ATTENTION = "attention is chosen by the device it runs on; `execution.attention` names another"
 _ENGINE_MEMORY = "rollout.slots is how many answers are generated at a time, which decides the memory of the engine"
-_OFFLOAD = "nothing is moved to the host's memory; mesh.fsdp splits weights and optimizer state over devices"
+_OFFLOAD = "weights stay on the devices: execution.offload=optimizer moves the optimizer's state to the host, and mesh.fsdp splits both"
 _DEVICES = (
     "a process trains on every device that it finds; `argosy launch processes=N` starts several, as other launchers start one a host"
 )
@@ -30,7 +30,7 @@ ELSEWHERE: dict[str, str] = {
     "vllm_gpu_memory_utilization": _ENGINE_MEMORY,
     "use_remove_padding": "answers are always packed into rows, without padding between them",
     "param_offload": _OFFLOAD,
-    "optimizer_offload": _OFFLOAD,
+    "parameter_memory_host_offload": _OFFLOAD,
     "critic_warmup": "the critic learns from the first step; updates of the critic alone are not built",
     "critic.optim.lr": "the critic is trained by the same optimizer, at optimizer.learning_rate",
     "critic.model.path": "the critic begins as the model itself, with a head of its own",

@@ -22,7 +22,7 @@ from argosy.core.settings import diff, dump
 from argosy.data.tokenize import Tokenizer
 from argosy.jobs.assemble import GUARD, Assembly
 from argosy.jobs.run import Run
-from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses
+from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses, stored_as
 from argosy.models.parts.weight import Leaves, fill, put, split
 from argosy.parallel.place import on_devices
 from argosy.rl.critic import PREFIX
@@ -144,13 +144,13 @@ def state_from(assembly: Assembly, run: str, say: Callable[[str], None]) -> tupl
     with alone(assembly.model):
         read_into(
             assembly.model,
-            StepReader(path, config, meta["decided"]["layers"]),
+            StepReader(path, config, stored_as(meta["decided"])),
             place=(assembly.places.params | assembly.places.rest).__getitem__,
         )
     # What a guard keeps is of the other run's losses.
     arrays = {name: a for name, a in load_item(path, STATE).items() if not name.startswith(GUARD)}
     wanted = {name for name in assembly.state_places()[1] if not name.startswith(GUARD)}
-    arrays = relaid(arrays, config.build(_run_of(meta)), assembly.model)
+    arrays = relaid(arrays, config.build(stored_as(meta["decided"])), assembly.model)
     if set(arrays) != wanted:
         raise BadInput(f"{run} was trained with another optimizer", hint="init.weights takes only its weights")
     if int(arrays["step"]) >= assembly.run.steps:
@@ -178,7 +178,7 @@ def first_weights(assembly: Assembly, say: Callable[[str], None]) -> dict[str, A
         _fill_from(assembly, open_model(init.weights, say))
     elif init.state:
         path, meta = step_of(init.state, say)
-        reader = StepReader(path, config_of(meta["model"]), meta["decided"]["layers"])
+        reader = StepReader(path, config_of(meta["model"]), stored_as(meta["decided"]))
         read_into(assembly.model, reader, place=places.__getitem__)
     else:
         assembly.draw()
@@ -264,12 +264,6 @@ class _Default(dict):
 
     def __missing__(self, name: str) -> Any:
         return jnp.zeros(())
-
-
-def _run_of(meta: dict[str, Any]) -> Any:
-    from argosy.models.parts.stack import Scan, Unroll
-
-    return Scan() if meta["decided"]["layers"] == "scan" else Unroll()
 
 
 def _check_same(mine: Any, theirs: Any, where: str) -> None:

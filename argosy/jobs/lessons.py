@@ -20,7 +20,6 @@ from argosy.data.prompts import Prompt
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
 from argosy.jobs.reinforce import Reinforced, shape_of
-from argosy.jobs.rollout_engine import RolloutEngine
 from argosy.jobs.run import Run
 from argosy.jobs.teacher import ROLE, Teacher
 from argosy.models.parts.weight import merge
@@ -45,9 +44,7 @@ class Tutored(Reinforced):
         return self.batches
 
     def begin_rollouts(self, say: Callable[[str], None], keep: Callable[[Sequence[Told]], None], stop: Callable[[], bool]) -> None:
-        how, shapes = self.run.rollout or Rollout(), self.shapes.params | self.shapes.rest
-        args = (self.run.model, self.graph, shapes, self.decided.dtype, self.tokenizer, how, self.hub, self.generation)
-        engine = RolloutEngine(*args)
+        engine: Any = self.engine(say)
         self.rollouts.tutor = Tutor(lambda state: engine(engine.weights(state)), self.teaching, self.compare)
         self.rollouts.say, self.rollouts.keep, self.rollouts.interrupted = say, keep, stop
 
@@ -101,7 +98,7 @@ class Tutored(Reinforced):
         groups = f", {how.completions} to each prompt" if how.completions > 1 else ""
         updates = f"; {plural(how.updates, 'update')} from each rollout" if how.updates > 1 else ""
         each = f"{plural(run.data.batch, 'answer')} of at most {plural(how.tokens, 'token')}{groups}, {whose}"
-        return {"rollout": f"{each}, at temperature {run.objective.sampling:g}{updates}"}
+        return {"rollout": f"{each}, at temperature {run.objective.sampling:g}{updates}"} | self.processes()
 
 
 def lessons_of(run: Run, mesh: Any, tokenizer: Any) -> Lessons:

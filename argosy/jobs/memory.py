@@ -28,6 +28,7 @@ from argosy.parallel.place import row_shares
 from argosy.rl.critic import attach
 from argosy.train import projection
 from argosy.train.objectives.distill import ROLE
+from argosy.train.offload import HOST
 from argosy.train.state import trained, training_graph
 from argosy.train.step import model_for
 
@@ -203,9 +204,11 @@ def _state_bytes(shapes: Any, places: Any, mesh: Any, roles: Mapping[str, Any]) 
 
 
 def _total(shapes: Any, places: Any, mesh: Any) -> int:
-    """Bytes of arrays on one device, or on all of them if they share memory."""
+    """Bytes of arrays on one device, or on all of them if they share memory. What accelerators keep on the host does not count."""
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True)
-    each = sum(math.prod(place.shard_shape(s.shape)) * s.dtype.itemsize for s, place in pairs)
+    shared = _shared(mesh)
+    here = [(s, place) for s, place in pairs if shared or place.memory_kind != HOST]
+    each = sum(math.prod(place.shard_shape(s.shape)) * s.dtype.itemsize for s, place in here)
     return each * (mesh.size if _shared(mesh) else 1)
 
 
@@ -244,4 +247,6 @@ def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh:
         changes.append("a smaller model")
         if mesh.size > 1 and not run.mesh.splits("fsdp"):
             changes.append("mesh.fsdp=-1: weights split over the devices")
+        if sizes["optimizer"] > sizes["parameters"] and not _shared(mesh):
+            changes.append("execution.offload=optimizer: the optimizer's state in the host's memory")
     return Need(sizes, limit, where, "; ".join(changes))

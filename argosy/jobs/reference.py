@@ -215,6 +215,7 @@ def key_of(assembly: Any, batches: RowBatches, weights: str) -> str:
         "data": {name: value for name, value in data.items() if name not in ("batch", "packing", "shuffle", "seed", "rows_per_group")},
         "precision": assembly.decided.precision,
         "layers": assembly.decided.layers,
+        **({"rounds": assembly.decided.rounds} if assembly.decided.rounds > 1 else {}),
     }
     return hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:24]
 

@@ -2,7 +2,8 @@
 
 The engine and the trainer are one model on the same devices, unless `rollout.devices` says otherwise: before a rollout the engine's
 module is given the state's own arrays, without a copy; after it the engine frees its cache, and the arrays that it still names are
-given away by the update. An update computes as many parts as a rollout's answers fill, by one program.
+given away by the update. With `rollout.processes` the engines are in other processes (`jobs.rollout_workers`). An update computes as
+many parts as a rollout's answers fill, by one program.
 """
 
 import math
@@ -26,6 +27,8 @@ from argosy.jobs.assemble import Assembly
 from argosy.jobs.hooks import Saver, is_stopping
 from argosy.jobs.memory import shapes_of
 from argosy.jobs.rollout_engine import RolloutEngine
+from argosy.jobs.rollout_workers import RolloutWorkers
+from argosy.jobs.rollout_workers import described as processes_of
 from argosy.jobs.run import Run
 from argosy.jobs.view import View
 from argosy.observe.goodput import Clock
@@ -71,6 +74,12 @@ class Reinforced(Assembly):
     generation: Mapping[str, Any] = field(default_factory=dict)
     # The frozen models that an update reads. A policy's reference is read once a rollout instead.
     in_update: ClassVar[tuple[str, ...]] = ()
+    _workers: RolloutWorkers | None = field(default=None, init=False, repr=False)
+
+    def close(self) -> None:
+        super().close()
+        if self._workers is not None:
+            self._workers.close()
 
     @property
     def rollouts(self) -> Rollouts:
@@ -129,10 +138,7 @@ class Reinforced(Assembly):
 
     def begin_rollouts(self, say: Callable[[str], None], keep: Callable[[Sequence[Told]], None], stop: Callable[[], bool]) -> None:
         """Lends the rollouts what they need of this run, before its first step."""
-        how, shapes = self.run.rollout or Rollout(), self.shapes.params | self.shapes.rest
-        engine = RolloutEngine(
-            self.run.model, self.graph, shapes, self.decided.dtype, self.tokenizer, how, self.hub, self.generation
-        )
+        engine = self.engine(say)
         trainer = Trainer(
             engine.weights,
             engine,
@@ -144,6 +150,22 @@ class Reinforced(Assembly):
             table.environments.say = say
         self.say_lengths(say)
         self.rollouts.begin(trainer, say, keep, stop)
+
+    def engine(self, say: Callable[[str], None]) -> RolloutEngine | RolloutWorkers:
+        """What answers, in this process or in others, which it starts."""
+        how, shapes = self.run.rollout or Rollout(), self.shapes.params | self.shapes.rest
+        made = RolloutEngine(
+            self.run.model, self.graph, shapes, self.decided.dtype, self.tokenizer, how, self.hub, self.generation
+        )
+        if how.processes is None:
+            return made
+        self._workers = RolloutWorkers(made, say)
+        return self._workers
+
+    def processes(self) -> dict[str, str]:
+        """The processes that sample, for the header."""
+        how, shapes = self.run.rollout or Rollout(), self.shapes.params | self.shapes.rest
+        return {} if how.processes is None else {"samplers": processes_of(how, shapes)}
 
     def say_lengths(self, say: Callable[[str], None]) -> None:
         """Reports prompts without room for an answer before the first of them is reached."""
@@ -208,7 +230,7 @@ class Reinforced(Assembly):
     def told(self) -> dict[str, str]:
         """The rollouts and rewards of the run, for its header."""
         assert self.run.rollout is not None
-        return told(self.run, self.run.rollout)
+        return told(self.run, self.run.rollout) | self.processes()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from argosy.adapt.settings import LAYERS
 from argosy.adapt.surgery import find, put_at
 from argosy.checkpoint.load import places
 from argosy.core.counts import plural
-from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.errors import ArgosyError, BadInput, Unsupported
 from argosy.data.tokenize import Tokenizer
 from argosy.infer.lm import LM
 from argosy.infer.settings import EngineSettings
@@ -33,15 +33,23 @@ def trainer_devices(how: Rollout | None) -> list[Any]:
     """The devices that train: all but those that sample only.
 
     Raises:
-        BadInput: none is left.
+        BadInput: none is left. Unsupported: processes that sample would have to share accelerators with this one.
     """
     here = jax.devices()
+    if how is not None and how.processes is not None and here[0].platform != "cpu":
+        what = f"rollout.processes on {here[0].platform}: processes that sample have CPU devices, and this one has all others"
+        raise Unsupported(what, hint="rollout.devices=N samples on devices of this process")
     if how is None or how.devices is None:
         return here
     if how.devices >= len(here):
         what = f"rollout.devices = {how.devices}, and this process has {len(here)} device{'s' * (len(here) > 1)}: none is left to train"
         raise BadInput(what, hint=f"to try it on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={how.devices + 1}")
     return here[: -how.devices]
+
+
+def policy_weights(state: TrainState) -> Leaves:
+    """The weights of a state, without the critic's."""
+    return {a: leaf for a, leaf in (state.params | state.rest).items() if not a.startswith(PREFIX)}
 
 
 @dataclass
@@ -70,7 +78,7 @@ class RolloutEngine:
         Raises:
             ArgosyError: a copy differs from its source.
         """
-        own = {a: leaf for a, leaf in (state.params | state.rest).items() if not a.startswith(PREFIX)}
+        own = policy_weights(state)
         if self.how.devices is None:
             return own
         if self._places is None:

@@ -63,7 +63,12 @@ class Execution(Settings):
     Stored with the run. Layers that are split over devices (`mesh.stage`) are stored as scanned ones."""
     microbatches: Annotated[int | None, MayChange(), Also("num_pipeline_microbatches", "n_microbatches")] = Field(None, gt=0)
     """Into how many parts the rows of a pass are split to go through the stages of `mesh.stage`: a multiple of the stages S. With M of
-    them, stages are idle for (S - 1) / (M + S - 1) of the time. None: 4 S, or the next smaller multiple that divides the rows."""
+    them, stages are idle for (S - 1) / (M R + S - 1) of the time, where R is `execution.rounds`. None: 4 S, or the next smaller
+    multiple that divides the rows."""
+    rounds: Annotated[int, Also("num_pipeline_repeats", "virtual_pipeline_model_parallel_size")] = Field(1, gt=0)
+    """How often a microbatch goes through all stages of `mesh.stage` (a circular, or interleaved, schedule): each stage has so many
+    runs of neighboring layers, which are as many times shorter. More rounds leave stages idle for less of the time, and send more
+    between them. Layers are stored in so many arrays, one for each round, so a run keeps its rounds."""
     remat: Annotated[
         Literal["none", "dots", "full"],
         Also(
@@ -73,6 +78,13 @@ class Execution(Settings):
     ] = "none"
     """Activations to recompute in the backward pass to save memory. none: nothing; dots: everything but the results of matrix
     products; full: whole layers, for a third more FLOPs. What attention kernels of TPUs and GPUs leave is kept by all three."""
+    offload: Annotated[
+        Literal["none", "optimizer"],
+        MayChange(),
+        Also("optimizer_memory_host_offload", "optimizer_offload", "offload_optimizer", note="true is `optimizer`"),
+    ] = "none"
+    """What lies in the host's memory. optimizer: the optimizer's state, which comes to the device for the update, layer by layer, and
+    goes back. Layers must be scanned."""
     keep: Annotated[list[Kept], Also("save_names", "remat_save_names")] = Field([])
     """What `remat` keeps beside: qkv: queries, keys and values as attention reads them; attention: its output before the projection;
     attention_out: after it; ffn: the wide products of feed-forward layers (gate and up); experts: those of experts. It is an error if
@@ -343,5 +355,7 @@ class Run(Settings):
             object.__setattr__(self, "rollout", rollout)
         if self.rollout is None:
             object.__setattr__(self, "rollout", Rollout())
+        elif self.rollout.processes is not None and self.environment.played:
+            raise ValueError("rollout.processes with an environment is not built: answers of several turns are sampled in this process")
         elif self.rollout.weights != "same" and not self.adapter.trains_base:
             raise ValueError("rollout.weights=int8 is for runs that train all weights: adapter=qlora rounds the base to fewer bits")

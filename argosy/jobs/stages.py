@@ -9,7 +9,7 @@ from argosy.core.counts import plural
 from argosy.core.errors import BadInput, Unsupported
 from argosy.jobs.teacher import kind_of as taught
 from argosy.models.parts.pipeline import AXIS, Pipeline
-from argosy.models.parts.stack import Execution, Stack
+from argosy.models.parts.stack import Execution, Stack, groups_of
 from argosy.parallel.place import row_shares
 
 # Microbatches a stage, unless a setting says otherwise: a fifth of the time is idle.
@@ -20,10 +20,14 @@ def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
     """The strategy of a run's layers on this mesh.
 
     Raises:
-        BadInput: the rows do not divide into microbatches, microbatches are asked for without stages, or layers are a list.
+        BadInput: the rows do not divide into microbatches, microbatches are asked for without stages, or layers that are stages or
+            rounds of are a list.
         Unsupported: the run does what stages cannot do.
     """
     stages = mesh.shape[AXIS]
+    if decided.rounds > 1 and decided.layers == "unroll":
+        what = f"execution.rounds = {decided.rounds} is of stacked layers, and these are a list (execution.run=unroll)"
+        raise BadInput(what, hint="execution.run=scan; a run that began with a list of layers keeps it")
     if stages == 1:
         if run.execution.microbatches is not None:
             hint = "leave it out, or write execution.microbatches=none; accumulate=N computes a batch in parts"
@@ -34,8 +38,6 @@ def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
         raise BadInput(f"mesh.stage = {stages} splits stacked layers, and these are a list (execution.run=unroll)", hint=hint)
     experts = getattr(run.model, "experts", None)
     asked = {
-        "mesh.context": mesh.shape["context"] > 1,
-        "mesh.expert": mesh.shape["expert"] > 1,
         "rollouts": run.rollout is not None,
         "sample.every": run.sample.every is not None,
         "a teacher": taught(run.objective) is not None,
@@ -45,7 +47,7 @@ def execution(run: Any, decided: Any, mesh: Mesh) -> Execution:
     if found := [name for name, is_asked in asked.items() if is_asked]:
         what = f"{' and '.join(found)}: not built over several stages yet"
         raise Unsupported(what, where=f"mesh.stage={stages}", hint="mesh.fsdp and mesh.tensor split the weights of every run")
-    return Pipeline(stages, microbatches(run, mesh), run.execution.recompute)
+    return Pipeline(stages, microbatches(run, mesh), run.execution.recompute, decided.rounds)
 
 
 def microbatches(run: Any, mesh: Mesh) -> int:
@@ -70,21 +72,23 @@ def microbatches(run: Any, mesh: Mesh) -> int:
     raise BadInput(what, hint=f"make it a multiple of {each}")
 
 
-def check_groups(model: nnx.Module, stages: int) -> None:
-    """Checks that some layers of every stack run over the stages.
+def check_groups(model: nnx.Module, stages: int, rounds: int) -> None:
+    """Checks that some layers of every stack run over the stages, and in all rounds.
 
     Raises:
         BadInput: none do.
     """
     for path, stack in nnx.iter_modules(model):
-        if not isinstance(stack, Stack) or not isinstance(stack.run, Pipeline):
+        if not isinstance(stack, Stack) or not stack.run.stacked or stages == rounds == 1:
             continue
-        repeats = [group.repeats for group in stack.groups]
-        if not any(n % stages == 0 for n in repeats):
+        repeats = [group.repeats for group in groups_of(stack.plan)]
+        if not any(n % (stages * rounds) == 0 for n in repeats):
             most = max(repeats)
             fits = [n for n in range(2, most + 1) if any(m % n == 0 for m in repeats)]
-            what = f"mesh.stage = {stages}: {len(stack.plan)} layers repeat {' + '.join(map(str, repeats))} times, in groups"
-            hint = f"stages that divide one of them: {', '.join(map(str, fits))}" if fits else "no layers repeat: leave mesh.stage at 1"
+            asked = f"mesh.stage = {stages}" + (f" and execution.rounds = {rounds}" if rounds > 1 else "")
+            what = f"{asked}: {len(stack.plan)} layers repeat {' + '.join(map(str, repeats))} times, in groups"
+            one = "stages times rounds" if rounds > 1 else "stages"
+            hint = f"{one} that divide one of them: {', '.join(map(str, fits))}" if fits else "no layers repeat: leave mesh.stage at 1"
             raise BadInput(what, where=".".join(map(str, path)), hint=hint)
 
 
@@ -92,5 +96,6 @@ def told(run: Execution) -> dict[str, str]:
     """What the header of a run says of its stages."""
     if not isinstance(run, Pipeline):
         return {}
-    idle = (run.stages - 1) / (run.microbatches + run.stages - 1)
-    return {"pipeline": f"{run.stages} stages, {run.microbatches} microbatches, idle {idle:.0%} of the time"}
+    idle = (run.stages - 1) / (run.microbatches * run.rounds + run.stages - 1)
+    rounds = f" in {run.rounds} rounds" if run.rounds > 1 else ""
+    return {"pipeline": f"{run.stages} stages, {run.microbatches} microbatches{rounds}, idle {idle:.0%} of the time"}

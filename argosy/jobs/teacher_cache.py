@@ -159,6 +159,7 @@ def key_of(assembly: Any, batches: RowBatches, described: dict[str, Any]) -> str
         "temperature": run.objective.temperature,
         "precision": assembly.decided.precision,
         "layers": assembly.decided.layers,
+        **({"rounds": assembly.decided.rounds} if assembly.decided.rounds > 1 else {}),
     }
     return hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:24]
 

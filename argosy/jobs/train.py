@@ -402,6 +402,8 @@ class Training:
                 state = guard.fit(state, measured(a.with_frozen(update)), loop, watch.patiently)
                 with self.clock("checkpoint"):
                     self.directory.checkpoints.wait()
+                if (failed := getattr(a.batches, "failed", None)) is not None and not signaled.code:
+                    raise failed
         finally:
             # Before the lock on the directory is released.
             self.directory.checkpoints.join()

@@ -3,7 +3,7 @@ group without coming here.
 
     with open_workers({"trainer": Group(processes=2, devices=2), "rollouts": Group()}) as workers:
         state = workers["trainer"].run("mine:make", 3)
-        weights = workers.move(state, to="rollouts")
+        weights = workers.move(state, to="rollouts")        # workers.send: of what this program has
         print(workers["rollouts"].run("mine:answer", weights, prompts).value())
 
 A group is a gang: every call goes to all its processes, which have one mesh (`here().mesh`) and have joined by jax.distributed. Calls
@@ -26,11 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from argosy.core.errors import BadInput, UnknownName, nearest
+from argosy.core.progress import Say
 from argosy.launch.local import check_logs
 from argosy.launch.worker_errors import WorkerError, WorkerLost
 from argosy.launch.worker_gang import Gang
 from argosy.launch.worker_group import WorkerGroup, close_all, moved
 from argosy.launch.worker_here import Here, here
+from argosy.launch.worker_offers import Offers, sent
 from argosy.launch.worker_refs import Life, Ref
 from argosy.launch.worker_settings import Group
 from argosy.launch.workers_local import LocalWorkers, Printer
@@ -42,10 +44,10 @@ Begin = Callable[[str, Callable[[WorkerLost], None]], Life]
 
 
 class Workers(Mapping[str, WorkerGroup]):
-    """The groups, by name."""
+    """The groups, by name. offers: of the controller; None where the groups are in its process."""
 
-    def __init__(self, groups: Mapping[str, WorkerGroup]):
-        self._groups, self._lock = dict(groups), threading.Lock()
+    def __init__(self, groups: Mapping[str, WorkerGroup], offers: Offers | None = None):
+        self._groups, self._offers, self._lock = dict(groups), offers, threading.Lock()
 
     def __getitem__(self, name: str) -> WorkerGroup:
         if name not in self._groups:
@@ -69,11 +71,23 @@ class Workers(Mapping[str, WorkerGroup]):
             raise BadInput(f"{ref!r} is of other workers")
         return moved(ref, group, sharding, self._lock)
 
+    def send(self, value: Any, to: str, sharding: Any = None) -> Ref:
+        """Brings a value of this program to a group, which fetches its arrays; returns at once. Until `wait` returns they must stay as
+        they are, neither donated nor written to. They are jax arrays over the mesh there.
+
+        Args:
+            sharding: as in `move`.
+
+        Raises:
+            BadInput: there is something else than arrays and plain values, or an array is not whole in this process.
+        """
+        return sent(value, self[to], sharding, self._offers)
+
 
 @contextmanager
 def open_workers(
     groups: Mapping[str, Group], engine: str = "local", *, logs: str | Path | None = None, address: str | None = None,
-    wait: float = 60.0,
+    wait: float = 60.0, say: Say | None = None,
 ) -> Iterator[Workers]:  # fmt: skip
     """Starts groups of workers, which end with the block.
 
@@ -82,6 +96,7 @@ def open_workers(
         logs: folder for what each process prints, a file `GROUP-RANK.log` each; None: it is printed on stderr, with its origin.
         address: of the Ray cluster; None: RAY_ADDRESS, or a Ray of its own on this machine.
         wait: seconds to wait for room on the Ray cluster, where there is one.
+        say: called, by threads, with what happens to groups; None: it is printed on stderr.
 
     Raises:
         BadInput: a group cannot be. Unsupported: what an engine needs is not installed.
@@ -100,37 +115,41 @@ def open_workers(
     if logs is not None:
         check_logs(Path(logs))
     with ExitStack() as stack:
-        begin = _engine(engine, groups, logs, address, wait, stack)
+        begin, offers = _engine(engine, groups, logs, address, wait, stack)
+        if offers is not None:
+            stack.callback(offers.close)
         made: dict[str, WorkerGroup] = {}
         try:
             for name, one in groups.items():
                 start = one.started_with if one.start is not None else None
-                made[name] = WorkerGroup(name, partial(begin, name), start, one.restarts, _say)
+                made[name] = WorkerGroup(name, partial(begin, name), start, one.restarts, say or _say)
             # All start at the same time.
             for opened in [group.open() for group in made.values()]:
                 opened.result()
-            yield Workers(made)
+            yield Workers(made, offers)
         finally:
             close_all(made.values())
 
 
 def _engine(
     engine: str, groups: Mapping[str, Group], logs: str | Path | None, address: str | None, wait: float, stack: ExitStack
-) -> Begin:
-    """What starts a group."""
+) -> tuple[Begin, Offers | None]:
+    """What starts a group, and what offers it the controller's arrays."""
     if engine == "inline":
         from argosy.launch.workers_inline import inline
 
-        return inline(groups)
+        return inline(groups), None
     if engine == "ray":
         from argosy.launch.workers_ray import RayWorkers
 
         starts: Any = stack.enter_context(RayWorkers(groups, address, wait))
     else:
         starts = LocalWorkers(groups)
-    return lambda name, died: Gang(
-        name, groups[name].processes, starts, groups[name].stuck, Printer(name, logs).line, died
-    )
+
+    def begin(name: str, died: Callable[[WorkerLost], None]) -> Life:
+        return Gang(name, groups[name].processes, starts, groups[name].stuck, Printer(name, logs).line, died)
+
+    return begin, Offers(starts.host)
 
 
 def _say(text: str) -> None:

@@ -132,8 +132,10 @@ class Inline:
 
 
 def _apart_from(array: Any, mesh: jax.sharding.Mesh) -> Any:
-    """A copy, where the array is on devices of the mesh: `device_put` may keep its buffers, which a call that donates the original
-    deletes."""
+    """A copy, where the array is on devices of the mesh, or numpy's: `device_put` may keep its buffers, which a call that donates the
+    original deletes, or its owner writes to."""
+    if isinstance(array, np.ndarray):
+        return np.array(array)
     return jax.numpy.copy(array) if isinstance(array, jax.Array) and array.devices() & set(mesh.devices.flat) else array
 
 

@@ -20,6 +20,9 @@ class LocalWorkers:
         BadInput: the groups want more GPUs than there are.
     """
 
+    # Where the controller offers its arrays.
+    host = "127.0.0.1"
+
     def __init__(self, groups: Mapping[str, Group], environment: Mapping[str, str] = os.environ):
         self.groups, self.environment = dict(groups), dict(environment)
         self._cards: dict[tuple[str, int], list[str]] = {}

@@ -115,6 +115,8 @@ class RayWorkers:
         self._connected.__enter__()
         nodes = [node for node in engine.ray().nodes() if node["Alive"]]
         self._alone = len(nodes) == 1
+        # Where the controller offers its arrays.
+        self.host = "127.0.0.1" if self._alone else engine.ray().util.get_node_ip_address()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -157,7 +157,10 @@ class Picture:
 
 
 # Entries of a header that take whole lines.
-WIDE = ("command", "versions", "weights", "adapter", "tokenizer", "corpus", "rollout", "environment", "rewards", "whole", "memory")
+WIDE = (
+    *("command", "versions", "weights", "adapter", "tokenizer", "corpus", "rollout", "samplers", "environment", "rewards", "whole"),
+    "memory",
+)
 
 
 def headed(facts: Mapping[str, Any]) -> list[str]:

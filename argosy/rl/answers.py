@@ -6,7 +6,7 @@ nothing else does. The end-of-sequence token is part of an answer and is learned
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from argosy.core.errors import ArgosyError
 from argosy.data.prompts import Prompt
@@ -20,6 +20,49 @@ ROLLOUT, EVALUATION = 0, 1
 
 class Interrupted(ArgosyError):
     """A signal asked the run to stop while answers were generated; they are given up."""
+
+
+class SamplersLost(ArgosyError):
+    """What samples elsewhere cannot go on. The run saves what it has learned, and ends with this."""
+
+
+class Asked(NamedTuple):
+    """How prompts are answered.
+
+    most: tokens of an answer, its end included. seed: of this call alone; answers to equal prompts differ by their place. ignore_eos:
+    no token ends an answer.
+    """
+
+    most: int
+    sampling: Sampling
+    seed: tuple[int, ...]
+    ignore_eos: bool = False
+
+
+@dataclass
+class Drawn:
+    """The tokens of an answer, the log-probability of each in the distribution that it was drawn from, and whether the answer came to
+    its own end."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
+
+
+@runtime_checkable
+class Elsewhere(Protocol):
+    """A language model whose engines are in other processes. lost: processes that ended while they sampled for it. weights_s: seconds
+    in which its weights got there."""
+
+    tokenizer: Any
+    lost: int
+    weights_s: float
+
+    def drawn(self, prompts: Sequence[Sequence[int]], how: Asked, interrupted: Callable[[], bool]) -> list[Drawn]:
+        """An answer to each prompt. Raises Interrupted, SamplersLost."""
+        ...
+
+    def sleep(self) -> None: ...
 
 
 @dataclass
@@ -70,7 +113,7 @@ class Answer:
 
 
 def sampled(
-    lm: LM,
+    lm: LM | Elsewhere,
     prompts: Sequence[Prompt],
     most: int,
     sampling: Sampling,
@@ -89,13 +132,34 @@ def sampled(
     Raises:
         Interrupted: it said yes.
     """
-    ends = frozenset[int]() if ignore_eos else frozenset(lm.stops())
-    requests = [Request(list(one.tokens), most, sampling, ends, seed, row) for row, one in enumerate(prompts)]
-    engine = lm.engine([len(one.tokens) + most for one in prompts])
-    answers = [Answer(one, [], [], [], False, "") for one in prompts]
+    how, asked = Asked(most, sampling, seed, ignore_eos), [one.tokens for one in prompts]
+    found = drawn(lm, asked, how, interrupted) if isinstance(lm, LM) else lm.drawn(asked, how, interrupted)
+    answers: list[Answer] = []
+    for prompt, one in zip(prompts, found, strict=True):
+        shown = one.tokens[:-1] if one.ended else one.tokens
+        text = lm.tokenizer.decode(shown) if lm.tokenizer is not None else " ".join(map(str, shown))
+        answers.append(Answer(prompt, one.tokens, [True] * len(one.tokens), one.logprobs, one.ended, text))
+    return answers
+
+
+def drawn(
+    lm: LM, prompts: Sequence[Sequence[int]], how: Asked, interrupted: Callable[[], bool] = lambda: False, first: int = 0
+) -> list[Drawn]:
+    """One answer to each of these prompts, in token ids, by the engine of this process.
+
+    Args:
+        first: the place of the first prompt among those that are answered by the same seed.
+
+    Raises:
+        Interrupted: it said yes, between two steps.
+    """
+    ends = frozenset[int]() if how.ignore_eos else frozenset(lm.stops())
+    asked = [Request(list(one), how.most, how.sampling, ends, how.seed, row) for row, one in enumerate(prompts, first)]
+    engine = lm.engine([len(one) + how.most for one in prompts])
+    answers = [Drawn() for _ in prompts]
     rows: dict[int, int] = {}
     try:
-        for row, request in enumerate(requests):
+        for row, request in enumerate(asked):
             rows[engine.add(request)] = row
         while engine.busy:
             if interrupted():
@@ -105,14 +169,10 @@ def sampled(
                 if event.token is None:
                     raise RuntimeError(f"an answer of a rollout ended by {event.reason}")
                 answer.tokens.append(event.token)
-                answer.live.append(True)
                 answer.logprobs.append(event.drawn)
                 answer.ended = event.reason == "stop"
     except BaseException:
         # Nobody knows what the engine holds after half a step.
         lm.forget()
         raise
-    for answer in answers:
-        shown = answer.tokens[:-1] if answer.ended else answer.tokens
-        answer.text = lm.tokenizer.decode(shown) if lm.tokenizer is not None else " ".join(map(str, shown))
     return answers

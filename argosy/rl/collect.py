@@ -18,7 +18,7 @@ from argosy.infer.lm import LM
 from argosy.infer.sample import Sampling
 from argosy.observe.goodput import Clock
 from argosy.rl.advantages import groups
-from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Played, sampled
+from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Elsewhere, Played, sampled
 from argosy.rl.played import ENVIRONMENT, environment_rewards, failed, failures
 from argosy.rl.policies import Policy, Rollout
 from argosy.rl.queued import LOOKED_AT, next_that_fit, no_room
@@ -36,7 +36,7 @@ class Collected:
     """A rollout that was sampled and scored.
 
     number: from 0. seen: rollouts that its weights had learned from. rounds: of generation. place: in the prompts, after it. failed:
-    rewards that are missing, by metric. clock: seconds of its work, by metric.
+    rewards that are missing, and processes that ended, by metric. clock: seconds of its work, by metric.
     """
 
     number: int = 0
@@ -121,20 +121,23 @@ class Collector(Complaining):
         self.interrupted: Callable[[], bool] = lambda: False
         self.place = self.number = 0
 
-    def __call__(self, lm: LM, seen: int) -> Collected:
+    def __call__(self, lm: LM | Elsewhere, seen: int) -> Collected:
         """Samples the next rollout with the weights of this model. If it raises, the place in the prompts is what it was.
 
         Args:
             seen: rollouts that the weights have learned from.
 
         Raises:
-            Ended: too few prompts are left. Interrupted: a signal asked to stop.
+            Ended: too few prompts are left. Interrupted: a signal asked to stop. SamplersLost: processes that sample cannot go on.
             ArgosyError: no answer has a reward, or no prompt fits.
         """
         before = self.place
         made = Collected(self.number, seen)
         try:
             made.found = self.rounds(lm, made)
+            if not isinstance(lm, LM):
+                made.clock.seconds["weights_s"] = lm.weights_s
+                made.failed["rollout_lost"] = float(lm.lost)
             self.check_rewarded(made)
         except BaseException:
             self.place = before
@@ -142,7 +145,7 @@ class Collector(Complaining):
         self.number, made.place = self.number + 1, self.place
         return made
 
-    def rounds(self, lm: LM, made: Collected) -> Rolled:
+    def rounds(self, lm: LM | Elsewhere, made: Collected) -> Rolled:
         found = Rolled()
         while True:
             found = found.plus(*self.round(lm, self.groups - len(found.answers) // self.rollout.completions, made))
@@ -154,7 +157,7 @@ class Collector(Complaining):
             found = found.groups(useful, self.rollout.completions)
         return found.groups(useful, self.rollout.completions) if self.rollout.resample and useful else found
 
-    def round(self, lm: LM, count: int, made: Collected) -> tuple[list[Answer], np.ndarray, np.ndarray | None]:
+    def round(self, lm: LM | Elsewhere, count: int, made: Collected) -> tuple[list[Answer], np.ndarray, np.ndarray | None]:
         """Answers to the next `count` prompts, their rewards, and those of the greedy answers where they are compared with those."""
         each, how = self.rollout, self.policy
         prompts = self.next_prompts(count)
@@ -164,7 +167,7 @@ class Collector(Complaining):
             plain = self.answered(lm, prompts, 0.0, made) if how.advantages == "greedy" else None
         return answers, self.judged(answers, made), None if plain is None else self.judged(plain, made)
 
-    def answered(self, lm: LM, prompts: list[Prompt], temperature: float, made: Collected) -> list[Answer]:
+    def answered(self, lm: LM | Elsewhere, prompts: list[Prompt], temperature: float, made: Collected) -> list[Answer]:
         how = self.rollout
         filters: dict[str, Any] = {"top_k": how.top_k, "top_p": how.top_p, "min_p": how.min_p} if temperature else {}
         seed = (self.seed, ROLLOUT, made.number, made.rounds)
@@ -172,12 +175,13 @@ class Collector(Complaining):
         return self.sampled(lm, prompts, sampling, seed, made, how.ignore_eos)
 
     def sampled(
-        self, lm: LM, prompts: list[Prompt], how: Sampling, seed: tuple[int, ...], made: Collected, ignore_eos: bool = False
+        self, lm: LM | Elsewhere, prompts: list[Prompt], how: Sampling, seed: tuple[int, ...], made: Collected, ignore_eos: bool = False
     ) -> list[Answer]:
         """One answer to each prompt, of one turn or of as many as its environment has."""
         most = self.rollout.tokens
         if self.table is None:
             return sampled(lm, prompts, most, how, seed, self.interrupted, ignore_eos)
+        assert isinstance(lm, LM), "several turns with an engine in another process"
         playing = Conversed(lm, prompts, How(how, most, self.longest_prompt + most, ignore_eos), seed, self.table, self.interrupted)
         answers = playing.run()
         made.clock.seconds["environment_s"] = made.clock.seconds.get("environment_s", 0.0) + playing.waited_s
@@ -192,7 +196,7 @@ class Collector(Complaining):
             self.complain(f"environment {kind}, its answers have no reward:\n{message.rstrip()}", f"environment {kind}")
         return answers
 
-    def greedy(self, lm: LM, prompts: Sequence[Prompt]) -> tuple[list[Answer], np.ndarray]:
+    def greedy(self, lm: LM | Elsewhere, prompts: Sequence[Prompt]) -> tuple[list[Answer], np.ndarray]:
         """The greedy answers to the prompts that leave room for one, and their rewards, for evaluation.
 
         Raises:

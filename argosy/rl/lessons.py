@@ -26,9 +26,9 @@ from argosy.data.summary import CorpusSummary
 from argosy.infer.lm import LM
 from argosy.infer.sample import Sampling
 from argosy.observe.goodput import Clock
-from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Interrupted, sampled
+from argosy.rl.answers import EVALUATION, ROLLOUT, Answer, Elsewhere, Interrupted, SamplersLost, sampled
 from argosy.rl.experience import Experience, Part, Shape, density, packed
-from argosy.rl.policies import Rollout
+from argosy.rl.policies import NOT_MADE, Rollout
 from argosy.rl.queued import LOOKED_AT, Queued, check_sizes, next_that_fit, no_room
 from argosy.rl.rolled import Told
 from argosy.train.distillation import GKD
@@ -45,7 +45,7 @@ class Tutor:
     objective's metrics and its `loss`, as means over the parts.
     """
 
-    engine: Callable[[Any], LM]
+    engine: Callable[[Any], LM | Elsewhere]
     teacher: Callable[[], LM]
     compare: Callable[[Any, Sequence[Batch]], dict[str, float]]
 
@@ -84,7 +84,7 @@ class Lessons(Queued, Complaining):
         self.tutor: Tutor | None = None
         self.keep: Callable[[Sequence[Told]], None] = lambda _: None
         self.interrupted: Callable[[], bool] = lambda: False
-        made = {name: value for name, value in dict(rollout).items() if name not in ("workers", "devices")}
+        made = {name: value for name, value in dict(rollout).items() if name not in NOT_MADE}
         made |= {"own": how.own, "others": how.others, "sampling": how.sampling}
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
         self.tokens_per_batch = shape.sequence * batch // rollout.minibatches
@@ -128,11 +128,12 @@ class Lessons(Queued, Complaining):
         count = self.asked(self.number)
         asked, place = next_that_fit(self.prompts, self.place, count, self.fitting, self.longest_prompt, most)
         with clock("generate_s"):
-            answers = self.answers(state, asked, whose)
+            answers = self.answers(state, asked, whose, clock.seconds)
         self.number, self.place = self.number + 1, place
         return self.experiences(answers, whose, clock.seconds)
 
-    def answers(self, state: Any, asked: Sequence[Answered], whose: str) -> list[Answer]:
+    def answers(self, state: Any, asked: Sequence[Answered], whose: str, numbers: dict[str, float]) -> list[Answer]:
+        """The answers of a rollout. numbers: takes what is logged of processes that sample."""
         how, tutor = self.rollout, self.tutor
         assert tutor is not None
         if whose == "data":
@@ -142,6 +143,8 @@ class Lessons(Queued, Complaining):
         prompts = [one.prompt for one in asked for _ in range(how.completions)]
         seed = (self.seed, kind, self.number)
         found = sampled(lm, prompts, how.tokens, sampling, seed, self.interrupted, how.ignore_eos)
+        if not isinstance(lm, LM):
+            numbers |= {"weights_s": lm.weights_s, "rollout_lost": float(lm.lost)}
         # The update needs the memory of its cache.
         lm.sleep()
         if (most := max(max(one.tokens) for one in found)) >= self.vocab:
@@ -226,6 +229,9 @@ class Lessons(Queued, Complaining):
             lm = self.tutor.engine(state)
             answers = sampled(lm, [one.prompt for one in fitting], self.rollout.tokens, how, (self.seed, EVALUATION), self.interrupted)
         except Interrupted:
+            return None
+        except SamplersLost as error:
+            self.failed = error
             return None
         lm.sleep()
         names, every = ("loss", *self.how.evaluated), range(len(answers))

@@ -27,6 +27,8 @@ from argosy.train.settings import OfTokens
 Advantage = Literal["group", "leave_one_out", "batch", "group_batch", "greedy", "useful", "length"]
 TokenLoss = Literal["ppo", "gspo", "cispo", "reinforce"]
 Average = Literal["tokens", "answers", "sums"]
+# Settings of rollouts that decide where they are sampled, not what they are.
+NOT_MADE = ("workers", "devices", "processes", "stuck")
 
 
 class Correction(Settings):
@@ -302,9 +304,22 @@ class Rollout(Settings):
     """Devices that sample and do not train: the last ones of the process, which share the model's heads, features and vocabulary.
     The weights are copied to them for each rollout, and the copies are compared with a checksum. None: all devices do both in
     turns, and nothing is copied."""
+    processes: Annotated[
+        int | None,
+        MayChange(),
+        Also("vllm_mode", note="rollout.processes=N is server mode, with processes of its own"),
+        Also("vllm_num_engines", "num_rollout_workers"),
+    ] = Field(None, gt=0)
+    """Processes of this machine that sample and do not train, each on a CPU device of its own, with a copy of the weights; prompts are
+    shared out over them. What moved of the weights is sent for each rollout and compared with a checksum. One that ends is started
+    again, and its prompts are sampled again. None: this process samples."""
+    stuck: Annotated[float | None, MayChange()] = Field(None, gt=0)
+    """Seconds after which one of `processes` that has not answered its share of a rollout counts as stuck, and is started again.
+    Compiling counts. None: it may take as long as it takes."""
     ahead: Annotated[int, Also("max_staleness", "async_steps", "off_policy_steps", "max_head_offpolicyness")] = Field(0, ge=0, le=4)
-    """Rollouts that are sampled ahead, so that `devices` sample while the others train. Answers are then of weights that have not
-    learned from the last so many rollouts, which `objective.correction` weighs. 0: every rollout is sampled with the latest weights."""
+    """Rollouts that are sampled ahead, so that `devices` or `processes` sample while the others train. Answers are then of weights
+    that have not learned from the last so many rollouts, which `objective.correction` weighs. 0: every rollout is sampled with the
+    latest weights."""
     weights: Annotated[Literal["same", "int8"], Also("rollout_quantization", note="rollout.weights=int8")] = "same"
     """Of the engine. same: the trainer's; int8: rounded to 8 bits for each rollout, which halves what a decoding step reads beside
     bfloat16. `objective.correction` weighs the difference, which is logged."""
@@ -324,6 +339,11 @@ class Rollout(Settings):
     def _in_order(self) -> "Rollout":
         if self.overlong > self.tokens:
             raise ValueError(f"overlong = {self.overlong} is above tokens = {self.tokens}")
-        if self.ahead and self.devices is None:
-            raise ValueError(f"ahead = {self.ahead} needs devices that sample while others train: rollout.devices=N")
+        if self.processes is not None and self.devices is not None:
+            raise ValueError("devices are those of this process that sample, and processes sample instead of it: leave one out")
+        if self.stuck is not None and self.processes is None:
+            raise ValueError(f"stuck = {self.stuck:g} is for processes that sample: rollout.processes=N")
+        if self.ahead and self.devices is None and self.processes is None:
+            what = "needs devices that sample while others train: rollout.devices=N, or rollout.processes=N"
+            raise ValueError(f"ahead = {self.ahead} {what}")
         return self

@@ -13,7 +13,7 @@ from argosy.core.errors import BadInput
 from argosy.data.batch import Batches
 from argosy.data.order import whole_numbers
 from argosy.data.prompts import Prompt
-from argosy.rl.answers import Interrupted
+from argosy.rl.answers import Interrupted, SamplersLost
 from argosy.rl.experience import Experience, Shape, restored, stored
 from argosy.rl.policies import Rollout
 from argosy.rl.rolled import Ended
@@ -29,7 +29,8 @@ K = TypeVar("K")
 class Queued(Batches):
     """Updates of one rollout after the other.
 
-    place: in the prompts, after the last rollout. number: rollouts so far. tokens: of all updates that were handed out.
+    place: in the prompts, after the last rollout. number: rollouts so far. tokens: of all updates that were handed out. failed: why
+    there are no more, where that is an error: the run ends with it when it has saved.
     """
 
     bytes_per_token = None
@@ -40,13 +41,14 @@ class Queued(Batches):
         # Of a position that was sought: what belongs to the arrays that follow.
         self.waiting: Sequence[Any] = ()
         self.place = self.number = self.tokens = 0
+        self.failed: SamplersLost | None = None
 
     @abstractmethod
     def played(self, state: Any) -> list[Experience]:
         """The updates of the next rollout. If it raises, the position is what it was.
 
         Raises:
-            Interrupted: it was given up. Ended: too few prompts are left.
+            Interrupted: it was given up. Ended: too few prompts are left. SamplersLost: what samples elsewhere cannot go on.
         """
 
     def advance(self, state: Any) -> None:
@@ -55,11 +57,14 @@ class Queued(Batches):
         Raises:
             ArgosyError: nothing can be learned, or no prompt fits.
         """
-        if not self.queue:
-            try:
-                self.queue = self.played(state)
-            except (Interrupted, Ended):
-                pass
+        if self.queue or self.failed is not None:
+            return
+        try:
+            self.queue = self.played(state)
+        except (Interrupted, Ended):
+            pass
+        except SamplersLost as error:
+            self.failed = error
 
     def __next__(self) -> Any:
         if not self.queue:

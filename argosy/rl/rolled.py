@@ -9,7 +9,7 @@ import numpy as np
 from argosy.core.errors import ArgosyError
 from argosy.data.batch import Batch
 from argosy.infer.lm import LM
-from argosy.rl.answers import Answer
+from argosy.rl.answers import Answer, Elsewhere
 
 
 @runtime_checkable
@@ -40,14 +40,14 @@ class Judge(Protocol):
 class Trainer:
     """What a training run lends to its rollouts.
 
-    weights: (state) -> the state's weights where the engine computes: its own arrays, or copies on other devices. engine: (weights) ->
-    the language model with these. old, reference: (state, rows of a part) -> the log-probabilities of the tokens of its answers by the
-    trained model and by the reference, [S L]. values: those of the critic, [S L], and its value after the last token, [S]. Only what
-    the policy asks for is called.
+    weights: (state) -> the state's weights for the engine: its own arrays, copies on other devices, or what other processes get.
+    engine: (weights) -> the language model with these. old, reference: (state, rows of a part) -> the log-probabilities of the tokens
+    of its answers by the trained model and by the reference, [S L]. values: those of the critic, [S L], and its value after the last
+    token, [S]. Only what the policy asks for is called.
     """
 
     weights: Callable[[Any], Any]
-    engine: Callable[[Any], LM]
+    engine: Callable[[Any], LM | Elsewhere]
     old: Callable[[Any, Batch], np.ndarray]
     reference: Callable[[Any, Batch], np.ndarray]
     values: Callable[[Any, Batch], tuple[np.ndarray, np.ndarray]]

@@ -20,14 +20,14 @@ from argosy.data.order import picked
 from argosy.data.prompts import Prompts
 from argosy.data.summary import CorpusSummary
 from argosy.rl.ahead import Ahead
-from argosy.rl.answers import Interrupted
+from argosy.rl.answers import Interrupted, SamplersLost
 from argosy.rl.collect import Collected, Collector, given_back, kept
 from argosy.rl.compare import Compared, Judgment, compared
 from argosy.rl.experience import Experience, Part, Shape, density, packed, per_token
 from argosy.rl.kl import in_reward
 from argosy.rl.metrics import Metrics, mean_where, numbers
 from argosy.rl.played import played_numbers
-from argosy.rl.policies import Policy, Rollout
+from argosy.rl.policies import NOT_MADE, Policy, Rollout
 from argosy.rl.queued import Queued, check_sizes
 from argosy.rl.rewards import reward_metrics, total
 from argosy.rl.rolled import Judge, Told, Trainer
@@ -75,7 +75,7 @@ class Rollouts(Queued):
         self.collector = Collector(prompts, policy, rollout, self.groups, longest_prompt, judge, seed, say, table)
         self.trainer: Trainer | None = None
         self.keep: Callable[[Sequence[Told]], None] = lambda _: None
-        how = {name: value for name, value in dict(rollout).items() if name not in ("workers", "devices")}
+        how = {name: value for name, value in dict(rollout).items() if name not in NOT_MADE}
         made = {"rewards": list(judge.names), "weights": list(judge.weights), "rollout": how}
         made |= {} if table is None else {"environment": table.identity}
         self.fingerprint = prompts.fingerprint | {"prompts": len(prompts), "batch": batch, "made": repr(made)}
@@ -262,6 +262,9 @@ class Rollouts(Queued):
         try:
             answers, rewards = self.collector.greedy(lm, self.held_out(0, most))
         except Interrupted:
+            return None
+        except SamplersLost as error:
+            self.failed = error
             return None
         finally:
             self.evaluating = False

@@ -45,44 +45,64 @@ def begin(how: GuardSettings) -> dict[str, np.ndarray]:
     return kept
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What the guard finds of a step, as scalar arrays, and what it keeps."""
+
+    kind: Array
+    stays: Array
+    halted: Array
+    kept: dict[str, Array]
+
+
+def judged(before: Mapping[str, Array], loss: Array, norm: Array, how: GuardSettings) -> Verdict:
+    """Whether a step with this loss and gradient norm is good. before: what the guard kept."""
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    spike = finite & (loss > limit(before["losses"], before["seen"], how)) if how.spike != "off" else jnp.zeros((), bool)
+    kind = jnp.where(finite, jnp.where(spike, SPIKE, GOOD), NONFINITE).astype(jnp.int32)
+    bad = kind != GOOD
+    halts = (kind == NONFINITE) & (how.nonfinite != "skip") | (kind == SPIKE) & (how.spike != "skip")
+    kept: dict[str, Array] = {}
+    if "skip" in how.actions:
+        kept["in_row"] = jnp.where(bad, before["in_row"] + 1, 0)
+        kept[SKIPPED] = before[SKIPPED] + bad.astype(jnp.int32)
+        halts = halts | bad & (kept["in_row"] > how.in_row)
+    if how.spike != "off":
+        pushed = before["losses"].at[before["seen"] % how.window].set(loss.astype(jnp.float32))
+        kept["losses"] = jnp.where(finite, pushed, before["losses"])
+        kept["seen"] = before["seen"] + finite.astype(jnp.int32)
+    halted = (before[FLAG] != 0) | halts
+    kept = {name: jnp.where(halted, before[name], value) for name, value in kept.items()} | {FLAG: halted.astype(jnp.int32)}
+    return Verdict(kind, bad | (before[FLAG] != 0), halted, kept)
+
+
 def guarded(step: Callable[..., Any], how: GuardSettings) -> Callable[..., Any]:
-    """The step `(state, ...) -> state, metrics` with this guard. Metrics: also `guard`, what it found, and `skipped` so far."""
+    """The step `(state, ...) -> state, metrics` with this guard. Metrics: also `guard`, what it found, and `skipped` so far.
+
+    State in the host's memory is taken from the step as it is: the optimizer was told whether it stays (`make_step(stays=)`).
+    """
 
     def update(state: TrainState, *args: Any) -> tuple[TrainState, dict[str, Array]]:
         new, metrics = step(state, *args)
-        before: Mapping[str, Array] = state.guard
-        loss = metrics["loss"]
-        finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-        spike = finite & (loss > limit(before["losses"], before["seen"], how)) if how.spike != "off" else jnp.zeros((), bool)
-        kind = jnp.where(finite, jnp.where(spike, SPIKE, GOOD), NONFINITE).astype(jnp.int32)
-        bad = kind != GOOD
-        halts = (kind == NONFINITE) & (how.nonfinite != "skip") | (kind == SPIKE) & (how.spike != "skip")
-        kept: dict[str, Array] = {}
-        if "skip" in how.actions:
-            kept["in_row"] = jnp.where(bad, before["in_row"] + 1, 0)
-            kept[SKIPPED] = before[SKIPPED] + bad.astype(jnp.int32)
-            halts = halts | bad & (kept["in_row"] > how.in_row)
-        if how.spike != "off":
-            pushed = before["losses"].at[before["seen"] % how.window].set(loss.astype(jnp.float32))
-            kept["losses"] = jnp.where(finite, pushed, before["losses"])
-            kept["seen"] = before["seen"] + finite.astype(jnp.int32)
-        halted = (before[FLAG] != 0) | halts
-        kept = {name: jnp.where(halted, before[name], value) for name, value in kept.items()} | {FLAG: halted.astype(jnp.int32)}
-        stays = bad | (before[FLAG] != 0)
+        found = judged(state.guard, metrics["loss"], metrics["grad_norm"], how)
+
+        def one(old: Array, now: Array) -> Array:
+            on_host = jax.typeof(now).memory_space == jax.memory.Space.Host
+            return now if old is now or on_host else jnp.where(found.stays, old, now)
 
         def chosen(old: Any, now: Any) -> Any:
-            return jax.tree.map(lambda a, b: a if a is b else jnp.where(stays, a, b), old, now)
+            return jax.tree.map(one, old, now)
 
         out = TrainState(
-            jnp.where(halted, state.step, new.step),
+            jnp.where(found.halted, state.step, new.step),
             chosen(state.params, new.params),
             chosen(state.rest, new.rest),
             chosen(state.optimizer, new.optimizer),
             state.key,
-            kept,
+            found.kept,
         )
-        told = {VERDICT: kind + HALTED * halted.astype(jnp.int32)}
-        return out, metrics | told | ({SKIPPED: kept[SKIPPED]} if SKIPPED in kept else {})
+        told = {VERDICT: found.kind + HALTED * found.halted.astype(jnp.int32)}
+        return out, metrics | told | ({SKIPPED: found.kept[SKIPPED]} if SKIPPED in found.kept else {})
 
     return update
 

@@ -50,14 +50,28 @@ class Optimizer(Settings):
     ] = Field(1.0, gt=0)
     """Largest global norm of the gradient; larger gradients are scaled down to it. None: no clipping."""
 
-    def build(self, factor: Factor, meanings: Meanings) -> Transformation:
-        """The Optax transformation, including learning rate and clipping."""
+    def build(self, factor: Factor, meanings: Meanings, on_host: Any = None) -> Transformation:
+        """The Optax transformation, including learning rate and clipping. on_host: its state is in the host's memory; the pieces that
+        it is brought to the device in (`train.offload.Pieces`)."""
         import optax
 
         if not meanings:
             raise BadInput("nothing to train: every weight is frozen")
+        self.check(meanings)
         clip = optax.identity() if self.clip is None else optax.clip_by_global_norm(self.clip)
-        return _lenient(optax.chain(clip, self.rule(lambda step: self.learning_rate * factor(step), meanings)))
+        rule_of = lambda weights: self.rule(lambda step: self.learning_rate * factor(step), {a: meanings[a] for a in weights})  # noqa: E731
+        if on_host is None:
+            return _lenient(optax.chain(clip, rule_of(meanings)))
+        from argosy.train.offload import hosted
+
+        return _lenient(optax.chain(clip, hosted(rule_of, meanings, on_host)))
+
+    def check(self, meanings: Meanings) -> None:
+        """Raises BadInput if the optimizer is not for these weights."""
+
+    def apart(self, meanings: Meanings) -> frozenset[str]:
+        """The weights whose numbers the rule treats each alone."""
+        return frozenset(meanings)
 
     def rule(self, rate: Factor, meanings: Meanings) -> Transformation:
         raise NotImplementedError
@@ -76,11 +90,11 @@ def _lenient(transform: Transformation) -> Transformation:
         with jax.numpy_dtype_promotion("standard"):
             return transform.init(params)
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **others: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
-            return transform.update(updates, state, params)
+            return transform.update(updates, state, params, **others)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 class AdamW(Optimizer):
@@ -149,9 +163,7 @@ class Muon(Optimizer):
     def rule(self, rate: Factor, meanings: Meanings) -> Transformation:
         import optax
 
-        dimensions = {a: d for a, (m, stored) in meanings.items() if (d := muon_dimensions(m, stored)) is not None}
-        if not dimensions:
-            raise BadInput("optimizer muon: none of the trained weights is a matrix", hint="use optimizer=adamw")
+        dimensions = self._dimensions(meanings)
         rest = {a: m for a, m in meanings.items() if a not in dimensions}
         ratio = self.adam_learning_rate / self.learning_rate
         matrices = optax.chain(
@@ -167,6 +179,16 @@ class Muon(Optimizer):
         )
         labels = {a: "matrices" if a in dimensions else "rest" for a in meanings}
         return _apart({"matrices": matrices, "rest": words}, labels)
+
+    def check(self, meanings: Meanings) -> None:
+        if not self._dimensions(meanings):
+            raise BadInput("optimizer muon: none of the trained weights is a matrix", hint="use optimizer=adamw")
+
+    def apart(self, meanings: Meanings) -> frozenset[str]:
+        return frozenset(meanings) - set(self._dimensions(meanings))
+
+    def _dimensions(self, meanings: Meanings) -> dict[str, Any]:
+        return {a: d for a, (m, stored) in meanings.items() if (d := muon_dimensions(m, stored)) is not None}
 
     def _sized(self, updates: Any, dimensions: Mapping[str, Any]) -> dict[str, Any]:
         """Orthogonal updates, scaled so that one learning rate fits matrices of any shape."""

@@ -26,6 +26,8 @@ Batch = dict[str, Array]
 Metrics = dict[str, Array]
 # {role: weights}
 Frozen = Mapping[str, Leaves]
+# (what the guard keeps, loss, norm of the gradient) -> whether the step is bad, so that the state stays as it is.
+Stays = Callable[[Any, Array, Array], Array]
 # float64 is for proofs, under `jax.enable_x64`: no setting asks for it.
 Precision = Literal["float32", "bfloat16", "float64"]
 
@@ -47,6 +49,7 @@ def make_step(
     accumulate: int = 1,
     roles: Mapping[str, Any] | None = None,
     once: Once | None = None,
+    stays: Stays | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Makes the update `(state, batch, frozen={}) -> state, metrics`, to be jitted with its state donated.
 
@@ -58,6 +61,7 @@ def make_step(
         accumulate: number of parts of a batch, computed one after the other; groups of rows are not split.
         roles: graphs of the frozen models that the objective reads, by role; their weights are in `frozen`.
         once: gathers the weights once for all parts. None: each part gathers them.
+        stays: for an optimizer whose state is in the host's memory: whether it stays as it is.
     """
     models_for = _models(graph, precision, roles or {})
 
@@ -93,7 +97,7 @@ def make_step(
                 return grads if once is None else once.shares(grads), loss
 
             grads, loss = _summed(of_part, parts, key)
-        return updated(state, grads, loss, optimizer, rate)
+        return updated(state, grads, loss, optimizer, rate, stays)
 
     return step
 
@@ -132,15 +136,22 @@ def make_parts(
 
 
 def updated(
-    state: TrainState, grads: Leaves, loss: Loss, optimizer: optax.GradientTransformation, rate: Factor
+    state: TrainState,
+    grads: Leaves,
+    loss: Loss,
+    optimizer: Any,
+    rate: Factor,
+    stays: Stays | None = None,
 ) -> tuple[TrainState, Metrics]:
     """The next state from gradients that are sums over targets, and the metrics."""
     grads = jax.tree.map(lambda g: g / jnp.maximum(loss.loss.weight, 1e-30), grads)
-    updates, new = optimizer.update(grads, state.optimizer, state.params)
+    norm, mean_loss = optax.tree.norm(grads), loss.loss.value()
+    told = {} if stays is None else {"stays": stays(state.guard, mean_loss, norm)}
+    updates, new = optimizer.update(grads, state.optimizer, state.params, **told)
     params: Any = optax.apply_updates(state.params, updates)
-    metrics = {"loss": loss.loss.value()} | {name: mean.value() for name, mean in loss.metrics.items()}
+    metrics = {"loss": mean_loss} | {name: mean.value() for name, mean in loss.metrics.items()}
     metrics |= {
-        "grad_norm": optax.tree.norm(grads),
+        "grad_norm": norm,
         "lr": jnp.asarray(rate(steps_of(state.optimizer, state.step))),
         "targets": loss.loss.weight,
     }

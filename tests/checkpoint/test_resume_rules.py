@@ -13,7 +13,7 @@ from argosy.jobs.compose import compose
 from argosy.jobs.run import Run
 
 MAY_CHANGE = re.compile(
-    r"dir|steps|execution\.(microbatches|gather)|(mesh|checkpoint|eval|guard|stragglers|log|sample)\..*|data\.(cache|prefetch|epochs)"
+    r"dir|steps|execution\.(microbatches|gather|offload)|(mesh|checkpoint|eval|guard|stragglers|log|sample)\..*|data\.(cache|prefetch|epochs)"
 )  # docs/guides/resume.md
 
 

@@ -7,6 +7,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from io import BufferedIOBase
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from argosy.checkpoint.peers import MOST_AT_ONCE, Listener
 from argosy.core.errors import ArgosyError, Damaged
 from argosy.launch import worker_moves as moves
+from argosy.launch.worker_offers import Offers
 from argosy.launch.worker_trees import described
 
 VALUES = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -70,6 +72,25 @@ def test_pieces_of_any_kind(spec: Any):
     assert found["values"].sharding == NamedSharding(mesh(), spec or P())
     for shard in found["values"].addressable_shards:
         assert np.array_equal(shard.data, VALUES[shard.index])
+
+
+def test_what_the_controller_offers_is_there_until_it_is_withdrawn():
+    offers = Offers("127.0.0.1")
+    try:
+        one = offers.offer({"values": VALUES, "name": "x"})
+        found, count = pulled(one, P("a"))
+        assert (found["name"], count) == ("x", VALUES.nbytes)
+        assert np.array_equal(found["values"], VALUES)
+        offers.withdraw(one.number)
+        with pytest.raises(ArgosyError, match="the controller does not offer value 1 any more"):
+            pulled(one)
+        host, port, token = one.addresses[0]
+        with pytest.raises(moves.PeerGone, match="of the group `controller`"):
+            pulled(replace(one, addresses=[(host, port, token[::-1])]))
+    finally:
+        offers.close()
+    with pytest.raises(moves.PeerGone):
+        pulled(one)
 
 
 def test_the_bytes_are_these():

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from launch import worker_functions as functions
 
@@ -117,6 +118,25 @@ def test_any_sharding_to_any_other(workers: Workers, seed: int):
         found = workers[target].run(functions.differences, moved, shape, end, dtype, seed)
         assert found.values() == [[]] * len(found.values()), (source, start, target, end)
         same(moved.value(), functions.numbers(shape, dtype, seed))
+
+
+def test_the_controller_sends_arrays_of_its_own(workers: Workers):
+    """Whole ones, and those that lie over its devices; what was sent is offered no more, and may change."""
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(functions.numbers((8, 6)), NamedSharding(mesh, P("x")))
+    value = expected() | {"spread": spread}
+    mine = value["own"]["numpy"]
+    there = workers.send(value, to="one").wait()
+    back = workers.send(spread, to="pair", sharding=P("x", "y"))
+    assert workers["pair"].run(functions.differences, back, (8, 6), ("x", "y"), "float32").values()[0] == []
+    mine += 100
+    same(there.value(), expected() | {"spread": functions.numbers((8, 6))})
+    assert workers._offers is None or not workers._offers._offered
+    with pytest.raises(BadInput, match=r"what is sent\['a'\] is a object, neither an array nor a plain value"):
+        workers.send({"a": object()}, to="one")
+    with pytest.raises(BadInput, match="cannot be sharded"):
+        workers.send(spread, to="pair", sharding=P(None, ("x", "y"))).wait()
+    assert workers._offers is None or not workers._offers._offered
 
 
 def test_a_later_call_may_reuse_the_memory_of_what_is_moved(workers: Workers, monkeypatch: pytest.MonkeyPatch):

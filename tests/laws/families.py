@@ -40,12 +40,12 @@ def each_layout(*, scan: Iterable[str], unroll: Iterable[str], names: Iterable[s
     return pytest.mark.parametrize(("case", "run"), [one(case, run) for case in names for run in RUNS])
 
 
-_WEIGHTS: dict[tuple[type, str, bool], dict[str, np.ndarray]] = {}
+_WEIGHTS: dict[tuple[type, str, bool, int], dict[str, np.ndarray]] = {}
 
 
 def weights_of(config: Any, run: Any) -> dict[str, np.ndarray]:
     """The weights of `built`, drawn once for each layout: drawing compiles a program."""
-    key = type(config), config.model_dump_json(), run.stacked
+    key = type(config), config.model_dump_json(), run.stacked, run.rounds
     if key not in _WEIGHTS:
         _WEIGHTS[key] = {address: np.asarray(w) for address, w in split(build(config, run))[1].items()}
     return _WEIGHTS[key]

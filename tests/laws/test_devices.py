@@ -10,10 +10,24 @@ import pytest
 from helpers import default, described_tpus, relative
 from laws.families import built
 
-from argosy.jobs.devices import LENGTH, MESHES, MICROBATCHES, MODELS, ROWS, STAGED, config_of, staged_cost, step_cost
+from argosy.jobs.devices import (
+    COMMON,
+    LENGTH,
+    MESHES,
+    MICROBATCHES,
+    MODELS,
+    ROWS,
+    STAGED,
+    config_of,
+    lowered_step,
+    staged_cost,
+    step_cost,
+)  # fmt: skip
+from argosy.models import FAMILIES
 from argosy.models.parts.pipeline import Pipeline
-from argosy.models.parts.stack import Scan, Unroll
-from argosy.models.parts.weight import abstract, logical
+from argosy.models.parts.stack import Scan, Unroll, to_layers
+from argosy.models.parts.weight import abstract, logical, merge, split
+from argosy.observe.hlo import cost
 from argosy.parallel.gather import Once
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.place import batch_sharding, like_weights
@@ -241,6 +255,115 @@ def test_stages_change_no_number(name, sizes, how):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         one, other = (updated(config, *how, precision="float64") for how in ((Scan(), None), (run, sizes)))
         same(one, other, near=1e-10)
+
+
+# With context and expert: sequences and experts are split within each stage.
+BESIDE = {
+    "context": {"data": 1, "fsdp": 1, "context": 2, "stage": 2},
+    "context, fsdp": {"data": 1, "fsdp": 2, "context": 2, "stage": 2},
+    "context, tensor": {"data": 1, "fsdp": 1, "context": 2, "tensor": 2, "stage": 2},
+    "expert": {"data": 1, "fsdp": 1, "expert": 2, "stage": 2},
+    "expert, tensor": {"data": 1, "fsdp": 1, "expert": 2, "tensor": 2, "stage": 2},
+    "context, expert": {"data": 1, "fsdp": 1, "expert": 2, "context": 2, "stage": 2},
+}
+NESTED = [("dense", beside) for beside in ("context", "context, fsdp", "context, tensor")]
+NESTED += [("experts", beside) for beside in ("expert", "expert, tensor")]
+NESTED += [(name, "context, expert") for name in ("experts", "a capacity", "latent attention")]
+
+
+@pytest.mark.parametrize("rounds", default(1, of=(1, 2)))
+@pytest.mark.parametrize(("name", "beside"), default(("dense", "context"), of=NESTED))
+def test_sequences_and_experts_split_within_stages_change_no_number(name, beside, rounds):
+    """The ring and the exchange of rows are `shard_map`s within that of the stages."""
+    config, run = changed(name, layers=DEEP.get(name, 4)), Pipeline(2, 4, "none", rounds)
+    if name == "a capacity":
+        config = config.model_copy(update={"moe": config.moe.model_copy(update={"balance_over": "sequence", "bias": True})})
+    metrics = ("loss", "grad_norm", "router_balance", "router_z", "experts_idle", "expert_load_max", "experts_dropped")
+    one, staged = updated(config, Scan(rounds=rounds), None), updated(config, run, BESIDE[beside])
+    same(one, staged, tuple(m for m in metrics if m in one[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "how"),
+    [
+        pytest.param(n, sizes, how, id=f"{n}-{mesh}-{how}", marks=() if (n, mesh) == ("dense", "stage 2") else pytest.mark.slow)
+        for n in ("dense", "experts")
+        for mesh, sizes, how in WAYS
+    ],
+)
+def test_rounds_change_no_number(name, sizes, how):
+    """Aux losses by layer, too: the second array of weights holds the later half of the layers."""
+    layers = 2 * sizes["stage"]
+    config, run = changed(name, layers=layers), Pipeline(sizes["stage"], 4, how, 2)
+    one, staged = updated(config, Scan(), None), updated(config, run, sizes)
+    halves = {f"layers.block{n}.{a.removeprefix('layers.block.')}": w[half]
+              for a, w in one[1].items() if a.startswith("layers.block.")
+              for n, half in (("", slice(layers // 2)), ("_2", slice(layers // 2, None)))}  # fmt: skip
+    cut = {a: w for a, w in one[1].items() if not a.startswith("layers.block.")} | halves
+    assert cut.keys() == staged[1].keys()
+    metrics = ("loss", "grad_norm", "router_balance", "router_z", "expert_load_max")
+    same((one[0], cut), staged, tuple(m for m in metrics if m in one[0]), near=2e-5)
+
+
+@pytest.mark.slow
+def test_encoders_run_over_stages():
+    """No objective trains one; its vectors and the gradients of its weights are those of scanned layers."""
+    config = FAMILIES["bert"](**COMMON | {"layers": 4, "ffn": 256, "heads": 8})
+    mesh = MeshSettings(**STAGED["stage 2"]).build(jax.devices()[:2])
+    tokens = np.random.default_rng(0).integers(3, config.vocab, (8, 24))
+    tokens[::2, -5:] = 0
+    found = []
+    for run in (Scan(), Pipeline(2, 4), Pipeline(2, 4, "full", 2)):
+        graph, weights = split(built(config, run))
+
+        def vectors(weights, graph=graph):
+            model = merge(graph, weights)
+            y = model.hidden(jnp.asarray(tokens), config.attend(jnp.asarray(tokens)))[0]
+            return jnp.mean(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)), y
+
+        with scope(mesh):
+            (_, y), gradient = jax.jit(jax.value_and_grad(vectors, has_aux=True))(weights)
+        found.append((np.asarray(y), to_layers(merge(graph, weights), {a: np.asarray(g) for a, g in gradient.items()})))
+    largest = max(np.abs(g).max() for g in found[0][1].values())
+    for y, gradient in found[1:]:
+        assert relative(y, found[0][0]) < 1e-5
+        assert gradient.keys() == found[0][1].keys()
+        for name, g in found[0][1].items():
+            # That of the keys' biases is 0 but for rounding.
+            assert np.abs(gradient[name] - g).max() <= 1e-4 * max(np.abs(g).max(), 0.01 * largest), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_rounds_leave_stages_idle_for_less(remat):
+    """Products and steps as with as many microbatches more; what a device holds of the weights stays, and no weight is sent."""
+    config, sizes = config_of("dense", layers=8), STAGED["stage 2"]
+    rounds, more, plain = (step_cost(config, sizes, run=Pipeline(2, *how)) for how in ((4, remat, 2), (8, remat), (4, remat)))
+    assert rounds.products == more.products < plain.products
+    assert rounds.argument_bytes == plain.argument_bytes
+    rows = ROWS * LENGTH * 64 * 4
+    assert rounds.moved["collective-permute"] == 2 * (4 * 2 + 1) * rows / 4
+    assert rounds.moved["all-gather"] == plain.moved["all-gather"] == 2 * rows
+    assert rounds.moved["reduce-scatter"] == plain.moved["reduce-scatter"]
+    # Beside what layers keep, the weights of a stage and their gradient are there once more while a step computes.
+    assert rounds.temporary_bytes < plain.temporary_bytes + plain.argument_bytes
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(("name", "beside"), [("dense", "context"), ("experts", "expert")])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_stages_beside_context_and_expert_compile_for_tpus(monkeypatch, name, beside, rounds):
+    """Two stages of two devices: in rounds they send activations alone, as without."""
+    mesh = MeshSettings(**BESIDE[beside]).build(described_tpus(monkeypatch, "v5e:2x2"))
+    model = config_of(name, layers=4, width=256, head_size=128, heads=2, kv_heads=2).build(Pipeline(2, 4, "full", rounds))
+    found = cost(lowered_step(model, mesh, 8, 512, "bfloat16").compile())
+    assert found.moved["collective-permute"] > 0
+    if name == "experts":
+        # Rounds of rows are as many as it takes, so how often the loop around them runs is not in the program.
+        assert found.moved["all-to-all"] > 0
+        return
+    steps, a_microbatch = 4 * rounds + 1, 2 * 512 * 256 * 2 // 2
+    assert found.moved["collective-permute"] >= 2 * steps * a_microbatch
 
 
 @pytest.mark.slow

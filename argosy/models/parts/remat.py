@@ -27,6 +27,12 @@ from argosy.parallel.scope import platform
 # How a layer recomputes; with names behind it, what carries them is kept too: ("full", "attention").
 Remat = Literal["none", "dots", "full"] | tuple[str, ...]
 NAMES: tuple[str, ...] = get_args(Kept)
+# The input of a layer, where it is marked.
+INPUT = "layer_input"
+# What a weight goes through on its way from an array of several layers into a product.
+PICKING = frozenset(
+    ("dynamic_slice", "slice", "squeeze", "reshape", "transpose", "broadcast_in_dim", "convert_element_type", "sharding_constraint")
+)
 
 
 def rematerialised(function: Callable[..., Any], remat: Remat, unrolled: bool = False) -> Callable[..., Any]:
@@ -39,14 +45,27 @@ def rematerialised(function: Callable[..., Any], remat: Remat, unrolled: bool = 
     """
     if remat == "none":
         return function
+    again = jax.checkpoint(function, policy=_kept(remat))
+    return _apart(again) if unrolled and platform() == "cpu" else again
+
+
+def _kept(remat: Remat, *more: str) -> Callable[..., bool]:
+    """The policy of `dots` or `full`, with more names."""
     kind, *kept = (remat,) if isinstance(remat, str) else remat
-    names = jax.checkpoint_policies.save_only_these_names(KEPT, *kept, *([PRODUCT] if kind == "dots" else []))
+    names = jax.checkpoint_policies.save_only_these_names(KEPT, *kept, *more, *([PRODUCT] if kind == "dots" else []))
 
     def keeps(primitive: Any, *given: Any, **params: Any) -> Any:
         return primitive.name in KEPT_PRIMITIVES or names(primitive, *given, **params)
 
-    again = jax.checkpoint(function, policy=keeps)
-    return _apart(again) if unrolled and platform() == "cpu" else again
+    return keeps
+
+
+def on_picked_weights(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """A part of a loop which picks its weights anew in each step, and whose layers mark their inputs as `INPUT`. The backward pass
+    picks them again, where it would keep those of every step; else it keeps what `rematerialised` layers keep."""
+    if remat != "none":
+        return jax.checkpoint(function, policy=_kept(remat, INPUT), prevent_cse=False)
+    return jax.checkpoint(function, prevent_cse=False, policy=lambda primitive, *_, **__: primitive.name not in PICKING)
 
 
 def check_kept(model: nnx.Module, kept: Iterable[str]) -> None:

@@ -24,12 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 from jaxtyping import Array, Float
 
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Caches, Spec, Specs
-from argosy.models.parts.remat import Remat, rematerialised
+from argosy.models.parts.remat import INPUT, Remat, rematerialised
 from argosy.models.parts.rope import Turns, angles
 from argosy.models.parts.watch import OUTPUT, TOLD, Listening, Watched
 from argosy.models.parts.weight import Leaves, merge, split, variables
@@ -86,13 +87,17 @@ def run_block(
 
 @runtime_checkable
 class Execution(Protocol):
-    """How layers run. `stacked`: whether weights and caches are one array for all layers of a kind, or one per layer."""
+    """How layers run. `stacked`: whether weights and caches are one array for all layers of a kind, or one per layer. `rounds`: in
+    how many arrays the layers of a repeating group are stored, one after the other."""
 
     @property
     def stacked(self) -> bool: ...
 
     @property
     def remat(self) -> Remat: ...
+
+    @property
+    def rounds(self) -> int: ...
 
     def __call__(
         self, stack: "Stack", x: Array, caches: Caches | None, attend: Attend
@@ -105,6 +110,7 @@ class Unroll:
 
     remat: Remat = "none"
     stacked = False
+    rounds = 1
 
     def __call__(
         self, stack: "Stack", x: Array, caches: Caches | None, attend: Attend
@@ -129,6 +135,7 @@ class Scan:
     """
 
     remat: Remat = "none"
+    rounds: int = 1
     stacked = True
 
     def __call__(
@@ -148,6 +155,11 @@ class Scan:
         return x, caches, joined(aux)
 
 
+def stored_as(decided: Mapping[str, Any]) -> Execution:
+    """The layout of the layers of a run, from what its checkpoints say of it."""
+    return Scan(rounds=decided.get("rounds", 1)) if decided["layers"] == "scan" else Unroll()
+
+
 def parts_of(stack: "Stack", group: "Group") -> tuple[dict[str, Any], dict[str, Leaves]]:
     """The graphs and stored weights of a group of scanned layers, by kind."""
     apart = {kind: split(getattr(stack, name)) for kind, name in group.names.items()}
@@ -164,6 +176,7 @@ def run_group(
     caches: Caches | None = None,
     names: Sequence[str] = (),
     at: Mapping[str, Array] = MappingProxyType({}),
+    marked: bool = False,
 ) -> tuple[Array, Caches | None, Aux]:
     """The layers of a group, in a loop over its repeats.
 
@@ -171,6 +184,7 @@ def run_group(
         graphs, leaves: structure and stored weights by kind.
         names: the name of each layer's cache.
         at: for each cache, the place of the group's first layer in it.
+        marked: whether the inputs of layers carry a name for who recomputes them (`parts.remat`).
     """
     uses = Counter(layer.kind for layer in group.layers)
     weights = {kind: _by_repeat(own, uses[kind]) for kind, own in leaves.items()}
@@ -186,6 +200,7 @@ def run_group(
                 mine = _at(mine, seen[layer.kind])
             seen[layer.kind] += 1
             cache = _taken(caches[names[i]], at[names[i]]) if caches else None
+            x = checkpoint_name(x, INPUT) if marked else x
             x, cache, told = run_block(graphs[layer.kind], layer, mine, x, cache, attend, remat)
             if caches:
                 caches[names[i]] = _put(caches[names[i]], cache, at[names[i]])
@@ -203,12 +218,13 @@ def run_group(
 
 class Group(NamedTuple):
     """Consecutive layers that run as one loop: `layers`, repeated. names: for each kind, the stack's name for its weights.
-    start: index of the first layer in the plan."""
+    start: index of the first layer in the plan. round: which of the rounds of a longer group this is."""
 
     start: int
     layers: tuple[Layer, ...]
     repeats: int
     names: Mapping[str, str]
+    round: int = 0
 
     def indexes(self, kind: str) -> tuple[int, ...]:
         """The indexes, in the plan, of this group's layers of a kind."""
@@ -232,16 +248,18 @@ def repeating(plan: Sequence[Any]) -> list[tuple[int, int, int]]:
     return out
 
 
-def groups_of(plan: Sequence[Layer]) -> tuple[Group, ...]:
-    """The loops of a plan. The weights of the first loop with a kind have the kind's name, those of later ones "kind_2" and so
-    on."""
+def groups_of(plan: Sequence[Layer], rounds: int = 1) -> tuple[Group, ...]:
+    """The loops of a plan. Groups whose repeats divide by `rounds` are cut into so many. The weights of the first loop with a kind have
+    the kind's name, those of later ones "kind_2" and so on."""
     out, times = [], Counter()
     for start, period, repeats in repeating(plan):
         layers = tuple(plan[start : start + period])
         kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
-        times.update(kinds)
-        names = {kind: kind if times[kind] == 1 else f"{kind}_{times[kind]}" for kind in kinds}
-        out.append(Group(start, layers, repeats, names))
+        parts = 1 if repeats % rounds else rounds
+        for part in range(parts):
+            times.update(kinds)
+            names = {kind: kind if times[kind] == 1 else f"{kind}_{times[kind]}" for kind in kinds}
+            out.append(Group(start + part * period * repeats // parts, layers, repeats // parts, names, part))
     return tuple(out)
 
 
@@ -268,7 +286,7 @@ class Stack(nnx.Module):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        return groups_of(self.plan)
+        return groups_of(self.plan, self.run.rounds)
 
     def stored(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """For scanned layers: {name of the stored block: (kind, indexes of its layers in the plan)}."""

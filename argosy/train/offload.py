@@ -1,0 +1,139 @@
+"""The optimizer's state in the host's memory: brought to the device for the update, piece by piece, and written back in place.
+
+XLA brings whole arrays as early as it can: with the state of all weights around one update, a step for a described TPU v5e held more
+temporaries than the state takes (4.1 GB for 1.9 GB). So each weight has a loop over its layers, whose body fetches, updates and writes
+back the state of one; the loop carries the arrays of the host, where XLA then writes in place. Large weights that are not in layers
+(embeddings, a head) are taken in pieces, where the rule treats each number alone. The rest is fetched whole.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+Space = jax.memory.Space
+# The kind of memory where the state lies.
+HOST = "pinned_host"
+# Bytes of a piece of a weight that is not in layers.
+PIECE = 32 << 20
+
+# The pieces that a weight is updated in: {address: (axis, how many)}. A weight without an entry is updated whole.
+Pieces = Mapping[str, tuple[int, int]]
+
+
+def hosted(rule_of: Callable[[Collection[str]], Any], weights: Collection[str], pieces: Pieces) -> Any:
+    """A rule with the state that it has of each weight in the host's memory. Numbers, such as counts of updates, stay on the device.
+
+    Its update takes `stays`, a bool: the state then stays as it is, bit for bit. Who chose between the old and the new state afterwards
+    would fetch both.
+
+    Args:
+        rule_of: (addresses) -> the Optax transformation over the weights at these, `{address: array}`. It treats each weight, and each
+            piece of one, alone.
+        weights: the addresses of all.
+    """
+    rules = {address: rule_of([address]) for address in weights}
+
+    def init(params: Any) -> Any:
+        def place(path: Any, leaf: Any) -> Any:
+            return leaf if _weight_of(path, leaf, weights) is None else jax.device_put(leaf, Space.Host)
+
+        return jax.tree_util.tree_map_with_path(place, rule_of(weights).init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, *, stays: Any = None, **_: Any) -> Any:
+        if params is None or stays is None:
+            raise TypeError("the update of state on the host needs `params` and `stays`")
+        leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+        old = dict(leaves)
+        new, moved = dict(old), {}
+        for address, gradient in updates.items():
+            # The containers of a weight's own state are those of all, with one address.
+            own, form = jax.tree_util.tree_flatten_with_path(jax.eval_shape(rules[address].init, {address: params[address]}))
+            turn = _Turn(rules[address], address, [path for path, _ in own], form, old, weights, stays)
+            arrays = [old[path] for path in turn.inside]
+            if address in pieces:
+                moved[address], arrays, numbers = _in_pieces(turn, gradient, arrays, params[address], *pieces[address])
+            else:
+                moved[address], arrays, numbers = turn(gradient, arrays, params[address])
+            new |= dict(zip(turn.inside, arrays)) | dict(zip(turn.beside, numbers))
+        return moved, jax.tree.unflatten(tree, [new[path] for path, _ in leaves])
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Turn:
+    """The update of a weight, or of a piece of it.
+
+    inside: the paths of its arrays in the state, which are on the host. beside: those of numbers.
+    """
+
+    def __init__(self, rule: Any, address: str, paths: list[Any], form: Any, old: Any, weights: Collection[str], stays: Any):
+        self.rule, self.address, self.paths, self.form, self.old, self.stays = rule, address, paths, form, old, stays
+        self.inside = [path for path in paths if _weight_of(path, old[path], weights) is not None]
+        self.beside = [path for path in paths if path not in self.inside]
+
+    def __call__(self, gradient: Any, arrays: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
+        """The update, the new arrays, on the host, and the new numbers."""
+        before = self.old | {path: jax.device_put(a, Space.Device) for path, a in zip(self.inside, arrays)}
+        state = jax.tree.unflatten(self.form, [before[path] for path in self.paths])
+        moved, state = self.rule.update({self.address: gradient}, state, {self.address: param})
+        after = {path: jnp.where(self.stays, before[path], leaf) for path, leaf in zip(self.paths, jax.tree.leaves(state))}
+        there = [jax.device_put(after[path], Space.Host) for path in self.inside]
+        return moved[self.address], there, [after[path] for path in self.beside]
+
+
+def _in_pieces(turn: _Turn, gradient: Any, arrays: list[Any], param: Any, axis: int, count: int) -> Any:
+    """`turn` for one piece after the other, each of which takes the place of what it was made from."""
+    size = gradient.shape[axis] // count
+
+    def one(carry: Any, i: Any) -> Any:
+        gradient, arrays = carry
+        cut = [jax.lax.dynamic_slice_in_dim(a, i * size, size, axis) for a in (gradient, param, *arrays)]
+        moved, made, numbers = turn(cut[0], cut[2:], cut[1])
+        new = [jax.lax.dynamic_update_slice_in_dim(a, b, i * size, axis) for a, b in zip((gradient, *arrays), (moved, *made))]
+        return (new[0], new[1:]), numbers
+
+    (moved, arrays), numbers = jax.lax.scan(one, (gradient, arrays), jnp.arange(count, dtype=jnp.int32))
+    return moved, arrays, [each[-1] for each in numbers]
+
+
+def pieces_for(optimizer: Any, meanings: Any, shapes: Mapping[str, Any], places: Mapping[str, NamedSharding]) -> Pieces:
+    """The pieces of each weight: its layers where they are stacked; of another that is large, as many as make a piece small.
+
+    Args:
+        optimizer: its settings (`train.optim`), which know the weights that may be taken apart.
+        places: the shardings of the weights. An axis that the mesh splits is not cut.
+    """
+    stacked = {address for address, (meaning, stored) in meanings.items() if stored > len(meaning.letters)}
+    found = {address: (0, shapes[address].shape[0]) for address in stacked}
+    for address in optimizer.apart(meanings) - stacked:
+        shape, spec = shapes[address].shape, places[address].spec
+        need = math.ceil(math.prod(shape) * shapes[address].dtype.itemsize / PIECE)
+        cuts = [
+            (next(n for n in range(need, size + 1) if size % n == 0), axis)
+            for axis, size in enumerate(shape)
+            if size >= need and (axis >= len(spec) or spec[axis] is None)
+        ]
+        if need > 1 and cuts:
+            count, axis = min(cuts)
+            found[address] = axis, count
+    return found
+
+
+def places_on_host(places: Any, shapes: Any, weights: Collection[str]) -> Any:
+    """The shardings of an optimizer's state that is in the host's memory. weights: the addresses of what is trained."""
+
+    def place(path: Any, shape: Any, place: Any) -> Any:
+        return place if _weight_of(path, shape, weights) is None else place.with_memory_kind(HOST)
+
+    return jax.tree_util.tree_map_with_path(place, shapes, places)
+
+
+def _weight_of(path: Any, leaf: Any, weights: Collection[str]) -> str | None:
+    """The address of the weight that a leaf belongs to; None for scalars and for what is of no single weight."""
+    keys = (k.key for k in reversed(path) if isinstance(k, jax.tree_util.DictKey))
+    return next((k for k in keys if k in weights), None) if leaf.ndim else None

@@ -1,0 +1,159 @@
+"""The optimizer's state in the host's memory: the same numbers, and less memory of a device."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import Heard, default, described_tpus, numbers
+
+from argosy.checkpoint.store import STATE, load_item, load_weights
+from argosy.core.errors import BadInput, Unsupported, UserError
+from argosy.data.pipeline import RowBatches
+from argosy.jobs.assemble import Decided, assemble
+from argosy.jobs.compose import compose
+from argosy.jobs.devices import config_of, lowered_step
+from argosy.jobs.run import Run
+from argosy.jobs.train import train
+from argosy.models.parts.stack import Scan
+from argosy.models.parts.weight import abstract, logical
+from argosy.parallel.mesh import MeshSettings
+from argosy.parallel.rules import DEFAULT, shardings
+from argosy.train import offload
+from argosy.train.offload import HOST, pieces_for
+from argosy.train.optim import SGD, AdamW, Lion, Muon, Optimizer
+from argosy.train.state import meanings_of
+
+WORDS = ["model.width=32", "model.ffn=96", "model.vocab=64", "model.layers=2", "model.heads=2", "data.source=synthetic", "data.batch=8"]
+WORDS += ["data.sequence=32", "eval.batches=0", "steps=4", "schedule=constant", "log.every=1", "execution.run=scan", "mesh.fsdp=-1"]
+OFFLOADED = "execution.offload=optimizer"
+
+
+def fit(folder: Path, *words: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[int, float]]:
+    """The weights and the state at the end of a run, and its losses."""
+    train("tiny", [*WORDS, f"dir={folder}", *words], Heard())
+    last = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    held = (load_weights(last), load_item(last, STATE))
+    weights, state = ({name: np.asarray(a) for name, a in own.items()} for own in held)
+    assert any(name.startswith("optimizer.") for name in state)
+    return weights, state, numbers(folder, "loss")
+
+
+def close(one: Any, other: Any, tolerance: float = 2e-6) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+def kinds(optimizer: Any) -> set[str]:
+    """Where arrays of a state are. Numbers do not count."""
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(optimizer) if leaf.ndim > 1}
+
+
+@pytest.mark.parametrize("settings", [AdamW(), Lion(), SGD(momentum=0.9), Muon()], ids=lambda s: type(s).__name__)
+def test_updates_and_state_are_those_of_the_device(settings: Optimizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(offload, "PIECE", 2000)
+    model = config_of("dense", layers=3).build(Scan())
+    meanings, shapes = meanings_of(model), abstract(model)
+    shapes = {a: shapes[a] for a in meanings}
+    mesh = MeshSettings(fsdp=4).build(jax.devices()[:4])
+    places = shardings(logical(model), {a: s.shape for a, s in shapes.items()}, DEFAULT, mesh)
+    pieces = pieces_for(settings, meanings, shapes, places)
+    stacked = {a for a in shapes if shapes[a].shape[0] == 3}
+    assert stacked
+    assert all(pieces[a] == (0, 3) for a in stacked)
+    cut = set(pieces) - stacked
+    assert cut
+    assert all(places[a].spec[pieces[a][0]] is None for a in cut if pieces[a][0] < len(places[a].spec))
+    keys = jax.random.split(jax.random.key(0), 2)
+    params, grads = ({a: jax.random.normal(key, s.shape) for a, s in shapes.items()} for key in keys)
+    plain = settings.build(lambda _: 1.0, meanings)
+    away = settings.build(lambda _: 1.0, meanings, pieces)
+
+    def twice(rule: Any, **told: Any) -> Any:
+        def run(params: Any, grads: Any) -> Any:
+            moved, state = rule.update(grads, rule.init(params), params, **told)
+            return rule.update(grads, state, optax.apply_updates(params, moved), **told)
+
+        return jax.jit(run)(params, grads)
+
+    expected, found = twice(plain), twice(away, stays=jnp.zeros((), bool))
+    assert jax.tree.structure(expected) == jax.tree.structure(found)
+    close(expected, found, 2e-5)
+    assert kinds(found[1]) == {HOST}
+    # What stays is as it began.
+    _, stayed = twice(away, stays=jnp.ones((), bool))
+    assert all(map(np.array_equal, jax.tree.leaves(jax.jit(plain.init)(params)), jax.tree.leaves(stayed)))
+
+
+def test_a_run_learns_the_same_and_resumes_with_and_without(tmp_path: Path):
+    device = fit(tmp_path / "device")
+    host = fit(tmp_path / "host", OFFLOADED)
+    close(device, host)
+    settings = compose(Run, "tiny", [*WORDS, OFFLOADED]).value
+    made = assemble(settings, Decided.here(settings))
+    large = [place for place, leaf in zip(*map(jax.tree.leaves, (made.places.optimizer, made.shapes.optimizer))) if leaf.ndim]
+    made.close()
+    assert {place.memory_kind for place in large} == {HOST}
+    for first, then in ([OFFLOADED], []), ([], [OFFLOADED]), ([OFFLOADED], [OFFLOADED]):
+        folder = tmp_path / f"{len(first)}{len(then)}"
+        fit(folder, "steps=2", *first)
+        resumed = fit(folder, "steps=4", *then)
+        close(host, resumed)
+    # The last one was on the host all along.
+    for one, other in zip(host, resumed):
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("mesh", default("mesh.fsdp=-1", of=["mesh.fsdp=-1", "mesh.tensor=2", "mesh.data=2"]))
+def test_a_bad_step_leaves_the_state_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: str):
+    """The third batch makes a loss that is not finite."""
+    get = RowBatches.__next__
+
+    def poisoned(self: RowBatches) -> Any:
+        batch = get(self)
+        return batch | {"mask": batch["mask"] * float("nan")} if self.handed == 3 else batch
+
+    monkeypatch.setattr(RowBatches, "__next__", poisoned)
+    words = ["guard.nonfinite=skip", mesh]
+    device, host = fit(tmp_path / "device", *words), fit(tmp_path / "host", OFFLOADED, *words)
+    assert device[2].pop(3) == host[2].pop(3) == "nan"
+    assert all(np.isfinite(a).all() for a in host[1].values() if a.dtype.kind == "f")
+    assert host[1]["guard.skipped"] == 1
+    close(device, host)
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "kind"),
+    [
+        (["execution.run=unroll"], "these layers are a list", BadInput),
+        (["mesh.data=8", "mesh.fsdp=1", "diloco.every=2"], "diloco.every", Unsupported),
+        (["guard.replay=2"], "guard.replay does not work", Unsupported),
+        (["mesh.stage=2", "model.layers=4", "mesh.fsdp=4", "execution.run=auto"], "mesh.stage", Unsupported),
+    ],
+)
+def test_what_is_not_built_is_refused(words: list[str], said: str, kind: type[UserError]):
+    settings = compose(Run, "tiny", [*WORDS, OFFLOADED, *words]).value
+    with pytest.raises(kind, match=said):
+        assemble(settings, Decided.here(settings))
+
+
+@pytest.mark.tpu
+def test_on_tpus_a_device_holds_a_piece_of_the_state(monkeypatch: pytest.MonkeyPatch):
+    """It had all of it, when the state of whole weights was fetched: twice. A host had it twice where loops gave new arrays."""
+    model = config_of("dense", width=1024, ffn=4096, vocab=32768, layers=8).build(Scan("full"))
+    devices = described_tpus(monkeypatch, "v5e:2x2")
+    for count in (1, 4):
+        mesh, found = MeshSettings(fsdp=count).build(devices[:count]), {}
+        for where in ("none", "optimizer"):
+            lowered = lowered_step(model, mesh, 4, 128, "bfloat16", optimizer=AdamW(), offload=where)
+            found[where] = lowered.compile().memory_analysis()
+        here, away = found["none"], found["optimizer"]
+        state = 2 * sum(w.size * 4 for w in abstract(model).values()) / count
+        assert here.argument_size_in_bytes - away.argument_size_in_bytes == pytest.approx(state, rel=0.01)
+        assert away.host_argument_size_in_bytes == pytest.approx(state, rel=0.01)
+        assert away.host_temp_size_in_bytes == 0
+        assert away.temp_size_in_bytes < here.temp_size_in_bytes + 0.25 * state
