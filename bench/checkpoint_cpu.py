@@ -96,7 +96,7 @@ def main(words: list[str]) -> None:
           "read and hashed in (CPU) | ratio |\n| --- | --- | --- | --- | --- | --- | --- | --- |")  # fmt: skip
     try:
         keep = CheckpointSettings(keep=1, keep_best=0)
-        measure("persistent (Orbax)", lambda: Checkpoints(folder / "run", keep), int(given["turns"]))
+        measure("persistent", lambda: Checkpoints(folder / "run", keep), int(given["turns"]))
         measure("local", lambda: LocalCheckpoints(folder / "local"), int(given["turns"]))
     finally:
         shutil.rmtree(folder)

@@ -33,9 +33,11 @@ RESTORED = ".restored"
 
 
 class Chosen(NamedTuple):
-    """The step to resume from. files: of its manifest. holders: {file: ranks that have it}. offers: where each rank offers its own."""
+    """The step to resume from. folder: where it is read. files: of its manifest. holders: {file: ranks that have it}. offers: where
+    each rank offers its own."""
 
     step: int
+    folder: Path
     files: Mapping[str, Any]
     holders: Mapping[str, list[int]]
     offers: list[Any]
@@ -135,7 +137,8 @@ class LocalCheckpoints(Saving):
     def _offered(
         self, step: int, digest: str, own: dict[str, Path], files: dict[str, Any], count: int, masks: list[int]
     ) -> bool:
-        """Links the files of this host into one folder, and fetches what describes the step where this process has none of it."""
+        """Links the files of this host into one folder, unless this process has all of them in one, and fetches what describes the step
+        where this process has none of it."""
         whole = (1 << count) - 1
         offer: peers.Offer | None = None
         offers: list[Any] = []
@@ -149,10 +152,14 @@ class LocalCheckpoints(Saving):
                 self.warn(f"local checkpoint {step} is not used: some processes cannot reach others to fetch its files")
                 offer.close()
                 return False
-        folder = self._assembled(step)
+        home = self.folder / str(step)
+        is_whole = bool(files) and all(own.get(name) == home / name for name in files)
+        folder = home if is_whole else self.folder / RESTORED / str(step)
         shutil.rmtree(self.folder / RESTORED, ignore_errors=True)
 
         def begin() -> dict[str, Any]:
+            if is_whole:
+                return files
             folder.mkdir(parents=True)
             for name, path in own.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +176,7 @@ class LocalCheckpoints(Saving):
         files = processes.together("local begin", begin)
         names = sorted(files)
         holders = {name: [rank for rank, mask in enumerate(masks) if mask >> i & 1] for i, name in enumerate(names)}
-        self._chosen = Chosen(step, files, holders, offers, offer)
+        self._chosen = Chosen(step, folder, files, holders, offers, offer)
         processes.together("local metadata", lambda: self._fetch(name for name in names if _describes(name)))
         return True
 
@@ -179,7 +186,7 @@ class LocalCheckpoints(Saving):
         """The folder of the step that was agreed on. It has the shards that this process needs once `prepare` was called."""
         assert self._chosen is not None
         assert self._chosen.step == step
-        return self._assembled(step)
+        return self._chosen.folder
 
     def meta(self, step: int) -> dict[str, Any]:
         return read_meta(self.path(step))
@@ -207,7 +214,7 @@ class LocalCheckpoints(Saving):
     def _fetch(self, names: Iterable[str]) -> int:
         """Bytes that came from other processes."""
         assert self._chosen is not None
-        folder, rank = self._assembled(self._chosen.step), processes.rank()
+        folder, rank = self._chosen.folder, processes.rank()
         fetched = 0
         for name in names:
             if (folder / name).exists() or name not in self._chosen.files:
@@ -219,9 +226,6 @@ class LocalCheckpoints(Saving):
             fetched += self._chosen.files[name]["bytes"]
         return fetched
 
-    def _assembled(self, step: int) -> Path:
-        return self.folder / RESTORED / str(step)
-
     # ---------------------------------------------------------------- commit
 
     def save(
@@ -230,10 +234,7 @@ class LocalCheckpoints(Saving):
         """Starts a save and returns when the shards are copied off the devices."""
         self.settle(step)
         items = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
-        for own in items.values():
-            for array in own.values():
-                shards.start_copies(array, copies=True)
-        mine = {item: {name: shards.split(a, True, copies=True) for name, a in own.items()} for item, own in items.items()}
+        mine = shards.split_all(items, True, copies=True)
         job = (step, mine, json.dumps(dict(meta), indent=1))
         self._writing = threading.Thread(target=self._write, args=job, name=f"local-checkpoint-{step}")
         self._writing.start()
@@ -281,18 +282,23 @@ class LocalCheckpoints(Saving):
         steps = self.own_steps()
         for step in set(steps) - set(steps[-KEEP:]) - {newest}:
             _remove(self.folder / str(step))
-        here = [rank for rank, place in enumerate(self.places) if place == self.places[processes.rank()]]
-        if processes.rank() == min(here):
-            for folder in self.root.iterdir():
-                if folder.name.isdecimal() and int(folder.name) >= processes.count():
-                    shutil.rmtree(folder, ignore_errors=True)
+        self._remove_higher_ranks()
 
     def clear(self) -> None:
-        """Removes the steps of this process: a newer one is in the persistent tier."""
+        """Removes the steps of this process, and those of ranks that the run no longer has: a newer one is in the persistent tier."""
+        self._remove_higher_ranks()
         shutil.rmtree(self.folder, ignore_errors=True)
         # Not empty while another process of the host has its own.
         with suppress(OSError):
             self.root.rmdir()
+
+    def _remove_higher_ranks(self) -> None:
+        """One process of each host does: a run with fewer processes than before never saves into the folders of the others."""
+        here = [rank for rank, place in enumerate(self.places) if place == self.places[processes.rank()]]
+        if processes.rank() == min(here) and self.root.is_dir():
+            for folder in list(self.root.iterdir()):
+                if folder.name.isdecimal() and int(folder.name) >= processes.count():
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def drop_newer(self, step: int) -> None:
         """Removes the steps of this process after that one."""

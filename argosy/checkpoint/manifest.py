@@ -33,8 +33,9 @@ def commit(folder: Path, files: dict[str, Any]) -> None:
     # It imports numpy, which readers of a run directory do not need.
     from argosy.core.formats.files import sync
 
-    for directory in (folder, *(d for d in folder.rglob("*") if d.is_dir())):
-        sync(directory)
+    # Waiting for the disk, which takes several in one go.
+    with ThreadPoolExecutor(THREADS, "sync") as pool:
+        list(pool.map(sync, (folder, *(d for d in folder.rglob("*") if d.is_dir()))))
     temporary = folder / (NAME + ".part")
     with temporary.open("w") as out:
         out.write(text(files))

@@ -6,28 +6,35 @@ is read before the token is compared.
 """
 
 import hmac
+import random
 import secrets
 import socket
 import socketserver
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from io import BufferedIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from argosy.checkpoint import manifest
 from argosy.core.errors import ArgosyError, Damaged
 
 # How long a peer may say nothing, and until it has said its token.
 PATIENCE_S, TOKEN_S = 60.0, 10.0
-# Connections that a process answers at a time; others end at once.
+# Connections that a process answers at a time; others end at once. They are made again, so many times in all, after twice as long each
+# time and a part drawn by chance, or all would come back at the same moment: over 13 to 26 s.
 MOST_AT_ONCE = 256
+TRIES, AGAIN_S = 8, 0.1
+# The most bytes of a file whose size nobody knows beforehand: a manifest.
+MOST_UNKNOWN_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 20
 _LENGTH, _NONE = struct.Struct(">Q"), 2**64 - 1
 # A request that asks whether somebody is there.
 PING = ""
 
+T = TypeVar("T")
 Address = tuple[str, int, str]  # host, port, token
 
 
@@ -100,25 +107,16 @@ class Offer:
 
 
 def fetch(address: Address, name: str, path: Path, expected: Mapping[str, Any] | None = None) -> None:
-    """Writes a file of a peer to a path. expected: its size and hash.
+    """Writes a file of a peer to a path. Tries again where the connection ends or nobody answers. expected: its size and hash.
 
     Raises:
-        ArgosyError: the peer cannot be reached, or does not have it.
-        Damaged: other bytes arrived.
+        ArgosyError: the peer cannot be reached, does not have it, or sends more than `MOST_UNKNOWN_BYTES` where nothing is expected.
+        Damaged: another size or other bytes arrived.
     """
     pending = path.with_name(f"{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with asked(address, name) as peer, pending.open("wb", buffering=0) as out:
-            left = _LENGTH.unpack(exactly(peer, _LENGTH.size))[0]
-            if left == _NONE:
-                raise ArgosyError(f"the process at {address[0]} does not have {name}")
-            while left:
-                chunk = peer.recv(min(left, CHUNK_BYTES))
-                if not chunk:
-                    raise OSError("the connection ended early")
-                out.write(chunk)
-                left -= len(chunk)
+        _tried(lambda: _received(address, name, pending, expected))
         if expected is not None and manifest.describe(pending, sync=True) != expected:
             raise Damaged(f"{name} did not arrive as it was written", where=f"from {address[0]}")
         pending.rename(path)
@@ -128,11 +126,54 @@ def fetch(address: Address, name: str, path: Path, expected: Mapping[str, Any] |
         pending.unlink(missing_ok=True)
 
 
+def _received(address: Address, name: str, pending: Path, expected: Mapping[str, Any] | None) -> None:
+    with asked(address, name) as peer:
+        left = _LENGTH.unpack(exactly(peer, _LENGTH.size))[0]
+        if left == _NONE:
+            raise ArgosyError(f"the process at {address[0]} does not have {name}")
+        # Before anything is written: another size would fill the disk first.
+        if expected is not None and left != expected["bytes"]:
+            what = f"{name} did not arrive as it was written: {left} bytes, not {expected['bytes']}"
+            raise Damaged(what, where=f"from {address[0]}")
+        if left > MOST_UNKNOWN_BYTES and expected is None:
+            raise ArgosyError(f"{name} has {left} bytes, more than {MOST_UNKNOWN_BYTES}", where=f"from {address[0]}")
+        with pending.open("wb", buffering=0) as out:
+            while left:
+                chunk = peer.recv(min(left, CHUNK_BYTES))
+                if not chunk:
+                    raise ConnectionError("the connection ended early")
+                out.write(chunk)
+                left -= len(chunk)
+
+
+def _tried(work: Callable[[], T]) -> T:
+    """Work that is done again where a connection ends: the peer was answering `MOST_AT_ONCE` others.
+
+    Raises:
+        OSError: it failed `TRIES` times; at once where it is no matter of connections, such as a full disk, or nothing answers in time.
+    """
+    wait = AGAIN_S
+    for _ in range(TRIES - 1):
+        try:
+            return work()
+        except ConnectionRefusedError:
+            # Nobody is there.
+            raise
+        except ConnectionError:
+            time.sleep(wait * (1 + random.random()))
+            wait *= 2
+    return work()
+
+
 def is_there(address: Address) -> bool:
     """Whether a peer answers."""
-    try:
+
+    def ask() -> bool:
         with asked(address, PING) as peer:
             return _LENGTH.unpack(exactly(peer, _LENGTH.size))[0] == 0
+
+    try:
+        return _tried(ask)
     except OSError:
         return False
 
@@ -159,6 +200,6 @@ def exactly(peer: socket.socket, size: int) -> bytes:
     while len(data) < size:
         more = peer.recv(size - len(data))
         if not more:
-            raise OSError("the connection ended early")
+            raise ConnectionError("the connection ended early")
         data += more
     return data

@@ -248,7 +248,11 @@ class RunDirectory:
         """
         for step in reversed(self.steps()):
             try:
-                meta = json.loads(self.store.read_text(f"{CHECKPOINTS}/{step}/meta.json"))
+                text = self.store.read_text(f"{CHECKPOINTS}/{step}/meta.json")
+                written = json.loads(self.store.read_text(f"{CHECKPOINTS}/{step}/{manifest.NAME}"))["files"]["meta.json"]
+                if hashlib.sha256(text.encode()).hexdigest() != written["sha256"]:
+                    continue
+                meta = json.loads(text)
                 return dict(meta["settings"]), dict(meta.get("origin") or {})
             except (ArgosyError, ValueError, KeyError, TypeError):
                 # The checkpoint is damaged; the one before it has the same settings.

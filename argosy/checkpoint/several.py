@@ -34,10 +34,7 @@ class CheckpointsOfSeveral(Checkpoints):
         if processes.told("saved", lambda: self._is_committed(str(step))):
             return
         items = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
-        for own in items.values():
-            for array in own.values():
-                shards.start_copies(array)
-        mine = {item: {name: shards.split(a, processes.leads()) for name, a in own.items()} for item, own in items.items()}
+        mine = shards.split_all(items, processes.leads())
         job = (step, mine, json.dumps(dict(meta), indent=1))
         self._writing = threading.Thread(target=self._write_together, args=job, name=f"checkpoint-{step}")
         self._writing.start()

@@ -1,27 +1,37 @@
-"""Arrays that are split over several processes, as files: each process writes its own shards, and nobody waits for anybody.
+"""Arrays as files of values, whose hashes are taken while they are written; each process writes its own shards, and nobody waits for
+anybody.
 
-An array is stored in the Zarr 3 format with a chunk for each shard, so a shard is a file (`core.formats.zarr`), whose hash is taken
-while it is written. Orbax, which writes the checkpoints of one process, would need barriers over the devices in the middle of
-training, and when one process fails the others wait five minutes (docs/decisions/0018). It reads this layout, as readers of ours do.
+An array is stored in the Zarr 3 format with a chunk for each shard, so a shard is a file (`core.formats.zarr`). Orbax would need
+barriers over the devices in the middle of training, and when one process fails the others wait five minutes (docs/decisions/0018);
+of one process it would take longer and read everything again for the hashes (0027). It reads this layout, as readers of ours do.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
+from argosy.checkpoint import manifest
 from argosy.core.formats import Entry, Shape
-from argosy.core.formats.files import File, write_all
-from argosy.core.formats.zarr import described_shards, shard_file
+from argosy.core.formats.files import File, sync, write_all
+from argosy.core.formats.zarr import array_files, described_shards, shard_file
+from argosy.core.formats.zarr_parts import Laid, Spans, aligned, laid, read_parts
 
 Described = dict[str, dict[str, Any]]
+T = TypeVar("T")
+# At most so many arrays are copied off the devices at once.
+COPIES_AT_ONCE = 4
+# Arrays are read in groups of this size, each put on the devices before the next: the host needs no room for a whole state.
+GROUP_BYTES = 1 << 30
+# Files below this are forced to disk together, after the last.
+SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -35,9 +45,24 @@ class Split:
     own: dict[tuple[int, ...], np.ndarray]
 
 
-def split(array: Any, leads: bool, copies: bool = False) -> Split:
+def split_all(items: Mapping[str, Mapping[str, Any]], leads: bool, copies: bool = False) -> dict[str, dict[str, Split]]:
     """Copies the shards that this process writes off its devices. Of copies of a shard, one process writes the first; an array of the
     host, which all processes have, the leader. copies: every process writes each shard that its devices hold."""
+    for own in items.values():
+        for array in own.values():
+            _start_copies(array, copies)
+    return for_each(items, lambda array: _split(array, leads, copies))
+
+
+def for_each(items: Mapping[str, Mapping[str, Any]], copy: Callable[[Any], T]) -> dict[str, dict[str, T]]:
+    """Copies arrays, {item: {name: array}}, some at once: training stands still meanwhile, and new memory costs more than copying."""
+    flat = [array for own in items.values() for array in own.values()]
+    with ThreadPoolExecutor(min(COPIES_AT_ONCE, os.cpu_count() or 1), "copy") as pool:
+        made = iter(list(pool.map(copy, flat)))
+    return {item: {name: next(made) for name in own} for item, own in items.items()}
+
+
+def _split(array: Any, leads: bool, copies: bool) -> Split:
     if not isinstance(array, jax.Array):
         return Split(array.shape, array.dtype, array.shape, {(0,) * array.ndim: array} if leads else {})
     each = tuple(array.sharding.shard_shape(array.shape))
@@ -50,14 +75,23 @@ def split(array: Any, leads: bool, copies: bool = False) -> Split:
     return Split(tuple(array.shape), np.dtype(array.dtype), each, own)
 
 
-def start_copies(array: Any, copies: bool = False) -> None:
-    """Starts the copies of `split` without waiting for them."""
+def _start_copies(array: Any, copies: bool) -> None:
     seen = set()
     for shard in array.addressable_shards if isinstance(array, jax.Array) else ():
         at = tuple((part.start, part.stop) for part in shard.index)
         if at not in seen and (copies or shard.replica_id == 0):
             seen.add(at)
             shard.data.copy_to_host_async()
+
+
+def whole_files(items: Mapping[str, Mapping[str, np.ndarray]]) -> list[File]:
+    """The files of arrays of the host, {item: {name: array}}: one of values each, and one that describes it.
+
+    Raises:
+        Unsupported: the format has no name for a type.
+    """
+    entries = {item: [Entry(n, a.shape, a.dtype, lambda a=a: a) for n, a in own.items()] for item, own in items.items()}
+    return [f._replace(name=f"{item}/{f.name}") for item, own in entries.items() for entry in own for f in array_files(entry)]
 
 
 def files_of(item: str, arrays: Mapping[str, Split]) -> Iterator[File]:
@@ -79,49 +113,95 @@ def described(arrays: Mapping[str, Split]) -> list[File]:
 
 
 def write(folder: Path, files: Iterable[File]) -> Described:
-    """Writes files and returns the size and hash of each, {name: ...}. They are on disk on return."""
-    out: Described = {}
-    for file in files:
-        path = folder / file.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256()
-        with path.open("wb", buffering=0) as stream:
-            for slab in file.slabs(np.ascontiguousarray):
-                digest.update(slab.data)
-                write_all(stream, slab)
+    """Writes files, some at once, and returns the size and hash of each, {name: ...}. They are on disk on return."""
+    files = list(files)
+    for parent in {(folder / file.name).parent for file in files}:
+        parent.mkdir(parents=True, exist_ok=True)
+    found = {file.name: _write(folder / file.name, file) for file in files}
+    # Most of a small file's time is waiting for the disk, which takes in one go what was written before and is waited for together.
+    with ThreadPoolExecutor(manifest.THREADS, "sync") as pool:
+        list(pool.map(sync, (folder / file.name for file in files if file.bytes < SMALL_BYTES)))
+    return found
+
+
+def _write(path: Path, file: File) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as stream:
+        for slab in file.slabs(np.ascontiguousarray):
+            digest.update(slab.data)
+            write_all(stream, slab)
+        if file.bytes >= SMALL_BYTES:
             os.fsync(stream.fileno())
-        out[file.name] = {"bytes": file.bytes, "sha256": digest.hexdigest()}
-    return out
+    return {"bytes": file.bytes, "sha256": digest.hexdigest()}
 
 
 def read(folder: Path, item: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Arrays of a checkpoint, of either layout, onto their shardings; each process reads only what its devices hold."""
-    def array(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        stored = opened(folder, name, item)
+    """Arrays of a checkpoint, of either layout, onto their shardings; each process reads only what its devices hold.
 
-        def part(index: Any) -> np.ndarray:
-            return np.asarray(stored[index].read().result()).astype(like.dtype, copy=False)
+    What this module wrote is read into memory that on a CPU becomes the array's own; the rest goes through TensorStore.
 
+    Raises:
+        Damaged, OSError: a file cannot be read, or is not what its metadata say.
+    """
+    out: dict[str, jax.Array] = {}
+    stored = {name: laid(folder / item / name) for name in wanted}
+    group: dict[str, dict[Spans, np.ndarray]] = {}
+    for name, like in wanted.items():
+        array = stored[name]
+        if array is None:
+            out[name] = _by_tensorstore(folder, item, name, like)
+            continue
+        if sum(part.nbytes for parts in group.values() for part in parts.values()) >= GROUP_BYTES:
+            out |= _arrays(stored, group, wanted)
+            group = {}
         assert like.sharding is not None
-        return jax.make_array_from_callback(like.shape, like.sharding, part)
+        indices = like.sharding.addressable_devices_indices_map(array.shape).values()
+        every = {_spans(index, array.shape) for index in indices}
+        group[name] = {spans: aligned(tuple(stop - start for start, stop in spans), array.dtype) for spans in every}
+    out |= _arrays(stored, group, wanted)
+    return {name: out[name] for name in wanted}
 
-    return {name: array(name, like) for name, like in wanted.items()}
+
+def _arrays(
+    stored: Mapping[str, Laid | None], group: Mapping[str, Mapping[Spans, np.ndarray]], wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    read_parts((array, spans, part) for name, parts in group.items() if (array := stored[name]) for spans, part in parts.items())
+
+    def put(name: str, parts: Mapping[Spans, np.ndarray]) -> jax.Array:
+        like = wanted[name]
+        assert like.sharding is not None
+        return jax.make_array_from_callback(
+            like.shape, like.sharding, lambda index: parts[_spans(index, like.shape)].astype(like.dtype, copy=False)
+        )
+
+    return {name: put(name, parts) for name, parts in group.items()}
+
+
+def _spans(index: Any, shape: Shape) -> Spans:
+    return tuple(part.indices(length)[:2] for part, length in zip(index, shape, strict=True))
+
+
+def _by_tensorstore(folder: Path, item: str, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+    stored = opened(folder, name, item)
+
+    def part(index: Any) -> np.ndarray:
+        return np.asarray(stored[index].read().result()).astype(like.dtype, copy=False)
+
+    assert like.sharding is not None
+    return jax.make_array_from_callback(like.shape, like.sharding, part)
 
 
 def needed(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The files of the shards that `read` opens in this process. wanted: {item: {name: sharding}}; arrays that `files_of` did not write
-    have none."""
+    """The files of the shards that `read` opens in this process. wanted: {item: {name: sharding}}; arrays that this module did not
+    write have none."""
     found: dict[str, None] = {}
     for item, places in wanted.items():
         for name, sharding in places.items():
-            if not (described := folder / item / name / "zarr.json").exists():
+            if (array := laid(folder / item / name)) is None:
                 continue
-            stored = json.loads(described.read_text())
-            shape, each = stored["shape"], stored["chunk_grid"]["configuration"]["chunk_shape"]
-            for index in sharding.addressable_devices_indices_map(tuple(shape)).values():
-                spans = [part.indices(length)[:2] for part, length in zip(index, shape, strict=True)]
-                cells = [range(start // size, -(-stop // size)) for (start, stop), size in zip(spans, each, strict=True)]
-                found |= {"/".join([item, name, "c", *map(str, at)]): None for at in product(*cells)}
+            for index in sharding.addressable_devices_indices_map(array.shape).values():
+                cells = array.cells(_spans(index, array.shape))
+                found |= {array.file(at).relative_to(folder).as_posix(): None for at in cells}
     return list(found)
 
 

@@ -1,14 +1,16 @@
 """A run's checkpoints: `checkpoints/<step>/` holds weights, optimizer, random streams, data position and settings, committed
 together.
 
-    weights/  state/      arrays, written by Orbax; data/ too, where the position in the data has some
+    weights/  state/      arrays, which Orbax can read; data/ too, where the position in the data has some
     meta.json             data position, settings, evaluation
     manifest.json         the hash of every file; written last, it makes the step a checkpoint
 
+On a disk each array is a folder with a file of values, hashed while it is written (`checkpoint.shards`), in a folder beside the step's
+that is renamed once its manifest is there. For an object store, where every file costs a request, Orbax packs the arrays into few
+files in a scratch folder; they are hashed there and copied, the manifest last (`checkpoint.objects`). Readers take both.
+
 This is the only module that uses Orbax (three functions of its v1 API). What Orbax lacks is implemented here: the manifest,
-falling back past damaged checkpoints, and retention that never leaves part of a checkpoint looking complete. All files go through
-`core.storage`: on a local disk Orbax writes in place; elsewhere the step is written to a scratch folder and copied, its manifest
-last (`checkpoint.objects`).
+falling back past damaged checkpoints, and retention that never leaves part of a checkpoint looking complete.
 
 Saving copies the arrays off the devices and writes in the background; the next save waits for the previous one.
 """
@@ -32,7 +34,7 @@ from argosy.checkpoint.saving import Saving, root_of
 from argosy.checkpoint.settings import CheckpointSettings
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.formats import Entry
-from argosy.core.formats.files import File, of_text
+from argosy.core.formats.files import File, of_text, sync
 from argosy.core.formats.zarr import array_files
 from argosy.core.storage import Store
 from argosy.parallel import processes
@@ -41,8 +43,8 @@ __all__ = ["CheckpointSettings", "Checkpoints"]
 
 Arrays = dict[str, Any]  # {name: array}
 WEIGHTS, STATE, DATA, META = "weights", "state", "data", "meta.json"
-# A step with this ending is being removed.
-REMOVED = ".removed"
+# Steps with these endings are being removed, and being written.
+REMOVED, WRITING = ".removed", ".writing"
 
 
 class Checkpoints(Saving):
@@ -153,7 +155,7 @@ class Checkpoints(Saving):
             return
         arrays = {WEIGHTS: weights, STATE: state} | ({DATA: data} if data else {})
         _start_copies(arrays)
-        on_host = {item: _off_device(own) for item, own in arrays.items()}
+        on_host = shards.for_each(arrays, _off_device)
         job = (step, on_host, json.dumps(dict(meta), indent=1))
         self._writing = threading.Thread(target=self._write, args=job, name=f"checkpoint-{step}")
         self._writing.start()
@@ -172,11 +174,10 @@ class Checkpoints(Saving):
             # What a kill left between the files and their manifest.
             self.store.remove(str(step))
             if self.store.is_local:
-                self.store.local_path().mkdir(parents=True, exist_ok=True)
-                _write_step(self.path(step), arrays, meta)
+                write_step(self.path(step), arrays, meta)
             else:
                 with tempfile.TemporaryDirectory() as scratch:
-                    _write_step(Path(scratch, str(step)), arrays, meta)
+                    pack_step(Path(scratch, str(step)), arrays, meta)
                     objects.upload(Path(scratch, str(step)), self.store, str(step))
             self.retire(step)
         except BaseException as failure:
@@ -185,12 +186,13 @@ class Checkpoints(Saving):
             with suppress(ArgosyError):
                 if not self._is_committed(str(step)):
                     self.store.remove(str(step))
+                self.store.remove(f"{step}{WRITING}")
 
     def _sweep(self) -> None:
-        """Removes what a kill left: Orbax's temporary folders, and checkpoints that were being removed."""
+        """Removes what a kill left: checkpoints that were being written, by Orbax too, or removed."""
         if self.store.is_local:
             folder = self.store.local_path()
-            for left in [*folder.glob("*.orbax-checkpoint-tmp*"), *folder.glob(f"*{REMOVED}")]:
+            for left in [found for name in (f"*{WRITING}", f"*{REMOVED}", "*.orbax-checkpoint-tmp*") for found in folder.glob(name)]:
                 shutil.rmtree(left, ignore_errors=True)
         else:
             objects.sweep(self.store)
@@ -242,7 +244,18 @@ class Checkpoints(Saving):
 # ---------------------------------------------------------------- one checkpoint
 
 
-def _write_step(folder: Path, arrays: dict[str, Arrays], meta: str) -> None:
+def write_step(folder: Path, arrays: dict[str, Arrays], meta: str) -> None:
+    """Writes a step as a folder for each array, beside where it will be, and renames it."""
+    pending = folder.with_name(folder.name + WRITING)
+    files = [*shards.whole_files(arrays), *catalog(arrays), of_text(META, meta)]
+    pending.mkdir(parents=True)
+    manifest.commit(pending, dict(sorted(shards.write(pending, files).items())))
+    pending.rename(folder)
+    sync(folder.parent)
+
+
+def pack_step(folder: Path, arrays: dict[str, Arrays], meta: str) -> None:
+    """Writes a step as Orbax does, in few files, which are read again for their hashes."""
     save_arrays(folder, arrays)
     (folder / META).write_text(meta)
     manifest.write(folder)
@@ -301,11 +314,22 @@ def stored_shapes(folder: Path, item: str = WEIGHTS) -> dict[str, jax.ShapeDtype
         BadInput: there is no checkpoint.
         Damaged: it cannot be read, or holds no such item.
     """
-    items = _guarded(folder, lambda: _orbax().checkpointables_metadata(folder.absolute()).metadata)
-    described = items.get(item)
+    described = _guarded(folder, lambda: _described(folder, item))
+    if described is None:
+        described = _guarded(folder, lambda: _orbax().checkpointables_metadata(folder.absolute()).metadata).get(item)
     if described is None:
         raise Damaged(f"its {item} cannot be read", where=str(folder))
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in described.items()}
+
+
+def _described(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct] | None:
+    """The arrays of an item that are a folder each, without Orbax, whose import takes a second; None of one that is packed."""
+    if not (folder / item).is_dir() or shards.is_packed(folder, item):
+        return None
+    tree = json.loads((folder / item / "_METADATA").read_text())["tree_metadata"]
+    names = [entry["key_metadata"][0]["key"] for entry in tree.values()]
+    stored = {name: json.loads((folder / item / name / "zarr.json").read_text()) for name in names}
+    return {name: jax.ShapeDtypeStruct(tuple(a["shape"]), np.dtype(a["data_type"])) for name, a in stored.items()}
 
 
 def load_weights(folder: Path, shardings: Mapping[str, Any] | None = None, dtype: Any = None) -> Arrays:
@@ -320,7 +344,7 @@ def load_item(folder: Path, item: str, shardings: Mapping[str, Any] | None = Non
         for name, a in stored_shapes(folder, item).items()
     }
     if jax.process_count() > 1 or not shards.is_packed(folder, item):
-        # Orbax would wait for all processes at each call, and takes twice as long where each array is a folder of its own.
+        # Orbax would wait for all processes at each call, and takes longer where each array is a folder of its own.
         return _guarded(folder, lambda: shards.read(folder, item, wanted))
     return _guarded(folder, lambda: _orbax().load_checkpointables(folder.absolute(), {item: wanted})[item])
 
@@ -369,6 +393,6 @@ def _start_copies(items: Mapping[str, Arrays]) -> None:
                 a.copy_to_host_async()
 
 
-def _off_device(arrays: Arrays) -> Arrays:
-    """Host copies of arrays whose shards are all on this process, so that the loop may donate the originals."""
-    return {name: np.array(a) if getattr(a, "is_fully_addressable", True) else a for name, a in arrays.items()}
+def _off_device(array: Any) -> Any:
+    """A host copy of an array whose shards are all on this process, so that the loop may donate the original."""
+    return np.array(array) if getattr(array, "is_fully_addressable", True) else array

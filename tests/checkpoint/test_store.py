@@ -1,5 +1,6 @@
 """Checkpoints on disk: commits, going back past damage, what is kept, and disks that fail."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from argosy.checkpoint import manifest, objects, store
+from argosy.checkpoint.run_directory import RunDirectory
 from argosy.checkpoint.saving import root_of
 from argosy.checkpoint.store import STATE, Checkpoints, CheckpointSettings, load_item, load_weights, read_meta
 from argosy.core.errors import ArgosyError, BadInput, Damaged
@@ -65,6 +67,18 @@ def test_the_newest_good_one_is_found_and_damage_is_set_aside(copy: Path):
     assert sorted(d.name for d in copy.iterdir()) == ["2", "4", "6.damaged"]
     assert len(said) == 1
     assert all(word in said[0] for word in ("checkpoint 6", "6.damaged", "meta.json", "SHA-256", "using step 4"))
+
+
+def test_settings_with_a_flipped_bit_are_not_those_of_the_run(tmp_path: Path):
+    """They would be valid JSON, with a key that no run has, and the run would be refused as another."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for step in (2, 4):
+        checkpoints.save(step, WEIGHTS, {"step": np.int32(step)}, {"settings": {"seed": step}})
+        checkpoints.wait()
+    assert RunDirectory(tmp_path).stored()[0] == {"seed": 4}
+    meta = tmp_path / "checkpoints" / "4" / "meta.json"
+    meta.write_text(meta.read_text().replace("seed", "sefd"))
+    assert RunDirectory(tmp_path).stored()[0] == {"seed": 2}
 
 
 def test_whoever_only_reads_moves_nothing(copy: Path):
@@ -146,14 +160,14 @@ def test_a_full_disk_is_reported_and_the_next_save_tries_again(copy: Path, monke
     said: list[str] = []
     checkpoints = Checkpoints(copy, CheckpointSettings(keep=9), said.append)
 
-    def full(folder: Path) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "write", full)
+        patch.setattr(manifest, "commit", full)
         checkpoints.save(8, WEIGHTS, {"step": np.int32(8)}, {})
         checkpoints.join()
-        assert not (copy / "8").exists(), "what could not be committed takes no room"
+        assert sorted(d.name for d in copy.iterdir()) == ["2", "4", "6"], "what could not be committed takes no room"
     checkpoints.save(10, WEIGHTS, {"step": np.int32(10)}, {})
     checkpoints.wait()
     assert len(said) == 1
@@ -165,10 +179,10 @@ def test_a_full_disk_is_reported_and_the_next_save_tries_again(copy: Path, monke
 def test_the_last_save_failing_is_an_error_and_earlier_ones_stay(copy: Path, monkeypatch: pytest.MonkeyPatch):
     checkpoints = Checkpoints(copy, CheckpointSettings())
 
-    def full(folder: Path) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(manifest, "write", full)
+    monkeypatch.setattr(manifest, "commit", full)
     checkpoints.save(8, WEIGHTS, {"step": np.int32(8)}, {})
     with pytest.raises(ArgosyError, match="No space left") as told:
         checkpoints.wait()
@@ -183,8 +197,8 @@ def test_a_checkpoint_that_is_not_there_is_bad_input(tmp_path: Path):
 
 
 @pytest.mark.parametrize("how", ["torn", "gone"])
-@pytest.mark.parametrize("file", ["_METADATA", "manifest.ocdbt"])
-def test_a_checkpoint_that_orbax_cannot_read_is_damage(copy: Path, file: str, how: str):
+@pytest.mark.parametrize("file", ["_METADATA", "embed.w/zarr.json", "embed.w/c/0/0"])
+def test_a_checkpoint_that_cannot_be_read_is_damage(copy: Path, file: str, how: str):
     broken = copy / "6" / "weights" / file
     if how == "torn":
         broken.write_text("{")
@@ -192,6 +206,73 @@ def test_a_checkpoint_that_orbax_cannot_read_is_damage(copy: Path, file: str, ho
         broken.unlink()
     with pytest.raises(Damaged, match="cannot be read"):
         load_weights(copy / "6")
+
+
+@pytest.mark.parametrize("how", ["torn", "gone"])
+@pytest.mark.parametrize("file", ["_METADATA", "manifest.ocdbt"])
+def test_a_packed_checkpoint_that_orbax_cannot_read_is_damage(tmp_path: Path, file: str, how: str):
+    store.pack_step(tmp_path / "6", {"weights": WEIGHTS}, "{}")
+    broken = tmp_path / "6" / "weights" / file
+    if how == "torn":
+        broken.write_text("{")
+    else:
+        broken.unlink()
+    with pytest.raises(Damaged, match="cannot be read"):
+        load_weights(tmp_path / "6")
+
+
+def test_a_step_that_orbax_wrote_is_read_and_gone_on_from(tmp_path: Path):
+    """What all runs of one process wrote before they wrote a file an array."""
+    items = {"weights": {n: w + 2 for n, w in WEIGHTS.items()}, "state": {"step": np.asarray(2)}, "data": {"seen": np.arange(3)}}
+    store.pack_step(tmp_path / "2", items, '{"step": 2}')
+    assert json.loads((tmp_path / "2" / "weights" / "_METADATA").read_text())["use_ocdbt"]
+    checkpoints = saved(tmp_path, [4])
+    assert checkpoints.steps() == [2, 4]
+    flip(tmp_path / "4" / "weights" / "embed.w" / "c" / "0" / "0")
+    assert checkpoints.latest_good() == 2
+    assert {n: np.asarray(a).tobytes() for n, a in load_weights(tmp_path / "2").items()} == {
+        n: w.tobytes() for n, w in items["weights"].items()
+    }
+    assert int(load_item(tmp_path / "2", STATE)["step"]) == 2
+    np.testing.assert_array_equal(store.load_data(tmp_path / "2")["seen"], np.arange(3))
+
+
+def test_orbax_itself_reads_what_a_run_of_one_process_writes(tmp_path: Path):
+    from orbax.checkpoint import v1
+
+    weights = {
+        "rows": np.arange(35, dtype=np.float32).reshape(7, 5),
+        "half": np.arange(6).astype("bfloat16"),
+        "large": np.arange(5_000_001, dtype=np.int32),
+        "none": np.zeros((0, 3), np.float32),
+        "true": np.asarray([True, False]),
+    }
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, weights, {"step": np.int32(7)}, {})
+    checkpoints.wait()
+    back = v1.load_checkpointables(tmp_path / "1")
+    assert {n: (a.shape, a.dtype, np.asarray(a).tobytes()) for n, a in back["weights"].items()} == {
+        n: (a.shape, a.dtype, a.tobytes()) for n, a in weights.items()
+    }
+    assert int(back["state"]["step"]) == 7
+    ours = load_weights(tmp_path / "1")
+    assert {n: np.asarray(a).tobytes() for n, a in ours.items()} == {n: a.tobytes() for n, a in weights.items()}
+
+
+def test_a_run_of_one_process_needs_no_second_reading_for_its_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "describe", lambda *_, **__: pytest.fail("a file was read again"))
+        patch.setattr(store, "_orbax", lambda: pytest.fail("Orbax was asked"))
+        saved(tmp_path, [2])
+        load_weights(tmp_path / "2")
+    manifest.verify(tmp_path / "2")
+
+
+def test_what_a_kill_left_while_writing_is_removed_by_the_next_save(tmp_path: Path):
+    (tmp_path / "3.writing" / "weights").mkdir(parents=True)
+    assert Checkpoints(tmp_path).steps() == []
+    saved(tmp_path, [4])
+    assert [d.name for d in tmp_path.iterdir()] == ["4"]
 
 
 # ---------------------------------------------------------------- readers beside a run

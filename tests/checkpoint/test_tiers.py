@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,8 @@ def test_a_full_local_disk_is_reported_and_persistent_saves_go_on(tmp_path: Path
     tiers, write = two(tmp_path, said), shards.write
 
     def full(folder: Path, files: Any) -> Any:
+        if "local" not in folder.parts:
+            return write(folder, files)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shards, "write", full)
@@ -165,7 +168,7 @@ def test_copies_are_on_other_hosts():
         assert {places[rank] for rank in range(7) if source in held[rank]} == {"a", "b", "c"} - {places[source]}
 
 
-def test_a_file_goes_to_who_knows_the_token_and_only_one_that_is_offered(tmp_path: Path):
+def test_a_file_goes_to_who_knows_the_token_and_only_one_that_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a").write_bytes(os.urandom(3_000_000))
     (tmp_path / "secret").write_text("not offered")
     offer = peers.Offer("127.0.0.1", {"a": tmp_path / "a"})
@@ -174,6 +177,8 @@ def test_a_file_goes_to_who_knows_the_token_and_only_one_that_is_offered(tmp_pat
         assert peers.is_there(offer.address)
         peers.fetch(offer.address, "a", tmp_path / "to" / "a", about)
         assert (tmp_path / "to" / "a").read_bytes() == (tmp_path / "a").read_bytes()
+        # Who says another token is not told from who finds no place, and tries again.
+        monkeypatch.setattr(peers, "AGAIN_S", 0.001)
         host, port, _ = offer.address
         for address, name in (((host, port, "0" * 32), "a"), (offer.address, "secret"), (offer.address, "../secret")):
             with pytest.raises(ArgosyError):
@@ -184,6 +189,58 @@ def test_a_file_goes_to_who_knows_the_token_and_only_one_that_is_offered(tmp_pat
     finally:
         offer.close()
     assert not peers.is_there(offer.address)
+
+
+def test_a_file_is_fetched_once_its_holder_has_a_place_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A holder that answers two at a time, asked by twelve at once."""
+    (tmp_path / "a").write_bytes(os.urandom(3_000_000))
+    about = manifest.describe(tmp_path / "a")
+    monkeypatch.setattr(peers, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(peers, "AGAIN_S", 0.02)
+    offer = peers.Offer("127.0.0.1", {"a": tmp_path / "a"})
+    try:
+        with ThreadPoolExecutor(12) as pool:
+            list(pool.map(lambda i: peers.fetch(offer.address, "a", tmp_path / str(i), about), range(12)))
+        assert all((tmp_path / str(i)).read_bytes() == (tmp_path / "a").read_bytes() for i in range(12))
+        # Nobody gets a place: the tries are bounded.
+        monkeypatch.setattr(peers, "AGAIN_S", 0.001)
+        held = [peers.socket.create_connection(offer.address[:2]) for _ in range(2)]
+        tries, asked = [], peers.asked
+        monkeypatch.setattr(peers, "asked", lambda *of: (tries.append(1), asked(*of))[1])
+        with pytest.raises(ArgosyError, match="a cannot be fetched"):
+            peers.fetch(offer.address, "a", tmp_path / "to", about)
+        assert len(tries) == peers.TRIES
+        for one in held:
+            one.close()
+    finally:
+        offer.close()
+
+
+def test_a_file_of_another_size_is_refused_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a").write_bytes(os.urandom(3_000_000))
+    monkeypatch.setattr(peers, "MOST_UNKNOWN_BYTES", 2_000_000)
+    offer = peers.Offer("127.0.0.1", {"a": tmp_path / "a"})
+    opened: list[str] = []
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, mode="r", *rest: (opened.append(mode), real(self, mode, *rest))[1])
+    try:
+        with pytest.raises(Damaged, match="3000000 bytes, not 5"):
+            peers.fetch(offer.address, "a", tmp_path / "to", {"bytes": 5, "sha256": ""})
+        with pytest.raises(ArgosyError, match="more than 2000000"):
+            peers.fetch(offer.address, "a", tmp_path / "to")
+    finally:
+        offer.close()
+    assert not any("w" in mode for mode in opened)
+
+
+def test_emptying_the_local_tier_removes_ranks_that_the_run_no_longer_has(tmp_path: Path):
+    tiers = two(tmp_path)
+    root = tmp_path / "local" / "run"
+    saved(tiers, 5, local=True)
+    shutil.copytree(root / "0", root / "3")
+    saved(tiers, 6, local=False)
+    tiers.wait()
+    assert not root.exists()
 
 
 class Killed(BaseException):

@@ -520,14 +520,14 @@ def test_a_device_that_does_not_exist_from_outside(tmp_path: Path):
 def test_a_disk_that_fills_up_costs_a_checkpoint_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from argosy.checkpoint import manifest
 
-    write = manifest.write
+    write = manifest.commit
 
-    def full(folder: Path) -> None:
-        if folder.name == "4":
+    def full(folder: Path, files: dict[str, Any]) -> None:
+        if folder.stem == "4":
             raise OSError(28, "No space left on device")
-        write(folder)
+        write(folder, files)
 
-    monkeypatch.setattr(manifest, "write", full)
+    monkeypatch.setattr(manifest, "commit", full)
     outcome, said = fit(tmp_path / "run", "steps=6")
     assert "No space left on device; trying again with step 6" in said
     assert outcome.exit_code == 0
@@ -538,15 +538,15 @@ def test_a_disk_that_fills_up_costs_a_checkpoint_and_not_the_run(tmp_path: Path,
 def test_a_disk_that_stays_full_is_an_error_with_what_was_saved_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from argosy.checkpoint import manifest
 
-    write, run = manifest.write, tmp_path / "run"
+    write, run = manifest.commit, tmp_path / "run"
 
-    def full(folder: Path) -> None:
-        if folder.name != "2":
+    def full(folder: Path, files: dict[str, Any]) -> None:
+        if folder.stem != "2":
             raise OSError(28, "No space left on device")
-        write(folder)
+        write(folder, files)
 
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "write", full)
+        patch.setattr(manifest, "commit", full)
         with pytest.raises(ArgosyError, match="No space left"):
             fit(run, "steps=6")
     outcome, said = fit(run, "steps=6")

@@ -72,6 +72,18 @@ def _values(entry: Entry, at: tuple[int, ...], rows: int, chunks: int) -> File:
     return File("/".join([entry.name, "c", *map(str, at)]), size, partial(_shard, entry, rows, chunks))
 
 
+def describes(stored: Any, file: Entry, chunks: int) -> bool:
+    """Whether metadata are those of an array whose files are each as `file`, of so many chunks."""
+    rows = file.shape[0] // chunks if file.shape else 1
+    return stored == _metadata(file, rows, chunks) | {"shape": stored["shape"]}
+
+
+def index_of(shape: Shape, dtype: np.dtype, chunks: int) -> bytes:
+    """The end of a file of values: the offset and length of each chunk. shape: of what the file holds, complete chunks."""
+    size = math.prod(shape) * dtype.itemsize // chunks
+    return np.stack([np.arange(chunks) * size, np.full(chunks, size)], axis=1).astype("<u8").tobytes()
+
+
 def map_array(folder: Path) -> np.ndarray | None:
     """An array written by `array_files`, as a view of its mapped file; None if it has another layout.
 
@@ -140,5 +152,4 @@ def _shard(entry: Entry, rows: int, chunks: int, order: Order) -> Iterator[np.nd
     yield from slabs(entry, order)
     if missing := chunks * size - math.prod(entry.shape) * entry.dtype.itemsize:
         yield np.zeros(missing, np.uint8)
-    index = np.stack([np.arange(chunks) * size, np.full(chunks, size)], axis=1)
-    yield index.astype("<u8").reshape(-1).view(np.uint8)
+    yield np.frombuffer(index_of((chunks * size,), np.dtype(np.uint8), chunks), np.uint8)

@@ -1,0 +1,133 @@
+"""Reads parts of arrays that `zarr` wrote straight into memory, several files at once. TensorStore copies them twice and takes twice
+as long.
+
+A file of values is an array, or a shard of it, in C order, so a part whose rows are whole is one read. Of other parts the mapped
+file is copied. Arrays with other metadata than `zarr` writes are left to TensorStore.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from argosy.core.formats import Entry, Shape, damaged, map_file
+from argosy.core.formats.zarr import describes, index_of
+
+# At most so many files are read at once.
+THREADS = 8
+# What one thread reads at a time: large arrays are read by several.
+PIECE_BYTES = 1 << 26
+# XLA takes memory with this alignment on a CPU as it is; other memory it copies.
+ALIGNED = 64
+
+# Where a part of an array begins and ends along each axis.
+Spans = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Laid:
+    """An array on disk. each: the shape of what one file holds, which at the end of an axis may go beyond the array. chunks: of a
+    file."""
+
+    folder: Path
+    shape: Shape
+    dtype: np.dtype
+    each: Shape
+    chunks: int
+
+    def cells(self, spans: Spans) -> Iterator[tuple[int, ...]]:
+        """The files that hold a part, by their place in the grid of files."""
+        if not all(stop > start for start, stop in spans):
+            return
+        yield from product(*(range(start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.each, strict=True)))
+
+    def file(self, at: tuple[int, ...]) -> Path:
+        return self.folder.joinpath("c", *map(str, at))
+
+
+def laid(folder: Path) -> Laid | None:
+    """How an array was written; None if by something else than `zarr.array_files` and `zarr.shard_file`."""
+    try:
+        stored = json.loads((folder / "zarr.json").read_bytes())
+        shape, dtype = tuple(stored["shape"]), np.dtype(stored["data_type"])
+        each = tuple(stored["chunk_grid"]["configuration"]["chunk_shape"])
+        inner = stored["codecs"][0]["configuration"]["chunk_shape"]
+        chunks = each[0] // inner[0] if each else 1
+        if len(each) != len(shape) or not describes(stored, Entry(folder.name, each, dtype, lambda: np.empty(0)), chunks):
+            return None
+        return Laid(folder, shape, dtype, each, chunks)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ZeroDivisionError):
+        return None
+
+
+def aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """New memory, which XLA on a CPU takes as it is."""
+    size = math.prod(shape) * dtype.itemsize
+    room = np.empty(size + ALIGNED, np.uint8)
+    begin = -room.ctypes.data % ALIGNED
+    return room[begin : begin + size].view(dtype).reshape(shape)
+
+
+def read_parts(parts: Iterable[tuple[Laid, Spans, np.ndarray]]) -> None:
+    """Fills arrays with parts of arrays on disk. parts: (array, which part, what is filled, in C order).
+
+    Raises:
+        Damaged: a file has another length than its metadata say, or does not hold its chunks in order.
+        OSError: a file cannot be read.
+    """
+    pieces = [piece for array, spans, out in parts for piece in _pieces(array, spans, out)]
+    # The largest first, so that no core is left with one at the end.
+    pieces.sort(key=lambda piece: -piece[3].nbytes)
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "read") as pool:
+        for _ in pool.map(_read, *zip(*pieces, strict=True)) if pieces else ():
+            pass
+
+
+def _pieces(array: Laid, spans: Spans, out: np.ndarray) -> Iterator[tuple[Laid, tuple[int, ...], Spans, np.ndarray]]:
+    """What is read at a time: (array, file, part of the file, what is filled)."""
+    for at in array.cells(spans):
+        begins = [i * size for i, size in zip(at, array.each, strict=True)]
+        both = [(max(start, b), min(stop, b + n)) for (start, stop), b, n in zip(spans, begins, array.each, strict=True)]
+        inside = tuple((start - b, stop - b) for (start, stop), b in zip(both, begins, strict=True))
+        # With the dots an array without axes stays a view.
+        into = out[(*(slice(start - s, stop - s) for (start, stop), (s, _) in zip(both, spans, strict=True)), ...)]
+        rows = max(1, PIECE_BYTES * len(into) // into.nbytes) if into.ndim else 1
+        for row in range(0, len(into) if into.ndim else 1, rows):
+            part = inside if not into.ndim else ((inside[0][0] + row, min(inside[0][0] + row + rows, inside[0][1])), *inside[1:])
+            yield array, at, part, into[row : row + rows] if into.ndim else into
+
+
+def _read(array: Laid, at: tuple[int, ...], spans: Spans, into: np.ndarray) -> None:
+    path, size = array.file(at), array.dtype.itemsize
+    _check(array, path)
+    whole = all(span == (0, n) for span, n in zip(spans[1:], array.each[1:], strict=True))
+    if not (whole and into.flags.c_contiguous):
+        values = map_file(path)[: math.prod(array.each) * size].view(array.dtype).reshape(array.each)
+        into[...] = values[tuple(slice(*span) for span in spans)]
+        return
+    begin = spans[0][0] * math.prod(array.each[1:]) * size if spans else 0
+    left = into.reshape(-1).view(np.uint8).data
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        while left:
+            count = file.readinto(left)
+            if not count:
+                raise damaged(path, "it ends early")
+            left = left[count:]
+
+
+def _check(array: Laid, path: Path) -> None:
+    index = index_of(array.each, array.dtype, array.chunks)
+    size = math.prod(array.each) * array.dtype.itemsize
+    with path.open("rb", buffering=0) as file:
+        if (found := os.fstat(file.fileno()).st_size) != size + len(index):
+            raise damaged(path, f"it has {found} bytes, which is not the size of {list(array.each)} of {array.dtype}")
+        file.seek(size)
+        if file.read(len(index)) != index:
+            raise damaged(path, "its chunks are not in order")
