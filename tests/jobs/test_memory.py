@@ -37,16 +37,14 @@ def test_the_state_is_counted_exactly_and_the_estimate_is_below_the_compiled_fig
     sizes = need.sizes
     devices = assembly.mesh.size  # they share this machine's memory
     weights = 4 * assembly.parameters
-    assert tuple(sizes) == tuple(
-        k for k in ("parameters", "gradients", "optimizer", "activations", "checkpoint", "process")
-    )
+    # A step is not made again here.
+    assert tuple(sizes) == tuple(kind for kind in KINDS if kind != "replay")
     assert weights <= sizes["parameters"] <= weights * devices
     assert sizes["gradients"] == sizes["parameters"]
     assert 2 * sizes["parameters"] <= sizes["optimizer"] <= 2 * sizes["parameters"] + 100 * devices
     assert sizes["checkpoint"] == sizes["parameters"] + sizes["optimizer"]
     assert TRUST * traced(run) < sizes["activations"]
     assert need.document()["total"] == sum(sizes.values())
-    assert set(sizes) == set(KINDS)
 
 
 def test_accumulation_and_recomputation_need_less():
