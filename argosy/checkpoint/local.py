@@ -295,8 +295,12 @@ class LocalCheckpoints(Saving):
     def _remove_higher_ranks(self) -> None:
         """One process of each host does: a run with fewer processes than before never saves into the folders of the others."""
         here = [rank for rank, place in enumerate(self.places) if place == self.places[processes.rank()]]
-        if processes.rank() == min(here) and self.root.is_dir():
-            for folder in list(self.root.iterdir()):
+        if processes.rank() == min(here):
+            left: list[Path] = []
+            # Another process of the host may remove the root when it has removed its own.
+            with suppress(FileNotFoundError):
+                left = list(self.root.iterdir())
+            for folder in left:
                 if folder.name.isdecimal() and int(folder.name) >= processes.count():
                     shutil.rmtree(folder, ignore_errors=True)
 

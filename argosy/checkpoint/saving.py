@@ -53,10 +53,11 @@ class Saving:
             failure, self._failure = self._failure, None
             # A save fails in all processes.
             processes.fail_together()
+            remedy = "free some space or fix the permissions" if isinstance(failure, OSError) else "mend that"
             raise ArgosyError(
                 f"{self._what} could not be written: {root_of(failure)}",
                 where=where,
-                hint="earlier checkpoints are intact; free some space or fix the permissions, and run the same command again",
+                hint=f"earlier checkpoints are intact; {remedy}, and run the same command again",
             ) from failure
 
 

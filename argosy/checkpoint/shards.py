@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from argosy.checkpoint import manifest
+from argosy.core.errors import Unsupported
 from argosy.core.formats import Entry, Shape
 from argosy.core.formats.files import File, sync, write_all
 from argosy.core.formats.zarr import array_files, described_shards, shard_file
@@ -88,10 +89,18 @@ def whole_files(items: Mapping[str, Mapping[str, np.ndarray]]) -> list[File]:
     """The files of arrays of the host, {item: {name: array}}: one of values each, and one that describes it.
 
     Raises:
-        Unsupported: the format has no name for a type.
+        Unsupported: the format has no name for a type, or an array's name is no name of a folder.
     """
+    for name in (name for own in items.values() for name in own):
+        if not is_folder_name(name):
+            raise Unsupported(f"an array named {name[:80]!r} cannot be a folder of a checkpoint")
     entries = {item: [Entry(n, a.shape, a.dtype, lambda a=a: a) for n, a in own.items()] for item, own in items.items()}
     return [f._replace(name=f"{item}/{f.name}") for item, own in entries.items() for entry in own for f in array_files(entry)]
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether an array can have this name: one or more parts, none of which is empty, hidden or too long."""
+    return all(part and not part.startswith((".", "_METADATA")) and len(part.encode()) < 256 for part in name.split("/"))
 
 
 def files_of(item: str, arrays: Mapping[str, Split]) -> Iterator[File]:
@@ -113,7 +122,7 @@ def described(arrays: Mapping[str, Split]) -> list[File]:
 
 
 def write(folder: Path, files: Iterable[File]) -> Described:
-    """Writes files, some at once, and returns the size and hash of each, {name: ...}. They are on disk on return."""
+    """Writes files, hashing them meanwhile, and returns the size and hash of each, {name: ...}. They are on disk on return."""
     files = list(files)
     for parent in {(folder / file.name).parent for file in files}:
         parent.mkdir(parents=True, exist_ok=True)
@@ -146,20 +155,39 @@ def read(folder: Path, item: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) ->
     out: dict[str, jax.Array] = {}
     stored = {name: laid(folder / item / name) for name in wanted}
     group: dict[str, dict[Spans, np.ndarray]] = {}
+    size = 0
     for name, like in wanted.items():
         array = stored[name]
         if array is None:
             out[name] = _by_tensorstore(folder, item, name, like)
             continue
-        if sum(part.nbytes for parts in group.values() for part in parts.values()) >= GROUP_BYTES:
-            out |= _arrays(stored, group, wanted)
-            group = {}
+        if size >= GROUP_BYTES:
+            # Transfers read the memory of a group until they are done.
+            out |= jax.block_until_ready(_arrays(stored, group, wanted))
+            group, size = {}, 0
         assert like.sharding is not None
         indices = like.sharding.addressable_devices_indices_map(array.shape).values()
         every = {_spans(index, array.shape) for index in indices}
         group[name] = {spans: aligned(tuple(stop - start for start, stop in spans), array.dtype) for spans in every}
+        size += sum(part.nbytes for part in group[name].values())
     out |= _arrays(stored, group, wanted)
     return {name: out[name] for name in wanted}
+
+
+def read_on_host(folder: Path, item: str) -> dict[str, np.ndarray] | None:
+    """The arrays of an item as numpy arrays, whose types JAX may not have (int64); None where this module did not write them.
+
+    Raises:
+        Damaged, OSError: as `read`.
+    """
+    tree = json.loads((folder / item / "_METADATA").read_text())["tree_metadata"]
+    names = [entry["key_metadata"][0]["key"] for entry in tree.values()]
+    stored = {name: array for name in names if (array := laid(folder / item / name)) is not None}
+    if len(stored) < len(names):
+        return None
+    out = {name: aligned(array.shape, array.dtype) for name, array in stored.items()}
+    read_parts((array, tuple((0, n) for n in array.shape), out[name]) for name, array in stored.items())
+    return out
 
 
 def _arrays(

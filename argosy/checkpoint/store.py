@@ -353,7 +353,9 @@ def load_data(folder: Path) -> Arrays:
     """The arrays of a step's position in the data; none where it had none."""
     if not (folder / DATA).is_dir():
         return {}
-    return {name: np.asarray(a) for name, a in load_item(folder, DATA).items()}
+    # Positions may be of types that JAX narrows, such as int64.
+    found = None if shards.is_packed(folder, DATA) else _guarded(folder, lambda: shards.read_on_host(folder, DATA))
+    return {name: np.asarray(a) for name, a in load_item(folder, DATA).items()} if found is None else found
 
 
 def _host() -> Any:

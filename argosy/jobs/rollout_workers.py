@@ -82,6 +82,9 @@ class RolloutWorkers:
         # By process: the numbers of the weights that it has, and how often it ended since it last answered.
         self._has: dict[str, dict[str, int]] = {name: {} for name in self.names}
         self._lost = dict.fromkeys(self.names, 0)
+        # What an interrupted call left may still be under way when the next one begins.
+        self._turns = {name: threading.Lock() for name in self.names}
+        self._counting = threading.Lock()
         self._closed = threading.Event()
         self._stack = ExitStack()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="rollouts")
@@ -119,15 +122,16 @@ class RolloutWorkers:
         Raises:
             ArgosyError: it cannot answer.
         """
-        while True:
-            try:
-                self.give(name, weights, told)
-                found = apart(ask(self.workers[name]))
-            except WorkerLost as error:
-                self.lost(name, error, told)
-            else:
-                self._lost[name] = 0
-                return found
+        with self._turns[name]:
+            while True:
+                try:
+                    self.give(name, weights, told)
+                    found = apart(ask(self.workers[name]))
+                except WorkerLost as error:
+                    self.lost(name, error, told)
+                else:
+                    self._lost[name] = 0
+                    return found
 
     def give(self, name: str, weights: Weights, told: "Samplers") -> None:
         """Gives a process the weights that it lacks.
@@ -148,7 +152,8 @@ class RolloutWorkers:
             wrong = [a for a, same in zip(weights.versions, (sums == weights.sums).tolist(), strict=True) if not same]
             raise ArgosyError(f"{plural(len(wrong), 'weight')} arrived changed in the process `{name}`, such as {wrong[0]}")
         has |= {a: one.number for a, one in weights.versions.items()}
-        told.weights_s = max(told.weights_s, time.monotonic() - began)
+        with self._counting:
+            told.weights_s = max(told.weights_s, time.monotonic() - began)
 
     def lost(self, name: str, error: WorkerLost, told: "Samplers") -> None:
         """Starts a process again that has ended.
@@ -159,7 +164,8 @@ class RolloutWorkers:
         while not self._closed.is_set():
             self._has[name].clear()
             self._lost[name] += 1
-            told.lost += 1
+            with self._counting:
+                told.lost += 1
             if self._lost[name] >= MOST_LOST:
                 raise ArgosyError(f"{error.what}\nThat was {MOST_LOST} times in a row without an answer.") from error
             self.say(f"`{name}` is started again, and its prompts are sampled again")

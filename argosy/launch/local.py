@@ -220,7 +220,8 @@ def supervise(start: Callable[[int], Gang], settings: Local, say: Say, progress:
                 if not stop.code:
                     say(f"it failed {failures} times without a new checkpoint, and restarts={settings.restarts}; what is saved stays")
                 return stop.code or ending.code
-            say(f"starting all {settings.processes} processes again after {time.monotonic() - begun:.0f} s (restart {attempt})")
+            ran = f"{time.monotonic() - begun:.0f} s"
+            say(f"starting all {settings.processes} processes again, which had run for {ran} (restart {attempt})")
 
 
 def check_logs(folder: Path) -> None:

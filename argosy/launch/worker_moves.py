@@ -209,7 +209,8 @@ def placements(skeleton: Any, leaves: Sequence[Leaf], mesh: Mesh, sharding: Any)
         try:
             one = NamedSharding(mesh, spec or PartitionSpec())
             one.shard_shape(leaf.shape)
-        except ValueError as error:
+        # IndexError: it has more axes than the array.
+        except (ValueError, IndexError) as error:
             shown = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
             what = f"{leaf.path} {leaf.shape} cannot be sharded as {spec} over the mesh {shown}"
             raise BadInput(what, where=str(error).splitlines()[0][:200]) from None

@@ -67,6 +67,8 @@ class Workers(Mapping[str, WorkerGroup]):
             sharding: a PartitionSpec for all arrays, or a tree of them that is a prefix of the value; None: each device has everything.
         """
         group = self[to]
+        if not isinstance(ref, Ref):
+            raise BadInput(f"{type(ref).__name__} is no Ref of a group", hint="`send` brings a value of this program to a group")
         if ref.group is not self._groups.get(ref.group.name):
             raise BadInput(f"{ref!r} is of other workers")
         return moved(ref, group, sharding, self._lock)
@@ -107,6 +109,8 @@ def open_workers(
     if not groups:
         raise BadInput("there are no groups")
     for name, group in groups.items():
+        if not isinstance(group, Group):
+            raise BadInput(f"the group `{name}` is {group!r}", hint=f'{{"{name}": Group(processes=2)}}')
         group.check(name)
     given = {"address": (address, engine == "ray"), "logs": (logs, engine != "inline")}
     for name, (value, takes) in given.items():

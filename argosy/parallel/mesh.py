@@ -249,6 +249,11 @@ def _filled(sizes: dict[str, int], count: int, name: str, counted: str) -> dict[
     if open_axes and count % fixed == 0:
         sizes[open_axes[0]] = count // fixed
     if math.prod(sizes.values()) != count:
+        if open_axes:
+            what = f"{name} {_shown(sizes)}: {fixed} does not divide {counted}, so nothing is left for {open_axes[0]}"
+            trial = f"XLA_FLAGS=--xla_force_host_platform_device_count={fixed}"
+            hint = f"sizes whose product divides {count}; to try it on a CPU, {trial} makes {fixed} devices"
+            raise BadInput(what, hint=hint)
         raise BadInput(f"{name} {_shown(sizes)} does not make {counted}", hint="set one of its axes to -1")
     return sizes
 

@@ -11,7 +11,15 @@ import pytest
 from argosy.checkpoint import manifest, objects, store
 from argosy.checkpoint.run_directory import RunDirectory
 from argosy.checkpoint.saving import root_of
-from argosy.checkpoint.store import STATE, Checkpoints, CheckpointSettings, load_item, load_weights, read_meta
+from argosy.checkpoint.store import (
+    STATE,
+    Checkpoints,
+    CheckpointSettings,
+    load_data,
+    load_item,
+    load_weights,
+    read_meta,
+)
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.storage import Store
 
@@ -50,6 +58,26 @@ def test_what_is_saved_comes_back(three: Path):
     assert {n: np.asarray(a).tobytes() for n, a in back.items()} == {n: (w + 4).tobytes() for n, w in WEIGHTS.items()}
     assert int(load_item(three / "4", STATE)["step"]) == 4
     assert read_meta(three / "4") == {"eval_loss": None}
+
+
+def test_the_position_in_the_data_keeps_types_that_jax_narrows(tmp_path: Path):
+    data = {"rows": np.array([2**40 + 1, -1]), "share": np.array([1e300, np.nan]), "none": np.zeros((0, 3), np.int64)}
+    data |= {"one": np.asarray(2**50)}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, WEIGHTS, {"step": np.int32(1)}, {}, data)
+    checkpoints.wait()
+    back = load_data(tmp_path / "1")
+    assert {name: (a.dtype, a.shape) for name, a in back.items()} == {name: (a.dtype, a.shape) for name, a in data.items()}
+    assert all(np.array_equal(back[name], data[name], equal_nan=data[name].dtype.kind == "f") for name in data)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/../b", "/abs", "a//b", ".hidden", "_METADATA", "x" * 256])
+def test_a_name_that_is_no_folder_is_refused_and_nothing_is_left(tmp_path: Path, name: str):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {name: np.zeros(3, np.float32)}, {"step": np.int32(1)}, {})
+    with pytest.raises(ArgosyError, match="cannot be a folder of a checkpoint"):
+        checkpoints.wait()
+    assert not list(tmp_path.iterdir())
 
 
 def test_saving_copies_what_the_loop_then_overwrites(tmp_path: Path):
