@@ -195,6 +195,9 @@ class Rollouts(Queued):
         filled = [[picked(part.filled(columns), self.policy.reads()) for part in own] for own in parts]
         self.keep(self.told(made, by))
         told = self.numbers(made, by._replace(metrics=by.metrics | metrics), counted)
+        if told.get("groups/useless") == 1:
+            what = f"all answers to each prompt of rollout {made.number + 1} have the same reward, so the rewards teach nothing"
+            self.collector.complain(f"{what}: groups/useless tells how many groups are so", "equal")
         told |= {"part_density": density([part for own in filled for part in own])}
         return [Experience(own, told) for _ in range(how.epochs) for own in filled]
 

@@ -117,6 +117,18 @@ def test_every_rollout_and_every_round_has_random_streams_of_its_own(lm: LM):
     assert sum(a == b for a, b in zip(judge.asked[0][1], judge.asked[1][1], strict=True)) <= 1
 
 
+def test_rewards_that_teach_nothing_are_told_once(lm: LM):
+    for score, lines in ((lambda *_: 1.0, 1), (by_length, 0)):
+        said: list[str] = []
+        made = rollouts(lm, OwnJudge(score), said=said)
+        for _ in range(2):
+            made.advance(None)
+            next(made)
+        told = [line for line in said if "teach nothing" in line]
+        assert len(told) == lines, said
+        assert all("of rollout 1 " in line for line in told)
+
+
 def test_groups_are_answers_to_one_prompt_and_columns_belong_to_them(lm: LM):
     judge, kept = OwnJudge(by_length), []
     made = rollouts(lm, judge, kept=kept)
