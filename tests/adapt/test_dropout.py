@@ -65,6 +65,7 @@ def test_rows_of_experts_are_dropped_too():
     assert set(np.unique(np.asarray(y).round(5))) == {0.0, np.float32(round(1 / (1 - P), 5))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "remat"),
     [

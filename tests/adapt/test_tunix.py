@@ -28,6 +28,7 @@ def causal(seen: Any) -> Any:
     return jnp.asarray(seen)[:, None, :] & jnp.tril(jnp.ones((length, length), bool))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [Unroll(), pytest.param(Scan(), marks=pytest.mark.slow)], ids=["unroll", "scan"])
 def test_the_logits_are_those_of_the_model(run: Any):
     """Rows of one sequence, padded behind and before; the padding's own logits mean nothing."""

@@ -234,6 +234,7 @@ def test_logits_are_off_by_what_uniform_rounding_makes_of_them(family: str, exam
         assert abs(eight - exact) < 4 * expected
 
 
+@pytest.mark.slow
 def test_a_former_owner_and_a_broken_row_reach_nobody_else():
     """Pages hold NaN in values and scales at the start. One row's activations are NaN: it alone has no answer, and whoever gets its
     pages afterwards has the answer of an untouched engine."""

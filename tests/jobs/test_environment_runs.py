@@ -183,6 +183,7 @@ HOW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "grpo")), "grpo-ahead"])
 def test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit(name: str, data: Path, base: Path, tmp_path: Path):
     """Environments sleep for random times; step 3 lies between the updates of a rollout, and rollouts follow it."""

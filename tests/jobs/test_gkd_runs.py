@@ -83,6 +83,7 @@ HOW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name == "mixed" else pytest.param(name, marks=pytest.mark.slow) for name in HOW])
 def test_a_resume_in_the_middle_of_a_rollout_is_bit_for_bit(name: str, data: Path, teacher: Path, base: Path, tmp_path: Path):
     """Step 3 lies between the updates of a rollout, whose answers were sampled by weights that are gone."""

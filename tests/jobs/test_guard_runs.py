@@ -192,6 +192,7 @@ def test_a_rollback_is_a_run_whose_data_lacked_the_window(poison: Any, lacking: 
     assert "lost" not in without.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [None, pytest.param(5, marks=pytest.mark.slow), pytest.param("going back", marks=pytest.mark.slow)])
 def test_a_rollback_makes_the_same_steps_whatever_local_checkpoints_there_are(poison: Any, tmp_path: Path, at: Any):
     """Killed after it or not: local checkpoints of steps that were made before it are not resumed from."""

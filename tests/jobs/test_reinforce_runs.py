@@ -186,6 +186,7 @@ def test_a_weight_that_arrives_changed_ends_the_run(data: Path, base: Path, tmp_
         fit("grpo", data, tmp_path / "run", f"init.weights={base}", "rollout.devices=1", steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resume_with_rollouts_ahead_is_bit_for_bit(depth: int, data: Path, base: Path, tmp_path: Path):
     """Those that were sampled ahead of the checkpoint are in it."""

@@ -77,6 +77,7 @@ def trouble(monkeypatch: pytest.MonkeyPatch, do: Callable[[int, int], None]) -> 
 # ---------------------------------------------------------------- without a process
 
 
+@pytest.mark.slow
 def test_shares_are_answered_as_all_together():
     """Two workers with a part each, and one engine with all; what they take is what was sent."""
     config = LlamaConfig(width=32, layers=2, ffn=64, heads=2, kv_heads=1, vocab=64, context=64)

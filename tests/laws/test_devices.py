@@ -183,6 +183,7 @@ def test_sequences_over_devices_change_no_loss(head):
     same(updated(config, Scan(), None, head=head), updated(config, Scan(), {"fsdp": 2, "context": 2, "tensor": 2}, head=head))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "dense" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_a_context_axis_splits_the_work(name):
     """Products that merged rows and times had all tokens gathered: 1.21 of 1.34 GFLOP were left on each of two devices."""

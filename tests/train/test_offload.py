@@ -88,6 +88,7 @@ def test_updates_and_state_are_those_of_the_device(settings: Optimizer, monkeypa
     assert all(map(np.array_equal, jax.tree.leaves(jax.jit(plain.init)(params)), jax.tree.leaves(stayed)))
 
 
+@pytest.mark.slow
 def test_a_run_learns_the_same_and_resumes_with_and_without(tmp_path: Path):
     device = fit(tmp_path / "device")
     host = fit(tmp_path / "host", OFFLOADED)
