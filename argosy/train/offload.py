@@ -18,8 +18,10 @@ from jax.sharding import NamedSharding
 Space = jax.memory.Space
 # The kind of memory where the state lies.
 HOST = "pinned_host"
-# Bytes of a piece of a weight that is not in layers.
+# Bytes of a piece of a weight that is not in layers, and what the rows of one are a multiple of: TPUs store rows by eights. They cannot
+# update slices of the host's arrays along the last axis.
 PIECE = 32 << 20
+ROWS = 8
 
 # The pieces that a weight is updated in: {address: (axis, how many)}. A weight without an entry is updated whole.
 Pieces = Mapping[str, tuple[int, int]]
@@ -106,18 +108,19 @@ def pieces_for(optimizer: Any, meanings: Any, shapes: Mapping[str, Any], places:
 
     Args:
         optimizer: its settings (`train.optim`), which know the weights that may be taken apart.
-        places: the shardings of the weights. An axis that the mesh splits is not cut.
+        places: the shardings of the weights. An axis that the mesh splits is not cut, nor is the last one: a weight without another is
+            updated whole.
     """
     stacked = {address for address, (meaning, stored) in meanings.items() if stored > len(meaning.letters)}
     found = {address: (0, shapes[address].shape[0]) for address in stacked}
     for address in optimizer.apart(meanings) - stacked:
         shape, spec = shapes[address].shape, places[address].spec
         need = math.ceil(math.prod(shape) * shapes[address].dtype.itemsize / PIECE)
-        cuts = [
-            (next(n for n in range(need, size + 1) if size % n == 0), axis)
-            for axis, size in enumerate(shape)
-            if size >= need and (axis >= len(spec) or spec[axis] is None)
-        ]
+        cuts = []
+        for axis, size in enumerate(shape[:-1]):
+            counts = [n for n in range(need, size // ROWS + 1) if size % (n * ROWS) == 0]
+            if counts and (axis >= len(spec) or spec[axis] is None):
+                cuts.append((counts[0], axis))
         if need > 1 and cuts:
             count, axis = min(cuts)
             found[address] = axis, count
