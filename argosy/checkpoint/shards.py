@@ -92,13 +92,13 @@ def whole_files(items: Mapping[str, Mapping[str, np.ndarray]]) -> list[File]:
         Unsupported: the format has no name for a type, or an array's name is no name of a folder.
     """
     for name in (name for own in items.values() for name in own):
-        if not is_folder_name(name):
+        if not _is_folder_name(name):
             raise Unsupported(f"an array named {name[:80]!r} cannot be a folder of a checkpoint")
     entries = {item: [Entry(n, a.shape, a.dtype, lambda a=a: a) for n, a in own.items()] for item, own in items.items()}
     return [f._replace(name=f"{item}/{f.name}") for item, own in entries.items() for entry in own for f in array_files(entry)]
 
 
-def is_folder_name(name: str) -> bool:
+def _is_folder_name(name: str) -> bool:
     """Whether an array can have this name: one or more parts, none of which is empty, hidden or too long."""
     return all(part and not part.startswith((".", "_METADATA")) and len(part.encode()) < 256 for part in name.split("/"))
 
@@ -180,8 +180,7 @@ def read_on_host(folder: Path, item: str) -> dict[str, np.ndarray] | None:
     Raises:
         Damaged, OSError: as `read`.
     """
-    tree = json.loads((folder / item / "_METADATA").read_text())["tree_metadata"]
-    names = [entry["key_metadata"][0]["key"] for entry in tree.values()]
+    names = names_of(folder, item)
     stored = {name: array for name in names if (array := laid(folder / item / name)) is not None}
     if len(stored) < len(names):
         return None
@@ -231,6 +230,12 @@ def needed(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 cells = array.cells(_spans(index, array.shape))
                 found |= {array.file(at).relative_to(folder).as_posix(): None for at in cells}
     return list(found)
+
+
+def names_of(folder: Path, item: str) -> list[str]:
+    """The names of the arrays of an item."""
+    tree = json.loads((folder / item / "_METADATA").read_text())["tree_metadata"]
+    return [entry["key_metadata"][0]["key"] for entry in tree.values()]
 
 
 def is_packed(folder: Path, item: str) -> bool:

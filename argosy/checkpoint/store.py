@@ -326,9 +326,7 @@ def _described(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct] | Non
     """The arrays of an item that are a folder each, without Orbax, whose import takes a second; None of one that is packed."""
     if not (folder / item).is_dir() or shards.is_packed(folder, item):
         return None
-    tree = json.loads((folder / item / "_METADATA").read_text())["tree_metadata"]
-    names = [entry["key_metadata"][0]["key"] for entry in tree.values()]
-    stored = {name: json.loads((folder / item / name / "zarr.json").read_text()) for name in names}
+    stored = {name: json.loads((folder / item / name / "zarr.json").read_text()) for name in shards.names_of(folder, item)}
     return {name: jax.ShapeDtypeStruct(tuple(a["shape"]), np.dtype(a["data_type"])) for name, a in stored.items()}
 
 

@@ -209,7 +209,7 @@ def _total(shapes: Any, places: Any, mesh: Any) -> int:
     shared = _shared(mesh)
     here = [(s, place) for s, place in pairs if shared or place.memory_kind != HOST]
     each = sum(math.prod(place.shard_shape(s.shape)) * s.dtype.itemsize for s, place in here)
-    return each * (mesh.size if _shared(mesh) else 1)
+    return each * (mesh.size if shared else 1)
 
 
 def _bytes(tree: Any) -> int:

@@ -41,6 +41,13 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+def spoil(file: Path, how: str) -> None:
+    if how == "torn":
+        file.write_text("{")
+    else:
+        file.unlink()
+
+
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store") / "checkpoints"
@@ -228,10 +235,7 @@ def test_a_checkpoint_that_is_not_there_is_bad_input(tmp_path: Path):
 @pytest.mark.parametrize("file", ["_METADATA", "embed.w/zarr.json", "embed.w/c/0/0"])
 def test_a_checkpoint_that_cannot_be_read_is_damage(copy: Path, file: str, how: str):
     broken = copy / "6" / "weights" / file
-    if how == "torn":
-        broken.write_text("{")
-    else:
-        broken.unlink()
+    spoil(broken, how)
     with pytest.raises(Damaged, match="cannot be read"):
         load_weights(copy / "6")
 
@@ -241,10 +245,7 @@ def test_a_checkpoint_that_cannot_be_read_is_damage(copy: Path, file: str, how: 
 def test_a_packed_checkpoint_that_orbax_cannot_read_is_damage(tmp_path: Path, file: str, how: str):
     store.pack_step(tmp_path / "6", {"weights": WEIGHTS}, "{}")
     broken = tmp_path / "6" / "weights" / file
-    if how == "torn":
-        broken.write_text("{")
-    else:
-        broken.unlink()
+    spoil(broken, how)
     with pytest.raises(Damaged, match="cannot be read"):
         load_weights(tmp_path / "6")
 

@@ -38,13 +38,16 @@ def odd(prompts, completions):
 """
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prompts")
+def prompts_and_rewards(folder: Path) -> Path:
     rows = [{"prompt": f"{i}+{i % 3}=", "answer": str(i + i % 3)} for i in range(10)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "functions.py").write_text(FUNCTIONS)
     return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prompts_and_rewards(tmp_path_factory.mktemp("prompts"))
 
 
 def words_for(data: Path, run: Path, *more: str) -> list[str]:

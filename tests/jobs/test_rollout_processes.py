@@ -1,6 +1,5 @@
 """Rollouts in other processes: the answers are those of one process, whatever ends on the way, and nothing is left behind."""
 
-import json
 import os
 import pickle
 import signal
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import numbers
-from jobs.test_reinforce_runs import FUNCTIONS, fit, words_for
+from jobs.test_reinforce_runs import fit, prompts_and_rewards, words_for
 from launch.test_workers import is_alive
 
 from argosy.core.errors import ArgosyError, UserError
@@ -40,11 +39,7 @@ METRICS = ("loss", "reward", "grad_norm", "tokens", "rollout", "sampler/differen
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prompts")
-    rows = [{"prompt": f"{i}+{i % 3}=", "answer": str(i + i % 3)} for i in range(10)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "functions.py").write_text(FUNCTIONS)
-    return folder
+    return prompts_and_rewards(tmp_path_factory.mktemp("prompts"))
 
 
 @pytest.fixture(scope="module")

@@ -132,6 +132,7 @@ def test_a_bad_step_leaves_the_state_as_it_was(tmp_path: Path, monkeypatch: pyte
     [
         (["execution.run=unroll"], "these layers are a list", BadInput),
         (["mesh.data=8", "mesh.fsdp=1", "diloco.every=2"], "diloco.every", Unsupported),
+        (["optimizer=sgd"], "SGD keeps no arrays", BadInput),
         (["guard.replay=2"], "guard.replay does not work", Unsupported),
         (["mesh.stage=2", "model.layers=4", "mesh.fsdp=4", "execution.run=auto"], "mesh.stage", Unsupported),
     ],
