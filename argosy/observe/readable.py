@@ -31,7 +31,7 @@ def sized(n_bytes: float) -> str:
 
 
 def lasted(seconds: float) -> str:
-    """A duration: 0.8 s, 47 s, 3:05, 2:03:09, 4 d 03:12."""
+    """A duration: 0.8 s, 47 s, 3 min 05 s, 2 h 03 min, 4 d 03 h. With colons it would read as a time of day."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 9.95:
@@ -39,11 +39,13 @@ def lasted(seconds: float) -> str:
     total = round(seconds)
     if total < 60:
         return f"{total} s"
-    days, rest = divmod(total, 86400)
-    hours, minutes, s = rest // 3600, rest // 60 % 60, rest % 60
-    if days:
-        return f"{days} d {hours:02}:{minutes:02}"
-    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24:02} h"
 
 
 def ago(seconds: float) -> str:

@@ -59,7 +59,8 @@ class Meter:
     """Turns a step's metrics into the logged numbers: reads and checks them, and adds rates since the last logged step.
 
     tokens_per_step: of each step; where a step's metrics have `tokens`, those since the first step count instead.
-    pace: called once with the seconds of a step, when the first one was timed, unless a logged one comes earlier.
+    pace: called once with the seconds of the second step, unless a logged one comes earlier. The first takes longer: memory is touched
+        for the first time, and what was not compiled before is.
     watch: called with the metrics of every step, logged or not; returns those to log. With it, numbers that are not finite are its
         business (`train.guard.Watch`).
     """
@@ -73,6 +74,7 @@ class Meter:
     _since: dict[str, float] = field(default_factory=dict)
     _logged_step: int | None = None
     _logged_tokens: float | None = None
+    _first_s: float | None = None
 
     def begin(self, step: int, tokens: float | None = None) -> None:
         self._logged_step, self._since = step, dict(self.clock.seconds)
@@ -90,8 +92,12 @@ class Meter:
         telling = last or step % self.every == 0
         # `certain` reads a step that was not waited for.
         if self.pace is not None and not (telling or certain):
-            pace, self.pace = self.pace, None
-            pace(self._spent_s() / (step - (self._logged_step or 0)))
+            spent = self._spent_s()
+            if self._first_s is None:
+                self._first_s = spent
+            else:
+                pace, self.pace = self.pace, None
+                pace(spent - self._first_s)
         if not (telling or certain):
             return
         with self.clock("step"):

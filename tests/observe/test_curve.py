@@ -114,8 +114,8 @@ def test_numbers_as_people_read_them():
         "1.25 MiB",
         "1.00 TiB",
     ]
-    assert [lasted(s) for s in (0.04, 9.96, 59.6, 185, 7389, 4 * 86400 + 3 * 3600)] == [
-        "0.0 s", "10 s", "1:00", "3:05", "2:03:09", "4 d 03:00"
+    assert [lasted(s) for s in (0.04, 9.96, 59.6, 185, 3599.7, 7389, 86399, 4 * 86400 + 3 * 3600)] == [
+        "0.0 s", "10 s", "1 min 00 s", "3 min 05 s", "1 h 00 min", "2 h 03 min", "1 d 00 h", "4 d 03 h"
     ]  # fmt: skip
     assert lasted(math.inf) == "?"
     assert [ago(s) for s in (-3, 59, 60, 7200, 200_000)] == ["0 s ago", "59 s ago", "1 min ago", "2 h ago", "2 d ago"]

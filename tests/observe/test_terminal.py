@@ -230,7 +230,7 @@ def test_time_left_is_judged_by_the_last_steps(monkeypatch):
         now[0] += 100.0 if step <= 100 else 2.0
         picture.step(step, {"loss": 1.0})
     assert picture.left_s == pytest.approx(500 * 0.2)
-    assert picture.line() == "step  500/1000  loss 1.0000  1:40 left"
+    assert picture.line() == "step  500/1000  loss 1.0000  1 min 40 s left"
 
 
 def test_the_first_line_has_an_estimate(monkeypatch):
@@ -239,7 +239,7 @@ def test_the_first_line_has_an_estimate(monkeypatch):
     with Terminal(out, live=False) as view:
         view.header({"steps": 1000, "tokens_per_step": 100})
         view.step(10, {"loss": 2.0, "tokens_per_s": 50.0})
-    assert out.getvalue().splitlines()[-1] == "step   10/1000  loss 2.0000  50 tokens/s  33:00 left"
+    assert out.getvalue().splitlines()[-1] == "step   10/1000  loss 2.0000  50 tokens/s  33 min 00 s left"
 
 
 def test_numbers_that_are_none_do_not_stop_the_picture():

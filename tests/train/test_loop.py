@@ -31,10 +31,20 @@ def measured(every: int, begin: int, steps: int, certain: bool = False) -> tuple
     return paces, rates
 
 
-def test_the_first_step_is_timed_once():
+def test_one_step_is_timed_once():
     paces, rates = measured(every=4, begin=0, steps=9)
     assert paces == [3.0]
     assert rates == [(4, pytest.approx(2.0)), (8, pytest.approx(2.0))]
+
+
+def test_a_first_step_that_compiles_does_not_count_in_the_pace():
+    clock, paces = Ticking(), []
+    meter = Meter(clock, 6, lambda step, numbers: None, 10, paces.append)
+    meter.begin(0)
+    for step, seconds in enumerate((60.0, 63.0, 70.0), 1):
+        clock.seconds = {"step": seconds}
+        meter.read(step, {"loss": 1.0})
+    assert paces == [3.0]
 
 
 def test_time_of_rollouts_counts_as_training_and_not_as_data():
@@ -52,6 +62,6 @@ def test_a_first_step_that_is_logged_has_no_pace_of_its_own():
 
 
 def test_a_step_that_was_not_waited_for_is_not_timed():
-    """A hook reads it as soon as it is dispatched; the time of two is known after the next."""
-    assert measured(every=4, begin=0, steps=1, certain=True)[0] == []
-    assert measured(every=4, begin=0, steps=2, certain=True)[0] == [3.0]
+    """A hook reads it as soon as it is dispatched; the time of the first two is known after the second, and that of the third alone then."""
+    assert measured(every=9, begin=0, steps=2, certain=True)[0] == []
+    assert measured(every=9, begin=0, steps=3, certain=True)[0] == [3.0]
