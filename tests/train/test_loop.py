@@ -62,6 +62,6 @@ def test_a_first_step_that_is_logged_has_no_pace_of_its_own():
 
 
 def test_a_step_that_was_not_waited_for_is_not_timed():
-    """A hook reads it as soon as it is dispatched. The time of the first two is known after the second, that of the third alone after it."""
+    """A hook reads it as soon as it is dispatched. The first two are timed together, so the third is the first that is timed alone."""
     assert measured(every=9, begin=0, steps=2, certain=True)[0] == []
     assert measured(every=9, begin=0, steps=3, certain=True)[0] == [3.0]
