@@ -81,13 +81,15 @@ class Checkpoints(Saving):
     def latest_good(self, above: int | None = None) -> int | None:
         """The newest step whose files match their manifest. above: a step that is good elsewhere; older ones are not looked at.
 
-        With settings (the run's own process), damaged steps found on the way are renamed; a reader changes nothing. If a step is
-        removed by retention while it is being read, the search starts again.
+        With settings (the run's own process), damaged steps found on the way are renamed, and a step whose files were all written
+        when the run was killed gets its name; a reader changes nothing. If a step is removed by retention while it is being read, the
+        search starts again.
 
         Raises:
             ArgosyError: a step cannot be reached (permission, network); nothing is renamed for that.
             Damaged: there are checkpoints, but none is good. They are left as they are, so the next call raises the same error.
         """
+        self._finish_renaming()
         steps = [step for step in self.steps() if above is None or step > above]
         damaged: dict[int, Damaged] = {}
         for step in reversed(steps):
@@ -113,6 +115,18 @@ class Checkpoints(Saving):
                 hint="nothing was changed; restore a copy, or start again in another directory with dir=NEW",
             )
         return None
+
+    def _finish_renaming(self) -> None:
+        """Gives steps that have their manifest, which is written last, the names that a kill kept from them."""
+        if self.settings is None or not self.store.is_local:
+            return
+        for pending in self.store.local_path().glob(f"*{WRITING}"):
+            step = pending.name.removesuffix(WRITING)
+            if (pending / manifest.NAME).exists() and not self._is_committed(step):
+                # On a disk that nobody may write to it stays as it is.
+                with suppress(OSError, ArgosyError):
+                    self.store.remove(step)
+                    _name(pending, pending.with_name(step))
 
     def _pass_by(self, damaged: Mapping[int, Damaged], used: int) -> None:
         for bad, damage in damaged.items():
@@ -250,6 +264,10 @@ def write_step(folder: Path, arrays: dict[str, Arrays], meta: str) -> None:
     files = [*shards.whole_files(arrays), *catalog(arrays), of_text(META, meta)]
     pending.mkdir(parents=True)
     manifest.commit(pending, dict(sorted(shards.write(pending, files).items())))
+    _name(pending, folder)
+
+
+def _name(pending: Path, folder: Path) -> None:
     pending.rename(folder)
     sync(folder.parent)
 

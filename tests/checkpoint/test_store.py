@@ -304,6 +304,36 @@ def test_what_a_kill_left_while_writing_is_removed_by_the_next_save(tmp_path: Pa
     assert [d.name for d in tmp_path.iterdir()] == ["4"]
 
 
+def killed_before_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves step 4, and ends where it is complete but for its name."""
+
+    def kill(*_: Path) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_name", kill)
+        with pytest.raises(SystemExit):
+            store.write_step(folder / "4", {"weights": {"w": np.arange(6.0)}, "state": {}}, "{}")
+
+
+def test_a_step_that_was_complete_when_the_run_was_killed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = saved(tmp_path, [2])
+    killed_before_its_name(tmp_path, monkeypatch)
+    assert Checkpoints(tmp_path).latest_good() == 2, "a reader changes nothing"
+    assert (tmp_path / "4.writing").exists()
+    assert run.latest_good() == 4
+    assert run.steps() == [2, 4]
+    np.testing.assert_array_equal(load_weights(tmp_path / "4")["w"], np.arange(6.0))
+
+
+def test_damage_to_such_a_step_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = saved(tmp_path, [2])
+    killed_before_its_name(tmp_path, monkeypatch)
+    flip(next(path for path in (tmp_path / "4.writing" / "weights").rglob("*") if path.is_file()))
+    assert run.latest_good() == 2
+    assert {d.name for d in tmp_path.iterdir()} == {"2", "4.damaged"}
+
+
 # ---------------------------------------------------------------- readers beside a run
 
 
