@@ -37,21 +37,30 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "replay", "check
 TRACED = 1024
 # The smallest share of the traced activations that XLA keeps; measured 0.74 to 4.3, docs/log.md.
 TRUST = 0.6
+# A process that keeps what it frees grows to 1.25 times its size; measured, docs/log.md.
+KEEPING = 1.5
 
 
 @dataclass(frozen=True)
 class Need:
     """Bytes by kind, on one device or, if devices share the machine's memory, on all of them. limit: available bytes, None if
-    unknown. changes: what reduces the need."""
+    unknown. changes: what reduces the need. shared: the devices share the machine's memory."""
 
     sizes: dict[str, int]
     limit: int | None
     where: str
     changes: str
+    shared: bool = False
 
     @property
     def total(self) -> int:
         return sum(self.sizes.values())
+
+    @property
+    def leaves_room(self) -> bool:
+        """Whether the machine has memory to spare for what the process frees and keeps (`core.allocator`). Accelerators do not
+        allocate with malloc."""
+        return self.shared and self.limit is not None and self.total * KEEPING <= self.limit
 
     def document(self) -> dict[str, int]:
         """Bytes by kind and in total, as JSON."""
@@ -249,4 +258,4 @@ def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh:
             changes.append("mesh.fsdp=-1: weights split over the devices")
         if sizes["optimizer"] > sizes["parameters"] and not _shared(mesh):
             changes.append("execution.offload=optimizer: the optimizer's state in the host's memory")
-    return Need(sizes, limit, where, "; ".join(changes))
+    return Need(sizes, limit, where, "; ".join(changes), _shared(mesh))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from argosy.checkpoint.run_directory import GENERATION, RunDirectory
+from argosy.core.allocator import keep_freed_memory, share_one_arena
 from argosy.core.command import command as as_run
 from argosy.core.counts import plural
 from argosy.core.errors import Unsupported
@@ -92,6 +93,7 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
     from argosy.jobs import several
     from argosy.parallel import processes
 
+    share_one_arena()
     reading = replace(reading, value=reading.value.model_copy(update={"dir": str(path)}))
     settings = reading.value
     several.check_same_run(reading)
@@ -368,6 +370,8 @@ class Training:
                 update = a.compile()
                 need = compiled_need(a, update)
                 need.check()
+                if need.leaves_room:
+                    keep_freed_memory()
             self.view.say(f"memory      {memory_words(need.document())}")
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
             life.sign()

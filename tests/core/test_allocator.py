@@ -1,0 +1,70 @@
+"""Memory that malloc keeps. In processes of their own, because malloc's options last as long as the process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from argosy.core import allocator
+
+BLOCK = 64 * 2**20
+# Allocates, touches and frees blocks above glibc's threshold for mmap, in a thread, as XLA does; prints faults of the last ones.
+PROGRAM = f"""
+import resource, sys, threading
+from argosy.core import allocator
+done = [getattr(allocator, name)() for name in sys.argv[1:]]
+
+n_bytes = {BLOCK}
+
+def turn():
+    for n in range(6):
+        if n == 2:
+            began = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        b"x" * n_bytes
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - began, all(done))
+
+thread = threading.Thread(target=turn)
+thread.start()
+thread.join()
+"""
+PAGES = BLOCK // 4096
+BOTH = ("share_one_arena", "keep_freed_memory")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="malloc of glibc")
+
+
+def faults(*calls: str, **environment: str) -> tuple[int, bool]:
+    """Minor faults of four blocks, and whether the calls did something."""
+    kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES" and not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", PROGRAM, *calls]
+    done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, check=True)
+    count, did = done.stdout.split()
+    return int(count), did == "True"
+
+
+def test_freed_memory_is_used_again_without_a_fault():
+    fresh, _ = faults()
+    kept, did = faults(*BOTH)
+    assert did
+    assert fresh >= 4 * PAGES  # as it is without: every page of every block
+    assert kept < PAGES / 10
+
+
+def test_huge_pages_are_no_reason_to_leave_it():
+    kept, did = faults(*BOTH, GLIBC_TUNABLES="glibc.malloc.hugetlb=1")
+    assert did and kept < PAGES / 10
+
+
+@pytest.mark.parametrize(
+    "environment", [{"GLIBC_TUNABLES": "glibc.malloc.mmap_max=65536"}, {"MALLOC_ARENA_MAX": "4"}, {"MALLOC_TRIM_THRESHOLD_": "131072"}]
+)
+def test_the_environment_comes_first(environment: dict[str, str]):
+    count, did = faults(*BOTH, **environment)
+    assert not did
+    assert count >= 4 * PAGES
+
+
+def test_another_system_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(allocator.sys, "platform", "darwin")
+    assert not allocator.share_one_arena() and not allocator.keep_freed_memory()
