@@ -1,4 +1,5 @@
-"""The optimizer's state in the host's memory, and the weights of layers: brought to the device for the update, piece by piece, and written back in place.
+"""The optimizer's state in the host's memory, and the weights of layers: brought to the device for the update, piece by piece, and
+written back in place.
 
 XLA brings whole arrays as early as it can: with the state of all weights around one update, a step for a described TPU v5e held more
 temporaries than the state takes (4.1 GB for 1.9 GB). So each weight has a loop over its layers, whose body fetches, updates and writes
@@ -114,7 +115,8 @@ def _in_place(turn: _Turn, gradient: Any, arrays: list[Any], param: Any, axis: i
         cut = [jax.lax.dynamic_slice_in_dim(a, i * size, size, axis) for a in (gradient, *carry)]
         before = jax.device_put(cut[1], Space.Device)
         moved, made, numbers = turn(cut[0], cut[2:], before)
-        after = jnp.where(turn.stays, before, optax.apply_updates(before, moved))
+        updated: Any = optax.apply_updates(before, moved)
+        after = jnp.where(turn.stays, before, updated)
         new = [jax.device_put(after, Space.Host), *made]
         return tuple(jax.lax.dynamic_update_slice_in_dim(a, b, i * size, axis) for a, b in zip(carry, new)), numbers
 
