@@ -57,7 +57,7 @@ from argosy.train import diloco, projection
 from argosy.train.beside import parted
 from argosy.train.guard import FLAG, begin, guarded, judged
 from argosy.train.guard_settings import GuardSettings
-from argosy.train.offload import HOST, pieces_for, places_on_host
+from argosy.train.offload import HOST, pieces_for, places_on_host, weights_on_host
 from argosy.train.optim import scaled
 from argosy.train.settings import OBJECTIVES
 from argosy.train.state import TrainState, flattened, meanings_of, trained, training_graph, unflattened
@@ -546,7 +546,9 @@ def _assembled(
     places = like_weights(state, weights, shapes, mesh)
     if offloads:
         places = replace(places, optimizer=places_on_host(places.optimizer, state.optimizer, state.params))
-        if not any(place.memory_kind == HOST for place in jax.tree.leaves(places.optimizer)):
+        if run.execution.offload == "weights":
+            places = replace(places, params=weights_on_host(places.params, meanings_of(model)))
+        elif not any(place.memory_kind == HOST for place in jax.tree.leaves(places.optimizer)):
             what = f"{type(run.optimizer).__name__} keeps no arrays with these settings, so there is nothing to move to the host"
             raise BadInput(what, where="set by execution.offload", hint="execution.offload=none")
     if run.execution.gather == "once" and not Once(weights).gathers:

@@ -20,7 +20,7 @@ from argosy.parallel.place import batch_sharding, like_weights
 from argosy.parallel.rules import DEFAULT, shardings
 from argosy.parallel.scope import scope
 from argosy.train.objectives.next_token import NextToken
-from argosy.train.offload import pieces_for, places_on_host
+from argosy.train.offload import pieces_for, places_on_host, weights_on_host
 from argosy.train.optim import SGD
 from argosy.train.schedule import Constant
 from argosy.train.state import TrainState, meanings_of, trained, training_graph
@@ -136,6 +136,8 @@ def lowered_step(
     places = like_weights(state, weights, shapes, mesh)
     if offloads:
         places = replace(places, optimizer=places_on_host(places.optimizer, state.optimizer, state.params))
+    if offload == "weights":
+        places = replace(places, params=weights_on_host(places.params, meanings_of(model)))
     described = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, places)
     goal = NextToken(head="logits")
     batch = {

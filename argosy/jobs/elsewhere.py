@@ -13,7 +13,7 @@ _LOADERS = "data is read ahead by threads: data.prefetch is how many batches"
 _COMPILED = "every step is compiled, and compiled programs are kept between runs"
 _ATTENTION = "attention is chosen by the device it runs on; `execution.attention` names another"
 _ENGINE_MEMORY = "rollout.slots is how many answers are generated at a time, which decides the memory of the engine"
-_OFFLOAD = "weights stay on the devices: execution.offload=optimizer moves the optimizer's state to the host, and mesh.fsdp splits both"
+_OFFLOAD = "execution.offload=weights: the weights of the layers and the optimizer's state in the host's memory"
 _DEVICES = (
     "a process trains on every device that it finds; `argosy launch processes=N` starts several, as other launchers start one a host"
 )

@@ -11,7 +11,7 @@ On a CPU the devices share the machine's memory, so their needs add up; each acc
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -44,13 +44,16 @@ KEEPING = 1.5
 @dataclass(frozen=True)
 class Need:
     """Bytes by kind, on one device or, if devices share the machine's memory, on all of them. limit: available bytes, None if
-    unknown. changes: what reduces the need. shared: the devices share the machine's memory."""
+    unknown. changes: what reduces the need. shared: the devices share the machine's memory. host: bytes of what this machine's
+    accelerators keep in its memory, which is `host_limit` large."""
 
     sizes: dict[str, int]
     limit: int | None
     where: str
     changes: str
     shared: bool = False
+    host: int = 0
+    host_limit: int | None = None
 
     @property
     def total(self) -> int:
@@ -64,7 +67,8 @@ class Need:
 
     def document(self) -> dict[str, int]:
         """Bytes by kind and in total, as JSON."""
-        return {kind: self.sizes[kind] for kind in KINDS if kind in self.sizes} | {"total": self.total}
+        own = {kind: self.sizes[kind] for kind in KINDS if kind in self.sizes} | {"total": self.total}
+        return own | ({"host": self.host} if self.host else {})
 
     def check(self) -> None:
         """Checks that there is enough memory.
@@ -72,6 +76,9 @@ class Need:
         Raises:
             BadInput: there is not; gives sizes by kind, and what to change.
         """
+        if self.host_limit is not None and self.host > self.host_limit:
+            what = f"execution.offload keeps {sized(self.host)} in the host's memory, and this machine has {sized(self.host_limit)}"
+            raise BadInput(what, hint="execution.offload=optimizer or none; mesh.fsdp=-1 over more machines")
         if self.limit is None or self.total <= self.limit:
             return
         parts = ", ".join(f"{kind} {sized(size)}" for kind, size in self.sizes.items() if size)
@@ -96,7 +103,8 @@ def estimated_need(
         whole = activation_bytes(run.model, rows, run.data.sequence, *how, adapter=run.adapter, roles=roles)
         traced = whole // (1 if _shared(mesh) else mesh.size)
     state = _state_bytes(shapes, places, mesh, roles)
-    return _need(state, state["gradients"], int(TRUST * traced), run, mesh)
+    need = _need(state, state["gradients"], int(TRUST * traced), run, mesh)
+    return replace(need, host=host_bytes(shapes, places, mesh), host_limit=memory_bytes()[0])
 
 
 def compiled_need(assembly: Any, program: Any) -> Need:
@@ -109,7 +117,8 @@ def compiled_need(assembly: Any, program: Any) -> Need:
     rest = argument + output + temp - alias - state["parameters"] - state["optimizer"]
     trained = state["gradients"]
     state["gradients"] = min(trained, max(rest, 0))
-    return _need(state, trained, max(rest - state["gradients"], 0), assembly.run, assembly.mesh)
+    need = _need(state, trained, max(rest - state["gradients"], 0), assembly.run, assembly.mesh)
+    return replace(need, host=host_bytes(assembly.shapes, assembly.places, assembly.mesh), host_limit=memory_bytes()[0])
 
 
 def activation_bytes(
@@ -207,18 +216,29 @@ def _state_bytes(shapes: Any, places: Any, mesh: Any, roles: Mapping[str, Any]) 
     frozen = sum(_total(one, {a: s.sharding for a, s in one.items()}, mesh) for one in own)
     return {
         "parameters": params + rest + frozen,
-        "gradients": params,
+        # They are on the device wherever the weights are.
+        "gradients": _total(shapes.params, places.params, mesh, on_host=True),
         "optimizer": _total(shapes.optimizer, places.optimizer, mesh),
     }
 
 
-def _total(shapes: Any, places: Any, mesh: Any) -> int:
-    """Bytes of arrays on one device, or on all of them if they share memory. What accelerators keep on the host does not count."""
+def _total(shapes: Any, places: Any, mesh: Any, on_host: bool = False) -> int:
+    """Bytes of arrays on one device, or on all of them if they share memory. What accelerators keep on the host does not count, unless
+    `on_host`."""
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True)
     shared = _shared(mesh)
-    here = [(s, place) for s, place in pairs if shared or place.memory_kind != HOST]
+    here = [(s, place) for s, place in pairs if shared or on_host or place.memory_kind != HOST]
     each = sum(math.prod(place.shard_shape(s.shape)) * s.dtype.itemsize for s, place in here)
     return each * (mesh.size if shared else 1)
+
+
+def host_bytes(shapes: Any, places: Any, mesh: Any) -> int:
+    """Bytes of a state in the memory of this machine's host, for all of its accelerators."""
+    if _shared(mesh):
+        return 0
+    here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    states = [(shapes.params, places.params), (shapes.optimizer, places.optimizer)]
+    return here * sum(_total(*pair, mesh, on_host=True) - _total(*pair, mesh) for pair in states)
 
 
 def _bytes(tree: Any) -> int:
@@ -256,6 +276,7 @@ def _need(sizes: dict[str, int], trained: int, activations: int, run: Any, mesh:
         changes.append("a smaller model")
         if mesh.size > 1 and not run.mesh.splits("fsdp"):
             changes.append("mesh.fsdp=-1: weights split over the devices")
-        if sizes["optimizer"] > sizes["parameters"] and not _shared(mesh):
-            changes.append("execution.offload=optimizer: the optimizer's state in the host's memory")
+        if run.execution.offload != "weights" and not _shared(mesh):
+            what = {"none": "optimizer: the optimizer's state", "optimizer": "weights: the weights of the layers too,"}
+            changes.append(f"execution.offload={what[run.execution.offload]} in the host's memory")
     return Need(sizes, limit, where, "; ".join(changes), _shared(mesh))

@@ -79,12 +79,13 @@ class Execution(Settings):
     """Activations to recompute in the backward pass to save memory. none: nothing; dots: everything but the results of matrix
     products; full: whole layers, for a third more FLOPs. What attention kernels of TPUs and GPUs leave is kept by all three."""
     offload: Annotated[
-        Literal["none", "optimizer"],
+        Literal["none", "optimizer", "weights"],
         MayChange(),
         Also("optimizer_memory_host_offload", "optimizer_offload", "offload_optimizer", note="true is `optimizer`"),
     ] = "none"
     """What lies in the host's memory. optimizer: the optimizer's state, which comes to the device for the update, layer by layer, and
-    goes back. Layers must be scanned."""
+    goes back. weights: the weights of the layers too, which come to the device as each layer runs, forward and backward; embeddings,
+    the head and all gradients stay there. Layers must be scanned. On CPUs, where both memories are one, it saves nothing."""
     keep: Annotated[list[Kept], Also("save_names", "remat_save_names")] = Field([])
     """What `remat` keeps beside: qkv: queries, keys and values as attention reads them; attention: its output before the projection;
     attention_out: after it; ffn: the wide products of feed-forward layers (gate and up); experts: those of experts. It is an error if

@@ -344,6 +344,7 @@ class Training:
         from argosy.jobs.guarded import Guarded
         from argosy.jobs.hooks import Between, Evaluation, Every, Sampling, Saver
         from argosy.jobs.memory import compiled_need
+        from argosy.jobs.offload import ON_CPU
         from argosy.jobs.pace import paced
         from argosy.jobs.several import watched
         from argosy.train.loop import Meter, fit
@@ -373,6 +374,8 @@ class Training:
                 if need.leaves_room:
                     keep_freed_memory()
             self.view.say(f"memory      {memory_words(need.document())}")
+            if (offload := settings.execution.offload) != "none" and a.mesh.devices.flat[0].platform == "cpu":
+                self.view.say(ON_CPU.format(offload))
             metrics.write({"step": int(state.step), "header": header | {"memory": need.document()}})
             life.sign()
             saver = Saver(a, self.reading, self.directory.checkpoints, self.hub, self.base, life.saved)

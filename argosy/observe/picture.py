@@ -205,9 +205,10 @@ def _wide(name: str, value: Any) -> str:
 
 
 def memory_words(sizes: Mapping[str, int]) -> str:
-    """`814 MiB: parameters 3.50 MiB, ...`, from bytes by kind and in total."""
-    kinds = ", ".join(f"{kind} {sized(size)}" for kind, size in sizes.items() if kind != "total" and size)
-    return f"{sized(sizes['total'])}: {kinds}"
+    """`814 MiB: parameters 3.50 MiB, ...`, from bytes by kind and in total; `host` is beside the total."""
+    kinds = ", ".join(f"{kind} {sized(size)}" for kind, size in sizes.items() if kind not in ("total", "host") and size)
+    beside = f"; {sized(sizes['host'])} in the host's memory" if sizes.get("host") else ""
+    return f"{sized(sizes['total'])}: {kinds}{beside}"
 
 
 def stepped(numbers: Mapping[str, float]) -> str:

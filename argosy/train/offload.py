@@ -1,4 +1,5 @@
-"""The optimizer's state in the host's memory: brought to the device for the update, piece by piece, and written back in place.
+"""The optimizer's state in the host's memory, and the weights of layers: brought to the device for the update, piece by piece, and
+written back in place.
 
 XLA brings whole arrays as early as it can: with the state of all weights around one update, a step for a described TPU v5e held more
 temporaries than the state takes (4.1 GB for 1.9 GB). So each weight has a loop over its layers, whose body fetches, updates and writes
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-Space = jax.memory.Space
+from argosy.models.parts.hosted import Space, on_host
+
 # The kind of memory where the state lies.
 HOST = "pinned_host"
 # Bytes of a piece of a weight that is not in layers, and what the rows of one are a multiple of: TPUs store rows by eights. They cannot
@@ -57,7 +59,9 @@ def hosted(rule_of: Callable[[Collection[str]], Any], weights: Collection[str], 
             own, form = jax.tree_util.tree_flatten_with_path(jax.eval_shape(rules[address].init, {address: params[address]}))
             turn = _Turn(rules[address], address, [path for path, _ in own], form, old, weights, stays)
             arrays = [old[path] for path in turn.inside]
-            if address in pieces:
+            if on_host(params[address]):
+                moved[address], arrays, numbers = _in_place(turn, gradient, arrays, params[address], *pieces[address])
+            elif address in pieces:
                 moved[address], arrays, numbers = _in_pieces(turn, gradient, arrays, params[address], *pieces[address])
             else:
                 moved[address], arrays, numbers = turn(gradient, arrays, params[address])
@@ -103,6 +107,23 @@ def _in_pieces(turn: _Turn, gradient: Any, arrays: list[Any], param: Any, axis: 
     return moved, arrays, [each[-1] for each in numbers]
 
 
+def _in_place(turn: _Turn, gradient: Any, arrays: list[Any], param: Any, axis: int, count: int) -> Any:
+    """As `_in_pieces`, for a weight in the host's memory: its pieces are updated there, and it is what is returned for an update."""
+    size = gradient.shape[axis] // count
+
+    def one(carry: Any, i: Any) -> Any:
+        cut = [jax.lax.dynamic_slice_in_dim(a, i * size, size, axis) for a in (gradient, *carry)]
+        before = jax.device_put(cut[1], Space.Device)
+        moved, made, numbers = turn(cut[0], cut[2:], before)
+        updated: Any = optax.apply_updates(before, moved)
+        after = jnp.where(turn.stays, before, updated)
+        new = [jax.device_put(after, Space.Host), *made]
+        return tuple(jax.lax.dynamic_update_slice_in_dim(a, b, i * size, axis) for a, b in zip(carry, new)), numbers
+
+    (param, *arrays), numbers = jax.lax.scan(one, (param, *arrays), jnp.arange(count, dtype=jnp.int32))
+    return param, arrays, [each[-1] for each in numbers]
+
+
 def pieces_for(optimizer: Any, meanings: Any, shapes: Mapping[str, Any], places: Mapping[str, NamedSharding]) -> Pieces:
     """The pieces of each weight: its layers where they are stacked; of another that is large, as many as make a piece small.
 
@@ -111,7 +132,7 @@ def pieces_for(optimizer: Any, meanings: Any, shapes: Mapping[str, Any], places:
         places: the shardings of the weights. An axis that the mesh splits is not cut, nor is the last one: a weight without another is
             updated whole.
     """
-    stacked = {address for address, (meaning, stored) in meanings.items() if stored > len(meaning.letters)}
+    stacked = stacked_among(meanings)
     found = {address: (0, shapes[address].shape[0]) for address in stacked}
     for address in optimizer.apart(meanings) - stacked:
         shape, spec = shapes[address].shape, places[address].spec
@@ -125,6 +146,18 @@ def pieces_for(optimizer: Any, meanings: Any, shapes: Mapping[str, Any], places:
             count, axis = min(cuts)
             found[address] = axis, count
     return found
+
+
+def weights_on_host(places: Mapping[str, NamedSharding], meanings: Any) -> dict[str, NamedSharding]:
+    """The shardings of the trained weights with those of the layers in the host's memory. meanings: of the trained weights
+    (`train.state.meanings_of`)."""
+    stacked = stacked_among(meanings)
+    return {a: place.with_memory_kind(HOST) if a in stacked else place for a, place in places.items()}
+
+
+def stacked_among(meanings: Any) -> frozenset[str]:
+    """The weights that are one array for several layers."""
+    return frozenset(address for address, (meaning, stored) in meanings.items() if stored > len(meaning.letters))
 
 
 def places_on_host(places: Any, shapes: Any, weights: Collection[str]) -> Any:

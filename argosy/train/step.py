@@ -16,6 +16,7 @@ import optax
 from jaxtyping import Array
 
 from argosy.adapt.lora import dropping
+from argosy.models.parts.hosted import on_host, slots, with_slots
 from argosy.models.parts.weight import Leaves, merge
 from argosy.parallel.gather import Once
 from argosy.train.objectives import Loss, Mean, Models, Objective
@@ -65,13 +66,12 @@ def make_step(
     """
     models_for = _models(graph, precision, roles or {})
 
-    def total(params: Leaves, rest: Leaves, frozen: Frozen, batch: Batch, key: Array) -> tuple[Array, Loss]:
-        loss = objective(models_for(params, rest, frozen, key), batch, key)
-        return loss.loss.total, loss
-
     def gradients(state: TrainState, frozen: Frozen, batch: Batch, key: Array) -> tuple[Leaves, Loss]:
-        grads, loss = jax.grad(total, has_aux=True)(state.params, state.rest, frozen, batch, key)
-        return grads, loss
+        def total(moving: Leaves) -> tuple[Array, Loss]:
+            loss = objective(models_for(with_slots(state.params, moving), state.rest, frozen, key), batch, key)
+            return loss.loss.total, loss
+
+        return jax.grad(total, has_aux=True)(slots(state.params))
 
     def shared(state: TrainState, frozen: Frozen, parts: Batch, key: Array) -> Batch:
         """The numbers that every part reads of the whole batch."""
@@ -148,7 +148,9 @@ def updated(
     norm, mean_loss = optax.tree.norm(grads), loss.loss.value()
     told = {} if stays is None else {"stays": stays(state.guard, mean_loss, norm)}
     updates, new = optimizer.update(grads, state.optimizer, state.params, **told)
-    params: Any = optax.apply_updates(state.params, updates)
+    # Those of the host's memory are updated where they are (`train.offload`).
+    here = {a: u for a, u in updates.items() if not on_host(u)}
+    params: Any = updates | optax.apply_updates({a: state.params[a] for a in here}, here)
     metrics = {"loss": mean_loss} | {name: mean.value() for name, mean in loss.metrics.items()}
     metrics |= {
         "grad_norm": norm,

@@ -29,7 +29,7 @@ from argosy.train.state import meanings_of
 
 WORDS = ["model.width=32", "model.ffn=96", "model.vocab=64", "model.layers=2", "model.heads=2", "data.source=synthetic", "data.batch=8"]
 WORDS += ["data.sequence=32", "eval.batches=0", "steps=4", "schedule=constant", "log.every=1", "execution.run=scan", "mesh.fsdp=-1"]
-OFFLOADED = "execution.offload=optimizer"
+OFFLOADED, WEIGHTS = "execution.offload=optimizer", "execution.offload=weights"
 
 
 def fit(folder: Path, *words: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[int, float]]:
@@ -109,6 +109,31 @@ def test_a_run_learns_the_same_and_resumes_with_and_without(tmp_path: Path):
         assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
+MORE = [["execution.remat=dots"], ["execution.remat=full", "accumulate=2", "data.batch=16"], ["guard.nonfinite=skip", "mesh.tensor=2"]]
+
+
+@pytest.mark.parametrize("more", default([], of=[[], *MORE]), ids=" ".join)
+def test_weights_on_the_host_learn_the_same_and_resume(tmp_path: Path, more: list[str]):
+    words = ["eval.batches=1", *more]
+    device = fit(tmp_path / "device", *words)
+    heard = Heard()
+    train("tiny", [*WORDS, f"dir={tmp_path / 'host'}", "steps=2", WEIGHTS, *words], heard)
+    assert "execution.offload=weights saves no memory here" in heard.words
+    close(device, fit(tmp_path / "host", WEIGHTS, *words))
+    # It may change when a run resumes.
+    fit(tmp_path / "turns", "steps=2", WEIGHTS, *words)
+    close(device, fit(tmp_path / "turns", *words))
+
+
+def test_the_weights_of_layers_alone_are_on_the_host():
+    settings = compose(Run, "tiny", [*WORDS, WEIGHTS]).value
+    made = assemble(settings, Decided.here(settings))
+    found = {address for address, place in made.places.params.items() if place.memory_kind == HOST}
+    made.close()
+    assert found == {address for address in made.places.params if address.startswith("layers.")}
+    assert "embed.w" not in found
+
+
 @pytest.mark.parametrize("mesh", default("mesh.fsdp=-1", of=["mesh.fsdp=-1", "mesh.tensor=2", "mesh.data=2"]))
 def test_a_bad_step_leaves_the_state_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: str):
     """The third batch makes a loss that is not finite."""
@@ -143,8 +168,38 @@ def test_what_is_not_built_is_refused(words: list[str], said: str, kind: type[Us
         assemble(settings, Decided.here(settings))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sample.every=2"], "sample.every does not work with weights on the host"),
+        (["execution.gather=once", "accumulate=2", "data.batch=16"], "execution.gather=once does not work"),
+    ],
+)
+def test_what_is_not_built_for_weights_is_refused(words: list[str], said: str):
+    settings = compose(Run, "tiny", [*WORDS, WEIGHTS, *words]).value
+    with pytest.raises(Unsupported, match=said):
+        assemble(settings, Decided.here(settings))
+
+
 @pytest.mark.tpu
-def test_on_tpus_a_device_holds_a_piece_of_the_state(monkeypatch: pytest.MonkeyPatch):
+def test_on_tpus_a_device_holds_the_weights_of_one_layer_or_two(monkeypatch: pytest.MonkeyPatch):
+    devices = described_tpus(monkeypatch, "v5e:2x2")
+    for count, remat in ((1, "full"), (4, "full"), (1, "none")):
+        model = config_of("dense", width=1024, ffn=4096, vocab=4096, layers=8).build(Scan(remat))
+        mesh, found = MeshSettings(fsdp=count).build(devices[:count]), {}
+        for where in ("optimizer", "weights"):
+            lowered = lowered_step(model, mesh, 4, 256, "bfloat16", optimizer=AdamW(), offload=where)
+            found[where] = lowered.compile().memory_analysis()
+        here, away = found["optimizer"], found["weights"]
+        layers = sum(w.size * 4 for a, w in abstract(model).items() if a.startswith("layers.")) / count
+        assert here.argument_size_in_bytes - away.argument_size_in_bytes == pytest.approx(layers, rel=0.01)
+        assert away.host_argument_size_in_bytes - here.host_argument_size_in_bytes == pytest.approx(layers, rel=0.01)
+        assert away.host_temp_size_in_bytes == 0
+        assert away.temp_size_in_bytes < here.temp_size_in_bytes + 2 * layers / 8
+
+
+@pytest.mark.tpu
+def test_on_tpus_a_device_holds_a_piece_a_piece_of_the_state(monkeypatch: pytest.MonkeyPatch):
     """It had all of it, when the state of whole weights was fetched: twice. A host had it twice where loops gave new arrays."""
     devices = described_tpus(monkeypatch, "v5e:2x2")
     # Large embeddings come in pieces where the mesh does not split their rows.

@@ -29,10 +29,13 @@ Remat = Literal["none", "dots", "full"] | tuple[str, ...]
 NAMES: tuple[str, ...] = get_args(Kept)
 # The input of a layer, where it is marked.
 INPUT = "layer_input"
-# What a weight goes through on its way from an array of several layers into a product.
+# What a weight goes through on its way from an array of several layers, or from the host's memory, into a product.
 PICKING = frozenset(
-    ("dynamic_slice", "slice", "squeeze", "reshape", "transpose", "broadcast_in_dim", "convert_element_type", "sharding_constraint")
-)
+    (
+        "device_put", "dynamic_slice", "slice", "squeeze", "reshape", "transpose", "broadcast_in_dim", "convert_element_type",
+        "sharding_constraint",
+    )
+)  # fmt: skip
 
 
 def rematerialised(function: Callable[..., Any], remat: Remat, unrolled: bool = False) -> Callable[..., Any]:

@@ -30,7 +30,8 @@ from jaxtyping import Array, Float
 
 from argosy.models.parts.attend import Attend
 from argosy.models.parts.cache import Cache, Caches, Spec, Specs
-from argosy.models.parts.remat import INPUT, Remat, rematerialised
+from argosy.models.parts.hosted import any_hosted, brought
+from argosy.models.parts.remat import INPUT, Remat, on_picked_weights, rematerialised
 from argosy.models.parts.rope import Turns, angles
 from argosy.models.parts.watch import OUTPUT, TOLD, Listening, Watched
 from argosy.models.parts.weight import Leaves, merge, split, variables
@@ -78,10 +79,13 @@ def run_block(
 
     def run(weights: Leaves, x: Array, cache: Cache | None, attend: Attend) -> Any:
         heard = Listening(attend) if isinstance(attend, Watched) else None
-        x, cache, aux = merge(graph, weights)(x, layer.each, cache, heard or attend)
+        x, cache, aux = merge(graph, brought(weights))(x, layer.each, cache, heard or attend)
         return constrain(x, "B T D"), cache, aux | heard.told if heard else aux
 
-    x, cache, aux = rematerialised(run, remat, unrolled)(weights, x, cache, attend)
+    # A weight that was brought from the host must not be kept for the backward pass: all layers' would be.
+    picks = remat == "none" and any_hosted(weights.values())
+    again = on_picked_weights(run, remat) if picks else rematerialised(run, remat, unrolled)
+    x, cache, aux = again(weights, x, cache, attend)
     return x, cache, aux | {OUTPUT: x} if isinstance(attend, Watched) and attend.outputs else aux
 
 
