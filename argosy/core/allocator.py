@@ -38,7 +38,8 @@ def _set(*options: tuple[int, int]) -> bool:
     # musl has no mallopt.
     if libc is None or not hasattr(libc, "gnu_get_libc_version"):
         return False
-    return all([libc.mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in options])
+    done = [libc.mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in options]
+    return all(done)
 
 
 def _variables() -> set[str]:
