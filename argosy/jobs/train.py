@@ -403,7 +403,9 @@ class Training:
                 with self.clock("checkpoint"):
                     self.directory.checkpoints.wait()
                 if (failed := getattr(a.batches, "failed", None)) is not None and not signaled.code:
-                    raise failed
+                    if int(state.step) < settings.steps:
+                        raise failed
+                    self.view.say(f"step {settings.steps} is saved, but its evaluation is missing: {failed.what}")
         finally:
             # Before the lock on the directory is released.
             self.directory.checkpoints.join()
