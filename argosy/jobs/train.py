@@ -4,6 +4,7 @@ In this order: read all settings, lock the directory, build everything and check
 takes, and only then write the first file.
 """
 
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from argosy.observe.log import Logged
 from argosy.observe.metrics import ANSWERS, Metrics, read
 from argosy.observe.picture import memory_words
 from argosy.observe.readable import decimals, lasted
+from argosy.observe.whereabouts import WHERE, Whereabouts
 
 if TYPE_CHECKING:
     from argosy.jobs.assemble import Assembly
@@ -157,6 +159,9 @@ def _locked(
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
         kept = directory.with_provenance(reading)
         life = Life(Store(directory.store.root), clock, processes.rank())
+        if where := os.environ.get(WHERE):
+            clock.tell = Whereabouts(Path(where), lambda: life.step)
+            clock.tell("start")
         training = Training.begin(kept, directory, meta, log, clock, command, assembly)
         state = training.fresh() if good is None else training.restored(good)
         directory.write_settings(training.reading)

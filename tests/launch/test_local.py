@@ -44,7 +44,7 @@ if attempt == 0: time.sleep(60)
     code, said = launched(code, tmp_path)
     assert code == 0
     assert time.monotonic() - begun < 10
-    assert said[0] == "process 1 ended by SIGKILL"
+    assert said[0] == "process 1 of 2 ended by SIGKILL"
     assert said[1] == "  [1] hello from 1"
     assert said[-1].endswith("(restart 1)")
 
