@@ -4,6 +4,7 @@ In this order: read all settings, lock the directory, build everything and check
 takes, and only then write the first file.
 """
 
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from argosy.observe.log import Logged
 from argosy.observe.metrics import ANSWERS, Metrics, read
 from argosy.observe.picture import memory_words
 from argosy.observe.readable import decimals, lasted
+from argosy.observe.whereabouts import WHERE, Whereabouts
 
 if TYPE_CHECKING:
     from argosy.jobs.assemble import Assembly
@@ -159,6 +161,9 @@ def _locked(
             return Outcome(directory.place, good, settings.steps, 0, last, {}, good)
         kept = directory.with_provenance(reading)
         life = Life(Store(directory.store.root), clock, processes.rank())
+        if where := os.environ.get(WHERE):
+            clock.tell = Whereabouts(Path(where), lambda: life.step)
+            clock.tell("start")
         training = Training.begin(kept, directory, meta, log, clock, command, assembly)
         state = training.fresh() if good is None else training.restored(good)
         directory.write_settings(training.reading)
@@ -410,7 +415,9 @@ class Training:
                 with self.clock("checkpoint"):
                     self.directory.checkpoints.wait()
                 if (failed := getattr(a.batches, "failed", None)) is not None and not signaled.code:
-                    raise failed
+                    if int(state.step) < settings.steps:
+                        raise failed
+                    self.view.say(f"step {settings.steps} is saved, but its evaluation is missing: {failed.what}")
         finally:
             # Before the lock on the directory is released.
             self.directory.checkpoints.join()

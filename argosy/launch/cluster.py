@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from argosy.core import signals
 from argosy.core.errors import ATTEMPT, FINAL, ArgosyError, BadInput
@@ -37,6 +38,8 @@ QUIET_S = 10
 PORT = 8476
 # Set by a supervisor: its process, where stacks go (a file for each process), seconds until a process counts as stuck.
 PARENT, STACKS, STUCK = "ARGOSY_PARENT", "ARGOSY_STACKS", "ARGOSY_STUCK_S"
+# Set by a supervisor: a file for what XLA, Gloo and other libraries print below Python.
+NATIVE = "ARGOSY_NATIVE_LOG"
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,8 @@ def join(place: Place) -> None:
     # Its handler of SIGTERM would replace ours: `parallel.processes.Stopping` does its work for every signal.
     jax.config.update("jax_enable_preemption_service", False)
     atexit.register(_leave_at_once)
+    if NATIVE in os.environ:
+        keep_apart(Path(os.environ[NATIVE]))
     if PARENT in os.environ:
         threading.Thread(target=_end_with, args=(int(os.environ[PARENT]),), name="parent", daemon=True).start()
     wait = int(os.environ.get("ARGOSY_JOIN_S", JOIN_S))
@@ -215,6 +220,18 @@ def join(place: Place) -> None:
         raise _not_joined(place, error) from None
     finally:
         joined.set()
+
+
+def keep_apart(path: Path) -> None:
+    """From now on what libraries print below Python goes to a file, and what Python prints where it went before."""
+    with suppress(OSError):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            before = getattr(sys, name)
+            before.flush()
+            setattr(sys, name, os.fdopen(os.dup(number), "w", 1, encoding=before.encoding, errors=before.errors))
+            os.dup2(file, number)
+        os.close(file)
 
 
 def check_free(place: Place, host: str) -> None:
@@ -283,6 +300,8 @@ def _leave_at_once() -> None:
 
 # The exit code of a process that ends because another one did (EX_TEMPFAIL).
 LOST = 75
+# What XLA prints when it ends a process because another one no longer answers.
+ABORTED = "JAX distributed service detected fatal errors"
 _LOST = re.compile(r"gloo|connection (reset|closed|refused)|peer|unavailable|heartbeat|coordination service|nccl|socket", re.IGNORECASE)
 
 
@@ -303,4 +322,9 @@ def lost_peers() -> Iterator[None]:
             raise
         what = "another process of this run ended or cannot be reached"
         hint = "its own messages say why; the same command resumes from the last checkpoint"
+        if NATIVE in os.environ:
+            # The supervisor says who and where.
+            with suppress(OSError):
+                os.write(2, f"{said}\n".encode())
+            raise PeerLost(what) from None
         raise PeerLost(what, where=said[:200], hint=hint) from None

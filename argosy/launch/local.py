@@ -7,8 +7,9 @@
     129, 130, 143              it was asked to stop, and so were all
     anything else              all are killed, and start again from the last checkpoint
 
-The processes find each other through the environment (`launch.cluster`). Rank 0 has this terminal; what the others print is kept, and
-shown where they fail. They end when this process ends, however it ends. No jax is imported here.
+The processes find each other through the environment (`launch.cluster`). Rank 0 has this terminal; what the others print, and what
+libraries print below Python in any of them, goes to a file each, which is named where a process fails. They end when this process ends,
+however it ends. No jax is imported here.
 """
 
 import os
@@ -25,13 +26,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from argosy.core.counts import plural
 from argosy.core.errors import ATTEMPT, FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
 from argosy.core.signals import Stop, asked_to_stop
-from argosy.launch.cluster import LOST, PARENT, STACKS, STUCK
+from argosy.launch.cluster import ABORTED, LOST, NATIVE, PARENT, STACKS, STUCK
 from argosy.launch.logs import Log, show
 from argosy.launch.settings import Local
 from argosy.observe.stacks import folded
+from argosy.observe.whereabouts import WHERE, whereabouts
 
 STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 # After these, nothing is started again.
@@ -39,19 +42,25 @@ FOR_GOOD = (2, FINAL, *STOPPED)
 LOOK_S = 0.05
 # Lines that are kept of what a process prints.
 KEPT = 200
+# Those of them that are shown where it fails.
+SHOWN = 12
 # How long processes have to write where they are.
 DUMP_S = 1.0
 
 
 @dataclass
 class Member:
-    """A process of the gang. ended: when, on the monotonic clock."""
+    """A process of the gang. ended: when, on the monotonic clock. log: what it and its libraries print, from this byte on. was_stopped:
+    by a signal, when the others ended."""
 
     rank: int
     process: subprocess.Popen[bytes]
     printed: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT))
     reader: threading.Thread | None = None
     ended: float | None = None
+    log: Path | None = None
+    log_from: int = 0
+    was_stopped: bool = False
 
     @property
     def code(self) -> int | None:
@@ -61,21 +70,47 @@ class Member:
             self.ended = time.monotonic()
         return code
 
+    @property
+    def lost_another(self) -> bool:
+        """Whether it ended because another process did, or no longer answered."""
+        return self.code == LOST or (self.code == -signal.SIGABRT and any(ABORTED in line for line in self.last(KEPT)))
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it (SIGSTOP, a debugger), where that can be seen."""
+        pid = getattr(self.process, "pid", None)
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except (OSError, IndexError):
+            return False
+
+    def last(self, count: int) -> list[str]:
+        """The last lines that it printed, those of its libraries too."""
+        try:
+            text = self.log.read_bytes()[self.log_from :].decode("utf-8", "replace") if self.log is not None else ""
+        except OSError:
+            text = ""
+        return [line for line in text.splitlines() or self.printed if line.strip()][-count:]
+
 
 @dataclass
 class Ending:
-    """How a gang ended. first: the process that ended first with something else than 0, and its code."""
+    """How a gang ended. first: the process that ended first with something else than 0, and its code. silent: those that did not
+    answer, for which the others ended. place: of a rank, where its process was."""
 
     code: int
     first: Member | None = None
     stacks: str = ""
+    silent: Sequence[Member] = ()
+    places: Mapping[int, str] = field(default_factory=dict)
 
 
 class Gang:
-    """The processes of one start."""
+    """The processes of one start. logs: the folder for what they print."""
 
-    def __init__(self, words: Sequence[str], settings: Local, attempt: int, environment: Mapping[str, str]):
+    def __init__(self, words: Sequence[str], settings: Local, attempt: int, environment: Mapping[str, str], logs: Path):
         self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
+        self.logs: Path | None = logs
         port, own = free_port(), dict(environment)
         own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{port}", "ARGOSY_PROCESSES": str(settings.processes)}
         own |= {ATTEMPT: str(attempt), PARENT: str(os.getpid()), STUCK: str(settings.stuck), SUPERVISED: "1"}
@@ -88,7 +123,9 @@ class Gang:
             raise
 
     def _start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Member:
-        own = environment | {"ARGOSY_RANK": str(rank), STACKS: str(self._stacks_of(rank))}
+        own = environment | {"ARGOSY_RANK": str(rank), STACKS: str(self._stacks_of(rank)), WHERE: str(self._where_of(rank))}
+        log = log_of(self.logs, rank) if self.logs is not None else None
+        own |= {NATIVE: str(log.absolute())} if log is not None else {}
         own |= devices_of(rank, self.settings, environment)
         shown = rank == 0 and self.settings.logs is None
         pipe: Any = {} if shown else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -96,16 +133,16 @@ class Gang:
         process: Any = subprocess.Popen(
             words, env=own, start_new_session=True, stdin=subprocess.DEVNULL, **pipe
         )
-        member = Member(rank, process)
+        member = Member(rank, process, log=log, log_from=log.stat().st_size if log is not None and log.exists() else 0)
         if not shown:
             member.reader = threading.Thread(target=self._read, args=(member,), daemon=True)
             member.reader.start()
         return member
 
     def _read(self, member: Member) -> None:
-        stream, logs = member.process.stdout, self.settings.logs
+        stream = member.process.stdout
         assert stream is not None
-        log = Log(Path(logs, f"rank-{member.rank}.log")) if logs is not None else None
+        log = Log(log_of(self.logs, member.rank)) if self.logs is not None else None
         with stream:
             for line in stream:
                 member.printed.append(line.decode("utf-8", "replace").rstrip("\n"))
@@ -117,11 +154,15 @@ class Gang:
     def _stacks_of(self, rank: int) -> Path:
         return self.folder / f"stacks-{rank}"
 
+    def _where_of(self, rank: int) -> Path:
+        return self.folder / f"where-{rank}"
+
     # ---------------------------------------------------------------- until it ends
 
     def wait(self, stop: Stop) -> Ending:
         """Waits until all have ended. When one fails, the others say where they are, and are killed after the grace."""
         first: Member | None = None
+        silent: list[Member] = []
         passed_on, until = False, float("inf")
         while any(member.code is None for member in self.members):
             if stop.code and not passed_on:
@@ -131,7 +172,8 @@ class Gang:
             if first is None:
                 first = next((one for one in self._by_end() if one.code), None)
                 if first is not None:
-                    self._ask_for_stacks(first)
+                    left = self._ask_for_stacks(first)
+                    silent = left if first.lost_another else []
                     # Those that lost a peer end by themselves; what is stuck or stopped does not.
                     until = time.monotonic() + (self.settings.grace if first.code in FOR_GOOD else 0)
             if time.monotonic() > until:
@@ -139,23 +181,29 @@ class Gang:
             time.sleep(LOOK_S)
         self._settle()
         first = next((one for one in self._by_end() if one.code), None)
-        return Ending(_as_exit(first.code or 0) if first else 0, first, self._stacks())
+        places = {member.rank: whereabouts(self._where_of(member.rank)) for member in self.members}
+        return Ending(_as_exit(first.code or 0) if first else 0, first, self._stacks(), silent, places)
 
     def _by_end(self) -> list[Member]:
         """Those that ended, first those that did not merely lose another, then in the order of their ends."""
         over = [member for member in self.members if member.code is not None]
-        return sorted(over, key=lambda member: (member.code == LOST, member.ended))
+        return sorted(over, key=lambda member: (member.lost_another, member.ended))
 
-    def _ask_for_stacks(self, first: Member) -> None:
+    def _ask_for_stacks(self, first: Member) -> list[Member]:
+        """Has those that have not ended write where they are. Returns those of them that may have been the cause: they are stopped,
+        or none is and they do not answer."""
         if first.code in FOR_GOOD:
-            return
+            return []
         # A moment, in which those that notice by themselves end.
         time.sleep(DUMP_S)
         left = [member for member in self.members if member.code is None]
         for member in left:
             member.process.send_signal(signal.SIGUSR1)
+        for member in left:
+            member.was_stopped = member.is_stopped
         if left:
             time.sleep(DUMP_S)
+        return [member for member in left if member.was_stopped] or left
 
     def _stacks(self) -> str:
         texts = {member.rank: self._said_in_stacks(member) for member in self.members}
@@ -193,11 +241,27 @@ def run(words: Sequence[str], settings: Local, say: Say, progress: Callable[[], 
         words: of the command, the program first.
         progress: something that changes when the run makes progress: its newest checkpoint.
     """
-    return supervise(lambda attempt: Gang(words, settings, attempt, os.environ), settings, say, progress)
+    logs, failed = Path(settings.logs or tempfile.mkdtemp(prefix="argosy-logs-")), False
+
+    def start(attempt: int) -> Gang:
+        nonlocal failed
+        failed = attempt > 0
+        return Gang(words, settings, attempt, os.environ, logs)
+
+    code = 1
+    try:
+        code = supervise(start, settings, say, progress, logs)
+    finally:
+        # Nobody was told where they are.
+        if settings.logs is None and not failed and code in (0, 2, *STOPPED):
+            shutil.rmtree(logs, ignore_errors=True)
+    return code
 
 
-def supervise(start: Callable[[int], Gang], settings: Local, say: Say, progress: Callable[[], object]) -> int:
-    """`run` with gangs of any kind. start: makes the gang of an attempt, which counts from 0."""
+def supervise(
+    start: Callable[[int], Gang], settings: Local, say: Say, progress: Callable[[], object], logs: Path | None = None
+) -> int:
+    """`run` with gangs of any kind. start: makes the gang of an attempt, which counts from 0. logs: what they print, for messages."""
     if settings.logs is not None:
         check_logs(Path(settings.logs))
     attempt = failures = 0
@@ -211,17 +275,28 @@ def supervise(start: Callable[[int], Gang], settings: Local, say: Say, progress:
                 gang.kill()
                 gang.close()
             if ending.first is None or ending.code in FOR_GOOD:
-                _show(ending, say, only_others=True)
+                _show(ending, say, settings.processes, only_others=True)
                 code = 1 if ending.code == FINAL else ending.code
                 return stop.code or code if ending.first is not None else 0
-            _show(ending, say)
+            _show(ending, say, settings.processes)
+            printed = f"; what each printed is in {logs}/" if logs is not None else ""
             attempt, failures = attempt + 1, 1 if progress() != before else failures + 1
             if stop.code or failures > settings.restarts:
                 if not stop.code:
-                    say(f"it failed {failures} times without a new checkpoint, and restarts={settings.restarts}; what is saved stays")
+                    times = plural(failures, "time")
+                    say(f"it failed {times} without a new checkpoint, and restarts={settings.restarts}; what is saved stays{printed}")
                 return stop.code or ending.code
             ran = f"{time.monotonic() - begun:.0f} s"
-            say(f"starting all {settings.processes} processes again, which had run for {ran} (restart {attempt})")
+            say(f"starting all {settings.processes} processes again, which had run for {ran}{printed} (restart {attempt})")
+
+
+def log_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def _at(ending: Ending, one: Member) -> str:
+    place = ending.places.get(one.rank)
+    return f", {place}" if place else ""
 
 
 def check_logs(folder: Path) -> None:
@@ -238,14 +313,22 @@ def check_logs(folder: Path) -> None:
         raise BadInput(f"logs={folder}: {(error.strerror or str(error)).lower()}", hint="name a folder") from None
 
 
-def _show(ending: Ending, say: Say, only_others: bool = False) -> None:
-    """Says which process ended first and why, with the last lines that it printed, unless they are on the terminal already."""
+def _show(ending: Ending, say: Say, count: int, only_others: bool = False) -> None:
+    """Says which process ended first, or did not answer, and where it was; with the last lines that it printed, unless they are on the
+    terminal already. count: of the processes."""
     first = ending.first
     if first is None:
         return
+    for one in ending.silent:
+        why = "a signal had stopped it" if one.was_stopped else "no message of it arrived"
+        say(f"process {one.rank} of {count} did not answer any more{_at(ending, one)}: {why}, and the others ended without it")
+    if ending.silent:
+        return
     if not only_others:
-        say(f"process {first.rank} ended {how(first.code or 0)}")
-    if first.rank and (lines := [line for line in first.printed if line.strip()][-12:]):
+        say(f"process {first.rank} of {count} ended {how(first.code or 0)}{_at(ending, first)}")
+    crashed = (first.code or 0) < 0 and first.code != -signal.SIGKILL
+    lines = first.last(SHOWN) if crashed else [line for line in first.printed if line.strip()][-SHOWN:] if first.rank else []
+    if lines:
         say("\n".join(f"  [{first.rank}] {line}" for line in lines))
     if ending.stacks:
         say(f"where the processes were:\n{ending.stacks}")

@@ -142,6 +142,7 @@ class RayGang(Gang):
 
     def __init__(self, words: Sequence[str], settings: Ray, attempt: int):
         self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
+        self.logs = Path(settings.logs) if settings.logs is not None else None
         self.members: list[Member] = []
         self._actors, self._group = placed(settings)
         try:

@@ -25,7 +25,7 @@ class Local(Settings):
     grace: float = Field(30, gt=0)
     """Seconds that processes have to end by themselves after one of them failed, before they are killed."""
     logs: str | None = None
-    """Folder for what each process prints. None: that of rank 0 is shown, and that of a process that fails."""
+    """Folder for what each process prints. None: a temporary one, kept and named where a process fails; rank 0 is shown."""
 
 
 class Ray(Local):

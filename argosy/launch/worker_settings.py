@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from argosy.core.errors import ATTEMPT, SUPERVISED, BadInput
-from argosy.launch.cluster import PARENT, STACKS, STUCK
+from argosy.launch.cluster import NATIVE, PARENT, STACKS, STUCK
 from argosy.launch.worker_here import sizes_of
 from argosy.launch.worker_refs import name_of
+from argosy.observe.whereabouts import WHERE
 
 # Of the controller's own variables, those by which it may belong to a gang itself.
-OWN = ("ARGOSY_COORDINATOR", "ARGOSY_PROCESSES", "ARGOSY_RANK", ATTEMPT, SUPERVISED, PARENT, STACKS, STUCK)
+OWN = ("ARGOSY_COORDINATOR", "ARGOSY_PROCESSES", "ARGOSY_RANK", ATTEMPT, SUPERVISED, PARENT, STACKS, STUCK, WHERE, NATIVE)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Causes nest: time inside an inner one does not count for the outer one. `observe
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,9 +24,12 @@ class Clock:
     clock = Clock()
     with clock("data"): batch = next(batches)
     clock.seconds       {"data": 0.01}
+
+    tell: called with each cause that begins or goes on.
     """
 
     def __init__(self) -> None:
+        self.tell: Callable[[str], None] = lambda _: None
         self.started = time.perf_counter()
         self.seconds: dict[str, float] = {}
         self._running: list[_Running] = []
@@ -34,6 +37,7 @@ class Clock:
     @contextmanager
     def __call__(self, cause: str) -> Iterator[None]:
         self._running.append(_Running(cause, time.perf_counter()))
+        self.tell(cause)
         try:
             yield
         finally:
@@ -42,6 +46,7 @@ class Clock:
             self.seconds[cause] = self.seconds.get(cause, 0.0) + spent - over.inner
             if self._running:
                 self._running[-1].inner += spent
+            self.tell(self._running[-1].cause if self._running else "")
 
     @property
     def elapsed(self) -> float:

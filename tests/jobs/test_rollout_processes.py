@@ -260,6 +260,24 @@ def test_one_that_ends_again_and_again_ends_the_run(data: Path, base: Path, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 3])
+def test_one_that_ends_in_the_last_evaluation_fails_nothing(times: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The weights are those of a run that was left alone. Where its process ends again and again, the evaluation alone is missing."""
+    fit("grpo", data, tmp_path / "one", steps=1)
+    pids = trouble(monkeypatch, lambda count, pid: os.kill(pid, signal.SIGKILL) if 2 < count <= 2 + times else None)
+    said = fit("grpo", data, tmp_path / "apart", "rollout.processes=1", steps=1)
+    same(tmp_path / "one", tmp_path / "apart", 1)
+    if times == 1:
+        assert numbers(tmp_path / "apart", "eval_reward") == numbers(tmp_path / "one", "eval_reward")
+        assert "evaluation is missing" not in said
+    else:
+        assert list(numbers(tmp_path / "apart", "eval_reward")) == [0]
+        assert "step 1 is saved, but its evaluation is missing: process 0 of the group `rollout-0` ended by SIGKILL" in said
+    assert len(pids) == (4 if times == 1 else 5)
+    assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.slow
 def test_a_stuck_process_is_started_again(data: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     how = [f"init.weights={base}", "eval.batches=0"]
     fit("grpo", data, tmp_path / "one", *how, steps=2)

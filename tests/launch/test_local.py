@@ -44,9 +44,30 @@ if attempt == 0: time.sleep(60)
     code, said = launched(code, tmp_path)
     assert code == 0
     assert time.monotonic() - begun < 10
-    assert said[0] == "process 1 ended by SIGKILL"
+    assert said[0] == "process 1 of 2 ended by SIGKILL"
     assert said[1] == "  [1] hello from 1"
     assert said[-1].endswith("(restart 1)")
+
+
+def test_a_stopped_process_is_named_with_its_place(tmp_path: Path):
+    code = """
+if attempt: sys.exit(0)
+from pathlib import Path
+from argosy.observe.whereabouts import Whereabouts
+Whereabouts(Path(os.environ['ARGOSY_WHERE']), lambda: 48)('checkpoint')
+if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.5)
+Path(os.environ['ARGOSY_NATIVE_LOG']).write_text('F1124 Terminating process because the JAX distributed service detected fatal errors.')
+os.abort()
+"""
+    code, said = launched(code, tmp_path)
+    assert code == 0
+    assert said[0] == (
+        "process 1 of 2 did not answer any more, after step 48, while it saved: "
+        "a signal had stopped it, and the others ended without it"
+    )
+    assert "what each printed is in " in said[1]
+    assert len(said) == 2
 
 
 def test_a_mistake_of_the_users_starts_nothing_again(tmp_path: Path):

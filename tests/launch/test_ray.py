@@ -99,7 +99,7 @@ def test_two_ray_workers_train_as_one_process_with_two_devices(text: Path, tmp_p
     os.kill(pid, signal.SIGKILL)
     _, said = one.communicate(timeout=200)
     assert one.returncode == 0, said
-    assert "process 1 ended by SIGKILL" in said
+    assert "process 1 of 2 ended by SIGKILL" in said
     assert "starting all 2 processes again" in said
     assert logged(run) == alone
 
