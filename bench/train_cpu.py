@@ -1,6 +1,6 @@
 """The 31M Llama on a CPU: `argosy train` beside PyTorch in eager mode, alternating, and the machine's own matmul peak.
 
-    ./run python bench/train_cpu.py --torch PYTHON [--rounds 3] [--steps 8] [--script FILE]
+    ./run python bench/train_cpu.py --torch PYTHON [--rounds 3] [--steps 8] [--script FILE] [--products amx xla]
 
 PYTHON is an interpreter with torch (`./run reference` makes one); FILE the PyTorch program, which prints one JSON line with
 `all_s` (the prototype's bench_torch.py takes --model 30m --batch 8 --seq 256 --steps N --mode eager). Losses at the first
@@ -31,14 +31,19 @@ def main() -> None:
     words.add_argument("--script", help="the PyTorch program")
     words.add_argument("--rounds", type=int, default=3)
     words.add_argument("--steps", type=int, default=8)
+    words.add_argument("--products", nargs="*", default=[None], help="values of execution.products, in turn")
     given = words.parse_args()
     peak = matmul_peak()
     print(f"matmul peak, 2048^3 float32: {peak / 1e9:.0f} GFLOP/s")
-    print("| round | | best s | median s | tokens/s | CPU s a step | GFLOP/s | of peak |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "| round | | best s | median s | tokens/s | CPU s a step | GFLOP/s | of peak |\n|---|---|---|---|---|---|---|---|"
+    )
     ratios = []
     for i in range(given.rounds):
-        best, middle, cpu = ours(given.steps)
-        row(i, "argosy train", best, middle, cpu, peak)
+        middle = 0.0
+        for products in given.products:
+            best, middle, cpu = ours(given.steps, products)
+            row(i, f"argosy train {products or ''}", best, middle, cpu, peak)
         if given.torch and given.script:
             other, other_middle, other_cpu = torch_eager(given.torch, given.script, given.steps)
             row(i, "torch eager", other, other_middle, other_cpu, peak)
@@ -56,11 +61,12 @@ def row(i: int, name: str, best: float, middle: float, cpu: float, peak: float) 
     )
 
 
-def ours(steps: int) -> tuple[float, float, float]:
+def ours(steps: int, products: str | None) -> tuple[float, float, float]:
     """Best and median seconds of a step through the whole command, and CPU seconds a step of the whole process."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "argosy", "train", "bench-31m", f"steps={steps}", f"dir={run}"]
+        command += [f"execution.products={products}"] if products else []
         before = os.times()
         subprocess.run(command, check=True, capture_output=True)
         after = os.times()
@@ -71,7 +77,20 @@ def ours(steps: int) -> tuple[float, float, float]:
 
 
 def torch_eager(python: str, script: str, steps: int) -> tuple[float, float, float]:
-    command = [python, script, "--model", "30m", "--mode", "eager", "--batch", "8", "--seq", "256", "--steps", str(steps)]
+    command = [
+        python,
+        script,
+        "--model",
+        "30m",
+        "--mode",
+        "eager",
+        "--batch",
+        "8",
+        "--seq",
+        "256",
+        "--steps",
+        str(steps),
+    ]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     return told["best_s"], told["med_s"], told["cpu_s"]
 

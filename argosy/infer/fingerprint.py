@@ -203,7 +203,7 @@ def of_options() -> str:
     # An attribute is the value in this thread; some options have none.
     found = {name: getattr(jax.config, name, value) for name, value in sorted(jax.config.values.items())}
     options = {name: str(value) for name, value in found.items() if not name.startswith(PLAIN_OPTIONS)}
-    named = {op: asked_for(op) for op in ("attention", "paged_attention", "experts")}
+    named = {op: asked_for(op) for op in ("attention", "paged_attention", "experts", "products")}
     return fingerprint(options, named, library.unavailable() == "")
 
 

@@ -36,6 +36,7 @@ from argosy.jobs.frozen import Role
 from argosy.jobs.memory import batch_shapes, estimated_need
 from argosy.jobs.offload import check_offload
 from argosy.jobs.preflight import check_experts
+from argosy.jobs.products import products_of
 from argosy.jobs.run import Run
 from argosy.jobs.served import Served
 from argosy.jobs.stages import check_groups, execution
@@ -48,6 +49,7 @@ from argosy.models.parts.weight import Choosing, abstract, count, fill, logical,
 from argosy.ops.attention import IMPLEMENTATIONS as ATTENTION
 from argosy.ops.choice import implementations
 from argosy.ops.grouped import IMPLEMENTATIONS as EXPERTS
+from argosy.ops.matmul import IMPLEMENTATIONS as PRODUCTS
 from argosy.parallel.gather import Once
 from argosy.parallel.place import batch_sharding, like_weights, on_devices, place_batch, row_shares, rows_here
 from argosy.parallel.rules import shardings
@@ -153,6 +155,8 @@ class Assembly:
     frozen: dict[str, Any] = field(default_factory=dict)
     # The model to learn from, in distillation.
     teacher: Teacher | Served | None = None
+    # The implementation of products with weights.
+    products: str = "xla"
 
     # ---------------------------------------------------------------- states
 
@@ -267,7 +271,8 @@ class Assembly:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Programs of this run are traced inside: under its mesh, with the implementations its settings name."""
-        chosen = implementations(attention=self.run.execution.attention, experts=self.run.execution.experts)
+        how = self.run.execution
+        chosen = implementations(attention=how.attention, experts=how.experts, products=self.products)
         with scope(self.mesh, self.run.mesh.table()), chosen:
             yield
 
@@ -324,7 +329,7 @@ def check_implementations(execution: Any) -> None:
     Raises:
         UserError: one does not.
     """
-    named = ((ATTENTION, execution.attention), (EXPERTS, execution.experts))
+    named = ((ATTENTION, execution.attention), (EXPERTS, execution.experts), (PRODUCTS, execution.products))
     refuse(mistakes_of(*(partial(registry.__getitem__, name) for registry, name in named if name is not None)))
 
 
@@ -564,6 +569,7 @@ def _assembled(
     return kind(
         run, decided, mesh, tokenizer, batches, evals, model, graph, optimizer, learning_rate,
         stated, places, tuple(adapted), base, whole, beneath, roles, teacher=teacher,
+        products=products_of(run, decided.precision, mesh),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from argosy.ops import (
     attention_cudnn,
     attention_splash,
     grouped,
+    matmul,
     paged_attention,
     paged_ragged,
     paged_rows,
@@ -48,6 +49,11 @@ SPEED = {
         "triton": "H100: compiled (`bench/paged_cuda.py`); never timed",
         "ragged": "TPU v5e, v5p, v6e: compiled (`tests/ops/test_paged_ragged.py`); never timed",
     },
+    "products": {
+        "xla": "everywhere",
+        "amx": "CPU with AMX: measured, 1.2 to 1.6 times XLA's float32 (docs/log.md); one device, float32, training",
+        "amx3": "CPU with AMX: measured, 1.9 to 2.6 times; a relative error of 4e-6. By name only",
+    },
     "experts": {
         "ragged_dot": "TPU: compiled; GPU: unknown; CPU: measured, every row times every expert (docs/log.md)",
         "blocked": "CPU: measured (docs/log.md)",
@@ -58,8 +64,8 @@ SPEED = {
 
 START = """\
 Some operations have several implementations of the same function. A program takes the first that can do what a layer asks, in the \
-order of the platform it is compiled for; `execution.attention` and `execution.experts` name another, and then it is an error if that \
-one cannot. All equal the reference in value and gradient, up to rounding.
+order of the platform it is compiled for; `execution.attention`, `execution.products` and `execution.experts` name another, and then \
+it is an error if that one cannot. All equal the reference in value and gradient, up to rounding.
 
 No TPU or GPU was at hand: what is said of them comes from their compilers. `measured`: timed on such a device; `compiled`: the \
 compiler for the device takes it; `unknown`: neither."""
@@ -74,6 +80,11 @@ compiled (`argosy/ops/splash_blocks.py`); not measured:"""
 PAGES = """\
 `blocked` can do everything. `native` is a library for CPUs: queries and pools in float32 or bfloat16, without chunks. `ragged` reads \
 pools that hold keys and values joined, the others pools of their own; the engine allocates what is read."""
+
+PRODUCTS = """\
+A training step in float32 on one CPU device takes `amx` where the processor has matrix units, everything else `xla`. Each float32 is \
+split into three bfloat16, whose sum it is exactly, and six products of the parts are summed: errors are no larger than those of \
+XLA's float32. An infinity becomes NaN, and numbers below 1e-33 lose digits. Small products stay with XLA."""
 
 
 def table(head: Rows, rows: Rows) -> str:
@@ -192,7 +203,8 @@ def page() -> str:
         "triton": lambda *given: paged_triton.cannot(given[0], given[1], given[4]),
         "ragged": on_a_tpu,
     }
-    for op, there in (("attention", attention), ("paged_attention", paged_attention), ("experts", grouped)):
+    ops = {"attention": attention, "paged_attention": paged_attention, "products": matmul, "experts": grouped}
+    for op, there in ops.items():
         assert set(SPEED[op]) == set(there.IMPLEMENTATIONS), op
     parts = (
         "# Kernels",
@@ -209,6 +221,9 @@ def page() -> str:
         known("paged_attention"),
         PAGES,
         refusals(paged_cases(), pages),
+        "## Products with weights",
+        PRODUCTS,
+        known("products"),
         "## Products of experts",
         preferred({name: (grouped.PREFERENCE.get(name, "ragged_dot"),) for name in PLATFORMS}),
         known("experts"),

@@ -524,6 +524,7 @@ class Training:
             "device": a.mesh.devices.flat[0].device_kind,
             "precision": a.decided.precision,
             "layers": a.decided.layers,
+            "products": a.products,
             **grid.told(a.mesh, a.shapes.params | a.shapes.rest),
             **stages.told(a.model.layers.run),
             **diloco.told(settings, a.mesh),

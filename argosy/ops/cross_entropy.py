@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from argosy.ops.matmul import matmul
 from argosy.ops.precision import sums_in, wide
 
 Losses = tuple[Float[Array, "R"], Float[Array, "R"]]
@@ -93,8 +94,7 @@ def _part(w: Array, block: slice, order: str) -> Array:
 
 def _times(a: Array, w: Array, order: str, letter: str) -> Array:
     """Contracts the last axis of `a` with the axis `letter` of w, summed in float32 at least."""
-    axes = (((1,), (order.index(letter),)), ((), ()))
-    return jax.lax.dot_general(a, w, axes, preferred_element_type=sums_in(a.dtype))
+    return matmul(a, w, 1, order.index(letter), dtype=sums_in(a.dtype))
 
 
 def _columns(w: Array, targets: Array, order: str) -> Float[Array, "R D"]:
@@ -131,8 +131,7 @@ def _backward(order: str, kept: Any, g: Losses) -> Any:
         dx = dx + _times(exps[i], _part(w, block, order), order, "V") * scale
         scaled = x * scale.astype(x.dtype)
         a, b = (exps[i], scaled) if order == "VD" else (scaled, exps[i])
-        axes = (((0,), (0,)), ((), ()))
-        parts.append(jax.lax.dot_general(a, b, axes, preferred_element_type=sums_in(a.dtype)))
+        parts.append(matmul(a, b, 0, 0, dtype=sums_in(a.dtype)))
     dw, seen = jnp.concatenate(parts, order.index("V")), -right * wide(x)
     dw = dw.at[targets].add(seen) if order == "VD" else dw.at[:, targets].add(seen.T)
     return dx.astype(x.dtype), dw, np.zeros(targets.shape, jax.dtypes.float0)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from argosy.core.dims import LEGEND, LOOKED_UP
 from argosy.models.parts.weight import Choosing, Draw, Meaning, weight
 from argosy.ops.grouped import grouped_matmul
+from argosy.ops.matmul import matmul
 from argosy.ops.native.products import Panels, product
 from argosy.ops.precision import sums_in
 from argosy.ops.quantized import Quantized, round_int8
@@ -147,8 +148,7 @@ def _product(eq: str, x: Array, w: Array, inner: str, dtype: Any) -> Array:
     kept = w.shape[n:] if first else w.shape[: len(spec) - n]
     size = math.prod(x.shape[-n:])
     flat = w.reshape(size, -1) if first else w.reshape(-1, size)
-    axes = (((1,), (0 if first else 1,)), ((), ()))
-    y = jax.lax.dot_general(x.reshape(-1, size), flat, axes, preferred_element_type=dtype)
+    y = matmul(x.reshape(-1, size), flat, 1, 0 if first else 1, dtype=dtype)
     return y.reshape(*x.shape[:-n], *kept)
 
 

@@ -5,18 +5,15 @@
 // whatever other rows are computed beside it, and whatever the number of threads.
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <memory>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "parallel.h"
 
 namespace ffi = xla::ffi;
 
@@ -79,11 +76,16 @@ inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
 inline Floats all(float a) { return a - Floats{}; }
 
-// y[M, :columns] = x[M, K] @ w[K, :COLUMNS], or added to it. `w` may be read beyond `columns`, up to COLUMNS. Rows of `w` are asked
-// for so far `ahead`.
+// What is asked for while a tile is computed: `step` bytes for each row of `w`, from `from` on. Nothing if there are no bytes.
+struct Later {
+  const char* from = nullptr;
+  int64_t step = 0;
+};
+
+// y[M, :columns] = x[M, K] @ w[K, :COLUMNS], or added to it. `w` may be read beyond `columns`, up to COLUMNS.
 template <int M, typename W>
 void tile(const float* x, int64_t x_row, const W* w, int64_t w_row, int64_t K, float* y, int64_t y_row, int64_t columns,
-          bool add, int64_t ahead) {
+          bool add, Later later) {
   Floats sums[M][2];
   float edge[COLUMNS];
   for (int m = 0; m < M; m++) {
@@ -102,8 +104,8 @@ void tile(const float* x, int64_t x_row, const W* w, int64_t w_row, int64_t K, f
   }
   for (int64_t k = 0; k < K; k++) {
     const Floats left = load(w + k * w_row), right = load(w + k * w_row + LANES);
-    __builtin_prefetch(w + (k + ahead) * w_row);
-    if (COLUMNS * sizeof(W) > 64) __builtin_prefetch(w + (k + ahead) * w_row + LANES);
+    __builtin_prefetch(later.from + k * later.step);
+    if (later.step > 64) __builtin_prefetch(later.from + k * later.step + 64);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
       const Floats a = all(x[m * x_row + k]);
@@ -125,7 +127,7 @@ void tile(const float* x, int64_t x_row, const W* w, int64_t w_row, int64_t K, f
 }
 
 template <typename W>
-using Tile = void (*)(const float*, int64_t, const W*, int64_t, int64_t, float*, int64_t, int64_t, bool, int64_t);
+using Tile = void (*)(const float*, int64_t, const W*, int64_t, int64_t, float*, int64_t, int64_t, bool, Later);
 
 template <typename W, int... M>
 Tile<W> tile_of(int rows, std::integer_sequence<int, M...>) {
@@ -139,40 +141,21 @@ inline void fetch(const T* p, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
 }
 
-// As `tile`, for any number of rows, split evenly into tiles.
+// As `tile`, for any number of rows, split evenly into tiles. One tile asks for rows of `w` AHEAD; several ask for `next`, which has the
+// size of this `w` and is wanted after it, and each for its share.
 template <typename W>
 void tiles(const float* x, int64_t x_row, int64_t M, const W* w, int64_t w_row, int64_t K, float* y, int64_t y_row,
-           int64_t columns, bool add, int64_t ahead = 0) {
-  const int64_t count = (M + ROWS - 1) / ROWS;
+           int64_t columns, bool add, const W* next = nullptr) {
+  const int64_t count = (M + ROWS - 1) / ROWS, bytes = w_row * sizeof(W);
   for (int64_t i = 0, m = 0; i < count; i++) {
     const int rows = int((M - m) / (count - i));
     const auto one = tile_of<W>(rows, std::make_integer_sequence<int, ROWS>{});
-    one(x + m * x_row, x_row, w, w_row, K, y + m * y_row, y_row, columns, add, ahead);
+    const Later later = count == 1 ? Later{reinterpret_cast<const char*>(w + AHEAD * w_row), bytes}
+                        : next     ? Later{reinterpret_cast<const char*>(next) + i * K * bytes / count, bytes / count}
+                                   : Later{};
+    one(x + m * x_row, x_row, w, w_row, K, y + m * y_row, y_row, columns, add, later);
     m += rows;
   }
-}
-
-// Runs work(0) ... work(count - 1) on the caller and on threads of the pool that are free, and returns when all are done.
-template <typename Work>
-void parallel(ffi::ThreadPool& pool, int64_t count, const Work& work) {
-  struct State {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  auto state = std::make_shared<State>();
-  // A thread that comes too late finds no number left, and does not touch `work`.
-  auto loop = [state, count, &work] {
-    for (int64_t i; (i = state->next.fetch_add(1)) < count;) {
-      work(i);
-      state->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  for (int64_t i = 1; i < std::min<int64_t>(pool.num_threads(), count); i++) {
-    auto other = loop;
-    pool.Schedule(std::move(other));
-  }
-  loop();
-  for (int spins = 0; state->done.load(std::memory_order_acquire) < count; spins++)
-    if (spins > 4096) std::this_thread::yield();
 }
 
 // ---------------------------------------------------------------- products
@@ -180,15 +163,21 @@ void parallel(ffi::ThreadPool& pool, int64_t count, const Work& work) {
 // x [M, K] times a weight of N columns in panels [ceil(N / PANEL), K, PANEL]: y [M, N].
 template <typename W>
 ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, const W* panels, float* y, int64_t N) {
-  parallel(pool, (N + PANEL - 1) / PANEL, [=](int64_t panel) {
-    const W* w = panels + panel * K * PANEL;
-    for (int64_t k = 0; k < K; k += DEPTH)
-      for (int64_t c = 0; c < PANEL; c += COLUMNS) {
-        const int64_t n = panel * PANEL + c;
-        if (n < N)
-          tiles(x + k, K, M, w + k * PANEL + c, PANEL, std::min(DEPTH, K - k), y + n, N, std::min<int64_t>(COLUMNS, N - n),
-                k > 0, AHEAD);
+  // A thread takes neighboring panels, because it asks for the next one while it computes this.
+  const int64_t count = (N + PANEL - 1) / PANEL, together = std::max<int64_t>(1, std::min<int64_t>(8, count / (4 * pool.num_threads())));
+  parallel(pool, (count + together - 1) / together, [=](int64_t task) {
+    for (int64_t panel = task * together; panel < std::min((task + 1) * together, count); panel++) {
+      const W* w = panels + panel * K * PANEL;
+      for (int64_t k = 0; k < K; k += DEPTH) {
+        const int64_t deep = std::min(DEPTH, K - k);
+        for (int64_t c = 0; c < PANEL; c += COLUMNS) {
+          const int64_t n = panel * PANEL + c;
+          if (n < N)
+            tiles(x + k, K, M, w + k * PANEL + c, PANEL, deep, y + n, N, std::min<int64_t>(COLUMNS, N - n), k > 0,
+                  w + (k + deep) * PANEL + c);
+        }
       }
+    }
   });
   return ffi::Error::Success();
 }

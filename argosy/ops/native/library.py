@@ -1,4 +1,4 @@
-"""Builds `kernels.cc` with this machine's C++ compiler, once, and registers its kernels with XLA.
+"""Builds the kernels with this machine's C++ compiler, once, and registers them with XLA.
 
     library.load()        at the start of what wants it: builds if need be, 5 seconds
     library.unavailable() why programs may not call the kernels; "" if they may
@@ -25,9 +25,10 @@ from pathlib import Path
 from argosy.core.caches import cache_home
 from argosy.core.progress import Say, telling
 
-SOURCE = Path(__file__).with_name("kernels.cc")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cc", "matrix.cc"))
+HEADERS = (Path(__file__).with_name("parallel.h"),)
 # XLA's names for the kernels: symbols of the library too.
-KERNELS = ("argosy_product", "argosy_paged_attention")
+KERNELS = ("argosy_product", "argosy_paged_attention", "argosy_matrix_product")
 SWITCH = "ARGOSY_NATIVE"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno")
 TIMEOUT_S = 120
@@ -69,6 +70,11 @@ def load(say: Say | None = None) -> str:
             except OSError as e:
                 _reason = f"cannot load what was built: {e}"
         return _reason
+
+
+def has_amx() -> bool:
+    """Whether the kernels are loaded and may use matrix units (AMX)."""
+    return _library is not None and bool(_library.argosy_has_amx())
 
 
 class Unavailable(Exception):
@@ -118,7 +124,8 @@ def _key(compiler: str) -> str:
         said = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT_S, check=False).stdout
     except (OSError, subprocess.SubprocessError) as e:
         raise Unavailable(f"{compiler} does not run: {e}") from None
-    parts = [SOURCE.read_bytes(), said, " ".join(FLAGS).encode(), version("jaxlib").encode(), _processor().encode()]
+    files = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
+    parts = [*files, said, " ".join(FLAGS).encode(), version("jaxlib").encode(), _processor().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
@@ -136,7 +143,7 @@ def _build(compiler: str, target: Path) -> None:
     handle, unfinished = tempfile.mkstemp(suffix=".so", prefix="building-", dir=target.parent)
     os.close(handle)
     try:
-        command = [compiler, *FLAGS, "-isystem", str(_headers()), str(SOURCE), "-o", unfinished]
+        command = [compiler, *FLAGS, "-isystem", str(_headers()), *map(str, SOURCES), "-o", unfinished]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])

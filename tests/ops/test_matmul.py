@@ -1,0 +1,149 @@
+"""Products on matrix units against float64, XLA's own, and what they refuse."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from argosy.core.errors import Unsupported
+from argosy.ops import matmul as products
+from argosy.ops.choice import implementations
+from argosy.ops.matmul import matmul
+from argosy.ops.native import library
+from argosy.parallel.scope import scope
+
+ORDERS = [(1, 0), (1, 1), (0, 0), (0, 1)]
+# Of all errors, against the size of the results: measured 3e-7 and 4.6e-6. float32 in the order of the summed axis: 4e-7.
+BOUND = {"amx": 5e-7, "amx3": 7e-6}
+
+
+@pytest.fixture
+def units() -> None:
+    if why := library.load():
+        pytest.skip(f"no kernels here: {why}")
+    if not library.has_amx():
+        pytest.skip("this processor has no matrix units")
+
+
+@pytest.fixture
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SMALLEST", 0)
+
+
+def numbers(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def operands(M: int, N: int, K: int, order: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """a and b in this order of axes, and their product in float64."""
+    a, b = numbers(1, M, K), numbers(2, K, N)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    return np.ascontiguousarray(a if order[0] else a.T), np.ascontiguousarray(b.T if order[1] else b), exact
+
+
+def off(y: object, exact: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((np.asarray(y, np.float64) - exact) ** 2) / np.mean(exact**2)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", BOUND)
+@pytest.mark.usefixtures("units", "of_any_size")
+def test_a_product_is_that_of_its_matrices(name: str, order: tuple[int, int]):
+    """Whole tiles, edges in each direction, several parts of the summed axis, several blocks of rows and columns."""
+    for M, N, K in [(32, 32, 32), (64, 96, 128), (33, 70, 65), (300, 47, 1700), (35, 4200, 40), (4130, 33, 50)]:
+        a, b, exact = operands(M, N, K, order)
+        with implementations(products=name):
+            y = jax.jit(lambda a, b: matmul(a, b, *order))(a, b)
+        assert y.shape == (M, N)
+        assert off(y, exact) < BOUND[name], (M, N, K)
+        if name == "amx3":
+            assert off(y, exact) > 5e-7, "two parts a number, not three"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.usefixtures("units", "of_any_size")
+def test_gradients_are_those_of_xla(order: tuple[int, int]):
+    a, b, _ = operands(50, 40, 70, order)
+    g = numbers(3, 50, 40)
+
+    def gradients(name: str) -> tuple[jax.Array, jax.Array]:
+        def loss(a: jax.Array, b: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.sin(matmul(a, b, *order)) * g)
+
+        with implementations(products=name):
+            return jax.jit(jax.grad(loss, (0, 1)))(a, b)
+
+    for ours, theirs in zip(gradients("amx"), gradients("xla"), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-4)
+
+
+@pytest.mark.usefixtures("units", "of_any_size")
+def test_a_row_depends_on_no_other_and_on_no_thread():
+    """Bit for bit. NaN in one row stays there, and an infinity becomes one."""
+    a, b, _ = operands(300, 200, 900, (1, 0))
+    with implementations(products="amx"):
+        product = jax.jit(matmul)
+        whole = np.asarray(product(a, b))
+        for _ in range(3):
+            assert (np.asarray(product(a, b)) == whole).all()
+        assert (np.asarray(product(a[64:128], b)) == whole[64:128]).all()
+        a[5, 3], a[70, 8] = np.nan, np.inf
+        spoilt = np.asarray(product(a, b))
+    assert np.isnan(spoilt[[5, 70]]).all()
+    rest = np.delete(np.arange(300), [5, 70])
+    assert (spoilt[rest] == whole[rest]).all()
+
+
+@pytest.mark.usefixtures("units", "of_any_size")
+def test_products_at_the_same_time_do_not_share_memory():
+    cases = [operands(200 + 30 * i, 150, 700, (1, 0)) for i in range(4)]
+    worst: list[float] = []
+
+    def work(a: np.ndarray, b: np.ndarray, exact: np.ndarray) -> None:
+        with implementations(products="amx"):
+            product = jax.jit(matmul)
+            worst.extend(off(product(a, b), exact) for _ in range(10))
+
+    threads = [threading.Thread(target=work, args=case) for case in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(worst) == 40
+    assert max(worst) < BOUND["amx"]
+
+
+@pytest.mark.usefixtures("units", "of_any_size")
+def test_rows_of_a_batch_one_after_the_other():
+    a, b = numbers(1, 3, 40, 50), numbers(2, 50, 60)
+    with implementations(products="amx"):
+        y = jax.jit(jax.vmap(matmul, (0, None)))(a, b)
+    np.testing.assert_allclose(y, a @ b, atol=1e-4)
+
+
+@pytest.mark.usefixtures("units")
+def test_small_products_and_other_types_are_those_of_xla():
+    def program(*arrays: jax.Array) -> str:
+        with implementations(products="amx"):
+            return jax.jit(matmul).lower(*arrays).as_text()
+
+    large = jnp.zeros((512, 512))
+    assert "argosy_matrix_product" in program(large, large)
+    assert "argosy_matrix_product" not in program(large[:64, :64], large[:64, :64])
+    assert "argosy_matrix_product" not in program(large.astype(jnp.bfloat16), large.astype(jnp.bfloat16))
+
+
+@pytest.mark.usefixtures("units")
+def test_it_is_refused_on_several_devices():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    with scope(mesh), implementations(products="amx"), pytest.raises(Unsupported, match="one device"):
+        jax.eval_shape(matmul, jnp.zeros((4, 4)), jnp.zeros((4, 4)))
+
+
+def test_without_the_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library, "_reason", "turned off")
+    with implementations(products="amx"), pytest.raises(Unsupported, match="turned off"):
+        matmul(jnp.zeros((4, 4)), jnp.zeros((4, 4)))
