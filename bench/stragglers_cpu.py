@@ -29,15 +29,17 @@ def main(words: list[str]) -> None:
 
 
 def supervise(count: int, words: list[str]) -> None:
-    from argosy.launch.local import free_port
+    from argosy.launch.ports import HeldPort
 
-    base = os.environ | {"JAX_PLATFORMS": "cpu", "ARGOSY_COORDINATOR": f"127.0.0.1:{free_port()}", "ARGOSY_PROCESSES": str(count)}
+    port = HeldPort()
+    base = os.environ | {"JAX_PLATFORMS": "cpu", "ARGOSY_COORDINATOR": f"127.0.0.1:{port.number}", "ARGOSY_PROCESSES": str(count)}
     started = []
     for rank in range(count):
         out = subprocess.DEVNULL if rank else None
         started.append(subprocess.Popen([sys.executable, __file__, *words], env=base | {"ARGOSY_RANK": str(rank)}, stdout=out))
     for one in started:
         one.wait()
+    port.close()
 
 
 def measure(steps: int, seconds: float) -> None:

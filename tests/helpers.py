@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -28,6 +29,13 @@ def shared(name: str) -> Path:
             pytest.fail(f"shared test data missing: {name} (looked in {DATA})")
         pytest.skip(f"shared test data missing: {name}")
     return path
+
+
+def free_port() -> int:
+    """A port that nobody has now; package code holds one instead (`launch.ports`)."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
 
 def rounding(terms: int, products: int) -> float:

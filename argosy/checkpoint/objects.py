@@ -6,10 +6,11 @@ a manifest only while it is complete. The price is local space for one checkpoin
 
 import atexit
 import hashlib
+import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ import numpy as np
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint.run_directory import CHECKPOINTS, TOKENIZER, RunDirectory
-from argosy.core.errors import BadInput
+from argosy.core.errors import BadInput, Damaged
 from argosy.core.formats.files import File
-from argosy.core.storage import Store
+from argosy.core.storage import Missing, Store
+
+CHUNK_BYTES = 1 << 23
 
 
 class Fetched:
@@ -54,6 +57,43 @@ class Fetched:
         copy = folder / manifest.NAME
         with self.store.open(f"{name}/{manifest.NAME}") as file:
             return copy.is_file() and copy.read_bytes() == file.read()
+
+
+def manifest_of(store: Store, name: str) -> dict[str, Any]:
+    """`manifest.read` of a checkpoint in a store.
+
+    Raises:
+        Missing: there is no manifest. Damaged: it differs from what was written.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        store.get_file(f"{name}/{manifest.NAME}", Path(scratch, manifest.NAME))
+        try:
+            return manifest.read(Path(scratch))
+        except Damaged as error:
+            raise Damaged(error.what, where=f"{store.root}/{name}") from None
+
+
+def passed(store: Store, name: str, expected: Mapping[str, Any], to: Path | None = None) -> None:
+    """Reads a file of a store, and keeps it where `to` says.
+
+    Raises:
+        Damaged: it is not what the manifest says. OSError: it cannot be reached, or there is no room for it.
+    """
+    where, digest, size = f"{store.root}/{name}", hashlib.sha256(), 0
+    own = name.partition("/")[2]
+    if to is not None:
+        to.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        opened = store.open(name)
+    except Missing:
+        raise Damaged(f"{own} is missing", where=where) from None
+    with opened as source, open(os.devnull if to is None else to, "wb") as kept:
+        while chunk := source.read(CHUNK_BYTES):
+            digest.update(chunk)
+            kept.write(chunk)
+            size += len(chunk)
+    if {"bytes": size, "sha256": digest.hexdigest()} != expected:
+        raise Damaged(f"{own} differs from what was written: its size or its SHA-256 is another", where=where)
 
 
 def fetch_model(address: str) -> Path:

@@ -29,10 +29,10 @@ from uuid import uuid4
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint.resume import Difference, differences
-from argosy.core.errors import ArgosyError, BadInput
+from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.explain import annotated
-from argosy.core.settings import Reading, Settings, dump, flatten, yaml_layer, yaml_text_layer
-from argosy.core.storage import LOCK, ReadOnly, Store
+from argosy.core.settings import Reading, Settings, SettingsLayer, dump, flatten, yaml_layer, yaml_text_layer
+from argosy.core.storage import LOCK, ReadOnly, Store, is_address
 from argosy.observe.backlog import Backlog
 from argosy.observe.life import FOLDER as LIFE
 
@@ -353,9 +353,24 @@ class RunDirectory:
         self.log_lines.append(line)
 
 
-def is_run(path: str | Path) -> bool:
-    """Whether this is a local run directory: a folder with a settings.yml."""
-    return (Path(path) / SETTINGS).is_file()
+def is_run(place: str | Path) -> bool:
+    """Whether this is a run directory, on this machine or at an address: a folder with a settings.yml."""
+    if not is_address(place):
+        return Path(str(place).removeprefix("file://"), SETTINGS).is_file()
+    return Store(place).exists(SETTINGS)
+
+
+def check_run(store: Store) -> None:
+    """Checks that a run is at an address.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if store.exists(SETTINGS):
+        return
+    if not store.list():
+        raise BadInput(f"nothing at {store.root}", hint="the address of a run is what `dir` was when it was trained")
+    raise BadInput(f"{store.root} is not a run directory", where=f"it holds no {SETTINGS}", hint="name the `dir` of a run")
 
 
 def _shown(value: Any) -> Any:
@@ -389,6 +404,21 @@ def _check_place(path: Path) -> None:
     except OSError as error:
         what = (error.strerror or str(error)).lower()
         raise BadInput(f"cannot write in {here}: {what}", hint="dir=NEW names another directory") from None
+
+
+def settings_elsewhere(address: str) -> SettingsLayer:
+    """The settings of a run at an address, as the local file of a run directory is read.
+
+    Raises:
+        UserError: there is no run, or its settings cannot be read.
+    """
+    store = Store(address.rstrip("/"))
+    check_run(store)
+    try:
+        # An editor may have put a byte-order mark.
+        return yaml_text_layer(store.read_text(SETTINGS).removeprefix("\ufeff"), f"{store.root}/{SETTINGS}")
+    except Damaged as error:
+        raise BadInput(error.what, where=error.where) from None
 
 
 def stored_settings(path: Path) -> Mapping[str, Any]:

@@ -9,8 +9,6 @@ devices need.
 So none holds a whole checkpoint, but for a step that one process packed (`store.pack_step`), which each fetches whole.
 """
 
-import hashlib
-import os
 import shutil
 import tempfile
 import weakref
@@ -25,12 +23,11 @@ from argosy.checkpoint.several import CheckpointsOfSeveral, describes
 from argosy.checkpoint.store import Arrays
 from argosy.core.errors import ArgosyError, Damaged
 from argosy.core.formats.files import File
-from argosy.core.storage import Missing, Store
+from argosy.core.storage import Store
 from argosy.parallel import processes
 
 # Requests of this process that are under way at once. Most of a small one is waiting.
 REQUESTS = 16
-CHUNK_BYTES = 1 << 23
 
 
 class Held(NamedTuple):
@@ -109,43 +106,16 @@ class CheckpointsOfSeveralElsewhere(CheckpointsOfSeveral):
     def _own_fault(self, step: int) -> ArgosyError | None:
         """What is wrong with this process's part of the files of a step."""
         try:
-            files = self._manifest(step)
+            files = objects.manifest_of(self.store, str(step))
             # Largest first, so that no process is left with one at the end.
             names = sorted(files, key=lambda name: (-files[name]["bytes"], name))[processes.rank() :: processes.count()]
-            self._each(lambda name: self._passed(step, name, files[name], None), names)
+            self._each(lambda name: objects.passed(self.store, f"{step}/{name}", files[name]), names)
         except ArgosyError as error:
             return error
         # Clients of object stores have classes of their own.
         except Exception as error:
             return ArgosyError(f"cannot be reached: {root_of(error)}", where=f"{self.store.root}/{step}")
         return None
-
-    def _manifest(self, step: int) -> dict[str, Any]:
-        """As `manifest.read`."""
-        with tempfile.TemporaryDirectory() as scratch:
-            self.store.get_file(f"{step}/{manifest.NAME}", Path(scratch, manifest.NAME))
-            return manifest.read(Path(scratch))
-
-    def _passed(self, step: int, name: str, expected: Mapping[str, Any], to: Path | None) -> None:
-        """Reads a file, and keeps it where `to` says.
-
-        Raises:
-            Damaged: it is not what the manifest says. OSError: it cannot be reached, or there is no room for it.
-        """
-        where, digest, size = f"{self.store.root}/{step}/{name}", hashlib.sha256(), 0
-        if to is not None:
-            to.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            opened = self.store.open(f"{step}/{name}")
-        except Missing:
-            raise Damaged(f"{name} is missing", where=where) from None
-        with opened as source, open(os.devnull if to is None else to, "wb") as kept:
-            while chunk := source.read(CHUNK_BYTES):
-                digest.update(chunk)
-                kept.write(chunk)
-                size += len(chunk)
-        if {"bytes": size, "sha256": digest.hexdigest()} != expected:
-            raise Damaged(f"{name} differs from what was written: its size or its SHA-256 is another", where=where)
 
     def _each(self, do: Any, names: Iterable[str]) -> None:
         with ThreadPoolExecutor(REQUESTS, "object store") as pool:
@@ -161,7 +131,7 @@ class CheckpointsOfSeveralElsewhere(CheckpointsOfSeveral):
         def fetch() -> Held:
             folder = Path(tempfile.mkdtemp(prefix="argosy-"))
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            held = Held(step, folder, self._manifest(step))
+            held = Held(step, folder, objects.manifest_of(self.store, str(step)))
             self._fetch(held, filter(describes, held.files))
             return held
 
@@ -174,7 +144,7 @@ class CheckpointsOfSeveralElsewhere(CheckpointsOfSeveral):
 
     def _fetch(self, held: Held, names: Iterable[str]) -> None:
         missing = [name for name in names if name in held.files and not (held.folder / name).exists()]
-        self._each(lambda name: self._passed(held.step, name, held.files[name], held.folder / name), missing)
+        self._each(lambda name: objects.passed(self.store, f"{held.step}/{name}", held.files[name], held.folder / name), missing)
 
     def path(self, step: int) -> Path:
         """The folder of the step that was agreed on. It has the shards that this process needs once `prepare` was called."""

@@ -27,7 +27,7 @@ app = typer.Typer(cls=Listing, rich_markup_mode=None, add_completion=False, help
 
 @app.command("list")
 def list_runs(
-    root: Annotated[str, typer.Argument(help="a folder of runs")] = "runs",
+    root: Annotated[str, typer.Argument(help="a folder of runs, or an address in a store")] = "runs",
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Lists the runs under a folder, the last written first. `list` may be left out."""
@@ -42,7 +42,7 @@ def list_runs(
 
 @app.command("show")
 def show(
-    run: Annotated[str, typer.Argument(metavar="DIR", help="a run directory", show_default=False)],
+    run: Annotated[str, typer.Argument(metavar="DIR", help="a run directory, or its address in a store", show_default=False)],
     verify: Annotated[bool, VERIFY] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -64,7 +64,7 @@ def show(
 
 @app.command("compare")
 def compare(
-    dirs: Annotated[list[str], typer.Argument(metavar="A B ...", help="run directories", show_default=False)],
+    dirs: Annotated[list[str], typer.Argument(metavar="A B ...", help="run directories, or their addresses", show_default=False)],
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Puts runs side by side: the settings that differ, and the last numbers of each."""

@@ -32,6 +32,11 @@ REWRITE_S = 10.0
 _NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
+def is_address(place: str | Path) -> bool:
+    """Whether this names something that is reached through fsspec, and not a path of this machine."""
+    return "://" in str(place) and not str(place).startswith("file://")
+
+
 class Missing(BadInput):
     """There is no such file."""
 
@@ -158,6 +163,16 @@ class Store:
         self._flush(name)
         with _our_errors(self, name):
             return self._path(name).stat().st_size if self.is_local else self._files.size(self._address(name))
+
+    def written_s(self, name: str) -> float | None:
+        """When a file was last written, in seconds since 1970; None where the store does not tell."""
+        with _our_errors(self, name):
+            if self.is_local:
+                return self._path(name).stat().st_mtime
+            try:
+                return self._files.modified(self._address(name)).timestamp()
+            except NotImplementedError:
+                return None
 
     def open(self, name: str, mode: Literal["rb", "wb"] = "rb") -> IO[bytes]:
         """Opens a file of bytes. Writing here is not atomic; where that matters, write under another name first."""

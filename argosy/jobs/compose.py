@@ -22,6 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from argosy.checkpoint.run_directory import settings_elsewhere
 from argosy.core import mistakes
 from argosy.core.errors import BadInput, SettingsError, UnknownName, UserError, mistakes_of, problems_of
 from argosy.core.explain import json_schema
@@ -37,6 +38,7 @@ from argosy.core.settings import (
     words_layer,
     yaml_layer,
 )
+from argosy.core.storage import is_address
 from argosy.core.words import SELF
 from argosy.data.sources import is_prepared
 from argosy.jobs.mesh_presets import with_mesh
@@ -64,7 +66,7 @@ def compose(
 
     Args:
         schema: the root settings; only one with a `model` key has presets.
-        recipe: a name under `configs/recipes`, a YAML file, a run directory (its `settings.yml`), or None.
+        recipe: a name under `configs/recipes`, a YAML file, a run directory or the address of one (its `settings.yml`), or None.
         words: `key=value`, as typed.
         configs: the folder of base.yml, models/ and recipes/.
         origin: who gave the words.
@@ -204,7 +206,10 @@ def presets(configs: Path = CONFIGS) -> list[str]:
 
 def recipe_layers(recipe: str | Path, configs: Path = CONFIGS) -> list[SettingsLayer]:
     """A recipe after everything it extends, oldest first."""
-    return _chain(_recipe_file(str(recipe), configs), lambda name: _recipe_file(name, configs), configs)
+    if is_address(recipe):
+        return [settings_elsewhere(str(recipe))]
+    recipe = str(recipe).removeprefix("file://")
+    return _chain(_recipe_file(recipe, configs), lambda name: _recipe_file(name, configs), configs)
 
 
 def preset_layers(preset: str, configs: Path = CONFIGS, where: str | None = None) -> list[SettingsLayer]:

@@ -11,6 +11,7 @@ from typing import Any
 from argosy.checkpoint.run_directory import RunDirectory, is_run
 from argosy.core.errors import BadInput, SettingsError, UserError, mistakes_of, problems_of, refuse
 from argosy.core.settings import COMMAND_LINE, Reading
+from argosy.core.storage import is_address
 from argosy.core.words import CALL
 from argosy.data.settings import DataSettings
 from argosy.data.sources import check_readable
@@ -141,14 +142,14 @@ def check_experts(model: Any, shares: int) -> None:
 
 
 def directory_of(reading: Reading[Run], recipe: str) -> str:
-    """The directory of a run: `dir`, the run directory given as the recipe, or `runs/<recipe>`.
+    """The directory of a run: `dir`, the run directory or address given as the recipe, or `runs/<recipe>`.
 
     Raises:
         BadInput: `dir` is empty.
     """
     directory = reading.value.dir
     if is_run(recipe) and reading.origin["dir"] not in (COMMAND_LINE, CALL):
-        return str(Path(recipe))
+        return recipe.rstrip("/") if is_address(recipe) else str(Path(recipe.removeprefix("file://")))
     if directory is None:
         return run_folder(recipe)
     if not directory.strip():

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint.run_directory import CHECKPOINTS, REPORT, SETTINGS, STORY, RunDirectory
+from argosy.checkpoint.run_directory import CHECKPOINTS, REPORT, STORY, RunDirectory
 from argosy.core.command import command as as_run
 from argosy.core.errors import ArgosyError
 from argosy.core.explain import value_text
-from argosy.core.settings import COMMAND_LINE, Choice, yaml_layer
+from argosy.core.settings import COMMAND_LINE, Choice
 from argosy.core.storage import Store
 from argosy.core.words import CALL
 from argosy.jobs import runs
@@ -28,40 +28,40 @@ from argosy.observe.report import Evaluated, Record, Saved, render
 STATES = {runs.CAN_RESUME: "stopped", runs.DAMAGED: "damaged"}
 
 
-def report(path: str | Path) -> Path:
-    """Writes report.html into a run directory.
+def report(path: str | Path) -> Path | str:
+    """Writes report.html into a run directory; returns its path, or its address in a store.
 
     Raises:
         BadInput: it is not a run directory.
     """
     path = runs.require(path)
-    Store(path).write_text(REPORT, render(record(path)))
-    return path / REPORT
+    runs.store_of(path).write_text(REPORT, render(record(path)))
+    return path / REPORT if isinstance(path, Path) else f"{path}/{REPORT}"
 
 
-def record(path: Path) -> Record:
+def record(path: Path | str) -> Record:
     """Collects what the report shows of the run in a directory."""
-    found = runs.summary(path)
+    found, store = runs.summary(path), runs.store_of(path)
     try:
-        values = dict(yaml_layer(path / SETTINGS).values)
+        values = runs.stored(path)
         settings = [(key, value, who) for key, value, who in runs.settings(path) if key != "dir"]
     except ArgosyError:
         values, settings = {}, []
-    lines = metrics.read(Store(path))
+    lines = metrics.read(store)
     return Record(
-        name=path.resolve().name,
+        name=path.resolve().name if isinstance(path, Path) else path.rpartition("/")[2],
         state=STATES.get(found.state, found.state),
         lines=lines,
         steps=found.steps,
         facts=facts(values, lines),
         settings=[(key, value_text(value), who) for key, value, who in settings],
-        checkpoints=[saved for step in found.checkpoints if (saved := _saved(path, step))],
+        checkpoints=[saved for step in found.checkpoints if (saved := _saved(store, step))],
         environment=surroundings(),
         command=command(path, settings, lines),
-        story=_story(path),
+        story=_story(store),
         evaluations=_evaluations(path),
-        answers=metrics.read(Store(path), metrics.ANSWERS),
-        life=account(Store(path)),
+        answers=metrics.read(store, metrics.ANSWERS),
+        life=account(store),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
 
@@ -102,7 +102,7 @@ def surroundings() -> dict[str, str]:
     return versions | {"processor": f"{here['processor']}, {cores}{memory}", "system": here["system"]}
 
 
-def command(path: Path, settings: Sequence[tuple[str, Any, str]], lines: Sequence[Mapping[str, Any]] = ()) -> str:
+def command(path: Path | str, settings: Sequence[tuple[str, Any, str]], lines: Sequence[Mapping[str, Any]] = ()) -> str:
     """The command that runs it again from its own settings, and the command as it was typed, if known."""
     again = f"{as_run()} train {path} dir={path}-again"
     typed = str(headers(lines).get("command") or "")
@@ -116,15 +116,15 @@ def command(path: Path, settings: Sequence[tuple[str, Any, str]], lines: Sequenc
     return f"{again}\n\n# as it was typed\n{as_run()} train {shlex.join([recipe, *words])}"
 
 
-def _story(path: Path) -> dict[str, Any]:
+def _story(store: Store) -> dict[str, Any]:
     try:
-        story = json.loads((path / STORY).read_text())
+        story = json.loads(store.read_text(STORY))
         return story if isinstance(story, dict) else {}
-    except (OSError, ValueError):
+    except (ArgosyError, ValueError):
         return {}
 
 
-def _evaluations(path: Path) -> list[Evaluated]:
+def _evaluations(path: Path | str) -> list[Evaluated]:
     """The last result of each task at each step."""
     found: dict[tuple[str, int | None], Evaluated] = {}
     for line in RunDirectory(path).evaluations():
@@ -137,9 +137,9 @@ def _evaluations(path: Path) -> list[Evaluated]:
     return list(found.values())
 
 
-def _saved(path: Path, step: int) -> Saved | None:
+def _saved(store: Store, step: int) -> Saved | None:
     try:
-        loss = json.loads((path / CHECKPOINTS / str(step) / "meta.json").read_text()).get("eval_loss")
-        return Saved(step, runs.size_bytes(path, step), loss if isinstance(loss, int | float) else None)
+        loss = json.loads(store.read_text(f"{CHECKPOINTS}/{step}/meta.json")).get("eval_loss")
+        return Saved(step, runs.size_bytes(store.root, step), loss if isinstance(loss, int | float) else None)
     except (ArgosyError, OSError, ValueError, AttributeError):
         return None

@@ -1,37 +1,43 @@
-"""The runs on disk: what each is, how far it got, whether it can resume. Reads only files, and imports no jax.
+"""The runs on disk or in a store: what each is, how far it got, whether it can resume. Reads only files, and imports no jax.
 
 Reading changes nothing: it takes no lock and renames nothing. A checkpoint is checked by its manifest and the sizes of its files,
 which finds truncation at once; flipped bits are found when it is loaded, or here with `verify`.
+
+A run is named by its folder or by its address (`gs://BUCKET/RUN`), which `Store` reads alike.
 """
 
 import json
 import math
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import manifest
-from argosy.checkpoint.run_directory import CHECKPOINTS, SETTINGS, RunDirectory
+from argosy.checkpoint.run_directory import CHECKPOINTS, SETTINGS, RunDirectory, check_run
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.core.explain import value_text
-from argosy.core.settings import diff, flatten, yaml_layer
-from argosy.core.storage import LOCK, Store
+from argosy.core.settings import diff, flatten, yaml_text_layer
+from argosy.core.storage import LEASE_S, LOCK, Missing, Store
 from argosy.observe import metrics
 from argosy.observe.life import Account, account
 
+# Requests to a store that are under way at once.
+REQUESTS = 16
 DONE, CAN_RESUME, RUNNING, DAMAGED = "done", "can resume", "running", "damaged"
 FINAL = ("loss", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "tokens", "tokens_per_s", "lr", "grad_norm")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run at a glance. step: of the newest checkpoint. numbers: the last value of each. problem: what is damaged. life: where its
-    time went."""
+    """A run at a glance. path: its folder, or its address. step: of the newest checkpoint. numbers: the last value of each. problem:
+    what is damaged. life: where its time went."""
 
-    path: Path
+    path: Path | str
     state: str
     step: int | None
     steps: int | None
@@ -47,19 +53,23 @@ class Summary:
         return vars(self) | {"path": str(self.path), "numbers": dict(self.numbers)} | life
 
 
-def find(root: str | Path = "runs") -> list[Path]:
-    """The run directories under a folder, including the folder itself, last written first.
+def find(root: str | Path = "runs") -> list[Path | str]:
+    """The run directories under a folder, including the folder itself, last written first. Of an address, itself and the directories
+    directly under it, because walking through a bucket takes a request for each of them.
 
     Raises:
         BadInput: there is no such folder.
     """
-    _is_here(root)
-    root = Path(root)
+    store = store_of(root)
+    if not store.is_local:
+        found = [one for one in (store, *map(store.child, store.list())) if is_run(one.root)]
+        return [one.root for one in sorted(found, key=lambda one: -(written_s(one.root) or 0.0))]
+    root = store.local_path()
     if not root.is_dir():
         hint = "`argosy train RECIPE` makes runs/RECIPE; `argosy runs FOLDER` looks elsewhere"
         raise BadInput(f"no folder {root}", hint=hint)
-    found = [Path(folder) for folder, inside, files in os.walk(root) if _is_run(inside, files)]
-    return sorted(found, key=lambda path: -(written_s(path) or 0.0))
+    folders = [Path(folder) for folder, inside, files in os.walk(root) if _is_run(inside, files)]
+    return sorted(folders, key=lambda path: -(written_s(path) or 0.0))
 
 
 def summary(path: str | Path, *, verify: bool = False) -> Summary:
@@ -74,7 +84,7 @@ def summary(path: str | Path, *, verify: bool = False) -> Summary:
     path = require(path)
     kept, steps, problem = checkpoints(path), None, None
     try:
-        steps = as_int(dict(yaml_layer(path / SETTINGS).values).get("steps"))
+        steps = as_int(stored(path).get("steps"))
     except ArgosyError as error:
         problem = f"{SETTINGS}: {error.what}"
     for step in reversed(kept) if verify else kept[-1:]:
@@ -82,17 +92,31 @@ def summary(path: str | Path, *, verify: bool = False) -> Summary:
     step = kept[-1] if kept else None
     state = DAMAGED if problem else DONE if step is not None and steps and step >= steps else CAN_RESUME
     state = RUNNING if state == CAN_RESUME and is_held(path) else state
-    return Summary(path, state, step, steps, last_numbers(path), written_s(path), tuple(kept), problem, account(Store(path)))
+    return Summary(path, state, step, steps, last_numbers(path), written_s(path), tuple(kept), problem, account(store_of(path)))
 
 
-def settings(path: Path) -> list[tuple[str, Any, str]]:
+def stored(path: str | Path) -> dict[str, Any]:
+    """The settings of a run, from its settings.yml.
+
+    Raises:
+        UserError, Damaged: the file cannot be read.
+    """
+    return dict(yaml_text_layer(_settings_text(path), SETTINGS).values)
+
+
+def _settings_text(path: str | Path) -> str:
+    # An editor may have put a byte-order mark.
+    return store_of(path).read_text(SETTINGS).removeprefix("\ufeff")
+
+
+def settings(path: str | Path) -> list[tuple[str, Any, str]]:
     """(key, value, who set it) of a run, from its settings.yml.
 
     Raises:
-        BadInput, SettingsError: the file cannot be read.
+        UserError, Damaged: the file cannot be read.
     """
-    layer = yaml_layer(path / SETTINGS)
-    lines = (path / SETTINGS).read_text(encoding="utf-8-sig").splitlines()
+    text = _settings_text(path)
+    layer, lines = yaml_text_layer(text, SETTINGS), text.splitlines()
 
     def setter(key: str) -> str:
         mark = layer.marks.get(key)
@@ -111,7 +135,7 @@ def compare(paths: Sequence[str | Path]) -> dict[str, Any]:
     if len(paths) < 2:
         raise BadInput("one run is not a comparison", hint="argosy runs compare A B")
     found = [require(path) for path in paths]
-    values = [dict(yaml_layer(path / SETTINGS).values) for path in found]
+    values = [stored(path) for path in found]
     keys = [key for other in values[1:] for key, _, _ in diff(values[0], other) if key != "dir"]
     flat = [flatten(v) for v in values]
     ends = [summary(path) for path in found]
@@ -126,52 +150,73 @@ def compare(paths: Sequence[str | Path]) -> dict[str, Any]:
 # ---------------------------------------------------------------- files
 
 
-def _is_here(path: str | Path) -> None:
-    if "://" in str(path):
-        raise BadInput(f"{path} is not on this machine", hint="copy it into a folder first, such as runs/copy")
+def store_of(path: str | Path) -> Store:
+    return Store(str(path).removeprefix("file://"))
 
 
-def require(path: str | Path) -> Path:
-    """The path of a run directory.
+def require(path: str | Path) -> Path | str:
+    """A run directory: the path of a folder, or an address.
 
     Raises:
         BadInput: it is not a run directory.
     """
-    _is_here(path)
-    path, hint = Path(path), "`argosy runs` lists those under runs/"
+    store, hint = store_of(path), "`argosy runs` lists those under runs/"
+    if not store.is_local:
+        check_run(store)
+        return store.root.rstrip("/")
+    path = store.local_path()
     if not path.is_dir():
         raise BadInput(f"no run at {path}", hint=hint)
-    if not _is_run(os.listdir(path), os.listdir(path)):
+    if not is_run(path):
         raise BadInput(f"{path} is not a run directory: it has no {SETTINGS}", hint=hint)
     return path
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether a folder is a run directory."""
-    return Path(path).is_dir() and _is_run(os.listdir(path), os.listdir(path))
+    """Whether this is a run directory. A folder of this machine that was only configured is none."""
+    store = store_of(path)
+    if not store.is_local:
+        return store.exists(SETTINGS)
+    path = store.local_path()
+    return path.is_dir() and _is_run(os.listdir(path), os.listdir(path))
 
 
-def checkpoints(path: Path) -> list[int]:
+def checkpoints(path: str | Path) -> list[int]:
     """Committed steps, oldest first."""
     return RunDirectory(path).steps()
 
 
-def size_bytes(path: Path, step: int) -> int:
+def size_bytes(path: str | Path, step: int) -> int:
     """Bytes of one checkpoint, from its manifest.
 
     Raises:
         Damaged: the manifest differs from what was written.
     """
-    return sum(file["bytes"] for file in manifest.read(path / CHECKPOINTS / str(step)).values())
+    return sum(file["bytes"] for file in _files_of(store_of(path), step).values())
 
 
-def trouble(path: Path, step: int, verify: bool = False) -> str | None:
+def _files_of(store: Store, step: int) -> dict[str, Any]:
+    """The manifest of a checkpoint."""
+    name = f"{CHECKPOINTS}/{step}"
+    if store.is_local:
+        return manifest.read(store.local_path(name))
+    # It imports numpy, which takes a moment.
+    from argosy.checkpoint.objects import manifest_of
+
+    return manifest_of(store, name)
+
+
+def trouble(path: str | Path, step: int, verify: bool = False) -> str | None:
     """What is wrong with a checkpoint: its manifest, a missing file, a size; with `verify`, any byte. None if nothing is."""
-    folder = path / CHECKPOINTS / str(step)
+    store = store_of(path)
     try:
+        files = _files_of(store, step)
+        if not store.is_local:
+            return _trouble_elsewhere(store, step, files, verify)
+        folder = store.local_path(f"{CHECKPOINTS}/{step}")
         if verify:
             manifest.verify(folder)
-        for name, expected in manifest.read(folder).items():
+        for name, expected in files.items():
             if not (folder / name).is_file():
                 return f"checkpoint {step}: {name} is missing"
             if (folder / name).stat().st_size != expected["bytes"]:
@@ -181,33 +226,60 @@ def trouble(path: Path, step: int, verify: bool = False) -> str | None:
     return None
 
 
-def is_held(path: Path) -> bool:
-    """Whether a process of this machine holds the run, according to its lock file."""
+def _trouble_elsewhere(store: Store, step: int, files: Mapping[str, Any], verify: bool) -> str | None:
+    """The same of a checkpoint in a store, some files at a time, of which nothing is kept.
+
+    Raises:
+        Damaged: a byte is another, or a file is missing.
+    """
+    from argosy.checkpoint.objects import passed
+
+    def of(name: str) -> str | None:
+        own, expected = f"{CHECKPOINTS}/{step}/{name}", files[name]
+        try:
+            size = store.size(own)
+            if size == expected["bytes"] and verify:
+                passed(store, own, expected)
+        except Missing:
+            return f"checkpoint {step}: {name} is missing"
+        except Damaged:
+            return f"checkpoint {step}: {name} differs from what was written: its SHA-256 is another"
+        return f"checkpoint {step}: {name} has {size} bytes, not {expected['bytes']}" if size != expected["bytes"] else None
+
+    with ThreadPoolExecutor(REQUESTS, "object store") as pool:
+        return next(filter(None, pool.map(of, files)), None)
+
+
+def is_held(path: str | Path) -> bool:
+    """Whether a process holds the run: one of this machine, according to its lock file; of a run in a store any that has renewed its
+    lease."""
+    store = store_of(path)
     try:
-        holder = json.loads((path / LOCK).read_text())
+        holder = json.loads(store.read_text(LOCK))
         if holder["host"] != socket.gethostname():
-            return False
+            return not store.is_local and time.time() - holder["renewed"] < LEASE_S
         os.kill(int(holder["pid"]), 0)
     except PermissionError:
         # The process exists and belongs to another user.
         return True
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ArgosyError, OSError, ValueError, KeyError, TypeError):
         return False
     return True
 
 
-def last_numbers(path: Path) -> dict[str, float]:
+def last_numbers(path: str | Path) -> dict[str, float]:
     """The last value written for each number, by step."""
-    lines = [line for line in metrics.read(Store(path)) if as_int(line.get("step")) is not None]
+    lines = [line for line in metrics.read(store_of(path)) if as_int(line.get("step")) is not None]
     found = {name: metrics.by_step(lines, name) for name in FINAL}
     last = {name: values[max(values)] for name, values in found.items() if values}
     return {name: float(v) for name, v in last.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
-def written_s(path: Path) -> float | None:
+def written_s(path: str | Path) -> float | None:
     """When the run last wrote, in seconds since 1970."""
-    times = [(path / name).stat().st_mtime for name in (metrics.FILE, SETTINGS) if (path / name).exists()]
-    return max(times, default=None)
+    store = store_of(path)
+    times = [store.written_s(name) for name in (metrics.FILE, SETTINGS) if store.exists(name)]
+    return max((one for one in times if one is not None), default=None)
 
 
 def as_int(value: Any) -> int | None:

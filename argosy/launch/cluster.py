@@ -30,6 +30,7 @@ from pathlib import Path
 
 from argosy.core import signals
 from argosy.core.errors import ATTEMPT, FINAL, ArgosyError, BadInput
+from argosy.launch.ports import is_taken
 
 # A process that cannot be reached for this long counts as dead, and the others end, within 10 s where it is cut off.
 HEARTBEAT_S = 8
@@ -253,16 +254,8 @@ def check_free(place: Place, host: str) -> None:
     Raises:
         ArgosyError: the port is taken.
     """
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with suppress(OSError), socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
-                probe.bind((host, int(place.coordinator.rpartition(":")[2])))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    raise _not_joined(place, error) from None
+    if is_taken(host, int(place.coordinator.rpartition(":")[2])):
+        raise _not_joined(place, OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)))
 
 
 def _wait(place: Place, host: str, wait: int, joined: threading.Event) -> None:

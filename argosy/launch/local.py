@@ -15,7 +15,6 @@ however it ends. No jax is imported here.
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -32,6 +31,7 @@ from argosy.core.progress import Say
 from argosy.core.signals import Stop, asked_to_stop
 from argosy.launch.cluster import ABORTED, LOST, NATIVE, PARENT, STACKS, STUCK
 from argosy.launch.logs import Log, show
+from argosy.launch.ports import HeldPort
 from argosy.launch.settings import Local
 from argosy.observe.stacks import folded
 from argosy.observe.whereabouts import WHERE, whereabouts
@@ -111,8 +111,8 @@ class Gang:
     def __init__(self, words: Sequence[str], settings: Local, attempt: int, environment: Mapping[str, str], logs: Path):
         self.settings, self.folder = settings, Path(tempfile.mkdtemp(prefix="argosy-"))
         self.logs: Path | None = logs
-        port, own = free_port(), dict(environment)
-        own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{port}", "ARGOSY_PROCESSES": str(settings.processes)}
+        self.port, own = HeldPort(), dict(environment)
+        own |= {"ARGOSY_COORDINATOR": f"127.0.0.1:{self.port.number}", "ARGOSY_PROCESSES": str(settings.processes)}
         own |= {ATTEMPT: str(attempt), PARENT: str(os.getpid()), STUCK: str(settings.stuck), SUPERVISED: "1"}
         self.members: list[Member] = []
         try:
@@ -120,6 +120,7 @@ class Gang:
                 self.members.append(self._start(words, rank, own))
         except BaseException:
             self.kill()
+            self.close()
             raise
 
     def _start(self, words: Sequence[str], rank: int, environment: dict[str, str]) -> Member:
@@ -226,6 +227,7 @@ class Gang:
 
     def close(self) -> None:
         """Gives back what the gang had; its processes have ended."""
+        self.port.close()
 
     def _settle(self) -> None:
         for member in self.members:
@@ -348,13 +350,7 @@ def _as_exit(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-# ---------------------------------------------------------------- ports and devices
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+# ---------------------------------------------------------------- devices
 
 
 def devices_of(rank: int, settings: Local, environment: Mapping[str, str]) -> dict[str, str]:

@@ -25,7 +25,8 @@ from argosy.core import signals
 from argosy.core.errors import ATTEMPT, SUPERVISED, ArgosyError, BadInput, Unsupported
 from argosy.core.progress import Say
 from argosy.launch.cluster import PARENT, STACKS, STUCK, with_port
-from argosy.launch.local import Gang, Member, free_port, supervise
+from argosy.launch.local import Gang, Member, supervise
+from argosy.launch.ports import HeldPort
 from argosy.launch.settings import Ray
 
 # Variables of this process that those of the run get too, beside what the actors have.
@@ -49,11 +50,13 @@ class Host:
         self._lines: list[bytes] = []
         self._news = threading.Condition()
         self._read = False
+        self._port: HeldPort | None = None
         self._stacks = Path(tempfile.mkdtemp(prefix="argosy-"), "stacks")
 
     def address(self) -> tuple[str, int]:
-        """Of this machine, and a port that is free."""
-        return ray().util.get_node_ip_address(), free_port()
+        """Of this machine, and a port that this actor holds."""
+        self._port = self._port or HeldPort()
+        return ray().util.get_node_ip_address(), self._port.number
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
         """Starts the process, in `folder` where this machine has it."""

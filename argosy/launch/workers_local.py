@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from argosy.core.errors import BadInput
-from argosy.launch.local import free_port, gpus
+from argosy.launch.local import gpus
 from argosy.launch.logs import Log, show
+from argosy.launch.ports import HeldPort
 from argosy.launch.worker_member import Member, Transport
 from argosy.launch.worker_process import Process
 from argosy.launch.worker_settings import Group
@@ -26,6 +27,8 @@ class LocalWorkers:
     def __init__(self, groups: Mapping[str, Group], environment: Mapping[str, str] = os.environ):
         self.groups, self.environment = dict(groups), dict(environment)
         self._cards: dict[tuple[str, int], list[str]] = {}
+        # Of the last start of each group.
+        self._ports: dict[str, HeldPort] = {}
         there, wanted = gpus(self.environment), 0
         for name, group in self.groups.items():
             for rank in range(group.processes if group.gpus else 0):
@@ -35,7 +38,11 @@ class LocalWorkers:
             raise BadInput(f"the groups want {wanted} GPUs, and this machine has {len(there)}")
 
     def __call__(self, name: str, members: Sequence[Member]) -> list[Transport]:
-        group, coordinator = self.groups[name], f"127.0.0.1:{free_port()}"
+        # The processes of the start before have ended.
+        if name in self._ports:
+            self._ports[name].close()
+        self._ports[name] = HeldPort()
+        group, coordinator = self.groups[name], f"127.0.0.1:{self._ports[name].number}"
         started: list[Transport] = []
         try:
             for member in members:

@@ -16,7 +16,7 @@ from typing import Any
 from argosy.core.errors import ArgosyError
 from argosy.launch import ray as engine
 from argosy.launch.cluster import with_port
-from argosy.launch.local import free_port
+from argosy.launch.ports import HeldPort
 from argosy.launch.settings import Ray
 from argosy.launch.worker_member import Member, Transport
 from argosy.launch.worker_process import Process
@@ -30,12 +30,14 @@ class Keeper:
 
     def __init__(self) -> None:
         self._process: Process | None = None
+        self._port: HeldPort | None = None
         self._news: list[tuple[str, Any]] = []
         self._some = threading.Condition()
 
     def address(self) -> tuple[str, int]:
-        """Of this machine, and a port that is free."""
-        return engine.ray().util.get_node_ip_address(), free_port()
+        """Of this machine, and a port that this actor holds."""
+        self._port = self._port or HeldPort()
+        return engine.ray().util.get_node_ip_address(), self._port.number
 
     def start(
         self, name: str, group: Group, rank: int, coordinator: str, host: str, passed_on: Mapping[str, str], folder: str,

@@ -8,10 +8,11 @@ from campaign_kill import SMALL
 
 from argosy.checkpoint.run_directory import RunDirectory
 from argosy.core.errors import BadInput, SettingsError, UserError
+from argosy.core.storage import Store
 from argosy.jobs import proof
 from argosy.jobs.assemble import Decided, assemble
 from argosy.jobs.compose import compose
-from argosy.jobs.preflight import settled
+from argosy.jobs.preflight import directory_of, settled
 from argosy.jobs.run import Run
 
 
@@ -118,3 +119,25 @@ def test_the_proof_says_what_it_does_before_it_does_it(monkeypatch: pytest.Monke
         "training the same 40 steps in another process, to be killed after step 25 ...", "killed",
         "killed at step 27; resuming from step 20 ...", "trained",
     ]  # fmt: skip
+
+
+def test_a_run_in_a_store_is_a_recipe_as_its_folder_is(here: Path):
+    """It goes on where it is, by its own settings; what may not change is refused there too."""
+    address = f"memory://{here.name}/run"
+    words = ["data.batch=4", "steps=7"]
+    for place in ("run", address):
+        RunDirectory(place).write_settings(compose(Run, "tiny", [*words, f"dir={place}"]))
+    (here / "run").rename(here / "moved")
+    folder = settled("moved", ["steps=9"])
+    for recipe, where in ((address, address), (f"{address}/", address), (f"file://{here}/moved", f"{here}/moved")):
+        reading = settled(recipe, ["steps=9"])
+        assert directory_of(reading, recipe) == where
+        assert reading.value.model_copy(update={"dir": None}) == folder.value.model_copy(update={"dir": None})
+        assert reading.origin["data.batch"] == f"{where}/settings.yml"
+        assert directory_of(settled(recipe, ["dir=new"]), recipe) == "new"
+    with pytest.raises(BadInput, match="with other settings") as caught:
+        settled(address, ["data.batch=8"])
+    assert caught.value.where == "data.batch: 4 there, 8 now"
+    Store(address).write_text("settings.yml", "steps: [")
+    with pytest.raises(UserError, match="not YAML"):
+        settled(address)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import Clock
+from helpers import Clock, free_port
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint.step_reader import read_array
@@ -20,7 +20,6 @@ from argosy.checkpoint.store import load_data, load_weights
 from argosy.core.errors import ArgosyError
 from argosy.core.storage import Store
 from argosy.launch.cluster import Place, check_free
-from argosy.launch.local import free_port
 from argosy.observe.life import account
 
 JOIN = """

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import free_port
 from test_gangs import SMALL, environment, logged
-
-from argosy.launch.local import free_port
 
 # Batch 5 is bad in the second half of its rows, which rank 1 reads.
 # As the command does before it imports jax, so that its own exit function runs after those of jax.

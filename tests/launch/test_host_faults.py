@@ -14,10 +14,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from helpers import Clock
+from helpers import Clock, free_port
 from test_gangs import SMALL, environment
-
-from argosy.launch.local import free_port
 
 LONG = ["steps=100000", "eval.batches=0", "checkpoint.every=10"]
 

@@ -11,11 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import Clock
+from helpers import Clock, free_port
 from test_gangs import SMALL, environment
 from test_guard_gangs import FIRST
-
-from argosy.launch.local import free_port
 
 # A batch of rank 1 takes a second, as long as the file is there.
 SLOW_DATA = """
