@@ -50,11 +50,12 @@ SUPERVISES = """
 import sys
 from argosy.core import signals
 signals.take_over()
-from argosy.jobs.launched import progress_of
+from argosy.jobs.launched import prepared, progress_of
 from argosy.launch import local
 from argosy.launch.settings import Local
 count, program, *words = sys.argv[1:]
-sys.exit(local.run([sys.executable, "-c", program, *words], Local(processes=int(count)), print, progress_of(words)))
+progress = progress_of(prepared([f"processes={count}"], words))
+sys.exit(local.run([sys.executable, "-c", program, *words], Local(processes=int(count)), print, progress))
 """
 
 

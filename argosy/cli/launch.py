@@ -3,22 +3,15 @@
 import sys
 from importlib import import_module
 from textwrap import wrap
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from argosy.cli.output import say
-from argosy.core.command import command
-from argosy.core.errors import BadInput
 from argosy.core.explain import default_text, summary, type_text
 from argosy.core.schema import documented
-from argosy.core.settings import read_settings, words_layer
-from argosy.launch.settings import ENGINES
+from argosy.launch.settings import ENGINES, WRITTEN
 
-# The verbs that several processes can run together.
-LAUNCHED = ("train",)
-# The engines that write a file for a scheduler.
-WRITTEN = ("slurm", "jobset", "skypilot")
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
@@ -53,39 +46,23 @@ def launch(
     at = next((i for i, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words))
     own, verb = words[:at], words[at + (words[at : at + 1] == ["--"]) :]
     if words[at : at + 1] in (["--help"], ["-h"]):
+        from argosy.jobs.launched import named
+
         sys.stdout.write(help_of(named(own)))
         return 0
-    if not verb:
-        raise BadInput("launch needs a command", hint=f"`{command()} launch processes=2 -- train tiny`")
-    if verb[0] not in LAUNCHED:
-        raise BadInput(f"several processes cannot run `{verb[0]}`", hint=f"they run {', '.join(LAUNCHED)}")
-    name, settings = engine_of(own)
-    from argosy.jobs.launched import check, command_of, progress_of
+    from argosy.jobs.launched import prepared, progress_of
 
-    if name in WRITTEN:
-        module = import_module(f"argosy.launch.{name}")
-        return module.launch(command_of(verb, same_files=name == "slurm"), settings, say)
+    made = prepared(own, verb)
+    if made.engine in WRITTEN:
+        from argosy.jobs.launch_paths import remarks
+
+        for remark in remarks(made):
+            say(remark)
+        return import_module(f"argosy.launch.{made.engine}").launch(made.command, made.settings, say)
     from argosy.launch import local, ray
 
-    check(verb)
-    start = ray.run if name == "ray" else local.run
-    return start([sys.executable, "-m", "argosy", *verb], settings, say, progress_of(verb))
-
-
-def named(words: list[str]) -> str:
-    """The engine that the words name."""
-    found = [word.partition("=")[2] for word in words if word.startswith("engine=")]
-    return found[-1] if found else "local"
-
-
-def engine_of(words: list[str]) -> tuple[str, Any]:
-    """The engine that the words name, and its settings.
-
-    Raises:
-        UserError: there is no such engine, or it has no such setting.
-    """
-    name = named(words)
-    return name, read_settings(ENGINES[name], words_layer(word for word in words if not word.startswith("engine="))).value
+    start = ray.run if made.engine == "ray" else local.run
+    return start([sys.executable, "-m", "argosy", *verb], made.settings, say, progress_of(made))
 
 
 def help_of(name: str) -> str:

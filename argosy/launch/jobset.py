@@ -17,8 +17,8 @@ from argosy.core.errors import ATTEMPT, FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
 from argosy.core.scalars import document
 from argosy.launch.cluster import PORT
-from argosy.launch.rendered import Command, as_argument, check_inside, deliver
-from argosy.launch.settings import JobSet
+from argosy.launch.rendered import Check, Command, Devices, as_argument, check_inside, deliver
+from argosy.launch.settings import TPUS, JobSet
 
 # The Job's name in the JobSet, and the container's in a pod.
 WORKERS, CONTAINER = "workers", "argosy"
@@ -34,20 +34,53 @@ def launch(command: Command, settings: JobSet, say: Say) -> int:
     return 0
 
 
+def checks(command: Command, settings: JobSet) -> list[Check]:
+    """What pods would not see, or not keep."""
+
+    def recipe() -> None:
+        if command.recipe is not None:
+            hint = "name a recipe of the package, and give its settings as words: train tiny steps=100"
+            raise BadInput(f"pods do not see {command.recipe}, a file of this machine", hint=hint)
+
+    def folder() -> None:
+        if command.is_local and settings.volume is None:
+            hint = "give volume=CLAIM, and dir= in mount=; or a run directory in an object store: dir=gs://BUCKET/RUN"
+            raise BadInput(f"the run directory {command.folder} would be lost with its pods", hint=hint)
+        if command.is_local:
+            check_inside(command, settings.mount, "where pods have the volume")
+
+    program = Check(("program",), lambda: as_argument(settings.program))
+    return [Check((), recipe), Check(("volume", "mount"), folder), program]
+
+
+def devices(settings: JobSet, between: bool) -> Devices | None:
+    """The devices of the pods; None where the settings do not tell: CPUs, and TPUs whose chips may have two devices.
+
+    Args:
+        between: whether the mesh has sizes between groups of devices.
+    """
+    if settings.gpus:
+        each, groups = (settings.gpus, settings.nodes) if between else (settings.nodes * settings.gpus, 1)
+        return Devices(each, groups, settings.nodes > 1, f"nodes = {settings.nodes} x gpus = {settings.gpus}")
+    if settings.tpu not in TPUS:
+        return None
+    shown = f"nodes = {settings.nodes} x chips = {settings.chips}"
+    if settings.slices > 1:
+        shown = f"slices = {settings.slices} x {shown}"
+        return Devices(settings.nodes * settings.chips, settings.slices, True, shown)
+    if between:
+        return Devices(settings.chips, settings.nodes, False, shown)
+    return Devices(settings.nodes * settings.chips, 1, False, shown)
+
+
 def render(command: Command, settings: JobSet) -> dict[str, Any]:
     """The manifest.
 
     Raises:
-        BadInput: pods would not see the recipe, or not keep the run directory.
+        BadInput: pods would not see the recipe, or not keep the run directory; or `program` is no command.
     """
-    if command.recipe is not None:
-        hint = "name a recipe of the package, and give its settings as words: train tiny steps=100"
-        raise BadInput(f"pods do not see {command.recipe}, a file of this machine", hint=hint)
-    if command.is_local and settings.volume is None:
-        hint = "give volume=CLAIM, and dir= in mount=; or a run directory in an object store: dir=gs://BUCKET/RUN"
-        raise BadInput(f"the run directory {command.folder} would be lost with its pods", hint=hint)
-    if command.is_local:
-        check_inside(command, settings.mount, "where pods have the volume")
+    for check in checks(command, settings):
+        check.run()
     job: dict[str, Any] = {
         "completionMode": "Indexed",
         "parallelism": settings.nodes,

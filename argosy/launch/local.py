@@ -32,6 +32,7 @@ from argosy.core.signals import Stop, asked_to_stop
 from argosy.launch.cluster import ABORTED, LOST, NATIVE, PARENT, STACKS, STUCK
 from argosy.launch.logs import Log, show
 from argosy.launch.ports import HeldPort
+from argosy.launch.rendered import Check
 from argosy.launch.settings import Local
 from argosy.observe.stacks import folded
 from argosy.observe.whereabouts import WHERE, whereabouts
@@ -234,6 +235,18 @@ class Gang:
             member.process.wait()
             if member.reader is not None:
                 member.reader.join(timeout=2)
+
+
+def checks(settings: Local) -> list[Check]:
+    """What keeps the processes from being started."""
+
+    def logs() -> None:
+        folder = Path(settings.logs or ".")
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise BadInput(f"logs={settings.logs}: {there} is a file", hint="name a folder")
+
+    return [Check(("processes", "devices"), lambda: devices_of(0, settings, os.environ)), Check(("logs",), logs)]
 
 
 def run(words: Sequence[str], settings: Local, say: Say, progress: Callable[[], object] = lambda: None) -> int:

@@ -2,16 +2,20 @@
 
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
+from argosy.core.storage import is_address
 
 
 @dataclass(frozen=True)
 class Command:
-    """What runs: a verb with its words, its run directory, and the recipe's file, where it is one of the user's."""
+    """What runs: a verb with its words, its run directory, and the recipe's file, where it is one of the user's. folder: empty where
+    mistakes in the settings leave it open."""
 
     words: tuple[str, ...]
     folder: str
@@ -20,12 +24,29 @@ class Command:
     @property
     def is_local(self) -> bool:
         """Whether the run directory is a folder, and not in an object store."""
-        return "://" not in self.folder
+        return bool(self.folder) and not is_address(self.folder)
 
     @property
     def shell(self) -> str:
         """The words as a shell reads them back."""
         return shlex.join(self.words)
+
+
+class Check(NamedTuple):
+    """A check of an engine's settings with the command. needs: the settings that it reads, which must have no mistakes of their own."""
+
+    needs: tuple[str, ...]
+    run: Callable[[], object]
+
+
+class Devices(NamedTuple):
+    """The devices that an engine's settings ask for: so many in each of some groups, which a slower network joins. slices: whether
+    these are TPU slices, or whole machines. shown: how they follow from the settings."""
+
+    each: int
+    groups: int
+    slices: bool
+    shown: str
 
 
 def as_argument(program: str) -> list[str]:

@@ -8,6 +8,8 @@ from argosy.core.registry import Registry
 from argosy.core.settings import Settings
 
 ENGINES = Registry("engine")
+# The engines that write a file for a scheduler.
+WRITTEN = ("slurm", "jobset", "skypilot")
 
 
 class Local(Settings):

@@ -8,13 +8,14 @@ is tried again as often: codes that are to end a job at once cannot be named. It
 counting.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
 from argosy.core.scalars import document
-from argosy.launch.rendered import Command, as_argument, check_inside, deliver
+from argosy.launch.rendered import Check, Command, Devices, as_argument, check_inside, deliver
 from argosy.launch.settings import SkyPilot
 
 
@@ -28,20 +29,44 @@ def launch(command: Command, settings: SkyPilot, say: Say) -> int:
     return 0
 
 
+def checks(command: Command, settings: SkyPilot) -> list[Check]:
+    """What the machines would not see, or not keep."""
+
+    def folder() -> None:
+        mounted = settings.bucket is not None or settings.volume is not None
+        if command.is_local and mounted:
+            check_inside(command, settings.mount, "where the machines have the bucket or volume")
+        elif command.is_local:
+            hint = "give dir= in a bucket, such as dir=gs://NAME/runs; or bucket=gs://NAME or volume=NAME, and dir= in mount="
+            raise BadInput(f"the run directory {command.folder} would be lost with its machine", hint=hint)
+
+    program = Check(("program",), lambda: as_argument(settings.program))
+    recipe = Check(("workdir",), lambda: check_recipe(command, settings))
+    return [recipe, Check(("bucket", "volume", "mount"), folder), program]
+
+
+def devices(settings: SkyPilot, between: bool) -> Devices | None:
+    """The devices of the machines; None where the settings do not tell: CPUs, TPUs, several kinds to choose from.
+
+    Args:
+        between: whether the mesh has sizes between groups of devices.
+    """
+    named = re.fullmatch(r"(?!tpu)[\w-]+(?::(\d+))?", settings.accelerators or "", re.IGNORECASE)
+    if named is None:
+        return None
+    gpus = int(named[1] or 1)
+    each, groups = (gpus, settings.nodes) if between else (settings.nodes * gpus, 1)
+    return Devices(each, groups, settings.nodes > 1, f"nodes = {settings.nodes} x accelerators = {settings.accelerators}")
+
+
 def render(command: Command, settings: SkyPilot) -> dict[str, Any]:
     """The task.
 
     Raises:
-        BadInput: the machines would not see the recipe, or not keep the run directory.
+        BadInput: the machines would not see the recipe, or not keep the run directory; or `program` is no command.
     """
-    check_recipe(command, settings)
-    mounted = settings.bucket is not None or settings.volume is not None
-    if command.is_local and mounted:
-        check_inside(command, settings.mount, "where the machines have the bucket or volume")
-    elif command.is_local:
-        hint = "give dir= in a bucket, such as dir=gs://NAME/runs; or bucket=gs://NAME or volume=NAME, and dir= in mount="
-        raise BadInput(f"the run directory {command.folder} would be lost with its machine", hint=hint)
-    as_argument(settings.program)
+    for check in checks(command, settings):
+        check.run()
     resources: dict[str, Any] = {
         "infra": settings.infra,
         "accelerators": settings.accelerators,

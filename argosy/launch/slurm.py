@@ -23,7 +23,7 @@ from pathlib import Path
 
 from argosy.core.errors import FINAL, SUPERVISED, BadInput
 from argosy.core.progress import Say
-from argosy.launch.rendered import Command, as_argument, deliver
+from argosy.launch.rendered import Check, Command, Devices, as_argument, deliver
 from argosy.launch.settings import Slurm
 
 # Gives each process of a machine its share of the GPUs, then becomes the command.
@@ -84,16 +84,58 @@ def launch(command: Command, settings: Slurm, say: Say) -> int:
     Raises:
         BadInput: there is no `sbatch` to submit it, or the file to write holds something else.
     """
-    sbatch = shutil.which("sbatch")
-    if settings.submit and sbatch is None:
-        hint = "leave submit out and give write=FILE; on a machine of the cluster, `sbatch FILE` submits it"
-        raise BadInput("this machine has no `sbatch` to submit the job with", hint=hint)
+    check_sbatch(settings)
     text = render(command, settings, Path.cwd())
     if settings.write is not None or not settings.submit:
         deliver(text, settings.write, say, None if settings.submit else "sbatch FILE")
     if settings.submit:
-        return subprocess.run([str(sbatch)], input=text, text=True, check=False).returncode
+        return subprocess.run(["sbatch"], input=text, text=True, check=False).returncode
     return 0
+
+
+def checks(command: Command, settings: Slurm) -> list[Check]:
+    """What the script could not do."""
+
+    def folder() -> None:
+        directory = command.folder.removeprefix("file://")
+        if "://" in directory:
+            what = f"a job script does not see the checkpoints in {directory}, which tell whether the run goes on"
+            raise BadInput(what, hint="dir=FOLDER on a file system of the cluster")
+
+    program = Check(("program",), lambda: as_argument(program_of(settings)))
+    return [program, Check((), folder), Check(("submit",), lambda: check_sbatch(settings))]
+
+
+def check_sbatch(settings: Slurm) -> None:
+    """Checks that the script can be submitted, where it is to be.
+
+    Raises:
+        BadInput: there is no `sbatch`.
+    """
+    if settings.submit and shutil.which("sbatch") is None:
+        hint = "leave submit out and give write=FILE; on a machine of the cluster, `sbatch FILE` submits it"
+        raise BadInput("this machine has no `sbatch` to submit the job with", hint=hint)
+
+
+def devices(settings: Slurm, between: bool) -> Devices | None:
+    """The GPUs of the job; None where it asks for none.
+
+    Args:
+        between: whether the mesh has sizes between groups of devices.
+    """
+    if not settings.gpus:
+        return None
+    shown = f"nodes = {settings.nodes} x gpus = {settings.gpus}"
+    if between and settings.nodes > 1:
+        return Devices(settings.gpus, settings.nodes, True, shown)
+    if between:
+        return Devices(settings.gpus // settings.per_node, settings.per_node, False, shown)
+    return Devices(settings.nodes * settings.gpus, 1, False, shown)
+
+
+def program_of(settings: Slurm) -> str:
+    """What starts Argosy, as a shell would read it."""
+    return settings.program or shlex.join([sys.executable, "-m", "argosy"])
 
 
 def render(command: Command, settings: Slurm, folder: Path) -> str:
@@ -102,12 +144,10 @@ def render(command: Command, settings: Slurm, folder: Path) -> str:
     Raises:
         BadInput: `program` is no command, or the run directory is no folder.
     """
-    program = settings.program or shlex.join([sys.executable, "-m", "argosy"])
-    as_argument(program)
-    directory = command.folder.removeprefix("file://")
-    if "://" in directory:
-        what = f"a job script does not see the checkpoints in {directory}, which tell whether the run goes on"
-        raise BadInput(what, hint="dir=FOLDER on a file system of the cluster")
+    for check in checks(command, settings):
+        if "submit" not in check.needs:
+            check.run()
+    program, directory = program_of(settings), command.folder.removeprefix("file://")
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options(settings)), ""]
     lines += ["# Written by `argosy launch engine=slurm`.", f"cd -- {shlex.quote(str(folder))} || exit 1"]
     lines += [settings.setup] if settings.setup else []

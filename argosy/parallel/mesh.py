@@ -155,6 +155,11 @@ class MeshSettings(Settings):
         """The built-in rules, changed as `rules` says."""
         return edited(DEFAULT, self.rules, ORDER)
 
+    @property
+    def is_between(self) -> bool:
+        """Whether sizes between groups of devices are set."""
+        return any(getattr(self.between, name) not in (None, 1) for name in ORDER)
+
     def splits(self, axis: str) -> bool:
         """Whether several parts along an axis are asked for, or all remaining ones."""
         return getattr(self, axis) != 1 or getattr(self.between, axis) not in (None, 1)
@@ -169,6 +174,16 @@ class MeshSettings(Settings):
         outside = {f"mesh.between.{name}": getattr(self.between, name) for name in DEFAULT.activations["batch"] if name != "stage"}
         return {name: size for name, size in (inside | outside).items() if size is not None and size > 1}
 
+    def over(self, each: int, groups: int, slices: bool) -> tuple[dict[str, int], dict[str, int]]:
+        """The sizes within each group of devices, and between groups. each: devices of a group; slices: whether groups are TPU slices.
+
+        Raises:
+            BadInput: the sizes do not multiply to them.
+        """
+        between = self.between.over(groups, slices)
+        counted = plural(each, "device") + ((" of each slice" if slices else " of each process") if groups > 1 else "")
+        return _filled({name: getattr(self, name) for name in ORDER}, each, "mesh", counted), between
+
     def build(self, devices: Any = None) -> "Mesh":
         """The mesh over these devices, or over all devices of the process.
 
@@ -181,9 +196,7 @@ class MeshSettings(Settings):
 
         devices = list(jax.devices() if devices is None else devices)
         groups, slices = grouped(devices, self.between)
-        between = self.between.over(len(groups), slices)
-        counted = plural(len(groups[0]), "device") + ((" of each slice" if slices else " of each process") if len(groups) > 1 else "")
-        sizes = _filled({name: getattr(self, name) for name in ORDER}, len(groups[0]), "mesh", counted)
+        sizes, between = self.over(len(groups[0]), len(groups), slices)
         grid = _arranged(groups, tuple(sizes.values()), tuple(between.values()))
         return Mesh(grid, ORDER, axis_types=(AxisType.Auto,) * len(ORDER))
 
