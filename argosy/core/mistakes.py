@@ -178,7 +178,7 @@ def wrong(key: str, info: FieldInfo, errors: list[Any], setter: Setter) -> list[
     """The errors Pydantic found in one key or in its items. `setter`: dotted key -> the layer that set it."""
     if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1:
         about = f": {sentence(info.description)}" if sentence(info.description) else ""
-        return [BadInput(f"`{key}` is required", where=NOBODY, hint=f"add `{key}=...`{about}")]
+        return [BadInput(f"`{key}` is required", where=NOBODY, hint=f"add `{key}={(info.examples or ['...'])[0]}`{about}")]
     options = [member for member in members(info.annotation) if member is not type(None)]
     # Pydantic reports each member of the union; the key is reported once.
     if len(options) > 1:

@@ -51,6 +51,8 @@ PRESET_FOLDERS = "ARGOSY_PRESETS"
 EXTENDS, NEEDS, WHEN = "extends", "needs", "when"
 # Between keys of `needs` of which one is enough.
 OR = " or "
+# What a reward may be, for who has named none.
+REWARDS = "reward=maths compares with the column `answer`; FILE.py has `def FUNCTION(completions, **columns)`, a number for each"
 # ORGANIZATION/NAME of a model on the Hugging Face Hub.
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -141,12 +143,14 @@ def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer]
     if missing:
         words = " ".join(f"{key.partition(OR)[0]}={example}" for key, example in needs.items())
         named = " and ".join(f"`{key.replace(OR, f'`{OR}`')}`" for key in missing)
-        errors.append(BadInput(f"`{recipe}` needs {named}", where=mistakes.NOBODY, hint=f"argosy train {recipe} {words}"))
+        more = f"; {REWARDS}" if any("reward" in key.split(OR) for key in missing) else ""
+        errors.append(BadInput(f"`{recipe}` needs {named}", where=mistakes.NOBODY, hint=f"argosy train {recipe} {words}{more}"))
     try:
         read_settings(schema, *layers)
     except UserError as also:
         # What is needed may be a broken rule too.
-        said = ("`model`", "model ", *(f"{one} is missing" for key in missing for one in key.split(OR)))
+        ones = [one for key in missing for one in key.split(OR)]
+        said = ("`model`", "model ", *(f"{one} is missing" for one in ones), *(f"`{one}` is required" for one in ones))
         errors += [p for p in problems_of(also) if not p.what.startswith(said)]
     raise SettingsError(errors) from None
 

@@ -341,7 +341,8 @@ class Run(Settings):
         if "rollback" in self.guard.actions:
             raise ValueError("guard: rollback is not built for rollouts, which depend on the weights: skip or stop")
         if rewarded and not self.reward and not (self.environment.played and self.environment.gives):
-            raise ValueError("reward is missing: reward=FILE.py:FUNCTION names what answers are rewarded for")
+            what = "reward is missing: reward=maths compares answers with the column `answer`, and reward=FILE.py:FUNCTION calls a "
+            raise ValueError(what + "function of yours, `def FUNCTION(completions, **columns)`, which gives a number for each")
         if not rewarded and self.reward:
             raise ValueError("reward is for objectives that learn from rewards: this one learns from its teacher")
         if not rewarded and self.environment.played:

@@ -19,8 +19,8 @@ class OfTeacher(Settings):
 
     teacher: Annotated[
         str, Also("teacher_model_name_or_path", "teacher_model")
-    ]
-    """The model to learn from: Hub folder, GGUF file, run directory or checkpoint. Its tokens must be the student's; its
+    ] = Field(examples=["TEACHER_FOLDER"])
+    """The model to learn from, a Hub folder, GGUF file, run directory or checkpoint. Its tokens must be the student's; its
     architecture and size may be others."""
     divergence: Annotated[
         Literal["forward", "reverse", "jsd"], Also("kl_type", note="TRL's beta: 0 is forward, 1 reverse")

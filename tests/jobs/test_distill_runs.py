@@ -257,7 +257,7 @@ def test_teachers_are_hub_folders_and_gguf_files(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "what", "hint"),
     [
-        ([], "`distill` needs `objective.teacher`", "objective.teacher=FOLDER"),
+        ([], "`distill` needs `objective.teacher`", "objective.teacher=TEACHER_FOLDER"),
         (["objective.teacher=smollm2-135m"], "is a preset: its name alone means random weights", ""),
         (["objective.teacher=gone/model"], "no folder `gone/model`", "hf download"),
         (["objective.teacher=http://localhost:8000/v1"], "teacher_model is missing", ""),

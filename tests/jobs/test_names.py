@@ -7,7 +7,7 @@ import pytest
 
 from argosy.cli.pages import names_of
 from argosy.core import mistakes
-from argosy.core.errors import SettingsError
+from argosy.core.errors import SettingsError, UserError, problems_of
 from argosy.core.schema import Choice, shape_of
 from argosy.core.settings import Settings
 from argosy.jobs.compose import compose, key_meant
@@ -329,6 +329,28 @@ def test_no_setting_has_a_value_none_beside_none():
         if type(None) in options and any("none" in typing.get_args(one) for one in options)
     }
     assert both == set()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "what", "hints"),
+    [
+        ("distill", ["model=argosy-1m", "data.source=x"], "`distill` needs `objective.teacher`", ["argosy train distill ", "TEACHER_FOLDER"]),
+        ("gkd", [], "`gkd` needs `model` and `data.source` and `objective.teacher`", ["model=STUDENT_FOLDER", "TEACHER_FOLDER"]),
+        ("tiny", ["objective=distill"], "`objective.teacher` is required", ["add `objective.teacher=TEACHER_FOLDER`: The model to learn"]),
+        ("grpo", [], "`grpo` needs `model` and `data.source` and `reward` or `environment`", ["reward=maths", "def FUNCTION(completions"]),
+        ("grpo-qwen3", ["model=argosy-1m", "data.source=x"], "`grpo-qwen3` needs `reward` or `environment`", ["reward=FILE.py:FUNCTION;"]),
+        ("tiny", ["objective=grpo"], "reward is missing: reward=maths", []),
+        ("dpo", ["data.source=x"], "`dpo` needs `model`", ["argosy train dpo model=FOLDER"]),
+    ],
+)
+def test_what_is_needed_is_said_with_an_example(recipe: str, words: list[str], what: str, hints: list[str]):
+    with pytest.raises(UserError) as told:
+        compose(Run, recipe, [*words, "data.sequence=32"])
+    (one,) = problems_of(told.value)
+    assert one.what.startswith(what)
+    assert all(hint in str(one.hint) for hint in hints)
+    assert str(one.hint).count("reward=FILE.py:FUNCTION") <= 1
+    assert ("reward=" in str(one.hint)) == ("grpo" in recipe)
 
 
 def test_what_a_recipe_needs_is_said_once():

@@ -345,15 +345,26 @@ def system(text: Any, where: str) -> dict[str, Any]:
 
 
 def unknown(has: Row, where: str) -> BadInput:
-    """The error for a first record of no format, with what its columns probably are."""
-    what, hint = "a record of no known format", f"{listed(has)}; a format needs {needed()}"
+    """The error for a first record of no format: what it has, what its columns probably are, and what each format needs."""
     if "input_ids" in has:
-        hint = "token ids are not read from files: give the text or the messages"
-    elif pair := next((pair for pair in PAIRS if set(pair) <= has.keys()), None):
-        hint = f"{listed(has)}; rename them: data.columns.prompt={pair[0]} data.columns.completion={pair[1]}"
-    elif "prompt" in has:
-        hint += "; data.format=prompt reads prompts alone, which a model answers itself"
-    return BadInput(what, where=where, hint=hint)
+        return BadInput("a record of no known format", where=where, hint="token ids are not read from files: give the text or the messages")
+    hint = f"{listed(has)}; {renamed(has)}; formats and the columns they need: {needed()}"
+    return BadInput("a record of no known format", where=where, hint=hint)
+
+
+def renamed(has: Row) -> str:
+    """How to say what the columns of a record are: by their names, otherwise by what they hold."""
+    if pair := next((pair for pair in PAIRS if set(pair) <= has.keys()), None):
+        return f"rename them: data.columns.prompt={pair[0]} data.columns.completion={pair[1]}"
+    if "prompt" in has:
+        return "data.format=prompt reads prompts alone, which a model answers itself"
+    for name, value in has.items():
+        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+            return f"if `{name[:40]}` are messages: data.columns.messages={name[:40]}"
+    texts = sorted((name for name, value in has.items() if isinstance(value, str)), key=lambda name: -len(has[name]))
+    if texts:
+        return f"if `{texts[0][:40]}` is the text: data.columns.text={texts[0][:40]}"
+    return "data.columns.text=NAME reads the text from the column NAME"
 
 
 # Names under which files have a prompt and its completion.
@@ -362,8 +373,8 @@ PAIRS = (("question", "answer"), ("query", "response"), ("prompt", "response"), 
 
 
 def needed() -> str:
-    """The columns of every format, for a hint."""
-    return ", ".join(" and ".join(f"`{name}`" for name in needs) for one, (needs, _) in FORMATS.items() if one != PROMPT)
+    """Every format with its columns, for a hint."""
+    return "; ".join(f"{one} ({', '.join(needs)})" for one, (needs, _) in FORMATS.items())
 
 
 def listed(has: Row) -> str:
