@@ -34,7 +34,9 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command(help=as_typed(HELP))
 def train(
-    recipe: Annotated[str, typer.Argument(help="a recipe's name, a YAML file, or a run: its directory or address", show_default=False)],
+    recipe: Annotated[
+        str, typer.Argument(help="a recipe's name, a YAML file, or a run: its directory or address", show_default=False)
+    ],
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="[key=value ...]", help="settings over the recipe's", show_default=False),

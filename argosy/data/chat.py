@@ -190,7 +190,8 @@ def request_of(job: Job, number: int, special: Mapping[str, str]) -> dict[str, A
 
 
 def refusal(kind: str, message: str) -> BadInput:
-    """The error for a failure inside a template."""
+    """The error for a failure inside a template, whose words go to a terminal: nothing in them may steer it."""
+    message = "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in message)
     if kind == "TemplateSyntaxError":
         return BadInput(f"the chat template is not Jinja: {message}")
     if kind in ("MemoryError", "RecursionError", "TooLong"):

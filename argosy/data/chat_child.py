@@ -2,7 +2,11 @@
 
 Templates come with models, from anybody. Jinja's sandbox stops access to Python, not cost: nested loops run for minutes,
 `'a' * 10**10` asks for 10 GB, and neither can be interrupted by an exception. So the process has limits of its own and may
-die of them. It needs the standard library and Jinja, opens no file after its imports, and ends with its parent.
+die of them. It needs the standard library and Jinja, and ends with its parent.
+
+Jinja's sandbox had holes before (CVE-2016-10745, CVE-2019-10906, CVE-2024-56326, CVE-2025-27516). Whoever finds the next one is in a
+process that has no environment variables and can open no file, start no process and import nothing: the interpreter refuses it
+(`forbid`, an audit hook, which cannot be taken away), and so does the kernel (`limit`).
 
 Messages in both directions are 4 bytes of length, then JSON. In: templates, now (ISO 8601 or null), and jobs: template (its
 number), variables, most_characters, parts ([messages, add_generation_prompt] each). Out: for each job a list of its parts, each
@@ -33,8 +37,17 @@ QUEUES = ("append", "pop")
 MEMORY_BYTES = 512 << 20
 # The longest published template takes 5 ms.
 CPU_S = 2.0
+# Of the renders before the first request.
+LEAST = 1 << 20
 # How often an idle process checks that its parent lives.
 LOOK_S = 5.0
+
+
+# What the interpreter tells its audit hooks before it touches anything outside of itself (docs.python.org, Audit events table).
+FORBIDDEN = (
+    "open", "import", "os.", "subprocess.", "socket.", "ctypes.", "shutil.", "mmap.", "fcntl.", "pty.", "glob.", "tempfile.", "pickle.",
+    "marshal.load", "syslog.", "sys.add", "sys.set", "sys.unraisablehook", "cpython.run",
+)  # fmt: skip
 
 
 class TooLong(Exception):
@@ -136,10 +149,26 @@ def answer(environment, template, most_characters, variables):
 
 
 def limit():
-    """Limits memory, and forbids writing to files."""
-    for what, most in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(OSError, ValueError):  # some systems know no such limit
-            resource.setrlimit(what, (most, most))
+    """Limits memory, and forbids opening and writing files and starting processes."""
+    limits = {"AS": MEMORY_BYTES, "FSIZE": 0, "CORE": 0, "NOFILE": 0, "NPROC": 0}
+    for name, most in limits.items():
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # some systems know no such limit
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+
+
+def forbid(event, _):
+    """An audit hook: what it raises ends what was about to be done."""
+    if event.startswith(FORBIDDEN):
+        raise PermissionError(f"a chat template may not do this: {event}")
+
+
+def warm(environment):
+    """Has Jinja and the C library read what they would read at first use: words, filters, the time zone, how to report a failure."""
+    used = "{{ lipsum(n=1) }}{{ [1]|pprint }}{{ 'a b'|wordwrap(1) }}{{ ('a.com'|urlize)|striptags }}{{ strftime_now('%c %Z') }}"
+    for template in (used, "{{ nothing.more }}", "{% if %}"):
+        with contextlib.suppress(jinja2.TemplateError):
+            environment.rendered(template, {}, LEAST)
+    environment.compiled.cache_clear()
 
 
 def read(count, parent):
@@ -164,7 +193,9 @@ def send(document):
 def main():
     parent, environment = os.getppid(), Environment()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    warm(environment)
     limit()
+    sys.addaudithook(forbid)
     send({"ready": True})
     while True:
         (size,) = struct.unpack("<I", read(4, parent))

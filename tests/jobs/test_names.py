@@ -334,11 +334,11 @@ def test_no_setting_has_a_value_none_beside_none():
 @pytest.mark.parametrize(
     ("recipe", "words", "what", "hints"),
     [
-        ("distill", ["model=argosy-1m", "data.source=x"], "`distill` needs `objective.teacher`", ["argosy train distill ", "TEACHER_FOLDER"]),
-        ("gkd", [], "`gkd` needs `model` and `data.source` and `objective.teacher`", ["model=STUDENT_FOLDER", "TEACHER_FOLDER"]),
-        ("tiny", ["objective=distill"], "`objective.teacher` is required", ["add `objective.teacher=TEACHER_FOLDER`: The model to learn"]),
-        ("grpo", [], "`grpo` needs `model` and `data.source` and `reward` or `environment`", ["reward=maths", "def FUNCTION(completions"]),
-        ("grpo-qwen3", ["model=argosy-1m", "data.source=x"], "`grpo-qwen3` needs `reward` or `environment`", ["reward=FILE.py:FUNCTION;"]),
+        ("distill", ["model=argosy-1m", "data.source=x"], "`distill` needs `objective.teacher`", ["train distill ", "TEACHER_FOLDER"]),
+        ("gkd", [], "`gkd` needs `model` and `data.source` and `objective.teacher`", ["model=STUDENT_FOLDER", "=TEACHER_FOLDER"]),
+        ("tiny", ["objective=distill"], "`objective.teacher` is required", ["add `objective.teacher=TEACHER_FOLDER`: The model to"]),
+        ("grpo", [], "`grpo` needs `model` and `data.source` and `reward` or `environment`", ["reward=maths", "def FUNCTION(comple"]),
+        ("grpo-qwen3", ["model=argosy-1m", "data.source=x"], "`grpo-qwen3` needs `reward` or `environment`", ["FILE.py:FUNCTION;"]),
         ("tiny", ["objective=grpo"], "reward is missing: reward=maths", []),
         ("dpo", ["data.source=x"], "`dpo` needs `model`", ["argosy train dpo model=FOLDER"]),
     ],

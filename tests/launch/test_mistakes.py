@@ -55,7 +55,8 @@ def lines(*what: str) -> list[str]:
          ["not YAML: did not find expected node content", "`restarts` should be at least 0, not `-1`"]),
         ([*PODS, *TPU, "chips=3", *TINY], ["topology = 2x2x4 has 16 chips; nodes x chips = 4 x 3"]),
         (["engine=skypilot", "setup=x", "program=a 'b", "cpuz=3", "--", "train", "own.yml", "steps=none"],
-         ["unknown setting `cpuz`", "the machines do not see own.yml, a file of this one", "program=\"a 'b\" is no command: No closing quotation",
+         ["unknown setting `cpuz`", "the machines do not see own.yml, a file of this one",
+          "program=\"a 'b\" is no command: No closing quotation",
           "the run directory runs/own would be lost with its machine", "`steps` should be a whole number, not `none`"]),
         (["engine=slurm", "time=never", "program=a 'b", "--", "train", "tiny", "dir=memory://a/b", "data.source=gone.txt"],
          ["time = 'never' is no time limit such as 90, 1:30:00 or 2-12:00:00", "program=\"a 'b\" is no command: No closing quotation",
@@ -214,8 +215,8 @@ def test_slurm_remarks_what_lies_on_disks_of_this_machine(here: Path, capsys: py
     words = ["engine=slurm", "--", "train", "own.yml", "data.source=a.txt", "dir=run"]
     monkeypatch.setattr(launch_paths, "mounted", lambda: MOUNTS)
     found = said(capsys, *words, code=0)
-    for path in (f"the folder of this command {here} (ext4)", "dir=run (ext4)", "data.source=a.txt (ext4)", "the recipe own.yml (ext4)"):
-        assert path in found
+    named = [f"the folder of this command {here}", "dir=run", "data.source=a.txt", "the recipe own.yml"]
+    assert all(f"{path} (ext4)" in found for path in named)
     assert "are on a disk of this machine, which others of the job may not see" in found
     monkeypatch.setattr(launch_paths, "mounted", lambda: MOUNTS | {str(here): "nfs4"})
     assert said(capsys, *words, code=0) == ""

@@ -346,9 +346,9 @@ def system(text: Any, where: str) -> dict[str, Any]:
 
 def unknown(has: Row, where: str) -> BadInput:
     """The error for a first record of no format: what it has, what its columns probably are, and what each format needs."""
-    if "input_ids" in has:
-        return BadInput("a record of no known format", where=where, hint="token ids are not read from files: give the text or the messages")
     hint = f"{listed(has)}; {renamed(has)}; formats and the columns they need: {needed()}"
+    if "input_ids" in has:
+        hint = "token ids are not read from files: give the text or the messages"
     return BadInput("a record of no known format", where=where, hint=hint)
 
 

@@ -1,0 +1,182 @@
+"""Chat templates that mean harm end with a clear error or a rendering, within time and memory. They reach nothing outside of their
+process, not even where Jinja's sandbox has a hole."""
+
+import re
+import resource
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hostile_templates import CHAINS, COSTS, OBJECTS, PROOF, STATEMENTS, hostile, known
+from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
+
+from argosy.core.errors import BadInput
+from argosy.data import chat
+from argosy.data.chat import render
+from argosy.data.chat_mask import render_with_mask
+
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+# A render has 2 s of CPU; a busy machine takes longer, but nobody waits for the 60 s of the clock.
+LONGEST_S = 30
+SPACE_MB = 512
+# In what a template may show, these would be somebody else's.
+LEAKS = (PROOF, "root:x:", "<module", "environ(", "<class 'object'>", "'__loader__':", "'__builtins__':")
+
+
+def outcome(template: str, mask: bool = False) -> str:
+    """`read`, or the first words of the error; anything else fails."""
+    begun = time.monotonic()
+    try:
+        text = render_with_mask(template, MESSAGES, SPECIAL, ends=["</s>"])[0] if mask else render(template, MESSAGES, SPECIAL)
+    except BadInput as error:
+        said = str(error)
+        assert "runs for more than" not in said
+        assert len(said) < 700
+        assert all(c.isprintable() or c == "\n" for c in said), "it would steer the terminal"
+        assert not any(leak in said for leak in LEAKS)
+        assert "may not do this" not in said, "only the last wall held"
+        end = error.what.partition(":")[0]
+    else:
+        assert len(text) <= chat.LEAST_CHARACTERS + 4 * 10_000
+        assert not any(leak in text for leak in LEAKS)
+        end = "read"
+    assert time.monotonic() - begun < LONGEST_S
+    process = chat.CHILD._process
+    if process is not None and (status := Path(f"/proc/{process.pid}/status")).exists():
+        peak = re.search(r"VmPeak:\s+(\d+) kB", status.read_text())
+        assert peak is None or int(peak[1]) < (SPACE_MB + 16) * 1024
+    return end
+
+
+def campaign(templates: list[str]) -> Counter[str]:
+    render("warm", [], {})
+    before, found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, Counter[str]()
+    for number, template in enumerate(templates):
+        try:
+            found[outcome(template, mask=number % 3 == 2)] += 1
+        except Exception as error:
+            raise AssertionError(f"template {number}: {template[:300]!r}") from error
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 96 * 1024, "KiB, of this process"
+    assert render("{{ messages[0].content }}", MESSAGES, SPECIAL) == "hi", "and the next one is served"
+    return found
+
+
+def test_escapes_and_mixtures_of_them():
+    found = campaign([hostile(1, number, costly=False) for number in range(200)])
+    assert sum(found.values()) == 200
+    assert found["read"] > 20, "not everything is refused at the door"
+    assert found["the chat template refuses these messages"] > 50
+
+
+@pytest.mark.slow
+def test_three_hundred_mutations():
+    found = campaign([hostile(2, number) for number in range(300)])
+    assert sum(found.values()) == 300
+    for what in ("refuses these messages", "is not Jinja", "costs too much"):
+        assert found[f"the chat template {what}"] >= 10, found
+    assert found["read"] >= 10, found
+
+
+@pytest.mark.slow
+def test_every_known_escape_and_cost():
+    found = campaign([known(one) for one in (*CHAINS, *STATEMENTS, *COSTS)])
+    assert found["the chat template costs too much"] >= 25, found
+    campaign([f"{{{{ {one} }}}}" for one in OBJECTS])
+
+
+# ---- where the sandbox has a hole
+
+
+def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *without: str) -> chat.Child:
+    """A rendering process whose sandbox lets everything through. without: the walls behind it that are taken away too."""
+    text = Path(chat.__file__).with_name("chat_child.py").read_text()
+    changes = {
+        "    def is_safe_attribute(self, obj, attr, value):\n": "    def is_safe_callable(self, obj):\n        return True\n\n"
+        "    def is_safe_attribute(self, obj, attr, value):\n        return True\n",
+        "        super().__init__(trim_blocks": "        self.sandboxed = False\n        super().__init__(trim_blocks",
+    }
+    if "hook" in without:
+        changes["    sys.addaudithook(forbid)\n"] = ""
+    if "limits" in without:
+        changes[', "NOFILE": 0, "NPROC": 0'] = ""
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / "chat_child.py").write_text(text)
+    child = chat.Child()
+    monkeypatch.setattr(chat, "__file__", str(folder / "chat.py"))
+    monkeypatch.setattr(chat, "CHILD", child)
+    return child
+
+
+def ends(templates: list[str]) -> list[str]:
+    found = []
+    for template in templates:
+        try:
+            found.append(render(template, MESSAGES, SPECIAL))
+        except BadInput as error:
+            found.append(str(error))
+    return found
+
+
+BEHIND = "lipsum.__globals__.__builtins__"
+REACHING = [
+    f"{BEHIND}.open('/etc/passwd').read()", f"{BEHIND}.__import__('socket')", "lipsum.__globals__.os.open('/etc/passwd', 0)",
+    "lipsum.__globals__.os.fork()", "lipsum.__globals__.os.execv('/bin/echo', ['echo', '{run}'])",
+    "lipsum.__globals__.os.listdir('/')", "lipsum.__globals__.os.kill(1, 0)", "lipsum.__globals__.os.system('{run}')",
+    "lipsum.__globals__.os.posix_spawn('/bin/sh', ['sh'], {})",
+]  # fmt: skip
+
+
+def test_escapes_work_where_nothing_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """So the tests below are about escapes that are real."""
+    child = opened(tmp_path, monkeypatch, "hook", "limits")
+    try:
+        found = ends([known(one) for one in CHAINS])
+        assert sum(PROOF in one for one in found) >= 5
+        assert sum("<module 'os'" in one for one in found) >= 2
+    finally:
+        child.close()
+
+
+@pytest.mark.parametrize("without", [(), ("hook",), ("limits",)], ids=["both", "kernel", "interpreter"])
+def test_what_gets_through_the_sandbox_reaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...]):
+    """By each of the two walls behind it alone, and by both."""
+    child = opened(tmp_path, monkeypatch, *without)
+    try:
+        found = ends([known(one) for one in CHAINS])
+        assert sum("<module 'os'" in one for one in found) >= 2, "the sandbox is open"
+        assert not any(PROOF in one for one in found)
+        reaching = REACHING if "hook" not in without else REACHING[:3]
+        found = ends([known(one) for one in reaching])
+        assert not any(leak in one for one in found for leak in (PROOF, "root:x:", "<module"))
+        if "hook" not in without:
+            assert all("a chat template may not do this" in one for one in found), found
+    finally:
+        child.close()
+
+
+# ---- what honest templates need
+
+
+@pytest.mark.parametrize("value", ["'a.b c'", "[1, 2]", "{'a': 1}", "1.5"])
+def test_what_jinja_brings_works_behind_the_walls(value: str):
+    """No filter or test needs a file that was not read before."""
+    templates = [f"{{{{ {value}|{name} }}}}" for name in DEFAULT_FILTERS] + [f"{{{{ {value} is {name} }}}}" for name in DEFAULT_TESTS]
+    found = ends(templates)
+    assert not [one for one in found if "may not do this" in one or "Errno" in one]
+    assert sum("error" not in one for one in found) > len(found) / 3
+
+
+def test_the_clock_has_the_zone_of_the_machine():
+    before = time.strftime("%Y-%m-%d %H %Z")
+    assert render("{{ strftime_now('%Y-%m-%d %H') }}", [], {}) + time.strftime(" %Z") in (before, time.strftime("%Y-%m-%d %H %Z"))
+
+
+def test_a_refusal_cannot_steer_the_terminal():
+    with pytest.raises(BadInput) as caught:
+        render("{{ raise_exception('\\x1b[2J\\x07\\u202egone') }}", [], {})
+    hidden = "\N{REPLACEMENT CHARACTER}"
+    assert caught.value.what == f"the chat template refuses these messages: {hidden}[2J{hidden}{hidden}gone"
