@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,17 @@ from argosy.core.storage import is_address
 from argosy.jobs.compose import compose, recipes, run_folder
 from argosy.jobs.preflight import check_experts, check_rows, directory_of, settled
 from argosy.jobs.run import Run
+from argosy.launch import jobset, local, skypilot, slurm
 from argosy.launch.rendered import Command, Devices
-from argosy.launch.settings import ENGINES, WRITTEN
+from argosy.launch.settings import ENGINES
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT
 
 # The verbs that several processes can run together.
 LAUNCHED = ("train",)
+SCHEDULERS: dict[str, Any] = {"slurm": slurm, "jobset": jobset, "skypilot": skypilot}
+# The engines whose machines do not see the files of this one.
+BLIND = ("jobset", "skypilot")
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def prepared(words: Sequence[str], verb: Sequence[str]) -> Launch:
     """
     engine, what, found = Engine(named(words)), Verb(), list[UserError]()
     found += mistakes_of(lambda: read_engine(engine, words))
-    found += mistakes_of(lambda: read_verb(what, verb, sees_files=engine.name not in WRITTEN or engine.name == "slurm"))
+    found += mistakes_of(lambda: read_verb(what, verb, sees_files=engine.name not in BLIND))
     found += mistakes_of(*checks(engine, what))
     refuse(found)
     assert what.command is not None
@@ -160,15 +163,15 @@ def checks(engine: Engine, what: Verb) -> list[Callable[[], object]]:
     """How an engine and a command go together, as far as both are known."""
     if engine.good is None:
         return []
-    module, found = import_module(f"argosy.launch.{'local' if engine.name == 'ray' else engine.name}"), list[Callable[[], object]]()
-    if engine.name not in WRITTEN:
-        own = module.checks(engine.good) if engine.name == "local" else []
+    found, module = list[Callable[[], object]](), SCHEDULERS.get(engine.name)
+    if module is None:
+        own = local.checks(engine.good) if engine.name == "local" else []
     else:
         own = module.checks(what.command, engine.good) if what.command is not None else []
     found += [check.run for check in own if engine.known.issuperset(check.needs)]
-    if engine.name in WRITTEN and isinstance(mesh := what.good.get("mesh"), MeshSettings):
-        # Of Slurm, whose machines see the files, the others were checked with them.
-        if engine.name != "slurm":
+    if module is not None and isinstance(mesh := what.good.get("mesh"), MeshSettings):
+        # Where the machines see the files, this was checked with them.
+        if engine.name in BLIND:
             found += blind(what.good, mesh)
         if engine.settings is not None and what.good.get("rollout") is None:
             devices = module.devices(engine.settings, mesh.is_between)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hostile_templates import CHAINS, COSTS, OBJECTS, PROOF, STATEMENTS, hostile, known
-from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from argosy.core.errors import BadInput
 from argosy.data import chat
@@ -164,7 +164,8 @@ def test_what_gets_through_the_sandbox_reaches_nothing(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("value", ["'a.b c'", "[1, 2]", "{'a': 1}", "1.5"])
 def test_what_jinja_brings_works_behind_the_walls(value: str):
     """No filter or test needs a file that was not read before."""
-    templates = [f"{{{{ {value}|{name} }}}}" for name in DEFAULT_FILTERS] + [f"{{{{ {value} is {name} }}}}" for name in DEFAULT_TESTS]
+    jinja = ImmutableSandboxedEnvironment()
+    templates = [f"{{{{ {value}|{name} }}}}" for name in jinja.filters] + [f"{{{{ {value} is {name} }}}}" for name in jinja.tests]
     found = ends(templates)
     assert not [one for one in found if "may not do this" in one or "Errno" in one]
     assert sum("error" not in one for one in found) > len(found) / 3
