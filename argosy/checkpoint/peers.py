@@ -116,7 +116,7 @@ def fetch(address: Address, name: str, path: Path, expected: Mapping[str, Any] |
     pending = path.with_name(f"{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _tried(lambda: _received(address, name, pending, expected))
+        tried(lambda: _received(address, name, pending, expected))
         if expected is not None and manifest.describe(pending, sync=True) != expected:
             raise Damaged(f"{name} did not arrive as it was written", where=f"from {address[0]}")
         pending.rename(path)
@@ -146,7 +146,7 @@ def _received(address: Address, name: str, pending: Path, expected: Mapping[str,
                 left -= len(chunk)
 
 
-def _tried(work: Callable[[], T]) -> T:
+def tried(work: Callable[[], T]) -> T:
     """Work that is done again where a connection ends: the peer was answering `MOST_AT_ONCE` others.
 
     Raises:
@@ -173,7 +173,7 @@ def is_there(address: Address) -> bool:
             return _LENGTH.unpack(exactly(peer, _LENGTH.size))[0] == 0
 
     try:
-        return _tried(ask)
+        return tried(ask)
     except OSError:
         return False
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint.run_directory import ID, RunDirectory
+from argosy.checkpoint.run_directory import ID, RunDirectory, is_run
 from argosy.core.command import command as as_run
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput, UserError, mistakes_of, problems_of, refuse
@@ -147,6 +147,8 @@ def read_verb(what: Verb, words: Sequence[str], sees_files: bool) -> None:
             with suppress(UserError):
                 what.good = values_of(compose(Run, recipe, settings))
         named = [word.partition("=")[2] for word in settings if word.startswith("dir=")]
+        if not named and is_run(recipe):
+            named = [recipe]
         # Where not even the recipe can be read, it may be the recipe that names the directory.
         folder = named[-1] if named else (what.good.get("dir") or run_folder(recipe)) if what.good else ""
         what.command = Command(tuple(words), folder, own)
@@ -208,7 +210,7 @@ def check_mesh(good: Mapping[str, Any], mesh: MeshSettings, devices: Devices) ->
     Raises:
         BadInput: it does not.
     """
-    where = f"{devices.shown} makes {devices.groups * devices.each} devices"
+    where = f"{devices.shown} makes {plural(devices.groups * devices.each, 'device')}"
     try:
         inside, between = mesh.over(devices.each, devices.groups, devices.slices)
     except BadInput as error:

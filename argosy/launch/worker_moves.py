@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from argosy.checkpoint.peers import Address, asked, exactly
+from argosy.checkpoint.peers import Address, asked, exactly, tried
 from argosy.core.errors import ArgosyError, BadInput, Damaged
 from argosy.launch.worker_trees import (
     Box,
@@ -248,9 +248,19 @@ def _from_one(address: Address, number: int, pieces: Sequence[Piece]) -> int:
     request = json.dumps({"number": number, "pieces": [(one.leaf, one.box) for one in pieces]}).encode()
     if len(request) > MOST_ASKED:
         raise BadInput(f"{len(pieces):,} pieces are more than one request names", hint="move fewer arrays at a time")
-    with asked(address, ASK) as peer:
-        peer.sendall(_LENGTH.pack(len(request)) + request)
-        size = _LENGTH.unpack(exactly(peer, _LENGTH.size))[0]
+
+    def begin() -> tuple[socket.socket, int]:
+        peer = asked(address, ASK)
+        try:
+            peer.sendall(_LENGTH.pack(len(request)) + request)
+            return peer, _LENGTH.unpack(exactly(peer, _LENGTH.size))[0]
+        except BaseException:
+            peer.close()
+            raise
+
+    # Until it answers, it may have too many others to answer. After that, what ends the connection ended the process.
+    peer, size = tried(begin)
+    with peer:
         if size > MOST_SAID:
             raise OSError(f"it answered with {size:,} bytes")
         if size:

@@ -240,3 +240,5 @@ def test_a_run_in_a_store_is_a_recipe_for_pods_too(here: Path, capsys: pytest.Ca
     address = f"memory://{here.name}/run"
     RunDirectory(address).write_settings(compose(Run, "tiny", [f"dir={address}", "data.source=/data/x"]))
     assert said(capsys, "engine=jobset", "image=a/b", "--", "train", address, "steps=9", code=0) == ""
+    # No word of a run directory that would be lost.
+    assert said(capsys, "engine=jobset", "image=a/b", "--", "train", address, "steps=none").count("error: ") == 1

@@ -3,6 +3,7 @@
 import pickle
 import socket
 import struct
+import threading
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,11 +18,19 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from argosy.checkpoint import peers
 from argosy.checkpoint.peers import MOST_AT_ONCE, Listener
 from argosy.core.errors import ArgosyError, Damaged
 from argosy.launch import worker_moves as moves
 from argosy.launch.worker_offers import Offers
 from argosy.launch.worker_trees import described
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that do not answer are asked again at once."""
+    monkeypatch.setattr(peers, "AGAIN_S", 0.002)
+
 
 VALUES = np.arange(24, dtype=np.float32).reshape(4, 6)
 
@@ -161,6 +170,20 @@ def test_garbage_gets_nothing_and_takes_no_memory():
     finally:
         tracemalloc.stop()
         listener.close()
+
+
+def test_a_process_that_answers_too_many_others_is_asked_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(peers, "AGAIN_S", 0.02)
+    with source(honest) as one:
+        held = socket.create_connection(one.addresses[0][:2])
+        threading.Timer(0.3, held.close).start()
+        found, _ = pulled(one)
+        assert np.array_equal(found["values"], VALUES)
+        # Nobody gets a place: the tries are bounded.
+        monkeypatch.setattr(peers, "AGAIN_S", 0.001)
+        with socket.create_connection(one.addresses[0][:2]), pytest.raises(moves.PeerGone, match="process 0 of the group `far`"):
+            pulled(one)
 
 
 def test_connections_are_counted():
