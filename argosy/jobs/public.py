@@ -28,6 +28,7 @@ def load(
     context: int | None = None,
     tensor: int = 1,
     engine: EngineSettings | Mapping[str, Any] | None = None,
+    blocks: bool = False,
 ) -> "LM":
     """Loads a language model: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`. An encoder has `.embed`
     instead of `.logits` and `.generate`.
@@ -46,6 +47,8 @@ def load(
         engine: settings of the engine under `generate`, by the names of `argosy serve` (`infer.settings.EngineSettings`), such as
             {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is also that
             of the argument above, unless that is given.
+        blocks: on a CPU, keep the weights of a .gguf file as they are there, in blocks of 4 to 8 bits, which takes a fourth of the
+            memory or less and gives the same answers. Such a model is neither trained nor saved.
 
     Raises:
         UnknownName, BadInput, SettingsError, Damaged: there is no such model, it is not one, so many devices cannot share it, or the
@@ -68,7 +71,7 @@ def load(
         return _checked(lm)
     if "://" not in str(model) and not Path(model).exists():
         raise no_model(str(model))
-    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say}
+    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "blocks": blocks}
     return _checked(loading.load(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, **more))
 
 
