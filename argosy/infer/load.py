@@ -37,7 +37,7 @@ def load(
         engine: settings of the engine under `generate`.
         draft: the draft model, if they ask for one.
         blocks: keep the weights of a GGUF file in its blocks (`panels.forms_in_blocks`), on a CPU with kernels for them. Such a model
-            answers; it is neither trained nor saved.
+            answers; it is neither trained, changed nor saved.
     """
     forms = forms_in_blocks if blocks and jax.default_backend() == "cpu" and not library.load() else None
     how: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor, "warn": warn, "forms": forms}

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from gguf_blocks import gguf_in_blocks
 from helpers import DATA
+from test_adapters import ON, adapter_of
 from test_engine import TIGHT, answers, prompts
 
 import argosy
+from argosy.cli import serve as cli
 from argosy.core.errors import BadInput
 from argosy.core.formats.gguf import GGUF
 from argosy.infer import load as loading
@@ -23,11 +25,15 @@ from argosy.infer.load import load
 from argosy.infer.panels import kept_in_blocks
 from argosy.infer.request import Request
 from argosy.infer.updates import Update
+from argosy.jobs import public
 from argosy.models.llama import LlamaConfig
 from argosy.models.parts.weight import put, split
 from argosy.observe import environment
+from argosy.observe.readable import sized
 from argosy.ops.native import library
 from argosy.ops.native.products import Panels
+from argosy.serve import run as serving
+from argosy.serve.settings import ServeSettings
 
 SIZES: dict[str, Any] = {"vocab": 97, "width": 64, "layers": 2, "ffn": 96, "heads": 4, "head_size": 16, "kv_heads": 2, "context": 96}
 KINDS = ("Q8_0", "Q4_1", "Q5_0", "Q4_0", "Q5_1")
@@ -123,6 +129,45 @@ def test_new_weights_take_their_place(one: Path, tmp_path: Path):
     after = answers(engine, requests(lm))
     assert after != before
     assert after == answers(Engine(load(other).module, TIGHT), requests(lm))
+
+
+@pytest.mark.slow
+def test_an_adapter_lies_over_them(one: Path):
+    lm, wide = load(one, blocks=True), packed_in_place(one)
+    factors, found = adapter_of(load(one).module, 0, 2), []
+    for module in (lm.module, wide.module):
+        engine = Engine(module, ON, keeps=True)
+        assert engine.adapters is not None
+        engine.adapters.put("a", engine.adapters.packed(factors))
+        some = [Request(p.tokens, most=6, adapter=name) for p in requests(lm) for name in (None, "a")]
+        found.append(answers(engine, some))
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_a_server_says_what_it_keeps_in_blocks(one: Path):
+    for blocks, count in ((True, 16), (False, 15)):
+        lm = load(one, blocks=blocks)
+        service = serving.service_of(lm, "tiny", ServeSettings(engine=TIGHT, warm_up=False), None)
+        service.front.close()
+        kept, size = kept_in_blocks(service.front.engine.weights())
+        # Without `blocks` the engine packs what it multiplies, which the embedding beside a head is not.
+        assert (service.about[1], kept) == (f"weights: {count} of 21 are kept in blocks, as in the file: {sized(size)}", count)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_server_keeps_blocks_unless_copies_share_the_weights(copies: int, one: Path, monkeypatch: pytest.MonkeyPatch):
+    given: list[Any] = []
+
+    def loaded(model: Any, **how: Any) -> None:
+        given.append(how["blocks"])
+        raise BadInput("enough")
+
+    monkeypatch.setattr(public, "load", loaded)
+    monkeypatch.setattr(serving, "bound", lambda settings: None)
+    with pytest.raises(BadInput, match="enough"):
+        cli.serve(str(one), ["port=0", f"copies={copies}"])
+    assert given == [copies == 1]
 
 
 def test_it_is_not_saved(one: Path, tmp_path: Path):

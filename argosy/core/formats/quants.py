@@ -255,7 +255,9 @@ def blocks(name: str, raw: np.ndarray) -> Blocks:
     """Raw blocks of a type in `CODES` as whole numbers with scales, uint8 [rows, k * bytes] -> q [rows, k * values], and the scales and
     minima of each row in one row."""
     kind = BY_NAME[name]
-    found = kind.decode(np.ascontiguousarray(raw.reshape(-1, kind.bytes))) if kind.decode else None
+    # Infinite scales come from the file itself.
+    with np.errstate(all="ignore"):
+        found = kind.decode(np.ascontiguousarray(raw.reshape(-1, kind.bytes))) if kind.decode else None
     assert isinstance(found, Blocks)
     rows = len(raw)
     minimum = None if found.minimum is None else found.minimum.reshape(rows, -1)
