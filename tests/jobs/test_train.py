@@ -29,7 +29,7 @@ from argosy.jobs.compose import compose
 from argosy.jobs.header import tokenizer_of
 from argosy.jobs.outcome import ending
 from argosy.jobs.run import Run
-from argosy.jobs.train import Quiet, Training, train
+from argosy.jobs.train import Quiet, train
 from argosy.observe.metrics import by_step, read
 
 STEPS, EVERY = 4, 2
