@@ -110,7 +110,7 @@ EDITS = [
     ),
     Edit(
         "a bad step at which an outer one is left out",
-        "argosy/jobs/assemble.py",
+        "argosy/jobs/assembly.py",
         "        step = guarded(diloco.alone(step), self.run.guard) if how.every else guarded(step, self.run.guard)\n"
         "        step = diloco.together(step, how) if how.every else step\n",
         "        step = guarded(diloco.together(diloco.alone(step), how) if how.every else step, self.run.guard)\n",

@@ -13,7 +13,8 @@ from argosy.core.words import CALL
 from argosy.infer.settings import DraftModel, EngineSettings
 from argosy.jobs import machine
 from argosy.jobs.compose import no_model, preset_config, presets, recipes
-from argosy.jobs.train import Outcome, View, train
+from argosy.jobs.outcome import Outcome
+from argosy.jobs.train import View, train
 
 if TYPE_CHECKING:
     from argosy.infer.lm import LM
@@ -55,10 +56,16 @@ def load(
             settings are wrong or do not fit it.
     """
     if random is not None and adapter is not None:
-        raise BadInput("an adapter needs the weights it was trained on", hint="give the folder of that model instead of `random`")
+        raise BadInput(
+            "an adapter needs the weights it was trained on", hint="give the folder of that model instead of `random`"
+        )
     if random is not None and tensor != 1:
         raise BadInput("random weights are on one device", hint="leave out `tensor`")
-    how = engine if isinstance(engine, EngineSettings) else read_settings(EngineSettings, SettingsLayer("engine", engine or {})).value
+    how = (
+        engine
+        if isinstance(engine, EngineSettings)
+        else read_settings(EngineSettings, SettingsLayer("engine", engine or {})).value
+    )
     context = how.context if context is None else context
     machine.start_jax()
     from argosy.infer import load as loading

@@ -9,8 +9,9 @@ from campaign_kill import SMALL
 from argosy.checkpoint.run_directory import RunDirectory
 from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.jobs import proof
-from argosy.jobs.assemble import Decided, assemble
+from argosy.jobs.assemble import assemble
 from argosy.jobs.compose import compose
+from argosy.jobs.decided import Decided
 from argosy.jobs.preflight import settled
 from argosy.jobs.run import Run
 

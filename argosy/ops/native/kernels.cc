@@ -34,8 +34,9 @@ inline void fetch(const T* p, int64_t n) {
 // x [M, K] times a weight of N columns in panels [ceil(N / PANEL), K, PANEL]: y [M, N].
 template <typename W>
 ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, const W* panels, float* y, int64_t N) {
-  // A thread takes neighboring panels, because it asks for the next one while it computes this.
-  const int64_t count = (N + PANEL - 1) / PANEL, together = std::max<int64_t>(1, std::min<int64_t>(8, count / (4 * pool.num_threads())));
+  // With several tiles a thread takes neighboring panels, because it asks for the next one while it computes this.
+  const int64_t count = (N + PANEL - 1) / PANEL, share = count / (4 * pool.num_threads());
+  const int64_t together = M <= ROWS ? 1 : std::max<int64_t>(1, std::min<int64_t>(8, share));
   parallel(pool, (count + together - 1) / together, [=](int64_t task) {
     for (int64_t panel = task * together; panel < std::min((task + 1) * together, count); panel++) {
       const W* w = panels + panel * K * PANEL;
