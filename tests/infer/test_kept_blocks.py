@@ -14,6 +14,8 @@ from test_adapters import ON, adapter_of
 from test_engine import TIGHT, answers, prompts
 
 import argosy
+from argosy.adapt.quant import int8
+from argosy.adapt.surgery import swap
 from argosy.cli import serve as cli
 from argosy.core.errors import BadInput
 from argosy.core.formats.gguf import GGUF
@@ -174,6 +176,12 @@ def test_it_is_not_saved(one: Path, tmp_path: Path):
     with pytest.raises(BadInput, match="packed for this CPU"):
         load(one, blocks=True).save(tmp_path / "out")
     load(one).save(tmp_path / "out")
+
+
+def test_it_is_not_quantized_again(one: Path):
+    lm = load(one, blocks=True)
+    with pytest.raises(BadInput, match="packed for answers alone"):
+        swap(lm.module, ".*", int8)
 
 
 @pytest.mark.parametrize("how", [{}, {"blocks": True, "dtype": "bfloat16"}, {"blocks": True, "tensor": 2}])

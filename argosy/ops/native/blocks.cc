@@ -109,7 +109,8 @@ NarrowTile narrow_tile_of(int rows, std::integer_sequence<int, M...>) {
 // x [M, K] times a weight of N columns, of which `panel` gives each panel: y [M, N].
 template <typename Code, typename Panel>
 ffi::Error product(ffi::ThreadPool& pool, const float* x, int64_t M, int64_t K, const Panel& panel, float* y, int64_t N) {
-  const int64_t count = (N + PANEL - 1) / PANEL, together = std::max<int64_t>(1, std::min<int64_t>(8, count / (4 * pool.num_threads())));
+  const int64_t count = (N + PANEL - 1) / PANEL, share = count / (4 * pool.num_threads());
+  const int64_t together = M <= ROWS ? 1 : std::max<int64_t>(1, std::min<int64_t>(8, share));
   parallel(pool, (count + together - 1) / together, [=](int64_t task) {
     alignas(64) float part[PART * COLUMNS];
     for (int64_t p = task * together; p < std::min((task + 1) * together, count); p++) {
