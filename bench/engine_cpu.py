@@ -5,6 +5,7 @@
     ./run python bench/engine_cpu.py adapters [PRESET] [ROWS ...]    a decode step with 4 adapters of rank 16, and without
     ./run python bench/engine_cpu.py sampler [VOCABULARY]            compile and step by rows and settings
     ./run python bench/engine_cpu.py schema TOKENIZER [PRESET] [ROWS ...]    a token with a JSON schema and without, in turn
+    ./run python bench/engine_cpu.py blocks GGUF [ROWS ...]              a decode step with weights in blocks and in float32
     ./run python bench/engine_cpu.py cache MODEL TEXT [ROWS ...]        a decode step by type of cache, in turn; then perplexity
     ./run python bench/engine_cpu.py speculate MODEL [DRAFTS] [ROWS ...]     n-grams and without them, on two texts, in turn
 
@@ -118,6 +119,40 @@ def adapters(preset: str = "smollm2-135m", *rows: str) -> None:
             wall, cpu = 1e3 * np.median(times, 0)
             more = 100 * (np.median(np.asarray(times) / base, 0) - 1)
             print(f"{count} rows, {name}: {wall:.1f} ms a step ({more[0]:+.0f} %), {cpu:.1f} CPU ms ({more[1]:+.0f} %)", flush=True)
+
+
+def blocks(file: str, *rows: str) -> None:
+    """A decode step of rows that hold 150 tokens each, with the weights packed in the file's blocks and in float32; their logits are
+    compared bit for bit."""
+    how, engines, weights = EngineSettings(slots=32, context=2048), {}, {}
+    for name in ("float32", "blocks"):
+        engines[name] = Engine(load(file, blocks=name == "blocks").module, how, keeps=True)
+        weights[name] = engines[name].forward.prepared(engines[name].weights())
+        size = sum(a.nbytes for a in jax.tree.leaves(weights[name]))
+        print(f"{name}: {size / 1e6:.1f} MB of weights", flush=True)
+    for count in [int(word) for word in rows] or [1, 8, 32]:
+        sizes = engines["blocks"].packing.decoding(count)
+        words = np.zeros(sizes.words, np.int32)
+        d, *_ = cut(words, sizes)
+        d["slot"][:], d["length"][:], d["table"][:] = np.arange(count), HELD, -1
+        d["table"][:, :10] = np.arange(10 * count).reshape(count, 10)
+        picks = np.arange(count, dtype=np.int32)
+
+        def call(name: str, given: Any = (words, picks, sizes)) -> Any:
+            engine = engines[name]
+            logits, engine.caches, _ = engine.forward(weights[name], engine.caches, engine.slots.last, *given)
+            return logits
+
+        assert np.asarray(call("blocks")).tobytes() == np.asarray(call("float32")).tobytes()
+        spent: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+        for _ in range(30):
+            for name in engines:
+                spent[name].append(clocked(lambda name=name: call(name)))
+        for name, times in spent.items():
+            wall, cpu = 1e3 * np.median(times, 0)
+            least = 1e3 * np.min(times, 0)
+            told = f"{wall:.1f} ms a step (least {least[0]:.1f}), {cpu:.1f} CPU ms (least {least[1]:.1f})"
+            print(f"{count} rows, {name}: {told}", flush=True)
 
 
 def cache(folder: str, text: str, *rows: str) -> None:
@@ -321,6 +356,6 @@ def counted(spent: list[float]) -> None:
 if __name__ == "__main__":
     modes = {
         "forward": forward, "generate": generate, "adapters": adapters, "sampler": sampler_, "schema": schema,
-        "speculate": speculate, "cache": cache,
+        "speculate": speculate, "cache": cache, "blocks": blocks,
     }  # fmt: skip
     modes[sys.argv[1]](*sys.argv[2:])

@@ -14,13 +14,21 @@ from unittest.mock import patch
 
 import jax
 
-from argosy.jobs import assemble
+from argosy.jobs import assemble, assembly
 from argosy.jobs.compose import compose
+from argosy.jobs.decided import Decided
 from argosy.jobs.replay import Replay
 from argosy.jobs.run import Run
 
 DATA = ["data.source=synthetic", "data.sequence=128", "data.batch=16", "eval.batches=0"]
-WIDE = ["model.width=256", "model.layers=4", "model.ffn=1024", "model.heads=4", "model.kv_heads=4", "model.head_size=64"]
+WIDE = [
+    "model.width=256",
+    "model.layers=4",
+    "model.ffn=1024",
+    "model.heads=4",
+    "model.kv_heads=4",
+    "model.head_size=64",
+]
 SHAPES = {"tiny": [], "256 wide, 4 layers": WIDE}
 SKIP = ["guard.nonfinite=skip"]
 VARIANTS = {"no guard": None, "stop": [], "skip": SKIP, "skip, spikes": [*SKIP, "guard.spike=skip"]}
@@ -32,14 +40,16 @@ class Step:
 
     def __init__(self, words: list[str], variant: list[str] | None):
         settings = compose(Run, "tiny", [*words, *DATA, *(variant or [])]).value
-        guarded, begin = assemble.guarded, assemble.begin
+        guarded, begin = assembly.guarded, assemble.begin
         bare = variant is None
         with (
-            patch.object(assemble, "guarded", (lambda step, how: step) if bare else guarded),
+            patch.object(assembly, "guarded", (lambda step, how: step) if bare else guarded),
             patch.object(assemble, "begin", (lambda how: None) if bare else begin),
-            patch.object(assemble.Assembly, "_guard", (lambda self, arrays: None) if bare else assemble.Assembly._guard),
+            patch.object(
+                assembly.Assembly, "_guard", (lambda self, arrays: None) if bare else assembly.Assembly._guard
+            ),
         ):
-            a = assemble.assemble(settings, assemble.Decided.here(settings))
+            a = assemble.assemble(settings, Decided.here(settings))
             self.update, self.state, self.batch = a.compile(), a.start(), a.place(next(a.batches))
         a.close()
         self.metrics: Any = None
@@ -57,7 +67,9 @@ class Step:
 
 
 def main() -> None:
-    given = {"steps": 20, "rounds": 9} | {key: int(value) for key, _, value in (word.partition("=") for word in sys.argv[1:])}
+    given = {"steps": 20, "rounds": 9} | {
+        key: int(value) for key, _, value in (word.partition("=") for word in sys.argv[1:])
+    }
     print("| model | variant | s | CPU s | s, of no guard | CPU s, of no guard | loss |\n|---|---|---|---|---|---|---|")
     for shape, words in SHAPES.items():
         steps = {name: Step(words, variant) for name, variant in VARIANTS.items()}
@@ -72,7 +84,10 @@ def main() -> None:
             wall, cpu = (median(one[i] / other[i] for one, other in zip(took, bare, strict=True)) for i in (0, 1))
             loss = float(steps[name].metrics["loss"])
             middle = [median(one[i] for one in took) for i in (0, 1)]
-            print(f"| {shape} | {name} | {middle[0]:.4f} | {middle[1]:.4f} | {wall:.3f} | {cpu:.3f} | {loss!r} |", flush=True)
+            print(
+                f"| {shape} | {name} | {middle[0]:.4f} | {middle[1]:.4f} | {wall:.3f} | {cpu:.3f} | {loss!r} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import os, runpy, sys, time
 from dataclasses import replace
 from argosy.core import signals
 signals.take_over()
-from argosy.jobs.assemble import Assembly
+from argosy.jobs.assembly import Assembly
 made = Assembly.with_frozen
 def sleeping(self, program):
     import jax

@@ -24,8 +24,9 @@ from flax import nnx
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig  # type: ignore[import-not-found]
 
 from argosy.adapt.tunix import ForTunix
-from argosy.jobs.assemble import Decided, assemble
+from argosy.jobs.assemble import assemble
 from argosy.jobs.compose import compose
+from argosy.jobs.decided import Decided
 from argosy.jobs.initial import weights_for
 from argosy.jobs.run import Run
 

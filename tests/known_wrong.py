@@ -50,6 +50,27 @@ EDITS = [
         "if not precision:",
         ("tests/jobs/test_products.py::test_kernels_are_not_built_where_they_cannot_be_used",),
     ),
+    Edit(
+        "the two codes of a byte change places",
+        "argosy/ops/native/blocks.cc",
+        "return widened(c < HALF ? both & 15 : both >> 4);",
+        "return widened(c < HALF ? both >> 4 : both & 15);",
+        ("tests/ops/test_native_blocks.py::test_a_product_has_the_bits_of_that_with_the_float32_weight",),
+    ),
+    Edit(
+        "rotary rows of a file in blocks in the file's own order",
+        "argosy/checkpoint/blocks.py",
+        "return Rows(kind, self.file.raw(theirs), rows[:, 0].copy(), self.mapped.shape(name), inner, first)",
+        "return Rows(kind, self.file.raw(theirs), np.arange(len(rows)), self.mapped.shape(name), inner, first)",
+        ("tests/checkpoint/test_gguf_blocks.py::test_weights_in_blocks_are_those_that_are_read",),
+    ),
+    Edit(
+        "blocks of a file for a weight that was replaced since",
+        "argosy/checkpoint/blocks.py",
+        "known() is not weight or weight.dtype",
+        "weight.dtype",
+        ("tests/infer/test_kept_blocks.py::test_a_weight_that_was_replaced_is_packed_from_its_numbers",),
+    ),
     # ---------------------------------------------------------------- sequences over devices
     Edit(
         "keys that come home one device too far",
@@ -89,7 +110,7 @@ EDITS = [
     ),
     Edit(
         "a bad step at which an outer one is left out",
-        "argosy/jobs/assemble.py",
+        "argosy/jobs/assembly.py",
         "        step = guarded(diloco.alone(step), self.run.guard) if how.every else guarded(step, self.run.guard)\n"
         "        step = diloco.together(step, how) if how.every else step\n",
         "        step = guarded(diloco.together(diloco.alone(step), how) if how.every else step, self.run.guard)\n",

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, UInt8
 from argosy.core.errors import BadInput
 from argosy.models.parts.einsum import Contraction, Einsum
 from argosy.models.parts.weight import Codes, Draw, Meaning
+from argosy.ops.native.products import Panels
 from argosy.ops.quantized import INT4, NF4, Quantized, packed_pairs, unpacked_shape
 
 Format = Literal["nf4", "int4", "int8"]
@@ -85,6 +86,8 @@ def quantized(of: Contraction, format: Format, block: int = 64) -> QuantizedEins
         what = "is quantized already" if isinstance(of, QuantizedEinsum) else "has an adapter"
         raise BadInput(f"{format}: {of.eq} {what}", hint="quantize the plain model first, then put adapters on it")
     w = of.w.get_value()
+    if isinstance(w, Panels):
+        raise BadInput(f"{format}: the weight of {of.eq} is packed for answers alone", hint="load the model without blocks=True")
     if isinstance(w, jax.ShapeDtypeStruct):
         return QuantizedEinsum(of, jax.eval_shape(lambda w: _codes(of, w, format, block), w), format, block)
     return QuantizedEinsum(of, _codes(of, w, format, block), format, block)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from argosy.checkpoint import gguf_families as families
+from argosy.checkpoint.blocks import InBlocks
 from argosy.checkpoint.gguf_deepseek import read_deepseek2
 from argosy.checkpoint.gguf_meta import ROPE_TENSORS, Metadata
 from argosy.checkpoint.gguf_rows import Described
@@ -40,7 +41,8 @@ def open_gguf(path: Path) -> Stored:
     model = _model(READERS[meta.kind], meta)
     table = KeyMap(model.rows, model.sizes, ignore=[name for name in ROPE_TENSORS if meta.has(name)])
     tensors: Reader = lowered(file) if model.raised else file
-    return Stored(path, "gguf", model.config, Mapped(table, tensors, str(path)), path, _hub(model.config, file.meta))
+    mapped = Mapped(table, tensors, str(path))
+    return Stored(path, "gguf", model.config, mapped, path, _hub(model.config, file.meta), blocks=InBlocks(file, mapped))
 
 
 def _model(read: Callable[[Metadata], Described], meta: Metadata) -> Described:

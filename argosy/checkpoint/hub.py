@@ -185,6 +185,10 @@ class Mapped:
     def read(self, name: str) -> np.ndarray:
         return self.table.read(self.reader, name)
 
+    def source(self, name: str) -> str:
+        """The name of a tensor of theirs that this one is made from; there may be others."""
+        return self._theirs[name]
+
     def is_apart(self, name: str) -> bool:
         return self.table.is_apart(name)
 

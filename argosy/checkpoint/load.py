@@ -4,6 +4,7 @@ Building is free, because weights begin as descriptions. So a model is built, ch
 at a time. This module knows nothing of generation.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from argosy.adapt.base import FACTORS, fill_base
+from argosy.checkpoint.blocks import InBlocks, Origin, Rows
 from argosy.checkpoint.hub import Mapped, read_json
 from argosy.checkpoint.peft import config_for, mark_whole, put_adapter, read_contents, settle
 from argosy.checkpoint.peft_sites import Contents
@@ -28,13 +30,18 @@ from argosy.observe.environment import check_fits
 from argosy.parallel.mesh import MeshSettings
 from argosy.parallel.rules import DEFAULT, shardings
 
+# Gives `(inner, first)`, as in `Panels`, of the weights of a model that are matrices of a product, by address.
+Forms = Callable[[Any], Mapping[str, tuple[int, bool]]]
+NONE: Mapping[str, Rows] = {}
+
 
 @dataclass(frozen=True)
 class Loaded:
     """A model and what came with it.
 
     tokenizer: None where the folder has none. generation: its generation_config.json. hub: its config.json. companions: the
-    folder of its small files. dtypes: the type each tensor was stored in, by per-layer name.
+    folder of its small files. dtypes: the type each tensor was stored in, by per-layer name. origin: the blocks that its weights were
+    read from.
     """
 
     config: FamilyConfig
@@ -44,6 +51,7 @@ class Loaded:
     hub: Mapping[str, Any] = field(default_factory=dict)
     companions: Path | None = None
     dtypes: Mapping[str, Any] = field(default_factory=dict)
+    origin: Origin | None = None
 
 
 def load(
@@ -55,6 +63,7 @@ def load(
     context: int | None = None,
     tensor: int = 1,
     warn: Callable[[str], None] = lambda _: None,
+    forms: Forms | None = None,
 ) -> Loaded:
     """Loads a Hub folder, a GGUF file, a run directory or one checkpoint.
 
@@ -66,6 +75,8 @@ def load(
             two (LongRoPE). The model's own context by default.
         adapter: a PEFT folder. Layers are then unrolled, because each may carry adapters of its own.
         tensor: number of devices that share heads, feed-forward features and vocabulary (arXiv:1909.08053).
+        forms: of a plain GGUF file's weights on one CPU device, in float32: those that it names and the file has in blocks stay in
+            them (`checkpoint.blocks`). Layers are then unrolled.
 
     Raises:
         BadInput: there is no model, its family is not built, it does not fit into memory, or it cannot be shared by so many devices.
@@ -80,13 +91,17 @@ def load(
     contents = stored.adapted.contents if stored.adapted else Contents({})
     contents = contents if adapter is None else read_contents(adapter, config)
     adapters = contents.adapters
-    layout = Unroll() if adapters else run or default_run(config)
+    blocks = None if adapter is not None or tensor > 1 or run is not None or dtype != np.float32 or forms is None else stored.blocks
+    layout = Unroll() if adapters or blocks is not None else run or default_run(config)
     model, plain = config.build(layout), config.build(layout)
     is_quantized = stored.adapted is not None and bool(stored.adapted.settings.quantize(model))
-    check_memory(config, np.int8 if is_quantized else dtype)
+    rows = {} if blocks is None or forms is None else in_blocks(blocks, forms(plain))
+    check_memory(config, np.int8 if is_quantized else dtype, rows)
     base = Over(stored.adapted.base.weights if stored.adapted else stored.weights, Arrays(contents.whole))
     place = None if tensor == 1 else places(model, tensor).__getitem__
-    fill_base(model, stored_arrays(plain, base, dtype=dtype), dtype=dtype, place=place)
+    for address, one in rows.items():
+        put(model, {address: one.packed()})
+    fill_base(model, stored_arrays(plain, base, dtype=dtype, without=rows), dtype=dtype, place=place)
     if adapters:
         names = put_adapter(model, adapters, contents.dropout)
         mark_whole(model, contents.whole)
@@ -104,7 +119,11 @@ def load(
             hint="they do not belong together",
         )
     hub = stored.hub | ({"_name_or_path": str(stored.adapted.base.path)} if stored.adapted else {})
-    return Loaded(config, model, tokenizer, generation_of(stored), hub, stored.companions, dtypes_of(stored))
+    origin = None
+    if stored.blocks is not None and adapter is None and not model.layers.run.stacked:
+        values = {address: v.get_value() for address, v in variables(model).items()}
+        origin = Origin(stored.blocks, {address: a for address, a in values.items() if isinstance(a, jax.Array)})
+    return Loaded(config, model, tokenizer, generation_of(stored), hub, stored.companions, dtypes_of(stored), origin)
 
 
 def places(model: Any, tensor: int, devices: Sequence[Any] | None = None) -> dict[str, NamedSharding]:
@@ -152,15 +171,26 @@ def dtypes_of(stored: Stored) -> dict[str, Any]:
     return {name: weights.dtype(name) for name in set(weights.names) - set(weights.scaled)}
 
 
-def check_memory(config: FamilyConfig, dtype: Any) -> None:
+def in_blocks(blocks: InBlocks, forms: Mapping[str, tuple[int, bool]]) -> dict[str, Rows]:
+    """The weights of these forms, by address, that the file has in blocks."""
+    found = {address: blocks.of(address, *form) for address, form in forms.items()}
+    return {address: rows for address, rows in found.items() if rows is not None}
+
+
+def check_memory(config: FamilyConfig, dtype: Any, rows: Mapping[str, Rows] = NONE) -> None:
     """Checks that the weights fit into memory, where memory is the computer's own.
+
+    Args:
+        rows: those that stay in blocks.
 
     Raises:
         BadInput: they do not.
     """
     if jax.default_backend() == "cpu":
         count, kind = config.parameters(), np.dtype(dtype)
-        check_fits(count * kind.itemsize, f"{count:,} weights in {kind.name}")
+        apart = sum(math.prod(one.shape) for one in rows.values())
+        needed = (count - apart) * kind.itemsize + sum(one.nbytes for one in rows.values())
+        check_fits(needed, f"{count:,} weights in {kind.name}{' and the blocks of the file' if rows else ''}")
 
 
 def as_dtype(dtype: Any) -> Any:

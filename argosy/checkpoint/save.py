@@ -27,6 +27,8 @@ from argosy.core.settings import dump
 from argosy.data.tokenize import is_vocabulary
 from argosy.models import FAMILIES
 from argosy.models.parts.einsum import Contraction
+from argosy.models.parts.weight import variables
+from argosy.ops.native.products import Panels
 
 # Bytes written since the last call, bytes in all, bytes kept from an earlier process.
 Progress = Callable[[int, int, int], None]
@@ -60,6 +62,8 @@ def save(lm: Saved, folder: Path, format: Literal["hub", "argosy", "peft"], dtyp
     Raises:
         BadInput: the folder is not empty, adapters are not merged, there are no adapters to write, or an unknown dtype.
     """
+    if any(isinstance(v.get_value(), Panels) for v in variables(lm.module).values()):
+        raise BadInput("the weights are packed for this CPU, which no file holds", hint="load the model again without `blocks`")
     if format == "peft":
         base = lm.hub.get("_name_or_path") or (str(lm.companions) if lm.companions else None)
         contents = contents_of(lm.module)

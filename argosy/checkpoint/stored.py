@@ -2,7 +2,7 @@
 per-layer name ("layers.3.attn.q.w"), one tensor at a time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from argosy.parallel.place import on_devices
 
 if TYPE_CHECKING:
     from argosy.checkpoint.adapted import Adapted
+    from argosy.checkpoint.blocks import InBlocks
 
 COMPANIONS = (
     *VOCABULARIES,
@@ -48,7 +49,7 @@ class Stored:
     its small files, or the GGUF file, which contains a tokenizer. kind: hub, gguf, argosy or peft.
 
     adapted: the base and the adapters of a run that trained adapters, or of a PEFT folder; `weights` are those of the base with the
-    adapters merged as they are read.
+    adapters merged as they are read. blocks: those of a GGUF file.
     """
 
     path: Path
@@ -58,6 +59,7 @@ class Stored:
     companions: Path | None = None
     hub: dict[str, Any] = field(default_factory=dict)
     adapted: "Adapted | None" = None
+    blocks: "InBlocks | None" = None
 
 
 def open_model(path: str | Path, warn: Callable[[str], None] = lambda _: None) -> Stored:
@@ -175,15 +177,19 @@ def read_into(
 
 
 def stored_arrays(
-    model: Any, weights: Reader, *, dtype: Any = None, but: str | None = None
+    model: Any, weights: Reader, *, dtype: Any = None, but: str | None = None, without: Collection[str] = ()
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The weights of a model in its layout, one stored array at a time, with their addresses. Arguments and errors are those of
-    `read_into`."""
+    `read_into`.
+
+    Args:
+        without: addresses that are not read.
+    """
     names, own = layer_addresses(model), variables(model)
     check_fit(model, weights, but)
     # In the order in which they are stored, so that a stack of layers is read once.
     order = {name: i for i, name in enumerate(weights.names)}
-    own = {address: v for address, v in own.items() if address != but}
+    own = {address: v for address, v in own.items() if address != but and address not in without}
     for address, v in sorted(own.items(), key=lambda item: order[names(item[0])[0]]):
         stacked = len(v.shape) > len(v.get_metadata()["meaning"].letters)
         target = np.dtype(kept_in(v, dtype or jnp.float32))

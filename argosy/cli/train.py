@@ -54,7 +54,8 @@ def train(
     if place is None or not place.rank:
         say(f"training {recipe} for {plural(reading.value.steps, 'step')} in {where}; loading jax ...")
     machine.start_jax()
-    from argosy.jobs.train import command_of, kept, next_start, run
+    from argosy.jobs.outcome import kept, next_start
+    from argosy.jobs.train import command_of, run
     from argosy.observe.terminal import Terminal
 
     if place is not None:
@@ -75,7 +76,9 @@ def train(
         follows = f"argosy convert {outcome.dir} FOLDER to=hub" if scores else f"argosy generate {outcome.dir}"
         say(f"{outcome.dir}: step {outcome.step}. Next: {follows}{shown}")
     if outcome.exit_code:
-        say(f"stopped at step {outcome.step} of {outcome.steps}: {kept(outcome)}, and the same command {next_start(outcome)}")
+        say(
+            f"stopped at step {outcome.step} of {outcome.steps}: {kept(outcome)}, and the same command {next_start(outcome)}"
+        )
     document = {"dir": str(outcome.dir), "step": outcome.step, "steps": outcome.steps, "last": dict(outcome.last)}
     if as_json:
         conclude("", document, True)

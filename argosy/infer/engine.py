@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from argosy.checkpoint.blocks import Origin
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say, telling
@@ -75,6 +76,7 @@ class Engine:
         draft: the module of the draft model, if the settings ask for one.
         adapters: shared with another engine over this model (`Adapters.beside`); None: its own, if the settings ask for any.
         copies: number of engines like this one in the process; on a CPU they share its memory.
+        origin: the blocks of a file that weights were read from: packed, they have fewer bytes.
 
     Raises:
         BadInput: the cache has no room for one sequence of `context` tokens, the model and its draft model do not fit, or a quantized
@@ -91,6 +93,7 @@ class Engine:
         draft: Any = None,
         adapters: Adapters | None = None,
         copies: int = 1,
+        origin: Origin | None = None,
     ):
         self.model, self.settings, self.say, self.keeps = model, settings or EngineSettings(), say, keeps
         self.variables = {address: variable(model, address) for address in split(model)[1]}
@@ -106,6 +109,7 @@ class Engine:
             # Copies share the memory of their weights; packed, each would have its own.
             replace = self._replace if keeps and copies == 1 else None
             how: Any = {"hidden": isinstance(speculative, MTP), "whole": self.settings.steps > 1, "replace": replace}
+            how["origin"] = origin
             self.forward = forward_of(model, weights, self.adapters, run=self.programs, **how)
         self.dtype, self.vocab = model.dtype, model.config.vocab
         self.context = min(self.settings.context or model.config.context, model.config.context)

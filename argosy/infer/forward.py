@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from argosy.checkpoint.blocks import Origin
 from argosy.infer.layers import Layers, model_of
 from argosy.infer.panels import Replace, packs_of
 from argosy.infer.programs import Program, Run, plainly
@@ -158,17 +159,18 @@ def forward_of(
     hidden: bool = False,
     whole: bool = False,
     replace: Replace | None = None,
+    origin: Origin | None = None,
 ) -> Forward:
     """The forward pass for where these weights are.
 
     Args:
         run: how its programs are called (`infer.programs`).
         hidden: whether it returns the input of the head at every token too.
-        replace: as in `ByLayer`.
+        replace, origin: as in `ByLayer`.
         whole: whether it is one program wherever they are.
     """
     if viewable(weights) and not whole:
-        return ByLayer(model, adapters, run=run, hidden=hidden, replace=replace)
+        return ByLayer(model, adapters, run=run, hidden=hidden, replace=replace, origin=origin)
     return Whole(model, adapters, run=run, hidden=hidden)
 
 
@@ -215,6 +217,7 @@ class ByLayer:
     Args:
         run: how programs are called (`infer.programs`).
         replace: what to do with each weight that is packed, by the model's address; None: packed weights are copies.
+        origin: as in `Packs`.
     """
 
     def __init__(
@@ -225,10 +228,13 @@ class ByLayer:
         run: Run = plainly,
         hidden: bool = False,
         replace: Replace | None = None,
+        origin: Origin | None = None,
     ):
         self.views, self.adapters, self.run = Views(model) if model.layers.run.stacked else None, adapters, run
-        replace = replace if self.views is None else None
-        self.packs = packs_of(model if self.views is None else self.views.model, replace)
+        if self.views is None:
+            self.packs = packs_of(model, replace, origin)
+        else:
+            self.packs = packs_of(self.views.model)
         model = model if self.views is None else self.views.model
         model = model if adapters is None else adapters.on(model)
         self.specs: Specs = model.layers.holds()

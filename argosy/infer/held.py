@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from argosy.checkpoint.blocks import Origin
 from argosy.checkpoint.peft import read_adapter
 from argosy.checkpoint.peft_sites import Adapter
 from argosy.core.progress import Say
@@ -51,11 +52,13 @@ class Room(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What an engine is made of. draft: the module of the draft model, if the settings ask for one."""
+    """What an engine is made of. draft: the module of the draft model, if the settings ask for one. origin: the blocks of a file that
+    the module's weights were read from."""
 
     module: Any
     settings: EngineSettings = EngineSettings()
     draft: Any = None
+    origin: Origin | None = None
 
     @property
     def longest(self) -> int:
@@ -132,7 +135,7 @@ class Held:
             BadInput: as `Engine`.
         """
         self._look(parts)
-        module, settings, draft = parts
+        module, settings, draft, origin = parts
         if settings.pages is not None:
             check_fits(settings.pages, settings.page, parts.longest)
         room = self._room.grown(lengths, parts.longest, settings)
@@ -142,7 +145,7 @@ class Held:
             pages = settings.pages or min(room.pages, _pages_for(parts, room))
             how = settings.model_copy(update={"slots": room.slots, "pages": pages, "context": room.context})
             shared = self.adapted(parts)[1].beside(room.slots) if settings.lora.enabled else None
-            self._engine, self._room = Engine(module, how, draft=draft, adapters=shared), room
+            self._engine, self._room = Engine(module, how, draft=draft, adapters=shared, origin=origin), room
         self._engine.say = say
         return self._engine
 
@@ -164,7 +167,7 @@ class Held:
 
 def _pages_for(parts: Parts, room: Room) -> int:
     """The number of pages that there is memory for."""
-    module, settings, draft = parts
+    module, settings, draft, _ = parts
     weights = {address: v.get_value() for address, v in variables(module).items()}
     mesh, besides = mesh_of(weights), 0
     if draft is not None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from argosy.checkpoint.blocks import Origin
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.core.progress import Say
@@ -34,7 +35,8 @@ class LM:
     """A language model: its settings, its module, its tokenizer (None: token ids only).
 
     generation: its generation_config.json. hub: the config.json it came with. companions: the folder of its small files.
-    dtypes: the type of each stored tensor, by per-layer name. merged: the adapters that `merge(keep=True)` removed.
+    dtypes: the type of each stored tensor, by per-layer name. origin: the blocks of a file that the weights were read from. merged: the
+    adapters that `merge(keep=True)` removed.
     say: called with the current operation, such as `compiling for 512 tokens`, if it takes longer than a second; None: silent.
     engine_settings: of the engine under `generate`, `stream`, `chat` and `beam_search`. Its cache grows with what is asked: `slots`
     and `context` are the most that it grows to. draft: the draft model, if they ask for one.
@@ -47,6 +49,7 @@ class LM:
     hub: Mapping[str, Any] = field(default_factory=dict)
     companions: Path | None = None
     dtypes: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    origin: Origin | None = field(default=None, repr=False, compare=False)
     merged: Mapping[str, Any] = field(default_factory=dict, repr=False)
     say: Say | None = field(default=None, repr=False, compare=False)
     engine_settings: EngineSettings = field(default=EngineSettings(), repr=False)
@@ -364,7 +367,7 @@ class LM:
 
     @property
     def _parts(self) -> Parts:
-        return Parts(self.module, self.engine_settings, None if self.draft is None else self.draft.module)
+        return Parts(self.module, self.engine_settings, None if self.draft is None else self.draft.module, self.origin)
 
     def forget(self) -> None:
         """Frees the cache of earlier answers."""

@@ -4,11 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from argosy.checkpoint import load as loading
 from argosy.infer.lm import LM
+from argosy.infer.panels import forms_in_blocks
 from argosy.infer.settings import EngineSettings
 from argosy.models.family import FamilyConfig
 from argosy.models.parts.stack import Execution
+from argosy.ops.native import library
 
 DEFAULT = EngineSettings()
 
@@ -24,6 +28,7 @@ def load(
     warn: Callable[[str], None] = lambda _: None,
     engine: EngineSettings = DEFAULT,
     draft: LM | None = None,
+    blocks: bool = False,
 ) -> LM:
     """Loads a language model from a Hub folder, a GGUF file, a run directory or one checkpoint. Arguments and errors are those of
     `checkpoint.load.load`.
@@ -31,8 +36,11 @@ def load(
     Args:
         engine: settings of the engine under `generate`.
         draft: the draft model, if they ask for one.
+        blocks: keep the weights of a GGUF file in its blocks (`panels.forms_in_blocks`), on a CPU with kernels for them. Such a model
+            answers; it is neither trained, changed nor saved.
     """
-    how: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor, "warn": warn}
+    forms = forms_in_blocks if blocks and jax.default_backend() == "cpu" and not library.load() else None
+    how: Any = {"dtype": dtype, "run": run, "adapter": adapter, "context": context, "tensor": tensor, "warn": warn, "forms": forms}
     return LM(**vars(loading.load(path, **how)), engine_settings=engine, draft=draft)
 
 

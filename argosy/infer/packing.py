@@ -87,7 +87,7 @@ class Packing:
         longest = max((len(piece.tokens) for piece in plan.pieces), default=0)
         width = ROW * (1 if self.shares else power(-(-longest // ROW), 4))
         decodes = self._decoding_rows(len(plan.decodes), alone=not rows)
-        sizes = _sizes(decodes, power(len(rows), 4), width if rows else 0, self.tables, ahead)
+        sizes = _sizes(decodes, _prompt_rows(len(rows), decodes), width if rows else 0, self.tables, ahead)
         sizes = sizes._replace(steps=self.settings.steps) if plan.counts else sizes
         words = blank(sizes)
         c, ended = cut(words, sizes)[2], []
@@ -140,7 +140,7 @@ class Packing:
             most = budget // ROW if self.shares else 1
             for rows in range(1, most + 1):
                 for width in {ROW} if self.shares else {ROW * power(k, 4) for k in range(1, -(-budget // ROW) + 1)}:
-                    sizes = _sizes(decodes, power(rows, 4), width, tables, ahead)
+                    sizes = _sizes(decodes, _prompt_rows(rows, decodes), width, tables, ahead)
                     ended = range(min(rows, slots - n) + 1)
                     found.setdefault(sizes, set()).update(sampled_rows(n + k) for k in ended)
         return found
@@ -164,6 +164,12 @@ class Packing:
 
 def _sizes(decodes: int, rows: int, width: int, tables: Tables, ahead: int) -> Sizes:
     return Sizes(decodes, rows, width, tables) if ahead == 1 else Sizes(0, rows, width, tables, decodes, ahead)
+
+
+def _prompt_rows(n: int, decodes: int) -> int:
+    """The number of rows of prompts that a step is compiled for: alone, where empty rows cost as much as full ones, 1, 2, 4 and so on;
+    beside decoding rows 1, 4, 16, since each number there is compiled with several numbers of those."""
+    return power(n, 4 if decodes else 2)
 
 
 def sampled_rows(n: int) -> int:

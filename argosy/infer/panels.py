@@ -1,11 +1,11 @@
 """The weights of a model, packed for the small products of decoding on a CPU (`ops.native.products`).
 
 A serving engine is the only user of its model, so there each weight is packed in place, and memory holds it once. Elsewhere packed
-weights are a copy, made only if it takes at most a quarter of the free memory.
+weights are a copy, made only if it takes at most a quarter of the free memory. Weights that a GGUF file has in blocks may come packed.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from argosy.adapt.quant import QuantizedEinsum
+from argosy.checkpoint.blocks import Origin, Rows
 from argosy.core.dims import LOOKED_UP
 from argosy.models.parts.einsum import Einsum
-from argosy.models.parts.weight import Leaves
+from argosy.models.parts.weight import Leaves, variables
 from argosy.observe.environment import memory_bytes
 from argosy.ops.native import library
 from argosy.ops.native.products import SMALLEST, Panels, packed
@@ -34,39 +35,51 @@ class Packs:
     Args:
         model: unrolled.
         replace: called with each packed weight, so that nothing else need hold the weight itself; None: they are copies.
+        origin: the blocks that weights were read from, which are packed in their place.
     """
 
-    def __init__(self, model: nnx.Module, replace: Replace | None = None):
-        self.forms, self.replace = forms_of(model), replace
+    def __init__(self, model: nnx.Module, replace: Replace | None = None, origin: Origin | None = None):
+        self.forms, self.replace, self.origin = forms_of(model), replace, origin
         self._made: Leaves = {}
 
     def of(self, weights: Leaves) -> Leaves:
         """The weights, packed where that helps, until `forget` the same ones. Takes what it packs out of `weights`."""
         if not self._made:
             chosen = {address: form for address, form in self.forms.items() if suits(weights.get(address))}
-            if self.replace is None and not has_room(weights[address] for address in chosen):
+            rows = {} if self.origin is None else self._rows(self.origin, weights, chosen)
+            if self.replace is None and not has_room([rows.get(address, weights[address]) for address in chosen]):
                 chosen = {}
             for address, form in chosen.items():
-                self._made[address] = packed(weights.pop(address), *form)
+                weight = weights.pop(address)
+                self._made[address] = rows[address].packed(weight) if address in rows else packed(weight, *form)
                 if self.replace is not None:
                     self.replace(address, self._made[address])
         return weights | self._made
+
+    @staticmethod
+    def _rows(origin: Origin, weights: Leaves, forms: Mapping[str, tuple[int, bool]]) -> dict[str, Rows]:
+        """Those of these weights that a file has in blocks."""
+        found = {address: origin.rows(address, weights[address], *form) for address, form in forms.items()}
+        return {address: rows for address, rows in found.items() if rows is not None}
 
     def forget(self) -> None:
         """Frees the packed weights, because the weights have changed."""
         self._made = {}
 
 
-def packs_of(model: Any, replace: Replace | None = None) -> Packs | None:
+def packs_of(model: Any, replace: Replace | None = None, origin: Origin | None = None) -> Packs | None:
     """What packs the weights of a model; None if it does not compute in float32, or there are no kernels for packed weights."""
-    return None if model.dtype != jnp.float32 or library.unavailable() else Packs(model, replace)
+    return None if model.dtype != jnp.float32 or library.unavailable() else Packs(model, replace, origin)
 
 
-def forms_of(model: nnx.Module) -> dict[str, tuple[int, bool]]:
+def forms_of(model: nnx.Module, *, looked_up: bool = False) -> dict[str, tuple[int, bool]]:
     """`{address of a weight: (inner, first)}`, as in `Panels`, of the weights that are matrices of a product.
 
     An embedding is packed for its use as a head, if there is no other head. Experts are not packed, because their products are grouped,
     nor what several equations contract (latent attention).
+
+    Args:
+        looked_up: an embedding beside a head too.
     """
     out: dict[str, tuple[int, bool]] = {}
     for path, node in nnx.iter_modules(model):
@@ -74,7 +87,7 @@ def forms_of(model: nnx.Module) -> dict[str, tuple[int, bool]]:
             continue
         summed = node.inner
         if set(summed) & LOOKED_UP:
-            if node is not getattr(model, "embed", None) or getattr(model, "head", None) is not None:
+            if node is not getattr(model, "embed", None) or (getattr(model, "head", None) is not None and not looked_up):
                 continue
             summed = node.kept
         rest = "".join(letter for letter in node.spec if letter not in summed)
@@ -83,6 +96,18 @@ def forms_of(model: nnx.Module) -> dict[str, tuple[int, bool]]:
             if isinstance(node, Einsum) or scaled_along(node, node.spec) <= set(rest):
                 out[".".join(map(str, (*path, own)))] = len(summed), node.spec.startswith(summed)
     return out
+
+
+def forms_in_blocks(model: nnx.Module) -> dict[str, tuple[int, bool]]:
+    """Those of the weights that stay in a file's blocks. An embedding beside a head is only looked up, for which blocks do too."""
+    sizes = {address: math.prod(v.shape) for address, v in variables(model).items()}
+    return {address: form for address, form in forms_of(model, looked_up=True).items() if sizes[address] >= SMALLEST}
+
+
+def kept_in_blocks(weights: Leaves) -> tuple[int, int]:
+    """How many of these weights are in blocks, and their bytes."""
+    found = [a for a in weights.values() if isinstance(a, Panels) and a.scale is not None]
+    return len(found), sum(a.nbytes for a in found)
 
 
 def scaled_along(w: Quantized | QuantizedEinsum, letters: str) -> set[str]:
@@ -96,6 +121,6 @@ def suits(w: Any) -> bool:
 
 
 def has_room(weights: Any) -> bool:
-    """Whether there is memory for a copy of these weights."""
+    """Whether there is memory for a copy of these weights, each an array or `Rows`."""
     free = memory_bytes()[1]
-    return free is not None and sum(math.prod(a.shape) * a.dtype.itemsize for a in weights) <= SHARE * free
+    return free is not None and sum(a.nbytes for a in weights) <= SHARE * free

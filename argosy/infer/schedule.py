@@ -370,6 +370,8 @@ class Scheduler:
         ends = start + count == len(sequence.tokens)
         pieces.append(Piece(sequence, start, sequence.tokens[start : start + count], ends))
         sequence.computed += count
+        # Found from here on: a step writes all of its keys and values before it reads any, and steps run in order.
+        self.publish(sequence)
         sequence.ahead += ends
         return -(-count // self.row) * self.row
 

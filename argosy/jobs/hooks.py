@@ -10,7 +10,7 @@ import jax
 from argosy.checkpoint.store import Checkpoints
 from argosy.checkpoint.tiers import Tiers
 from argosy.core.settings import Reading, dump
-from argosy.jobs.assemble import Assembly
+from argosy.jobs.assembly import Assembly
 from argosy.jobs.run import Run
 from argosy.jobs.view import View
 from argosy.observe.goodput import Clock

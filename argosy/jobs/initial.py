@@ -20,7 +20,7 @@ from argosy.core.errors import BadInput
 from argosy.core.formats import Arrays, Over
 from argosy.core.settings import diff, dump
 from argosy.data.tokenize import Tokenizer
-from argosy.jobs.assemble import GUARD, Assembly
+from argosy.jobs.assembly import GUARD, Assembly
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import from_layers, layer_addresses, stored_addresses, stored_as
 from argosy.models.parts.weight import Leaves, fill, put, split

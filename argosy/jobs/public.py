@@ -13,7 +13,8 @@ from argosy.core.words import CALL
 from argosy.infer.settings import DraftModel, EngineSettings
 from argosy.jobs import machine
 from argosy.jobs.compose import no_model, preset_config, presets, recipes
-from argosy.jobs.train import Outcome, View, train
+from argosy.jobs.outcome import Outcome
+from argosy.jobs.train import View, train
 
 if TYPE_CHECKING:
     from argosy.infer.lm import LM
@@ -28,6 +29,7 @@ def load(
     context: int | None = None,
     tensor: int = 1,
     engine: EngineSettings | Mapping[str, Any] | None = None,
+    blocks: bool = False,
 ) -> "LM":
     """Loads a language model: `.config`, `.module`, `.tokenizer`, `.logits`, `.generate`, `.save`. An encoder has `.embed`
     instead of `.logits` and `.generate`.
@@ -46,16 +48,24 @@ def load(
         engine: settings of the engine under `generate`, by the names of `argosy serve` (`infer.settings.EngineSettings`), such as
             {"speculative": "ngram"}, or {"lora": {"enabled": True, "adapters": 2}} for `lm.load_adapter`. Its `context` is also that
             of the argument above, unless that is given.
+        blocks: on a CPU, keep the weights of a .gguf file as they are there, in blocks of 4 to 8 bits, which takes a third of the
+            memory or less and gives the same answers. Such a model is neither trained, changed nor saved.
 
     Raises:
         UnknownName, BadInput, SettingsError, Damaged: there is no such model, it is not one, so many devices cannot share it, or the
             settings are wrong or do not fit it.
     """
     if random is not None and adapter is not None:
-        raise BadInput("an adapter needs the weights it was trained on", hint="give the folder of that model instead of `random`")
+        raise BadInput(
+            "an adapter needs the weights it was trained on", hint="give the folder of that model instead of `random`"
+        )
     if random is not None and tensor != 1:
         raise BadInput("random weights are on one device", hint="leave out `tensor`")
-    how = engine if isinstance(engine, EngineSettings) else read_settings(EngineSettings, SettingsLayer("engine", engine or {})).value
+    how = (
+        engine
+        if isinstance(engine, EngineSettings)
+        else read_settings(EngineSettings, SettingsLayer("engine", engine or {})).value
+    )
     context = how.context if context is None else context
     machine.start_jax()
     from argosy.infer import load as loading
@@ -68,7 +78,7 @@ def load(
         return _checked(lm)
     if "://" not in str(model) and not Path(model).exists():
         raise no_model(str(model))
-    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say}
+    more: Any = {"engine": how, "draft": draft_of(how, dtype, tensor), "warn": _say, "blocks": blocks}
     return _checked(loading.load(model, dtype=dtype, adapter=adapter, context=context, tensor=tensor, **more))
 
 

@@ -23,7 +23,7 @@ from argosy.core.errors import BadInput
 from argosy.data.batch import Batch
 from argosy.data.prompts import Prompt, lengths_of, prompts_of
 from argosy.jobs import reference
-from argosy.jobs.assemble import Assembly
+from argosy.jobs.assembly import Assembly
 from argosy.jobs.hooks import Saver, is_stopping
 from argosy.jobs.memory import shapes_of
 from argosy.jobs.rollout_engine import RolloutEngine

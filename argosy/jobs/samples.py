@@ -6,7 +6,7 @@ from typing import Any
 from argosy.core.counts import plural
 from argosy.core.errors import BadInput
 from argosy.infer.lm import LM
-from argosy.jobs.assemble import Assembly
+from argosy.jobs.assembly import Assembly
 from argosy.jobs.run import Run
 from argosy.models.parts.weight import merge
 

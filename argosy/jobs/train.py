@@ -21,6 +21,7 @@ from argosy.core.progress import telling
 from argosy.core.settings import COMMAND_LINE, Reading
 from argosy.core.signals import asked_to_stop
 from argosy.core.storage import Store
+from argosy.jobs.outcome import Outcome, ending
 from argosy.jobs.preflight import directory_of, settled
 from argosy.jobs.run import Run
 from argosy.jobs.view import Quiet, View
@@ -29,11 +30,11 @@ from argosy.observe.life import Life
 from argosy.observe.log import Logged
 from argosy.observe.metrics import ANSWERS, Metrics, read
 from argosy.observe.picture import memory_words
-from argosy.observe.readable import decimals, lasted
+from argosy.observe.readable import lasted
 from argosy.observe.whereabouts import WHERE, Whereabouts
 
 if TYPE_CHECKING:
-    from argosy.jobs.assemble import Assembly
+    from argosy.jobs.assembly import Assembly
 
 STOPPING = "stopping after this step, then saving; once more stops at once, without saving"
 
@@ -42,29 +43,7 @@ SLOW_S = 10.0
 # Said where it takes longer than a second.
 DATA = "reading the data ..."
 
-__all__ = ["Outcome", "Quiet", "View", "run", "train"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended.
-
-    dir: a local folder, or the address of a remote one (`gs://bucket/run`). step: updates made. saved: the newest checkpoint, None
-    if there is none. exit_code: 0 if done, otherwise 128 + the signal that stopped it. last: numbers of the last logged step.
-    seconds: wall time by cause; empty if there was nothing left to do.
-    """
-
-    dir: Path | str
-    step: int
-    steps: int
-    exit_code: int
-    last: Mapping[str, float]
-    seconds: Mapping[str, float]
-    saved: int | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.step >= self.steps
+__all__ = ["Quiet", "View", "run", "train"]
 
 
 def train(
@@ -129,7 +108,8 @@ def run(reading: Reading[Run], path: str, view: View, command: str = "") -> Outc
 
 def checked(settings: Run) -> "Assembly":
     """Everything that a new run needs, built; all mistakes are found. Of several processes the first fills caches of the data."""
-    from argosy.jobs.assemble import Decided, assemble
+    from argosy.jobs.assemble import assemble
+    from argosy.jobs.decided import Decided
     from argosy.jobs.initial import check_source
     from argosy.jobs.served import check_served
     from argosy.parallel import processes
@@ -246,7 +226,8 @@ class Training:
         assembly: "Assembly | None" = None,
     ) -> "Training":
         """Builds everything that is not built yet. meta: of the checkpoint to resume from; its layout and precision are kept."""
-        from argosy.jobs.assemble import Decided, assemble
+        from argosy.jobs.assemble import assemble
+        from argosy.jobs.decided import Decided
         from argosy.parallel import processes
 
         settings = reading.value
@@ -300,7 +281,9 @@ class Training:
         frozen = dict(frozen or {})
         self.assembly.batches.restore(meta["data"], load_data(folder))
         weights, state = self.assembly.state_places()
-        self.directory.checkpoints.prepare(step, {WEIGHTS: {n: p for n, p in weights.items() if n not in frozen}, STATE: state})
+        self.directory.checkpoints.prepare(
+            step, {WEIGHTS: {n: p for n, p in weights.items() if n not in frozen}, STATE: state}
+        )
         restored = self.assembly.restored(load_weights(folder, weights) | frozen, load_item(folder, STATE, state))
         self.resumed = step
         self.view.say(f"resuming from step {step} of {self.settings.steps} in {self.directory}")
@@ -319,7 +302,11 @@ class Training:
         if abs(new - old) <= 1e-6 * max(old, new):
             return
         # init.state takes no state of adapters.
-        way = "from these weights elsewhere: init.weights" if self.assembly.base else "from this state elsewhere: init.state"
+        way = (
+            "from these weights elsewhere: init.weights"
+            if self.assembly.base
+            else "from this state elsewhere: init.state"
+        )
         self.view.say(
             f"steps {before} -> {self.settings.steps} stretches the schedule: the learning rate of step {step + 1} is "
             f"{new:.3g}, and would have been {old:.3g}. To choose the rate yourself, start {way}={self.directory} dir=NEW "
@@ -377,7 +364,9 @@ class Training:
             self.view.step(step, numbers)
 
         try:
-            header = self.header()
+            from argosy.jobs.header import header_of
+
+            header = header_of(self.assembly, self.command, self.resumed)
             self.view.header(header)
             self.say_example()
 
@@ -447,7 +436,9 @@ class Training:
             self.view.close()
         step, saved = int(state.step), max(self.directory.checkpoints.steps(), default=None)
         if step < settings.steps and not signaled.code:
-            self.view.say(f"the data ended at step {step} of {settings.steps} (data.epochs){diloco.left_over(settings, step)}")
+            self.view.say(
+                f"the data ended at step {step} of {settings.steps} (data.epochs){diloco.left_over(settings, step)}"
+            )
         metrics.write({"step": step, "seconds": self.clock.shares()})
         outcome = Outcome(self.directory.place, step, settings.steps, signaled.code, last, self.clock.shares(), saved)
         self.view.end(ending(outcome))
@@ -492,110 +483,13 @@ class Training:
             first = self.assembly.first_prompt()
             self.view.say(f"the first prompt; its answers come at ⟦...⟧\n{prompt_text(first, tokenizer)}\n")
         elif (found := batches.example()) is not None:
-            self.view.say(f"the first record; what is in ⟦ ⟧ does not count in the loss:\n{example(found, tokenizer)}\n")
+            self.view.say(
+                f"the first record; what is in ⟦ ⟧ does not count in the loss:\n{example(found, tokenizer)}\n"
+            )
 
     def say_pace(self, seconds: float, steps: int) -> None:
         """Reports how long `steps` steps will take, where the first logged one is far away. seconds: of one step."""
         if seconds * self.settings.log.every >= SLOW_S:
-            self.view.say(f"a step takes {lasted(seconds)}: about {lasted(seconds * steps)} for {plural(steps, 'step')}")
-
-    def header(self) -> dict[str, Any]:
-        """What the run is about to do, for its header."""
-        from argosy.jobs import diloco, grid, stages
-        from argosy.observe.environment import versions
-
-        a, settings = self.assembly, self.settings
-        found = versions()
-        installed = {
-            name: found[name]
-            for name in ("argosy", "python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
-            if name in found
-        }
-        return {
-            "command": self.command,
-            "versions": installed,
-            "model": settings.model.preset or family_of(settings),
-            "parameters": a.parameters,
-            **self.adapter(),
-            "vocab": settings.model.vocab,
-            "steps": settings.steps,
-            **self.work(),
-            "devices": a.mesh.size,
-            "device": a.mesh.devices.flat[0].device_kind,
-            "precision": a.decided.precision,
-            "layers": a.decided.layers,
-            "products": a.products,
-            **grid.told(a.mesh, a.shapes.params | a.shapes.rest),
-            **stages.told(a.model.layers.run),
-            **diloco.told(settings, a.mesh),
-            "weights": self.weights(),
-            "tokenizer": self.tokenizer(),
-            "corpus": a.batches.summary(settings.steps).text,
-        }
-
-    def work(self) -> dict[str, Any]:
-        """What a step computes; of rollouts, whose lengths nobody knows, what they are made of."""
-        a, how = self.assembly, self.settings.rollout
-        if how is None:
-            return {"tokens_per_step": a.batches.tokens_per_batch, "flops_per_step": a.flops_per_step}
-        from argosy.jobs.reinforce import Reinforced
-
-        assert isinstance(a, Reinforced)
-        return a.told()
-
-    def weights(self) -> str:
-        """Where the weights of the first step come from."""
-        init = self.settings.init
-        if self.resumed is not None:
-            return f"from step {self.resumed} of this run"
-        if init.weights:
-            return f"from {init.weights}"
-        return f"from the state of {init.state}" if init.state else f"random, from seed {self.settings.seed}"
-
-    def adapter(self) -> dict[str, str]:
-        """The adapter, if there is one, and the share of the parameters that it trains."""
-        from argosy.adapt.settings import ADAPTERS
-        from argosy.core.schema import Choice
-        from argosy.models.parts.weight import count
-
-        a, settings = self.assembly, self.settings.adapter
-        if not a.adapted:
-            return {}
-        some, all_ = count(a.shapes.params), a.parameters
-        kind = Choice(ADAPTERS).name_of(settings)
-        beside = f", beside {plural(len(a.retrained), 'weight')} in full" if a.retrained else ""
-        on = f"{kind}, rank {settings.rank}, on {plural(len(a.adapted), 'weight')}{beside}"
-        return {"adapter": f"{on}; {some:,} trained ({some / all_:.2%})"}
-
-    def tokenizer(self) -> str:
-        """The tokenizer, and its size against the model's vocabulary."""
-        tokenizer, vocab = self.assembly.tokenizer, self.settings.model.vocab
-        if tokenizer is None:
-            return f"none; the model's vocabulary has {vocab:,} tokens"
-        return f"{self.settings.data.tokenizer}, {tokenizer.vocab:,} tokens of the model's {vocab:,}"
-
-
-def family_of(settings: Run) -> str:
-    """The name of the model's family."""
-    from argosy.core.settings import dump
-
-    return str(dump(settings)["model"]["family"])
-
-
-def ending(outcome: Outcome) -> str:
-    """How a run ended, as one line for its log."""
-    loss = f", loss {decimals(outcome.last['loss'])}" if "loss" in outcome.last else ""
-    how = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"
-    return (
-        f"{how} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}; {kept(outcome)}"
-    )
-
-
-def kept(outcome: Outcome) -> str:
-    """What is saved of a run. A run that is stopped before its first step saves checkpoint 0."""
-    return "no checkpoint is saved" if outcome.saved is None else f"checkpoint {outcome.saved} is saved"
-
-
-def next_start(outcome: Outcome) -> str:
-    """What the next start of a run that was stopped does."""
-    return "starts anew" if outcome.saved is None else f"resumes from step {outcome.saved}"
+            self.view.say(
+                f"a step takes {lasted(seconds)}: about {lasted(seconds * steps)} for {plural(steps, 'step')}"
+            )

@@ -39,7 +39,7 @@ def engines_of(lm: LM, settings: ServeSettings, say: Say | None, draft: LM | Non
     drafts = [None] * count if draft is None else copies_of(draft.module, count)
     engines: list[Engine] = []
     for module, own in zip(modules, drafts, strict=True):
-        engine = Engine(module, how, say=say, keeps=True, draft=own, copies=count)
+        engine = Engine(module, how, say=say, keeps=True, draft=own, copies=count, origin=lm.origin)
         if jax.default_backend() == "cpu":
             # Less memory is free once a copy has its cache, but the next one is to have as much.
             how = how.model_copy(update={"pages": engine.pages.count, "memory": None})

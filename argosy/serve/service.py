@@ -12,7 +12,9 @@ from argosy.data.chat import choose_template
 from argosy.infer.grammar import Crowded, Grammar
 from argosy.infer.lm import LM
 from argosy.infer.notations import taught_by
+from argosy.infer.panels import kept_in_blocks
 from argosy.infer.request import Request
+from argosy.observe.readable import sized
 from argosy.ops.native import library
 from argosy.serve.admission import Admission
 from argosy.serve.choice import Choice, Ending
@@ -149,6 +151,10 @@ class Service(Served[Front | Copies]):
         told = " ".join(f"{key}={value}" for key, value in self.defaults.items())
         sampled = f"{self.name}: requests that say nothing are sampled with {told}"
         lines = [sampled, f"cache: {self.front.described()}"]
+        weights = self.front.engine.weights()
+        count, size = kept_in_blocks(weights)
+        if count:
+            lines.insert(1, f"weights: {count} of {len(weights)} are kept in blocks, as in the file: {sized(size)}")
         if why := library.failure():
             lines.append(f"no compiled kernels: {why}; several requests at a time take up to twice as long")
         return lines

@@ -188,6 +188,33 @@ def test_a_common_beginning_is_computed_once(lm: LM, engine: Engine):
     assert [second] == first == [other]
 
 
+def together(lm: LM, settings: EngineSettings) -> int:
+    """Groups of equal prompts that come at once, some longer than a step: checks their answers, and returns the tokens reused."""
+    engine, given = Engine(lm.module, settings), prompts(lm.config.vocab, (40, 41, 80))
+    found = answers(engine, [Request(p, 5) for p in given for _ in range(3)])
+    for i, prompt in enumerate(given):
+        first, second, third = found[3 * i : 3 * i + 3]
+        assert first == second == third
+        whole = lm.logits([[*prompt, *first]])[0].argmax(-1)
+        assert first == whole[len(prompt) - 1 : -1].tolist()
+    return engine.stats.reused_tokens
+
+
+TOGETHER = EngineSettings(slots=9, page=8, context=96, pages=100, budget=64, beside=32)
+
+
+def test_equal_prompts_that_come_at_once_are_computed_once(lm: LM):
+    assert together(lm, TOGETHER) == 2 * (32 + 40 + 72), "full pages of 8, never the last token"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, example", [*STRUCTURES, *(case[:2] for case in WINDOWED[1:])])
+def test_equal_prompts_that_come_at_once(family: str, example: str):
+    lm = lm_of(family, example)
+    engine = Engine(lm.module, TOGETHER)
+    assert (together(lm, TOGETHER) > 0) == engine.shares
+
+
 def test_new_weights_count_at_once_for_running_and_for_new_requests():
     lm, other = lm_of("llama", "plain"), random(FAMILIES["llama"].examples()["plain"], 1).module
     engine, prompt = Engine(lm.module, TIGHT), prompts(lm.config.vocab)[1]

@@ -109,6 +109,20 @@ def test_common_beginnings_are_computed_once_but_never_the_last_token():
     assert other.reused == 0
 
 
+def test_a_beginning_is_shared_within_the_step_that_computes_it():
+    s = scheduler()
+    same = [Sequence([3] * 18, 2) for _ in range(3)]
+    for sequence in same:
+        s.add(sequence)
+    plan = s.plan()
+    assert [(piece.start, len(piece.tokens)) for piece in plan.pieces] == [(0, 18), (16, 2), (16, 2)]
+    assert same[0].pages[:4] == same[1].pages[:4] == same[2].pages[:4]
+    assert len({sequence.pages[4] for sequence in same}) == 3, "the last page is everyone's own"
+    for sequence in same:
+        s.end(sequence)
+    assert s.is_empty
+
+
 def test_a_sequence_that_is_taken_out_leaves_nothing():
     s = scheduler()
     running, waiting = Sequence([1] * 30, 9), Sequence([2] * 9, 9)

@@ -26,9 +26,10 @@ from argosy.checkpoint.stored import open_model, weights_of
 from argosy.core.errors import ArgosyError, BadInput, UserError
 from argosy.core.settings import dump
 from argosy.core.storage import Store
-from argosy.jobs.assemble import Decided, assemble
+from argosy.jobs.assemble import assemble
 from argosy.jobs.compose import compose
 from argosy.jobs.convert import convert
+from argosy.jobs.decided import Decided
 from argosy.jobs.initial import weights_for
 from argosy.jobs.proof import digest
 from argosy.jobs.run import Run

@@ -13,8 +13,8 @@ from helpers import Heard, default, numbers
 from argosy.checkpoint.store import STATE, load_item, load_weights
 from argosy.core.errors import ArgosyError
 from argosy.jobs import assemble, diloco
-from argosy.jobs.assemble import Decided
 from argosy.jobs.compose import compose
+from argosy.jobs.decided import Decided
 from argosy.jobs.devices import config_of
 from argosy.jobs.run import Run
 from argosy.jobs.train import train

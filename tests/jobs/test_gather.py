@@ -8,8 +8,9 @@ import pytest
 from helpers import described_tpus
 
 from argosy.core.errors import UserError
-from argosy.jobs.assemble import Decided, assemble
+from argosy.jobs.assemble import assemble
 from argosy.jobs.compose import compose
+from argosy.jobs.decided import Decided
 from argosy.jobs.devices import config_of, lowered_step
 from argosy.jobs.run import Run
 from argosy.models.parts.stack import Unroll

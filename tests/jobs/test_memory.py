@@ -2,8 +2,9 @@
 
 import pytest
 
-from argosy.jobs.assemble import Decided, assemble
+from argosy.jobs.assemble import assemble
 from argosy.jobs.compose import compose
+from argosy.jobs.decided import Decided
 from argosy.jobs.memory import KINDS, TRACED, TRUST, activation_bytes, compiled_need, training_bytes
 from argosy.jobs.run import Run
 

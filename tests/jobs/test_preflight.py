@@ -10,8 +10,9 @@ from argosy.checkpoint.run_directory import RunDirectory
 from argosy.core.errors import BadInput, SettingsError, UserError
 from argosy.core.storage import Store
 from argosy.jobs import proof
-from argosy.jobs.assemble import Decided, assemble
+from argosy.jobs.assemble import assemble
 from argosy.jobs.compose import compose
+from argosy.jobs.decided import Decided
 from argosy.jobs.preflight import directory_of, settled
 from argosy.jobs.run import Run
 

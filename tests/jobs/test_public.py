@@ -10,8 +10,8 @@ import argosy
 from argosy.core.errors import SettingsError, UserError
 from argosy.jobs import public
 from argosy.jobs.compose import compose
+from argosy.jobs.outcome import Outcome
 from argosy.jobs.run import Run
-from argosy.jobs.train import Outcome
 from argosy.train.optim import Muon
 
 

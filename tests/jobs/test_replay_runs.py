@@ -9,7 +9,7 @@ import pytest
 from campaign_kill import SMALL
 from helpers import Heard, default, flipped
 
-from argosy.jobs.assemble import Assembly
+from argosy.jobs.assembly import Assembly
 from argosy.jobs.proof import digest
 from argosy.jobs.replay import Corrupted
 from argosy.jobs.train import train
@@ -83,8 +83,9 @@ def test_a_step_that_does_not_give_the_same_twice_is_found(monkeypatch: pytest.M
 
 
 def test_the_copy_is_counted(tmp_path: Path):
-    from argosy.jobs.assemble import Decided, assemble
+    from argosy.jobs.assemble import assemble
     from argosy.jobs.compose import compose
+    from argosy.jobs.decided import Decided
     from argosy.jobs.memory import compiled_need
     from argosy.jobs.run import Run
 

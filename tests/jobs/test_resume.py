@@ -149,8 +149,9 @@ def test_a_run_in_an_object_store_resumes_bit_for_bit(alone: Path, tmp_path: Pat
 
 def test_data_resumes_where_it_was(tmp_path: Path):
     """Each row is its own number, so what the steps saw can be read off the batches."""
-    from argosy.jobs.assemble import Decided, assemble
+    from argosy.jobs.assemble import assemble
     from argosy.jobs.compose import compose
+    from argosy.jobs.decided import Decided
     from argosy.jobs.run import Run
 
     settings = compose(Run, "tiny", [*WORDS, "steps=6"]).value

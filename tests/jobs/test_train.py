@@ -24,10 +24,12 @@ from argosy.core.settings import Reading
 from argosy.core.storage import Store
 from argosy.data.tokenize import find_tokenizer
 from argosy.data.tokenizers.byte import ByteTokenizer
-from argosy.jobs import assemble as assembling
+from argosy.jobs import decided
 from argosy.jobs.compose import compose
+from argosy.jobs.header import tokenizer_of
+from argosy.jobs.outcome import ending
 from argosy.jobs.run import Run
-from argosy.jobs.train import Quiet, Training, ending, train
+from argosy.jobs.train import Quiet, train
 from argosy.observe.metrics import by_step, read
 
 STEPS, EVERY = 4, 2
@@ -152,8 +154,8 @@ def test_the_header_says_where_the_weights_come_from_and_how_large_the_tokenizer
     assert "weights     random, from seed 0" in log
     assert re.search(r"tokenizer   none; the model's vocabulary has \d+ tokens\n", log)
     settings = SimpleNamespace(data=SimpleNamespace(tokenizer="byte"), model=SimpleNamespace(vocab=1024))
-    training: Any = SimpleNamespace(assembly=SimpleNamespace(tokenizer=SimpleNamespace(vocab=258)), settings=settings)
-    assert Training.tokenizer(training) == "byte, 258 tokens of the model's 1,024"
+    assembly: Any = SimpleNamespace(tokenizer=SimpleNamespace(vocab=258), run=settings)
+    assert tokenizer_of(assembly) == "byte, 258 tokens of the model's 1,024"
 
 
 def test_a_run_that_nobody_reads_the_answer_of_ends_well(copy: Path, monkeypatch: pytest.MonkeyPatch):
@@ -425,7 +427,9 @@ def test_a_run_without_a_checkpoint_starts_anew_and_offers_no_state(copy: Path):
         (2, "checkpoint 2 is saved, and the same command resumes from step 2"),
     ],
 )
-def test_what_the_next_start_does_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int | None, words: str):
+def test_what_the_next_start_does_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int | None, words: str
+):
     """A run that learns from rewards and is stopped in its first rollout saves checkpoint 0."""
     outcome = argosy.Outcome(tmp_path, saved or 0, STEPS, 143, {}, {"step": 1.0}, saved)
     monkeypatch.setattr("argosy.jobs.train.run", lambda *_: outcome)
@@ -464,7 +468,9 @@ def test_a_sample_is_shown_with_its_prompt_and_what_takes_long_is_reported(tmp_p
     assert "prompt: def " in (run / "log.txt").read_text()
     assert "def " in (run / "report.html").read_text()
     said = capsys.readouterr().err
-    assert all(f"{what} ..." in said for what in ("reading the data", "drawing the weights", "compiling the training step"))
+    assert all(
+        f"{what} ..." in said for what in ("reading the data", "drawing the weights", "compiling the training step")
+    )
 
 
 def steps_of(run: Path) -> list[int]:
@@ -494,7 +500,7 @@ def test_a_device_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.Monkey
         raise RuntimeError("Unable to initialize backend 'tpu': INTERNAL: no TPU\nmore")
 
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    monkeypatch.setattr(assembling.jax, "default_backend", no_backend)
+    monkeypatch.setattr(decided.jax, "default_backend", no_backend)
     with pytest.raises(BadInput, match="no such device: Unable to initialize backend 'tpu'") as told:
         fit(tmp_path / "run", "steps=2")
     assert "JAX_PLATFORMS=tpu" in str(told.value)

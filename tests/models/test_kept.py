@@ -10,8 +10,9 @@ from helpers import relative
 from laws.families import CASES, FULLEST
 
 from argosy.core.errors import BadInput, UserError
-from argosy.jobs.assemble import Decided, assemble
+from argosy.jobs.assemble import assemble
 from argosy.jobs.compose import compose
+from argosy.jobs.decided import Decided
 from argosy.jobs.devices import config_of
 from argosy.jobs.run import Run
 from argosy.models.parts.attend import Packed

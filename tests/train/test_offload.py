@@ -13,8 +13,9 @@ from helpers import Heard, default, described_tpus, numbers
 from argosy.checkpoint.store import STATE, load_item, load_weights
 from argosy.core.errors import BadInput, Unsupported, UserError
 from argosy.data.pipeline import RowBatches
-from argosy.jobs.assemble import Decided, assemble
+from argosy.jobs.assemble import assemble
 from argosy.jobs.compose import compose
+from argosy.jobs.decided import Decided
 from argosy.jobs.devices import config_of, lowered_step
 from argosy.jobs.run import Run
 from argosy.jobs.train import train

@@ -8,6 +8,7 @@ bytes come from `gguf` or `safetensors`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -53,6 +54,20 @@ def _groups(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return q.astype(np.float32).reshape(*scale.shape, -1)
 
 
+class Blocks(NamedTuple):
+    """Blocks as whole numbers: w = scale * q - minimum, with an exact product.
+
+    q: int8 [n, values]. scale, minimum: float32 [n, groups], each for the same number of neighboring values.
+    """
+
+    q: np.ndarray
+    scale: np.ndarray
+    minimum: np.ndarray | None = None
+
+    def decoded(self) -> np.ndarray:
+        return _scaled(*self)
+
+
 def _scaled(q: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None = None) -> np.ndarray:
     """scale * q - minimum, with one scale per group of values."""
     y = scale[..., None] * _groups(q, scale)
@@ -62,30 +77,32 @@ def _scaled(q: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None = None)
 
 
 def _signed(q: np.ndarray, offset: int) -> np.ndarray:
-    return q.astype(np.int16) - offset
+    """Numbers of less than eight bits, below zero too."""
+    return q.view(np.int8) - np.int8(offset)
 
 
 # ---- 32 values per block
 
 
-def _q4_0(b: np.ndarray) -> np.ndarray:
-    return _half(b[:, :2]) * _signed(_planes(b[:, 2:], 4, 16), 8)
+def _q4_0(b: np.ndarray) -> Blocks:
+    return Blocks(_signed(_planes(b[:, 2:], 4, 16), 8), _half(b[:, :2]))
 
 
-def _q4_1(b: np.ndarray) -> np.ndarray:
-    return _half(b[:, :2]) * _planes(b[:, 4:], 4, 16) + _half(b[:, 2:4])
+def _q4_1(b: np.ndarray) -> Blocks:
+    return Blocks(_signed(_planes(b[:, 4:], 4, 16), 0), _half(b[:, :2]), -_half(b[:, 2:4]))
 
 
-def _q5_0(b: np.ndarray) -> np.ndarray:
-    return _half(b[:, :2]) * _signed(_planes(b[:, 6:], 4, 16) | _planes(b[:, 2:6], 1, 1) << 4, 16)
+def _q5_0(b: np.ndarray) -> Blocks:
+    return Blocks(_signed(_planes(b[:, 6:], 4, 16) | _planes(b[:, 2:6], 1, 1) << 4, 16), _half(b[:, :2]))
 
 
-def _q5_1(b: np.ndarray) -> np.ndarray:
-    return _half(b[:, :2]) * (_planes(b[:, 8:], 4, 16) | _planes(b[:, 4:8], 1, 1) << 4) + _half(b[:, 2:4])
+def _q5_1(b: np.ndarray) -> Blocks:
+    q = _planes(b[:, 8:], 4, 16) | _planes(b[:, 4:8], 1, 1) << 4
+    return Blocks(_signed(q, 0), _half(b[:, :2]), -_half(b[:, 2:4]))
 
 
-def _q8_0(b: np.ndarray) -> np.ndarray:
-    return _half(b[:, :2]) * b[:, 2:].view(np.int8)
+def _q8_0(b: np.ndarray) -> Blocks:
+    return Blocks(b[:, 2:].view(np.int8), _half(b[:, :2]))
 
 
 def _iq4_nl(b: np.ndarray) -> np.ndarray:
@@ -108,16 +125,16 @@ def _nvfp4(b: np.ndarray) -> np.ndarray:
 # ---- 256 values per block, with scales for the groups inside
 
 
-def _q2_k(b: np.ndarray) -> np.ndarray:
+def _q2_k(b: np.ndarray) -> Blocks:
     scales, d, least = b[:, :16], _half(b[:, 80:82]), _half(b[:, 82:84])
-    return _scaled(_planes(b[:, 16:80], 2, 32), d * (scales & 0xF), least * (scales >> 4))
+    return Blocks(_signed(_planes(b[:, 16:80], 2, 32), 0), d * (scales & 0xF), least * (scales >> 4))
 
 
-def _q3_k(b: np.ndarray) -> np.ndarray:
+def _q3_k(b: np.ndarray) -> Blocks:
     high, low, d = b[:, :32], b[:, 32:96], _half(b[:, 108:110])
     scales = _planes(b[:, 96:104], 4, 8) | _planes(b[:, 104:108], 2, 4) << 4
     q = _signed(_planes(low, 2, 32) | _planes(high, 1, 32) << 2, 4)
-    return _scaled(q, d * _signed(scales, 32))
+    return Blocks(q, d * _signed(scales, 32))
 
 
 def _scales_and_minima(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -128,20 +145,21 @@ def _scales_and_minima(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scales, minima
 
 
-def _q4_k(b: np.ndarray) -> np.ndarray:
+def _q4_k(b: np.ndarray) -> Blocks:
     scales, minima = _scales_and_minima(b[:, 4:16])
-    return _scaled(_planes(b[:, 16:], 4, 32), _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima)
+    q = _signed(_planes(b[:, 16:], 4, 32), 0)
+    return Blocks(q, _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima)
 
 
-def _q5_k(b: np.ndarray) -> np.ndarray:
+def _q5_k(b: np.ndarray) -> Blocks:
     scales, minima = _scales_and_minima(b[:, 4:16])
     q = _planes(b[:, 48:], 4, 32) | _planes(b[:, 16:48], 1, 32) << 4
-    return _scaled(q, _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima)
+    return Blocks(_signed(q, 0), _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima)
 
 
-def _q6_k(b: np.ndarray) -> np.ndarray:
+def _q6_k(b: np.ndarray) -> Blocks:
     q = _signed(_planes(b[:, :128], 4, 64) | _planes(b[:, 128:192], 2, 32) << 4, 32)
-    return _scaled(q, _half(b[:, 208:]) * b[:, 192:208].view(np.int8))
+    return Blocks(q, _half(b[:, 208:]) * b[:, 192:208].view(np.int8))
 
 
 def _iq4_xs(b: np.ndarray) -> np.ndarray:
@@ -152,7 +170,7 @@ def _iq4_xs(b: np.ndarray) -> np.ndarray:
 def _tq1_0(b: np.ndarray) -> np.ndarray:
     """Five ternary digits per byte: after multiplying by 3^k modulo 256, the k-th digit is the highest."""
     q = np.concatenate([_ternary(b[:, :32], 5), _ternary(b[:, 32:48], 5), _ternary(b[:, 48:52], 4)], axis=1)
-    return _half(b[:, 52:]) * _signed(q.astype(np.uint16) * 3 >> 8, 1)
+    return _half(b[:, 52:]) * _signed((q.astype(np.uint16) * 3 >> 8).astype(np.uint8), 1)
 
 
 def _ternary(packed: np.ndarray, digits: int) -> np.ndarray:
@@ -173,12 +191,13 @@ def _bf16(b: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Type:
-    """A GGUF type: values and bytes per block, and how it is decoded; `dtype` if the bytes are the values themselves."""
+    """A GGUF type: values and bytes per block, and how it is decoded: to floats, or to whole numbers with scales; `dtype` if the bytes
+    are the values themselves."""
 
     name: str
     values: int
     bytes: int
-    decode: Callable[[np.ndarray], np.ndarray] | None = None
+    decode: Callable[[np.ndarray], "np.ndarray | Blocks"] | None = None
     dtype: np.dtype | None = None
 
 
@@ -225,6 +244,24 @@ TYPES: dict[int, Type] = {
     40: Type("NVFP4", 64, 36, _nvfp4),
 }
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
+# The types that are whole numbers with scales (`Blocks`), and the smallest and largest number of each.
+CODES = {
+    "Q2_K": (0, 3), "Q3_K": (-4, 3), "Q4_0": (-8, 7), "Q4_1": (0, 15), "Q4_K": (0, 15), "Q5_0": (-16, 15), "Q5_1": (0, 31),
+    "Q5_K": (0, 31), "Q6_K": (-32, 31), "Q8_0": (-128, 127),
+}  # fmt: skip
+
+
+def blocks(name: str, raw: np.ndarray) -> Blocks:
+    """Raw blocks of a type in `CODES` as whole numbers with scales, uint8 [rows, k * bytes] -> q [rows, k * values], and the scales and
+    minima of each row in one row."""
+    kind = BY_NAME[name]
+    # Infinite scales come from the file itself.
+    with np.errstate(all="ignore"):
+        found = kind.decode(np.ascontiguousarray(raw.reshape(-1, kind.bytes))) if kind.decode else None
+    assert isinstance(found, Blocks)
+    rows = len(raw)
+    minimum = None if found.minimum is None else found.minimum.reshape(rows, -1)
+    return Blocks(found.q.reshape(rows, -1), found.scale.reshape(rows, -1), minimum)
 
 
 def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
@@ -246,7 +283,8 @@ def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
     # Infinite scales come from the file itself.
     with np.errstate(all="ignore"):
         for start in range(0, len(blocks), step):
-            out[start : start + step] = kind.decode(np.ascontiguousarray(blocks[start : start + step]))
+            found = kind.decode(np.ascontiguousarray(blocks[start : start + step]))
+            out[start : start + step] = found.decoded() if isinstance(found, Blocks) else found
     return out.reshape(*raw.shape[:-1], raw.shape[-1] // kind.bytes * kind.values)
 
 

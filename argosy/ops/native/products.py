@@ -3,7 +3,7 @@
 XLA:CPU multiplies 8 rows with a weight at 54 GFLOP/s on the machine of docs/log.md, this at 110; a single row at the speed of memory
 in both. Columns are kept in panels of 32, in which the summed axis is the slow one, so a product reads a weight front to back once,
 whatever the number of rows. Weights that bfloat16 holds exactly (a published bfloat16 file) are kept in it: half the memory and, for
-few rows, half the time, with the same result.
+few rows, half the time, with the same result. Blocks of few bits (`ops.native.blocks`) are kept as they are, with the same result too.
 """
 
 import math
@@ -27,8 +27,10 @@ SMALLEST = 1 << 14
 class Panels:
     """A weight, packed.
 
-    values: [panels, summed, PANEL] float32, bfloat16 or int8; zeros fill up the last panel.
+    values: [panels, summed, PANEL] float32, bfloat16 or int8; zeros fill up the last panel. With scales they are codes in uint8, with
+        the highest bit flipped (`blocks.cc`), and [panels, summed, PANEL / 2] has two of four bits in a byte, columns c and c + 16.
     shape: of the weight. inner: how many of its axes are summed; first: whether these come first.
+    scale, minimum: [panels, blocks, PANEL] float32 of blocks along the summed axis: w = scale * (code - zero) - minimum.
     """
 
     values: Any
@@ -37,6 +39,9 @@ class Panels:
     first: bool = field(metadata={"static": True})
     # Of the weight as it was given.
     dtype: Any = field(metadata={"static": True})
+    scale: Any = None
+    minimum: Any = None
+    zero: int = field(default=0, metadata={"static": True})
 
     def __getitem__(self, index: Any) -> "Panels":
         """Itself, for `weight[...]`."""
@@ -50,6 +55,10 @@ class Panels:
         return self.values.sharding
 
     @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in jax.tree.leaves(self))
+
+    @property
     def kept(self) -> tuple[int, ...]:
         """The sizes of the axes that a product keeps."""
         return self.shape[self.inner :] if self.first else self.shape[: len(self.shape) - self.inner]
@@ -57,7 +66,7 @@ class Panels:
     def dense(self) -> Array:
         """The weight."""
         panels, summed, _ = self.values.shape
-        flat = self.values.transpose(1, 0, 2).reshape(summed, panels * PANEL)[:, : math.prod(self.kept)]
+        flat = self._floats(slice(None), slice(None)).transpose(1, 0, 2).reshape(summed, panels * PANEL)[:, : math.prod(self.kept)]
         return (flat if self.first else flat.T).reshape(self.shape).astype(self.dtype)
 
     def rows(self, ids: Int[Array, "..."]) -> Shaped[Array, "... D"]:
@@ -65,7 +74,36 @@ class Panels:
         if self.first or len(self.shape) != 2:
             return self.dense()[ids]
         ids = jnp.clip(ids, 0, self.shape[0] - 1)
-        return self.values[ids // PANEL, :, ids % PANEL].astype(self.dtype)
+        return self._floats(ids // PANEL, ids % PANEL).astype(self.dtype)
+
+    def _floats(self, panel: Any, column: Any) -> Array:
+        """Some columns of some panels, [... summed], or [panels summed PANEL] of all."""
+        if self.scale is None:
+            return self.values[panel, :, column]
+        found = codes(self.values)[panel, :, column] if isinstance(panel, slice) else _some_codes(self.values, panel, column)
+        axis = 1 if isinstance(panel, slice) else found.ndim - 1
+        block = self.values.shape[1] // self.scale.shape[1]
+
+        def spread(a: Array) -> Array:
+            return jnp.repeat(a[panel, :, column], block, axis)
+
+        w = spread(self.scale) * (found.astype(jnp.float32) - self.zero)
+        return w if self.minimum is None else w - spread(self.minimum)
+
+
+def codes(values: Array) -> Array:
+    """The codes of a weight in blocks, [panels, summed, PANEL]."""
+    if values.shape[2] == PANEL:
+        return values ^ 128
+    return jnp.concatenate([values & 15, values >> 4], 2)
+
+
+def _some_codes(values: Array, panel: Array, column: Array) -> Array:
+    """Those of one column of each of these panels, [... summed]."""
+    if values.shape[2] == PANEL:
+        return values[panel, :, column] ^ 128
+    both = values[panel, :, column % (PANEL // 2)]
+    return jnp.where((column < PANEL // 2)[..., None], both & 15, both >> 4)
 
 
 def packed(w: Any, inner: int, first: bool) -> Panels:
@@ -103,4 +141,8 @@ def fits_bfloat16(w: np.ndarray) -> bool:
 def product(x: Float[Array, "M K"], w: Panels) -> Float[Array, "M N"]:
     """x times a packed weight, summed in float32 in the order of the summed axis; a row's result does not depend on other rows."""
     out = jax.ShapeDtypeStruct((x.shape[0], math.prod(w.kept)), jnp.float32)
-    return jax.ffi.ffi_call("argosy_product", out)(x.astype(jnp.float32), w.values)
+    x = x.astype(jnp.float32)
+    if w.scale is None:
+        return jax.ffi.ffi_call("argosy_product", out)(x, w.values)
+    minimum = jnp.zeros(0, jnp.float32) if w.minimum is None else w.minimum
+    return jax.ffi.ffi_call("argosy_blocks_product", out)(x, w.values, w.scale, minimum, zero=np.int64(w.zero))

@@ -1,0 +1,46 @@
+"""How a run ended, and the lines that say so."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.observe.readable import decimals, lasted
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    dir: a local folder, or the address of a remote one (`gs://bucket/run`). step: updates made. saved: the newest checkpoint, None
+    if there is none. exit_code: 0 if done, otherwise 128 + the signal that stopped it. last: numbers of the last logged step.
+    seconds: wall time by cause; empty if there was nothing left to do.
+    """
+
+    dir: Path | str
+    step: int
+    steps: int
+    exit_code: int
+    last: Mapping[str, float]
+    seconds: Mapping[str, float]
+    saved: int | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.step >= self.steps
+
+
+def ending(outcome: Outcome) -> str:
+    """How a run ended, as one line for its log."""
+    loss = f", loss {decimals(outcome.last['loss'])}" if "loss" in outcome.last else ""
+    how = f"stopped by signal {outcome.exit_code - 128}" if outcome.exit_code else "ended"
+    return f"{how} at step {outcome.step} of {outcome.steps} after {lasted(sum(outcome.seconds.values()))}{loss}; {kept(outcome)}"
+
+
+def kept(outcome: Outcome) -> str:
+    """What is saved of a run. A run that is stopped before its first step saves checkpoint 0."""
+    return "no checkpoint is saved" if outcome.saved is None else f"checkpoint {outcome.saved} is saved"
+
+
+def next_start(outcome: Outcome) -> str:
+    """What the next start of a run that was stopped does."""
+    return "starts anew" if outcome.saved is None else f"resumes from step {outcome.saved}"

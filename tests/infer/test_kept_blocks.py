@@ -1,0 +1,247 @@
+"""Models whose weights stay in a GGUF file's blocks: the answers and logits of the same weights packed in float32."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from gguf_blocks import gguf_in_blocks
+from helpers import DATA
+from test_adapters import ON, adapter_of
+from test_engine import TIGHT, answers, prompts
+
+import argosy
+from argosy.adapt.quant import int8
+from argosy.adapt.surgery import swap
+from argosy.cli import serve as cli
+from argosy.core.errors import BadInput
+from argosy.core.formats.gguf import GGUF
+from argosy.infer import load as loading
+from argosy.infer import panels
+from argosy.infer.engine import Engine
+from argosy.infer.lm import LM
+from argosy.infer.load import load
+from argosy.infer.panels import kept_in_blocks
+from argosy.infer.request import Request
+from argosy.infer.updates import Update
+from argosy.jobs import public
+from argosy.models.llama import LlamaConfig
+from argosy.models.parts.weight import put, split
+from argosy.observe import environment
+from argosy.observe.readable import sized
+from argosy.ops.native import library
+from argosy.ops.native.products import Panels
+from argosy.serve import run as serving
+from argosy.serve.settings import ServeSettings
+
+SIZES: dict[str, Any] = {"vocab": 97, "width": 64, "layers": 2, "ffn": 96, "heads": 4, "head_size": 16, "kv_heads": 2, "context": 96}
+KINDS = ("Q8_0", "Q4_1", "Q5_0", "Q4_0", "Q5_1")
+
+
+@pytest.fixture(autouse=True)
+def pack_small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    if why := library.load():
+        pytest.skip(f"no kernels here: {why}")
+    monkeypatch.setattr(panels, "SMALLEST", 0)
+
+
+@pytest.fixture(scope="module", params=["tied", "with a head"])
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(**SIZES, tied=request.param == "tied")
+    return gguf_in_blocks(tmp_path_factory.mktemp("blocks") / "model.gguf", config, KINDS)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gguf_in_blocks(tmp_path_factory.mktemp("one") / "model.gguf", LlamaConfig(**SIZES), KINDS)
+
+
+def requests(lm: LM) -> list[Request]:
+    return [Request(p, most=6) for p in prompts(lm.config.vocab, (5, 40))]
+
+
+def packed_in_place(file: Path) -> LM:
+    """The model with its weights packed in float32, as a server has them."""
+    lm = load(file)
+    answers(Engine(lm.module, TIGHT, keeps=True), requests(lm))
+    return lm
+
+
+def arrays(lm: LM) -> dict[str, Any]:
+    return {address: a for address, a in split(lm.module)[1].items() if not isinstance(a, Panels)}
+
+
+def test_answers_and_logits_are_those_of_float32_bit_for_bit(file: Path):
+    wide, lm = packed_in_place(file), load(file, blocks=True)
+    assert answers(Engine(lm.module, TIGHT, keeps=True), requests(lm)) == answers(Engine(wide.module, TIGHT), requests(wide))
+    tokens = np.arange(60).reshape(3, 20) * 7 % 97
+    own = lm.logits(tokens)
+    if wide.config.tied:
+        # Otherwise its embedding is an array: the same numbers, in other programs.
+        assert own.tobytes() == wide.logits(tokens).tobytes()
+    np.testing.assert_allclose(own, load(file).logits(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_no_float32_weight_is_made(file: Path, monkeypatch: pytest.MonkeyPatch):
+    read, before = [], GGUF.read
+    monkeypatch.setattr(GGUF, "read", lambda self, name: (read.append(name), before(self, name))[1])
+    lm = load(file, blocks=True)
+    assert read
+    assert all("norm" in name for name in read)
+    engine = Engine(lm.module, TIGHT, keeps=True)
+    answers(engine, requests(lm))
+    assert all("norm" in address for address in arrays(lm))
+    count, size = kept_in_blocks(engine.weights())
+    assert count == len(engine.weights()) - len(arrays(lm))
+    assert size < lm.config.parameters() * 4 / 2.5, "with panels that are not full, and 6 to 9 bits a number"
+    forward: Any = engine.forward
+    assert not forward.packs._made, "nothing was packed beside them"
+
+
+@pytest.mark.slow
+def test_a_published_file():
+    file = DATA / "gguf" / "stories260K-q8_0.gguf"
+    wide, lm = packed_in_place(file), load(file, blocks=True)
+    assert kept_in_blocks(split(lm.module)[1])[0] == 31
+    assert {address.rpartition(".")[0][9:] for address in arrays(lm) if "norm" not in address} == {"mlp.down"}
+    some = [Request(lm.encode(text), most=24) for text in ("Once upon a time", "Lily")]
+    assert answers(Engine(lm.module, TIGHT, keeps=True), some) == answers(Engine(wide.module, TIGHT, keeps=True), some)
+    tokens = [lm.encode("Once upon a time, there was a little dog")]
+    assert lm.logits(tokens).tobytes() == wide.logits(tokens).tobytes()
+
+
+@pytest.mark.slow
+def test_several_steps_in_one_dispatch(one: Path):
+    lm = load(one, blocks=True)
+    several = TIGHT.model_copy(update={"steps": 4, "pages": 48})
+    assert answers(Engine(lm.module, several, keeps=True), requests(lm)) == answers(Engine(lm.module, TIGHT), requests(lm))
+
+
+def test_new_weights_take_their_place(one: Path, tmp_path: Path):
+    other = gguf_in_blocks(tmp_path / "other.gguf", LlamaConfig(**SIZES), KINDS, seed=1)
+    lm = load(one, blocks=True)
+    engine = Engine(lm.module, TIGHT, keeps=True)
+    before = answers(engine, requests(lm))
+    update = Update(lm.module, 96)
+    update.add(other)
+    engine.swap_weights(update.leaves())
+    after = answers(engine, requests(lm))
+    assert after != before
+    assert after == answers(Engine(load(other).module, TIGHT), requests(lm))
+
+
+@pytest.mark.slow
+def test_an_adapter_lies_over_them(one: Path):
+    lm, wide = load(one, blocks=True), packed_in_place(one)
+    factors, found = adapter_of(load(one).module, 0, 2), []
+    for module in (lm.module, wide.module):
+        engine = Engine(module, ON, keeps=True)
+        assert engine.adapters is not None
+        engine.adapters.put("a", engine.adapters.packed(factors))
+        some = [Request(p.tokens, most=6, adapter=name) for p in requests(lm) for name in (None, "a")]
+        found.append(answers(engine, some))
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_a_server_says_what_it_keeps_in_blocks(one: Path):
+    for blocks, count in ((True, 16), (False, 15)):
+        lm = load(one, blocks=blocks)
+        service = serving.service_of(lm, "tiny", ServeSettings(engine=TIGHT, warm_up=False), None)
+        service.front.close()
+        kept, size = kept_in_blocks(service.front.engine.weights())
+        # Without `blocks` the engine packs what it multiplies, which the embedding beside a head is not.
+        assert (service.about[1], kept) == (f"weights: {count} of 21 are kept in blocks, as in the file: {sized(size)}", count)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_server_keeps_blocks_unless_copies_share_the_weights(copies: int, one: Path, monkeypatch: pytest.MonkeyPatch):
+    given: list[Any] = []
+
+    def loaded(model: Any, **how: Any) -> None:
+        given.append(how["blocks"])
+        raise BadInput("enough")
+
+    monkeypatch.setattr(public, "load", loaded)
+    monkeypatch.setattr(serving, "bound", lambda settings: None)
+    with pytest.raises(BadInput, match="enough"):
+        cli.serve(str(one), ["port=0", f"copies={copies}"])
+    assert given == [copies == 1]
+
+
+def test_it_is_not_saved(one: Path, tmp_path: Path):
+    with pytest.raises(BadInput, match="packed for this CPU"):
+        load(one, blocks=True).save(tmp_path / "out")
+    load(one).save(tmp_path / "out")
+
+
+def test_it_is_not_quantized_again(one: Path):
+    lm = load(one, blocks=True)
+    with pytest.raises(BadInput, match="packed for answers alone"):
+        swap(lm.module, ".*", int8)
+
+
+@pytest.mark.parametrize("how", [{}, {"blocks": True, "dtype": "bfloat16"}, {"blocks": True, "tensor": 2}])
+def test_elsewhere_weights_are_arrays(one: Path, how: dict[str, Any]):
+    assert all(isinstance(a, jax.Array) for a in split(load(one, **how).module)[1].values())
+
+
+def test_without_kernels_weights_are_arrays(one: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading.library, "load", lambda: "no compiler")
+    assert all(isinstance(a, jax.Array) for a in split(load(one, blocks=True).module)[1].values())
+
+
+def test_memory_is_what_the_blocks_take(one: Path, monkeypatch: pytest.MonkeyPatch):
+    """A model is refused if its float32 weights do not fit, but not if its blocks do."""
+    needed = 4 * argosy.load(one).config.parameters()
+    monkeypatch.setattr(environment, "memory_bytes", lambda: (needed // 2, needed // 2))
+    with pytest.raises(BadInput, match="of memory"):
+        load(one)
+    assert kept_in_blocks(split(load(one, blocks=True).module)[1])[0]
+    monkeypatch.setattr(environment, "memory_bytes", lambda: (needed // 8, needed // 8))
+    with pytest.raises(BadInput, match="blocks of the file"):
+        load(one, blocks=True)
+
+
+# ---------------------------------------------------------------- a model of floats
+
+
+def made_by(engine: Engine) -> dict[str, Panels]:
+    forward: Any = engine.forward
+    return forward.packs._made
+
+
+def test_what_an_engine_packs_beside_floats_are_the_blocks(file: Path):
+    lm = load(file)
+    before = dict(split(lm.module)[1])
+    found = [one.tokens for one in lm.generate([p.tokens for p in requests(lm)], 6)]
+    made = made_by(lm.engine([46]))
+    assert {"layers.0.attn.q.w", "layers.1.mlp.down.w", "embed.w" if lm.config.tied else "head.w"} <= made.keys()
+    assert all(one.scale is not None for one in made.values())
+    assert all(a is before[address] for address, a in split(lm.module)[1].items()), "they are a copy"
+    assert found == [one.tokens for one in packed_in_place(file).generate([p.tokens for p in requests(lm)], 6)]
+
+
+def test_a_weight_that_was_replaced_is_packed_from_its_numbers(one: Path):
+    lm = load(one)
+    doubled = 2 * split(lm.module)[1]["layers.0.mlp.up.w"]
+    put(lm.module, {"layers.0.mlp.up.w": doubled})
+    engine = Engine(lm.module, TIGHT, origin=lm.origin)
+    answers(engine, requests(lm))
+    made = made_by(engine)
+    assert {address for address, a in made.items() if a.scale is None} == {"layers.0.mlp.up.w"}
+    np.testing.assert_array_equal(np.asarray(made["layers.0.mlp.up.w"].dense()), np.asarray(doubled))
+
+
+def test_a_file_that_has_changed_is_not_read_again(one: Path, tmp_path: Path):
+    file = shutil.copy(one, tmp_path / "model.gguf")
+    lm = load(file)
+    with open(file, "r+b") as written:
+        written.seek(-2000, os.SEEK_END)
+        written.write(bytes(2000))
+    engine = Engine(lm.module, TIGHT, origin=lm.origin)
+    assert answers(engine, requests(lm)) == answers(Engine(load(one).module, TIGHT), requests(lm))
+    assert all(a.scale is None for a in made_by(engine).values())
