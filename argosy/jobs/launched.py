@@ -1,8 +1,8 @@
-"""What `argosy launch` knows of the command that it runs: everything that is wrong with the two before anything starts or is written,
-where the files of the run are, and how far it is.
+"""What `argosy launch` knows of the command that it runs: everything that is wrong with the two before anything starts or is
+written, where the files of the run are, and how far it is.
 
-The machines of a scheduler may not see the files of this one. Whether a path of the settings is theirs too cannot be known here, so it
-is a remark (`jobs.launch_paths`), unless the run would be lost.
+The machines of a scheduler may not see the files of this one. Whether a path of the settings is theirs too cannot be known here, so
+it is a remark (`jobs.launch_paths`), unless the run would be lost.
 """
 
 import math
@@ -111,9 +111,11 @@ def read_engine(engine: Engine, words: Sequence[str]) -> None:
     if not found:
         engine.good, engine.known = engine.settings, frozenset(schema.model_fields)
         return
-    good = good if engine.settings is None else {name: getattr(engine.settings, name) for name in engine.settings.model_fields_set}
+    if engine.settings is not None:
+        good = {name: getattr(engine.settings, name) for name in engine.settings.model_fields_set}
     engine.settings, engine.good = None, schema.model_construct(**good)
-    engine.known = frozenset(name for name in schema.model_fields if name in good or (name not in given and hasattr(engine.good, name)))
+    left = {name for name in schema.model_fields if name not in given and hasattr(engine.good, name)}
+    engine.known = frozenset(left | set(good))
     refuse(found)
 
 
