@@ -42,6 +42,7 @@ from argosy.core.storage import is_address
 from argosy.core.words import SELF
 from argosy.data.sources import is_prepared
 from argosy.jobs.mesh_presets import with_mesh
+from argosy.jobs.stored_layers import init_of, overruled, spelt_out, with_folders
 
 T = TypeVar("T", bound=Settings)
 
@@ -137,7 +138,7 @@ def check_needs(schema: type[Settings], recipe: str, layers: list[SettingsLayer]
     if not missing:
         return
     # A model would have come with what the run starts from.
-    gone = mistakes_of(*(partial(check_start, _init_of(one, "weights"), _init_of(one, "state")) for one in layers))
+    gone = mistakes_of(*(partial(check_start, init_of(one, "weights"), init_of(one, "state")) for one in layers))
     missing = [key for key in missing if key != "model" or not gone]
     errors = [*gone]
     if missing:
@@ -170,7 +171,7 @@ def _beside_the_preset(
 ) -> tuple[list[UserError], dict[str, Any]]:
     """What else is wrong in settings whose preset does not exist, and the root's settings that are right. The nearest preset takes
     its place, so what is said of the model must be true of any; where none is near, nothing is."""
-    layers = [_spelt_out(layer) for layer in layers]
+    layers = [spelt_out(layer) for layer in layers]
     naming = max(i for i, layer in enumerate(layers) if _preset_of(layer))
     layer = layers[naming]
     near = get_close_matches(str(_preset_of(layer)), presets(configs), n=1)
@@ -262,113 +263,12 @@ def key_meant(key: str) -> str:
     return meant[1] if meant else key
 
 
-# ---- stored models among the layers
-
-
-class StoredModel(SettingsLayer):
-    """The layer of a stored model: its architecture, tokenizer and weights."""
-
-
-class TokenizerOfState(SettingsLayer):
-    """The layer of the tokenizer of a run whose state is taken, whoever names its model."""
-
-
-def with_folders(layers: list[SettingsLayer]) -> list[SettingsLayer]:
-    """The layers, in which `model=FOLDER` (a Hub folder, .gguf file, run directory or checkpoint) adds its architecture, weights
-    and tokenizer, and `init.weights=FOLDER` and `init.state=RUN` its architecture and tokenizer. What the same or a later layer sets
-    for the model overrides the folder. A layer that contains the complete model, such as a run's settings.yml, needs no folder.
-
-    Of `init.weights` and `init.state` a later layer's replaces an earlier one's."""
-    out: list[SettingsLayer] = []
-    for layer in map(_spelt_out, layers):
-        model = layer.values.get("model")
-        named = str(model["preset"]) if isinstance(model, dict) and model.get("preset") is not None else None
-        weights, state = _init_of(layer, "weights"), _init_of(layer, "state")
-        if isinstance(model, dict) and "family" in model:
-            out.append(layer)
-            continue
-        folder = named if named is not None and is_model(named) else None
-        if folder is None and named is None:
-            folder = next((one for one in (weights, state) if one is not None and is_model(one)), None)
-        if state is not None:
-            out = _without_init(out, "weights")
-        elif weights is not None or (folder is not None and folder == named):
-            out = _without_init(out, "state")
-        if state is not None and is_model(state) and (tokenizer := _tokenizer_of(state)) is not None:
-            out.append(TokenizerOfState(state, {"data": {"tokenizer": tokenizer}}))
-        if folder is None:
-            out.append(layer)
-            continue
-        out = _overruled(out)
-        # A state includes weights.
-        out.append(_shortened(_of_folder(folder, brings_weights=folder == named and state is None), out))
-        if folder == named:
-            rest = {key: value for key, value in layer.values["model"].items() if key != "preset"}
-            layer = replace(layer, values={**layer.values, "model": rest})
-        out.append(layer)
-    return out
-
-
-def is_model(name: str) -> bool:
-    """Whether a name is a stored model and not a preset: a folder that is not a recipe's run, or a .gguf file."""
-    return Path(name).is_dir() or (name.endswith(".gguf") and Path(name).is_file())
-
-
-def _init_of(layer: SettingsLayer, name: str) -> str | None:
-    """`init.weights` or `init.state` of a layer."""
-    init = layer.values.get("init")
-    value = init.get(name) if isinstance(init, dict) else None
-    return value if isinstance(value, str) else None
-
-
-def _without_init(layers: list[SettingsLayer], name: str) -> list[SettingsLayer]:
-    """Layers without `init.weights`, or without `init.state` and the tokenizers that came with it."""
-    kept = [layer for layer in layers if name != "state" or not isinstance(layer, TokenizerOfState)]
-    return [
-        replace(layer, values=dict(layer.values) | {"init": {k: v for k, v in layer.values["init"].items() if k != name}})
-        if _init_of(layer, name) is not None
-        else layer
-        for layer in kept
-    ]
-
-
-def _of_folder(folder: str, brings_weights: bool) -> SettingsLayer:
-    from argosy.checkpoint.stored import model_of
-
-    values: dict[str, Any] = {"model": model_of(folder)}
-    if brings_weights:
-        values["init"] = {"weights": folder}
-    if (tokenizer := _tokenizer_of(folder)) is not None:
-        values["data"] = {"tokenizer": tokenizer}
-    return StoredModel(folder, values)
-
-
-def _tokenizer_of(folder: str) -> str | None:
-    """Where the tokenizer of a stored model is; None if it has none."""
-    from argosy.checkpoint.stored import open_model
-    from argosy.data.tokenize import find_tokenizer
-
-    # Folders of adapters mostly have none: it is that of their base.
-    places = (Path(folder), open_model(folder).companions)
-    own = next((one for one in places if one is not None and find_tokenizer(one) is not None), None)
-    return None if own is None else folder if own == places[0] else str(own)
-
-
-def _shortened(stored: SettingsLayer, before: list[SettingsLayer]) -> SettingsLayer:
-    """The layer of a stored model, with its context as `data.sequence` where a recipe's is longer: a recipe does not know the model."""
-    given = [layer.values["data"]["sequence"] for layer in before if "sequence" in (layer.values.get("data") or {})]
-    context = stored.values["model"].get("context")
-    if not given or not isinstance(given[-1], int) or not isinstance(context, int) or given[-1] <= context:
-        return stored
-    return replace(stored, values={**stored.values, "data": {**stored.values.get("data", {}), "sequence": context}})
-
-
 # ---- presets among the layers
 
 
 def with_preset(layers: list[SettingsLayer], configs: Path = CONFIGS, families: Iterable[str] = ()) -> list[SettingsLayer]:
     """The layers, with the requested preset inserted below the layer that requests it, and older model settings dropped."""
-    layers = [_spelt_out(layer) for layer in layers]
+    layers = [spelt_out(layer) for layer in layers]
     naming = max((i for i, layer in enumerate(layers) if _preset_of(layer)), default=None)
     if naming is None:
         return layers
@@ -382,7 +282,7 @@ def with_preset(layers: list[SettingsLayer], configs: Path = CONFIGS, families: 
             raise no_model(preset, f"set by {where}", configs) from None
         raise
     beneath = [layer.under("model") for layer in found]
-    return [*_overruled(layers[:naming]), *beneath, *layers[naming:]]
+    return [*overruled(layers[:naming]), *beneath, *layers[naming:]]
 
 
 def _families(schema: type[Settings]) -> Iterable[str]:
@@ -442,30 +342,10 @@ def _of_family(name: str, models: Iterable[str]) -> list[str]:
     return [model for model in models if len(name) > 2 and begins.match(model)]
 
 
-def _spelt_out(layer: SettingsLayer) -> SettingsLayer:
-    """Rewrites `model: NAME`, alone or beside other keys of the model, as `model.preset`."""
-    model = layer.values.get("model")
-    name = model.get(SELF) if isinstance(model, dict) else model
-    if not isinstance(name, str | int | float) or isinstance(name, bool):
-        return layer
-    rest = {key: value for key, value in model.items() if key != SELF} if isinstance(model, dict) else {}
-    marks = dict(layer.marks)
-    if "model" in marks:
-        marks["model.preset"] = marks["model"]
-    preset = {"preset": layer.text("model") or str(name)}
-    return replace(layer, values={**layer.values, "model": preset | rest}, marks=marks)
-
-
 def _preset_of(layer: SettingsLayer) -> str | None:
     model = layer.values.get("model")
     preset = model.get("preset") if isinstance(model, dict) else None
     return None if preset is None else layer.text("model.preset") or str(preset)
-
-
-def _overruled(layers: list[SettingsLayer]) -> list[SettingsLayer]:
-    """Layers below one that names another model, without their model settings and without stored models."""
-    kept = [layer for layer in layers if not isinstance(layer, StoredModel)]
-    return [replace(layer, values={k: v for k, v in layer.values.items() if k != "model"}) for layer in kept]
 
 
 # ---- files
